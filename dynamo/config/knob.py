@@ -1,0 +1,215 @@
+"""A knob is a dataclass field that knows its flag, its variable, its range and its help.
+
+A settings group is a frozen dataclass whose fields are made by :func:`knob`. Flags beat variables,
+variables beat defaults (spec 4, general rules).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from dynamo.errors import ConfigError
+
+__all__ = ["Knob", "describe", "environ", "from_env", "knob", "load", "to_env"]
+
+T = TypeVar("T")
+_TRUE = frozenset(("true", "1", "yes", "on"))
+_UNSET = ("", "None")
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """What one field needs to be read from a command line and an environment.
+
+    ``flags`` may be empty (variable only), ``env`` may be empty (flag only). ``minimum`` and
+    ``maximum`` are inclusive unless ``exclusive_minimum``. ``aliases`` maps accepted spellings to
+    the canonical choice.
+    """
+
+    flags: tuple[str, ...]
+    env: tuple[str, ...]
+    help: str
+    choices: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    minimum: float | None = None
+    maximum: float | None = None
+    exclusive_minimum: bool = False
+    metavar: str | None = None
+    deprecated: str = ""
+    repeat: bool = False
+
+
+def knob(
+    default: Any,
+    *flags: str,
+    env: str | tuple[str, ...] = (),
+    help: str,
+    **limits: Any,
+) -> Any:
+    """A dataclass field with a :class:`Knob` in its metadata."""
+    names = (env,) if isinstance(env, str) else env
+    return dataclasses.field(
+        default=default, metadata={"knob": Knob(flags=flags, env=names, help=help, **limits)}
+    )
+
+
+def environ() -> dict[str, str]:
+    """A copy of the process environment, for handing to a child process."""
+    return dict(os.environ)
+
+
+def load(
+    prog: str,
+    description: str,
+    groups: Sequence[type[Any]],
+    argv: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    epilog: str | None = None,
+) -> tuple[Any, ...]:
+    """One instance of each group from ``argv`` over ``env`` over defaults, in the order given.
+
+    Exits with status 2 and one clear line for a bad flag or variable, 0 after ``--help``.
+    """
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for group in groups:
+        section = parser.add_argument_group((group.__doc__ or group.__name__).split("\n")[0])
+        for field in _fields(group):
+            _add_argument(section, field)
+    given = vars(parser.parse_args(argv))
+    try:
+        return tuple(_build(group, given, os.environ if env is None else env) for group in groups)
+    except ConfigError as error:
+        parser.error(error.message)
+
+
+def from_env(group: type[T], env: Mapping[str, str] | None = None, **given: Any) -> T:
+    """An instance of ``group`` from variables and defaults; ``given`` wins. Raises ConfigError."""
+    return _build(group, given, os.environ if env is None else env)
+
+
+def to_env(settings: Any) -> dict[str, str]:
+    """The variables that make :func:`from_env` rebuild ``settings`` in a child process."""
+    out: dict[str, str] = {}
+    for field in _fields(type(settings)):
+        value = getattr(settings, field.name)
+        spec: Knob = field.metadata["knob"]
+        if spec.env and value is not None:
+            out[spec.env[0]] = str(value).lower() if isinstance(value, bool) else str(value)
+    return out
+
+
+def describe(group: type[Any]) -> list[tuple[str, str, Any, str]]:
+    """Rows of (flags, variables, default, help) for documentation."""
+    rows = []
+    for field in _fields(group):
+        spec: Knob = field.metadata["knob"]
+        rows.append((" ".join(spec.flags), " ".join(spec.env), field.default, spec.help))
+    return rows
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
+
+
+def _fields(group: type[Any]) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(group) if "knob" in field.metadata]
+
+
+def _types(group: type[Any], name: str) -> tuple[type[Any], bool]:
+    hint = typing.get_type_hints(group)[name]
+    nullable = False
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        members = [member for member in typing.get_args(hint) if member is not type(None)]
+        nullable = len(members) < len(typing.get_args(hint))
+        hint = members[0]
+    return (typing.get_origin(hint) or hint), nullable
+
+
+def _add_argument(section: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
+    spec: Knob = field.metadata["knob"]
+    if not spec.flags:
+        return
+    note = f" [env: {', '.join(spec.env)}]" if spec.env else ""
+    old = f" (deprecated: {spec.deprecated})" if spec.deprecated else ""
+    text = f"{spec.help}{old} (default: {field.default}){note}".replace("%", "%%")
+    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+    if isinstance(field.default, bool) or field.type in ("bool", "bool | None"):
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["metavar"] = spec.metavar or ("|".join(spec.choices) if spec.choices else None)
+        options["action"] = "append" if spec.repeat else "store"
+    section.add_argument(*spec.flags, **options)
+
+
+def _build(group: type[T], given: Mapping[str, Any], env: Mapping[str, str]) -> T:
+    values: dict[str, Any] = {}
+    for field in _fields(group):
+        spec: Knob = field.metadata["knob"]
+        kind, nullable = _types(group, field.name)
+        name, raw = _source(field, spec, given, env)
+        if raw is None:
+            continue
+        values[field.name] = _convert(name, raw, kind, nullable, spec)
+    return group(**values)
+
+
+def _source(
+    field: dataclasses.Field[Any], spec: Knob, given: Mapping[str, Any], env: Mapping[str, str]
+) -> tuple[str, Any]:
+    if field.name in given:
+        return (spec.flags[0] if spec.flags else field.name), given[field.name]
+    for variable in spec.env:
+        if variable in env:
+            raw: Any = env[variable]
+            return variable, raw.split() if spec.repeat else raw
+    return "", None
+
+
+def _convert(name: str, raw: Any, kind: type[Any], nullable: bool, spec: Knob) -> Any:
+    if nullable and raw in _UNSET:
+        return None
+    if spec.repeat:
+        return tuple(raw)
+    if kind is bool:
+        return raw if isinstance(raw, bool) else str(raw).strip().lower() in _TRUE
+    if kind in (int, float):
+        return _number(name, raw, kind, spec)
+    value = spec.aliases.get(raw, raw)
+    if spec.choices and value not in spec.choices:
+        raise ConfigError(f"{name} must be one of {', '.join(spec.choices)}, got {raw!r}")
+    return value
+
+
+def _number(name: str, raw: Any, kind: Callable[[Any], Any], spec: Knob) -> Any:
+    try:
+        value = kind(raw)
+    except ValueError:
+        word = "an integer" if kind is int else "a number"
+        raise ConfigError(f"{name} must be {word}, got {raw!r}") from None
+    low, high = spec.minimum, spec.maximum
+    above = low is None or (value > low if spec.exclusive_minimum else value >= low)
+    if not math.isfinite(value) or not above or (high is not None and value > high):
+        raise ConfigError(f"{name} must be {_range(spec)}, got {raw}")
+    return value
+
+
+def _range(spec: Knob) -> str:
+    if spec.minimum is not None and spec.maximum is not None:
+        return f"between {spec.minimum} and {spec.maximum}"
+    if spec.minimum is not None:
+        return f"a finite value {'>' if spec.exclusive_minimum else '>='} {spec.minimum}"
+    return "a finite value" if spec.maximum is None else f"a finite value <= {spec.maximum}"

@@ -1,0 +1,61 @@
+"""Knobs that every process has: where state lives, how processes find and reach each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.config.knob import knob
+
+__all__ = ["RuntimeSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeSettings:
+    """runtime: namespace, discovery, request plane, event plane"""
+
+    namespace: str = knob(
+        "dynamo", "--namespace", env="DYN_NAMESPACE", help="namespace of this deployment"
+    )
+    discovery_backend: str = knob(
+        "file",
+        "--discovery-backend",
+        env="DYN_DISCOVERY_BACKEND",
+        choices=("file", "mem"),
+        help="where instances are registered",
+    )
+    file_kv: str | None = knob(
+        None,
+        env="DYN_FILE_KV",
+        help="directory of file discovery; default: store/ in the run directory",
+    )
+    state_dir: str | None = knob(
+        None,
+        env="DYN_LOCAL_STATE_DIR",
+        help="root of statefiles and run directories; default ~/.dynamo/state",
+    )
+    request_plane: str = knob(
+        "uds",
+        "--request-plane",
+        env="DYN_REQUEST_PLANE",
+        choices=("uds", "tcp"),
+        help="transport between frontend and workers: UNIX socket or TCP",
+    )
+    tcp_rpc_host: str = knob(
+        "127.0.0.1", env="DYN_TCP_RPC_HOST", help="address a worker listens on with tcp"
+    )
+    tcp_rpc_port: int = knob(
+        0,
+        env="DYN_TCP_RPC_PORT",
+        minimum=0,
+        maximum=65535,
+        help="port a worker listens on with tcp; 0 lets the system choose",
+    )
+    event_plane: str = knob(
+        "zmq", "--event-plane", env="DYN_EVENT_PLANE", choices=("zmq",), help="KV event transport"
+    )
+    lease_ttl_s: float = knob(
+        10.0,
+        env="ETCD_LEASE_TTL",
+        minimum=0.5,
+        help="seconds without a sign of life after which a hung process is forgotten",
+    )

@@ -1,0 +1,3 @@
+"""Metrics, their names, and logs."""
+
+__all__: list[str] = []

@@ -1,0 +1,137 @@
+"""What the frontend sends to an engine and what the engine streams back. Spec 7.4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dynamo.protocols.codec import Tokens
+
+__all__ = [
+    "CompletionUsage",
+    "EngineOutput",
+    "OutputOptions",
+    "PreprocessedRequest",
+    "PromptTokensDetails",
+    "Routing",
+    "SamplingOptions",
+    "StopConditions",
+]
+
+
+class StopConditions(msgspec.Struct, omit_defaults=True):
+    """When generation ends. ``stop`` strings are matched by the frontend, ids by the engine."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_token_ids_visible: list[int] | None = None
+    stop_token_ids_hidden: list[int] | None = None
+    ignore_eos: bool = False
+    max_thinking_tokens: int | None = None
+
+
+class SamplingOptions(msgspec.Struct, omit_defaults=True):
+    """How the next token is drawn."""
+
+    n: int | None = None
+    best_of: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    seed: int | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    guided_decoding: dict[str, Any] | None = None
+
+
+class OutputOptions(msgspec.Struct, omit_defaults=True):
+    """What else the engine should report."""
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    formatted_prompt: bool | None = None
+
+
+class Routing(msgspec.Struct, omit_defaults=True):
+    """Where the request should go, and what the router told the worker."""
+
+    backend_instance_id: int | None = None
+    prefill_worker_id: int | None = None
+    decode_worker_id: int | None = None
+    dp_rank: int | None = None
+    prefill_dp_rank: int | None = None
+    priority_jump: float | None = None
+    priority: int | None = None
+    strict_priority: int | None = None
+    expected_output_tokens: int | None = None
+    lora_name: str | None = None
+    cache_namespace: str | None = None
+    allowed_worker_ids: list[int] | None = None
+    required_taints: list[str] | None = None
+    session_id: str | None = None
+
+
+class PreprocessedRequest(msgspec.Struct, omit_defaults=True):
+    """One prompt, tokenized. ``token_ids`` is ``array('I')``; user handlers see ``list[int]``."""
+
+    model: str
+    token_ids: Tokens
+    stop_conditions: StopConditions = msgspec.field(default_factory=StopConditions)
+    sampling_options: SamplingOptions = msgspec.field(default_factory=SamplingOptions)
+    output_options: OutputOptions = msgspec.field(default_factory=OutputOptions)
+    eos_token_ids: list[int] = []
+    mdc_sum: str | None = None
+    annotations: list[str] = []
+    routing: Routing | None = None
+    router_config_override: dict[str, Any] | None = None
+    estimated_prefix_hit_num_blocks: int | None = None
+    backend_instance_id: int | None = None
+    prefill_result: dict[str, Any] | None = None
+    bootstrap_info: dict[str, Any] | None = None
+    extra_args: dict[str, Any] | None = None
+    multi_modal_data: dict[str, Any] | None = None
+
+
+class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
+    """The part of the prompt that the engine did not have to compute."""
+
+    cached_tokens: int | None = None
+
+
+class CompletionUsage(msgspec.Struct, omit_defaults=True):
+    """Token counts as the engine saw them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class EngineOutput(msgspec.Struct, omit_defaults=True):
+    """One item of a response stream: the tokens that are new, and at the end why it ended.
+
+    ``finish_reason`` is one of eos, length, stop, cancelled, content_filter or ``error: text``.
+    """
+
+    token_ids: list[int] = []
+    tokens: list[str | None] | None = None
+    text: str | None = None
+    cum_log_probs: float | None = None
+    log_probs: list[float] | None = None
+    top_logprobs: list[list[dict[str, Any]]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    index: int | None = None
+    completion_usage: CompletionUsage | None = None
+    disaggregated_params: dict[str, Any] | None = None
+    extra_args: dict[str, Any] | None = None
