@@ -1,0 +1,3 @@
+"""The distributed runtime: how processes find each other and stream answers."""
+
+__all__: list[str] = []

@@ -1,0 +1,103 @@
+"""Where a deployment keeps its state: statefiles, run directories, the discovery store, sockets.
+
+Every directory is private (0700). Two namespaces never share a run directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+
+from dynamo.config import environ
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError
+
+__all__ = [
+    "SOCKET_PATH_MAX_BYTES",
+    "private_dir",
+    "run_dir",
+    "socket_path",
+    "state_dir",
+    "store_dir",
+]
+
+SOCKET_PATH_MAX_BYTES = 107
+"""Longest AF_UNIX path on Linux: sun_path is 108 bytes with its terminating zero (unix(7))."""
+
+_NAMESPACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_FALLBACK_RECORD = "sockets.path"
+
+
+def private_dir(path: Path) -> Path:
+    """``path`` as a directory of ours with mode 0700, created with its parents if need be.
+
+    Raises ConfigError if it is not a directory or belongs to another user.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise ConfigError(f"cannot use {path} as a directory: {error.strerror}") from error
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        path.chmod(0o700)
+    return path
+
+
+def state_dir(settings: RuntimeSettings) -> Path:
+    """The root of statefiles and run directories: ``DYN_LOCAL_STATE_DIR``, ~/.dynamo/state."""
+    given = settings.state_dir
+    root = Path(given).expanduser() if given else Path.home() / ".dynamo" / "state"
+    return private_dir(root.absolute())
+
+
+def run_dir(settings: RuntimeSettings, namespace: str | None = None) -> Path:
+    """The run directory of ``namespace`` (default: the settings' own)."""
+    name = settings.namespace if namespace is None else namespace
+    if not _NAMESPACE.fullmatch(name):
+        raise ConfigError(f"namespace {name!r} must be letters, digits, '_', '-' or '.'")
+    return private_dir(state_dir(settings) / name)
+
+
+def store_dir(settings: RuntimeSettings) -> Path:
+    """The directory of file discovery: ``DYN_FILE_KV``, else ``store/`` in the run directory."""
+    if settings.file_kv:
+        return private_dir(Path(settings.file_kv).expanduser().absolute())
+    return private_dir(run_dir(settings) / "store")
+
+
+def socket_path(settings: RuntimeSettings, name: str) -> str:
+    """A path for the UNIX socket ``name`` that fits into 107 bytes.
+
+    In the run directory if it fits, else in a private directory under ``XDG_RUNTIME_DIR`` or the
+    temp directory, which the run directory's ``sockets.path`` then names. Raises ConfigError if
+    even that is too long.
+    """
+    home = run_dir(settings)
+    path = str(home / name)
+    if _fits(path):
+        return path
+    digest = hashlib.sha256(os.fsencode(home)).hexdigest()[:12]
+    base = environ().get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    short = Path(base).absolute() / f"dynamo-{os.geteuid()}-{digest}"
+    path = str(short / name)
+    if not _fits(path):
+        raise ConfigError(f"socket path {path} is longer than {SOCKET_PATH_MAX_BYTES} bytes")
+    private_dir(short)
+    _record(home / _FALLBACK_RECORD, str(short))
+    return path
+
+
+def _fits(path: str) -> bool:
+    return len(os.fsencode(path)) <= SOCKET_PATH_MAX_BYTES
+
+
+def _record(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text + "\n")
+    temporary.replace(path)

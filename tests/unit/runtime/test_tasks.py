@@ -1,0 +1,74 @@
+"""Tasks: every task ends with its parent and no failure is lost."""
+
+import asyncio
+import logging
+
+import pytest
+
+from dynamo.runtime.tasks import Tasks
+
+
+async def test_a_finished_task_leaves_and_gives_its_result():
+    tasks = Tasks("t")
+
+    async def work() -> int:
+        return 7
+
+    assert await tasks.spawn(work()) == 7
+    await asyncio.sleep(0)
+    assert len(tasks) == 0
+    await tasks.close()
+
+
+async def test_close_cancels_and_waits_for_clean_up():
+    tasks = Tasks("t")
+    started, cleaned = asyncio.Event(), []
+
+    async def work() -> None:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append(True)
+
+    tasks.spawn(work())
+    await started.wait()
+    await tasks.close()
+    assert cleaned == [True]
+    with pytest.raises(RuntimeError, match="t is closed"):
+        tasks.spawn(work())
+    await tasks.close()
+
+
+async def test_a_failure_is_logged(caplog: pytest.LogCaptureFixture):
+    tasks = Tasks("owner")
+
+    async def work() -> None:
+        raise ValueError("boom")
+
+    task = tasks.spawn(work(), name="w")
+    with caplog.at_level(logging.ERROR):
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+    assert "owner: task w failed" in caplog.text
+    assert "boom" in caplog.text
+
+
+async def test_a_task_may_close_its_parent():
+    tasks = Tasks("t")
+    other = asyncio.Event()
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            other.set()
+
+    async def closer() -> None:
+        await asyncio.sleep(0)
+        await tasks.close()
+
+    tasks.spawn(forever())
+    await tasks.spawn(closer())
+    assert other.is_set()
