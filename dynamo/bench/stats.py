@@ -1,0 +1,173 @@
+"""Outcomes of requests to the figures people compare. Pure; a missing figure is None, not zero."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dynamo.errors import ConfigError
+
+__all__ = ["Goodput", "Outcome", "Spread", "Summary", "parse_goodput", "percentile", "summarize"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one request came to. Times in seconds; ``gaps_s`` are inter-token latencies."""
+
+    started_s: float = 0.0
+    first_token_s: float | None = None
+    finished_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    worker_id: int | None = None
+    error: str | None = None
+    status: int = 0
+
+    @property
+    def latency_s(self) -> float:
+        """From sending the request to its last byte."""
+        return self.finished_s - self.started_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From sending the request to its first token; None when not streamed."""
+        return None if self.first_token_s is None else self.first_token_s - self.started_s
+
+
+class Spread(msgspec.Struct):
+    """Six numbers of one figure."""
+
+    avg: float
+    min: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class Goodput(msgspec.Struct, omit_defaults=True):
+    """Limits in milliseconds; a request is good when it meets all that are set."""
+
+    ttft: float | None = None
+    itl: float | None = None
+    latency: float | None = None
+
+
+class Summary(msgspec.Struct, omit_defaults=True):
+    """One run. Times in milliseconds, rates per second of wall clock."""
+
+    requests: int
+    completed: int
+    duration_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+    ttft_ms: Spread | None = None
+    itl_ms: Spread | None = None
+    latency_ms: Spread | None = None
+    cached_tokens: int | None = None
+    hit_rate: float | None = None
+    workers: dict[str, int] = {}
+    busiest_share: float | None = None
+    imbalance: float | None = None
+    errors: dict[str, int] = {}
+    goodput: Goodput | None = None
+    good_requests: int | None = None
+    good_requests_per_s: float | None = None
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Nearest-rank percentile of an ascending, non-empty sequence; ``share`` in 0..1."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def parse_goodput(text: str) -> Goodput:
+    """``ttft:2000,itl:25`` to limits. Raises ConfigError naming the part that is wrong."""
+    limits: dict[str, float] = {}
+    for part in text.split(","):
+        name, colon, value = part.strip().partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            colon = ""
+        if not colon or name not in ("ttft", "itl", "latency"):
+            raise ConfigError(
+                f"--goodput {part!r} is not NAME:MILLISECONDS with NAME one of ttft, itl, latency"
+            )
+    return Goodput(**limits)
+
+
+def summarize(
+    outcomes: Sequence[Outcome], duration_s: float, goodput: Goodput | None = None
+) -> Summary:
+    """All figures of a run that took ``duration_s`` seconds."""
+    done = [outcome for outcome in outcomes if outcome.error is None]
+    wall_s = max(duration_s, 1e-9)
+    prompt = sum(outcome.prompt_tokens for outcome in done)
+    output = sum(outcome.output_tokens for outcome in done)
+    summary = Summary(
+        requests=len(outcomes),
+        completed=len(done),
+        duration_s=duration_s,
+        requests_per_s=len(done) / wall_s,
+        output_tokens_per_s=output / wall_s,
+        total_tokens_per_s=(prompt + output) / wall_s,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        ttft_ms=_spread([o.ttft_s for o in done if o.ttft_s is not None]),
+        itl_ms=_spread([gap for o in done for gap in o.gaps_s]),
+        latency_ms=_spread([o.latency_s for o in done]),
+        errors=dict(Counter(o.error for o in outcomes if o.error is not None).most_common()),
+    )
+    cached = [o.cached_tokens for o in done if o.cached_tokens is not None]
+    if cached:
+        summary.cached_tokens = sum(cached)
+        summary.hit_rate = sum(cached) / max(1, prompt)
+    _balance(summary, done)
+    if goodput is not None:
+        summary.goodput = goodput
+        summary.good_requests = sum(_is_good(outcome, goodput) for outcome in done)
+        summary.good_requests_per_s = summary.good_requests / wall_s
+    return summary
+
+
+def _balance(summary: Summary, done: Sequence[Outcome]) -> None:
+    served = Counter(o.worker_id for o in done if o.worker_id is not None)
+    if not served:
+        return
+    total = sum(served.values())
+    summary.workers = {f"{worker:x}": count for worker, count in sorted(served.items())}
+    summary.busiest_share = max(served.values()) / total
+    summary.imbalance = max(served.values()) * len(served) / total
+
+
+def _spread(seconds: list[float]) -> Spread | None:
+    if not seconds:
+        return None
+    ordered = sorted(value * 1000 for value in seconds)
+    return Spread(
+        avg=sum(ordered) / len(ordered),
+        min=ordered[0],
+        p50=percentile(ordered, 0.5),
+        p90=percentile(ordered, 0.9),
+        p99=percentile(ordered, 0.99),
+        max=ordered[-1],
+    )
+
+
+def _is_good(outcome: Outcome, limits: Goodput) -> bool:
+    itl_s = sum(outcome.gaps_s) / len(outcome.gaps_s) if outcome.gaps_s else None
+    pairs = (
+        (outcome.ttft_s, limits.ttft),
+        (itl_s, limits.itl),
+        (outcome.latency_s, limits.latency),
+    )
+    return all(limit is None or value is None or value * 1000 <= limit for value, limit in pairs)

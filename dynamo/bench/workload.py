@@ -1,0 +1,133 @@
+"""Turns a trace or a synthetic recipe into planned requests. Pure: no clock, no socket.
+
+A prompt is a list of *segments* (id, tokens); equal segments at equal positions become equal text,
+so that prefix caches see in the replay what they saw in production.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dynamo.bench.trace import TraceRequest
+
+__all__ = ["PlannedRequest", "Prompts", "from_trace", "synthetic"]
+
+_VOCABULARY = (
+    "the of and to in is that for it was on are as with his they at be this from have or by "
+    "one had not but what all were when we there can an your which their said if do will each "
+    "about how up out them then she many some so these would other into has more her two like "
+    "him see time could no make than first been its who now people my made over did down only "
+    "way find use may water long little very after words called just where most know get "
+    "through back much before go good new write our used me man too any day same right look "
+    "think also around another came come work three word must because does part even place "
+    "well such here take why things help put years"
+)
+WORDS = _VOCABULARY.split()
+FIRST_TOKEN_ID, TOKEN_IDS = 1000, 1000
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """``at_s`` seconds after the start (None: as soon as there is room), ``segments`` of the prompt
+    as (id, tokens), ``output_tokens`` wanted."""
+
+    at_s: float | None
+    segments: tuple[tuple[int, int], ...]
+    output_tokens: int
+
+    @property
+    def input_tokens(self) -> int:
+        """Length of the prompt in tokens, as planned."""
+        return sum(tokens for _, tokens in self.segments)
+
+
+def from_trace(
+    requests: Iterable[TraceRequest],
+    *,
+    block_tokens: int = 512,
+    original_block_tokens: int = 512,
+    speedup: float = 1.0,
+    output_scale: float = 1.0,
+) -> list[PlannedRequest]:
+    """The trace on its own clock, ``speedup`` times faster, ``block_tokens`` tokens per hash id."""
+    planned = []
+    shrink = block_tokens / original_block_tokens
+    for request in requests:
+        blocks = [(hash_id, block_tokens) for hash_id in request.hash_ids]
+        if request.input_length is not None and blocks:
+            whole = (len(blocks) - 1) * original_block_tokens
+            tail = max(1, round((request.input_length - whole) * shrink))
+            blocks[-1] = (blocks[-1][0], min(block_tokens, tail))
+        planned.append(
+            PlannedRequest(
+                at_s=request.timestamp / 1000 / speedup,
+                segments=tuple(blocks),
+                output_tokens=max(1, round(request.output_length * output_scale)),
+            )
+        )
+    return planned
+
+
+def synthetic(
+    count: int,
+    *,
+    isl: int,
+    osl: int,
+    prefix_ratio: float = 0.0,
+    rate: float | None = None,
+    seed: int = 0,
+) -> list[PlannedRequest]:
+    """``count`` prompts of ``isl`` tokens that share their first ``prefix_ratio``; Poisson arrivals
+    at ``rate`` per second, or none (closed loop)."""
+    rng = random.Random(seed)
+    shared = round(isl * prefix_ratio)
+    at_s, planned = 0.0, []
+    for number in range(count):
+        segments = [(-1, shared)] if shared else []
+        if isl > shared:
+            segments.append((number, isl - shared))
+        if rate is not None:
+            at_s += rng.expovariate(rate)
+        planned.append(PlannedRequest(None if rate is None else at_s, tuple(segments), osl))
+    return planned
+
+
+class Prompts:
+    """Writes segments out as words or token ids; the same (seed, id, length) gives the same text.
+
+    ``tokens_per_word`` is measured on the endpoint (see ``runner.calibrate``).
+    """
+
+    def __init__(self, seed: int = 0, tokens_per_word: float = 1.0, cache_segments: int = 4096):
+        self._seed = seed
+        self.tokens_per_word = tokens_per_word
+        self._cache: dict[tuple[int, int], str] = {}
+        self._cache_segments = cache_segments
+
+    def text(self, segments: Iterable[tuple[int, int]]) -> str:
+        """The prompt as words, about as many tokens long as the segments ask for."""
+        return " ".join(self._segment_text(segment) for segment in segments)
+
+    def token_ids(self, segments: Iterable[tuple[int, int]]) -> list[int]:
+        """The prompt as exactly as many token ids in [1000, 2000)."""
+        ids: list[int] = []
+        for identity, tokens in segments:
+            rng = self._rng(identity)
+            ids.extend(FIRST_TOKEN_ID + rng.randrange(TOKEN_IDS) for _ in range(tokens))
+        return ids
+
+    def _segment_text(self, segment: tuple[int, int]) -> str:
+        text = self._cache.get(segment)
+        if text is None:
+            identity, tokens = segment
+            rng = self._rng(identity)
+            text = " ".join(rng.choices(WORDS, k=max(1, round(tokens / self.tokens_per_word))))
+            if len(self._cache) >= self._cache_segments:
+                self._cache.pop(next(iter(self._cache)))
+            self._cache[segment] = text
+        return text
+
+    def _rng(self, identity: int) -> random.Random:
+        return random.Random(f"{self._seed}/{identity}")

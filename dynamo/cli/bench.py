@@ -1,0 +1,148 @@
+"""``dynamo bench``: replay a trace or a synthetic load and print what users would feel."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dynamo.bench.client import parse_url
+from dynamo.bench.runner import Runner, calibrate, first_model
+from dynamo.bench.stats import Outcome, Spread, Summary, parse_goodput, summarize
+from dynamo.bench.trace import read_trace
+from dynamo.bench.workload import PlannedRequest, Prompts, from_trace, synthetic
+from dynamo.config import load
+from dynamo.config.bench import BenchSettings
+from dynamo.errors import ConfigError, DynamoError
+
+__all__ = ["main"]
+
+DESCRIPTION = """Load any OpenAI endpoint and measure TTFT, ITL, latency, throughput and goodput."""
+EPILOG = """examples:
+  dynamo bench --requests 200 --concurrency 16 --isl 512 --osl 128
+  dynamo bench --trace conversation_trace.jsonl --trace-speedup 10 --goodput ttft:2000,itl:25
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb; returns the exit status (1 when no request succeeded)."""
+    (settings,) = load("dynamo bench", DESCRIPTION, [BenchSettings], argv, epilog=EPILOG)
+    errors = Console(stderr=True)
+    try:
+        return asyncio.run(_bench(settings, errors))
+    except DynamoError as error:
+        errors.print(f"[red]dynamo bench:[/] {error.message}", highlight=False)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _bench(settings: BenchSettings, errors: Console) -> int:
+    if settings.prompt_format == "tokens" and settings.endpoint_type != "completions":
+        raise ConfigError("--prompt-format tokens needs --endpoint-type completions")
+    goodput = parse_goodput(settings.goodput) if settings.goodput else None
+    planned = plan(settings)
+    target = parse_url(settings.url, settings.api_key)
+    model = settings.model or await first_model(target)
+    prompts = Prompts(settings.seed)
+    with _progress(errors, len(planned)) as advance:
+        runner = Runner(target, settings, model, prompts, advance)
+        if settings.prompt_format == "text":
+            prompts.tokens_per_word = await calibrate(runner, prompts)
+        closed = settings.trace is None and settings.rate is None
+        concurrency = settings.concurrency or (8 if closed else None)
+        duration_s = await runner.run(planned, concurrency)
+    summary = summarize(runner.outcomes, duration_s, goodput)
+    text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
+    if settings.output is not None:
+        Path(settings.output).write_text(text + "\n")
+    console = Console()
+    if settings.json:
+        console.print_json(text)
+    else:
+        show(console, summary, model)
+    return 0 if summary.completed else 1
+
+
+def plan(settings: BenchSettings) -> list[PlannedRequest]:
+    """The requests that the settings ask for."""
+    if settings.trace is None:
+        return synthetic(
+            settings.requests or 100,
+            isl=settings.isl,
+            osl=settings.osl,
+            prefix_ratio=settings.prefix_ratio,
+            rate=settings.rate,
+            seed=settings.seed,
+        )
+    return from_trace(
+        read_trace(settings.trace, settings.requests),
+        block_tokens=settings.trace_block_tokens,
+        speedup=settings.trace_speedup,
+        output_scale=settings.output_scale,
+    )
+
+
+def show(console: Console, summary: Summary, model: str) -> None:
+    """Print the result for a human."""
+    table = Table(title=f"{model}: {summary.completed} of {summary.requests} requests")
+    table.add_column("")
+    for name in Spread.__struct_fields__:
+        table.add_column(name, justify="right")
+    rows = (
+        ("TTFT (ms)", summary.ttft_ms),
+        ("ITL (ms)", summary.itl_ms),
+        ("latency (ms)", summary.latency_ms),
+    )
+    for label, spread in rows:
+        if spread is not None:
+            table.add_row(label, *(f"{value:,.2f}" for value in msgspec.structs.astuple(spread)))
+    console.print(table)
+    for line in _lines(summary):
+        console.print(line, highlight=False)
+
+
+def _lines(summary: Summary) -> Iterator[str]:
+    yield (
+        f"{summary.duration_s:.2f} s, {summary.requests_per_s:,.2f} requests/s, "
+        f"{summary.output_tokens_per_s:,.0f} output tokens/s, "
+        f"{summary.total_tokens_per_s:,.0f} tokens/s in and out"
+    )
+    if summary.hit_rate is not None:
+        yield f"prefix cache hit rate {summary.hit_rate:.1%} of {summary.prompt_tokens:,} tokens"
+    if summary.busiest_share is not None:
+        yield (
+            f"{len(summary.workers)} workers, busiest has {summary.busiest_share:.1%} of the "
+            f"requests (imbalance {summary.imbalance:.2f})"
+        )
+    if summary.goodput is not None:
+        limits = msgspec.to_builtins(summary.goodput)
+        wanted = ", ".join(f"{name} <= {value:g} ms" for name, value in limits.items())
+        yield (
+            f"goodput ({wanted}): {summary.good_requests} requests, "
+            f"{summary.good_requests_per_s:,.2f}/s"
+        )
+    for reason, count in summary.errors.items():
+        yield f"[red]{count} failed[/]: {reason}"
+
+
+@contextlib.contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[Outcome], None]]:
+    if not console.is_terminal:
+        yield lambda outcome: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("requests", total=total)
+        yield lambda outcome: bar.advance(task)
