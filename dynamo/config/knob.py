@@ -107,7 +107,7 @@ def to_env(settings: Any) -> dict[str, str]:
         value = getattr(settings, field.name)
         spec: Knob = field.metadata["knob"]
         if spec.env and value is not None:
-            out[spec.env[0]] = str(value).lower() if isinstance(value, bool) else str(value)
+            out[spec.env[0]] = _text(value)
     return out
 
 
@@ -123,6 +123,12 @@ def describe(group: type[Any]) -> list[tuple[str, str, Any, str]]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _fields(group: type[Any]) -> list[dataclasses.Field[Any]]:

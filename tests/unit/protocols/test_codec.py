@@ -1,0 +1,54 @@
+"""Wire types survive the wire; token ids travel as one block of bytes."""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.protocols import codec
+from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, StopConditions
+from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, Removed, Stored
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=300))
+def test_tokens_round_trip_typed_and_plain(ids: list[int]) -> None:
+    request = PreprocessedRequest("m", codec.tokens(ids), StopConditions(max_tokens=3))
+    wire = codec.encode(request)
+    again = codec.decoder(PreprocessedRequest).decode(wire)
+    assert again == request and isinstance(again.token_ids, array)
+    plain = codec.plain_decode(wire)
+    assert plain["token_ids"] == ids and plain["stop_conditions"] == {"max_tokens": 3}
+
+
+def test_plain_lists_from_foreign_workers_decode_as_outputs() -> None:
+    wire = msgspec.msgpack.encode({"token_ids": [5, 6], "finish_reason": "stop", "other": 1})
+    output = codec.decoder(EngineOutput).decode(wire)
+    assert output.token_ids == [5, 6] and output.finish_reason == "stop"
+
+
+def test_tokens_does_not_copy_arrays() -> None:
+    ids = array("I", [1])
+    assert codec.tokens(ids) is ids
+    assert codec.tokens([2, 3]) == array("I", [2, 3])
+
+
+def test_events_keep_their_kind() -> None:
+    column = (1).to_bytes(8, "little")
+    events = [
+        KvEvent(1, Stored(column, column, parent_hash=2**64 - 1)),
+        KvEvent(2, Removed(column), dp_rank=3),
+        KvEvent(3, Cleared()),
+    ]
+    batch = KvEventBatch(7, events)
+    assert codec.decoder(KvEventBatch).decode(codec.encode(batch)) == batch
+
+
+def test_what_cannot_travel_is_named() -> None:
+    with pytest.raises(TypeError, match="cannot encode object"):
+        codec.encode(object())
+    with pytest.raises(msgspec.ValidationError):
+        codec.decoder(EngineOutput).decode(codec.encode({"token_ids": "x"}))
