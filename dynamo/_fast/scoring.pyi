@@ -1,0 +1,56 @@
+from typing_extensions import Buffer
+
+__all__ = ["Weights", "choose", "costs"]
+
+class Weights:
+    """The coefficients of the cost; immutable. Spec 3.1.
+
+    ``block_size`` in tokens. ``credit``, ``host`` and ``disk`` are the share of a block of prefill
+    that a cached block on that tier saves; ``decay`` weakens the device credit of a worker whose
+    active prefill is above the least loaded candidate's. Raises ValueError when a value is not
+    finite, ``block_size`` < 1 or ``decay`` < 0.
+    """
+
+    block_size: int
+    prefill_scale: float
+    credit: float
+    decay: float
+    host: float
+    disk: float
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        prefill_scale: float = 1.0,
+        credit: float = 1.0,
+        decay: float = 0.0,
+        host: float = 0.75,
+        disk: float = 0.25,
+    ) -> None: ...
+
+def costs(
+    weights: Weights,
+    isl_tokens: int,
+    candidates: Buffer,
+    prefill_tokens: Buffer,
+    decode_blocks: Buffer,
+    out: Buffer,
+    device: Buffer | None = None,
+    host: Buffer | None = None,
+    disk: Buffer | None = None,
+) -> None:
+    """Write the cost of ``candidates[i]`` (u32 slots) to ``out[i]`` (f64). Spec 3.1, 3.2.
+
+    The other columns are indexed by slot: ``prefill_tokens`` (i64) active prefill tokens,
+    ``decode_blocks`` (i64) active blocks with this request's added, ``device``/``host``/``disk``
+    (u32) overlap blocks, host counted beyond device and disk beyond host. Raises IndexError for a
+    slot that a column does not have, ValueError when ``out`` is too short. O(candidates).
+    """
+
+def choose(costs: Buffer, count: int, temperature: float, uniform: float) -> int:
+    """The index of the chosen one of the first ``count`` costs (f64). Spec 3.3.
+
+    Temperature 0: the cheapest, exact ties by ``uniform`` in [0, 1). Otherwise a draw from the
+    softmax of the negative min-max-normalised costs over ``temperature``; equal costs: uniform.
+    Raises ValueError for an empty or non-finite column, a bad temperature or ``uniform``.
+    """
