@@ -1,0 +1,30 @@
+"""Deployments for the tests that need real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deployment import Deployment
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    """A deployment of the test's own."""
+    made = Deployment(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def shared_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Two mockers behind a KV router, for tests that change nothing."""
+    made = Deployment(tmp_path_factory.mktemp("deployment"))
+    made.mocker("--speedup-ratio", "0", "--num-workers", "2", "--block-size", "16")
+    made.frontend("--router-mode", "kv")
+    try:
+        made.wait_for_workers(2)
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,121 @@
+"""Real deployments for end-to-end tests: processes, sockets and files, all of them ours to end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "examples/model"
+START_TIMEOUT_S = 30.0
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Deployment:
+    """Processes of one namespace under one state directory, without an arbiter."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.namespace = f"t{uuid.uuid4().hex[:8]}"
+        self.state_dir = tmp_path / "state"
+        self.logs = tmp_path
+        self.port = free_port()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.env = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("DYN_", "CUDA_"))},
+            "DYN_LOCAL_STATE_DIR": str(self.state_dir),
+            "DYN_NAMESPACE": self.namespace,
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, module: str, *flags: str, **env: str) -> subprocess.Popen[bytes]:
+        """``python -m module flags`` with its output in a file."""
+        number = len(self.processes)
+        with (self.logs / f"{number}-{module}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *flags],
+                env={**self.env, **env},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.processes.append(process)
+        return process
+
+    def frontend(self, *flags: str, **env: str) -> subprocess.Popen[bytes]:
+        return self.start("dynamo.frontend", "--http-port", str(self.port), *flags, **env)
+
+    def mocker(self, *flags: str, **env: str) -> subprocess.Popen[bytes]:
+        return self.start(
+            "dynamo.mocker", "--model-path", str(MODEL), "--model-name", "tiny", *flags, **env
+        )
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """One request on a fresh connection: status, headers, body."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            sent = {"content-type": "application/json"} if data is not None else {}
+            connection.request(method, path, data, {**sent, **(headers or {})})
+            answer = connection.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+        finally:
+            connection.close()
+
+    def wait_for_workers(self, count: int = 1, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until the frontend's /health lists ``count`` generate instances; fails with the logs."""
+        deadline = time.monotonic() + timeout_s
+        seen: Any = None
+        while time.monotonic() < deadline:
+            try:
+                seen = json.loads(self.request("GET", "/health")[2])
+                models = json.loads(self.request("GET", "/v1/models")[2])["data"]
+            except (OSError, ValueError):
+                models = []
+            else:
+                live = [i for i in seen.get("instances", []) if i["endpoint"] == "generate"]
+                if len(live) == count and (models or not count):
+                    return
+            for process in self.processes:
+                assert process.poll() is None or process.returncode in (0, -9), self.tail()
+            time.sleep(0.05)
+        raise AssertionError(f"no {count} workers after {timeout_s} s: {seen}\n{self.tail()}")
+
+    def tail(self) -> str:
+        """The last lines of every process, for a failing test."""
+        parts = []
+        for log in sorted(self.logs.glob("*.log")):
+            parts.append(f"--- {log.name}\n" + log.read_text(errors="replace")[-2000:])
+        return "\n".join(parts)
+
+    def close(self) -> None:
+        """End what is still running; every process must then exit 0 (or by the test's own kill)."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.processes:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise AssertionError(f"{process.args} ignored SIGTERM\n{self.tail()}") from None
