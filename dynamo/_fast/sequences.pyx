@@ -1,0 +1,99 @@
+"""The active-load tracker: which blocks and prompt tokens running requests hold on each slot."""
+
+from random import getrandbits
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libcpp cimport bool as cbool
+
+__all__ = ["ActiveSequences"]
+
+cdef extern from "sequences.hpp" namespace "dynamo":
+    cdef cppclass Sequences:
+        Sequences(uint64_t multiplier)
+        uint64_t book(uint32_t slot, const uint64_t *hashes, size_t count, int64_t unique,
+                      int64_t prefill) except +
+        cbool end_prefill(uint64_t handle) noexcept
+        cbool grow(uint64_t handle, int64_t blocks, double faded) noexcept
+        cbool release(uint64_t handle) except +
+        size_t clear(uint32_t slot) except +
+        size_t slots() noexcept
+        int64_t prefill(size_t slot) noexcept
+        int64_t requests(size_t slot) noexcept
+        int64_t blocks(size_t slot) noexcept
+        size_t depth(size_t slot, const uint64_t *hashes, size_t count) noexcept
+        size_t memory_bytes() noexcept
+        const char *broken() except +
+
+
+cdef class ActiveSequences:
+    """Ref-counted blocks and active prefill tokens by slot. Spec 3.5."""
+
+    cdef Sequences *_sequences
+
+    def __cinit__(self):
+        self._sequences = new Sequences(<uint64_t>getrandbits(64))
+
+    def __dealloc__(self):
+        del self._sequences
+
+    def book(self, uint32_t slot, const uint64_t[::1] sequence_hashes, int64_t unique_blocks,
+             int64_t prefill_tokens):
+        """Hold the blocks and the prefill on ``slot``; the handle ends it."""
+        cdef size_t count = 0 if sequence_hashes is None else <size_t>sequence_hashes.shape[0]
+        cdef const uint64_t *first = &sequence_hashes[0] if count > 0 else NULL
+        if unique_blocks < 0 or prefill_tokens < 0:
+            raise ValueError("unique_blocks and prefill_tokens must not be negative")
+        return self._sequences.book(slot, first, count, unique_blocks, prefill_tokens)
+
+    def end_prefill(self, uint64_t handle):
+        """Release the prefill tokens; False for a handle that has ended."""
+        return self._sequences.end_prefill(handle)
+
+    def grow(self, uint64_t handle, int64_t blocks, double faded=0.0):
+        """Add ``blocks`` output blocks; False for a handle that has ended."""
+        if blocks < 0 or not 0.0 <= faded <= 1.0:
+            raise ValueError(f"blocks must be >= 0 and faded in 0..1, got {blocks} and {faded}")
+        return self._sequences.grow(handle, blocks, faded)
+
+    def release(self, uint64_t handle):
+        """End the request; False for a handle that has ended already."""
+        return self._sequences.release(handle)
+
+    def clear(self, uint32_t slot):
+        """End all requests of ``slot``; how many there were."""
+        return self._sequences.clear(slot)
+
+    def project_into(self, const uint64_t[::1] sequence_hashes, int64_t unique_blocks,
+                     int64_t[::1] prefill_tokens not None, int64_t[::1] decode_blocks not None):
+        """Write active prefill tokens and the blocks as they would be with this request."""
+        cdef size_t count = 0 if sequence_hashes is None else <size_t>sequence_hashes.shape[0]
+        cdef const uint64_t *first = &sequence_hashes[0] if count > 0 else NULL
+        cdef Py_ssize_t width = prefill_tokens.shape[0]
+        cdef Py_ssize_t known = <Py_ssize_t>self._sequences.slots()
+        cdef int64_t wanted = <int64_t>count + unique_blocks
+        cdef Py_ssize_t slot
+        if decode_blocks.shape[0] != width:
+            raise ValueError("prefill_tokens and decode_blocks must have the same length")
+        for slot in range(width):
+            prefill_tokens[slot] = 0
+            decode_blocks[slot] = wanted
+            if slot < known:
+                prefill_tokens[slot] = self._sequences.prefill(slot)
+                decode_blocks[slot] += self._sequences.blocks(slot)
+                decode_blocks[slot] -= <int64_t>self._sequences.depth(slot, first, count)
+
+    def load(self, Py_ssize_t slot):
+        """(active prefill tokens, active blocks, active requests) of ``slot``."""
+        if slot < 0 or slot >= <Py_ssize_t>self._sequences.slots():
+            return 0, 0, 0
+        return (self._sequences.prefill(slot), self._sequences.blocks(slot),
+                self._sequences.requests(slot))
+
+    def memory_bytes(self):
+        """Bytes held by the tables."""
+        return self._sequences.memory_bytes()
+
+    def _check(self):
+        """Assert every invariant; O(blocks × slots)."""
+        cdef const char *fault = self._sequences.broken()
+        assert fault == NULL, fault.decode()
