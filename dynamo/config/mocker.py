@@ -1,0 +1,106 @@
+"""Knobs of the pretended engine. Spec 10.1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.config.knob import knob
+
+__all__ = ["MockerSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MockerSettings:
+    """mocker: size, speed and manners of the pretended engine"""
+
+    reply: str = knob(
+        "random",
+        "--reply",
+        choices=("random", "echo"),
+        help="random: max_tokens random tokens; echo: the prompt back, then stop",
+    )
+    speedup_ratio: float = knob(
+        1.0, "--speedup-ratio", minimum=0, help="how much faster than real; 0 = no delay at all"
+    )
+    decode_speedup_ratio: float = knob(
+        1.0,
+        "--decode-speedup-ratio",
+        minimum=0,
+        exclusive_minimum=True,
+        help="how much faster decoding is, on top of --speedup-ratio",
+    )
+    num_gpu_blocks: int = knob(
+        16384, "--num-gpu-blocks-override", minimum=1, help="KV cache size in blocks"
+    )
+    block_size: int | None = knob(
+        None,
+        "--block-size",
+        minimum=1,
+        maximum=4096,
+        help="tokens in a block; default: by --engine-type vllm 64, sglang 1, trtllm 32",
+    )
+    max_num_seqs: int = knob(
+        256, "--max-num-seqs", minimum=1, help="sequences computed at once per rank"
+    )
+    max_num_batched_tokens: int = knob(
+        8192, "--max-num-batched-tokens", minimum=1, help="tokens computed in one iteration"
+    )
+    max_model_len: int | None = knob(
+        None, "--max-model-len", minimum=2, help="longest prompt plus output, in tokens"
+    )
+    enable_prefix_caching: bool = knob(
+        True, "--enable-prefix-caching", help="find blocks of earlier prompts again"
+    )
+    enable_chunked_prefill: bool = knob(
+        True, "--enable-chunked-prefill", help="split long prompts over iterations"
+    )
+    preemption_mode: str = knob(
+        "lifo",
+        "--preemption-mode",
+        choices=("lifo", "fifo"),
+        help="who loses its blocks when there are none: newest or oldest",
+    )
+    watermark: float = knob(
+        0.01,
+        "--watermark",
+        minimum=0,
+        maximum=1,
+        help="share of the blocks that must stay free when a prompt is admitted",
+    )
+    data_parallel_size: int = knob(
+        1,
+        "--data-parallel-size",
+        minimum=1,
+        maximum=1024,
+        help="ranks, each with a cache and a scheduler of its own",
+    )
+    num_workers: int = knob(
+        1, "--num-workers", minimum=1, maximum=1024, help="workers in this one process"
+    )
+    stagger_delay_s: float = knob(
+        0.0,
+        "--stagger-delay",
+        minimum=-1,
+        help="seconds between the starts of workers; -1 = by their number",
+    )
+    startup_time_s: float | None = knob(
+        None, "--startup-time", minimum=0, help="seconds that loading the model pretends to take"
+    )
+    engine_type: str = knob(
+        "vllm",
+        "--engine-type",
+        choices=("vllm", "sglang", "trtllm"),
+        help="whose default block size to take",
+    )
+    disaggregation_mode: str = knob(
+        "agg",
+        "--disaggregation-mode",
+        choices=("agg", "prefill", "decode"),
+        help="compute prompts and output, prompts alone, or output alone",
+    )
+    extra_engine_args: str | None = knob(
+        None,
+        "--extra-engine-args",
+        metavar="FILE",
+        help="JSON object of settings of this group; they win over flags",
+    )

@@ -1,0 +1,61 @@
+"""Knobs that every engine worker has: what it serves, where, how much it takes, how it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.config.knob import knob
+
+__all__ = ["WorkerSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """worker: model, endpoint, admission, shutdown"""
+
+    model_path: str | None = knob(
+        None,
+        "--model-path",
+        "--model",
+        help="directory with tokenizer.json, tokenizer_config.json and config.json",
+    )
+    model_name: str | None = knob(
+        None,
+        "--model-name",
+        "--served-model-name",
+        help="name in the API; default: the name of the directory",
+    )
+    endpoint: str | None = knob(
+        None,
+        "--endpoint",
+        env="DYN_ENDPOINT",
+        metavar="NS.COMPONENT.ENDPOINT",
+        help="where to serve; default: <namespace>.backend.generate",
+    )
+    endpoint_types: str = knob(
+        "chat,completions",
+        "--endpoint-types",
+        "--dyn-endpoint-types",
+        env="DYN_ENDPOINT_TYPES",
+        help="which APIs the model answers: chat, completions or both, comma separated",
+    )
+    custom_jinja_template: str | None = knob(
+        None,
+        "--custom-jinja-template",
+        env="DYN_CUSTOM_JINJA_TEMPLATE",
+        metavar="FILE",
+        help="chat template instead of the model's own",
+    )
+    engine_request_limit: int | None = knob(
+        None,
+        "--engine-request-limit",
+        env="DYN_ENGINE_REQUEST_LIMIT",
+        minimum=1,
+        help="requests in the engine at once; more wait in a bounded line or are refused",
+    )
+    request_queue_limit: int = knob(
+        16,
+        env="DYN_DYNAMO_REQUEST_QUEUE_LIMIT",
+        minimum=2,
+        help="requests that may wait when --engine-request-limit is reached",
+    )

@@ -1,0 +1,222 @@
+"""Which sequences the pretended engine computes in one iteration. Spec 10.4.
+
+Continuous batching: running sequences first, one token each, then prompts from the waiting line,
+in chunks, as far as the token budget and the free blocks reach. When a running sequence finds no
+block, another is preempted: it loses its blocks, goes back to the head of the line and is computed
+again, generated tokens included. The oldest running sequence always advances, so nothing hangs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynamo.errors import InvalidArgument
+from dynamo.mocker.blocks import BlockPool, Holding
+from dynamo.mocker.reply import Reply
+
+__all__ = ["Batch", "Limits", "Output", "Scheduler", "Sequence"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """``watermark`` is the share of the blocks that must stay free when a prompt is admitted."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    chunked_prefill: bool = True
+    watermark: float = 0.01
+    preempt_newest: bool = True
+
+
+class Output(Protocol):
+    """Where a sequence's tokens go. Called from :meth:`Scheduler.commit`."""
+
+    def token(self, token_id: int) -> None:
+        """One more token, not the last."""
+
+    def finish(self, token_id: int, reason: str) -> None:
+        """The last token."""
+
+
+class Sequence:
+    """One request inside the engine."""
+
+    __slots__ = (
+        "cached_tokens",
+        "computed",
+        "generated",
+        "holding",
+        "ids",
+        "left",
+        "output",
+        "prompt_tokens",
+        "reason",
+        "room",
+        "running",
+    )
+
+    def __init__(self, holding: Holding, reply: Reply, output: Output) -> None:
+        self.holding = holding
+        self.output = output
+        self.ids = reply.ids
+        self.left = reply.length
+        self.reason = reply.finish_reason
+        self.prompt_tokens = len(holding.tokens)
+        self.generated = 0
+        self.computed = 0
+        self.room = 0
+        self.running = False
+        self.cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Batch:
+    """One iteration: ``producing`` get a token at its end, ``decodes`` of them had one before."""
+
+    producing: list[Sequence]
+    prefill_tokens: int = 0
+    decodes: int = 0
+
+
+class Scheduler:
+    """Sequences of one data-parallel rank. Call :meth:`schedule`, let time pass, then
+    :meth:`commit`; sequences may be added and aborted in between."""
+
+    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.preemptions = 0
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._reserve = int(limits.watermark * pool.capacity)
+
+    def check(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Raise InvalidArgument for a request that could never finish here."""
+        total = prompt_tokens + output_tokens
+        slots = self.pool.capacity * self.pool.block_size
+        limit = self.limits.max_model_len
+        if limit is not None and total > limit:
+            raise InvalidArgument(_too_long(prompt_tokens, output_tokens, limit, "max_model_len"))
+        if total > slots:
+            raise InvalidArgument(_too_long(prompt_tokens, output_tokens, slots, "the KV cache"))
+
+    def add(self, sequence: Sequence) -> None:
+        """Put ``sequence`` at the end of the line; :meth:`check` must have let it pass."""
+        self.waiting.append(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Forget ``sequence`` and free its blocks; harmless when it has finished. O(sequences)."""
+        if sequence.running:
+            self._stop(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def schedule(self) -> Batch:
+        """Take blocks for the next iteration."""
+        batch = Batch([])
+        budget = self.limits.max_num_batched_tokens
+        preempted = self.preemptions
+        for sequence in list(self.running):
+            if not budget:
+                break
+            if sequence.running:
+                budget -= self._advance(sequence, budget, batch)
+        if budget and self.waiting and self.preemptions == preempted:
+            self._admit(budget, batch)
+        return batch
+
+    def commit(self, batch: Batch) -> None:
+        """Give every sequence of ``batch`` that is still running its token."""
+        for sequence in batch.producing:
+            if not sequence.running:
+                continue
+            token_id = next(sequence.ids)
+            sequence.generated += 1
+            sequence.left -= 1
+            if sequence.left:
+                sequence.holding.tokens.append(token_id)
+                sequence.output.token(token_id)
+            else:
+                self._stop(sequence)
+                sequence.output.finish(token_id, sequence.reason)
+
+    def _advance(self, sequence: Sequence, budget: int, batch: Batch) -> int:
+        if sequence.room:
+            sequence.room -= 1
+            sequence.computed += 1
+            batch.decodes += 1
+            batch.producing.append(sequence)
+            return 1
+        missing = len(sequence.holding.tokens) - sequence.computed
+        count = min(missing, budget) if self.limits.chunked_prefill or missing == 1 else missing
+        while not self.pool.grow(sequence.holding, sequence.computed + count):
+            if self._preempt(batch) is sequence:
+                return 0
+        self._computed(sequence, count, missing, batch)
+        return min(count, budget)
+
+    def _computed(self, sequence: Sequence, count: int, missing: int, batch: Batch) -> None:
+        sequence.computed += count
+        if missing == 1 and sequence.generated:
+            batch.decodes += 1
+        else:
+            batch.prefill_tokens += count
+        if count == missing:
+            batch.producing.append(sequence)
+            filled = sequence.computed % self.pool.block_size
+            sequence.room = self.pool.block_size - 1 - filled if filled else 0
+
+    def _admit(self, budget: int, batch: Batch) -> None:
+        while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
+            sequence = self.waiting[0]
+            holding = sequence.holding
+            found, held = self.pool.cached_prefix(holding)
+            missing = len(holding.tokens) - found * self.pool.block_size
+            if not self.limits.chunked_prefill and missing > budget and batch.producing:
+                return
+            needed = -(-len(holding.tokens) // self.pool.block_size) - held
+            if self.running and self.pool.free - needed < self._reserve:
+                return
+            self.waiting.popleft()
+            self.running.append(sequence)
+            sequence.running = True
+            self.pool.reuse(holding, found)
+            sequence.computed = found * self.pool.block_size
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = sequence.computed
+            budget -= self._advance(sequence, budget, batch)
+
+    def _preempt(self, batch: Batch) -> Sequence:
+        victim = self.running[-1 if self.limits.preempt_newest else 0]
+        self._stop(victim)
+        if victim in batch.producing:
+            batch.producing.remove(victim)
+        self.waiting.appendleft(victim)
+        self.preemptions += 1
+        return victim
+
+    def _stop(self, sequence: Sequence) -> None:
+        sequence.running = False
+        self.running.remove(sequence)
+        self.pool.release(sequence.holding)
+        sequence.computed = sequence.room = 0
+
+    def _check(self) -> None:
+        """Assert what must always hold; for tests."""
+        self.pool._check()
+        assert len(self.running) <= self.limits.max_num_seqs
+        assert all(s.running for s in self.running) and not any(s.running for s in self.waiting)
+        assert all(s.computed <= len(s.holding.tokens) for s in self.running)
+        held = sum(s.holding.full + s.holding.private for s in self.running)
+        assert self.pool.used <= held
+        assert bool(self.running) or not self.pool.used
+
+
+def _too_long(prompt_tokens: int, output_tokens: int, limit: int, what: str) -> str:
+    return (
+        f"prompt ({prompt_tokens} tokens) plus max_tokens ({output_tokens}) exceeds {what} "
+        f"({limit} tokens) of this worker; shorten the prompt or lower max_tokens"
+    )

@@ -1,0 +1,174 @@
+"""The block pool: sharing, eviction order, events that tell exactly what is cached."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dynamo.mocker.blocks import BlockPool, Holding
+from dynamo.protocols.codec import tokens
+from dynamo.protocols.kv import Removed, Stored
+
+B = 4
+
+
+def u64(raw: bytes) -> list[int]:
+    return list(array("Q", raw))
+
+
+def holding(*ids: int) -> Holding:
+    return Holding(tokens(ids), B)
+
+
+def hold_all(pool: BlockPool, ids: list[int]) -> Holding:
+    held = holding(*ids)
+    found, _ = pool.cached_prefix(held)
+    pool.reuse(held, found)
+    assert pool.grow(held, len(ids))
+    return held
+
+
+@pytest.mark.parametrize(("length", "cached"), [(20, 16), (17, 16), (16, 12), (4, 0), (5, 4)])
+def test_never_the_whole_prompt_is_cached(length: int, cached: int) -> None:
+    pool = BlockPool(100, B)
+    prompt = list(range(1, length + 1))
+    pool.release(hold_all(pool, prompt))
+    assert pool.cached_prefix(holding(*prompt)) == (cached // B, 0)
+
+
+def test_two_sequences_share_what_they_have_in_common() -> None:
+    pool = BlockPool(100, B)
+    first = hold_all(pool, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    second = hold_all(pool, [1, 2, 3, 4, 5, 6, 7, 8, 10])
+    assert pool.used == 2 + 1 + 1
+    pool.release(first)
+    assert (pool.used, pool.cached) == (3, 0)
+    pool.release(second)
+    assert (pool.used, pool.cached, pool.free) == (0, 2, 100)
+
+
+def test_a_partial_block_becomes_shared_when_it_fills() -> None:
+    pool = BlockPool(10, B)
+    held = hold_all(pool, [1, 2, 3])
+    assert pool.used == 1 and not pool.changes
+    held.tokens.append(4)
+    assert pool.grow(held, 4)
+    assert pool.used == 1
+    stored = pool.changes.pop()
+    assert isinstance(stored, Stored) and stored.parent_hash is None
+    held.tokens.extend([5, 6, 7, 8])
+    assert pool.grow(held, 5) and pool.used == 2 and not pool.changes
+    assert pool.grow(held, 8)
+    second = pool.changes.pop()
+    assert isinstance(second, Stored) and second.parent_hash == u64(stored.block_hashes)[0]
+    whole = Holding(tokens(range(1, 9)), B)
+    assert list(held.chain) == list(whole.chain) and list(held.local) == list(whole.local)
+
+
+def test_the_tail_of_the_least_recently_used_chain_is_evicted_first() -> None:
+    pool = BlockPool(4, B)
+    old = hold_all(pool, [1, 2, 3, 4, 5, 6, 7, 8])
+    pool.release(old)
+    pool.release(hold_all(pool, [11, 12, 13, 14]))
+    pool.changes.clear()
+    hold_all(pool, [21, 22, 23, 24, 25])
+    removed, stored = pool.changes
+    assert isinstance(removed, Removed) and isinstance(stored, Stored)
+    assert u64(removed.block_hashes) == [old.chain[1]]
+
+
+def test_growth_is_all_or_nothing() -> None:
+    pool = BlockPool(2, B)
+    held = hold_all(pool, [1, 2, 3, 4])
+    other = holding(*range(10, 20))
+    pool.changes.clear()
+    assert not pool.grow(other, 10)
+    assert pool.used == 1 and not pool.changes and not other.full and not other.private
+    assert pool.grow(other, 4)
+    pool.release(held)
+    assert pool.grow(other, 8)
+
+
+def test_without_prefix_caching_nothing_is_shared_or_told() -> None:
+    pool = BlockPool(4, B, prefix_caching=False)
+    first = hold_all(pool, [1, 2, 3, 4, 5, 6, 7, 8])
+    second = hold_all(pool, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert pool.used == 4 and not pool.grow(holding(1), 1)
+    pool.release(first)
+    pool.release(second)
+    assert (pool.used, pool.cached, pool.changes) == (0, 0, [])
+
+
+def test_a_lora_or_a_namespace_has_blocks_of_its_own() -> None:
+    ids = tokens(range(8))
+    plain = Holding(ids, B).chain
+    assert plain[0] != Holding(ids, B, lora_name="a").chain[0]
+    assert plain[0] != Holding(ids, B, cache_namespace="a").chain[0]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random histories against plain sets: content equals what the events told, nothing leaks."""
+
+    CAPACITY = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(self.CAPACITY, B)
+        self.held: list[Holding] = []
+        self.told: set[int] = set()
+
+    def listen(self) -> None:
+        for change in self.pool.changes:
+            hashes = set(u64(change.block_hashes))
+            if isinstance(change, Stored):
+                assert not hashes & self.told
+                assert change.parent_hash is None or change.parent_hash in self.told
+                self.told |= hashes
+            else:
+                assert hashes <= self.told
+                self.told -= hashes
+        self.pool.changes.clear()
+
+    @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=20))
+    def admit(self, ids: list[int]) -> None:
+        held = holding(*ids)
+        found, active = self.pool.cached_prefix(held)
+        if -(-len(ids) // B) - active <= self.pool.free:
+            self.pool.reuse(held, found)
+            assert self.pool.grow(held, len(ids))
+            self.held.append(held)
+        self.listen()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), ids=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def grow(self, data: st.DataObject, ids: list[int]) -> None:
+        held = data.draw(st.sampled_from(self.held))
+        held.tokens.extend(ids)
+        if not self.pool.grow(held, len(held.tokens)):
+            del held.tokens[-len(ids) :]
+        self.listen()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from(self.held))
+        self.held.remove(held)
+        self.pool.release(held)
+        self.listen()
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool._check()
+        full = {h for held in self.held for h in held.chain[: len(held.tokens) // B]}
+        partial = sum(1 for held in self.held if len(held.tokens) % B)
+        assert self.pool.used == len(full) + partial
+        assert self.pool.hashes() == self.told
+        assert full <= self.told
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine = PoolMachine.TestCase

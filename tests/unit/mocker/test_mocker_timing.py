@@ -1,0 +1,41 @@
+"""The timing model and the replies of the pretended engine."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from dynamo.mocker.reply import echo_reply, random_reply
+from dynamo.mocker.timing import Timing
+from dynamo.protocols.codec import tokens
+
+
+def test_the_polynomial() -> None:
+    assert Timing().iteration_s(12, 0, 0.0) == pytest.approx(0.01668, abs=1e-4)
+    assert Timing().iteration_s(0, 5, 0.0) == pytest.approx(0.00574)
+    assert Timing().iteration_s(0, 5, 7.0) == Timing().iteration_s(0, 5, 1.0)
+    assert Timing().iteration_s(0, 0, 0.5) == 0.0
+
+
+def test_speed_ups() -> None:
+    slow = Timing().iteration_s(100, 3, 0.2)
+    assert Timing(speedup=10).iteration_s(100, 3, 0.2) == pytest.approx(slow / 10)
+    assert Timing(speedup=0).iteration_s(100, 3, 0.2) == 0.0
+    assert Timing(decode_speedup=2).iteration_s(0, 3, 0.2) == pytest.approx(
+        Timing().iteration_s(0, 3, 0.2) / 2
+    )
+
+
+def test_random_replies_repeat_with_their_seed() -> None:
+    one, two, other = (list(islice(random_reply(100, seed).ids, 100)) for seed in (7, 7, 8))
+    assert one == two != other
+    assert all(1000 <= token < 2000 for token in one)
+    assert random_reply(5).finish_reason == "length"
+
+
+def test_echo_says_the_prompt_and_stops() -> None:
+    whole = echo_reply(tokens([5, 6, 7]), 10)
+    assert (list(whole.ids), whole.length, whole.finish_reason) == ([5, 6, 7], 3, "stop")
+    cut = echo_reply(tokens([5, 6, 7]), 2)
+    assert (list(cut.ids), cut.length, cut.finish_reason) == ([5, 6], 2, "length")
