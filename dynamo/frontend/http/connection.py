@@ -1,0 +1,334 @@
+"""One client connection: bytes in, requests out in order, one at a time, within the limits.
+
+State is grouped by life time: what the server shares, what lasts as long as the connection, and
+the exchange, which is a class of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol, cast
+
+from dynamo.frontend.http.body import ChunkedBody, SizedBody
+from dynamo.frontend.http.exchange import Exchange
+from dynamo.frontend.http.head import CHUNKED, Head, HeadReader
+from dynamo.frontend.http.limits import HttpLimits
+from dynamo.frontend.http.refusal import Refusal, error_body
+from dynamo.frontend.http.response import CLOSE, ResponseHeads
+
+__all__ = ["NEVER", "Connection", "Host"]
+
+NEVER = float("inf")
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_REQUESTS_PER_TURN = 32  # of one pipelining client, before others get their turn
+
+
+class Host(Protocol):
+    """What a connection shares with all others of its server.
+
+    ``clock`` is monotonic seconds as of the last sweep: exact enough for deadlines.
+    """
+
+    limits: HttpLimits
+    reader: HeadReader
+    heads: ResponseHeads
+    clock: float
+    draining: bool
+
+    def admit(self, connection: Connection) -> bool:
+        """Register; False when the cap is reached."""
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is gone."""
+
+    def handle(self, exchange: Exchange) -> None:
+        """Answer a request, now or later. Never raises."""
+
+    def refused(self, status: int) -> None:
+        """Count a request that was turned away before it reached a route."""
+
+    def soon(self, connection: Connection) -> None:
+        """Call ``connection.advance`` in the next loop turn."""
+
+
+class Connection(asyncio.Protocol):
+    """Reads heads and bodies, dispatches exchanges, enforces deadlines when swept.
+
+    At any time it is in one of: reading a head, reading a body (``_head`` set), busy (``_exchange``
+    set), lingering (refused, discarding what still comes), closed (no transport).
+    """
+
+    __slots__ = (
+        "_advancing",
+        "_body",
+        "_buffer",
+        "_exchange",
+        "_head",
+        "_host",
+        "_lingering",
+        "_paused",
+        "_timing_head",
+        "_transport",
+        "above_high_water",
+        "closing",
+        "deadline",
+        "heads",
+    )
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.heads = host.heads
+        self._transport: asyncio.Transport | None = None
+        self.deadline = NEVER
+        self.above_high_water = False
+        self.closing = False
+        self._buffer = b""
+        self._head: Head | None = None
+        self._body: SizedBody | ChunkedBody | None = None
+        self._exchange: Exchange | None = None
+        self._paused = False
+        self._advancing = False
+        self._lingering = False
+        self._timing_head = False
+
+    # -- called by the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client is there; over the cap it hears 503 and has to go."""
+        self._transport = cast(asyncio.Transport, transport)
+        host = self._host
+        self.closing = host.draining
+        if host.admit(self):
+            self.deadline = host.clock + host.limits.header_timeout_s
+        else:
+            self._refuse(Refusal(503, "Too many connections"))
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the client."""
+        if self._exchange is not None:
+            self._buffer += data  # pipelined: it waits for its turn
+            if len(self._buffer) > self._host.limits.header_bytes:
+                self._pause()  # the rest waits in the client's socket
+            return
+        if self._lingering or self._transport is None:
+            return
+        body = self._body
+        if body is None:
+            self._buffer = self._buffer + data if self._buffer else data
+        else:
+            try:
+                rest = body.feed(data)
+            except Refusal as refusal:
+                self._refuse(refusal)
+                return
+            if rest is None:
+                return
+            self._buffer = rest
+            self._dispatch(body.take())
+        self.advance()
+
+    def eof_received(self) -> bool:
+        """A client that stops talking has left; the transport closes, ``connection_lost`` tells."""
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The socket is gone, for whatever reason."""
+        self._transport = None
+        self.deadline = NEVER
+        self.above_high_water = False
+        self._buffer = b""
+        self._head = self._body = None
+        self._host.forget(self)
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.lost()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write."""
+        self.above_high_water = True
+        self.deadline = self._host.clock + self._host.limits.stall_timeout_s
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self.above_high_water = False
+        exchange = self._exchange
+        self.deadline = NEVER if exchange is not None else self._idle_deadline()
+        if exchange is not None and exchange.on_drain is not None:
+            exchange.on_drain()
+        self.advance()
+
+    # -- called by the exchange
+
+    def send(self, data: bytes) -> None:
+        """Write; uvloop gathers all writes of a loop turn into one system call."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def finished(self, exchange: Exchange) -> None:
+        """The response is complete: close, or take the next request."""
+        if exchange is not self._exchange:
+            return
+        self._exchange = None
+        if not exchange.keep_alive:
+            self._close()
+            return
+        if not self.above_high_water:
+            self.deadline = self._idle_deadline()
+        if not self._advancing and (self._buffer or self._paused):
+            self.advance()
+
+    def cut(self) -> None:
+        """Drop the connection without sending what is still buffered."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- called by the server
+
+    def advance(self) -> None:
+        """Serve the requests that are complete in the buffer, in order."""
+        if self._advancing:
+            return
+        self._advancing = True
+        try:
+            for _ in range(_REQUESTS_PER_TURN):
+                if not (self._may_read() and self._buffer and self._step()):
+                    break
+            else:
+                self._pause()
+                self._host.soon(self)
+                return
+        except Refusal as refusal:
+            self._refuse(refusal)
+        finally:
+            self._advancing = False
+        if self._paused and self._may_read():
+            self._resume()
+
+    def sweep(self) -> None:
+        """The deadline has passed."""
+        self.deadline = NEVER
+        if self._transport is None:
+            return
+        if self._lingering or self.above_high_water:
+            self._transport.abort()
+        elif self._head is not None:
+            self._refuse(Refusal(408, "Request body did not arrive in time"))
+        elif self._buffer:
+            self._refuse(Refusal(408, "Request head did not arrive in time"))
+        else:
+            self._close()
+
+    def retire(self) -> None:
+        """Close when idle; a running exchange gets ``connection: close`` on its response."""
+        self.closing = True
+        if self._exchange is None and self._head is None and not self._buffer:
+            self._close()
+
+    # -- own steps
+
+    def _may_read(self) -> bool:
+        return (
+            self._exchange is None
+            and self._head is None
+            and not self.above_high_water
+            and not self._lingering
+            and self._transport is not None
+        )
+
+    def _step(self) -> bool:
+        """Read one head and what is there of its body. False when more bytes are needed."""
+        host = self._host
+        buffer = self._buffer
+        end = buffer.find(b"\r\n\r\n")
+        if end <= 0 or buffer.startswith(b"\r\n"):
+            return self._wait_for_head()
+        head = host.reader.read(buffer, end)
+        start = end + 4
+        size_bytes = head.body_bytes
+        if 0 <= size_bytes <= len(buffer) - start and size_bytes <= host.limits.body_bytes:
+            stop = start + size_bytes
+            self._buffer = buffer[stop:]
+            self._head = head
+            self._dispatch(buffer[start:stop])
+            return True
+        self._open_body(head, buffer[start:])
+        return self._head is None
+
+    def _wait_for_head(self) -> bool:
+        """No complete head yet. An empty line before it is skipped (RFC 9112 2.2), but only one."""
+        if self._buffer.startswith(b"\r\n"):
+            if self._buffer.startswith(b"\r\n\r\n"):
+                raise Refusal(400, "Empty lines instead of a request")
+            self._buffer = self._buffer[2:]
+            return True
+        self._host.reader.check_partial(self._buffer)
+        if not self._timing_head:
+            self._timing_head = True  # counted once, so that a byte now and then buys no time
+            self.deadline = self._host.clock + self._host.limits.header_timeout_s
+        return False
+
+    def _open_body(self, head: Head, first: bytes) -> None:
+        limits = self._host.limits
+        if head.body_bytes > limits.body_bytes:
+            raise Refusal(413, f"Request body exceeds {limits.body_bytes} bytes")
+        self._head = head
+        self._timing_head = False
+        self._buffer = b""
+        if head.body_bytes == CHUNKED:
+            self._body = ChunkedBody(limits.body_bytes)
+        else:
+            self._body = SizedBody(head.body_bytes)
+        rest = self._body.feed(first)
+        if rest is not None:
+            self._buffer = rest
+            self._dispatch(self._body.take())
+            return
+        self.deadline = self._host.clock + limits.body_timeout_s
+        if head.expects_continue and not first:
+            self.send(_CONTINUE)
+
+    def _dispatch(self, body: bytes) -> None:
+        head = cast(Head, self._head)
+        self._head = self._body = None
+        self._timing_head = False
+        self.deadline = NEVER
+        exchange = self._exchange = Exchange(self, head, body, time.monotonic())
+        self._host.handle(exchange)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Say why and stop listening. The socket stays open for a moment, reading and discarding,
+        because closing on unread bytes resets it, and the client would never see the answer."""
+        self._host.refused(refusal.status)
+        self._head = self._body = None
+        self._buffer = b""
+        body = error_body(refusal.status, refusal.message)
+        head = self.heads.get(refusal.status, "application/json", CLOSE)
+        self.send(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+        self._lingering = True
+        self.deadline = self._host.clock + self._host.limits.linger_s
+        if self._transport is not None:
+            self._transport.write_eof()
+        if self._paused:
+            self._resume()
+
+    def _close(self) -> None:
+        """Send what is buffered, then close; the deadline catches a client that reads nothing."""
+        self._lingering = True
+        self._buffer = b""
+        self.deadline = self._host.clock + self._host.limits.stall_timeout_s
+        if self._transport is not None:
+            self._transport.close()
+
+    def _idle_deadline(self) -> float:
+        return self._host.clock + self._host.limits.idle_timeout_s
+
+    def _pause(self) -> None:
+        if not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def _resume(self) -> None:
+        self._paused = False
+        if self._transport is not None:
+            self._transport.resume_reading()

@@ -1,0 +1,181 @@
+"""One request and its response: what a route sees of HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dynamo.frontend.http.head import Head
+from dynamo.frontend.http.refusal import error_body
+from dynamo.frontend.http.response import (
+    CHUNKS,
+    CLOSE,
+    OLD_KEEP_ALIVE,
+    UNTIL_CLOSE,
+    ResponseHeads,
+    encode_headers,
+)
+
+__all__ = ["Exchange", "Line"]
+
+JSON = "application/json"
+
+
+class Line(Protocol):
+    """What an exchange needs of its connection."""
+
+    heads: ResponseHeads
+    above_high_water: bool
+    closing: bool
+
+    def send(self, data: bytes) -> None:
+        """Write to the socket; all writes of one loop turn leave in one system call."""
+
+    def finished(self, exchange: Exchange) -> None:
+        """The response is complete."""
+
+    def cut(self) -> None:
+        """Drop the connection at once."""
+
+
+class Exchange:
+    """The answer is either one :meth:`respond`, or :meth:`start`, any :meth:`write`, :meth:`end`.
+
+    Set ``on_disconnect`` to hear, once, that the client left before the end; after that (``gone``)
+    everything written is discarded. While ``above_high_water`` the client reads too slowly;
+    ``on_drain`` is called when it has caught up. ``received_at`` is time.monotonic().
+    """
+
+    __slots__ = (
+        "_bodiless",
+        "_line",
+        "_raw",
+        "body",
+        "done",
+        "gone",
+        "headers",
+        "keep_alive",
+        "method",
+        "minor",
+        "on_disconnect",
+        "on_drain",
+        "path",
+        "query",
+        "received_at",
+        "started",
+        "status",
+    )
+
+    def __init__(self, line: Line, head: Head, body: bytes, received_at: float) -> None:
+        self._line = line
+        self._bodiless = head.method == "HEAD"
+        self._raw = False
+        self.method = head.method
+        self.path = head.path
+        self.query = head.query
+        self.headers = head.headers
+        self.minor = head.minor
+        self.keep_alive = head.keep_alive
+        self.body = body
+        self.received_at = received_at
+        self.on_disconnect: Callable[[], None] | None = None
+        self.on_drain: Callable[[], None] | None = None
+        self.started = False
+        self.done = False
+        self.gone = False
+        self.status = 0
+
+    @property
+    def above_high_water(self) -> bool:
+        """Whether the client is behind with reading."""
+        return self._line.above_high_water
+
+    def respond(
+        self,
+        status: int,
+        body: bytes,
+        content_type: str = JSON,
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        """The whole response in one write."""
+        self._begin(status)
+        if self.gone:
+            return
+        line = self._line
+        head = line.heads.get(status, content_type, self._framing(0))
+        extra = encode_headers(headers) if headers else b""
+        shown = b"" if self._bodiless else body
+        line.send(b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, shown))
+        self._finish()
+
+    def refuse(self, status: int, message: str, kind: str | None = None) -> None:
+        """A whole response with an error body. Spec 5.4."""
+        self.respond(status, error_body(status, message, kind))
+
+    def start(
+        self, status: int, content_type: str, headers: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """Begin a streamed response: chunks, or until close for an HTTP/1.0 client."""
+        self._begin(status)
+        if self.gone:
+            return
+        if self.minor == 0:
+            self.keep_alive = False
+            self._raw = True
+        framing = self._framing(UNTIL_CLOSE if self._raw else CHUNKS)
+        extra = encode_headers(headers) if headers else b""
+        self._line.send(b"%b%b\r\n" % (self._line.heads.get(status, content_type, framing), extra))
+
+    def write(self, data: bytes) -> None:
+        """Send a piece of a streamed response."""
+        if self.gone or not data or self._bodiless:
+            return
+        self._line.send(data if self._raw else b"%x\r\n%b\r\n" % (len(data), data))
+
+    def end(self, data: bytes = b"") -> None:
+        """Send the last piece and end the streamed response. Ending twice does nothing."""
+        if self.gone or self.done:
+            self.done = True
+            return
+        if self._raw or self._bodiless:
+            self.write(data)
+        elif data:
+            self._line.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
+        else:
+            self._line.send(b"0\r\n\r\n")
+        self._finish()
+
+    def abort(self) -> None:
+        """Cut the connection in mid-response, so that the client can't take it for complete.
+
+        ``on_disconnect`` is not called: the caller knows.
+        """
+        self.on_disconnect = None
+        self._line.cut()
+
+    def lost(self) -> None:
+        """Called by the connection when the client has left."""
+        if self.gone or self.done:
+            return
+        self.gone = True
+        callback, self.on_disconnect, self.on_drain = self.on_disconnect, None, None
+        if callback is not None:
+            callback()
+
+    def _begin(self, status: int) -> None:
+        if self.started:
+            raise RuntimeError("the response has been started already")
+        self.started = True
+        self.status = status
+
+    def _framing(self, framing: int) -> int:
+        if self._line.closing:
+            self.keep_alive = False
+        if not self.keep_alive:
+            return framing | CLOSE
+        return framing | OLD_KEEP_ALIVE if self.minor == 0 else framing
+
+    def _finish(self) -> None:
+        self.done = True
+        self.on_disconnect = self.on_drain = None
+        self._line.finished(self)

@@ -1,0 +1,194 @@
+"""Reads one request head: httptools does the syntax, the rules it does not know stand here.
+
+llhttp accepts a second Host, an HTTP/1.0 request with Transfer-Encoding, versions that do not
+exist and heads without end. A server that takes two readings of one request is a smuggler's door,
+so everything ambiguous is refused. RFC 9112.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote
+
+from httptools import (
+    HttpParserError,
+    HttpParserInvalidMethodError,
+    HttpParserUpgrade,
+    HttpRequestParser,
+)
+
+from dynamo.frontend.http.limits import HttpLimits
+from dynamo.frontend.http.refusal import Refusal
+
+__all__ = ["CHUNKED", "Head", "HeadReader"]
+
+CHUNKED = -1
+_VERSIONS = {b"HTTP/1.1": 1, b"HTTP/1.0": 0}
+_OTHER_VERSION = re.compile(rb"HTTP/[0-9]+(\.[0-9]+)?")
+_BARE_LF = re.compile(rb"(?<!\r)\n")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+;=-]*)(:[0-9]*)?")
+_ABSOLUTE = re.compile(r"https?://[^/?#@]+", re.IGNORECASE)
+_ONCE = frozenset(("host", "content-length", "transfer-encoding", "expect", "content-type"))
+_REMEMBERED = 1024
+
+
+class Head:
+    """One request head that passed every rule.
+
+    ``headers`` has lower-case names, repeated fields joined by ``", "``. ``body_bytes`` is the
+    announced length, or CHUNKED. ``minor`` is the x of HTTP/1.x.
+    """
+
+    __slots__ = (
+        "body_bytes",
+        "expects_continue",
+        "headers",
+        "keep_alive",
+        "method",
+        "minor",
+        "path",
+        "query",
+    )
+
+    def __init__(self, method: str, target: str, minor: int, headers: dict[str, str]) -> None:
+        path, _, self.query = target.partition("?")
+        self.path = unquote(path) if "%" in path else path
+        self.method = method
+        self.minor = minor
+        self.headers = headers
+        self.keep_alive = minor == 1
+        self.expects_continue = False
+        self.body_bytes = 0
+
+
+class HeadReader:
+    """Turns bytes into a :class:`Head` or a Refusal. Holds nothing between calls but name caches,
+    so one reader serves every connection of a server."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
+        self._names: dict[bytes, str] = {}
+        self._hosts: set[str] = set()
+        self._headers: dict[str, str] = {}
+        self._repeated: str | None = None
+
+    def read(self, data: bytes, end: int) -> Head:
+        """The head in ``data[:end]``, where ``end`` is the offset of its closing CRLFCRLF."""
+        limits = self._limits
+        line_end = data.find(b"\r\n")
+        if line_end > limits.request_line_bytes:
+            raise Refusal(414, f"Request line exceeds {limits.request_line_bytes} bytes")
+        if end + 4 - line_end - 2 > limits.header_bytes:
+            raise Refusal(431, f"Request headers exceed {limits.header_bytes} bytes")
+        if data.count(b"\r\n", line_end, end) > limits.header_count:
+            raise Refusal(431, f"Request has more than {limits.header_count} headers")
+        method, target, minor = _request_line(data[:line_end])
+        head = Head(method, target, minor, self._read_headers(data[: end + 4]))
+        self._check(head)
+        return head
+
+    def check_partial(self, data: bytes) -> None:
+        """Refuse a head that can't become good any more, however it goes on."""
+        limits = self._limits
+        line_end = data.find(b"\r\n")
+        if (len(data) if line_end < 0 else line_end) > limits.request_line_bytes:
+            raise Refusal(414, f"Request line exceeds {limits.request_line_bytes} bytes")
+        if line_end >= 0 and len(data) - line_end - 2 > limits.header_bytes:
+            raise Refusal(431, f"Request headers exceed {limits.header_bytes} bytes")
+        if _BARE_LF.search(data):
+            raise Refusal(400, "Line ends without CR")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by httptools for each field."""
+        key = self._names.get(name)
+        if key is None:
+            key = name.decode("latin-1").lower()
+            if len(self._names) < _REMEMBERED:
+                self._names[name] = key
+        headers = self._headers
+        if key in headers:
+            if key in _ONCE:
+                self._repeated = key
+            headers[key] += ", " + value.decode("latin-1")
+        else:
+            headers[key] = value.decode("latin-1")
+
+    def _read_headers(self, head: bytes) -> dict[str, str]:
+        headers = self._headers = {}
+        self._repeated = None
+        try:
+            # A fresh parser for each head (0.2 µs): body framing is ours, so no state can linger.
+            HttpRequestParser(self).feed_data(head)
+        except HttpParserUpgrade:
+            pass  # RFC 9110 7.8: a server may ignore Upgrade
+        except HttpParserInvalidMethodError:
+            raise Refusal(501, "Method not implemented") from None
+        except HttpParserError as error:
+            raise Refusal(400, f"Malformed request: {error}") from None
+        if self._repeated is not None:
+            raise Refusal(400, f"Header '{self._repeated}' given more than once")
+        return headers
+
+    def _check(self, head: Head) -> None:
+        headers = head.headers
+        host = headers.get("host")
+        if host is None:
+            if head.minor:
+                raise Refusal(400, "Header 'host' is missing")
+        elif host not in self._hosts:
+            self._check_host(host)
+        connection = headers.get("connection")
+        if connection is not None:
+            tokens = [token.strip() for token in connection.lower().split(",")]
+            head.keep_alive = "close" not in tokens and (head.minor == 1 or "keep-alive" in tokens)
+        length = headers.get("content-length")
+        if length is not None:
+            head.body_bytes = int(length)
+        if "transfer-encoding" in headers:
+            _check_transfer_encoding(head)
+        if "expect" in headers and head.minor:
+            if headers["expect"].lower() != "100-continue":
+                raise Refusal(417, "Only the expectation 100-continue is understood")
+            head.expects_continue = True
+
+    def _check_host(self, host: str) -> None:
+        if not _HOST.fullmatch(host):
+            raise Refusal(400, "Header 'host' is malformed")
+        if len(self._hosts) < _REMEMBERED:
+            self._hosts.add(host)
+
+
+def _request_line(line: bytes) -> tuple[str, str, int]:
+    parts = line.split(b" ")
+    if len(parts) != 3:
+        raise Refusal(400, "Malformed request line")
+    minor = _VERSIONS.get(parts[2])
+    if minor is None:
+        if _OTHER_VERSION.fullmatch(parts[2]):
+            raise Refusal(505, "Only HTTP/1.1 and HTTP/1.0 are spoken here")
+        raise Refusal(400, "Malformed request line")
+    if not parts[1].isascii():
+        raise Refusal(400, "Request target is not ASCII")
+    return parts[0].decode("latin-1"), _origin_form(parts[1].decode("ascii")), minor
+
+
+def _origin_form(target: str) -> str:
+    if target.startswith("/"):
+        if "#" in target:
+            raise Refusal(400, "Request target has a fragment")
+        return target
+    authority = _ABSOLUTE.match(target)
+    if authority is None or "#" in target:
+        raise Refusal(400, "Request target must be a path")
+    rest = target[authority.end() :]
+    return rest if rest.startswith("/") else "/" + rest
+
+
+def _check_transfer_encoding(head: Head) -> None:
+    if head.minor == 0:
+        raise Refusal(400, "Transfer-Encoding on HTTP/1.0")
+    if "content-length" in head.headers:
+        raise Refusal(400, "Content-Length together with Transfer-Encoding")
+    if head.headers["transfer-encoding"].strip().lower() != "chunked":
+        raise Refusal(501, "Only the transfer coding 'chunked' is understood")
+    head.body_bytes = CHUNKED

@@ -1,0 +1,28 @@
+"""What one HTTP connection may cost: bounds on bytes, counts and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["HttpLimits"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpLimits:
+    """Every bound of the HTTP server; what happens beyond it stands behind each.
+
+    Seconds are checked by one coarse sweep a server, so they hold to about ``sweep_s``.
+    """
+
+    request_line_bytes: int = 8 * 1024  # 414
+    header_bytes: int = 32 * 1024  # 431
+    header_count: int = 100  # 431
+    body_bytes: int = 45 * 1024 * 1024  # 413
+    connections: int = 4096  # 503 and close
+    header_timeout_s: float = 15.0  # 408; counted from the first byte of a head
+    body_timeout_s: float = 120.0  # 408; counted from the end of the head
+    idle_timeout_s: float = 75.0  # closed without a word
+    stall_timeout_s: float = 60.0  # cut off: the client does not read its response
+    linger_s: float = 2.0  # how long a refused client may still talk before it is cut off
+    sweep_s: float = 1.0
+    backlog: int = 2048

@@ -1,0 +1,130 @@
+"""The HTTP server: a listener, its connections, one sweep a second for all their deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from dynamo.frontend.http.connection import Connection
+from dynamo.frontend.http.exchange import Exchange
+from dynamo.frontend.http.head import HeadReader
+from dynamo.frontend.http.limits import HttpLimits
+from dynamo.frontend.http.response import ResponseHeads
+
+__all__ = ["HttpServer"]
+
+log = logging.getLogger(__name__)
+_POLITE = 256  # connections over the cap that get a 503 at once; beyond, the socket is just closed
+
+
+class HttpServer:
+    """Hands every request to ``handler``, which answers at once or later through the exchange.
+
+    ``handler`` is a plain function, so that a request costs neither task nor queue. ``on_refused``
+    hears the status of each request that broke a rule or a limit, before any route.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[Exchange], None],
+        limits: HttpLimits | None = None,
+        on_refused: Callable[[int], None] | None = None,
+    ) -> None:
+        self.limits = limits or HttpLimits()
+        self.reader = HeadReader(self.limits)
+        self.heads = ResponseHeads()
+        self.clock = time.monotonic()
+        self.draining = False
+        self._handler = handler
+        self._on_refused = on_refused
+        self._connections: set[Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._all_gone: asyncio.Event | None = None
+
+    @property
+    def connections(self) -> int:
+        """How many clients are connected."""
+        return len(self._connections)
+
+    async def start(self, host: str, port: int) -> tuple[str, int]:
+        """Listen; the address that was bound (port 0 asks for any). Raises OSError."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(self), host, port, backlog=self.limits.backlog
+        )
+        self._sweep()
+        bound = self._server.sockets[0].getsockname()
+        return bound[0], bound[1]
+
+    def drain(self) -> None:
+        """From now on every response closes its connection; idle ones are closed at once."""
+        self.draining = True
+        for connection in list(self._connections):
+            connection.retire()
+
+    async def close(self, timeout_s: float = 1.0) -> None:
+        """Stop listening, let written bytes leave for at most ``timeout_s``, cut what remains."""
+        self.drain()
+        server, self._server = self._server, None
+        if server is None:
+            return
+        server.close()
+        if self._connections:
+            self._all_gone = asyncio.Event()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._all_gone.wait()
+            except TimeoutError:
+                for connection in list(self._connections):
+                    connection.cut()
+                await self._all_gone.wait()
+        if self._timer is not None:
+            self._timer.cancel()
+        await server.wait_closed()
+
+    # -- what connections ask of their host
+
+    def admit(self, connection: Connection) -> bool:
+        """Register a connection; False over the cap."""
+        self._connections.add(connection)
+        count = len(self._connections)
+        if count > self.limits.connections + _POLITE:
+            connection.cut()
+        return count <= self.limits.connections
+
+    def forget(self, connection: Connection) -> None:
+        """A connection is gone."""
+        self._connections.discard(connection)
+        if self._all_gone is not None and not self._connections:
+            self._all_gone.set()
+
+    def handle(self, exchange: Exchange) -> None:
+        """Run the handler; a bug in it costs one response, not the connection's order."""
+        try:
+            self._handler(exchange)
+        except Exception:
+            log.exception("%s %s failed", exchange.method, exchange.path)
+            if exchange.started:
+                exchange.abort()
+            else:
+                exchange.refuse(500, "Internal server error")
+
+    def refused(self, status: int) -> None:
+        """Count."""
+        if self._on_refused is not None:
+            self._on_refused(status)
+
+    def soon(self, connection: Connection) -> None:
+        """Let the other connections have their turn first."""
+        asyncio.get_running_loop().call_soon(connection.advance)
+
+    def _sweep(self) -> None:
+        now = self.clock = time.monotonic()
+        self.heads.renew()
+        for connection in [one for one in self._connections if one.deadline <= now]:
+            connection.sweep()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self.limits.sweep_s, self._sweep)

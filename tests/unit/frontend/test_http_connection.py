@@ -1,0 +1,550 @@
+"""Bytes in, bytes out: every rule and limit of a connection, driven through a mock transport."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from dynamo.frontend.http import Exchange, HttpLimits
+from dynamo.frontend.http.connection import Connection
+from dynamo.frontend.http.server import HttpServer
+
+GET = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+class MockTransport(asyncio.Transport):
+    """Remembers what was written and asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = b""
+        self.closed = self.eof = self.aborted = self.paused = False
+
+    def write(self, data: Any) -> None:
+        assert not self.closed
+        self.out += bytes(data)
+
+    def write_eof(self) -> None:
+        self.eof = True
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def pause_reading(self) -> None:
+        assert not self.paused
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        assert self.paused
+        self.paused = False
+
+
+class Bench:
+    """A server without a socket, one connection to it, and every exchange that it dispatched."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.seen: list[Exchange] = []
+        self.refused: list[int] = []
+        self.answer = True
+        self.server = HttpServer(self.handle, HttpLimits(**limits), self.refused.append)
+        self.transport, self.connection = self.connect()
+
+    def connect(self) -> tuple[MockTransport, Connection]:
+        transport, connection = MockTransport(), Connection(self.server)
+        connection.connection_made(transport)
+        return transport, connection
+
+    def handle(self, exchange: Exchange) -> None:
+        self.seen.append(exchange)
+        if self.answer:
+            exchange.respond(200, b"<%s>" % exchange.body, "text/plain")
+
+    def feed(self, *pieces: bytes) -> bytes:
+        for piece in pieces:
+            self.connection.data_received(piece)
+        return self.transport.out
+
+    def later(self, seconds: float) -> None:
+        """Sweep as if ``seconds`` had passed."""
+        self.server.clock += seconds
+        if self.connection.deadline <= self.server.clock:
+            self.connection.sweep()
+
+
+def status_of(out: bytes) -> int:
+    assert out.startswith(b"HTTP/1.1 "), out
+    return int(out[9:12])
+
+
+def post(body: bytes, extra: bytes = b"") -> bytes:
+    return b"POST /p HTTP/1.1\r\nHost: a\r\n%bContent-Length: %d\r\n\r\n%b" % (
+        extra,
+        len(body),
+        body,
+    )
+
+
+def chunked(*chunks: bytes, trailers: bytes = b"") -> bytes:
+    head = b"POST /c HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+    return head + body + b"0\r\n" + trailers + b"\r\n"
+
+
+def test_a_plain_request_and_its_response() -> None:
+    bench = Bench()
+    out = bench.feed(b"GET /a/b%20c?d=e HTTP/1.1\r\nHost: h:1\r\nX-One: 1\r\nx-one: 2\r\n\r\n")
+    exchange = bench.seen[0]
+    assert (exchange.method, exchange.path, exchange.query) == ("GET", "/a/b c", "d=e")
+    assert exchange.headers == {"host": "h:1", "x-one": "1, 2"}
+    head, _, body = out.partition(b"\r\n\r\n")
+    lines = head.split(b"\r\n")
+    assert lines[0] == b"HTTP/1.1 200 OK"
+    assert lines[1].startswith(b"date: ") and lines[1].endswith(b" GMT")
+    assert lines[2:] == [b"content-type: text/plain", b"content-length: 2"]
+    assert body == b"<>"
+    assert not bench.transport.closed
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [GET, post(b"hello"), post(b""), chunked(b"ab", b"c" * 300, trailers=b"X-Sum: 1\r\n")],
+)
+def test_every_split_of_the_bytes_gives_the_same(request_bytes: bytes) -> None:
+    whole = Bench().feed(request_bytes)
+    bench = Bench()
+    assert bench.feed(*(request_bytes[i : i + 1] for i in range(len(request_bytes)))) == whole
+    random_source = random.Random(7)
+    for _ in range(50):
+        stream = request_bytes * 3
+        pieces = []
+        while stream:
+            cut = random_source.randint(1, len(stream))
+            pieces.append(stream[:cut])
+            stream = stream[cut:]
+        bench = Bench()
+        assert bench.feed(*pieces) == whole * 3
+        assert len(bench.seen) == 3
+
+
+def test_pipelined_requests_are_answered_in_order_and_one_at_a_time() -> None:
+    bench = Bench()
+    bench.answer = False
+    bench.feed(post(b"1") + post(b"2"), post(b"3"))
+    assert [one.body for one in bench.seen] == [b"1"]
+    bench.seen[0].respond(200, b"one")
+    assert [one.body for one in bench.seen] == [b"1", b"2"]
+    bench.seen[1].start(200, "text/plain")
+    bench.seen[1].write(b"two")
+    assert len(bench.seen) == 2
+    bench.seen[1].end()
+    bench.seen[2].respond(200, b"three")
+    out = bench.transport.out
+    assert out.index(b"one") < out.index(b"two") < out.index(b"three")
+
+
+async def test_a_long_pipeline_lets_others_in_between() -> None:
+    bench = Bench()
+    bench.feed(GET * 100)
+    assert len(bench.seen) < 100
+    assert bench.transport.paused
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(bench.seen) == 100
+    assert not bench.transport.paused
+    assert bench.transport.out.count(b"200 OK") == 100
+
+
+async def test_a_client_that_pipelines_too_much_is_paused() -> None:
+    bench = Bench()
+    bench.answer = False
+    bench.feed(GET, GET)
+    assert not bench.transport.paused
+    bench.feed(GET * 2000)
+    assert bench.transport.paused
+    bench.answer = True
+    bench.seen[0].respond(200, b"")
+    assert len(bench.seen) > 1
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /x HTTP/1.1\r\n\r\n", 400),  # no Host
+        (b"GET /x HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", 400),
+        (b"GET /x HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: a/b\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: a, b\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: u@a\r\n\r\n", 400),
+        (b"POST /x HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (
+            b"POST / HTTP/1.1\r\nHost:\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n",
+            400,
+        ),
+        (
+            b"POST / HTTP/1.1\r\nHost:\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n",
+            400,
+        ),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\nabc", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3, 3\r\n\r\nabc", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -3\r\n\r\nabc", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: +3\r\n\r\nabc", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 0x3\r\n\r\nabc", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length:\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", 501),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked, identity\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: xchunked\r\n\r\n", 400),
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n",
+            400,
+        ),
+        (b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", 505),
+        (b"GET / HTTP/1.2\r\nHost: a\r\n\r\n", 505),
+        (b"GET / HTTP/0.9\r\nHost: a\r\n\r\n", 505),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+        (b"GET / HTTP/1.1 \r\nHost: a\r\n\r\n", 400),
+        (b"GET / http/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET /\r\n\r\n", 400),
+        (b"GET  / HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET\t/ HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET * HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET /a#b HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET /\xc3\xa4 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET x HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"BREW /x HTTP/1.1\r\nHost: a\r\n\r\n", 501),
+        (b"GET /x HTTP/1.1\r\nHost : a\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: a\r\n folded\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: a\r\nX: \x00\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: a\r\nX: a\rb\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: a\r\nX\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: a\r\n: x\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\nHost: a\n\n", 400),
+        (b"\r\n\r\nGET /x HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: a\r\nExpect: magic\r\n\r\n", 417),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),  # TLS to a plain port
+    ],
+)
+def test_what_is_refused(request_bytes: bytes, status: int) -> None:
+    bench = Bench()
+    out = bench.feed(request_bytes)
+    assert status_of(out) == status
+    assert b"\r\nconnection: close\r\n" in out
+    assert b'"code":%d}' % status in out
+    assert not bench.seen
+    assert bench.refused == [status]
+    assert bench.transport.eof
+    # What still comes is discarded, and it ends soon.
+    assert bench.feed(GET) == out
+    bench.later(3)
+    assert bench.transport.aborted
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /x HTTP/1.0\r\n\r\n",
+        b"GET http://h/x HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"\r\nGET /x HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /x HTTP/1.1\r\nHost:\r\n\r\n",
+        b"GET /x HTTP/1.1\r\nHost: [::1]:80\r\n\r\n",
+        b"GET /x HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+        b"POST /x HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        b"Content-Length: 0\r\n\r\n",
+    ],
+)
+def test_what_is_odd_but_accepted(request_bytes: bytes) -> None:
+    bench = Bench()
+    assert status_of(bench.feed(request_bytes)) == 200
+    assert bench.seen[0].path == "/x"
+
+
+def test_the_request_line_ends_somewhere() -> None:
+    fits = b"GET /" + b"a" * (8192 - 14) + b" HTTP/1.1"
+    assert len(fits) == 8192
+    rest = b"\r\nHost: a\r\n\r\n"
+    assert status_of(Bench().feed(fits + rest)) == 200
+    assert status_of(Bench().feed(fits.replace(b"/a", b"/aa", 1) + rest)) == 414
+    assert status_of(Bench().feed(b"GET /" + b"a" * 9000)) == 414
+
+
+def test_headers_are_bounded_in_number_and_size() -> None:
+    def request(count: int, size_bytes: int = 1) -> bytes:
+        headers = b"".join(b"X%d: %b\r\n" % (i, b"v" * size_bytes) for i in range(count - 1))
+        return b"GET / HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n"
+
+    assert status_of(Bench().feed(request(100))) == 200
+    assert status_of(Bench().feed(request(101))) == 431
+    assert status_of(Bench().feed(request(4, 10_000))) == 200
+    assert status_of(Bench().feed(request(5, 10_000))) == 431
+    assert status_of(Bench().feed(request(5, 10_000)[:-2])) == 431  # not even complete
+
+
+def test_bodies_are_bounded() -> None:
+    assert status_of(Bench(body_bytes=10).feed(post(b"a" * 10))) == 200
+    assert status_of(Bench(body_bytes=10).feed(post(b"a" * 11))) == 413
+    assert status_of(Bench(body_bytes=10).feed(post(b"a" * 11)[:-11])) == 413
+    assert status_of(Bench(body_bytes=10).feed(chunked(b"a" * 5, b"a" * 5))) == 200
+    assert status_of(Bench(body_bytes=10).feed(chunked(b"a" * 5, b"a" * 6))) == 413
+    huge = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999\r\n\r\n"
+    assert status_of(Bench().feed(huge)) == 413
+
+
+def chunk_request(body: bytes) -> bytes:
+    return b"POST /c HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + body
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"3\r\nabc\r\n0\r\n\r\n", 200),
+        (b"3;name=value\r\nabc\r\n0\r\nX-T: 1\r\n\r\n", 200),
+        (b"00000003\r\nabc\r\n0\r\n\r\n", 200),
+        (b"0\r\nHost: b\r\n\r\n", 400),
+        (b"0\r\nContent-Length: 5\r\n\r\n", 400),
+        (b"0\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (b"0\r\nno colon\r\n\r\n", 400),
+        (b"0\r\n folded\r\n\r\n", 400),
+        (b"3\r\nabcd\r\n0\r\n\r\n", 400),
+        (b"3\nabc\r\n0\r\n\r\n", 400),
+        (b"0x3\r\nabc\r\n0\r\n\r\n", 400),
+        (b"-3\r\nabc\r\n0\r\n\r\n", 400),
+        (b" 3\r\nabc\r\n0\r\n\r\n", 400),
+        (b"\r\n", 400),
+        (b"g\r\n", 400),
+        (b"3;\x00\r\nabc\r\n0\r\n\r\n", 400),
+        (b"fffffffffffffffff\r\n", 400),
+        (b"ffffffffffffffff\r\n", 413),
+        (b"3;" + b"x" * 2000, 400),
+        (b"0\r\n" + b"X: %b\r\n" % (b"y" * 500) * 20 + b"\r\n", 431),
+    ],
+)
+def test_chunk_framing(body: bytes, status: int) -> None:
+    assert status_of(Bench().feed(chunk_request(body))) == status
+    one_by_one = Bench()
+    data = chunk_request(body)
+    assert status_of(one_by_one.feed(*(data[i : i + 1] for i in range(len(data))))) == status
+    if status == 200:
+        assert one_by_one.seen[0].body in (b"abc", b"")
+
+
+def test_expect_100_continue() -> None:
+    bench = Bench()
+    request = post(b"hello", b"Expect: 100-continue\r\n")
+    assert bench.feed(request[:-5]) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert b"<hello>" in bench.feed(b"hello")
+    assert not Bench().feed(request).startswith(b"HTTP/1.1 100")  # the body is there already
+    assert status_of(Bench(body_bytes=2).feed(request[:-5])) == 413
+    old = request.replace(b"HTTP/1.1", b"HTTP/1.0")
+    assert Bench().feed(old[:-5]) == b""
+
+
+def test_keep_alive_and_close() -> None:
+    bench = Bench()
+    bench.feed(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Close\r\n\r\n" + GET)
+    assert b"connection: close" in bench.transport.out
+    assert bench.transport.closed
+    assert len(bench.seen) == 1
+    bench = Bench()
+    bench.feed(b"GET / HTTP/1.0\r\n\r\n")
+    assert bench.transport.closed
+    bench = Bench()
+    bench.feed(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    assert not bench.transport.closed
+    assert b"connection: keep-alive" in bench.transport.out
+
+
+def test_head_has_no_body() -> None:
+    bench = Bench()
+    out = bench.feed(GET.replace(b"GET", b"HEAD"))
+    assert b"content-length: 2" in out
+    assert out.endswith(b"\r\n\r\n")
+    bench.answer = False
+    bench.feed(GET.replace(b"GET", b"HEAD"))
+    bench.seen[1].start(200, "text/plain")
+    bench.seen[1].write(b"x")
+    bench.seen[1].end(b"y")
+    assert bench.transport.out.endswith(b"transfer-encoding: chunked\r\n\r\n")
+    assert bench.feed(GET) and len(bench.seen) == 3
+
+
+def test_streaming() -> None:
+    bench = Bench()
+    bench.answer = False
+    bench.feed(GET)
+    exchange = bench.seen[0]
+    exchange.start(200, "text/event-stream", [("x-a", "b\r\nevil: 1")])
+    exchange.write(b"hello")
+    exchange.write(b"")
+    exchange.end(b"x" * 20)
+    exchange.end()
+    head, _, body = bench.transport.out.partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head
+    assert b"x-a: b  evil: 1" in head
+    assert body == b"5\r\nhello\r\n14\r\n" + b"x" * 20 + b"\r\n0\r\n\r\n"
+    with pytest.raises(RuntimeError):
+        exchange.respond(200, b"")
+
+
+def test_streaming_to_http_1_0_ends_with_the_connection() -> None:
+    bench = Bench()
+    bench.answer = False
+    bench.feed(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    bench.seen[0].start(200, "text/plain")
+    bench.seen[0].write(b"hello")
+    bench.seen[0].end()
+    head, _, body = bench.transport.out.partition(b"\r\n\r\n")
+    assert b"chunked" not in head and b"connection: close" in head
+    assert body == b"hello"
+    assert bench.transport.closed
+
+
+def test_a_client_that_leaves_is_told_once_and_only_before_the_end() -> None:
+    for started in (False, True):
+        bench = Bench()
+        bench.answer = False
+        bench.feed(GET + GET)
+        calls: list[int] = []
+        exchange = bench.seen[0]
+        exchange.on_disconnect = lambda calls=calls: calls.append(1)
+        if started:
+            exchange.start(200, "text/plain")
+        bench.connection.eof_received()
+        bench.connection.connection_lost(None)
+        bench.connection.connection_lost(None)
+        assert calls == [1]
+        assert exchange.gone
+        if not started:
+            exchange.start(200, "text/plain")
+        exchange.write(b"into the void")
+        exchange.end()
+        assert len(bench.seen) == 1
+        assert b"void" not in bench.transport.out
+        assert bench.server.connections == 0
+
+
+def test_no_news_after_a_complete_response() -> None:
+    bench = Bench()
+    bench.answer = False
+    bench.feed(GET)
+    bench.seen[0].on_disconnect = lambda: pytest.fail("told too late")
+    bench.seen[0].respond(200, b"")
+    bench.connection.connection_lost(None)
+
+
+def test_back_pressure_of_a_slow_reader() -> None:
+    bench = Bench()
+    bench.answer = False
+    bench.feed(GET + GET)
+    exchange = bench.seen[0]
+    drained: list[int] = []
+    exchange.on_drain = lambda: drained.append(1)
+    exchange.start(200, "text/plain")
+    bench.connection.pause_writing()
+    assert exchange.above_high_water
+    bench.connection.resume_writing()
+    assert drained == [1] and not exchange.above_high_water
+    bench.connection.pause_writing()
+    exchange.end()
+    assert len(bench.seen) == 1  # the next request waits until this client reads
+    bench.connection.resume_writing()
+    assert len(bench.seen) == 2 and drained == [1]
+    bench.connection.pause_writing()
+    bench.later(59)
+    assert not bench.transport.aborted
+    bench.later(2)
+    assert bench.transport.aborted
+
+
+def test_deadlines() -> None:
+    bench = Bench(header_timeout_s=10, body_timeout_s=20, idle_timeout_s=30)
+    bench.later(11)  # connected and said nothing
+    assert bench.transport.closed and bench.transport.out == b""
+
+    bench = Bench(header_timeout_s=10, body_timeout_s=20, idle_timeout_s=30)
+    for _ in range(9):  # one byte a second buys no time
+        bench.feed(b"G")
+        bench.later(1)
+    assert bench.transport.out == b""
+    bench.later(1)
+    assert status_of(bench.transport.out) == 408
+
+    bench = Bench(header_timeout_s=10, body_timeout_s=20, idle_timeout_s=30)
+    bench.feed(GET)
+    bench.later(29)
+    bench.feed(post(b"abc")[:-2])
+    bench.later(19)
+    bench.feed(b"b")
+    assert bench.refused == []
+    bench.later(2)
+    assert bench.refused == [408]
+
+    bench = Bench(header_timeout_s=10, body_timeout_s=20, idle_timeout_s=30)
+    bench.feed(GET)
+    bench.later(31)
+    assert bench.transport.closed and bench.refused == []
+
+    bench = Bench(header_timeout_s=10)
+    bench.answer = False
+    bench.feed(GET)
+    bench.later(10_000)  # an answer may take as long as it takes
+    assert not bench.transport.closed
+
+
+def test_the_connection_cap() -> None:
+    bench = Bench(connections=2)
+    second, _ = bench.connect()
+    assert second.out == b""
+    third, connection = bench.connect()
+    assert status_of(third.out) == 503
+    assert bench.refused == [503]
+    connection.connection_lost(None)
+    bench.connection.connection_lost(None)
+    fourth, _ = bench.connect()
+    assert fourth.out == b""
+
+
+def test_a_bug_in_a_route_is_a_500(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+
+    def broken(exchange: Exchange) -> None:
+        raise ValueError("bug")
+
+    bench.server._handler = broken
+    assert status_of(bench.feed(GET)) == 500
+    assert "bug" in caplog.text
+    assert bench.feed(GET).count(b"500 Internal") == 2
+
+    def later(exchange: Exchange) -> None:
+        exchange.start(200, "text/plain")
+        raise ValueError("bug")
+
+    bench.server._handler = later
+    bench.feed(GET)
+    assert bench.transport.aborted
+
+
+def test_draining_closes_after_the_response() -> None:
+    bench = Bench()
+    bench.answer = False
+    idle, _ = bench.connect()
+    bench.feed(GET)
+    bench.server.drain()
+    assert idle.closed and not bench.transport.closed
+    bench.seen[0].respond(200, b"")
+    assert b"connection: close" in bench.transport.out and bench.transport.closed
+    late, connection = bench.connect()
+    bench.answer = True
+    connection.data_received(GET)
+    assert status_of(late.out) == 200 and late.closed
