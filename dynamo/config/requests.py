@@ -1,0 +1,51 @@
+"""Knobs of the request plane: sizes, timeouts and bounds of one connection. Spec 7.3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.config.knob import knob
+
+__all__ = ["RequestPlaneSettings"]
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestPlaneSettings:
+    """request plane: sizes and timeouts between frontend and workers"""
+
+    max_message_size_bytes: int = knob(
+        32 * MIB,
+        env="DYN_TCP_MAX_MESSAGE_SIZE",
+        minimum=1024,
+        maximum=1024 * MIB,
+        help="largest request or response item in bytes; a larger one fails alone",
+    )
+    request_timeout_s: float = knob(
+        10.0,
+        env="DYN_TCP_REQUEST_TIMEOUT",
+        minimum=0.01,
+        help="seconds a worker may leave a ping unanswered before it counts as gone",
+    )
+    connect_timeout_s: float = knob(
+        3.0, env="DYN_TCP_CONNECT_TIMEOUT", minimum=0.01, help="seconds a connection may take"
+    )
+    high_water_bytes: int = knob(
+        256 * 1024,
+        env="DYN_REQUEST_PLANE_HIGH_WATER",
+        minimum=4096,
+        help="unsent bytes of one connection above which senders are asked to wait",
+    )
+    hard_cap_bytes: int = knob(
+        64 * MIB,
+        env="DYN_REQUEST_PLANE_HARD_CAP",
+        minimum=64 * 1024,
+        help="unsent bytes of one connection above which requests are refused",
+    )
+    max_streams: int = knob(
+        50_000,
+        env="DYN_REQUEST_PLANE_MAX_STREAMS",
+        minimum=1,
+        help="requests one process serves at once; one more is refused as overloaded",
+    )

@@ -1,0 +1,117 @@
+"""The cancellation handle of one request: stop asks, kill ends, children follow. Spec 8.1."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from typing import Any, Literal
+
+__all__ = ["CancelKind", "Context"]
+
+CancelKind = Literal["stop", "kill"]
+_LEVEL: dict[CancelKind, int] = {"stop": 1, "kill": 2}
+_log = logging.getLogger(__name__)
+
+
+class Context:
+    """Says whether a request should stop, and tells everything linked to it, in link order.
+
+    ``stop`` asks for an early but orderly end (items already made may still be read), ``kill`` ends
+    the request; a kill implies a stop and nothing undoes either. Use it from the loop's thread.
+    """
+
+    __slots__ = ("_id", "_level", "_listeners", "_waiters", "metadata")
+
+    def __init__(self, id: str | None = None, metadata: dict[str, Any] | None = None) -> None:
+        self._id = id
+        self._level = 0
+        self._listeners: list[Callable[[CancelKind], None]] | None = None
+        self._waiters: set[asyncio.Future[None]] | None = None
+        self.metadata: dict[str, Any] = {} if metadata is None else metadata
+
+    def id(self) -> str:
+        """The request id; made up on first use if none was given."""
+        if self._id is None:
+            self._id = str(uuid.uuid4())
+        return self._id
+
+    @property
+    def trace_id(self) -> str | None:
+        """32 hex digits of the W3C ``traceparent`` in the metadata, if any."""
+        return self._traceparent(1, 32)
+
+    @property
+    def span_id(self) -> str | None:
+        """16 hex digits of the W3C ``traceparent`` in the metadata, if any."""
+        return self._traceparent(2, 16)
+
+    def is_stopped(self) -> bool:
+        """Whether the request should end soon; true after a kill, too."""
+        return self._level > 0
+
+    def is_killed(self) -> bool:
+        """Whether nobody listens any more."""
+        return self._level == _LEVEL["kill"]
+
+    def stop_generating(self) -> None:
+        """Ask the request and its children for an early, orderly end. Idempotent."""
+        self._cancel("stop")
+
+    def kill(self) -> None:
+        """End the request and its children. Idempotent."""
+        self._cancel("kill")
+
+    async def async_killed_or_stopped(self) -> bool:
+        """Return True as soon as the request is stopped or killed."""
+        if self._level:
+            return True
+        waiter = asyncio.get_running_loop().create_future()
+        if self._waiters is None:
+            self._waiters = set()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+        return True
+
+    def link_child(self, child: Context) -> None:
+        """Forward every later stop and kill to ``child``; one that already happened, at once."""
+        self.on_cancel(child._cancel)
+
+    def unlink_child(self, child: Context) -> None:
+        """Forget ``child``; one that was never linked is ignored."""
+        self.off_cancel(child._cancel)
+
+    def on_cancel(self, callback: Callable[[CancelKind], None]) -> None:
+        """Call ``callback("stop" | "kill")`` for each level once, at once if already reached."""
+        if self._listeners is None:
+            self._listeners = []
+        self._listeners.append(callback)
+        if self._level:
+            callback("kill" if self.is_killed() else "stop")
+
+    def off_cancel(self, callback: Callable[[CancelKind], None]) -> None:
+        """Forget ``callback``; an unknown one is ignored."""
+        if self._listeners is not None and callback in self._listeners:
+            self._listeners.remove(callback)
+
+    def _cancel(self, kind: CancelKind) -> None:
+        level = _LEVEL[kind]
+        if level <= self._level:
+            return
+        self._level = level
+        for waiter in self._waiters or ():
+            if not waiter.done():
+                waiter.set_result(None)
+        for callback in tuple(self._listeners or ()):
+            try:
+                callback(kind)
+            except Exception:  # noqa: BLE001 - one listener must not rob the others
+                _log.exception("%s of request %s: a listener failed", kind, self.id())
+
+    def _traceparent(self, field: int, digits: int) -> str | None:
+        parts = str(self.metadata.get("traceparent", "")).split("-")
+        return parts[field] if len(parts) >= 4 and len(parts[field]) == digits else None

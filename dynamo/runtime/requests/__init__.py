@@ -1,0 +1,20 @@
+"""The request plane: requests to workers and streams of answers back, multiplexed on one socket."""
+
+from dynamo.runtime.requests.calling import ClientStream, StreamSink
+from dynamo.runtime.requests.client import RequestClient
+from dynamo.runtime.requests.generator import ResponseStream, generator_handler, open_stream
+from dynamo.runtime.requests.server import RequestServer
+from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServerStream
+
+__all__ = [
+    "ClientStream",
+    "EndpointStats",
+    "PushHandler",
+    "RequestClient",
+    "RequestServer",
+    "ResponseStream",
+    "ServerStream",
+    "StreamSink",
+    "generator_handler",
+    "open_stream",
+]

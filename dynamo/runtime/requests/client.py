@@ -1,0 +1,99 @@
+"""The caller's end of the request plane: one connection per address, answers pushed to sinks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from dynamo.config.requests import RequestPlaneSettings
+from dynamo.errors import CannotConnect, ConnectionTimeout, Disconnected
+from dynamo.runtime.context import Context
+from dynamo.runtime.requests.address import parse
+from dynamo.runtime.requests.calling import CallingConnection, ClientStream, StreamSink
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["RequestClient"]
+
+
+class RequestClient:
+    """Opens streams on any number of workers. Use it from the loop's thread."""
+
+    def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
+        self.settings = settings or RequestPlaneSettings()
+        self._connections: dict[str, CallingConnection] = {}
+        self._tasks = Tasks("request client")
+
+    def __len__(self) -> int:
+        """Streams in flight."""
+        return sum(len(connection.streams) for connection in self._connections.values())
+
+    def open(
+        self,
+        address: str,
+        endpoint: str,
+        headers: dict[str, str],
+        payload: bytes,
+        sink: StreamSink,
+        context: Context | None = None,
+    ) -> ClientStream:
+        """Send one request; connects in the background if need be. Never blocks.
+
+        What comes back, failures included, goes to ``sink``, always from a later loop turn.
+        ``context`` cancels the stream, and its id travels in the headers.
+        InvalidArgument: ``address`` is malformed.
+        """
+        connection = self._connections.get(address)
+        if connection is None:
+            connection = self._connect(address)
+        return connection.open(endpoint, headers, payload, sink, context)
+
+    def drop(self, address: str) -> None:
+        """The worker is dead: fail all its streams with Disconnected at once."""
+        connection = self._connections.get(address)
+        if connection is not None:
+            connection.lose(Disconnected(f"the worker at {address} is gone"))
+
+    def release(self, address: str) -> None:
+        """The worker leaves in peace: close its connection when the last stream has ended."""
+        connection = self._connections.get(address)
+        if connection is not None:
+            connection.close_when_idle()
+
+    async def close(self) -> None:
+        """Fail what is in flight with Disconnected and close all connections. Idempotent."""
+        await self._tasks.close()
+        for connection in list(self._connections.values()):
+            connection.lose(Disconnected("the request client was closed"))
+
+    def _connect(self, address: str) -> CallingConnection:
+        target = parse(address)
+        loop = asyncio.get_running_loop()
+        connection = CallingConnection(self.settings, loop, address, self._forget)
+
+        def protocol() -> CallingConnection:
+            return connection
+
+        dial: Coroutine[Any, Any, Any]
+        if target.path is not None:
+            dial = loop.create_unix_connection(protocol, target.path)
+        else:
+            dial = loop.create_connection(protocol, target.host, target.port)
+        self._tasks.spawn(self._dial(connection, dial), name=f"connect {address}")
+        self._connections[address] = connection
+        return connection
+
+    async def _dial(self, connection: CallingConnection, dial: Coroutine[Any, Any, Any]) -> None:
+        timeout_s = self.settings.connect_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await dial
+        except TimeoutError:
+            text = f"no connection to {connection.address} within {timeout_s:g} s"
+            connection.lose(ConnectionTimeout(text))
+        except (OSError, ValueError) as error:
+            connection.lose(CannotConnect(f"cannot connect to {connection.address}: {error}"))
+
+    def _forget(self, connection: CallingConnection) -> None:
+        if self._connections.get(connection.address) is connection:
+            del self._connections[connection.address]

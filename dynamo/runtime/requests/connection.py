@@ -1,0 +1,142 @@
+"""One socket of the request plane, either end: frames in, corked writes out, water marks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import cast
+
+from dynamo.config.requests import RequestPlaneSettings
+from dynamo.runtime.requests.frames import LAST_KIND, PREAMBLE, FrameError, Splitter
+
+__all__ = ["Connection"]
+
+_log = logging.getLogger(__name__)
+
+
+class Connection(asyncio.Protocol):
+    """What client and server connections share. Subclasses say what a frame means.
+
+    Everything written during one loop turn leaves in one ``transport.write``: writes made while a
+    read is handled go out when it is done, others by one ``call_soon``. Writes made before
+    the socket is connected wait for it.
+    """
+
+    def __init__(self, settings: RequestPlaneSettings, loop: asyncio.AbstractEventLoop) -> None:
+        self.settings = settings
+        self.above_high_water = False
+        self.closed = False
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._splitter = Splitter(settings.max_message_size_bytes, PREAMBLE, LAST_KIND)
+        self._out: list[bytes] = [PREAMBLE]
+        self._corked = True
+        self._peer = "?"
+
+    def on_frames(self, frames: list[tuple[int, int, bytes]]) -> None:
+        """Act on the frames of one read. May raise FrameError."""
+        raise NotImplementedError
+
+    def on_full(self) -> None:
+        """Called after a write that left the transport above the high-water mark."""
+
+    def write(self, frame: bytes) -> None:
+        """Queue one frame for the end of this loop turn. Never blocks; dropped when closed."""
+        if self.closed:
+            return
+        self._out.append(frame)
+        if not self._corked:
+            self._corked = True
+            self._loop.call_soon(self._flush)
+
+    def unsent_bytes(self) -> int:
+        """Bytes accepted by :meth:`write` that the system has not taken yet."""
+        unsent = sum(map(len, self._out))
+        return unsent if self._transport is None else unsent + self._unwritten(self._transport)
+
+    def fail(self, reason: str) -> None:
+        """Close the connection at once because the peer misbehaved; logged once."""
+        if not self.closed:
+            _log.warning("request plane: closing the connection with %s: %s", self._peer, reason)
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once; unsent bytes are lost. ``connection_lost`` follows in a later turn."""
+        self.closed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        """Send what is written, then close."""
+        if self._transport is not None:
+            self._flush()
+            self.closed = True
+            self._transport.close()
+        self.closed = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is there: set it up, send what waited for it."""
+        self._transport = cast(asyncio.Transport, transport)
+        if self.closed:
+            self._transport.abort()
+            return
+        self._peer = str(transport.get_extra_info("peername") or transport)
+        _tune(transport.get_extra_info("socket"))
+        high = self.settings.high_water_bytes
+        self._transport.set_write_buffer_limits(high=high, low=high // 4)
+        self._flush()
+
+    def data_received(self, data: bytes) -> None:
+        """Split and dispatch; answers made meanwhile leave in one write."""
+        was_corked, self._corked = self._corked, True
+        try:
+            splitter = self._splitter
+            self.on_frames(splitter.feed(data))
+            if splitter.fault is not None:
+                self.fail(splitter.fault)
+        except FrameError as error:
+            self.fail(error.message)
+        finally:
+            if not was_corked:
+                self._flush()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The socket is gone, for whatever reason."""
+        self.closed = True
+        self.above_high_water = False
+        self._out.clear()
+
+    def pause_writing(self) -> None:
+        """Called by the transport above the high-water mark."""
+        self.above_high_water = True
+
+    def resume_writing(self) -> None:
+        """Called by the transport below the low-water mark."""
+        self.above_high_water = False
+
+    def _flush(self) -> None:
+        self._corked = False
+        out = self._out
+        if self._transport is None or not out:
+            return
+        if not self.closed:
+            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+            if self.above_high_water:
+                self.on_full()
+        out.clear()
+
+    @staticmethod
+    def _unwritten(transport: asyncio.Transport) -> int:
+        return 0 if transport.is_closing() else transport.get_write_buffer_size()
+
+
+def _tune(sock: socket.socket | None) -> None:
+    """No Nagle delay, and a dead peer host is noticed in half a minute."""
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)

@@ -1,0 +1,206 @@
+"""Async generators on top of the push plane: for user code, which values ease over the last µs."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from dynamo.errors import Cancelled, DynamoError, EngineShutdown, Overloaded
+from dynamo.protocols import codec
+from dynamo.runtime.context import Context
+from dynamo.runtime.requests.calling import ClientStream
+from dynamo.runtime.requests.client import RequestClient
+from dynamo.runtime.requests.serving import as_error
+from dynamo.runtime.requests.stream import PushHandler, ServerStream
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["ResponseStream", "generator_handler", "open_stream"]
+
+PAUSE_BYTES = 1024 * 1024
+PAUSE_ITEMS = 1024
+HARD_CAP_FACTOR = 16
+_log = logging.getLogger(__name__)
+
+
+def generator_handler(generate: Callable[..., Any], tasks: Tasks) -> PushHandler:
+    """Serve ``async def generate(request[, context])``, an async generator, as a push handler.
+
+    One task of ``tasks`` per request. The request is decoded to plain values, each item is encoded
+    as MessagePack. asyncio.CancelledError raised by the generator means Cancelled, ValueError
+    InvalidArgument, anything else EngineFailure. After a kill the generator is closed at its next
+    item.
+    """
+    with_context = _takes_context(generate)
+
+    def handle(stream: ServerStream, payload: bytes) -> None:
+        tasks.spawn(_serve(generate, with_context, stream, payload), name=stream.endpoint)
+
+    return handle
+
+
+class ResponseStream:
+    """``async for item in stream``: the decoded items of one response.
+
+    A reader that is behind pauses the worker's handler (above ``PAUSE_BYTES`` or ``PAUSE_ITEMS``
+    buffered, until half of it is read); a handler that ignores the pause is killed past
+    ``HARD_CAP_FACTOR`` times that, and the reader gets Overloaded after the buffered items. Errors
+    of the stream are raised by the iteration. Dropping the iterator early kills the request.
+    """
+
+    def __init__(self, decode: Callable[[bytes], Any] = codec.plain_decode) -> None:
+        self.sink = BufferSink()
+        self._decode = decode
+        self._loop = asyncio.get_running_loop()
+
+    def attach(self, stream: ClientStream) -> ResponseStream:
+        """The stream that was opened with ``self.sink``."""
+        self.sink.stream = stream
+        return self
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """Itself."""
+        return self
+
+    async def __anext__(self) -> Any:
+        """The next item. Raises the stream's DynamoError in place of the end."""
+        return self._decode(await self.sink.next())
+
+    async def aclose(self) -> None:
+        """Kill the request unless it is over. Idempotent."""
+        if self.sink.stream is not None:
+            self.sink.stream.kill()
+
+    def __del__(self) -> None:
+        """The collector may run anywhere, so the kill is handed to the loop."""
+        stream = self.sink.stream
+        if stream is not None and not stream.closed and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(stream.kill)
+
+
+class BufferSink:
+    """A sink with a bounded buffer and one reader."""
+
+    __slots__ = ("_bytes", "_error", "_items", "_over", "_paused", "_reader", "stream")
+
+    def __init__(self) -> None:
+        self.stream: ClientStream | None = None
+        self._items: deque[bytes] = deque()
+        self._bytes = 0
+        self._error: DynamoError | None = None
+        self._over = False
+        self._paused = False
+        self._reader: asyncio.Future[None] | None = None
+
+    def on_data(self, payload: bytes) -> None:
+        """Buffer one item and wake the reader."""
+        self._items.append(payload)
+        self._bytes += len(payload)
+        self._wake()
+        if self._fill() >= 1 and self.stream is not None:
+            self._hold_back(self.stream)
+
+    def on_end(self) -> None:
+        """The iteration ends after the buffered items."""
+        self._over = True
+        self._wake()
+
+    def on_error(self, error: DynamoError) -> None:
+        """The iteration raises after the buffered items."""
+        self._error = error
+        self.on_end()
+
+    async def next(self) -> bytes:
+        """The next payload; StopAsyncIteration or the stream's error at the end."""
+        while not self._items:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if self._over or (self.stream is not None and self.stream.closed):
+                raise StopAsyncIteration
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        payload = self._items.popleft()
+        self._bytes -= len(payload)
+        if self._paused and self.stream is not None and self._fill() < 0.5:
+            self._paused = False
+            self.stream.resume()
+        return payload
+
+    def _fill(self) -> float:
+        return max(self._bytes / PAUSE_BYTES, len(self._items) / PAUSE_ITEMS)
+
+    def _hold_back(self, stream: ClientStream) -> None:
+        if not self._paused:
+            self._paused = True
+            stream.pause()
+        elif self._fill() > HARD_CAP_FACTOR:
+            stream.kill()
+            self.on_error(Overloaded(f"the reader is {self._bytes} bytes behind; request killed"))
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def open_stream(
+    client: RequestClient,
+    address: str,
+    endpoint: str,
+    request: Any,
+    *,
+    headers: dict[str, str] | None = None,
+    context: Context | None = None,
+) -> ResponseStream:
+    """Send ``request`` (plain values) and iterate over the response."""
+    answer = ResponseStream()
+    payload = codec.encode(request)
+    return answer.attach(
+        client.open(address, endpoint, headers or {}, payload, answer.sink, context)
+    )
+
+
+async def _serve(
+    generate: Callable[..., Any], with_context: bool, stream: ServerStream, payload: bytes
+) -> None:
+    try:
+        request = codec.plain_decode(payload)
+        items = generate(request, stream.context) if with_context else generate(request)
+        try:
+            await _send_all(items, stream)
+        finally:
+            if hasattr(items, "aclose"):
+                await items.aclose()
+        stream.end()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            stream.cut(EngineShutdown("the worker shut down"))
+            raise
+        stream.error(Cancelled("the handler cancelled the request"))
+    except Exception as error:  # noqa: BLE001 - it becomes the stream's error
+        if not stream.closed:
+            _log.warning("%s: the handler failed", stream.endpoint, exc_info=error)
+        stream.error(as_error(error))
+
+
+async def _send_all(items: AsyncIterator[Any], stream: ServerStream) -> None:
+    async for item in items:
+        stream.send(codec.encode(item))
+        if stream.closed:
+            return
+        if stream.above_high_water:
+            await stream.drained()
+
+
+def _takes_context(generate: Callable[..., Any]) -> bool:
+    """Whether a second argument may be passed by position."""
+    try:
+        parameters = inspect.signature(generate).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)

@@ -1,0 +1,203 @@
+"""The worker's end of the request plane: one listener and all endpoints of a process."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from pathlib import Path
+
+from dynamo.config.requests import RequestPlaneSettings
+from dynamo.errors import CannotConnect, EngineShutdown, Overloaded, UnknownEndpoint
+from dynamo.runtime.requests.address import Address, parse
+from dynamo.runtime.requests.serving import ServingConnection
+from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServedEndpoint
+
+__all__ = ["RequestServer"]
+
+CLOSE_TIMEOUT_S = 2.0
+_log = logging.getLogger(__name__)
+
+
+class RequestServer:
+    """Serves any number of endpoints on one UNIX or TCP socket, multiplexed.
+
+    Life: ``start`` · ``register`` … ``unregister`` · ``drain`` · ``close``.
+    """
+
+    def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
+        self.settings = settings or RequestPlaneSettings()
+        self.draining = False
+        self._listener: asyncio.AbstractServer | None = None
+        self._socket_path: tuple[Path, int] | None = None
+        self._connections: set[ServingConnection] = set()
+        self._endpoints: dict[str, ServedEndpoint] = {}
+        self._leaving: list[ServedEndpoint] = []
+        self._ended = asyncio.Event()
+        self._inflight = 0
+
+    @property
+    def inflight(self) -> int:
+        """Streams in flight on all endpoints."""
+        return self._inflight
+
+    async def start(self, address: str) -> str:
+        """Listen; the real address (a port of 0 is filled in). CannotConnect: it is in use."""
+        loop = asyncio.get_running_loop()
+        wanted = parse(address)
+        sock = _listen_unix(wanted.path) if wanted.path is not None else _listen_tcp(wanted)
+
+        def connection() -> ServingConnection:
+            return ServingConnection(self.settings, loop, self._admit, self._connections)
+
+        if wanted.path is None:
+            self._listener = await loop.create_server(connection, sock=sock)
+            return str(wanted._replace(port=sock.getsockname()[1]))
+        path = Path(wanted.path)
+        self._socket_path = path, path.stat().st_ino
+        self._listener = await loop.create_unix_server(connection, sock=sock)
+        return address
+
+    def register(
+        self,
+        endpoint: str,
+        handler: PushHandler,
+        *,
+        stats: EndpointStats | None = None,
+        graceful_shutdown: bool = True,
+    ) -> EndpointStats:
+        """Serve ``endpoint`` ("ns/component/endpoint"). ValueError: it is served already.
+
+        ``graceful_shutdown``: whether :meth:`drain` lets its streams finish or cuts them.
+        """
+        if endpoint in self._endpoints:
+            raise ValueError(f"endpoint {endpoint} is already served by this process")
+        stats = stats or EndpointStats()
+        self._endpoints[endpoint] = ServedEndpoint(
+            endpoint, handler, stats, graceful_shutdown, self._on_ended
+        )
+        return stats
+
+    def unregister(self, endpoint: str) -> None:
+        """Refuse new requests as UnknownEndpoint; streams in flight go on. Idempotent."""
+        served = self._endpoints.pop(endpoint, None)
+        self._leaving = [other for other in self._leaving if other.active]
+        if served is not None and served.active:
+            self._leaving.append(served)
+
+    async def drain(self, timeout_s: float, endpoint: str | None = None) -> int:
+        """Take nothing new, wait for what is in flight; the number of streams that were cut.
+
+        New requests are handed back with EngineShutdown. Endpoints registered with
+        ``graceful_shutdown=False`` are cut at once, the others after ``timeout_s``. With
+        ``endpoint`` only that one is drained, unregistered or not.
+        """
+        leaving = [
+            served
+            for served in (*self._endpoints.values(), *self._leaving)
+            if endpoint in (None, served.name)
+        ]
+        self.draining = self.draining or endpoint is None
+        for served in leaving:
+            served.draining = True
+        cut = sum(_cut(served) for served in leaving if not served.graceful)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(served.active for served in leaving):
+                    self._ended.clear()
+                    await self._ended.wait()
+        except TimeoutError:
+            cut += sum(map(_cut, leaving))
+        return cut
+
+    async def close(self) -> None:
+        """Stop listening, cut what is in flight, flush and close all connections. Idempotent."""
+        self.draining = True
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        self._unlink()
+        for served in (*self._endpoints.values(), *self._leaving):
+            _cut(served)
+        connections = list(self._connections)
+        for connection in connections:
+            connection.close()
+        if not connections:
+            return
+        _, stuck = await asyncio.wait(
+            [connection.lost for connection in connections], timeout=CLOSE_TIMEOUT_S
+        )
+        for connection in connections:
+            if connection.lost in stuck:
+                connection.abort()
+
+    def _admit(self, endpoint: str) -> ServedEndpoint:
+        served = self._endpoints.get(endpoint)
+        if self.draining or (served is not None and served.draining):
+            raise EngineShutdown(f"the worker that served {endpoint} is shutting down")
+        if served is None:
+            raise UnknownEndpoint(f"Unknown endpoint: {endpoint}")
+        if self._inflight >= self.settings.max_streams:
+            raise Overloaded("Server overloaded: worker at capacity")
+        self._inflight += 1
+        return served
+
+    def _on_ended(self) -> None:
+        self._inflight -= 1
+        self._ended.set()
+
+    def _unlink(self) -> None:
+        if self._socket_path is None:
+            return
+        path, inode = self._socket_path
+        self._socket_path = None
+        try:
+            if path.stat().st_ino == inode:
+                path.unlink()
+        except FileNotFoundError:
+            _log.debug("%s is gone already", path)
+
+
+def _cut(served: ServedEndpoint) -> int:
+    streams = list(served.active)
+    for stream in streams:
+        stream.cut(EngineShutdown(f"the worker that served {served.name} shut down"))
+    return len(streams)
+
+
+def _listen_unix(path: str) -> socket.socket:
+    """A bound socket at ``path``; a socket file whose owner is dead is replaced."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        try:
+            sock.bind(path)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or _answers(path):
+                raise
+            Path(path).unlink()
+            sock.bind(path)
+        Path(path).chmod(0o600)
+    except OSError as error:
+        sock.close()
+        raise CannotConnect(f"cannot listen on uds:{path}: {error}") from error
+    sock.setblocking(False)
+    return sock
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0
+
+
+def _listen_tcp(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address.host, address.port))
+    except OSError as error:
+        sock.close()
+        raise CannotConnect(f"cannot listen on {address}: {error}") from error
+    sock.setblocking(False)
+    return sock

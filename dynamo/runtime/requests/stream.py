@@ -1,0 +1,236 @@
+"""The worker's end of one request: what a handler reads, writes and is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+from dynamo.config.requests import RequestPlaneSettings
+from dynamo.errors import DynamoError, EngineFailure
+from dynamo.observability.metrics import Counter, Gauge, Histogram
+from dynamo.runtime.context import CancelKind, Context
+from dynamo.runtime.requests.frames import DATA, END, pack, pack_error
+
+__all__ = [
+    "REQUEST_ID",
+    "Carrier",
+    "EndpointStats",
+    "PushHandler",
+    "ServedEndpoint",
+    "ServerStream",
+]
+
+REQUEST_ID = "request-id"
+"""The header that carries ``Context.id()``."""
+
+
+def _durations() -> Histogram:
+    return Histogram((0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 600))
+
+
+@dataclass(slots=True)
+class EndpointStats:
+    """Where one endpoint counts: children of metric families, or free-standing by default."""
+
+    requests: Counter = field(default_factory=Counter)
+    inflight: Gauge = field(default_factory=Gauge)
+    request_bytes: Counter = field(default_factory=Counter)
+    response_bytes: Counter = field(default_factory=Counter)
+    cancellations: Counter = field(default_factory=Counter)
+    duration_s: Histogram = field(default_factory=_durations)
+
+
+class PushHandler(Protocol):
+    """Starts to serve one request; called from the read that brought it, so it must not block."""
+
+    def __call__(self, stream: ServerStream, payload: bytes, /) -> None:
+        """Answer now or later through ``stream``; an exception becomes the stream's error."""
+
+
+class Carrier(Protocol):
+    """What a stream needs of the connection that carries it."""
+
+    settings: RequestPlaneSettings
+    above_high_water: bool
+    streams: dict[int, ServerStream]
+    waiting: set[ServerStream]
+
+    def write(self, frame: bytes) -> None:
+        """Queue one frame; never blocks."""
+
+
+class ServedEndpoint:
+    """One registered endpoint: its handler, its counters, its streams in flight."""
+
+    __slots__ = ("active", "draining", "graceful", "handler", "name", "on_ended", "stats")
+
+    def __init__(
+        self,
+        name: str,
+        handler: PushHandler,
+        stats: EndpointStats,
+        graceful: bool,
+        on_ended: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.handler = handler
+        self.stats = stats
+        self.graceful = graceful
+        self.draining = False
+        self.on_ended = on_ended
+        self.active: set[ServerStream] = set()
+
+
+class ServerStream:
+    """One request in flight. Safe to use after its end: what is sent then goes nowhere.
+
+    ``send`` never blocks; a handler that can wait should ``await drained()`` between items. A kill,
+    a lost connection and a cut at shutdown end the stream; ``context`` tells.
+    """
+
+    __slots__ = (
+        "_cancelled",
+        "_connection",
+        "_context",
+        "_gate",
+        "_level",
+        "_number",
+        "_paused",
+        "_served",
+        "_started",
+        "closed",
+        "headers",
+    )
+
+    def __init__(
+        self,
+        connection: Carrier,
+        number: int,
+        served: ServedEndpoint,
+        headers: dict[str, str],
+    ) -> None:
+        self.headers = headers
+        self.closed = False
+        self._connection = connection
+        self._number = number
+        self._served = served
+        self._context: Context | None = None
+        self._gate: asyncio.Event | None = None
+        self._level: CancelKind | None = None
+        self._cancelled = False
+        self._paused = False
+        self._started = perf_counter()
+        served.active.add(self)
+        served.stats.requests.value += 1
+        served.stats.inflight.value += 1
+
+    @property
+    def endpoint(self) -> str:
+        """``ns/component/endpoint``."""
+        return self._served.name
+
+    @property
+    def context(self) -> Context:
+        """Cancellation and metadata (the headers) of this request; made on first use."""
+        context = self._context
+        if context is None:
+            headers = self.headers
+            context = self._context = Context(headers.get(REQUEST_ID), dict(headers))
+            if self._level == "kill":
+                context.kill()
+            elif self._level == "stop":
+                context.stop_generating()
+        return context
+
+    @property
+    def above_high_water(self) -> bool:
+        """Whether the connection is full or the reader of this stream asked for a pause."""
+        return self._paused or self._connection.above_high_water
+
+    def send(self, payload: bytes) -> None:
+        """One response item. One larger than a message may be ends the stream with an error."""
+        if self.closed:
+            return
+        connection = self._connection
+        limit = connection.settings.max_message_size_bytes
+        if len(payload) > limit:
+            text = f"response item of {len(payload)} bytes exceeds"
+            self.error(EngineFailure(f"{text} DYN_TCP_MAX_MESSAGE_SIZE={limit}"))
+            return
+        self._served.stats.response_bytes.value += len(payload)
+        connection.write(pack(DATA, self._number, payload))
+
+    def end(self) -> None:
+        """The response is complete. Idempotent."""
+        if not self.closed:
+            self._connection.write(pack(END, self._number, b""))
+            self._finish()
+
+    def error(self, error: DynamoError) -> None:
+        """The response ends with ``error``. Idempotent."""
+        if not self.closed:
+            limit = self._connection.settings.max_message_size_bytes
+            self._connection.write(pack_error(self._number, error, limit))
+            self._finish()
+
+    async def drained(self) -> None:
+        """Wait until another item may be sent without growing a buffer, or the stream is over."""
+        while self.above_high_water and not self.closed:
+            if self._gate is None:
+                self._gate = asyncio.Event()
+            self._gate.clear()
+            self._connection.waiting.add(self)
+            await self._gate.wait()
+
+    def cancel(self, kind: CancelKind) -> None:
+        """The client asked to stop, or is gone ("kill"). Counted once; nothing after the end."""
+        if self.closed:
+            return
+        if not self._cancelled:
+            self._cancelled = True
+            self._served.stats.cancellations.value += 1
+        self._reach(kind)
+
+    def cut(self, error: DynamoError) -> None:
+        """End the stream with ``error`` and tell its handler by a kill."""
+        if not self.closed:
+            self.error(error)
+            self._reach("kill")
+
+    def pause(self, paused: bool) -> None:
+        """The client's reader of this stream is behind, or has caught up."""
+        self._paused = paused
+        if not paused:
+            self.wake()
+
+    def wake(self) -> None:
+        """Let :meth:`drained` look again."""
+        if self._gate is not None:
+            self._gate.set()
+
+    def _reach(self, kind: CancelKind) -> None:
+        self._level = kind
+        if kind == "kill":
+            self._finish()
+        if self._context is None:
+            return
+        if kind == "kill":
+            self._context.kill()
+        else:
+            self._context.stop_generating()
+
+    def _finish(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._connection.streams.pop(self._number, None)
+        self._connection.waiting.discard(self)
+        served = self._served
+        served.active.discard(self)
+        served.stats.inflight.value -= 1
+        served.stats.duration_s.observe(perf_counter() - self._started)
+        self.wake()
+        served.on_ended()
