@@ -1,0 +1,173 @@
+"""Request bodies to typed requests, or to an error that names the field and the value. Spec 5.5.
+
+The decoder checks types and ranges in one pass. Only when it refuses is the body read a second
+time, slowly, to say what is wrong in the words clients know.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from dynamo.errors import InvalidArgument
+from dynamo.protocols.openai import (
+    MAX_TOKENS_LIMIT,
+    RANGES,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StrictChatCompletionRequest,
+    StrictCompletionRequest,
+)
+
+__all__ = ["parse_chat", "parse_completion"]
+
+R = TypeVar("R", bound=GenerationRequest)
+
+_CHAT = msgspec.json.Decoder(StrictChatCompletionRequest)
+_CHAT_LENIENT = msgspec.json.Decoder(ChatCompletionRequest)
+_COMPLETION = msgspec.json.Decoder(StrictCompletionRequest)
+_COMPLETION_LENIENT = msgspec.json.Decoder(CompletionRequest)
+_DESERIALIZE = "Failed to deserialize the JSON body into the target type: "
+
+
+def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompletionRequest:
+    """Decode and check a chat request.
+
+    ``ignore_unsupported`` lets unknown fields pass (DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS).
+    Raises InvalidArgument. O(bytes).
+    """
+    request: ChatCompletionRequest
+    try:
+        request = (_CHAT_LENIENT if ignore_unsupported else _CHAT).decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _explain(body, error, ChatCompletionRequest, ignore_unsupported) from None
+    if not request.messages:
+        raise InvalidArgument(
+            "Validation: The 'messages' field cannot be empty. At least one message is required."
+        )
+    for position, message in enumerate(request.messages):
+        if type(message.get("role")) is not str or type(message.get("content", "")) is not str:
+            _check_message(position, message)
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidArgument("Validation: Top_logprobs requires 'logprobs' to be true")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise InvalidArgument(
+            "Validation: 'continue_final_message' and 'add_generation_prompt' exclude each other"
+        )
+    _check_common(request)
+    return request
+
+
+def parse_completion(body: bytes, *, ignore_unsupported: bool = False) -> CompletionRequest:
+    """Decode and check a text completion request; as :func:`parse_chat`."""
+    request: CompletionRequest
+    try:
+        request = (_COMPLETION_LENIENT if ignore_unsupported else _COMPLETION).decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _explain(body, error, CompletionRequest, ignore_unsupported) from None
+    _check_prompt(request.prompt)
+    if request.suffix:
+        raise InvalidArgument("Validation: 'suffix' is not supported, leave it out")
+    _check_common(request)
+    return request
+
+
+def _check_common(request: GenerationRequest) -> None:
+    limit = request.max_tokens
+    if request.min_tokens and limit is not None and request.min_tokens > limit:
+        raise InvalidArgument(
+            f"Validation: Min tokens must not exceed max tokens, got {request.min_tokens} > {limit}"
+        )
+    if request.stop is not None and not all(_stops(request.stop)):
+        raise InvalidArgument("Validation: 'stop' strings cannot be empty")
+    if request.logit_bias and not all(key.isdecimal() for key in request.logit_bias):
+        raise InvalidArgument("Validation: 'logit_bias' keys must be token ids")
+
+
+def _stops(stop: str | list[str]) -> list[str]:
+    return [stop] if isinstance(stop, str) else stop
+
+
+def _check_message(position: int, message: dict[str, Any]) -> None:
+    where = f"{_DESERIALIZE}messages[{position}]"
+    role = message.get("role")
+    if role is None:
+        raise InvalidArgument(f"{where}: missing field `role`")
+    if not isinstance(role, str):
+        raise InvalidArgument(f"{where}.role: expected `str`, got `{type(role).__name__}`")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        kind = type(content).__name__
+        raise InvalidArgument(f"{where}.content: expected `str | array | null`, got `{kind}`")
+    for number, part in enumerate(content):
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise InvalidArgument(f"{where}.content[{number}]: expected an object with a `type`")
+
+
+def _check_prompt(prompt: str | list[Any]) -> None:
+    if isinstance(prompt, str):
+        empty = not prompt
+    else:
+        kinds = set(map(type, prompt))
+        if len(kinds) > 1:
+            raise InvalidArgument(
+                "Validation: 'prompt' must be a string, a list of strings, a list of token ids "
+                "or a list of lists of token ids, not a mixture"
+            )
+        empty = not prompt or (kinds != {int} and not all(prompt))
+    if empty:
+        raise InvalidArgument("Validation: Prompt string cannot be empty")
+
+
+def _explain(
+    body: bytes, error: Exception, kind: type[GenerationRequest], ignore_unsupported: bool
+) -> InvalidArgument:
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as syntax:
+        return InvalidArgument(f"{_DESERIALIZE}{syntax}")
+    if not isinstance(raw, dict):
+        return InvalidArgument(f"{_DESERIALIZE}expected `object`, got `{type(raw).__name__}`")
+    unknown = sorted(raw.keys() - set(kind.__struct_fields__))
+    if unknown and not ignore_unsupported:
+        names = ", ".join(f"`{name}`" for name in unknown)
+        return InvalidArgument(f"Unsupported parameter(s): {names}")
+    return InvalidArgument(_out_of_range(raw) or _DESERIALIZE + _where(str(error)))
+
+
+def _out_of_range(raw: dict[str, Any]) -> str | None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        value = raw.get(name)
+        if _is_number(value) and value <= 0:
+            return f"Validation: Max tokens must be greater than 0, got {value}"
+        if _is_number(value) and value > MAX_TOKENS_LIMIT:
+            return f"Validation: Max tokens must not exceed {MAX_TOKENS_LIMIT}, got {value}"
+    for name, (low, high) in RANGES.items():
+        given = raw.get(name)
+        for value in given.values() if isinstance(given, dict) else (given,):
+            outside = _is_number(value) and not low <= value <= high
+            if outside or (name == "repetition_penalty" and value == 0):
+                title = name.replace("_penalty", " penalty").capitalize()
+                if name == "logit_bias":
+                    title = "Logit bias"
+                return f"Validation: {title} must be between {low} and {high}, got {value}"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _where(text: str) -> str:
+    """``Expected `int`, got `str` - at `$.seed` `` becomes ``seed: expected `int`, got `str` ``."""
+    what, found, path = text.rpartition(" - at `$")
+    if not found:
+        what, path = text, ""
+    what = what.removeprefix("Object ").replace("missing required field", "missing field")
+    what = what[:1].lower() + what[1:]
+    path = path.rstrip("`").lstrip(".")
+    return f"{path}: {what}" if path else what

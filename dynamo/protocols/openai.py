@@ -1,0 +1,195 @@
+"""Requests of the OpenAI API as typed structs: one decode, no intermediate dicts. Spec 5.5, 5.6.
+
+Ranges live in :data:`RANGES` and are checked while decoding; ``frontend.validation`` turns a
+failure into the text a client sees. Chat messages stay plain dicts, because the chat template
+reads them as they were sent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+__all__ = [
+    "MAX_TOKENS_LIMIT",
+    "RANGES",
+    "AgentHints",
+    "ChatCompletionRequest",
+    "CompletionRequest",
+    "GenerationRequest",
+    "NvExt",
+    "StreamOptions",
+    "StrictChatCompletionRequest",
+    "StrictCompletionRequest",
+]
+
+MAX_TOKENS_LIMIT = 1_048_576
+
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+    "repetition_penalty": (0, 2),
+    "n": (1, 128),
+    "best_of": (0, 20),
+    "top_logprobs": (0, 20),
+    "logprobs": (0, 5),
+    "logit_bias": (-100, 100),
+}
+"""Inclusive bounds by field name; ``repetition_penalty`` excludes its lower one."""
+
+
+def _between(name: str) -> Meta:
+    low, high = RANGES[name]
+    return Meta(ge=low, le=high)
+
+
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)]
+MaxTokens = Annotated[int, Meta(gt=0, le=MAX_TOKENS_LIMIT)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
+WorkerId = Annotated[int, Meta(ge=0)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Bias = Annotated[float, _between("logit_bias")]
+Penalty = Annotated[float, _between("frequency_penalty")]
+Fraction = Annotated[float, _between("top_p")]
+
+
+class StreamOptions(msgspec.Struct, omit_defaults=True):
+    """``include_usage`` asks for one more chunk with the token counts."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class AgentHints(msgspec.Struct, omit_defaults=True):
+    """What an agent knows of its request ahead of the engine."""
+
+    latency_sensitivity: float | None = None
+    priority: int | None = None
+    strict_priority: int | None = None
+    osl: Count | None = None
+    speculative_prefill: bool | None = None
+
+
+class NvExt(msgspec.Struct, omit_defaults=True):
+    """Dynamo's extension object ``nvext``. Spec 5.6."""
+
+    greed_sampling: bool | None = None
+    use_raw_prompt: bool | None = None
+    annotations: list[str] | None = None
+    backend_instance_id: WorkerId | None = None
+    prefill_worker_id: WorkerId | None = None
+    decode_worker_id: WorkerId | None = None
+    token_data: list[TokenId] | None = None
+    max_thinking_tokens: Count | None = None
+    extra_fields: list[str] | None = None
+    agent_context: Any = None
+    session_control: Any = None
+    agent_hints: AgentHints | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What chat and text completions have in common.
+
+    The last group is accepted because clients send it; it has no effect on the answer.
+    """
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: MaxTokens | None = None
+    min_tokens: Count | None = None
+    n: Annotated[int, _between("n")] | None = None
+    best_of: Annotated[int, _between("best_of")] | None = None
+    temperature: Annotated[float, _between("temperature")] | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Fraction | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    length_penalty: float | None = None
+    use_beam_search: bool | None = None
+    seed: Seed | None = None
+    logit_bias: dict[str, Bias] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: Count | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+    cache_salt: str | None = None
+    nvext: NvExt | None = None
+
+    user: str | None = None
+    metadata: Any = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    spaces_between_special_tokens: bool | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, _between("top_logprobs")] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_args: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+
+    parallel_tool_calls: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    verbosity: str | None = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/completions.
+
+    ``prompt`` is a text, a list of texts, a list of token ids, or a list of lists of token ids;
+    ``frontend.validation`` refuses mixtures.
+    """
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: Annotated[int, _between("logprobs")] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class StrictChatCompletionRequest(
+    ChatCompletionRequest, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """As its parent; an unknown field is an error."""
+
+
+class StrictCompletionRequest(
+    CompletionRequest, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """As its parent; an unknown field is an error."""
