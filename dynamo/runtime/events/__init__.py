@@ -1,0 +1,6 @@
+"""The event plane: numbered messages from many publishers, with gaps that are noticed."""
+
+from dynamo.runtime.events.base import FIRST_SEQUENCE, EventPublisher, EventSubscriber
+from dynamo.runtime.events.zmq import ZmqPublisher, ZmqSubscriber
+
+__all__ = ["FIRST_SEQUENCE", "EventPublisher", "EventSubscriber", "ZmqPublisher", "ZmqSubscriber"]

@@ -1,0 +1,55 @@
+"""The event plane's faces: numbered messages from publishers to whoever listens. Spec 7.6."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+__all__ = ["FIRST_SEQUENCE", "EventPublisher", "EventSubscriber", "OnEvent", "OnGap"]
+
+FIRST_SEQUENCE = 0
+"""The number of a publisher's first event; each later one is one more."""
+
+OnEvent = Callable[[int, int, bytes], None]
+"""``on_event(publisher_id, sequence, payload)``, called on the loop, in order per publisher."""
+
+OnGap = Callable[[int, int, int], None]
+"""``on_gap(publisher_id, expected, got)``, called before the event that revealed the gap.
+
+``got > expected``: events were lost, or published before this subscriber was connected.
+``got < expected``: the publisher began anew under its old id.
+"""
+
+
+class EventPublisher(Protocol):
+    """Publishes on one topic. ``dropped`` counts events that some subscriber's full queue lost."""
+
+    topic: str
+    publisher_id: int
+    address: str
+    published: int
+    dropped: int
+
+    def publish(self, payload: bytes) -> int:
+        """Send one event without waiting; its sequence number. Subscribers see a loss as a gap."""
+
+    def close(self) -> None:
+        """Release the address. Idempotent."""
+
+
+class EventSubscriber(Protocol):
+    """Listens to any number of publishers of one topic. ``malformed`` counts foreign messages."""
+
+    topic: str
+    received: int
+    gaps: int
+    malformed: int
+
+    def connect(self, address: str, publisher_id: int | None = None) -> None:
+        """Listen to one more publisher; it need not exist yet. Idempotent."""
+
+    def disconnect(self, address: str) -> None:
+        """Forget the publisher at ``address``. Idempotent."""
+
+    def close(self) -> None:
+        """Stop listening; no callback comes after this. Idempotent."""
