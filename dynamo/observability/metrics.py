@@ -1,24 +1,20 @@
 """Metrics cheap enough for the token path: plain ints and floats, rendered only at scrape.
 
-``prometheus_client`` spends 1-2 µs on an observation; a child here is one attribute addition. One
-custom collector hands all families to ``prometheus_client`` when /metrics is read.
+``prometheus_client`` spends 1-2 µs on an observation; a child here is one attribute addition. The
+text is rendered here too, because that library renames counters that do not end in ``_total`` and
+formats bucket bounds differently from what dashboards for this system expect (spec 6).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+__all__ = ["CONTENT_TYPE", "Counter", "Family", "Gauge", "Histogram", "Registry"]
 
-__all__ = ["Counter", "Family", "Gauge", "Histogram", "Registry"]
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 C = TypeVar("C", "Counter", "Gauge", "Histogram")
 
@@ -104,7 +100,7 @@ class Family(Generic[C]):
         """Forget the child (a worker that is gone)."""
         self._children.pop(values, None)
 
-    def items(self) -> Iterable[tuple[tuple[str, ...], C]]:
+    def items(self) -> Sequence[tuple[tuple[str, ...], C]]:
         """Every child with its label values."""
         return list(self._children.items())
 
@@ -114,8 +110,6 @@ class Registry:
 
     def __init__(self) -> None:
         self._families: dict[str, Family[Counter] | Family[Gauge] | Family[Histogram]] = {}
-        self._prometheus = CollectorRegistry()
-        self._prometheus.register(self)
 
     def counter(self, name: str, help: str, labelnames: Sequence[str] = ()) -> Family[Counter]:
         """The counter family ``name``, made on first use."""
@@ -143,35 +137,53 @@ class Registry:
         return family  # type: ignore[return-value]
 
     def render(self) -> bytes:
-        """Prometheus text exposition format."""
-        return generate_latest(self._prometheus)
-
-    def collect(self) -> Iterator[Metric]:
-        """Called by ``prometheus_client`` at scrape."""
+        """Prometheus text exposition format, families without children left out. O(children)."""
+        out: list[str] = []
         for family in list(self._families.values()):
-            yield _family_metric(family)
+            _render(family, out)
+        return "".join(out).encode()
 
 
-def _family_metric(family: Family[Counter] | Family[Gauge] | Family[Histogram]) -> Metric:
-    if family.kind == "counter":
-        counter = CounterMetricFamily(family.name, family.help, labels=family.labelnames)
-        for labels, child in family.items():
-            counter.add_metric(labels, child.value)  # type: ignore[union-attr]
-        return counter
-    if family.kind == "gauge":
-        gauge = GaugeMetricFamily(family.name, family.help, labels=family.labelnames)
-        for labels, child in family.items():
-            gauge.add_metric(labels, child.read())  # type: ignore[union-attr]
-        return gauge
-    histogram = HistogramMetricFamily(family.name, family.help, labels=family.labelnames)
-    for labels, child in family.items():
-        histogram.add_metric(labels, _buckets(child), child.total)  # type: ignore[arg-type,union-attr]
-    return histogram
+def _render(family: Family[Counter] | Family[Gauge] | Family[Histogram], out: list[str]) -> None:
+    children = family.items()
+    if not children:
+        return
+    name = family.name
+    out.append(f"# HELP {name} {_escape(family.help)}\n# TYPE {name} {family.kind}\n")
+    for values, child in children:
+        pairs = zip(family.labelnames, values, strict=True)
+        inner = ",".join(f'{key}="{_escape(value, quote=True)}"' for key, value in pairs)
+        if isinstance(child, Histogram):
+            _render_histogram(name, inner, child, out)
+            continue
+        value = child.value if isinstance(child, Counter) else child.read()
+        out.append(
+            f"{name}{{{inner}}} {_number(value)}\n" if inner else f"{name} {_number(value)}\n"
+        )
 
 
-def _buckets(child: Histogram) -> list[tuple[str, float]]:
-    rows, running = [], 0
+def _render_histogram(name: str, inner: str, child: Histogram, out: list[str]) -> None:
+    running = 0
+    lead = f"{name}_bucket{{{inner}," if inner else f"{name}_bucket{{"
     for bound, count in zip((*child.bounds, float("inf")), child.counts, strict=True):
         running += count
-        rows.append(("+Inf" if bound == float("inf") else f"{bound:g}", float(running)))
-    return rows
+        out.append(f'{lead}le="{_number(bound)}"}} {running}\n')
+    labels = f"{{{inner}}}" if inner else ""
+    out.append(f"{name}_sum{labels} {_number(child.total)}\n{name}_count{labels} {running}\n")
+
+
+def _number(value: float) -> str:
+    """The shortest decimal that reads back as ``value``, never in scientific notation."""
+    if value == float("inf"):
+        return "+Inf"
+    if value != value or value == float("-inf"):
+        return "NaN" if value != value else "-Inf"
+    if value == int(value):
+        return str(int(value))
+    text = repr(value)
+    return format(Decimal(text), "f") if "e" in text else text
+
+
+def _escape(text: str, quote: bool = False) -> str:
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if quote else text

@@ -1,0 +1,99 @@
+"""Logs of every process: one line an event, UTC with milliseconds, or JSON lines."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import TextIO
+
+import orjson
+
+__all__ = ["JsonFormatter", "LineFormatter", "setup_logging"]
+
+_LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "off": logging.CRITICAL + 1,
+}
+_COLOURS = {"DEBUG": "36", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "35"}
+
+
+def setup_logging(
+    service: str, level: str = "info", jsonl: bool = False, stream: TextIO | None = None
+) -> None:
+    """Send this process's logs to ``stream`` (stderr).
+
+    ``level`` is a level, optionally followed by exceptions for modules, as in
+    ``info,dynamo.router=debug`` (the form of ``DYN_LOG``); an unknown word is ignored, because a
+    typing error in a log level should not keep a server from starting. Replaces earlier handlers.
+    """
+    target = sys.stderr if stream is None else stream
+    handler = logging.StreamHandler(target)
+    colour = not jsonl and target.isatty()
+    handler.setFormatter(JsonFormatter(service) if jsonl else LineFormatter(colour))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    for part in level.split(","):
+        name, _, word = part.strip().rpartition("=")
+        number = _LEVELS.get(word.lower())
+        if number is not None:
+            logging.getLogger(name.replace("::", ".") or None).setLevel(number)
+    logging.captureWarnings(True)
+
+
+class LineFormatter(logging.Formatter):
+    """``2026-01-31T12:00:00.123Z INFO dynamo.frontend: message``."""
+
+    def __init__(self, colour: bool = False) -> None:
+        super().__init__()
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line; a traceback follows on lines of its own."""
+        level = record.levelname
+        if self._colour:
+            level = f"\x1b[{_COLOURS.get(level, '0')}m{level}\x1b[0m"
+        text = f"{_timestamp(record)} {level} {record.name}: {record.getMessage()}"
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, target, message, service, and fields given as extra."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a JSON object."""
+        row = {
+            "time": _timestamp(record),
+            "level": record.levelname,
+            "target": record.name,
+            "message": record.getMessage(),
+            "service": self._service,
+        }
+        for name, value in record.__dict__.items():
+            if name not in _STANDARD:
+                row[name] = value
+        if record.exc_info:
+            row["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(row, default=str).decode()
+
+
+_STANDARD = frozenset(
+    (*logging.LogRecord("", 0, "", 0, "", (), None).__dict__, "message", "asctime", "taskName")
+)
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{whole}.{int(record.msecs):03d}Z"

@@ -1,0 +1,65 @@
+"""What a log line looks like, as text and as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from dynamo.observability.logs import setup_logging
+
+
+@pytest.fixture(autouse=True)
+def restore() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    logging.getLogger("dynamo.test").setLevel(logging.NOTSET)
+
+
+def test_a_line() -> None:
+    out = io.StringIO()
+    setup_logging("svc", stream=out)
+    log = logging.getLogger("dynamo.test")
+    log.info("hello %s", "world")
+    log.debug("hidden")
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        log.exception("failed")
+    lines = out.getvalue().splitlines()
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO dynamo\.test: hello world", lines[0]
+    )
+    assert "hidden" not in out.getvalue()
+    assert lines[-1] == "ValueError: boom"
+
+
+def test_json_lines() -> None:
+    out = io.StringIO()
+    setup_logging("svc", jsonl=True, stream=out)
+    logging.getLogger("dynamo.test").warning("hello", extra={"request_id": "r1"})
+    row = json.loads(out.getvalue())
+    assert row.pop("time").endswith("Z")
+    assert row == {
+        "level": "WARNING",
+        "target": "dynamo.test",
+        "message": "hello",
+        "service": "svc",
+        "request_id": "r1",
+    }
+
+
+def test_levels_for_modules_and_nonsense() -> None:
+    out = io.StringIO()
+    setup_logging("svc", "warn,dynamo::test=debug,what", stream=out)
+    logging.getLogger("dynamo.test").debug("shown")
+    logging.getLogger("dynamo.other").info("not shown")
+    assert "not shown" not in out.getvalue() and "shown" in out.getvalue()
