@@ -8,7 +8,6 @@ nobody uses stay cached until their slot is needed, the least recently used firs
 from __future__ import annotations
 
 import struct
-import sys
 from array import array
 
 from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_hashes, xxh3_64
@@ -175,7 +174,7 @@ class BlockPool:
                 break
         for block_hash in victims:
             del self._idle[block_hash]
-        self.changes.append(Removed(_u64le(victims)))
+        self.changes.append(Removed(victims.tobytes()))
 
     def _announce(self, holding: Holding, full: int, new: set[int]) -> None:
         begin = holding.full
@@ -186,7 +185,7 @@ class BlockPool:
             if end > begin:
                 parent = holding.chain[begin - 1] if begin else None
                 blocks, local = holding.chain[begin:end], holding.local[begin:end]
-                self.changes.append(Stored(_u64le(blocks), _u64le(local), parent, begin))
+                self.changes.append(Stored(blocks.tobytes(), local.tobytes(), parent, begin))
             begin = end + 1
 
     def _check(self) -> None:
@@ -195,10 +194,3 @@ class BlockPool:
         assert not self._active.keys() & self._idle.keys()
         assert self._private >= 0
         assert self.used + self.cached <= self.capacity
-
-
-def _u64le(hashes: array[int]) -> bytes:
-    if sys.byteorder == "big":
-        hashes = array("Q", hashes)
-        hashes.byteswap()
-    return hashes.tobytes()

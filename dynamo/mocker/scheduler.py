@@ -42,12 +42,13 @@ class Output(Protocol):
 
 
 class Sequence:
-    """One request inside the engine."""
+    """One request inside the engine. While ``held`` it keeps its blocks and does not advance."""
 
     __slots__ = (
         "cached_tokens",
         "computed",
         "generated",
+        "held",
         "holding",
         "ids",
         "left",
@@ -69,6 +70,7 @@ class Sequence:
         self.computed = 0
         self.room = 0
         self.running = False
+        self.held = False
         self.cached_tokens: int | None = None
 
 
@@ -93,15 +95,21 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._reserve = int(limits.watermark * pool.capacity)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and output together, that can be computed."""
+        slots = self.pool.capacity * self.pool.block_size
+        return min(slots, self.limits.max_model_len or slots)
+
     def check(self, prompt_tokens: int, output_tokens: int) -> None:
         """Raise InvalidArgument for a request that could never finish here."""
-        total = prompt_tokens + output_tokens
-        slots = self.pool.capacity * self.pool.block_size
-        limit = self.limits.max_model_len
-        if limit is not None and total > limit:
-            raise InvalidArgument(_too_long(prompt_tokens, output_tokens, limit, "max_model_len"))
-        if total > slots:
-            raise InvalidArgument(_too_long(prompt_tokens, output_tokens, slots, "the KV cache"))
+        if prompt_tokens + output_tokens > self.longest:
+            capped = self.longest == self.limits.max_model_len
+            raise InvalidArgument(
+                f"prompt ({prompt_tokens} tokens) plus max_tokens ({output_tokens}) exceeds "
+                f"{'max_model_len' if capped else 'the KV cache'} ({self.longest} tokens) of this "
+                "worker; shorten the prompt or lower max_tokens"
+            )
 
     def add(self, sequence: Sequence) -> None:
         """Put ``sequence`` at the end of the line; :meth:`check` must have let it pass."""
@@ -115,14 +123,14 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def schedule(self) -> Batch:
-        """Take blocks for the next iteration."""
+        """Take blocks for the next iteration; an empty batch if all there is to do is held."""
         batch = Batch([])
         budget = self.limits.max_num_batched_tokens
         preempted = self.preemptions
         for sequence in list(self.running):
             if not budget:
                 break
-            if sequence.running:
+            if sequence.running and not sequence.held:
                 budget -= self._advance(sequence, budget, batch)
         if budget and self.waiting and self.preemptions == preempted:
             self._admit(budget, batch)
@@ -213,10 +221,3 @@ class Scheduler:
         held = sum(s.holding.full + s.holding.private for s in self.running)
         assert self.pool.used <= held
         assert bool(self.running) or not self.pool.used
-
-
-def _too_long(prompt_tokens: int, output_tokens: int, limit: int, what: str) -> str:
-    return (
-        f"prompt ({prompt_tokens} tokens) plus max_tokens ({output_tokens}) exceeds {what} "
-        f"({limit} tokens) of this worker; shorten the prompt or lower max_tokens"
-    )

@@ -1,0 +1,167 @@
+"""The pretended engine at work: requests in, iterations of a scheduler, tokens out.
+
+Each data-parallel rank is one loop. With a speed-up of 0 an iteration takes no time, and the loop
+gives way to others after each one; all tokens of an iteration leave in one write per connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dynamo.errors import DynamoError
+from dynamo.mocker.blocks import BlockPool, Holding
+from dynamo.mocker.meters import Meters
+from dynamo.mocker.reply import Reply
+from dynamo.mocker.responder import Responder
+from dynamo.mocker.scheduler import Batch, Limits, Scheduler, Sequence
+from dynamo.mocker.timing import Timing
+from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.protocols.kv import Removed, Stored
+from dynamo.protocols.load import KvMetrics
+from dynamo.runtime.requests.stream import ServerStream
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["EngineShape", "Rank"]
+
+_REPORT_INTERVAL_S = 0.05
+_LAG_LIMIT_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """Size and speed of every rank."""
+
+    blocks: int
+    block_size: int
+    prefix_caching: bool
+    limits: Limits
+    timing: Timing
+    prefill_only: bool = False
+
+
+class Rank:
+    """One scheduler and its loop.
+
+    ``on_events(dp_rank, changes)`` takes what each iteration stored and removed, ``on_load`` the
+    state, at most every 50 ms and once more before the loop goes idle.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        shape: EngineShape,
+        meters: Meters,
+        tasks: Tasks,
+        on_events: Callable[[int, list[Stored | Removed]], None],
+        on_load: Callable[[KvMetrics], None],
+    ) -> None:
+        self.number = number
+        self.shape = shape
+        self.pool = BlockPool(shape.blocks, shape.block_size, shape.prefix_caching)
+        self.scheduler = Scheduler(self.pool, shape.limits)
+        self.meters = meters
+        self.tasks = tasks
+        self.prefill_only = shape.prefill_only
+        self._on_events = on_events
+        self._on_load = on_load
+        self._work = asyncio.Event()
+        self._told: KvMetrics | None = None
+        self._told_at = 0.0
+        meters.watch(self.scheduler)
+
+    @property
+    def load(self) -> int:
+        """Requests in this rank."""
+        return len(self.scheduler.running) + len(self.scheduler.waiting)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and output together, that can be computed."""
+        return self.scheduler.longest
+
+    def submit(
+        self,
+        stream: ServerStream,
+        request: PreprocessedRequest,
+        reply: Reply,
+        on_done: Callable[[], None],
+    ) -> None:
+        """Answer ``request`` on ``stream``; ``on_done`` is called once when it is over."""
+        try:
+            self.scheduler.check(len(request.token_ids), reply.length)
+        except DynamoError as error:
+            stream.error(error)
+            on_done()
+            return
+        routing = request.routing
+        holding = Holding(
+            request.token_ids,
+            self.shape.block_size,
+            routing.lora_name if routing else None,
+            routing.cache_namespace if routing else None,
+        )
+        responder = Responder(stream, self, on_done)
+        sequence = responder.sequence = Sequence(holding, reply, responder)
+        self.scheduler.add(sequence)
+        self._work.set()
+        stream.context.on_cancel(responder.cancel)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Forget ``sequence``; its blocks are free."""
+        self.scheduler.abort(sequence)
+        self._work.set()
+
+    def hold(self, sequence: Sequence, held: bool) -> None:
+        """Let ``sequence`` wait for a slow reader, or go on."""
+        sequence.held = held
+        self._work.set()
+
+    async def run(self) -> None:
+        """Iterate for ever; cancel to end."""
+        loop = asyncio.get_running_loop()
+        timing, pool, scheduler = self.shape.timing, self.pool, self.scheduler
+        due = loop.time()
+        self._report(due, True)
+        while True:
+            self._work.clear()
+            batch = scheduler.schedule()
+            if not batch.producing and not batch.prefill_tokens:
+                self._report(loop.time(), True)
+                await self._work.wait()
+                due = loop.time()
+                continue
+            usage = pool.used / pool.capacity
+            spent_s = timing.iteration_s(batch.prefill_tokens, batch.decodes, usage)
+            due = max(due, loop.time() - _LAG_LIMIT_S) + spent_s
+            if spent_s:
+                await asyncio.sleep(max(0.0, due - loop.time()))
+            self._finish(batch, loop.time())
+            if not spent_s:
+                await asyncio.sleep(0)
+
+    def _finish(self, batch: Batch, now: float) -> None:
+        self.meters.iteration(now, batch, self.scheduler.preemptions)
+        self.scheduler.commit(batch)
+        if self.pool.changes:
+            self._on_events(self.number, self.pool.changes)
+            self.pool.changes = []
+        if now - self._told_at >= _REPORT_INTERVAL_S:
+            self._report(now, False)
+
+    def _report(self, now: float, always: bool) -> None:
+        running = self.scheduler.running
+        state = KvMetrics(
+            worker_id=0,
+            dp_rank=self.number,
+            active_decode_blocks=self.pool.used,
+            active_prefill_tokens=sum(s.prompt_tokens for s in running if not s.generated),
+            kv_used_blocks=self.pool.used,
+            kv_total_blocks=self.pool.capacity,
+            num_requests_running=len(running),
+            num_requests_waiting=len(self.scheduler.waiting),
+        )
+        if state != self._told:
+            self._told, self._told_at = state, now
+            self._on_load(state)

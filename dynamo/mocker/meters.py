@@ -1,0 +1,51 @@
+"""What the pretended engine measures of itself, under vLLM's names. Spec 6.4."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dynamo.mocker.scheduler import Batch, Scheduler
+from dynamo.observability import names_worker as names
+from dynamo.observability.metrics import Registry
+
+__all__ = ["Meters"]
+
+
+class Meters:
+    """The ``vllm:*`` metrics of one data-parallel rank, labelled (engine, model_name)."""
+
+    def __init__(self, registry: Registry, engine: str, model_name: str) -> None:
+        labels = (engine, model_name)
+        self._registry = registry
+        self._labels = labels
+        self._preemptions = names.VLLM_PREEMPTIONS.counter(registry).labels(*labels)
+        self._ttft = names.VLLM_TTFT.histogram(registry).labels(*labels)
+        self._itl = names.VLLM_ITL.histogram(registry).labels(*labels)
+        self._latency = names.VLLM_LATENCY.histogram(registry).labels(*labels)
+        self._now = 0.0
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """Read the gauges from ``scheduler`` at scrape."""
+        pool = scheduler.pool
+        for spec, read in (
+            (names.VLLM_RUNNING, lambda: len(scheduler.running)),
+            (names.VLLM_WAITING, lambda: len(scheduler.waiting)),
+            (names.VLLM_KV_USAGE, lambda: pool.used / pool.capacity),
+            (names.VLLM_GPU_USAGE, lambda: pool.used / pool.capacity),
+        ):
+            spec.gauge(self._registry).labels(*self._labels).function = read
+
+    def iteration(self, now: float, batch: Batch, preemptions: int) -> None:
+        """An iteration ended at ``now`` (loop time); call before its tokens are handed out."""
+        if batch.decodes:
+            self._itl.observe(now - self._now, batch.decodes)
+        self._now = now
+        self._preemptions.value = preemptions
+
+    def first_token(self, started: float) -> None:
+        """A request that came at ``started`` got its first token in this iteration."""
+        self._ttft.observe(max(0.0, self._now - started))
+
+    def over(self, started: float) -> None:
+        """A request that came at ``started`` is over."""
+        self._latency.observe(asyncio.get_running_loop().time() - started)

@@ -1,0 +1,114 @@
+"""One answer on its way out: tokens become response items, a cancelled stream frees its blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Protocol
+
+from dynamo.mocker.meters import Meters
+from dynamo.mocker.scheduler import Sequence
+from dynamo.protocols import codec
+from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
+from dynamo.runtime.context import CancelKind
+from dynamo.runtime.requests.stream import ServerStream
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["Desk", "Responder", "token_item"]
+
+_PREFIX = codec.encode({"token_ids": [0]})[:-1]
+_TRANSFER = {"kv_transfer": "mocker"}
+_U16 = struct.Struct(">BH")
+_U32 = struct.Struct(">BI")
+
+
+@lru_cache(maxsize=8192)
+def token_item(token_id: int) -> bytes:
+    """``EngineOutput(token_ids=[token_id])`` as MessagePack."""
+    if token_id < 0x80:
+        return _PREFIX + bytes((token_id,))
+    if token_id < 0x10000:
+        return _PREFIX + _U16.pack(0xCD, token_id)
+    return _PREFIX + _U32.pack(0xCE, token_id)
+
+
+class Desk(Protocol):
+    """Who owns a responder: the rank that computes its sequence."""
+
+    meters: Meters
+    tasks: Tasks
+    prefill_only: bool
+
+    def abort(self, sequence: Sequence) -> None:
+        """Forget ``sequence``; its blocks are free."""
+
+    def hold(self, sequence: Sequence, held: bool) -> None:
+        """Let ``sequence`` wait for a slow reader, or go on."""
+
+
+class Responder:
+    """Sends the tokens of one sequence; see ``scheduler.Output``."""
+
+    __slots__ = ("_desk", "_done", "_on_done", "_started", "sequence", "stream")
+
+    sequence: Sequence
+
+    def __init__(self, stream: ServerStream, desk: Desk, on_done: Callable[[], None]) -> None:
+        self.stream = stream
+        self._desk = desk
+        self._on_done = on_done
+        self._done = False
+        self._started = asyncio.get_running_loop().time()
+
+    def token(self, token_id: int) -> None:
+        """Send one token; wait if the reader is behind."""
+        stream = self.stream
+        stream.send(token_item(token_id))
+        if self.sequence.generated == 1:
+            self._desk.meters.first_token(self._started)
+        if stream.above_high_water and not self.sequence.held:
+            self._desk.hold(self.sequence, True)
+            self._desk.tasks.spawn(self._resume(), name="slow reader")
+
+    def finish(self, token_id: int, reason: str) -> None:
+        """Send the last token with the reason and the usage, and end the stream."""
+        if self.sequence.generated == 1:
+            self._desk.meters.first_token(self._started)
+        self._end([token_id], reason)
+
+    def cancel(self, kind: CancelKind) -> None:
+        """The client asked to stop, or is gone: free the blocks at once."""
+        if self._done:
+            return
+        self._desk.abort(self.sequence)
+        self._end([], "cancelled")
+
+    def _end(self, token_ids: list[int], reason: str) -> None:
+        self._done = True
+        stream = self.stream
+        if not stream.closed:
+            item = EngineOutput(
+                token_ids=token_ids,
+                finish_reason=reason,
+                completion_usage=self._usage(),
+                disaggregated_params=_TRANSFER if self._desk.prefill_only else None,
+            )
+            stream.send(codec.encode(item))
+            stream.end()
+        self._desk.meters.over(self._started)
+        self._on_done()
+
+    def _usage(self) -> CompletionUsage:
+        sequence = self.sequence
+        return CompletionUsage(
+            prompt_tokens=sequence.prompt_tokens,
+            completion_tokens=sequence.generated,
+            total_tokens=sequence.prompt_tokens + sequence.generated,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sequence.cached_tokens),
+        )
+
+    async def _resume(self) -> None:
+        await self.stream.drained()
+        self._desk.hold(self.sequence, False)

@@ -1,0 +1,86 @@
+"""The request side of the pretended engine: decode, refuse, choose a rank, start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from dynamo.errors import DynamoError, InvalidArgument
+from dynamo.mocker.engine import Rank
+from dynamo.mocker.reply import Reply, echo_reply, random_reply
+from dynamo.protocols import codec
+from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.runtime.context import CancelKind
+from dynamo.runtime.requests.stream import ServerStream
+from dynamo.worker.admission import AdmissionGate
+
+__all__ = ["DEFAULT_MAX_TOKENS", "MockerService"]
+
+DEFAULT_MAX_TOKENS = 256
+"""Length of an answer when the request does not say; shorter where the model ends before."""
+
+_DECODE = codec.decoder(PreprocessedRequest).decode
+
+
+class MockerService:
+    """A push handler over the ranks of one worker."""
+
+    def __init__(self, ranks: Sequence[Rank], gate: AdmissionGate, reply: str = "random") -> None:
+        self.ranks = ranks
+        self.gate = gate
+        self._echo = reply == "echo"
+
+    def handle(self, stream: ServerStream, payload: bytes) -> None:
+        """Answer one ``PreprocessedRequest``; what is wrong with it ends the stream."""
+        try:
+            request = _DECODE(payload)
+            rank = self._rank(request)
+            reply = self._reply(request, rank)
+            self._enter(stream, lambda done: rank.submit(stream, request, reply, done))
+        except msgspec.MsgspecError as error:
+            stream.error(InvalidArgument(f"not a request for a Tokens model: {error}"))
+        except DynamoError as error:
+            stream.error(error)
+
+    def _rank(self, request: PreprocessedRequest) -> Rank:
+        number = request.routing.dp_rank if request.routing else None
+        if number is None:
+            return min(self.ranks, key=lambda rank: rank.load)
+        if not 0 <= number < len(self.ranks):
+            raise InvalidArgument(
+                f"routing.dp_rank {number} does not exist; this worker has {len(self.ranks)}"
+            )
+        return self.ranks[number]
+
+    def _reply(self, request: PreprocessedRequest, rank: Rank) -> Reply:
+        prompt = request.token_ids
+        if not prompt:
+            raise InvalidArgument("token_ids is empty; send at least one token")
+        limit = request.stop_conditions.max_tokens
+        if limit is None:
+            limit = max(1, min(DEFAULT_MAX_TOKENS, rank.longest - len(prompt)))
+        if limit < 1:
+            raise InvalidArgument(f"stop_conditions.max_tokens must be >= 1, got {limit}")
+        if rank.prefill_only:
+            return random_reply(1, request.sampling_options.seed)
+        if self._echo:
+            return echo_reply(prompt, limit)
+        return random_reply(limit, request.sampling_options.seed)
+
+    def _enter(self, stream: ServerStream, submit: Callable[[Callable[[], None]], None]) -> None:
+        """Start when the gate lets us; one who leaves before is taken out of the line."""
+
+        def start() -> None:
+            if stream.closed:
+                self.gate.leave()
+            else:
+                submit(self.gate.leave)
+
+        def cancelled(kind: CancelKind) -> None:
+            if self.gate.give_up(start):
+                stream.end()
+
+        self.gate.enter(start)
+        if self.gate.waiting:
+            stream.context.on_cancel(cancelled)

@@ -1,0 +1,114 @@
+"""Every metric of a worker once: name, help, labels, buckets. Spec 6.4."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dynamo.observability.metrics import Counter, Family, Gauge, Histogram, Registry
+
+__all__ = [
+    "ENGINE_REQUEST",
+    "POOL_CAPACITY",
+    "PUBLISHER_DROPPED",
+    "QUEUE_CAPACITY",
+    "REJECTIONS",
+    "REQUEST_QUEUE",
+    "VLLM_GPU_USAGE",
+    "VLLM_ITL",
+    "VLLM_KV_USAGE",
+    "VLLM_LATENCY",
+    "VLLM_PREEMPTIONS",
+    "VLLM_RUNNING",
+    "VLLM_TTFT",
+    "VLLM_WAITING",
+    "WorkerMetric",
+]
+
+
+class WorkerMetric(NamedTuple):
+    """One metric; the method that makes it on a registry names its type."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    def counter(self, registry: Registry) -> Family[Counter]:
+        """The family on ``registry``."""
+        return registry.counter(self.name, self.help, self.labels)
+
+    def gauge(self, registry: Registry) -> Family[Gauge]:
+        """The family on ``registry``."""
+        return registry.gauge(self.name, self.help, self.labels)
+
+    def histogram(self, registry: Registry) -> Family[Histogram]:
+        """The family on ``registry``."""
+        return registry.histogram(self.name, self.help, self.buckets, self.labels)
+
+
+_ENGINE = ("engine", "model_name")
+_COMPONENT = ("dynamo_component", "dynamo_namespace", "worker_id")
+
+ENGINE_REQUEST = WorkerMetric("dynamo_engine_request", "Requests in the engine")
+REQUEST_QUEUE = WorkerMetric("dynamo_request_queue", "Requests in line behind the next one")
+REJECTIONS = WorkerMetric("dynamo_rejection_request_total", "Requests refused by a full worker")
+POOL_CAPACITY = WorkerMetric("dynamo_work_handler_pool_capacity", "Requests the engine takes")
+QUEUE_CAPACITY = WorkerMetric("dynamo_work_handler_queue_capacity", "Places in the line")
+PUBLISHER_DROPPED = WorkerMetric(
+    "dynamo_component_kv_publisher_engines_dropped_events_total",
+    "KV events that the engine sent and the publisher never saw",
+    _COMPONENT,
+)
+
+VLLM_RUNNING = WorkerMetric("vllm:num_requests_running", "Sequences being computed", _ENGINE)
+VLLM_WAITING = WorkerMetric("vllm:num_requests_waiting", "Sequences waiting", _ENGINE)
+VLLM_KV_USAGE = WorkerMetric(
+    "vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0..1", _ENGINE
+)
+VLLM_GPU_USAGE = WorkerMetric(
+    "vllm:gpu_cache_usage_perc", "Share of the KV cache in use, 0..1 (old name)", _ENGINE
+)
+VLLM_PREEMPTIONS = WorkerMetric(
+    "vllm:num_preemptions_total", "Sequences that lost their blocks", _ENGINE
+)
+VLLM_TTFT = WorkerMetric(
+    "vllm:time_to_first_token_seconds",
+    "Seconds from arrival to the first token",
+    _ENGINE,
+    (
+        0.001,
+        0.005,
+        0.01,
+        0.02,
+        0.04,
+        0.06,
+        0.08,
+        0.1,
+        0.25,
+        0.5,
+        0.75,
+        1,
+        2.5,
+        5,
+        7.5,
+        10,
+        20,
+        40,
+        80,
+        160,
+        640,
+        2560,
+    ),
+)
+VLLM_ITL = WorkerMetric(
+    "vllm:inter_token_latency_seconds",
+    "Seconds between two tokens of a sequence",
+    _ENGINE,
+    (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+VLLM_LATENCY = WorkerMetric(
+    "vllm:e2e_request_latency_seconds",
+    "Seconds from arrival to the last token",
+    _ENGINE,
+    (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680),
+)

@@ -1,0 +1,76 @@
+"""How many requests a worker takes: N in the engine, Q in line, the rest refused. Spec 9."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from dynamo.errors import Overloaded
+from dynamo.observability import names_worker as names
+from dynamo.observability.metrics import Registry
+
+__all__ = ["AdmissionGate"]
+
+_UNLIMITED = (10_000, 40_000)
+
+
+class AdmissionGate:
+    """At most ``limit`` requests run and ``queue_limit`` wait; without a limit, 10000 and 40000.
+
+    One of those in line is the next to start; the gauge of the line does not count it.
+    """
+
+    def __init__(self, limit: int | None, queue_limit: int, registry: Registry) -> None:
+        self._limit, self._queue_limit = _UNLIMITED if limit is None else (limit, queue_limit)
+        self._running = 0
+        self._line: deque[Callable[[], None]] = deque()
+        self._export(registry)
+
+    @property
+    def running(self) -> int:
+        """Requests in the engine."""
+        return self._running
+
+    @property
+    def waiting(self) -> int:
+        """Requests in line, the next one included."""
+        return len(self._line)
+
+    def enter(self, start: Callable[[], None]) -> None:
+        """Call ``start`` now or when a place is free. Overloaded, at once, if the line is full.
+
+        Whoever was started calls :meth:`leave` once; whoever gives up waiting :meth:`give_up`.
+        """
+        if self._running < self._limit:
+            self._running += 1
+            start()
+        elif len(self._line) < self._queue_limit:
+            self._line.append(start)
+        else:
+            self._refused.value += 1
+            raise Overloaded("Server overloaded: worker at capacity")
+
+    def leave(self) -> None:
+        """A started request is over; the next in line starts."""
+        self._running -= 1
+        if self._line and self._running < self._limit:
+            self._running += 1
+            self._line.popleft()()
+
+    def give_up(self, start: Callable[[], None]) -> bool:
+        """Step out of the line; False if ``start`` was called already. O(line)."""
+        try:
+            self._line.remove(start)
+        except ValueError:
+            return False
+        return True
+
+    def _export(self, registry: Registry) -> None:
+        self._refused = names.REJECTIONS.counter(registry).labels()
+        for spec, read in (
+            (names.ENGINE_REQUEST, lambda: self._running),
+            (names.REQUEST_QUEUE, lambda: max(0, len(self._line) - 1)),
+            (names.POOL_CAPACITY, lambda: self._limit),
+            (names.QUEUE_CAPACITY, lambda: max(1, self._queue_limit - 1)),
+        ):
+            spec.gauge(registry).labels().function = read

@@ -1,0 +1,58 @@
+"""The worker's gate: exactly N + Q requests, the next one refused at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo.errors import Overloaded
+from dynamo.observability.metrics import Registry
+from dynamo.worker.admission import AdmissionGate
+
+
+def test_exactly_n_plus_q_then_refused() -> None:
+    registry = Registry()
+    gate = AdmissionGate(2, 2, registry)
+    started: list[int] = []
+    entered = [lambda n=n: started.append(n) for n in range(5)]
+    for start in entered[:4]:
+        gate.enter(start)
+    with pytest.raises(Overloaded, match="worker at capacity"):
+        gate.enter(entered[4])
+    assert started == [0, 1]
+    text = registry.render().decode().replace(".0\n", "\n")
+    for line in (
+        "dynamo_engine_request 2",
+        "dynamo_request_queue 1",
+        "dynamo_work_handler_queue_capacity 1",
+        "dynamo_work_handler_pool_capacity 2",
+        "dynamo_rejection_request_total 1",
+    ):
+        assert line in text
+    gate.leave()
+    assert started == [0, 1, 2] and (gate.running, gate.waiting) == (2, 1)
+
+
+def test_who_gives_up_is_never_started() -> None:
+    gate = AdmissionGate(1, 2, Registry())
+    started: list[str] = []
+    first, second = (lambda: started.append("first")), (lambda: started.append("second"))
+    gate.enter(first)
+    gate.enter(second)
+    assert gate.give_up(second) and not gate.give_up(first)
+    gate.leave()
+    assert started == ["first"] and gate.running == 0
+
+
+def test_a_request_that_ends_while_starting_lets_the_next_in() -> None:
+    gate = AdmissionGate(1, 4, Registry())
+    seen: list[int] = []
+
+    def start(number: int) -> None:
+        seen.append(number)
+        gate.leave()
+
+    gate.enter(lambda: None)
+    for number in range(3):
+        gate.enter(lambda number=number: start(number))
+    gate.leave()
+    assert seen == [0, 1, 2] and (gate.running, gate.waiting) == (0, 0)
