@@ -1,6 +1,6 @@
-"""Every metric's name, type, help, labels and buckets, once. Spec 6.
+"""Metrics by name, type, help, labels and buckets: frontend, request plane, router. Spec 6.
 
-Grouped by area: frontend, request plane, router on the frontend, worker. ``counter(registry,
+A worker's own are in ``names_worker``. ``counter(registry,
 spec)`` and its sisters make (or find) the family; names of the frontend area take the prefix of
 ``--metrics-prefix``.
 """
@@ -322,7 +322,7 @@ _SERVED = ("dynamo_component", "dynamo_endpoint", "dynamo_namespace", "worker_id
 
 
 class Worker:
-    """The worker's system port. Spec 6.4."""
+    """Endpoints served by this process, on its system port. Spec 6.4."""
 
     REQUESTS = _c("dynamo_component_requests_total", "Requests received", *_SERVED)
     INFLIGHT = _g("dynamo_component_inflight_requests", "Requests being served", *_SERVED)
@@ -337,12 +337,3 @@ class Worker:
         *_SERVED,
     )
     UPTIME = _g("dynamo_component_uptime_seconds", "Seconds since start", "worker_id")
-    DROPPED_EVENTS = _c(
-        "dynamo_component_kv_publisher_engines_dropped_events_total",
-        "Holes in the engine's event ids",
-        *_COMPONENT,
-        "worker_id",
-    )
-    ENGINE_REQUEST = _g("dynamo_engine_request", "Requests in the engine")
-    REJECTION = _c("dynamo_rejection_request_total", "Requests rejected at capacity")
-    REQUEST_QUEUE = _g("dynamo_request_queue", "Requests waiting for the engine")
