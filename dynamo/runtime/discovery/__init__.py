@@ -1,0 +1,15 @@
+"""How processes find each other: keys under leases, in memory or in a directory."""
+
+from dynamo.runtime.discovery.base import Discovery, KeyEvent, Lease, OnKeyEvent, Watch
+from dynamo.runtime.discovery.file import FileDiscovery
+from dynamo.runtime.discovery.memory import MemoryDiscovery
+
+__all__ = [
+    "Discovery",
+    "FileDiscovery",
+    "KeyEvent",
+    "Lease",
+    "MemoryDiscovery",
+    "OnKeyEvent",
+    "Watch",
+]

@@ -1,0 +1,143 @@
+"""Discovery in a directory: a lease is a file, a death is an event. No server, no polling."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from dynamo.errors import InvalidArgument, WorkerUnavailable
+from dynamo.protocols.control import LeaseRecord
+from dynamo.runtime.discovery.base import OnKeyEvent
+from dynamo.runtime.discovery.inotify import Inotify
+from dynamo.runtime.discovery.layout import (
+    BUCKETS,
+    encode_stored,
+    ensure_directories,
+    key_path,
+    lease_path,
+    names,
+    remove_if_lease,
+    write_atomic,
+)
+from dynamo.runtime.discovery.mirror import Mirror
+from dynamo.runtime.discovery.owned import OwnedLease
+from dynamo.runtime.discovery.process import host_id, start_ticks
+from dynamo.runtime.discovery.views import PrefixWatch, Views
+from dynamo.runtime.paths import private_dir
+
+__all__ = ["FileDiscovery"]
+
+_log = logging.getLogger(__name__)
+
+
+class FileDiscovery:
+    """A :class:`Discovery` over the directory ``root`` (made 0700), shared by all processes of a
+    deployment.
+
+    A process that only registers itself pays for nothing but its own lease file; the live copy of
+    the store starts with the first ``watch`` or ``list``. Files are small and local, so they are
+    read and written on the loop.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._views = Views()
+        self._inotify: Inotify | None = None
+        self._mirror: Mirror | None = None
+        self._owned: dict[int, OwnedLease] = {}
+
+    async def start(self) -> None:
+        """Make the directories and open the one inotify descriptor. Raises ConfigError."""
+        self._open()
+
+    async def close(self) -> None:
+        """Revoke the leases granted here and stop all watches; may be called twice."""
+        self._views.close()
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
+        for lease in list(self._owned.values()):
+            await lease.revoke()
+        if self._inotify is not None:
+            self._inotify.close()
+            self._inotify = None
+
+    async def grant(self, ttl_s: float, lease_id: int | None = None) -> OwnedLease:
+        """Write the lease file of this process and keep it touched every ``ttl_s`` / 3."""
+        inotify = self._open()
+        chosen = lease_id or secrets.randbits(62) + 1
+        path = lease_path(self._root, chosen)
+        if path.exists():
+            raise InvalidArgument(f"lease {chosen:x} exists")
+        pid = os.getpid()
+        record = LeaseRecord(chosen, pid, start_ticks(pid) or 0, ttl_s, host_id())
+        write_atomic(path, msgspec.json.encode(record))
+        lease = self._owned[chosen] = OwnedLease(path, chosen, ttl_s, inotify, self._forget)
+        return lease
+
+    async def put(self, key: str, value: bytes, lease_id: int) -> None:
+        """Write ``key`` under the lease of any live process."""
+        path = key_path(self._root, key)
+        lease_file = lease_path(self._root, lease_id)
+        owned = self._owned.get(lease_id)
+        if lease_file.exists():
+            write_atomic(path, encode_stored(lease_id, value))
+            if owned is not None:
+                owned.keys.add(path)
+            if lease_file.exists():
+                return
+            remove_if_lease(path, lease_id)
+        raise WorkerUnavailable(f"lease {lease_id:x} is gone")
+
+    async def delete(self, key: str) -> None:
+        """Remove ``key``; harmless if there is none."""
+        path = key_path(self._root, key)
+        path.unlink(missing_ok=True)
+        for lease in self._owned.values():
+            lease.keys.discard(path)
+
+    async def list(self, prefix: str) -> dict[str, bytes]:
+        """All live keys that start with ``prefix``, including what was just written."""
+        self._mirrored()
+        self._open().drain()
+        return self._views.list(prefix)
+
+    async def revoke(self, lease_id: int) -> None:
+        """Unlink anyone's lease, then its keys. O(keys in the store)."""
+        self._open()
+        lease_path(self._root, lease_id).unlink(missing_ok=True)
+        for bucket in BUCKETS:
+            for name in names(self._root / "v1" / bucket):
+                remove_if_lease(self._root / "v1" / bucket / name, lease_id)
+
+    def watch(self, prefix: str, on_event: OnKeyEvent) -> PrefixWatch:
+        """Existing keys as puts on the next turn of the loop, then every change."""
+        self._mirrored()
+        return self._views.watch(prefix, on_event)
+
+    def _open(self) -> Inotify:
+        if self._inotify is None:
+            private_dir(self._root)
+            ensure_directories(self._root)
+            self._inotify = Inotify(self._overflowed)
+        return self._inotify
+
+    def _mirrored(self) -> None:
+        if self._mirror is None:
+            inotify = self._open()
+            self._mirror = Mirror(self._root, inotify, self._views)
+            self._mirror.start()
+
+    def _overflowed(self) -> None:
+        _log.warning("file events were lost; reading %s again", self._root)
+        for lease in list(self._owned.values()):
+            lease.look()
+        if self._mirror is not None:
+            self._mirror.rescan()
+
+    def _forget(self, lease: OwnedLease) -> None:
+        self._owned.pop(lease.id, None)

@@ -1,0 +1,199 @@
+"""How keys, values and leases lie on disk: names, atomic writes, removal that cannot hit a newer
+record.
+
+``v1/<bucket>/<percent-encoded rest of the key>`` holds one line ``<lease hex> <size>`` and then the
+value; ``leases/<id hex>`` holds a LeaseRecord as JSON. Names that start with a dot are being
+written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote, unquote
+
+import msgspec
+
+from dynamo.errors import InvalidArgument
+from dynamo.protocols.control import LeaseRecord
+
+__all__ = [
+    "BUCKETS",
+    "BadRecord",
+    "Stored",
+    "decode_lease",
+    "decode_stored",
+    "encode_stored",
+    "ensure_directories",
+    "join_key",
+    "key_path",
+    "lease_path",
+    "names",
+    "read_file",
+    "remove_if_lease",
+    "split_key",
+    "sweep",
+    "write_atomic",
+]
+
+BUCKETS = ("instances", "mdc", "event_channels")
+_NAME_MAX_BYTES = 255
+_HEADER_MAX_BYTES = 64
+_ABANDONED_AFTER_S = 60.0
+_counter = itertools.count()
+_lease_decoder = msgspec.json.Decoder(LeaseRecord)
+
+
+class BadRecord(ValueError):
+    """A file in the store is torn or was not written by us."""
+
+
+class Stored(NamedTuple):
+    """The content of a key file."""
+
+    lease_id: int
+    value: bytes
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """``v1/<bucket>/<rest>`` to (bucket, file name). Raises InvalidArgument."""
+    version, _, rest = key.partition("/")
+    bucket, _, tail = rest.partition("/")
+    name = quote(tail, safe="")
+    if name.startswith("."):
+        name = "%2E" + name[1:]
+    if version != "v1" or bucket not in BUCKETS or not tail:
+        raise InvalidArgument(f"{key!r} is not a key of the form v1/<{'|'.join(BUCKETS)}>/…")
+    if len(name) > _NAME_MAX_BYTES:
+        raise InvalidArgument(f"key {key!r} is longer than {_NAME_MAX_BYTES} encoded bytes")
+    return bucket, name
+
+
+def join_key(bucket: str, name: str) -> str:
+    """The key that :func:`split_key` puts into the file ``name``. Raises BadRecord."""
+    try:
+        key = f"v1/{bucket}/{unquote(name, errors='strict')}"
+        if split_key(key) == (bucket, name):
+            return key
+    except (UnicodeDecodeError, InvalidArgument) as error:
+        raise BadRecord("its name is not a key") from error
+    raise BadRecord("its name is not a key")
+
+
+def key_path(root: Path, key: str) -> Path:
+    """The file of ``key``."""
+    return root.joinpath("v1", *split_key(key))
+
+
+def lease_path(root: Path, lease_id: int) -> Path:
+    """The file of a lease."""
+    return root / "leases" / f"{lease_id:x}"
+
+
+def ensure_directories(root: Path) -> None:
+    """Make the directories of the store, each 0700."""
+    for name in ("leases", "v1", *(f"v1/{bucket}" for bucket in BUCKETS)):
+        (root / name).mkdir(mode=0o700, exist_ok=True)
+
+
+def names(directory: Path) -> list[str]:
+    """The names of finished files in ``directory``."""
+    return [path.name for path in directory.iterdir() if not path.name.startswith(".")]
+
+
+def sweep(directory: Path) -> None:
+    """Remove what a writer that died half way left behind a minute or more ago."""
+    for path in list(directory.iterdir()):
+        with contextlib.suppress(FileNotFoundError):
+            if (
+                path.name.startswith(".")
+                and time.time() - path.stat().st_ctime > _ABANDONED_AFTER_S
+            ):
+                path.unlink()
+
+
+def encode_stored(lease_id: int, value: bytes) -> bytes:
+    """The content of a key file."""
+    return b"%x %d\n%s" % (lease_id, len(value), value)
+
+
+def decode_stored(data: bytes) -> Stored:
+    """The inverse of :func:`encode_stored`. Raises BadRecord."""
+    end = data.find(b"\n", 0, _HEADER_MAX_BYTES)
+    try:
+        lease, size = data[: max(end, 0)].split(b" ")
+        lease_id, size_bytes = int(lease, 16), int(size)
+    except ValueError:
+        raise BadRecord("it has no lease header") from None
+    value = data[end + 1 :]
+    if len(value) != size_bytes:
+        raise BadRecord(f"it has {len(value)} bytes of {size_bytes}")
+    return Stored(lease_id, value)
+
+
+def decode_lease(name: str, data: bytes) -> LeaseRecord:
+    """The lease in the file ``name``. Raises BadRecord."""
+    try:
+        record = _lease_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise BadRecord(f"it is not a lease: {error}") from None
+    if f"{record.lease_id:x}" != name or record.ttl_s <= 0:
+        raise BadRecord("it is not the lease of its name")
+    return record
+
+
+def read_file(path: Path) -> bytes | None:
+    """The content, or None if there is no such file."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace ``path`` in one step; readers see the old or the new content, never a part."""
+    temporary = _temporary(path)
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def remove_if_lease(path: Path, lease_id: int) -> bool:
+    """Unlink the key file unless it was put again under another lease. True if it was removed.
+
+    The file is taken aside before the decision, so a put that comes between looking and unlinking
+    is found in our hands and given back (unless an even newer one stands there by then).
+    """
+    if not _is_under(path, lease_id):
+        return False
+    taken = _temporary(path)
+    try:
+        path.rename(taken)
+    except FileNotFoundError:
+        return False
+    if _is_under(taken, lease_id):
+        taken.unlink(missing_ok=True)
+        return True
+    with contextlib.suppress(FileExistsError):
+        path.hardlink_to(taken)
+    taken.unlink(missing_ok=True)
+    return False
+
+
+def _is_under(path: Path, lease_id: int) -> bool:
+    data = read_file(path)
+    try:
+        return data is not None and decode_stored(data).lease_id == lease_id
+    except BadRecord:
+        return False
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{os.getpid()}.{next(_counter)}")

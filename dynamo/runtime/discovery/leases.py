@@ -1,0 +1,220 @@
+"""Which leases are alive, seen from outside: revoked, dead, silent or well.
+
+A lease ends when its file is unlinked (revoked) or its process dies (pidfd, same host). A lease
+whose file was not touched for its ttl is *silent*: its keys are hidden, and come back with the next
+touch. A silent lease whose process cannot be watched (another host, or before the last boot)
+ends after :data:`FORGET_AFTER_TTLS`; one whose process lives here stays silent as long as it hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from dynamo.protocols.control import LeaseRecord
+from dynamo.runtime.discovery.layout import BadRecord, decode_lease, names, read_file
+from dynamo.runtime.discovery.process import ProcessEnd, host_id
+
+__all__ = ["FORGET_AFTER_TTLS", "LeaseListener", "LeaseTable"]
+
+FORGET_AFTER_TTLS = 6
+_log = logging.getLogger(__name__)
+
+
+class LeaseListener(Protocol):
+    """Who is told. All calls are synchronous and on the loop."""
+
+    def lease_alive(self, lease_id: int) -> None:
+        """The lease is there, or is heard of again."""
+
+    def lease_silent(self, lease_id: int) -> None:
+        """The holder hangs; hide its keys."""
+
+    def lease_ended(self, lease_id: int) -> None:
+        """The lease is over; its keys may be removed."""
+
+    def bad_file(self, path: Path, problem: str) -> None:
+        """A file that is no lease."""
+
+
+class _Seen:
+    """What is known of one lease. Times are of the loop's clock, in seconds."""
+
+    __slots__ = ("alive", "heard_at", "modified_ns", "process", "record")
+
+    def __init__(self, record: LeaseRecord, heard_at: float, modified_ns: int) -> None:
+        self.record = record
+        self.alive = False
+        self.heard_at = heard_at
+        self.modified_ns = modified_ns
+        self.process: ProcessEnd | None = None
+
+    def deadline(self) -> float | None:
+        """When something must be decided about it if it stays silent."""
+        if self.alive:
+            return self.heard_at + self.record.ttl_s
+        if self.process is None:
+            return self.heard_at + self.record.ttl_s * FORGET_AFTER_TTLS
+        return None
+
+
+class LeaseTable:
+    """Follows the files of ``directory``. Driven by :meth:`observe` and :meth:`rescan`.
+
+    ``drain`` delivers pending file events; it is called before a silence is believed, because
+    after a stall of this process the touches of all others are still waiting to be read.
+    """
+
+    def __init__(self, directory: Path, listener: LeaseListener, drain: Callable[[], None]) -> None:
+        self._directory = directory
+        self._listener = listener
+        self._drain = drain
+        self._host = host_id()
+        self._seen: dict[int, _Seen] = {}
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def is_alive(self, lease_id: int) -> bool:
+        """Whether keys of this lease are to be shown."""
+        seen = self._seen.get(lease_id)
+        return seen is not None and seen.alive
+
+    def is_known(self, lease_id: int) -> bool:
+        """Whether the lease exists, silent or not. Looks at the file if it is new."""
+        if lease_id not in self._seen:
+            self.observe(f"{lease_id:x}")
+        return lease_id in self._seen
+
+    def touched(self, name: str) -> None:
+        """The file's times changed."""
+        seen = self._seen.get(_parse(name))
+        if seen is None:
+            self.observe(name)
+        else:
+            self._heard(seen, self._loop.time())
+
+    def observe(self, name: str) -> None:
+        """Look at the file ``name`` and act on what has changed. O(1) and one small read."""
+        path = self._directory / name
+        data = read_file(path)
+        lease_id = _parse(name)
+        if data is None:
+            self._end(lease_id)
+            return
+        try:
+            record = decode_lease(name, data)
+            modified_ns = path.stat().st_mtime_ns
+        except BadRecord as error:
+            self._listener.bad_file(path, str(error))
+            return
+        except FileNotFoundError:
+            self._end(lease_id)
+            return
+        seen = self._seen.get(lease_id)
+        if seen is not None and seen.record != record:
+            self._end(lease_id, unlink=False)
+            seen = None
+        if seen is None:
+            self._adopt(record, modified_ns)
+        elif seen.modified_ns != modified_ns:
+            seen.modified_ns = modified_ns
+            self._heard(seen, self._loop.time())
+
+    def rescan(self) -> None:
+        """Compare everything known with the directory (start, or after lost events)."""
+        for name in {*names(self._directory), *(f"{lease_id:x}" for lease_id in self._seen)}:
+            self.observe(name)
+
+    def close(self) -> None:
+        """Stop following; nothing is told any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for seen in self._seen.values():
+            if seen.process is not None:
+                seen.process.close()
+        self._seen.clear()
+
+    def _adopt(self, record: LeaseRecord, modified_ns: int) -> None:
+        age_s = max(0.0, time.time() - modified_ns / 1e9)
+        now = self._loop.time()
+        seen = _Seen(record, now - age_s, modified_ns)
+        if record.host == self._host and not self._watch_process(seen):
+            (self._directory / f"{record.lease_id:x}").unlink(missing_ok=True)
+            return
+        self._seen[record.lease_id] = seen
+        if age_s < record.ttl_s:
+            seen.alive = True
+            self._listener.lease_alive(record.lease_id)
+        self._arm()
+
+    def _watch_process(self, seen: _Seen) -> bool:
+        record = seen.record
+        try:
+            seen.process = ProcessEnd(
+                record.pid, record.pid_start, lambda: self._end(record.lease_id)
+            )
+        except ProcessLookupError:
+            return False
+        except OSError as error:
+            _log.warning("cannot watch process %d, only its ttl: %s", record.pid, error)
+        return True
+
+    def _heard(self, seen: _Seen, now: float) -> None:
+        seen.heard_at = now
+        if not seen.alive:
+            seen.alive = True
+            _log.info("lease %x is heard of again", seen.record.lease_id)
+            self._listener.lease_alive(seen.record.lease_id)
+            self._arm()
+
+    def _end(self, lease_id: int, unlink: bool = True) -> None:
+        seen = self._seen.pop(lease_id, None)
+        if seen is None:
+            return
+        if seen.process is not None:
+            seen.process.close()
+        self._listener.lease_ended(lease_id)
+        if unlink:
+            (self._directory / f"{lease_id:x}").unlink(missing_ok=True)
+
+    def _arm(self) -> None:
+        deadlines = [seen.deadline() for seen in self._seen.values()]
+        soonest = min((due for due in deadlines if due is not None), default=None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if soonest is not None:
+            self._timer = self._loop.call_at(soonest, self._check)
+
+    def _check(self) -> None:
+        self._timer = None
+        self._drain()
+        now = self._loop.time()
+        for lease_id, seen in list(self._seen.items()):
+            due = seen.deadline()
+            if due is not None and due <= now:
+                self._silent(lease_id, seen)
+        self._arm()
+
+    def _silent(self, lease_id: int, seen: _Seen) -> None:
+        heard_at = seen.heard_at
+        self.observe(f"{lease_id:x}")
+        if self._seen.get(lease_id) is not seen or seen.heard_at != heard_at:
+            return
+        if seen.alive:
+            seen.alive = False
+            _log.warning("lease %x is silent for %g s", lease_id, seen.record.ttl_s)
+            self._listener.lease_silent(lease_id)
+        else:
+            self._end(lease_id)
+
+
+def _parse(name: str) -> int:
+    try:
+        return int(name, 16)
+    except ValueError:
+        return -1

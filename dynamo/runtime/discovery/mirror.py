@@ -1,0 +1,183 @@
+"""A live copy of the store: files and leases in, :class:`Views` out.
+
+Every file event leads to a fresh look at that one file, so events may be merged, doubled or lost
+(then everything is looked at again) without a wrong or repeated answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+
+from asyncinotify import Mask
+
+from dynamo.runtime.discovery.inotify import Inotify
+from dynamo.runtime.discovery.layout import (
+    BUCKETS,
+    BadRecord,
+    Stored,
+    decode_stored,
+    ensure_directories,
+    join_key,
+    key_path,
+    names,
+    read_file,
+    remove_if_lease,
+    sweep,
+)
+from dynamo.runtime.discovery.leases import LeaseTable
+from dynamo.runtime.discovery.views import Views
+
+__all__ = ["Mirror"]
+
+_FILE_MASK = (
+    Mask.MOVED_TO | Mask.MOVED_FROM | Mask.CREATE | Mask.CLOSE_WRITE | Mask.DELETE | Mask.ONLYDIR
+)
+_LEASE_MASK = _FILE_MASK | Mask.ATTRIB
+_ATTRIB = int(Mask.ATTRIB)
+_GONE = int(Mask.IGNORED)
+_log = logging.getLogger(__name__)
+
+
+class Mirror:
+    """Keeps ``views`` equal to the live keys under ``root``."""
+
+    def __init__(self, root: Path, inotify: Inotify, views: Views) -> None:
+        self._root = root
+        self._inotify = inotify
+        self._views = views
+        self._leases = LeaseTable(root / "leases", self, inotify.drain)
+        self._entries: dict[str, Stored] = {}
+        self._keys_of: dict[int, set[str]] = {}
+        self._bad: dict[Path, tuple[int, int] | None] = {}
+        self._descriptors: list[int] = []
+        self._closed = False
+
+    def start(self) -> None:
+        """Watch, then read everything once."""
+        self._watch_directories()
+        for directory in ("leases", *(f"v1/{bucket}" for bucket in BUCKETS)):
+            sweep(self._root / directory)
+        self.rescan()
+
+    def close(self) -> None:
+        """Stop following the store; the views stay as they are."""
+        self._closed = True
+        self._leases.close()
+        for descriptor in self._descriptors:
+            self._inotify.remove(descriptor)
+
+    def rescan(self) -> None:
+        """Look at every lease and every key, known or new."""
+        self._leases.rescan()
+        for bucket in BUCKETS:
+            for name in names(self._root / "v1" / bucket):
+                self._observe(bucket, name)
+        for key in [key for key in self._entries if not key_path(self._root, key).exists()]:
+            self._replace(key, None)
+
+    def lease_alive(self, lease_id: int) -> None:
+        """Show the keys of the lease."""
+        for key in tuple(self._keys_of.get(lease_id, ())):
+            self._views.set(key, self._entries[key].value)
+
+    def lease_silent(self, lease_id: int) -> None:
+        """Hide the keys of the lease."""
+        for key in tuple(self._keys_of.get(lease_id, ())):
+            self._views.set(key, None)
+
+    def lease_ended(self, lease_id: int) -> None:
+        """Hide the keys of the lease at once, then remove their files."""
+        keys = list(self._keys_of.get(lease_id, ()))
+        for key in keys:
+            self._replace(key, None)
+        for key in keys:
+            remove_if_lease(key_path(self._root, key), lease_id)
+
+    def bad_file(self, path: Path, problem: str) -> None:
+        """Report a file once for as long as it stays as it is."""
+        try:
+            status = path.stat()
+            identity = (status.st_ino, status.st_mtime_ns)
+        except OSError:
+            identity = None
+        if path not in self._bad or self._bad[path] != identity:
+            self._bad[path] = identity
+            _log.warning("skipping %s: %s", path, problem)
+
+    def _watch_directories(self) -> None:
+        ensure_directories(self._root)
+        self._descriptors = [
+            self._inotify.add(self._root / "leases", _LEASE_MASK, self._on_lease_file)
+        ]
+        for bucket in BUCKETS:
+            self._descriptors.append(
+                self._inotify.add(
+                    self._root / "v1" / bucket,
+                    _FILE_MASK,
+                    functools.partial(self._on_key_file, bucket),
+                )
+            )
+
+    def _on_lease_file(self, name: str, mask: int) -> None:
+        if mask & _GONE:
+            self._directory_lost()
+        elif not name.startswith(".") and name:
+            if mask & _ATTRIB:
+                self._leases.touched(name)
+            else:
+                self._leases.observe(name)
+
+    def _on_key_file(self, bucket: str, name: str, mask: int) -> None:
+        if mask & _GONE:
+            self._directory_lost()
+        elif not name.startswith(".") and name:
+            self._observe(bucket, name)
+
+    def _directory_lost(self) -> None:
+        if self._closed:
+            return
+        _log.error("a directory of the store %s was removed; making it anew", self._root)
+        for descriptor in self._descriptors:
+            self._inotify.remove(descriptor)
+        self._watch_directories()
+        self.rescan()
+
+    def _observe(self, bucket: str, name: str) -> None:
+        path = self._root / "v1" / bucket / name
+        try:
+            key = join_key(bucket, name)
+        except BadRecord as error:
+            self.bad_file(path, str(error))
+            return
+        data = read_file(path)
+        if data is None:
+            self._bad.pop(path, None)
+            self._replace(key, None)
+            return
+        try:
+            self._replace(key, decode_stored(data))
+        except BadRecord as error:
+            self.bad_file(path, str(error))
+            self._replace(key, None)
+
+    def _replace(self, key: str, stored: Stored | None) -> None:
+        before = self._entries.pop(key, None)
+        if before is not None:
+            keys = self._keys_of[before.lease_id]
+            keys.discard(key)
+            if not keys:
+                del self._keys_of[before.lease_id]
+        if stored is not None and not self._leases.is_known(stored.lease_id):
+            self._orphan(key, stored.lease_id)
+            stored = None
+        if stored is not None:
+            self._entries[key] = stored
+            self._keys_of.setdefault(stored.lease_id, set()).add(key)
+        shown = stored is not None and self._leases.is_alive(stored.lease_id)
+        self._views.set(key, stored.value if stored is not None and shown else None)
+
+    def _orphan(self, key: str, lease_id: int) -> None:
+        if not (self._root / "leases" / f"{lease_id:x}").exists():
+            remove_if_lease(key_path(self._root, key), lease_id)

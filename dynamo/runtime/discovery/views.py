@@ -1,0 +1,100 @@
+"""The live keys as one process sees them, and the watches that are told when they change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from dynamo.runtime.discovery.base import KeyEvent, OnKeyEvent
+
+__all__ = ["PrefixWatch", "Views"]
+
+_log = logging.getLogger(__name__)
+
+
+class PrefixWatch:
+    """One ``on_event`` for one prefix; silent until its first delivery."""
+
+    __slots__ = ("_on_event", "_ready", "_views", "prefix", "primed")
+
+    def __init__(self, views: Views, prefix: str, on_event: OnKeyEvent) -> None:
+        self.prefix = prefix
+        self.primed = False
+        self._views = views
+        self._on_event: OnKeyEvent | None = on_event
+        self._ready = asyncio.Event()
+
+    def close(self) -> None:
+        """No callback comes after this."""
+        self._on_event = None
+        self._views.forget(self)
+
+    async def ready(self) -> None:
+        """Wait until the keys that existed at the start have been delivered."""
+        await self._ready.wait()
+
+    def prime(self, existing: dict[str, bytes]) -> None:
+        """Deliver what exists, then be live."""
+        self.primed = True
+        for key, value in existing.items():
+            self.tell(KeyEvent("put", key, value))
+        self._ready.set()
+
+    def tell(self, event: KeyEvent) -> None:
+        """Hand one event over; a failing callback is logged and stays subscribed."""
+        if self._on_event is None:
+            return
+        try:
+            self._on_event(event)
+        except Exception:  # noqa: BLE001 - one bad subscriber must not starve the others
+            _log.exception("watch of %s failed on %s %s", self.prefix, event.kind, event.key)
+
+
+class Views:
+    """Holds each live key once, so that every change is told exactly once.
+
+    ``set`` is O(watches).
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[str, bytes] = {}
+        self._watches: list[PrefixWatch] = []
+
+    def set(self, key: str, value: bytes | None) -> None:
+        """Make ``value`` (None: absent) the state of ``key`` and tell whoever watches it."""
+        if self._live.get(key) == value:
+            return
+        if value is None:
+            del self._live[key]
+            event = KeyEvent("delete", key, None)
+        else:
+            self._live[key] = value
+            event = KeyEvent("put", key, value)
+        for watch in tuple(self._watches):
+            if watch.primed and key.startswith(watch.prefix):
+                watch.tell(event)
+
+    def list(self, prefix: str) -> dict[str, bytes]:
+        """The live keys under ``prefix``."""
+        return {key: value for key, value in self._live.items() if key.startswith(prefix)}
+
+    def watch(self, prefix: str, on_event: OnKeyEvent) -> PrefixWatch:
+        """A watch that is primed on the next turn of the loop."""
+        watch = PrefixWatch(self, prefix, on_event)
+        self._watches.append(watch)
+        asyncio.get_running_loop().call_soon(self._prime, watch)
+        return watch
+
+    def forget(self, watch: PrefixWatch) -> None:
+        """Drop ``watch``."""
+        if watch in self._watches:
+            self._watches.remove(watch)
+
+    def close(self) -> None:
+        """Drop every watch."""
+        for watch in tuple(self._watches):
+            watch.close()
+
+    def _prime(self, watch: PrefixWatch) -> None:
+        if watch in self._watches:
+            watch.prime(self.list(watch.prefix))

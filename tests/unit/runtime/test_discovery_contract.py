@@ -1,0 +1,169 @@
+"""What every discovery backend promises, checked on each of them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from dynamo.errors import InvalidArgument, WorkerUnavailable
+from dynamo.runtime.discovery import Discovery, FileDiscovery, KeyEvent, MemoryDiscovery
+from dynamo.runtime.discovery.memory import MemoryStore
+
+Make = Callable[[], Discovery]
+KEY = "v1/instances/ns/comp/ep/1f"
+
+
+@pytest.fixture(params=["file", "mem"])
+async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Make]:
+    """Makes any number of views of one store, closed at the end."""
+    opened: list[Discovery] = []
+    memory = MemoryStore()
+
+    def build() -> Discovery:
+        one: Discovery = (
+            MemoryDiscovery(memory) if request.param == "mem" else FileDiscovery(tmp_path / "s")
+        )
+        opened.append(one)
+        return one
+
+    yield build
+    for one in opened:
+        await one.close()
+
+
+class Log:
+    """Collects events and lets a test wait for the n-th."""
+
+    def __init__(self) -> None:
+        self.events: list[KeyEvent] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, event: KeyEvent) -> None:
+        self.events.append(event)
+        self._changed.set()
+
+    async def until(self, count: int) -> list[KeyEvent]:
+        async with asyncio.timeout(5):
+            while len(self.events) < count:
+                self._changed.clear()
+                await self._changed.wait()
+        return self.events
+
+
+async def test_put_list_delete(make: Make):
+    one, two = make(), make()
+    await one.start()
+    lease = await one.grant(10)
+    await one.put(KEY, b"value", lease.id)
+    await one.put("v1/mdc/ns/comp/ep/1f", b"", lease.id)
+    assert await two.list("v1/instances/") == {KEY: b"value"}
+    assert await two.list("v1/") == {KEY: b"value", "v1/mdc/ns/comp/ep/1f": b""}
+    assert await two.list("v1/instances/ns/comp/ep2") == {}
+    await one.put(KEY, b"other", lease.id)
+    assert await two.list("v1/instances/") == {KEY: b"other"}
+    await two.delete(KEY)
+    await two.delete(KEY)
+    assert await one.list("v1/instances/") == {}
+
+
+async def test_watch_tells_existing_then_live_each_once(make: Make):
+    one, two = make(), make()
+    lease = await one.grant(10)
+    await one.put(KEY, b"1", lease.id)
+    log = Log()
+    watch = two.watch("v1/instances/ns/", log)
+    assert log.events == []
+    await watch.ready()
+    assert log.events == [KeyEvent("put", KEY, b"1")]
+    await one.put("v1/instances/other/comp/ep/1", b"x", lease.id)
+    await one.put(KEY, b"2", lease.id)
+    await log.until(2)
+    await one.delete(KEY)
+    await log.until(3)
+    assert log.events[1:] == [KeyEvent("put", KEY, b"2"), KeyEvent("delete", KEY, None)]
+    watch.close()
+    await one.put(KEY, b"3", lease.id)
+    assert await two.list(KEY) == {KEY: b"3"}
+    assert len(log.events) == 3
+
+
+async def test_revoked_by_anyone_owner_is_told_and_keys_go(make: Make):
+    one, two, three = make(), make(), make()
+    lease = await one.grant(10)
+    other = await one.grant(10)
+    await one.put(KEY, b"1", lease.id)
+    await one.put("v1/mdc/ns/comp/ep/1f", b"1", lease.id)
+    await one.put("v1/mdc/ns/comp/ep/2f", b"1", other.id)
+    log = Log()
+    await three.watch("v1/", log).ready()
+    await two.revoke(lease.id)
+    async with asyncio.timeout(5):
+        await lease.lost.wait()
+    await log.until(5)
+    assert {event.key for event in log.events[3:]} == {KEY, "v1/mdc/ns/comp/ep/1f"}
+    assert {event.kind for event in log.events[3:]} == {"delete"}
+    assert await three.list("v1/") == {"v1/mdc/ns/comp/ep/2f": b"1"}
+    with pytest.raises(WorkerUnavailable, match="is gone"):
+        await one.put(KEY, b"1", lease.id)
+    await two.revoke(lease.id)
+    await lease.revoke()
+    assert not other.lost.is_set()
+
+
+async def test_close_revokes_what_was_granted(make: Make):
+    one, two = make(), make()
+    lease = await one.grant(10)
+    await one.put(KEY, b"1", lease.id)
+    log = Log()
+    await two.watch("v1/", log).ready()
+    await one.close()
+    await one.close()
+    assert lease.lost.is_set()
+    await log.until(2)
+    assert log.events[1] == KeyEvent("delete", KEY, None)
+
+
+@pytest.mark.parametrize(
+    "key", ["", "v1", "v1/instances", "v1/instances/", "v2/instances/a", "v1/other/a", "a/b/c"]
+)
+async def test_a_key_that_is_none_is_refused(make: Make, key: str):
+    one = make()
+    lease = await one.grant(10)
+    with pytest.raises(InvalidArgument):
+        await one.put(key, b"", lease.id)
+
+
+async def test_a_chosen_lease_id_must_be_unused(make: Make):
+    one = make()
+    lease = await one.grant(10, 0xABC)
+    assert lease.id == 0xABC
+    with pytest.raises(InvalidArgument, match="exists"):
+        await one.grant(10, 0xABC)
+    assert 0 < (await one.grant(10)).id < 2**63
+
+
+async def test_one_failing_callback_does_not_starve_the_next(
+    make: Make, caplog: pytest.LogCaptureFixture
+):
+    one = make()
+    lease = await one.grant(10)
+
+    def fail(event: KeyEvent) -> None:
+        raise ValueError("bad subscriber")
+
+    log = Log()
+    one.watch("v1/", fail)
+    await one.watch("v1/", log).ready()
+    await one.put(KEY, b"1", lease.id)
+    await log.until(1)
+    assert "bad subscriber" in caplog.text
+
+
+async def test_memory_is_shared_within_a_loop():
+    one, two = MemoryDiscovery(), MemoryDiscovery()
+    lease = await one.grant(10)
+    await one.put(KEY, b"1", lease.id)
+    assert await two.list("v1/") == {KEY: b"1"}
+    await one.close()
+    await two.close()

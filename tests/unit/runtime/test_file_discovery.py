@@ -1,0 +1,458 @@
+"""File discovery: real files, real processes; torn files, silence, races and lost events."""
+
+import asyncio
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dynamo.errors import InvalidArgument, WorkerUnavailable
+from dynamo.protocols.control import LeaseRecord
+from dynamo.runtime.discovery import FileDiscovery, KeyEvent, layout
+from dynamo.runtime.discovery.process import ProcessEnd, host_id, is_running, start_ticks
+
+KEY = "v1/instances/ns/comp/ep/1f"
+
+HOLDER = """
+import asyncio, sys
+from pathlib import Path
+from dynamo.runtime.discovery import FileDiscovery
+
+async def main():
+    store = FileDiscovery(Path(sys.argv[1]))
+    lease = await store.grant(float(sys.argv[2]), int(sys.argv[3]))
+    await store.put(f"v1/instances/ns/comp/ep/{lease.id:x}", b"here", lease.id)
+    await store.put(f"v1/mdc/ns/comp/ep/{lease.id:x}", b"card", lease.id)
+    print("up", flush=True)
+    await lease.lost.wait()
+    print("lost", flush=True)
+
+asyncio.run(main())
+"""
+
+
+class Log:
+    """Collects events and lets a test wait for the n-th."""
+
+    def __init__(self) -> None:
+        self.events: list[KeyEvent] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, event: KeyEvent) -> None:
+        self.events.append(event)
+        self._changed.set()
+
+    async def until(self, count: int, timeout_s: float = 5) -> list[KeyEvent]:
+        async with asyncio.timeout(timeout_s):
+            while len(self.events) < count:
+                self._changed.clear()
+                await self._changed.wait()
+        return self.events
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+async def store(root: Path) -> AsyncIterator[FileDiscovery]:
+    one = FileDiscovery(root)
+    await one.start()
+    yield one
+    await one.close()
+
+
+@pytest.fixture
+def holders(root: Path) -> Iterator["Holders"]:
+    made = Holders(root)
+    yield made
+    made.end()
+
+
+class Holders:
+    """Real processes, each with a lease and two keys."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._made: list[subprocess.Popen[str]] = []
+
+    async def start(self, lease_id: int, ttl_s: float = 10) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(self._root), str(ttl_s), str(lease_id)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._made.append(process)
+        assert await self.says(process) == "up"
+        return process
+
+    async def says(self, process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        return (await asyncio.to_thread(process.stdout.readline)).strip()
+
+    def end(self) -> None:
+        for process in self._made:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def files(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+async def test_everything_is_private_and_named_by_key(store: FileDiscovery, root: Path):
+    lease = await store.grant(10, 0xAB)
+    await store.put("v1/instances/n s/c%/.e/1f", b"x", lease.id)
+    await store.put("v1/mdc/.hidden/é", b"y", lease.id)
+    assert files(root) == {
+        "leases/ab",
+        "v1/instances/n%20s%2Fc%25%2F.e%2F1f",
+        "v1/mdc/%2Ehidden%2F%C3%A9",
+    }
+    for path in (root, *(path for path in root.rglob("*") if path.is_dir())):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert set(await store.list("v1/")) == {"v1/instances/n s/c%/.e/1f", "v1/mdc/.hidden/é"}
+    with pytest.raises(InvalidArgument, match="longer"):
+        await store.put("v1/mdc/" + "x" * 256, b"", lease.id)
+    record = msgspec.json.decode((root / "leases/ab").read_bytes(), type=LeaseRecord)
+    assert (record.pid, record.host, record.ttl_s) == (os.getpid(), host_id(), 10)
+    assert is_running(record.pid, record.pid_start)
+
+
+async def test_a_killed_process_is_noticed_at_once_and_cleaned_up(
+    store: FileDiscovery, root: Path, holders: Holders
+):
+    first = await holders.start(1)
+    log = Log()
+    await store.watch("v1/instances/", log).ready()
+    second = await holders.start(2)
+    await log.until(2)
+    for process, count in ((first, 3), (second, 4)):
+        process.kill()
+        await log.until(count)
+    assert [(event.kind, event.key[-1]) for event in log.events] == [
+        ("put", "1"),
+        ("put", "2"),
+        ("delete", "1"),
+        ("delete", "2"),
+    ]
+    await asyncio.sleep(0)
+    assert await store.list("v1/") == {}
+    assert files(root) == set()
+
+
+async def test_what_died_before_we_looked_is_not_shown(root: Path, holders: Holders):
+    process = await holders.start(1)
+    process.kill()
+    process.wait()
+    assert len(files(root)) == 3
+    late = FileDiscovery(root)
+    assert await late.list("v1/") == {}
+    assert files(root) == set()
+    await late.close()
+
+
+async def test_unlinking_the_lease_ends_the_owner(
+    store: FileDiscovery, root: Path, holders: Holders
+):
+    process = await holders.start(7)
+    log = Log()
+    await store.watch("v1/", log).ready()
+    (root / "leases/7").unlink()
+    await log.until(4)
+    assert await holders.says(process) == "lost"
+    assert await asyncio.to_thread(process.wait) == 0
+    assert [event.kind for event in log.events] == ["put", "put", "delete", "delete"]
+    assert files(root) == set()
+
+
+async def test_a_stopped_process_is_hidden_and_comes_back(
+    store: FileDiscovery, root: Path, holders: Holders
+):
+    process = await holders.start(7, ttl_s=0.9)
+    log = Log()
+    await store.watch("v1/instances/", log).ready()
+    process.send_signal(signal.SIGSTOP)
+    await log.until(2)
+    assert await store.list("v1/") == {}
+    assert len(files(root)) == 3
+    process.send_signal(signal.SIGCONT)
+    await log.until(3)
+    assert [event.kind for event in log.events] == ["put", "delete", "put"]
+    process.send_signal(signal.SIGSTOP)
+    await log.until(4)
+    process.kill()
+    process.wait()
+    async with asyncio.timeout(5):
+        while files(root):
+            await store.list("v1/")
+            await asyncio.sleep(0.01)
+    assert len(log.events) == 4
+
+
+async def test_revoked_while_stopped_it_exits_when_it_wakes(
+    store: FileDiscovery, root: Path, holders: Holders
+):
+    process = await holders.start(7, ttl_s=0.9)
+    process.send_signal(signal.SIGSTOP)
+    await store.revoke(7)
+    assert files(root) == set()
+    process.send_signal(signal.SIGCONT)
+    assert await holders.says(process) == "lost"
+    assert await asyncio.to_thread(process.wait) == 0
+    assert files(root) == set()
+
+
+def _foreign_lease(root: Path, lease_id: int, ttl_s: float) -> Path:
+    record = LeaseRecord(lease_id, 1, 1, ttl_s, "another machine")
+    path = layout.lease_path(root, lease_id)
+    layout.write_atomic(path, msgspec.json.encode(record))
+    layout.write_atomic(
+        layout.key_path(root, f"v1/mdc/{lease_id:x}"), layout.encode_stored(lease_id, b"far")
+    )
+    return path
+
+
+async def test_a_foreign_host_lives_by_its_ttl(store: FileDiscovery, root: Path):
+    path = _foreign_lease(root, 5, 0.3)
+    log = Log()
+    await store.watch("v1/", log).ready()
+    assert log.events == [KeyEvent("put", "v1/mdc/5", b"far")]
+    for _ in range(4):
+        await asyncio.sleep(0.15)
+        os.utime(path)
+    assert len(log.events) == 1
+    await log.until(2)
+    os.utime(path)
+    await log.until(3)
+    assert [event.kind for event in log.events] == ["put", "delete", "put"]
+    await log.until(4)
+    async with asyncio.timeout(10):
+        while path.exists():
+            await asyncio.sleep(0.05)
+    assert files(root) == set()
+    assert len(log.events) == 4
+
+
+async def test_a_long_silent_foreign_lease_is_removed_at_sight(store: FileDiscovery, root: Path):
+    path = _foreign_lease(root, 5, 1)
+    os.utime(path, (1, 1))
+    assert await store.list("v1/") == {}
+    async with asyncio.timeout(5):
+        while files(root):
+            await asyncio.sleep(0.01)
+
+
+async def test_our_own_stall_does_not_make_others_silent(
+    store: FileDiscovery, root: Path, holders: Holders
+):
+    await holders.start(7, ttl_s=0.6)
+    log = Log()
+    await store.watch("v1/instances/", log).ready()
+    await asyncio.to_thread(lambda: None)
+    import time
+
+    time.sleep(1.5)  # noqa: ASYNC251 - the stall is the point
+    await asyncio.sleep(0.1)
+    assert [event.kind for event in log.events] == ["put"]
+
+
+async def test_pid_reuse_is_not_mistaken_for_life(store: FileDiscovery, root: Path):
+    ticks = start_ticks(os.getpid())
+    assert ticks is not None
+    record = LeaseRecord(9, os.getpid(), ticks - 1, 10, host_id())
+    layout.write_atomic(layout.lease_path(root, 9), msgspec.json.encode(record))
+    layout.write_atomic(layout.key_path(root, KEY), layout.encode_stored(9, b"x"))
+    assert await store.list("v1/") == {}
+    assert files(root) == set()
+    with pytest.raises(ProcessLookupError):
+        ProcessEnd(os.getpid(), ticks - 1, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("v1/mdc/a", b"", "no lease header"),
+        ("v1/mdc/a", b"{}\n", "no lease header"),
+        ("v1/mdc/a", b"1f 5\nabc", "3 bytes of 5"),
+        ("v1/mdc/a b", b"1f 1\na", "not a key"),
+        ("v1/mdc/%FF", b"1f 1\na", "not a key"),
+        ("leases/1f", b'{"lease_id":31', "not a lease"),
+        ("leases/1f", b'{"lease_id":30,"pid":1,"pid_start":1,"ttl_s":1,"host":""}', "its name"),
+        ("leases/README", b"hello", "not a lease"),
+    ],
+)
+async def test_a_torn_or_foreign_file_is_reported_once(
+    store: FileDiscovery,
+    root: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    content: bytes,
+    problem: str,
+):
+    lease = await store.grant(10)
+    await store.put(KEY, b"1", lease.id)
+    assert len(await store.list("v1/")) == 1
+    with caplog.at_level(logging.WARNING):
+        (root / name).write_bytes(content)
+        for _ in range(3):
+            assert await store.list("v1/") == {KEY: b"1"}
+        store._overflowed()
+        assert await store.list("v1/") == {KEY: b"1"}
+    reports = [record for record in caplog.records if "skipping" in record.message]
+    assert len(reports) == 1
+    assert problem in reports[0].message
+    (root / name).unlink()
+    assert await store.list("v1/") == {KEY: b"1"}
+
+
+async def test_a_torn_key_is_gone_until_it_is_whole(store: FileDiscovery, root: Path):
+    lease = await store.grant(10)
+    await store.put(KEY, b"12345", lease.id)
+    log = Log()
+    await store.watch("v1/", log).ready()
+    path = layout.key_path(root, KEY)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    await log.until(2)
+    path.write_bytes(whole)
+    await log.until(3)
+    assert [event.kind for event in log.events] == ["put", "delete", "put"]
+
+
+async def test_files_being_written_are_ignored(store: FileDiscovery, root: Path):
+    log = Log()
+    await store.watch("v1/", log).ready()
+    (root / "v1/mdc/.half").write_bytes(b"1f 1\nx")
+    (root / "leases/.half").write_bytes(b"x")
+    assert await store.list("v1/") == {}
+    assert log.events == []
+
+
+async def test_old_half_written_files_are_swept(
+    store: FileDiscovery, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (root / "v1/mdc/.1.2").write_bytes(b"")
+    (root / "leases/.1.3").write_bytes(b"")
+    monkeypatch.setattr(layout, "_ABANDONED_AFTER_S", -1.0)
+    await store.list("v1/")
+    assert files(root) == set()
+
+
+def test_removal_spares_a_newer_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "key"
+    path.write_bytes(layout.encode_stored(2, b"new"))
+    assert layout.remove_if_lease(path, 1) is False
+    assert path.exists()
+    assert layout.remove_if_lease(path, 2) is True
+    assert layout.remove_if_lease(path, 2) is False
+
+    path.write_bytes(layout.encode_stored(1, b"old"))
+    real = Path.rename
+
+    def put_in_between(self: Path, target: Path) -> Path:
+        self.write_bytes(layout.encode_stored(2, b"new"))
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", put_in_between)
+    assert layout.remove_if_lease(path, 1) is False
+    assert layout.decode_stored(path.read_bytes()) == (2, b"new")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["key"]
+
+
+async def test_a_key_put_again_survives_the_end_of_its_old_lease(store: FileDiscovery, root: Path):
+    old, new = await store.grant(10), await store.grant(10)
+    other = FileDiscovery(root)
+    log = Log()
+    await other.watch("v1/", log).ready()
+    await store.put(KEY, b"old", old.id)
+    await store.put(KEY, b"new", new.id)
+    await old.revoke()
+    assert await other.list("v1/") == {KEY: b"new"}
+    assert "delete" not in [event.kind for event in log.events]
+    assert layout.key_path(root, KEY).exists()
+    await other.close()
+
+
+async def test_a_put_that_races_a_revocation_leaves_nothing(
+    store: FileDiscovery, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lease = await store.grant(10)
+    real = layout.write_atomic
+
+    def revoked_meanwhile(path: Path, data: bytes) -> None:
+        real(path, data)
+        layout.lease_path(root, lease.id).unlink()
+
+    monkeypatch.setattr("dynamo.runtime.discovery.file.write_atomic", revoked_meanwhile)
+    with pytest.raises(WorkerUnavailable):
+        await store.put(KEY, b"", lease.id)
+    assert files(root) == set()
+
+
+async def test_lost_events_are_made_good_by_reading_again(store: FileDiscovery, root: Path):
+    lease, doomed = await store.grant(10), await store.grant(10)
+    await store.put(KEY, b"1", lease.id)
+    await store.put("v1/mdc/changes", b"1", lease.id)
+    await store.put("v1/mdc/doomed", b"1", doomed.id)
+    other = FileDiscovery(root)
+    log = Log()
+    await other.watch("v1/", log).ready()
+    assert other._inotify is not None
+    deliver, other._inotify._deliver = other._inotify._deliver, lambda data: None
+    await store.delete(KEY)
+    await store.put("v1/mdc/changes", b"2", lease.id)
+    await store.put("v1/mdc/new", b"1", lease.id)
+    await doomed.revoke()
+    other._inotify.drain()
+    assert len(log.events) == 3
+    other._inotify._deliver = deliver
+    overflow = (-1).to_bytes(4, "little", signed=True) + (0x4000).to_bytes(4, "little")
+    other._inotify._deliver(overflow + bytes(8))
+    assert sorted((event.kind, event.key, event.value) for event in log.events[3:]) == [
+        ("delete", KEY, None),
+        ("delete", "v1/mdc/doomed", None),
+        ("put", "v1/mdc/changes", b"2"),
+        ("put", "v1/mdc/new", b"1"),
+    ]
+    await other.close()
+
+
+async def test_a_removed_store_is_made_anew(store: FileDiscovery, root: Path):
+    import shutil
+
+    lease = await store.grant(10)
+    await store.put(KEY, b"1", lease.id)
+    other = FileDiscovery(root)
+    log = Log()
+    await other.watch("v1/", log).ready()
+    shutil.rmtree(root / "v1")
+    shutil.rmtree(root / "leases")
+    async with asyncio.timeout(5):
+        await lease.lost.wait()
+    await log.until(2)
+    fresh = await store.grant(10)
+    await store.put(KEY, b"2", fresh.id)
+    await log.until(3)
+    assert [event.kind for event in log.events] == ["put", "delete", "put"]
+    await other.close()
+
+
+async def test_a_process_that_only_registers_watches_one_file(store: FileDiscovery, root: Path):
+    await store.grant(10)
+    other = FileDiscovery(root)
+    await other.grant(10)
+    assert store._mirror is None
+    assert store._inotify is not None
+    assert len(store._inotify._callbacks) == 1
+    await other.close()
