@@ -4,80 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
 
 import pytest
+from http_bench import Bench
 
-from dynamo.frontend.http import Exchange, HttpLimits
-from dynamo.frontend.http.connection import Connection
-from dynamo.frontend.http.server import HttpServer
+from dynamo.frontend.http import Exchange
 
 GET = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"
-
-
-class MockTransport(asyncio.Transport):
-    """Remembers what was written and asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = b""
-        self.closed = self.eof = self.aborted = self.paused = False
-
-    def write(self, data: Any) -> None:
-        assert not self.closed
-        self.out += bytes(data)
-
-    def write_eof(self) -> None:
-        self.eof = True
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self.closed = True
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    def pause_reading(self) -> None:
-        assert not self.paused
-        self.paused = True
-
-    def resume_reading(self) -> None:
-        assert self.paused
-        self.paused = False
-
-
-class Bench:
-    """A server without a socket, one connection to it, and every exchange that it dispatched."""
-
-    def __init__(self, **limits: Any) -> None:
-        self.seen: list[Exchange] = []
-        self.refused: list[int] = []
-        self.answer = True
-        self.server = HttpServer(self.handle, HttpLimits(**limits), self.refused.append)
-        self.transport, self.connection = self.connect()
-
-    def connect(self) -> tuple[MockTransport, Connection]:
-        transport, connection = MockTransport(), Connection(self.server)
-        connection.connection_made(transport)
-        return transport, connection
-
-    def handle(self, exchange: Exchange) -> None:
-        self.seen.append(exchange)
-        if self.answer:
-            exchange.respond(200, b"<%s>" % exchange.body, "text/plain")
-
-    def feed(self, *pieces: bytes) -> bytes:
-        for piece in pieces:
-            self.connection.data_received(piece)
-        return self.transport.out
-
-    def later(self, seconds: float) -> None:
-        """Sweep as if ``seconds`` had passed."""
-        self.server.clock += seconds
-        if self.connection.deadline <= self.server.clock:
-            self.connection.sweep()
 
 
 def status_of(out: bytes) -> int:

@@ -1,0 +1,114 @@
+"""Knobs of the HTTP frontend. Spec 4.1, 5, appendix A."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.config.knob import knob
+
+__all__ = ["FrontendSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendSettings:
+    """frontend: address, limits, API, metrics, logs"""
+
+    http_host: str = knob(
+        "127.0.0.1",
+        "--http-host",
+        env="DYN_HTTP_HOST",
+        help="address to listen on; 0.0.0.0 opens it to the network",
+    )
+    http_port: int = knob(
+        8000,
+        "--http-port",
+        env="DYN_HTTP_PORT",
+        minimum=0,
+        maximum=65535,
+        help="port to listen on; 0 takes any free one",
+    )
+    namespace_prefix: str | None = knob(
+        None,
+        "--namespace-prefix",
+        env="DYN_NAMESPACE_PREFIX",
+        help="serve only models of namespaces that begin like this",
+    )
+    metrics_prefix: str = knob(
+        "dynamo_frontend",
+        "--metrics-prefix",
+        env="DYN_METRICS_PREFIX",
+        help="first part of the names of the frontend's metrics",
+    )
+    body_limit_mb: int = knob(
+        45, env="DYN_HTTP_BODY_LIMIT_MB", minimum=1, help="largest request body in MiB"
+    )
+    max_connections: int = knob(
+        4096, env="DYN_HTTP_MAX_CONNECTIONS", minimum=1, help="clients connected at once"
+    )
+    header_timeout_s: float = knob(
+        15.0,
+        env="DYN_HTTP_HEADER_TIMEOUT_SECS",
+        minimum=0,
+        exclusive_minimum=True,
+        help="seconds a client may take to send a request head",
+    )
+    body_timeout_s: float = knob(
+        120.0,
+        env="DYN_HTTP_BODY_TIMEOUT_SECS",
+        minimum=0,
+        exclusive_minimum=True,
+        help="seconds a client may take to send a request body",
+    )
+    idle_timeout_s: float = knob(
+        75.0,
+        env="DYN_HTTP_IDLE_TIMEOUT_SECS",
+        minimum=0,
+        exclusive_minimum=True,
+        help="seconds an idle connection is kept",
+    )
+    listen_backlog: int = knob(
+        2048, env="DYN_HTTP_LISTEN_BACKLOG", minimum=1, help="connections waiting to be accepted"
+    )
+    overload_status: int = knob(
+        503,
+        env="DYN_HTTP_OVERLOAD_STATUS_CODE",
+        minimum=200,
+        maximum=999,
+        help="HTTP status when every worker is busy",
+    )
+    graceful_shutdown_timeout_s: float = knob(
+        5.0,
+        env="DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
+        minimum=0,
+        help="seconds requests in flight may take to end after SIGTERM",
+    )
+    backend_stream_timeout_s: float | None = knob(
+        None,
+        env="DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS",
+        minimum=0,
+        exclusive_minimum=True,
+        help="seconds an engine may be silent in the middle of a request; default: any",
+    )
+    slow_client_limit_mb: int = knob(
+        8,
+        env="DYN_HTTP_SLOW_CLIENT_LIMIT_MB",
+        minimum=1,
+        help="MiB kept for a client that reads its stream too slowly; then it is cut off",
+    )
+    ignore_unsupported_fields: bool = knob(
+        False,
+        env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS",
+        help="let unknown request fields pass instead of refusing them",
+    )
+    disable_nvext: bool = knob(
+        False, env="DYN_DISABLE_FRONTEND_NVEXT", help="drop nvext from requests"
+    )
+    force_usage: bool = knob(
+        False,
+        env="DYN_ENABLE_FORCE_INCLUDE_USAGE",
+        help="send token counts at the end of every stream",
+    )
+    log_level: str = knob(
+        "info", env="DYN_LOG", help="log level, with exceptions: info,dynamo.router=debug"
+    )
+    log_jsonl: bool = knob(False, env="DYN_LOGGING_JSONL", help="write logs as JSON lines")

@@ -1,0 +1,150 @@
+"""The frontend's counters: children looked up once for each model, then plain additions.
+
+Spec 6, 6.1, 6.2. Names of models nobody serves fold into one label value, so that a client can't
+fill the memory with label values.
+"""
+
+from __future__ import annotations
+
+from dynamo.observability.metrics import Counter, Family, Gauge, Histogram, Registry
+from dynamo.observability.names import (
+    DEFAULT_FRONTEND_PREFIX,
+    Frontend,
+    MetricSpec,
+    RequestPlane,
+    counter,
+    gauge,
+    histogram,
+)
+from dynamo.protocols.card import ModelCard
+
+__all__ = ["UNKNOWN_MODEL", "FrontendMetrics", "ModelMetrics"]
+
+UNKNOWN_MODEL = "unknown_model"
+_WORKER_TYPE = "decode"
+
+
+class FrontendMetrics:
+    """Everything the frontend counts, on ``registry``, with names that begin with ``prefix``."""
+
+    def __init__(self, registry: Registry, prefix: str = DEFAULT_FRONTEND_PREFIX) -> None:
+        self.registry = registry
+        self.prefix = prefix
+        self._models: dict[str, ModelMetrics] = {}
+        self.disconnected = self._gauge(Frontend.DISCONNECTED).labels()
+        self.disconnected.set(0)
+        self.http_refused = self._counter(Frontend.HTTP_REFUSED)
+        self.http_connections = self._gauge(Frontend.HTTP_CONNECTIONS).labels()
+        self.failures = self._counter(Frontend.FAILURES)
+        self.cards_rejected = self._counter(Frontend.CARDS_REJECTED)
+        self.loop_delay = self._histogram(Frontend.LOOP_DELAY).labels()
+        self.loop_stalls = self._counter(Frontend.LOOP_STALLS).labels()
+        self.template = self._histogram(Frontend.TEMPLATE_SECONDS).labels()
+        self.tokenize = self._histogram(Frontend.TOKENIZE_SECONDS).labels()
+        latency = self._histogram(Frontend.TOKENIZER_LATENCY_MS)
+        self.tokenize_ms = latency.labels("tokenize")
+        self.detokenize_tokens = self._counter(Frontend.DETOKENIZE_TOKENS).labels()
+        stages = self._histogram(Frontend.STAGE_SECONDS)
+        self.preprocess_stage = stages.labels("preprocess")
+        self.route_stage = stages.labels("route")
+        self.dispatch_stage = stages.labels("dispatch")
+        self.roundtrip_stage = stages.labels("transport_roundtrip")
+        waiting = self._gauge(Frontend.STAGE_REQUESTS)
+        self.preprocessing = waiting.labels("aggregated", "preprocess")
+        self.awaiting_first = waiting.labels("aggregated", "transport_roundtrip")
+        self.plane_inflight = gauge(registry, RequestPlane.INFLIGHT).labels()
+        self.plane_queue = histogram(registry, RequestPlane.QUEUE_SECONDS).labels()
+        self.plane_send = histogram(registry, RequestPlane.SEND_SECONDS).labels()
+        self.plane_roundtrip = histogram(registry, RequestPlane.ROUNDTRIP).labels()
+        self._last_isl = self._gauge(Frontend.WORKER_LAST_ISL)
+        self._last_ttft = self._gauge(Frontend.WORKER_LAST_TTFT)
+        self._last_itl = self._gauge(Frontend.WORKER_LAST_ITL)
+        self.unknown = ModelMetrics(self, UNKNOWN_MODEL)
+
+    def refused(self, status: int) -> None:
+        """The HTTP layer turned a request away."""
+        self.http_refused.labels(str(status)).value += 1
+
+    def model(self, name: str) -> ModelMetrics:
+        """The children of a model that is or was served."""
+        found = self._models.get(name)
+        if found is None:
+            found = self._models[name] = ModelMetrics(self, name)
+        return found
+
+    def worker_last(
+        self, worker_id: int, dp_rank: int, isl: int, ttft_s: float | None, itl_s: float | None
+    ) -> None:
+        """What the latest request of a worker saw."""
+        labels = (str(dp_rank), str(worker_id), _WORKER_TYPE)
+        self._last_isl.labels(*labels).value = isl
+        if ttft_s is not None:
+            self._last_ttft.labels(*labels).value = ttft_s
+        if itl_s is not None:
+            self._last_itl.labels(*labels).value = itl_s
+
+    def forget_worker(self, worker_id: int, dp_ranks: range) -> None:
+        """The worker is gone."""
+        for rank in dp_ranks:
+            for family in (self._last_isl, self._last_ttft, self._last_itl):
+                family.remove(str(rank), str(worker_id), _WORKER_TYPE)
+
+    def show_card(self, card: ModelCard, ready: bool) -> None:
+        """The model's gauges, from its card."""
+        config = card.runtime_config
+        rows: list[tuple[MetricSpec, float | None]] = [
+            (Frontend.MODEL_READY, float(ready)),
+            (Frontend.MODEL_CONTEXT, card.context_length),
+            (Frontend.MODEL_BLOCK_SIZE, card.kv_cache_block_size),
+            (Frontend.MODEL_BATCHED_TOKENS, config.max_num_batched_tokens),
+            (Frontend.MODEL_SEQS, config.max_num_seqs),
+            (Frontend.MODEL_MIGRATION, card.migration_limit),
+            (Frontend.MODEL_KV_BLOCKS, config.total_kv_blocks),
+        ]
+        for spec, value in rows:
+            if value is not None:
+                self._gauge(spec).labels(card.display_name).set(value)
+
+    def _counter(self, spec: MetricSpec) -> Family[Counter]:
+        return counter(self.registry, spec, self.prefix)
+
+    def _gauge(self, spec: MetricSpec) -> Family[Gauge]:
+        return gauge(self.registry, spec, self.prefix)
+
+    def _histogram(self, spec: MetricSpec) -> Family[Histogram]:
+        return histogram(self.registry, spec, self.prefix)
+
+
+class ModelMetrics:
+    """The children of one model."""
+
+    def __init__(self, metrics: FrontendMetrics, name: str) -> None:
+        registry, prefix = metrics.registry, metrics.prefix
+        self.name = name
+        self.active = gauge(registry, Frontend.ACTIVE, prefix).labels(name)
+        self.inflight = gauge(registry, Frontend.INFLIGHT, prefix).labels(name)
+        self.queued = gauge(registry, Frontend.QUEUED, prefix).labels(name)
+        self.duration = histogram(registry, Frontend.DURATION, prefix).labels(name)
+        self.ttft = histogram(registry, Frontend.TTFT, prefix).labels(name)
+        self.itl = histogram(registry, Frontend.ITL, prefix).labels(name)
+        self.isl = histogram(registry, Frontend.ISL, prefix).labels(name)
+        self.osl = histogram(registry, Frontend.OSL, prefix).labels(name)
+        self.cached = histogram(registry, Frontend.CACHED, prefix).labels(name)
+        self.output_tokens = counter(registry, Frontend.OUTPUT_TOKENS, prefix).labels(name)
+        self._started = counter(registry, Frontend.STARTED, prefix)
+        self._requests = counter(registry, Frontend.REQUESTS, prefix)
+        self._rejection = counter(registry, Frontend.REJECTION, prefix)
+        self._cancellation = counter(registry, Frontend.CANCELLATION, prefix)
+
+    def started(self, endpoint: str, request_type: str) -> None:
+        """A request was accepted for processing."""
+        self._started.labels(endpoint, self.name, request_type).value += 1
+
+    def ended(self, endpoint: str, request_type: str, error_type: str) -> None:
+        """A request has ended; ``error_type`` is "" for success. Spec 6."""
+        status = "error" if error_type else "success"
+        self._requests.labels(endpoint, error_type, self.name, request_type, status).value += 1
+        if error_type == "cancelled":
+            self._cancellation.labels(self.name, endpoint, request_type).value += 1
+        elif error_type == "overload":
+            self._rejection.labels(self.name, endpoint).value += 1

@@ -1,0 +1,68 @@
+"""From method and path to a function, and what is said when there is none. Spec 5.1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dynamo.frontend.http import Exchange
+
+__all__ = ["Route", "Routes"]
+
+Route = Callable[[Exchange], None]
+
+
+class Routes:
+    """A table of exact paths, and of prefixes whose rest the route reads itself."""
+
+    def __init__(self) -> None:
+        self._exact: dict[str, dict[str, Route]] = {}
+        self._prefixes: list[tuple[str, dict[str, Route]]] = []
+
+    def get(self, path: str, route: Route) -> None:
+        """GET and HEAD ``path``; a path that ends in ``/`` stands for all longer ones."""
+        methods = {"GET": route, "HEAD": route}
+        if path.endswith("/"):
+            self._prefixes.append((path, methods))
+        else:
+            self._exact[path] = methods
+
+    def post(self, path: str, route: Route) -> None:
+        """POST of a JSON body to ``path``."""
+        self._exact[path] = {"POST": route}
+
+    def paths(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Every path and its methods."""
+        rows = [*self._exact.items(), *self._prefixes]
+        return [(path, tuple(methods)) for path, methods in rows]
+
+    def __call__(self, exchange: Exchange) -> None:
+        """Answer ``exchange``: the handler of the HTTP server."""
+        methods = self._exact.get(exchange.path) or self._prefixed(exchange.path)
+        if methods is None:
+            text = f"Route not found: {exchange.method} {exchange.path}"
+            exchange.refuse(404, text)
+            return
+        route = methods.get(exchange.method)
+        if route is None:
+            exchange.respond(405, b"", "", [("allow", ", ".join(methods))])
+        elif exchange.method == "POST" and not _is_json(exchange.headers.get("content-type")):
+            exchange.refuse(415, "Expected request with Content-Type application/json")
+        else:
+            route(exchange)
+
+    def _prefixed(self, path: str) -> dict[str, Route] | None:
+        for prefix, methods in self._prefixes:
+            if len(path) > len(prefix) and path.startswith(prefix):
+                return methods
+        return None
+
+
+def _is_json(content_type: str | None) -> bool:
+    if content_type == "application/json":
+        return True
+    if content_type is None:
+        return False
+    media_type = content_type.partition(";")[0].strip().lower()
+    return media_type == "application/json" or (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    )

@@ -1,0 +1,76 @@
+"""Which function answers which request, and the bodies when none does. Spec 5.1."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from http_bench import Bench
+
+from dynamo.frontend.http import Exchange
+from dynamo.frontend.routes import Routes
+
+
+def table() -> Routes:
+    routes = Routes()
+
+    def say(exchange: Exchange) -> None:
+        exchange.respond(200, exchange.path.encode(), "text/plain")
+
+    routes.get("/a", say)
+    routes.get("/models", say)
+    routes.get("/models/", say)
+    routes.post("/p", say)
+    return routes
+
+
+def ask(method: str, path: str, content_type: str | None = None) -> tuple[int, dict[str, str], str]:
+    bench = Bench(handler=table())
+    extra = f"Content-Type: {content_type}\r\n" if content_type else ""
+    request = f"{method} {path} HTTP/1.1\r\nHost: a\r\n{extra}Content-Length: 0\r\n\r\n"
+    head, _, body = bench.feed(request.encode()).decode().partition("\r\n\r\n")
+    status, *lines = head.split("\r\n")
+    return int(status.split(" ")[1]), dict(line.split(": ", 1) for line in lines), body
+
+
+def test_exact_paths_and_prefixes() -> None:
+    assert ask("GET", "/a?q=1")[::2] == (200, "/a")
+    assert ask("GET", "/models")[::2] == (200, "/models")
+    assert ask("GET", "/models/org/name")[::2] == (200, "/models/org/name")
+    assert ask("GET", "/models/org%2Fname")[::2] == (200, "/models/org/name")
+    assert ask("HEAD", "/a")[::2] == (200, "")
+
+
+@pytest.mark.parametrize("path", ["/x", "/a/", "/A", "/models/", "/"])
+def test_unknown_paths(path: str) -> None:
+    status, _, body = ask("GET", path)
+    assert status == 404
+    assert json.loads(body) == {
+        "message": f"Route not found: GET {path}",
+        "type": "Not Found",
+        "code": 404,
+    }
+
+
+def test_wrong_methods() -> None:
+    status, headers, body = ask("DELETE", "/a")
+    assert (status, headers["allow"], body) == (405, "GET, HEAD", "")
+    assert "content-type" not in headers
+    status, headers, body = ask("GET", "/p")
+    assert (status, headers["allow"], body) == (405, "POST", "")
+
+
+@pytest.mark.parametrize("good", ["application/json", "Application/JSON; charset=utf-8"])
+def test_json_is_taken(good: str) -> None:
+    assert ask("POST", "/p", good)[0] == 200
+
+
+@pytest.mark.parametrize("bad", [None, "text/plain", "application/x-www-form-urlencoded", "json"])
+def test_anything_else_is_not(bad: str | None) -> None:
+    status, _, body = ask("POST", "/p", bad)
+    assert status == 415
+    assert json.loads(body) == {
+        "message": "Expected request with Content-Type application/json",
+        "type": "Unsupported Media Type",
+        "code": 415,
+    }
