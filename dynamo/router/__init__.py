@@ -1,0 +1,18 @@
+"""Routing: which worker gets a request, from cached prefixes and active load. Spec 2, 3."""
+
+from dynamo.router.factory import make_index, make_picker
+from dynamo.router.indexer import Indexer, Recovery
+from dynamo.router.kv import KvPicker
+from dynamo.router.modes import InflightPicker
+from dynamo.router.picker import Decision, Picker
+
+__all__ = [
+    "Decision",
+    "Indexer",
+    "InflightPicker",
+    "KvPicker",
+    "Picker",
+    "Recovery",
+    "make_index",
+    "make_picker",
+]

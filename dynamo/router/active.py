@@ -1,0 +1,144 @@
+"""Load that the router itself has booked: from the pick to the end of each request. Spec 3.5.
+
+Pure: time is handed in. Blocks and tokens are summed per slot by ``dynamo._fast.sequences``.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from dynamo._fast.sequences import ActiveSequences
+from dynamo.errors import InvalidArgument
+
+__all__ = ["ActiveLoad", "Booking"]
+
+
+@dataclass(slots=True)
+class Booking:
+    """One running request. ``overlap_blocks`` of its prompt were cached when it was placed."""
+
+    slot: int
+    worker_id: int
+    dp_rank: int
+    isl_tokens: int
+    overlap_blocks: int
+    booked_at_s: float
+    expected_output_tokens: int | None = None
+    handle: int = -1
+    output_tokens: int = 0
+    first_token_at_s: float | None = None
+
+
+class ActiveLoad:
+    """Bookings by request id. Every call but ``book`` may be repeated and tolerates unknown ids."""
+
+    def __init__(self, block_size: int, track_blocks: bool = True, track_output: bool = False):
+        self.block_size = block_size
+        self.track_blocks = track_blocks
+        self.track_output = track_output
+        self._sequences = ActiveSequences()
+        self._bookings: dict[str, Booking] = {}
+
+    def __len__(self) -> int:
+        return len(self._bookings)
+
+    def project_into(
+        self,
+        sequence_hashes: array[int] | None,
+        unique_blocks: int,
+        prefill_tokens: array[int],
+        decode_blocks: array[int],
+    ) -> None:
+        """Write, by slot, active prefill tokens and active blocks with this request's added.
+
+        Columns of i64. Decode is 0 everywhere when blocks are not tracked.
+        """
+        if not self.track_blocks:
+            sequence_hashes, unique_blocks = None, 0
+        self._sequences.project_into(sequence_hashes, unique_blocks, prefill_tokens, decode_blocks)
+
+    def book(
+        self,
+        request_id: str,
+        booking: Booking,
+        sequence_hashes: array[int] | None,
+        unique_blocks: int,
+        prefill_tokens: int,
+    ) -> None:
+        """Hold the load until :meth:`free`. Raises InvalidArgument for an id already running."""
+        held = self._bookings.get(request_id)
+        if held is not None:
+            raise InvalidArgument(
+                f"Request {request_id} already exists (assigned to worker {held.worker_id})"
+            )
+        if not self.track_blocks:
+            sequence_hashes, unique_blocks = None, 0
+        booking.handle = self._sequences.book(
+            booking.slot, sequence_hashes, unique_blocks, prefill_tokens
+        )
+        self._bookings[request_id] = booking
+
+    def mark_prefill_complete(self, request_id: str, now_s: float) -> Booking | None:
+        """Release the prefill tokens; the booking the first time, else None."""
+        booking = self._bookings.get(request_id)
+        if booking is None or booking.first_token_at_s is not None:
+            return None
+        booking.first_token_at_s = now_s
+        self._sequences.end_prefill(booking.handle)
+        return booking
+
+    def add_output_tokens(self, request_id: str, count: int) -> None:
+        """Count generated tokens, and the blocks they fill when output is tracked."""
+        booking = self._bookings.get(request_id)
+        if booking is None:
+            return
+        before = booking.isl_tokens + booking.output_tokens
+        booking.output_tokens += count
+        if self.track_output and self.track_blocks:
+            crossed = (before + count) // self.block_size - before // self.block_size
+            if crossed:
+                self._sequences.grow(booking.handle, crossed, _faded(booking))
+
+    def free(self, request_id: str) -> Booking | None:
+        """End the request; its booking, or None when there is none (any more)."""
+        booking = self._bookings.pop(request_id, None)
+        if booking is not None:
+            self._sequences.release(booking.handle)
+        return booking
+
+    def drop_slot(self, slot: int) -> int:
+        """End everything on a slot whose worker is gone; how many requests there were."""
+        lost = [key for key, booking in self._bookings.items() if booking.slot == slot]
+        for key in lost:
+            self.free(key)
+        return len(lost)
+
+    def expire(self, before_s: float) -> list[str]:
+        """End requests booked before ``before_s``; bookings stand in order of time."""
+        expired = []
+        for request_id, booking in self._bookings.items():
+            if booking.booked_at_s >= before_s:
+                break
+            expired.append(request_id)
+        for request_id in expired:
+            self.free(request_id)
+        return expired
+
+    def load(self, slot: int) -> tuple[int, int, int]:
+        """(active prefill tokens, active blocks, active requests) of ``slot``."""
+        return self._sequences.load(slot)
+
+    def memory_bytes(self) -> int:
+        """Bytes held by the compiled tables."""
+        return self._sequences.memory_bytes()
+
+    def _check(self) -> None:
+        self._sequences._check()
+        slots = {booking.slot for booking in self._bookings.values()}
+        assert sum(self.load(slot)[2] for slot in slots) == len(self._bookings)
+
+
+def _faded(booking: Booking) -> float:
+    expected = booking.expected_output_tokens
+    return min(booking.output_tokens / expected, 1.0) if expected else 0.0

@@ -1,0 +1,125 @@
+"""Which slots a request may go to: allow-list, pin, dp_rank, taints, busy. Spec 3.10.
+
+Pure, and free for the request that asks for nothing: it gets the fleet's own column.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from dynamo.errors import InvalidArgument, NoInstances, Overloaded
+from dynamo.protocols.engine import Routing
+from dynamo.router.fleet import Fleet, Member
+
+__all__ = ["eligible", "pinned_worker"]
+
+
+def pinned_worker(routing: Routing) -> tuple[str, int] | None:
+    """The request field that names a worker, and the worker; None when it names none."""
+    if routing.backend_instance_id is not None:
+        return "backend_instance_id", routing.backend_instance_id
+    if routing.decode_worker_id is not None:
+        return "decode_worker_id", routing.decode_worker_id
+    return None
+
+
+def eligible(fleet: Fleet, routing: Routing | None) -> array[int]:
+    """Candidate slots (u32), never empty. O(1) without constraints, else O(workers).
+
+    Raises NoInstances when there is no worker, InvalidArgument when the request asks for what
+    does not exist, Overloaded when only busy workers are left.
+    """
+    if not fleet.candidates:
+        raise NoInstances("no endpoints: no worker is registered")
+    if routing is None or not _constrains(routing):
+        if not fleet.busy:
+            return fleet.candidates
+        return _slots(_ready(fleet, fleet.members.values()), None)
+    pin = pinned_worker(routing)
+    if pin is not None:
+        return _slots([_pinned(fleet, routing, *pin)], routing.dp_rank)
+    members = _allowed(fleet, routing)
+    if routing.dp_rank is not None:
+        members = _with_rank(members, routing.dp_rank)
+    if routing.required_taints:
+        members = _tainted(members, routing.required_taints)
+    return _slots(_ready(fleet, members), routing.dp_rank)
+
+
+def _constrains(routing: Routing) -> bool:
+    return (
+        routing.backend_instance_id is not None
+        or routing.decode_worker_id is not None
+        or routing.dp_rank is not None
+        or routing.allowed_worker_ids is not None
+        or bool(routing.required_taints)
+    )
+
+
+def _pinned(fleet: Fleet, routing: Routing, field: str, worker_id: int) -> Member:
+    if routing.allowed_worker_ids is not None and worker_id not in routing.allowed_worker_ids:
+        raise InvalidArgument(f"pinned worker {worker_id} is not in the request's allow-list")
+    member = fleet.members.get(worker_id)
+    if member is None:
+        raise InvalidArgument(
+            f"InvalidRequest: nvext.{field}={worker_id} does not identify a known worker"
+        )
+    if routing.dp_rank is not None and routing.dp_rank not in member.slots:
+        raise InvalidArgument(
+            f"dp_rank {routing.dp_rank} is out of bounds for worker {worker_id}: {_bounds(member)}"
+        )
+    if routing.required_taints:
+        _tainted([member], routing.required_taints)
+    if worker_id in fleet.busy:
+        raise Overloaded(f"pinned worker {worker_id} is overloaded")
+    return member
+
+
+def _bounds(member: Member) -> str:
+    first = member.config.data_parallel_start_rank
+    return f"[{first}, {first + len(member.slots)})"
+
+
+def _allowed(fleet: Fleet, routing: Routing) -> list[Member]:
+    if routing.allowed_worker_ids is None:
+        return list(fleet.members.values())
+    allowed = [
+        fleet.members.get(worker_id) for worker_id in dict.fromkeys(routing.allowed_worker_ids)
+    ]
+    members = [member for member in allowed if member is not None]
+    if not members:
+        raise NoInstances("no endpoints: none of the request's allowed workers is registered")
+    return members
+
+
+def _with_rank(members: list[Member], dp_rank: int) -> list[Member]:
+    """Workers that have the rank; one without data parallelism serves any (observed)."""
+    fitting = [member for member in members if dp_rank in member.slots or len(member.slots) == 1]
+    if not fitting:
+        raise InvalidArgument(f"dp_rank {dp_rank} is out of bounds for every worker")
+    return fitting
+
+
+def _tainted(members: list[Member], required: list[str]) -> list[Member]:
+    fitting = [member for member in members if set(required) <= set(member.config.taints)]
+    if not fitting:
+        raise InvalidArgument(f"no worker has the required taints: {', '.join(required)}")
+    return fitting
+
+
+def _ready(fleet: Fleet, members: Iterable[Member]) -> list[Member]:
+    ready = [member for member in members if member.worker_id not in fleet.busy]
+    if not ready:
+        raise Overloaded("all eligible workers are overloaded")
+    return ready
+
+
+def _slots(members: Iterable[Member], dp_rank: int | None) -> array[int]:
+    slots = array("I")
+    for member in members:
+        if dp_rank is not None and dp_rank in member.slots:
+            slots.append(member.slots[dp_rank])
+        else:
+            slots.extend(member.slots.values())
+    return slots

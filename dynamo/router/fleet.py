@@ -1,0 +1,107 @@
+"""Who can be chosen: workers, their data-parallel ranks, and the dense slot of each pair."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynamo.protocols.card import RuntimeConfig
+
+__all__ = ["DenseSlots", "Fleet", "Member", "SlotSource"]
+
+
+class SlotSource(Protocol):
+    """Hands out dense small integers; the prefix index does, so that its columns fit."""
+
+    def slot(self, worker: int, dp_rank: int) -> int:
+        """The slot of the pair, registered on first use."""
+        ...
+
+    def remove_worker(self, worker: int) -> int:
+        """Free the worker's slots."""
+        ...
+
+
+class DenseSlots:
+    """A slot source of its own, for modes without a prefix index."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[int, int], int] = {}
+        self._free: list[int] = []
+
+    def slot(self, worker: int, dp_rank: int) -> int:
+        """The slot of the pair; freed ones are used again first."""
+        key = (worker, dp_rank)
+        if key not in self._slots:
+            self._slots[key] = self._free.pop() if self._free else len(self._slots)
+        return self._slots[key]
+
+    def remove_worker(self, worker: int) -> int:
+        """Free the worker's slots; always 0, since there are no blocks here."""
+        for key in [key for key in self._slots if key[0] == worker]:
+            self._free.append(self._slots.pop(key))
+        return 0
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker: ``slots`` by dp_rank, from ``data_parallel_start_rank`` on."""
+
+    worker_id: int
+    config: RuntimeConfig
+    device_type: str
+    slots: dict[int, int]
+
+
+class Fleet:
+    """The live workers. Reads are plain attributes; changes rebuild them (rare).
+
+    ``candidates`` is the column of all slots, ``owners[slot]`` its (worker_id, dp_rank), ``width``
+    the length that columns indexed by slot need, ``busy`` the workers over their busy thresholds.
+    """
+
+    def __init__(self, source: SlotSource) -> None:
+        self._source = source
+        self.members: dict[int, Member] = {}
+        self.owners: list[tuple[int, int] | None] = []
+        self.candidates = array("I")
+        self.busy: set[int] = set()
+        self.width = 0
+
+    def add(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> Member:
+        """Add the worker, or take its new configuration; ranks keep their slots."""
+        first = config.data_parallel_start_rank
+        ranks = range(first, first + max(config.data_parallel_size, 1))
+        slots = {rank: self._source.slot(worker_id, rank) for rank in ranks}
+        member = self.members[worker_id] = Member(worker_id, config, device_type, slots)
+        self._rebuild()
+        return member
+
+    def remove(self, worker_id: int) -> list[int]:
+        """Forget the worker and free its slots; the slots it had."""
+        member = self.members.pop(worker_id, None)
+        if member is None:
+            return []
+        self.busy.discard(worker_id)
+        self._source.remove_worker(worker_id)
+        self._rebuild()
+        return list(member.slots.values())
+
+    def set_busy(self, worker_id: int, busy: bool) -> None:
+        """Mark a worker as over or under its thresholds; unknown workers are ignored."""
+        if busy and worker_id in self.members:
+            self.busy.add(worker_id)
+        else:
+            self.busy.discard(worker_id)
+
+    def _rebuild(self) -> None:
+        self.candidates = array("I")
+        pairs = {
+            slot: (member.worker_id, rank)
+            for member in self.members.values()
+            for rank, slot in member.slots.items()
+        }
+        self.candidates.extend(pairs)
+        self.width = max(pairs, default=-1) + 1
+        self.owners = [pairs.get(slot) for slot in range(self.width)]

@@ -1,0 +1,214 @@
+"""The kv mode: cached prefix against active load, one cost per slot, the cheapest wins.
+
+One decision is four compiled calls over columns indexed by slot: hash, match, project, score.
+Spec 3.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any, NamedTuple
+
+from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_hashes
+from dynamo._fast.radix import RadixTree
+from dynamo._fast.scoring import choose, costs
+from dynamo.config.router import RouterSettings
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.codec import Tokens
+from dynamo.protocols.engine import Routing
+from dynamo.router.active import ActiveLoad, Booking
+from dynamo.router.cost import Terms, formula, overridden, terms_of
+from dynamo.router.filters import eligible
+from dynamo.router.fleet import DenseSlots, Fleet
+from dynamo.router.metrics import DecisionMetrics
+from dynamo.router.picker import Decision
+
+__all__ = ["KvPicker"]
+
+logger = logging.getLogger(__name__)
+_NO_HASHES = array("Q")
+
+
+class _Prompt(NamedTuple):
+    """A prompt as the index and the load tracker see it. ``blocks`` are the full ones."""
+
+    isl_tokens: int
+    blocks: int
+    hashes: array[int]
+    chained: array[int]
+    unique_blocks: int
+
+
+class KvPicker:
+    """Cost-based choice. ``index`` is None where prefix overlap must not matter.
+
+    ``clock`` gives seconds and is only ever subtracted. Decision cost: O(prompt + slots × log
+    prompt).
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        block_size: int,
+        index: RadixTree | None,
+        metrics: DecisionMetrics | None = None,
+        random: Random | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.fleet = Fleet(DenseSlots() if index is None else index)
+        self.block_size = block_size
+        self.active = ActiveLoad(
+            block_size, settings.track_active_blocks, settings.track_output_blocks
+        )
+        self._index = index
+        self._terms = terms_of(settings, block_size)
+        self._metrics = metrics
+        self._uniform = (random or Random()).random
+        self._clock = clock
+        self._resize()
+
+    def pick(
+        self,
+        request_id: str | None,
+        tokens: Tokens,
+        *,
+        routing: Routing | None = None,
+        override: Mapping[str, Any] | None = None,
+    ) -> Decision:
+        """See :meth:`dynamo.router.picker.Picker.pick`."""
+        times = [self._clock()]
+        terms = overridden(self._terms, override) if override else self._terms
+        slots = eligible(self.fleet, routing)
+        prompt = self._hash(tokens, routing, terms, times)
+        if self._index is not None:
+            self._index.match_into(prompt.hashes, self._depths)
+        times.append(self._clock())
+        slot, decision = self._choose(prompt, slots, terms)
+        if request_id is not None:
+            self._book(request_id, slot, decision, prompt, routing, terms)
+        times.append(self._clock())
+        if self._metrics is not None:
+            self._metrics.decided(times, prompt.isl_tokens, decision, self.block_size)
+        return decision
+
+    def mark_prefill_complete(self, request_id: str) -> None:
+        """The first token is here: the prompt is no load any more."""
+        booking = self.active.mark_prefill_complete(request_id, self._clock())
+        if booking is not None and self._metrics is not None:
+            self._metrics.first_token(booking)
+
+    def add_output_tokens(self, request_id: str, count: int) -> None:
+        """``count`` more tokens were generated."""
+        self.active.add_output_tokens(request_id, count)
+
+    def free(self, request_id: str) -> None:
+        """The request has ended, however it did."""
+        booking = self.active.free(request_id)
+        if booking is not None and self._metrics is not None:
+            self._metrics.ended(booking, self._clock())
+
+    def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
+        """A worker appeared, or its configuration changed."""
+        self.fleet.add(worker_id, config, device_type)
+        self._resize()
+
+    def remove_worker(self, worker_id: int) -> None:
+        """A worker is gone: its blocks leave the index, its load is dropped."""
+        for slot in self.fleet.remove(worker_id):
+            self.active.drop_slot(slot)
+
+    def expire(self, age_s: float) -> list[str]:
+        """Drop the load of requests older than ``age_s``, which somebody forgot to free."""
+        return self.active.expire(self._clock() - age_s)
+
+    def _resize(self) -> None:
+        """Columns by slot, long enough for the slots that the index has ever handed out."""
+        width = 16
+        while width < self.fleet.width:
+            width *= 2
+        self._depths = array("I", bytes(4 * width))
+        self._prefill = array("q", bytes(8 * width))
+        self._decode = array("q", bytes(8 * width))
+        self._costs = array("d", bytes(8 * width))
+
+    def _hash(
+        self, tokens: Tokens, routing: Routing | None, terms: Terms, times: list[float]
+    ) -> _Prompt:
+        seed = BLOCK_SEED
+        if routing is not None and (routing.lora_name or routing.cache_namespace):
+            seed = seed_for(routing.lora_name, routing.cache_namespace)
+        tracked = self.active.track_blocks
+        hashes = chained = _NO_HASHES
+        if self._index is not None or tracked:
+            hashes = block_hashes(tokens, self.block_size, seed=seed)
+        times.append(self._clock())
+        blocks = len(tokens) // self.block_size
+        reuse = tracked and terms.assume_kv_reuse
+        if reuse:
+            chained = sequence_hashes(hashes)
+        times.append(self._clock())
+        unique = blocks if tracked and not reuse else 0
+        return _Prompt(len(tokens), blocks, hashes, chained, unique)
+
+    def _choose(self, prompt: _Prompt, slots: array[int], terms: Terms) -> tuple[int, Decision]:
+        self.active.project_into(prompt.chained, prompt.unique_blocks, self._prefill, self._decode)
+        costs(
+            terms.weights,
+            prompt.isl_tokens,
+            slots,
+            self._prefill,
+            self._decode,
+            self._costs,
+            self._depths,
+        )
+        chosen = choose(self._costs, len(slots), terms.temperature, self._uniform())
+        slot = slots[chosen]
+        owner = self.fleet.owners[slot]
+        assert owner is not None, "a candidate slot has an owner"
+        decision = Decision(*owner, self._depths[slot], prompt.blocks)
+        if logger.isEnabledFor(logging.DEBUG):
+            self._explain(terms, slots, decision)
+        return slot, decision
+
+    def _book(
+        self,
+        request_id: str,
+        slot: int,
+        decision: Decision,
+        prompt: _Prompt,
+        routing: Routing | None,
+        terms: Terms,
+    ) -> None:
+        overlap = decision.overlap_blocks
+        prefill = max(prompt.isl_tokens - overlap * self.block_size, 0)
+        expected = routing.expected_output_tokens if routing is not None else None
+        booking = Booking(
+            slot,
+            decision.worker_id,
+            decision.dp_rank,
+            prompt.isl_tokens,
+            overlap,
+            self._clock(),
+            expected,
+        )
+        self.active.book(
+            request_id,
+            booking,
+            prompt.chained,
+            prompt.unique_blocks,
+            prefill if terms.track_prefill_tokens else 0,
+        )
+
+    def _explain(self, terms: Terms, slots: array[int], decision: Decision) -> None:
+        """The decision as the router guide shows it. Spec 3.4."""
+        for slot, cost in zip(slots, self._costs, strict=False):
+            owner = self.fleet.owners[slot]
+            assert owner is not None, "a candidate slot has an owner"
+            logger.debug(
+                formula(owner[0], terms.weights, cost, self._decode[slot], self._depths[slot])
+            )
+        logger.debug("[ROUTING] Best: worker_%s dp_rank=%d with %d/%d blocks overlap", *decision)

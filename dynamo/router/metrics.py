@@ -1,0 +1,171 @@
+"""What the router counts: children looked up once, then plain additions. Spec 6.2, 6.3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dynamo._fast.radix import RadixTree
+from dynamo.observability.metrics import Counter, Registry
+from dynamo.observability.names import Frontend, Router, counter, gauge, histogram
+from dynamo.observability.names_router import RouterIndex
+from dynamo.router.active import ActiveLoad, Booking
+from dynamo.router.fleet import Member
+from dynamo.router.picker import Decision
+
+__all__ = ["DecisionMetrics", "EventMetrics", "Place", "WorkerMetrics"]
+
+_PHASE = "aggregated"
+_WORKER_TYPE = "decode"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whose metrics these are: the component routed to, and the process that routes."""
+
+    namespace: str
+    component: str
+    model: str = ""
+    router_id: str = "0"
+
+    @property
+    def router(self) -> tuple[str, ...]:
+        """Label values of the per-router families."""
+        return self.component, self.namespace, self.router_id, self.router_id
+
+    @property
+    def modelled(self) -> tuple[str, ...]:
+        """Label values of the per-model families."""
+        return (
+            self.component,
+            self.namespace,
+            self.model,
+            _PHASE,
+            self.router_id,
+            self.router_id,
+        )
+
+
+class DecisionMetrics:
+    """Where the time of a decision goes, what it finds, and how its requests end."""
+
+    def __init__(self, registry: Registry, place: Place) -> None:
+        steps = (
+            Router.BLOCK_HASHING_MS,
+            Router.SEQ_HASHING_MS,
+            Router.FIND_MATCHES_MS,
+            Router.SCHEDULING_MS,
+        )
+        self._steps = [histogram(registry, step).labels(place.router_id) for step in steps]
+        self._total = histogram(registry, Router.TOTAL_MS).labels(place.router_id)
+        self._started = counter(registry, Router.STARTED).labels(*place.router)
+        self._ended = counter(registry, Router.REQUESTS).labels(*place.router)
+        self._hit_rate = histogram(registry, Router.HIT_RATE).labels(*place.router)
+        self._isl = histogram(registry, Router.ISL).labels(*place.modelled)
+        self._osl = histogram(registry, Router.OSL).labels(*place.router)
+        self._ttft = histogram(registry, Router.TTFT).labels(*place.router)
+        self._itl = histogram(registry, Router.ITL).labels(*place.router)
+        cached = counter(registry, RouterIndex.SELECTED_CACHED_TOKENS)
+        self._cached = cached.labels(*place.modelled)
+
+    def decided(
+        self, times: Sequence[float], isl_tokens: int, decision: Decision, block_size: int
+    ) -> None:
+        """A request was booked; ``times`` are the borders of the four steps, seconds."""
+        for step, begin, end in zip(self._steps, times, times[1:], strict=False):
+            step.observe((end - begin) * 1e3)
+        self._total.observe((times[-1] - times[0]) * 1e3)
+        self._started.value += 1
+        self._isl.observe(isl_tokens)
+        self._cached.value += decision.overlap_blocks * block_size
+        if decision.prompt_blocks:
+            self._hit_rate.observe(decision.overlap_blocks / decision.prompt_blocks)
+
+    def first_token(self, booking: Booking) -> None:
+        """The first token came."""
+        if booking.first_token_at_s is not None:
+            self._ttft.observe(booking.first_token_at_s - booking.booked_at_s)
+
+    def ended(self, booking: Booking, now_s: float) -> None:
+        """A request ended, however it did."""
+        self._ended.value += 1
+        self._osl.observe(booking.output_tokens)
+        gaps = booking.output_tokens - 1
+        if booking.first_token_at_s is not None and gaps > 0:
+            self._itl.observe((now_s - booking.first_token_at_s) / gaps, gaps)
+
+
+class EventMetrics:
+    """KV events by type and outcome, oddities by kind, and the size of the index."""
+
+    def __init__(self, registry: Registry, place: Place, index: RadixTree) -> None:
+        self._place = place
+        self._applied = counter(registry, Router.EVENTS_APPLIED)
+        self._warnings = counter(registry, Router.EVENT_WARNINGS)
+        self._by_outcome: dict[tuple[str, str], Counter] = {}
+        for spec, read in (
+            (RouterIndex.BLOCKS, index.blocks),
+            (RouterIndex.MEMORY_BYTES, index.memory_bytes),
+            (RouterIndex.DROPPED_BLOCKS, index.dropped),
+        ):
+            gauge(registry, spec).labels(*place.router).function = read
+
+    def applied(self, event_type: str, status: str) -> None:
+        """Count one event."""
+        child = self._by_outcome.get((event_type, status))
+        if child is None:
+            place = self._place
+            child = self._by_outcome[event_type, status] = self._applied.labels(
+                place.component, place.namespace, event_type, status, place.router_id
+            )
+        child.value += 1
+
+    def warning(self, kind: str, count: int = 1) -> None:
+        """Count ``count`` oddities of one kind."""
+        place = self._place
+        labels = place.component, place.namespace, kind, place.router_id
+        self._warnings.labels(*labels).value += count
+
+
+class WorkerMetrics:
+    """One row per (worker, dp_rank) that can be chosen; gone with the worker."""
+
+    def __init__(self, registry: Registry, place: Place) -> None:
+        self._place = place
+        self._registered = gauge(registry, Router.WORKER_REGISTERED)
+        self._loads = (
+            gauge(registry, Frontend.WORKER_PREFILL_TOKENS),
+            gauge(registry, Frontend.WORKER_DECODE_BLOCKS),
+        )
+
+    def added(self, member: Member, active: ActiveLoad | None) -> None:
+        """Show the worker and, where load is tracked, its load."""
+        for rank, slot in member.slots.items():
+            self._registered.labels(*self._registration(member, rank)).set(1)
+            if active is None:
+                continue
+            for part, family in enumerate(self._loads):
+                child = family.labels(str(rank), str(member.worker_id), _WORKER_TYPE)
+                child.function = _reader(active, slot, part)
+
+    def removed(self, member: Member) -> None:
+        """Forget the worker's rows."""
+        for rank in member.slots:
+            for family in self._loads:
+                family.remove(str(rank), str(member.worker_id), _WORKER_TYPE)
+            self._registered.remove(*self._registration(member, rank))
+
+    def _registration(self, member: Member, rank: int) -> tuple[str, ...]:
+        place = self._place
+        return (
+            str(rank),
+            place.component,
+            place.namespace,
+            str(member.worker_id),
+            place.router_id,
+            _WORKER_TYPE,
+        )
+
+
+def _reader(active: ActiveLoad, slot: int, part: int) -> Callable[[], float]:
+    return lambda: active.load(slot)[part]

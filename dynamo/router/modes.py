@@ -1,0 +1,111 @@
+"""The modes that look at no KV cache: round-robin, random, power-of-two, least-loaded, direct.
+
+Spec 3.12. A slot is one (worker, dp_rank); each is served in turn, so that a worker with two ranks
+gets twice the requests of a worker with one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+from dynamo.errors import InvalidArgument
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.codec import Tokens
+from dynamo.protocols.engine import Routing
+from dynamo.router.filters import eligible, pinned_worker
+from dynamo.router.fleet import DenseSlots, Fleet
+from dynamo.router.picker import Decision
+
+__all__ = ["MODES", "InflightPicker"]
+
+Choice = Callable[[Tokens], int]
+
+
+class InflightPicker:
+    """Chooses by ``mode`` among the eligible slots and counts requests in flight on each.
+
+    ``mode`` is one of :data:`MODES`. O(1) without constraints, except least-loaded: O(slots).
+    """
+
+    def __init__(self, mode: str, random: Random | None = None) -> None:
+        self.fleet = Fleet(DenseSlots())
+        self._random = random or Random()
+        self._direct = mode == "direct"
+        self._choose: Choice = getattr(self, MODES[mode])
+        self._next = 0
+        self._slot_of: dict[str, int] = {}
+        self._inflight: list[int] = []
+
+    def pick(
+        self,
+        request_id: str | None,
+        tokens: Tokens,
+        *,
+        routing: Routing | None = None,
+        override: Mapping[str, Any] | None = None,
+    ) -> Decision:
+        """See :class:`dynamo.router.picker.Picker`; ``tokens`` and ``override`` don't matter."""
+        if self._direct and (routing is None or pinned_worker(routing) is None):
+            raise InvalidArgument("router mode direct needs nvext.backend_instance_id")
+        if request_id is not None and request_id in self._slot_of:
+            raise InvalidArgument(f"Request {request_id} already exists")
+        slot = self._choose(eligible(self.fleet, routing))
+        owner = self.fleet.owners[slot]
+        assert owner is not None, "a candidate slot has an owner"
+        if request_id is not None:
+            self._slot_of[request_id] = slot
+            self._inflight[slot] += 1
+        return Decision(*owner)
+
+    def mark_prefill_complete(self, request_id: str) -> None:
+        """Nothing to do: a request weighs the same from start to end."""
+
+    def add_output_tokens(self, request_id: str, count: int) -> None:
+        """Nothing to do."""
+
+    def free(self, request_id: str) -> None:
+        """The request has ended."""
+        slot = self._slot_of.pop(request_id, None)
+        if slot is not None:
+            self._inflight[slot] -= 1
+
+    def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
+        """A worker appeared, or its configuration changed."""
+        self.fleet.add(worker_id, config, device_type)
+        self._inflight.extend([0] * (self.fleet.width - len(self._inflight)))
+
+    def remove_worker(self, worker_id: int) -> None:
+        """A worker is gone, and with it what it had in flight."""
+        slots = set(self.fleet.remove(worker_id))
+        for request_id in [key for key, slot in self._slot_of.items() if slot in slots]:
+            self.free(request_id)
+
+    def _round_robin(self, slots: array[int]) -> int:
+        self._next += 1
+        return slots[(self._next - 1) % len(slots)]
+
+    def _any(self, slots: array[int]) -> int:
+        return self._random.choice(slots)
+
+    def _power_of_two(self, slots: array[int]) -> int:
+        if len(slots) == 1:
+            return slots[0]
+        first, second = self._random.sample(slots, 2)
+        return first if self._inflight[first] <= self._inflight[second] else second
+
+    def _least_loaded(self, slots: array[int]) -> int:
+        least = min(self._inflight[slot] for slot in slots)
+        return self._random.choice([slot for slot in slots if self._inflight[slot] == least])
+
+
+MODES: dict[str, str] = {
+    "round-robin": "_round_robin",
+    "random": "_any",
+    "power-of-two": "_power_of_two",
+    "least-loaded": "_least_loaded",
+    "direct": "_least_loaded",
+}
+"""Mode to the method that makes its choice; direct chooses among the ranks of the named worker."""

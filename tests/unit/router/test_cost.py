@@ -1,0 +1,109 @@
+"""Settings and overrides to terms; the explanation in the log. Spec 3.1-3.4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamo.config.knob import load
+from dynamo.config.router import RouterSettings
+from dynamo.errors import InvalidArgument
+from dynamo.router.cost import formula, overridden, terms_of
+
+
+def test_defaults() -> None:
+    terms = terms_of(RouterSettings(), 16)
+    weights = terms.weights
+    assert (weights.prefill_scale, weights.credit, weights.decay) == (1.0, 1.0, 0.0)
+    assert (weights.host, weights.disk, weights.block_size) == (0.75, 0.25, 16)
+    assert terms.temperature == 0.0
+
+
+def test_the_legacy_weight_is_the_prefill_scale() -> None:
+    terms = terms_of(RouterSettings(overlap_score_weight=2.5, prefill_load_scale=9.0), 16)
+    assert (terms.weights.prefill_scale, terms.weights.credit) == (2.5, 1.0)
+
+
+def test_weight_zero_takes_the_credit_and_the_index_away() -> None:
+    settings = RouterSettings(mode="kv", overlap_score_weight=0.0)
+    assert not settings.uses_index
+    terms = terms_of(settings, 16)
+    assert (terms.weights.prefill_scale, terms.weights.credit) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("argv", [["--router-mode", "kv"], ["--router-mode", "round_robin"]])
+def test_both_spellings_of_modes(argv: list[str]) -> None:
+    (settings,) = load("x", "", [RouterSettings], argv, env={})
+    assert settings.mode in ("kv", "round-robin")
+    assert settings.uses_index == (settings.mode == "kv")
+
+
+def test_flags_and_variables() -> None:
+    env = {"DYN_ROUTER_USE_KV_EVENTS": "false", "DYN_OVERLAP_SCORE_WEIGHT": "3"}
+    (settings,) = load("x", "", [RouterSettings], ["--router-temperature", "0.5"], env=env)
+    assert (settings.kv_events, settings.overlap_score_weight) == (False, 3.0)
+    assert settings.temperature == 0.5
+    assert settings.prefill_weight == 3.0
+
+
+def test_override_wins_and_unknown_keys_are_ignored() -> None:
+    base = terms_of(RouterSettings(), 16)
+    terms = overridden(
+        base,
+        {
+            "overlap_score_credit": 1.5,
+            "prefill_load_scale": 2,
+            "router_temperature": 0.7,
+            "assume_kv_reuse": False,
+            "shared_cache_multiplier": 0.5,
+            "colour": "blue",
+        },
+    )
+    assert (terms.weights.credit, terms.weights.prefill_scale) == (1.5, 2.0)
+    assert (terms.temperature, terms.assume_kv_reuse) == (0.7, False)
+    assert overridden(base, {"router_temperature": None}).temperature == 0.0
+
+
+def test_legacy_override() -> None:
+    base = terms_of(RouterSettings(), 16)
+    terms = overridden(base, {"overlap_score_weight": 0})
+    assert (terms.weights.prefill_scale, terms.weights.credit) == (0.0, 0.0)
+    assert overridden(base, {"overlap_score_weight": 4}).weights.prefill_scale == 4.0
+
+
+def test_untracked_prefill_weighs_nothing() -> None:
+    terms = overridden(terms_of(RouterSettings(), 16), {"track_prefill_tokens": False})
+    assert terms.weights.prefill_scale == 0.0
+    assert not terms.track_prefill_tokens
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"router_temperature": -1}, "router_temperature must be finite and non-negative"),
+        (
+            {"router_temperature": float("inf")},
+            "router_temperature must be finite and non-negative",
+        ),
+        ({"router_temperature": "hot"}, "router_temperature must be a number, got 'hot'"),
+        ({"overlap_score_credit": True}, "overlap_score_credit must be a number, got True"),
+        ({"overlap_score_credit": float("nan")}, "overlap_score_credit must be finite"),
+        ({"prefill_load_scale": -2}, "prefill_load_scale must be finite and non-negative"),
+        ({"prefill_load_scale": 1e300}, "prefill_load_scale must be finite"),
+        ({"assume_kv_reuse": 1}, "assume_kv_reuse must be true or false, got 1"),
+    ],
+)
+def test_bad_overrides(override: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        overridden(terms_of(RouterSettings(), 16), override)
+    assert caught.value.message == message
+
+
+def test_formula_reads_as_in_the_router_guide() -> None:
+    terms = terms_of(RouterSettings(), 16)
+    assert formula(1, terms.weights, 125.5, 25, 15) == (
+        "Formula for worker_1: 125.500 = 1.0 * 100.500 + 25.0 (cached_blocks: 15)"
+    )
+    off = terms_of(RouterSettings(overlap_score_weight=0.0), 16)
+    assert formula(1, off.weights, 25.0, 25, 0).endswith("= 0.0 * 0.000 + 25.0 (cached_blocks: 0)")

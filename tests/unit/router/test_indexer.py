@@ -1,0 +1,258 @@
+"""Event ids: next, old, missing; recovery by range, by dump, and without an answer. Spec 2.6."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+import pytest
+from dynamo._fast.radix import RadixTree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, KvQueryAnswer, Removed, Stored
+from dynamo.router import indexer as indexer_module
+from dynamo.router.indexer import Indexer, Recovery
+
+
+def column(*values: int) -> bytes:
+    """Values as raw u64."""
+    return array("Q", values).tobytes()
+
+
+def stored(event_id: int, *blocks: int, parent: int | None = None) -> KvEvent:
+    """Blocks whose token hash is their block hash plus 1000."""
+    hashes = column(*blocks), column(*(block + 1000 for block in blocks))
+    return KvEvent(event_id, Stored(*hashes, parent))
+
+
+def removed(event_id: int, *blocks: int) -> KvEvent:
+    """Blocks gone."""
+    return KvEvent(event_id, Removed(column(*blocks)))
+
+
+class Counts:
+    """Counts in a Counter."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+    def applied(self, event_type: str, status: str) -> None:
+        self.seen[f"{event_type} {status}"] += 1
+
+    def warning(self, kind: str, count: int = 1) -> None:
+        self.seen[kind] += count
+
+
+class Bench:
+    """An indexer over worker 7, rank 0, whose first dump is still open."""
+
+    def __init__(self, answers: bool = True) -> None:
+        self.index = RadixTree()
+        self.counts = Counts()
+        self.asked: list[Recovery] = []
+        self.indexer = Indexer(self.index, self.asked.append, self.counts)
+        self.slot = self.index.slot(7, 0)
+        self.indexer.add(7, 0, self.slot, answers)
+
+    def live(self, *events: KvEvent) -> None:
+        self.indexer.apply(KvEventBatch(7, list(events)))
+
+    def answer(self, answer: KvQueryAnswer) -> None:
+        self.indexer.recovered(self.asked[-1], answer)
+
+    def depth(self, *blocks: int) -> int:
+        """How deep the worker holds this chain."""
+        depths = array("I", bytes(64))
+        self.index.match_into(array("Q", [block + 1000 for block in blocks]), depths)
+        return depths[self.slot]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """A stream that has been told of an empty cache."""
+    made = Bench()
+    made.answer(KvQueryAnswer("tree_dump"))
+    return made
+
+
+def test_discovery_asks_for_a_dump_and_holds_live_events() -> None:
+    bench = Bench()
+    assert bench.asked == [Recovery(7, 0)]
+    bench.live(stored(3, 3, parent=2), stored(4, 4, parent=3))
+    assert bench.depth(1, 2, 3, 4) == 0
+    bench.answer(KvQueryAnswer("tree_dump", [stored(0, 1, 2), stored(1, 3, parent=2)], 3))
+    assert bench.depth(1, 2, 3, 4) == 4
+    assert bench.indexer.recovering() == 0
+    assert bench.counts.seen["duplicate"] == 1
+
+
+def test_events_in_order(bench: Bench) -> None:
+    bench.live(stored(1, 1, 2), stored(2, 3, parent=2))
+    assert bench.depth(1, 2, 3) == 3
+    bench.live(removed(3, 3))
+    assert bench.depth(1, 2, 3) == 2
+    bench.live(KvEvent(4, Cleared()))
+    assert bench.depth(1, 2, 3) == 0
+    assert bench.counts.seen == {"stored ok": 2, "removed ok": 1, "cleared ok": 1}
+
+
+def test_old_events_are_ignored(bench: Bench) -> None:
+    bench.live(stored(1, 1), stored(2, 2, parent=1), removed(3, 2))
+    bench.live(stored(2, 2, parent=1))
+    assert bench.depth(1, 2) == 1
+    assert bench.counts.seen["duplicate"] == 1
+
+
+def test_a_gap_is_asked_for_and_live_events_wait_their_turn(bench: Bench) -> None:
+    bench.live(stored(1, 1))
+    bench.live(stored(4, 4, parent=3))
+    bench.live(stored(5, 5, parent=4))
+    assert bench.asked[-1] == Recovery(7, 0, 2, 3)
+    assert bench.depth(1, 2, 3, 4, 5) == 1
+    bench.answer(KvQueryAnswer("events", [stored(2, 2, parent=1), stored(3, 3, parent=2)], 3))
+    assert bench.depth(1, 2, 3, 4, 5) == 5
+    assert bench.counts.seen["gap"] == 2
+
+
+def test_a_second_gap_behind_the_first(bench: Bench) -> None:
+    bench.live(stored(2, 2, parent=1), stored(4, 4, parent=3))
+    bench.answer(KvQueryAnswer("events", [stored(1, 1)], 1))
+    assert bench.asked[-1] == Recovery(7, 0, 3, 3)
+    bench.answer(KvQueryAnswer("events", [stored(3, 3, parent=2)], 3))
+    assert bench.depth(1, 2, 3, 4) == 4
+
+
+def test_a_dump_in_answer_to_a_range_replaces_everything(bench: Bench) -> None:
+    bench.live(stored(1, 1, 2, 3))
+    bench.live(stored(900, 8, parent=7))
+    bench.answer(KvQueryAnswer("tree_dump", [stored(0, 6, 7)], 899))
+    assert bench.depth(1, 2, 3) == 0
+    assert bench.depth(6, 7, 8) == 3
+
+
+@pytest.mark.parametrize("kind", ["too_new", "invalid_range", "events"])
+def test_a_useless_answer_leads_to_a_dump_and_then_to_a_fresh_start(
+    bench: Bench, kind: str
+) -> None:
+    bench.live(stored(1, 1))
+    bench.live(stored(5, 5))
+    bench.answer(KvQueryAnswer(kind, newest_available=0))
+    assert bench.asked[-1] == Recovery(7, 0)
+    bench.answer(KvQueryAnswer(kind))
+    assert bench.depth(1) == 0
+    assert bench.depth(5) == 1
+    assert bench.counts.seen["recovery_failed"] == 1
+    bench.live(stored(6, 6, parent=5))
+    assert bench.depth(5, 6) == 2
+
+
+def test_no_answer_at_all_forgets_the_blocks_and_goes_on(bench: Bench) -> None:
+    bench.live(stored(1, 1, 2))
+    bench.live(stored(5, 5))
+    bench.live(stored(6, 3, parent=2))
+    bench.indexer.abandoned(bench.asked[-1])
+    assert bench.depth(1, 2, 3) == 0
+    assert bench.depth(5) == 1
+    assert bench.counts.seen["stored parent_block_not_found"] == 1
+
+
+def test_answers_to_questions_that_no_longer_stand_are_ignored(bench: Bench) -> None:
+    bench.live(stored(3, 3))
+    old = bench.asked[-1]
+    bench.indexer.remove(7)
+    bench.index.remove_worker(7)
+    bench.indexer.add(7, 0, bench.index.slot(7, 0))
+    bench.indexer.recovered(old, KvQueryAnswer("tree_dump", [stored(0, 1)], 2))
+    bench.indexer.abandoned(old)
+    assert bench.depth(1) == 0
+    assert bench.indexer.recovering() == 1
+
+
+def test_a_worker_without_a_local_indexer_is_taken_as_it_comes() -> None:
+    bench = Bench(answers=False)
+    assert bench.asked == []
+    bench.live(stored(40, 1, 2))
+    assert bench.depth(1, 2) == 2
+    bench.live(stored(43, 9))
+    assert bench.depth(1, 2) == 0
+    assert bench.depth(9) == 1
+    assert bench.asked == []
+
+
+def test_events_of_strangers_are_counted_and_dropped(bench: Bench) -> None:
+    bench.indexer.apply(KvEventBatch(8, [stored(1, 1)]))
+    assert bench.counts.seen == {"unknown_worker": 1}
+
+
+def test_other_tiers_advance_the_id_and_are_counted(bench: Bench) -> None:
+    event = stored(1, 1)
+    event.storage_tier = "host_pinned"
+    bench.live(event, stored(2, 2))
+    assert bench.depth(1) == 0
+    assert bench.depth(2) == 1
+    assert bench.counts.seen["stored ignored_tier"] == 1
+
+
+def test_unknown_blocks_and_parents_and_torn_columns_are_counted(bench: Bench) -> None:
+    bench.live(removed(1, 5), stored(2, 2, parent=1), KvEvent(3, Stored(column(1), b"")))
+    bench.live(KvEvent(4, Stored(b"1234567", b"1234567")), KvEvent(5, Removed(b"123")))
+    assert bench.counts.seen == {
+        "removed block_not_found": 1,
+        "stored parent_block_not_found": 1,
+        "stored invalid_block": 2,
+        "removed invalid_block": 1,
+    }
+    bench.live(stored(6, 5))
+    assert bench.depth(5) == 1
+
+
+def test_held_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexer_module, "MAX_HELD_EVENTS", 3)
+    bench = Bench()
+    for event_id in range(1, 6):
+        bench.live(stored(event_id, event_id))
+    bench.answer(KvQueryAnswer("tree_dump", [], 0))
+    assert bench.asked == [Recovery(7, 0), Recovery(7, 0)]
+    bench.answer(KvQueryAnswer("tree_dump", [stored(0, 1), stored(1, 2)], 5))
+    assert bench.depth(2) == 1
+    assert bench.counts.seen["held_overflow"] == 3
+
+
+def test_silence_is_seen(bench: Bench) -> None:
+    assert bench.indexer.silent(7)
+    assert not bench.indexer.silent(8)
+    bench.live(stored(1, 1))
+    assert not bench.indexer.silent(7)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1, max_size=40),
+    st.data(),
+)
+def test_lost_and_repeated_events_end_in_the_workers_own_state(
+    changes: list[tuple[bool, int]], data: st.DataObject
+) -> None:
+    """Whatever is lost or repeated, after the last event the index holds what the worker holds."""
+    bench = Bench()
+    bench.answer(KvQueryAnswer("tree_dump"))
+    history: list[KvEvent] = []
+    held: set[int] = set()
+    for event_id, (add, block) in enumerate(changes, 1):
+        history.append((stored if add else removed)(event_id, block))
+        held = held | {block} if add else held - {block}
+        if data.draw(st.booleans()) and event_id < len(changes):
+            continue  # lost on the way
+        bench.live(history[-1])
+        if data.draw(st.booleans()):
+            bench.live(history[-1])
+        while bench.indexer.recovering():
+            start, end = bench.asked[-1][2:]
+            if data.draw(st.booleans()) or start is None or end is None:
+                present = [stored(0, block) for block in sorted(held)]
+                bench.answer(KvQueryAnswer("tree_dump", present, event_id))
+            else:
+                bench.answer(KvQueryAnswer("events", history[start - 1 : end], end))
+    assert {block for block in range(10) if bench.depth(block)} == held
+    assert "recovery_failed" not in bench.counts.seen

@@ -1,0 +1,250 @@
+"""The kv mode end to end in one process: index, active load, cost, choice, booking."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+from dynamo._fast.radix import RadixTree
+
+from dynamo._fast.hashing import block_hashes, seed_for, sequence_hashes
+from dynamo.config.router import RouterSettings
+from dynamo.errors import InvalidArgument, NoInstances
+from dynamo.observability.metrics import Registry
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.engine import Routing
+from dynamo.router.factory import make_index, make_picker
+from dynamo.router.kv import KvPicker
+from dynamo.router.metrics import DecisionMetrics, Place
+
+BLOCK = 4
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(workers: int = 3, clock: Clock | None = None, **settings: Any) -> KvPicker:
+    """A picker with an index over workers 1..workers."""
+    chosen = RouterSettings(mode="kv", **settings)
+    index = make_index(chosen)
+    made = KvPicker(chosen, BLOCK, index, None, Random(1), clock or Clock())
+    for worker_id in range(1, workers + 1):
+        made.add_worker(worker_id, RuntimeConfig())
+    return made
+
+
+def cache(picker: KvPicker, worker_id: int, tokens: array[int], blocks: int, **seed: str) -> None:
+    """Let the worker hold the first ``blocks`` blocks of the prompt."""
+    index = picker._index
+    assert isinstance(index, RadixTree)
+    hashes = block_hashes(tokens, BLOCK, seed=seed_for(**seed))[:blocks]
+    index.store(picker.fleet.members[worker_id].slots[0], None, sequence_hashes(hashes), hashes)
+
+
+PROMPT = array("I", range(100, 114))  # 14 tokens, three full blocks
+
+
+def test_the_longest_cached_prefix_wins_among_idle_workers() -> None:
+    picker = make()
+    cache(picker, 2, PROMPT, 2)
+    cache(picker, 3, PROMPT, 3)
+    assert picker.pick(None, PROMPT) == (3, 0, 3, 3)
+    assert list(picker._costs[:3]) == [6.5, 4.5, 3.5]
+
+
+def test_load_outweighs_overlap() -> None:
+    picker = make()
+    cache(picker, 3, PROMPT, 3)
+    pinned = Routing(backend_instance_id=3)
+    picker.pick("long", array("I", range(1000, 1040)), routing=pinned)
+    assert picker.pick(None, PROMPT).worker_id in (1, 2)
+
+
+def test_observed_example_of_booked_load() -> None:
+    """Spec 3.5: 14 tokens with two blocks cached, then a cold query of 8 tokens."""
+    picker = make(1)
+    cache(picker, 1, PROMPT, 2)
+    picker.pick("a", PROMPT)
+    query = array("I", range(500, 508))
+    picker.pick(None, query)
+    assert (picker._prefill[0] + len(query), picker._decode[0]) == (14, 5)
+    picker.mark_prefill_complete("a")
+    picker.pick(None, query)
+    assert (picker._prefill[0] + len(query), picker._decode[0]) == (8, 5)
+    picker.free("a")
+    picker.pick(None, query)
+    assert (picker._prefill[0] + len(query), picker._decode[0]) == (8, 2)
+
+
+def test_without_asking_nothing_is_booked() -> None:
+    picker = make()
+    picker.pick(None, PROMPT)
+    assert len(picker.active) == 0
+
+
+def test_exact_ties_are_spread() -> None:
+    picker = make()
+    counts = Counter(picker.pick(None, PROMPT).worker_id for _ in range(900))
+    assert all(abs(count - 300) < 70 for count in counts.values())
+
+
+def test_temperature_spreads_and_can_be_overridden() -> None:
+    picker = make(temperature=1.0)
+    cache(picker, 2, PROMPT, 2)
+    cache(picker, 3, PROMPT, 3)
+    counts = Counter(picker.pick(None, PROMPT).worker_id for _ in range(1500))
+    for worker_id, expected in ((1, 265), (2, 516), (3, 720)):
+        assert abs(counts[worker_id] - expected) < 80
+    cold = {"router_temperature": 0.0}
+    assert {picker.pick(None, PROMPT, override=cold).worker_id for _ in range(50)} == {3}
+
+
+def test_bad_overrides_book_nothing() -> None:
+    picker = make()
+    with pytest.raises(InvalidArgument, match="router_temperature must be finite"):
+        picker.pick("a", PROMPT, override={"router_temperature": -1})
+    assert len(picker.active) == 0
+
+
+def test_weight_zero_routes_by_load_alone() -> None:
+    picker = make(overlap_score_weight=0.0)
+    assert picker._index is None
+    first = picker.pick("a", PROMPT).worker_id
+    other = array("I", range(900, 914))
+    assert picker.pick("b", other).worker_id != first
+
+
+def test_no_kv_events_routes_by_load_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert make(kv_events=False)._index is None
+    assert "active load alone" in caplog.text
+
+
+def test_untracked_blocks_leave_only_prefill() -> None:
+    picker = make(track_active_blocks=False)
+    picker.pick(None, array("I", range(12)))
+    assert picker._costs[0] == 12 / BLOCK
+
+
+def test_without_kv_reuse_every_request_counts_whole() -> None:
+    picker = make(1, assume_kv_reuse=False)
+    picker.pick("a", PROMPT)
+    picker.pick("b", PROMPT)
+    assert picker.active.load(0) == (28, 6, 2)
+
+
+def test_adapters_do_not_share_blocks() -> None:
+    picker = make()
+    cache(picker, 2, PROMPT, 3, lora_name="my-lora")
+    assert picker.pick(None, PROMPT).overlap_blocks == 0
+    routing = Routing(lora_name="my-lora")
+    assert picker.pick(None, PROMPT, routing=routing) == (2, 0, 3, 3)
+
+
+def test_short_and_empty_prompts() -> None:
+    picker = make(1)
+    assert picker.pick("a", array("I")) == (1, 0, 0, 0)
+    assert picker.pick("b", array("I", [1, 2])) == (1, 0, 0, 0)
+
+
+def test_ranks_are_candidates_of_their_own() -> None:
+    picker = make(0)
+    picker.add_worker(5, RuntimeConfig(data_parallel_size=40, data_parallel_start_rank=2))
+    ranks = [picker.pick(str(i), array("I", range(i * 50, i * 50 + 14))) for i in range(40)]
+    assert sorted(decision.dp_rank for decision in ranks) == list(range(2, 42))
+
+
+def test_a_removed_worker_is_forgotten() -> None:
+    picker = make(2)
+    cache(picker, 2, PROMPT, 3)
+    picker.pick("a", PROMPT)
+    picker.remove_worker(2)
+    picker.remove_worker(2)
+    picker.mark_prefill_complete("a")
+    picker.add_output_tokens("a", 2)
+    picker.free("a")
+    assert picker.pick("b", PROMPT) == (1, 0, 0, 3)
+    picker.remove_worker(1)
+    with pytest.raises(NoInstances):
+        picker.pick("c", PROMPT)
+    picker.active._check()
+
+
+def test_a_new_worker_in_an_old_slot_starts_empty() -> None:
+    picker = make(1)
+    cache(picker, 1, PROMPT, 3)
+    picker.pick("a", PROMPT)
+    picker.remove_worker(1)
+    picker.add_worker(9, RuntimeConfig())
+    assert picker.pick(None, PROMPT) == (9, 0, 0, 3)
+    assert picker.active.load(0) == (0, 0, 0)
+
+
+def test_forgotten_requests_expire() -> None:
+    clock = Clock()
+    picker = make(1, clock)
+    picker.pick("a", PROMPT)
+    clock.now += 10
+    picker.pick("b", PROMPT)
+    assert picker.expire(5.0) == ["a"]
+    assert picker.expire(5.0) == []
+
+
+def test_the_decision_is_explained_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    picker = make(2)
+    cache(picker, 2, PROMPT, 3)
+    with caplog.at_level(logging.DEBUG, "dynamo.router.kv"):
+        picker.pick("a", PROMPT)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Formula for worker_1: 6.500 = 1.0 * 3.500 + 3.0 (cached_blocks: 0)",
+        "Formula for worker_2: 3.500 = 1.0 * 0.500 + 3.0 (cached_blocks: 3)",
+        "[ROUTING] Best: worker_2 dp_rank=0 with 3/3 blocks overlap",
+    ]
+
+
+def test_metrics_follow_a_request() -> None:
+    registry, clock = Registry(), Clock()
+    settings = RouterSettings(mode="kv")
+    metrics = DecisionMetrics(registry, Place("ns", "backend", "tiny", "7"))
+    picker = KvPicker(settings, BLOCK, make_index(settings), metrics, Random(1), clock)
+    picker.add_worker(1, RuntimeConfig())
+    cache(picker, 1, PROMPT, 3)
+    picker.pick("a", PROMPT)
+    clock.now += 0.3
+    picker.mark_prefill_complete("a")
+    picker.add_output_tokens("a", 11)
+    clock.now += 1.0
+    picker.free("a")
+    page = registry.render().decode()
+    router = 'dynamo_component="backend",dynamo_namespace="ns",router_id="7",worker_id="7"'
+    prefix = "dynamo_component_router"
+    assert f"{prefix}_requests_started_total{{{router}}} 1" in page
+    assert f"{prefix}_requests_total{{{router}}} 1" in page
+    assert f'{prefix}_kv_hit_rate_bucket{{{router},le="0.9500000000000001"}} 0' in page
+    assert f'{prefix}_kv_hit_rate_bucket{{{router},le="1"}} 1' in page
+    assert f"{prefix}_output_sequence_tokens_sum{{{router}}} 11" in page
+    assert f"{prefix}_inter_token_latency_seconds_count{{{router}}} 10" in page
+    assert 'dynamo_router_overhead_total_ms_count{router_id="7"} 1' in page
+    assert 'dynamo_router_overhead_seq_hashing_ms_count{router_id="7"} 1' in page
+    modelled = 'dynamo_component="backend",dynamo_namespace="ns",model="tiny",phase="aggregated"'
+    cached = f"{prefix}_kv_selected_cached_prefix_tokens_total{{{modelled}"
+    assert f'{cached},router_id="7",worker_id="7"}} 12' in page
+
+
+@pytest.mark.parametrize("mode", ["round-robin", "random", "least-loaded", "power-of-two", "kv"])
+def test_every_mode_has_a_picker(mode: str) -> None:
+    settings = RouterSettings(mode=mode)
+    picker = make_picker(settings, BLOCK, index=make_index(settings))
+    picker.add_worker(1, RuntimeConfig())
+    assert picker.pick("a", PROMPT).worker_id == 1
+    picker.free("a")

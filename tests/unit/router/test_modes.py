@@ -1,0 +1,92 @@
+"""Round-robin, random, power-of-two, least-loaded and direct. Spec 3.12."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from random import Random
+
+import pytest
+
+from dynamo.errors import InvalidArgument, NoInstances
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.engine import Routing
+from dynamo.router.modes import MODES, InflightPicker
+
+TOKENS = array("I", [1, 2, 3])
+
+
+def picker(mode: str, workers: int = 3) -> InflightPicker:
+    """A picker over workers 1..workers."""
+    made = InflightPicker(mode, Random(3))
+    for worker_id in range(1, workers + 1):
+        made.add_worker(worker_id, RuntimeConfig())
+    return made
+
+
+def test_round_robin_takes_turns_over_ranks_too() -> None:
+    made = picker("round-robin", 2)
+    made.add_worker(3, RuntimeConfig(data_parallel_size=2))
+    turns = [made.pick(None, TOKENS)[:2] for _ in range(8)]
+    assert turns == [(1, 0), (2, 0), (3, 0), (3, 1)] * 2
+
+
+def test_round_robin_survives_a_change_of_the_fleet() -> None:
+    made = picker("round-robin")
+    for _ in range(5):
+        made.pick(None, TOKENS)
+    made.remove_worker(2)
+    assert Counter(made.pick(None, TOKENS).worker_id for _ in range(10)) == {1: 5, 3: 5}
+
+
+def test_random_is_uniform() -> None:
+    made = picker("random")
+    counts = Counter(made.pick(None, TOKENS).worker_id for _ in range(3000))
+    assert all(abs(count - 1000) < 120 for count in counts.values())
+
+
+def test_least_loaded_follows_requests_in_flight() -> None:
+    made = picker("least-loaded")
+    first = [made.pick(str(i), TOKENS).worker_id for i in range(3)]
+    assert sorted(first) == [1, 2, 3]
+    made.free("1")
+    assert made.pick("again", TOKENS).worker_id == first[1]
+
+
+def test_power_of_two_never_takes_the_worst() -> None:
+    made = picker("power-of-two")
+    for i in range(300):
+        made.pick(str(i), TOKENS)
+    assert max(made._inflight) - min(made._inflight) <= 3
+    assert picker("power-of-two", 1).pick(None, TOKENS).worker_id == 1
+
+
+def test_direct_needs_a_name() -> None:
+    made = picker("direct")
+    with pytest.raises(InvalidArgument, match="backend_instance_id"):
+        made.pick("a", TOKENS)
+    with pytest.raises(InvalidArgument, match="does not identify a known worker"):
+        made.pick("a", TOKENS, routing=Routing(backend_instance_id=9))
+    assert made.pick("a", TOKENS, routing=Routing(backend_instance_id=2)).worker_id == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_common_life(mode: str) -> None:
+    made = picker(mode)
+    routing = Routing(backend_instance_id=2)
+    decision = made.pick("a", TOKENS, routing=routing)
+    assert decision == (2, 0, 0, 0)
+    with pytest.raises(InvalidArgument, match="already exists"):
+        made.pick("a", TOKENS, routing=routing)
+    made.mark_prefill_complete("a")
+    made.add_output_tokens("a", 3)
+    made.free("a")
+    made.free("a")
+    made.pick("b", TOKENS, routing=routing)
+    made.remove_worker(2)
+    made.free("b")
+    assert sum(made._inflight) == 0
+    for worker_id in (1, 3, 3):
+        made.remove_worker(worker_id)
+    with pytest.raises(NoInstances):
+        made.pick("c", TOKENS, routing=routing)
