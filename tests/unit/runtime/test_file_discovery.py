@@ -85,13 +85,14 @@ class Holders:
         self._made: list[subprocess.Popen[str]] = []
 
     async def start(self, lease_id: int, ttl_s: float = 10) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(self._root), str(ttl_s), str(lease_id)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._made.append(process)
+        process = self._spawn(str(ttl_s), str(lease_id))
         assert await self.says(process) == "up"
+        return process
+
+    def _spawn(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLDER, str(self._root), *arguments]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._made.append(process)
         return process
 
     async def says(self, process: subprocess.Popen[str]) -> str:
@@ -238,7 +239,7 @@ async def test_a_foreign_host_lives_by_its_ttl(store: FileDiscovery, root: Path)
     assert [event.kind for event in log.events] == ["put", "delete", "put"]
     await log.until(4)
     async with asyncio.timeout(10):
-        while path.exists():
+        while path.exists():  # noqa: ASYNC110 - no event is left to wait for
             await asyncio.sleep(0.05)
     assert files(root) == set()
     assert len(log.events) == 4
@@ -249,7 +250,7 @@ async def test_a_long_silent_foreign_lease_is_removed_at_sight(store: FileDiscov
     os.utime(path, (1, 1))
     assert await store.list("v1/") == {}
     async with asyncio.timeout(5):
-        while files(root):
+        while files(root):  # noqa: ASYNC110 - no event is left to wait for
             await asyncio.sleep(0.01)
 
 
