@@ -7,6 +7,7 @@ import asyncio
 from dynamo.mocker.scheduler import Batch, Scheduler
 from dynamo.observability import names_worker as names
 from dynamo.observability.metrics import Registry
+from dynamo.observability.names import counter, gauge, histogram
 
 __all__ = ["Meters"]
 
@@ -18,10 +19,10 @@ class Meters:
         labels = (engine, model_name)
         self._registry = registry
         self._labels = labels
-        self._preemptions = names.VLLM_PREEMPTIONS.counter(registry).labels(*labels)
-        self._ttft = names.VLLM_TTFT.histogram(registry).labels(*labels)
-        self._itl = names.VLLM_ITL.histogram(registry).labels(*labels)
-        self._latency = names.VLLM_LATENCY.histogram(registry).labels(*labels)
+        self._preemptions = counter(registry, names.VLLM_PREEMPTIONS).labels(*labels)
+        self._ttft = histogram(registry, names.VLLM_TTFT).labels(*labels)
+        self._itl = histogram(registry, names.VLLM_ITL).labels(*labels)
+        self._latency = histogram(registry, names.VLLM_LATENCY).labels(*labels)
         self._now = 0.0
 
     def watch(self, scheduler: Scheduler) -> None:
@@ -33,7 +34,7 @@ class Meters:
             (names.VLLM_KV_USAGE, lambda: pool.used / pool.capacity),
             (names.VLLM_GPU_USAGE, lambda: pool.used / pool.capacity),
         ):
-            spec.gauge(self._registry).labels(*self._labels).function = read
+            gauge(self._registry, spec).labels(*self._labels).function = read
 
     def iteration(self, now: float, batch: Batch, preemptions: int) -> None:
         """An iteration ended at ``now`` (loop time); call before its tokens are handed out."""

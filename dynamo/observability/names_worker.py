@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from dynamo.observability.metrics import Counter, Family, Gauge, Histogram, Registry
+from dynamo.observability.names import MetricSpec
 
 __all__ = [
     "ENGINE_REQUEST",
@@ -21,57 +19,41 @@ __all__ = [
     "VLLM_RUNNING",
     "VLLM_TTFT",
     "VLLM_WAITING",
-    "WorkerMetric",
 ]
-
-
-class WorkerMetric(NamedTuple):
-    """One metric; the method that makes it on a registry names its type."""
-
-    name: str
-    help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-
-    def counter(self, registry: Registry) -> Family[Counter]:
-        """The family on ``registry``."""
-        return registry.counter(self.name, self.help, self.labels)
-
-    def gauge(self, registry: Registry) -> Family[Gauge]:
-        """The family on ``registry``."""
-        return registry.gauge(self.name, self.help, self.labels)
-
-    def histogram(self, registry: Registry) -> Family[Histogram]:
-        """The family on ``registry``."""
-        return registry.histogram(self.name, self.help, self.buckets, self.labels)
 
 
 _ENGINE = ("engine", "model_name")
 _COMPONENT = ("dynamo_component", "dynamo_namespace", "worker_id")
 
-ENGINE_REQUEST = WorkerMetric("dynamo_engine_request", "Requests in the engine")
-REQUEST_QUEUE = WorkerMetric("dynamo_request_queue", "Requests in line behind the next one")
-REJECTIONS = WorkerMetric("dynamo_rejection_request_total", "Requests refused by a full worker")
-POOL_CAPACITY = WorkerMetric("dynamo_work_handler_pool_capacity", "Requests the engine takes")
-QUEUE_CAPACITY = WorkerMetric("dynamo_work_handler_queue_capacity", "Places in the line")
-PUBLISHER_DROPPED = WorkerMetric(
+ENGINE_REQUEST = MetricSpec("gauge", "dynamo_engine_request", "Requests in the engine")
+REQUEST_QUEUE = MetricSpec("gauge", "dynamo_request_queue", "Requests in line behind the next one")
+REJECTIONS = MetricSpec(
+    "counter", "dynamo_rejection_request_total", "Requests refused by a full worker"
+)
+POOL_CAPACITY = MetricSpec(
+    "gauge", "dynamo_work_handler_pool_capacity", "Requests the engine takes"
+)
+QUEUE_CAPACITY = MetricSpec("gauge", "dynamo_work_handler_queue_capacity", "Places in the line")
+PUBLISHER_DROPPED = MetricSpec(
+    "counter",
     "dynamo_component_kv_publisher_engines_dropped_events_total",
     "KV events that the engine sent and the publisher never saw",
     _COMPONENT,
 )
 
-VLLM_RUNNING = WorkerMetric("vllm:num_requests_running", "Sequences being computed", _ENGINE)
-VLLM_WAITING = WorkerMetric("vllm:num_requests_waiting", "Sequences waiting", _ENGINE)
-VLLM_KV_USAGE = WorkerMetric(
-    "vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0..1", _ENGINE
+VLLM_RUNNING = MetricSpec("gauge", "vllm:num_requests_running", "Sequences being computed", _ENGINE)
+VLLM_WAITING = MetricSpec("gauge", "vllm:num_requests_waiting", "Sequences waiting", _ENGINE)
+VLLM_KV_USAGE = MetricSpec(
+    "gauge", "vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0..1", _ENGINE
 )
-VLLM_GPU_USAGE = WorkerMetric(
-    "vllm:gpu_cache_usage_perc", "Share of the KV cache in use, 0..1 (old name)", _ENGINE
+VLLM_GPU_USAGE = MetricSpec(
+    "gauge", "vllm:gpu_cache_usage_perc", "Share of the KV cache in use, 0..1 (old name)", _ENGINE
 )
-VLLM_PREEMPTIONS = WorkerMetric(
-    "vllm:num_preemptions_total", "Sequences that lost their blocks", _ENGINE
+VLLM_PREEMPTIONS = MetricSpec(
+    "counter", "vllm:num_preemptions_total", "Sequences that lost their blocks", _ENGINE
 )
-VLLM_TTFT = WorkerMetric(
+VLLM_TTFT = MetricSpec(
+    "histogram",
     "vllm:time_to_first_token_seconds",
     "Seconds from arrival to the first token",
     _ENGINE,
@@ -100,13 +82,15 @@ VLLM_TTFT = WorkerMetric(
         2560,
     ),
 )
-VLLM_ITL = WorkerMetric(
+VLLM_ITL = MetricSpec(
+    "histogram",
     "vllm:inter_token_latency_seconds",
     "Seconds between two tokens of a sequence",
     _ENGINE,
     (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
 )
-VLLM_LATENCY = WorkerMetric(
+VLLM_LATENCY = MetricSpec(
+    "histogram",
     "vllm:e2e_request_latency_seconds",
     "Seconds from arrival to the last token",
     _ENGINE,

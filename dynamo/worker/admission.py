@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dynamo.errors import Overloaded
 from dynamo.observability import names_worker as names
 from dynamo.observability.metrics import Registry
+from dynamo.observability.names import counter, gauge
 
 __all__ = ["AdmissionGate"]
 
@@ -66,11 +67,11 @@ class AdmissionGate:
         return True
 
     def _export(self, registry: Registry) -> None:
-        self._refused = names.REJECTIONS.counter(registry).labels()
+        self._refused = counter(registry, names.REJECTIONS).labels()
         for spec, read in (
             (names.ENGINE_REQUEST, lambda: self._running),
             (names.REQUEST_QUEUE, lambda: max(0, len(self._line) - 1)),
             (names.POOL_CAPACITY, lambda: self._limit),
             (names.QUEUE_CAPACITY, lambda: max(1, self._queue_limit - 1)),
         ):
-            spec.gauge(registry).labels().function = read
+            gauge(registry, spec).labels().function = read

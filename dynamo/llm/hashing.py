@@ -1,0 +1,48 @@
+"""Block hashes of a prompt, as the router computes them. Spec 1.4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynamo._fast.hashing import block_hashes, seed_for
+
+__all__ = ["compute_block_hash_for_seq", "compute_block_hash_for_seq_py", "mm_hashes_of"]
+
+
+def compute_block_hash_for_seq(
+    tokens: Sequence[int],
+    kv_block_size: int,
+    block_mm_infos: Sequence[Mapping[str, Any] | None] | None = None,
+    lora_name: str | None = None,
+    is_eagle: bool | None = None,
+    cache_namespace: str | None = None,
+) -> list[int]:
+    """One unsigned 64-bit hash per complete block of ``kv_block_size`` tokens. O(tokens).
+
+    ``block_mm_infos[i]`` is ``{"mm_objects": [{"mm_hash": int, …}]}`` or None for block i.
+    ValueError for a block size of 0.
+    """
+    return block_hashes(
+        tokens,
+        kv_block_size,
+        seed=seed_for(lora_name, cache_namespace),
+        is_eagle=bool(is_eagle),
+        mm_hashes=mm_hashes_of(block_mm_infos),
+    ).tolist()
+
+
+compute_block_hash_for_seq_py = compute_block_hash_for_seq
+"""The older name."""
+
+
+def mm_hashes_of(
+    block_mm_infos: Sequence[Mapping[str, Any] | None] | None,
+) -> list[list[int]] | None:
+    """The hashes of the multimodal objects in each block; None if there are none at all."""
+    if not block_mm_infos:
+        return None
+    return [
+        [int(item["mm_hash"]) for item in info["mm_objects"]] if info else []
+        for info in block_mm_infos
+    ]

@@ -1,0 +1,150 @@
+"""The prefix index as a Python object: JSON events in, overlap scores out. Spec 2.3."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from dynamo._fast import radix
+
+__all__ = ["OverlapScores", "RadixTree"]
+
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
+
+
+class OverlapScores:
+    """``scores`` maps (worker_id, dp_rank) to the number of leading blocks that it holds."""
+
+    __slots__ = ("frequencies", "scores")
+
+    def __init__(
+        self, scores: Mapping[tuple[int, int], int], frequencies: Sequence[int] = ()
+    ) -> None:
+        self.scores = dict(scores)
+        self.frequencies = list(frequencies)
+
+    def __repr__(self) -> str:
+        """For people."""
+        return f"OverlapScores(scores={self.scores}, frequencies={self.frequencies})"
+
+
+class _Block(msgspec.Struct):
+    block_hash: int
+    tokens_hash: int
+    mm_extra_info: Any = None
+
+
+class _StoredBody(msgspec.Struct):
+    blocks: list[_Block]
+    parent_hash: int | None = None
+    start_position: int | None = None
+
+
+class _RemovedBody(msgspec.Struct):
+    block_hashes: list[int]
+
+
+class _Data(msgspec.Struct):
+    stored: _StoredBody | None = None
+    removed: _RemovedBody | None = None
+
+
+class _Event(msgspec.Struct):
+    event_id: int
+    data: _Data | Literal["cleared"]
+    dp_rank: int = 0
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class RadixTree:
+    """Which worker holds which prefixes. Hashes may be signed or unsigned 64-bit integers."""
+
+    def __init__(self, expiration_duration_secs: float | None = None) -> None:
+        if expiration_duration_secs is not None:
+            raise ValueError("expiration_duration_secs is not supported; leave it out")
+        self._tree = radix.RadixTree()
+
+    def find_matches(self, sequence: Iterable[int], early_exit: bool = False) -> OverlapScores:
+        """Consecutive leading blocks per worker of the local block hashes ``sequence``."""
+        return OverlapScores(self._tree.match(_column(sequence), early_exit))
+
+    def apply_event(self, worker_id: int, kv_cache_event_bytes: bytes) -> None:
+        """Apply one JSON event. ValueError: it is none. RuntimeError: it does not fit the tree."""
+        try:
+            event = _decode(kv_cache_event_bytes)
+            if event.data != "cleared" and (event.data.stored is None) is (
+                event.data.removed is None
+            ):
+                raise msgspec.ValidationError("data must be one of stored, removed, cleared")
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"Failed to deserialize KvCacheEvent: {error}") from None
+        try:
+            self._apply(self._tree.slot(worker_id, event.dp_rank), event.data)
+        except radix.ParentNotFound:
+            raise RuntimeError("Failed to apply event: Failed to find parent block") from None
+        except radix.InvalidSequence:
+            raise RuntimeError("Failed to apply event: Invalid block sequence") from None
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget the worker, all its ranks."""
+        self._tree.remove_worker(worker_id)
+
+    def clear_all_blocks(self, worker_id: int) -> None:
+        """Forget the worker's blocks, all its ranks."""
+        for worker, _, slot in self._tree.slots():
+            if worker == worker_id:
+                self._tree.clear(slot)
+
+    def dump_tree_as_events(self) -> list[str]:
+        """JSON events that rebuild the tree when applied in order, parents first."""
+        return [
+            msgspec.json.encode(
+                {
+                    "worker_id": worker,
+                    "storage_tier": "device",
+                    "event": {
+                        "event_id": number,
+                        "data": {"stored": _stored(parent, blocks, local)},
+                        "dp_rank": rank,
+                    },
+                }
+            ).decode()
+            for number, (worker, rank, parent, blocks, local) in enumerate(self._tree.dump())
+        ]
+
+    def _apply(self, slot: int, data: _Data | Literal["cleared"]) -> None:
+        if data == "cleared":
+            self._tree.clear(slot)
+        elif data.stored is not None:
+            parent = data.stored.parent_hash
+            self._tree.store(
+                slot,
+                None if parent is None else parent & _U64,
+                _column(block.block_hash for block in data.stored.blocks),
+                _column(block.tokens_hash for block in data.stored.blocks),
+            )
+        elif data.removed is not None and self._tree.remove(
+            slot, _column(data.removed.block_hashes)
+        ):
+            raise RuntimeError("Failed to apply event: Failed to find block")
+
+
+def _column(hashes: Iterable[int]) -> array[int]:
+    return array("Q", [value & _U64 for value in hashes])
+
+
+def _stored(
+    parent: int | None, blocks: Iterable[int], local: Iterable[int]
+) -> dict[str, int | list[dict[str, int]] | None]:
+    return {
+        "parent_hash": parent,
+        "blocks": [
+            {"block_hash": block, "tokens_hash": tokens}
+            for block, tokens in zip(blocks, local, strict=True)
+        ],
+    }

@@ -1,0 +1,88 @@
+"""From settings to the shape of the pretended engine; what does not fit together is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from dynamo.config.knob import Knob, from_env
+from dynamo.config.mocker import MockerSettings
+from dynamo.errors import ConfigError
+from dynamo.mocker.engine import EngineShape
+from dynamo.mocker.scheduler import Limits
+from dynamo.mocker.timing import Timing
+
+__all__ = ["engine_shape", "stagger_delay_s", "with_extra_arguments"]
+
+_BLOCK_SIZES = {"vllm": 64, "sglang": 1, "trtllm": 32}
+_MANY_WORKERS, _VERY_MANY_WORKERS = 32, 128
+
+
+def with_extra_arguments(settings: MockerSettings) -> MockerSettings:
+    """``settings`` with what the file of ``--extra-engine-args`` says. Raises ConfigError.
+
+    A key is a flag without its dashes (``num-gpu-blocks-override`` or with underscores) or the name
+    of the setting.
+    """
+    if settings.extra_engine_args is None:
+        return settings
+    where = f"--extra-engine-args {settings.extra_engine_args}"
+    try:
+        extra = json.loads(Path(settings.extra_engine_args).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: can't be read as JSON: {error}") from None
+    if not isinstance(extra, dict):
+        raise ConfigError(f"{where}: must hold a JSON object")
+    names = _setting_names()
+    unknown = sorted(key for key in extra if key.replace("-", "_") not in names)
+    if unknown:
+        raise ConfigError(f"{where}: unknown {', '.join(unknown)}; known are {', '.join(names)}")
+    given: dict[str, Any] = dataclasses.asdict(settings)
+    given.update((names[key.replace("-", "_")], value) for key, value in extra.items())
+    return from_env(MockerSettings, {}, **given)
+
+
+def engine_shape(settings: MockerSettings) -> EngineShape:
+    """The shape of every rank. Raises ConfigError for settings that contradict each other."""
+    if settings.max_num_batched_tokens < settings.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {settings.max_num_batched_tokens} is less than "
+            f"--max-num-seqs {settings.max_num_seqs}: not every sequence could get a token; "
+            "raise the first or lower the second"
+        )
+    return EngineShape(
+        blocks=settings.num_gpu_blocks,
+        block_size=settings.block_size or _BLOCK_SIZES[settings.engine_type],
+        prefix_caching=settings.enable_prefix_caching,
+        limits=Limits(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_model_len=settings.max_model_len,
+            chunked_prefill=settings.enable_chunked_prefill,
+            watermark=settings.watermark,
+            preempt_newest=settings.preemption_mode == "lifo",
+        ),
+        timing=Timing(settings.speedup_ratio, settings.decode_speedup_ratio),
+        prefill_only=settings.disaggregation_mode == "prefill",
+    )
+
+
+def stagger_delay_s(settings: MockerSettings) -> float:
+    """Seconds between the starts of two workers of this process."""
+    if settings.stagger_delay_s >= 0:
+        return settings.stagger_delay_s
+    if settings.num_workers <= _MANY_WORKERS:
+        return 0.0
+    return 0.1 if settings.num_workers <= _VERY_MANY_WORKERS else 0.2
+
+
+def _setting_names() -> dict[str, str]:
+    names = {}
+    for field in dataclasses.fields(MockerSettings):
+        spec: Knob = field.metadata["knob"]
+        for name in (field.name, *(flag.lstrip("-").replace("-", "_") for flag in spec.flags)):
+            names[name] = field.name
+    del names["extra_engine_args"]
+    return names

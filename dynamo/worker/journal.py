@@ -1,0 +1,79 @@
+"""What a worker remembers of its KV events, so that a router that missed some can ask. Spec 2.6.
+
+The newest events stay in a bounded ring; the blocks that they leave behind stay in an index. A
+question is answered from the ring where it reaches back far enough, else with a dump.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
+from dynamo.protocols.kv import Cleared, KvEvent, KvQuery, KvQueryAnswer, Removed, Stored
+
+__all__ = ["RING_EVENTS", "EventJournal"]
+
+RING_EVENTS = 1024
+_log = logging.getLogger(__name__)
+
+
+class EventJournal:
+    """Numbers the events of one (worker, dp_rank), without a hole, from 1."""
+
+    def __init__(self, dp_rank: int = 0, ring_events: int = RING_EVENTS) -> None:
+        self.dp_rank = dp_rank
+        self.last_event_id = 0
+        self.refused = 0
+        self._ring: deque[KvEvent] = deque(maxlen=ring_events)
+        self._tree = RadixTree()
+        self._slot = self._tree.slot(0, dp_rank)
+
+    def record(self, data: Stored | Removed | Cleared) -> KvEvent | None:
+        """The event of this change, remembered; None (counted, logged) if it makes no sense."""
+        try:
+            self._apply(data)
+        except (ParentNotFound, InvalidSequence) as error:
+            self.refused += 1
+            _log.warning("KV event of dp_rank %d dropped: %s", self.dp_rank, error)
+            return None
+        self.last_event_id += 1
+        event = KvEvent(self.last_event_id, data, self.dp_rank)
+        self._ring.append(event)
+        return event
+
+    def answer(self, query: KvQuery) -> KvQueryAnswer:
+        """Events start..end inclusive, or a dump where the ring does not reach. O(answer)."""
+        start, end = query.start_event_id, query.end_event_id
+        if start is None or not self._ring:
+            return self.dump()
+        if end is not None and end < start:
+            return KvQueryAnswer("invalid_range", newest_available=self.last_event_id)
+        if start > self.last_event_id:
+            return KvQueryAnswer("too_new", newest_available=self.last_event_id)
+        first = self._ring[0].event_id
+        if start < first:
+            return self.dump()
+        last = self.last_event_id if end is None else min(end, self.last_event_id)
+        events = [self._ring[i - first] for i in range(start, last + 1)]
+        return KvQueryAnswer("events", events, last)
+
+    def dump(self) -> KvQueryAnswer:
+        """Stored events, parents first, that rebuild the index; ids count from 0. O(blocks)."""
+        events = [
+            KvEvent(number, Stored(blocks.tobytes(), local.tobytes(), parent), rank)
+            for number, (_, rank, parent, blocks, local) in enumerate(self._tree.dump())
+        ]
+        return KvQueryAnswer("tree_dump", events, self.last_event_id)
+
+    def blocks(self) -> int:
+        """Blocks that the events leave behind."""
+        return self._tree.blocks()
+
+    def _apply(self, data: Stored | Removed | Cleared) -> None:
+        if isinstance(data, Stored):
+            self._tree.store(self._slot, data.parent_hash, data.block_hashes, data.tokens_hashes)
+        elif isinstance(data, Removed):
+            self._tree.remove(self._slot, data.block_hashes)
+        else:
+            self._tree.clear(self._slot)

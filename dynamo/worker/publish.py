@@ -1,0 +1,145 @@
+"""What a worker tells the routers: KV events as they happen, its load, and answers when asked.
+
+Everything recorded during one loop turn leaves as one message. Use it from the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from dynamo.errors import InvalidArgument
+from dynamo.protocols import codec
+from dynamo.protocols.kv import (
+    Cleared,
+    KvEvent,
+    KvEventBatch,
+    KvQuery,
+    KvQueryAnswer,
+    Removed,
+    Stored,
+)
+from dynamo.protocols.load import KvMetrics
+from dynamo.runtime.requests.stream import ServerStream
+from dynamo.worker.journal import RING_EVENTS, EventJournal
+
+__all__ = ["KV_EVENTS", "KV_METRICS", "KV_QUERY", "KvOutlet", "LoadOutlet", "Publish"]
+
+KV_EVENTS = "kv-events"
+"""Topic of KV events; a message is one ``KvEventBatch``."""
+
+KV_METRICS = "kv_metrics"
+"""Topic of load reports; a message is a list of ``KvMetrics``."""
+
+KV_QUERY = "kv_query"
+"""Endpoint, beside the worker's own, that answers a ``KvQuery`` with one ``KvQueryAnswer``."""
+
+Publish = Callable[[bytes], object]
+_DECODE_QUERY = codec.decoder(KvQuery).decode
+
+
+class KvOutlet:
+    """The KV events of one worker, all its ranks, numbered per rank.
+
+    Until :meth:`open` the newest ``RING_EVENTS`` wait; a router that misses older ones asks.
+    """
+
+    def __init__(self, worker_id: int, delay_s: float = 0.0) -> None:
+        self.worker_id = worker_id
+        self.journals: dict[int, EventJournal] = {}
+        self._delay_s = delay_s
+        self._publish: Publish | None = None
+        self._pending: deque[KvEvent] = deque(maxlen=RING_EVENTS)
+        self._timer: asyncio.Handle | None = None
+
+    def open(self, publish: Publish) -> None:
+        """Send through ``publish`` from now on, first what has waited."""
+        self._publish = publish
+        self._flush()
+
+    def close(self) -> None:
+        """Send what is left; later events are only remembered."""
+        self._flush()
+        self._publish = None
+
+    def record(self, dp_rank: int, changes: Iterable[Stored | Removed | Cleared]) -> None:
+        """Number, remember and publish ``changes``; what makes no sense is dropped and logged."""
+        journal = self.journal(dp_rank)
+        for change in changes:
+            event = journal.record(change)
+            if event is not None:
+                self._pending.append(event)
+                if len(self._pending) == RING_EVENTS:
+                    self._flush()
+        if self._pending and self._timer is None and self._publish is not None:
+            loop = asyncio.get_running_loop()
+            if self._delay_s:
+                self._timer = loop.call_later(self._delay_s, self._flush)
+            else:
+                self._timer = loop.call_soon(self._flush)
+
+    def journal(self, dp_rank: int) -> EventJournal:
+        """The journal of ``dp_rank``, made on first use."""
+        found = self.journals.get(dp_rank)
+        if found is None:
+            found = self.journals[dp_rank] = EventJournal(dp_rank)
+        return found
+
+    def answer(self, stream: ServerStream, payload: bytes) -> None:
+        """The push handler of the ``kv_query`` endpoint."""
+        try:
+            query = _DECODE_QUERY(payload)
+        except msgspec.MsgspecError as error:
+            stream.error(InvalidArgument(f"not a KvQuery: {error}"))
+            return
+        journal = self.journals.get(query.dp_rank)
+        answer = KvQueryAnswer("tree_dump") if journal is None else journal.answer(query)
+        stream.send(codec.encode(answer))
+        stream.end()
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._publish is None or not self._pending:
+            return
+        batch = KvEventBatch(self.worker_id, list(self._pending))
+        self._pending.clear()
+        self._publish(codec.encode(batch))
+
+
+class LoadOutlet:
+    """The load of one worker's ranks; the newest state of each goes out at the end of the turn."""
+
+    def __init__(self, worker_id: int) -> None:
+        self.worker_id = worker_id
+        self._publish: Publish | None = None
+        self._pending: dict[int, KvMetrics] = {}
+        self._timer: asyncio.Handle | None = None
+
+    def open(self, publish: Publish) -> None:
+        """Send through ``publish`` from now on, first the newest states."""
+        self._publish = publish
+        self._flush()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._publish = None
+
+    def report(self, state: KvMetrics) -> None:
+        """Publish ``state`` as this worker's."""
+        state.worker_id = self.worker_id
+        self._pending[state.dp_rank] = state
+        if self._timer is None and self._publish is not None:
+            self._timer = asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._timer = None
+        if self._publish is None or not self._pending:
+            return
+        states = list(self._pending.values())
+        self._pending.clear()
+        self._publish(codec.encode(states))

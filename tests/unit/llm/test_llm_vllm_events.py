@@ -1,0 +1,93 @@
+"""The adapter reads every shape in which engines send their KV events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo.llm.vllm_events import EngineCleared, EngineRemoved, EngineStored, decode_events
+
+BYTES_HASH = bytes(range(32))
+FOLDED = int.from_bytes(BYTES_HASH[-8:], "big")
+STORED = EngineStored([5, 6], 4, [1, 2, 3, 4], 2, None)
+
+
+def as_array(**fields: Any) -> list[Any]:
+    order = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id",
+             "medium", "lora_name")  # fmt: skip
+    return [fields[name] for name in order if name in fields]
+
+
+def stored(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "type": "BlockStored",
+        "block_hashes": [5, 6],
+        "parent_block_hash": 4,
+        "token_ids": [1, 2, 3, 4],
+        "block_size": 2,
+        "lora_id": None,
+    }
+    return {**fields, **changes}
+
+
+SHAPES = {
+    "array of arrays": ([1.5, [as_array(**stored())], 3], 3, STORED),
+    "array of maps": ([1.5, [stored()], 0], 0, STORED),
+    "map of maps": ({"ts": 1.5, "events": [stored()], "data_parallel_rank": 1}, 1, STORED),
+    "no rank": ([1.5, [as_array(**stored())]], None, STORED),
+    "rank is nil": ([1.5, [as_array(**stored())], None], None, STORED),
+    "with medium": ([1.5, [as_array(**stored(medium="GPU"))], 0], 0, STORED),
+    "with lora": (
+        [1.5, [as_array(**stored(medium="GPU", lora_name="sql"))], 0],
+        0,
+        STORED._replace(lora_name="sql"),
+    ),
+    "signed hashes": (
+        [1.5, [stored(block_hashes=[-1, 6], parent_block_hash=-2)], 0],
+        0,
+        STORED._replace(block_hashes=[2**64 - 1, 6], parent_hash=2**64 - 2),
+    ),
+    "hashes of bytes": (
+        [1.5, [stored(block_hashes=[BYTES_HASH, 6], parent_block_hash=BYTES_HASH)], 0],
+        0,
+        STORED._replace(block_hashes=[FOLDED, 6], parent_hash=FOLDED),
+    ),
+    "no parent": (
+        [1.5, [stored(parent_block_hash=None)], 0],
+        0,
+        STORED._replace(parent_hash=None),
+    ),
+    "a field of the future": ([1.5, [[*as_array(**stored()), "GPU", None, 7, 8]], 0], 0, STORED),
+    "removed": ([1.5, [["BlockRemoved", [5, -1]]], 0], 0, EngineRemoved([5, 2**64 - 1])),
+    "removed with medium": ([1.5, [["BlockRemoved", [5], "GPU"]], 0], 0, EngineRemoved([5])),
+    "cleared": ([1.5, [["AllBlocksCleared"]], 0], 0, EngineCleared()),
+    "cleared as map": ([1.5, [{"type": "AllBlocksCleared"}], 0], 0, EngineCleared()),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape(shape: str) -> None:
+    message, rank, event = SHAPES[shape]
+    assert decode_events(msgspec.msgpack.encode(message)) == (rank, [event])
+
+
+ELSEWHERE = (["BlockMoved", 1], stored(medium="CPU"), ["BlockRemoved", [1], "DISK"])
+NONSENSE = (
+    b"",
+    b"\xc1",
+    msgspec.msgpack.encode(7),
+    msgspec.msgpack.encode([1.0, [["BlockStored"]]]),
+)
+
+
+@pytest.mark.parametrize("event", ELSEWHERE)
+def test_what_does_not_concern_the_device_is_left_out(event: Any) -> None:
+    assert decode_events(msgspec.msgpack.encode([0, [event], 0])) == (0, [])
+
+
+@pytest.mark.parametrize("message", NONSENSE)
+def test_nonsense_is_a_value_error(message: bytes) -> None:
+    with pytest.raises(ValueError, match="not a KV event batch"):
+        decode_events(message)

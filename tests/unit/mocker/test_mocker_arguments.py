@@ -1,0 +1,55 @@
+"""Settings that contradict each other, or a file of settings with a mistake, are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dynamo.config.mocker import MockerSettings
+from dynamo.errors import ConfigError
+from dynamo.mocker.arguments import engine_shape, stagger_delay_s, with_extra_arguments
+
+
+def test_block_size_follows_the_engine_type() -> None:
+    assert engine_shape(MockerSettings()).block_size == 64
+    assert engine_shape(MockerSettings(engine_type="sglang")).block_size == 1
+    assert engine_shape(MockerSettings(engine_type="trtllm")).block_size == 32
+    assert engine_shape(MockerSettings(engine_type="trtllm", block_size=16)).block_size == 16
+
+
+def test_fewer_batched_tokens_than_sequences_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 8 .* --max-num-seqs 256"):
+        engine_shape(MockerSettings(max_num_batched_tokens=8))
+
+
+def test_a_file_of_settings_wins(tmp_path: Path) -> None:
+    path = tmp_path / "extra.json"
+    path.write_text(json.dumps({"num-gpu-blocks-override": 7, "speedup_ratio": 0, "block_size": 4}))
+    merged = with_extra_arguments(MockerSettings(block_size=16, extra_engine_args=str(path)))
+    assert (merged.num_gpu_blocks, merged.speedup_ratio, merged.block_size) == (7, 0.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "can't be read as JSON"),
+        ("[1]", "must hold a JSON object"),
+        ('{"blok_size": 4}', "unknown blok_size; known are"),
+        ('{"block_size": 0}', "--block-size must be between 1 and 4096, got 0"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, content: str, says: str) -> None:
+    path = tmp_path / "extra.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        with_extra_arguments(MockerSettings(extra_engine_args=str(path)))
+
+
+def test_many_workers_start_one_after_the_other() -> None:
+    assert stagger_delay_s(MockerSettings(stagger_delay_s=0.5)) == 0.5
+    delays = [
+        stagger_delay_s(MockerSettings(stagger_delay_s=-1, num_workers=n)) for n in (8, 64, 200)
+    ]
+    assert delays == [0.0, 0.1, 0.2]

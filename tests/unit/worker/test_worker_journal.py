@@ -1,0 +1,99 @@
+"""The journal answers every question of spec 2.6, and its answers rebuild what was told."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo.protocols.kv import Cleared, KvEvent, KvQuery, Removed, Stored
+from dynamo.worker.journal import EventJournal
+
+
+def u64(*values: int) -> bytes:
+    return array("Q", values).tobytes()
+
+
+def stored(*hashes: int, parent: int | None = None) -> Stored:
+    return Stored(u64(*hashes), u64(*(h + 1000 for h in hashes)), parent)
+
+
+def paths(events: list[KvEvent]) -> dict[int, tuple[int, ...]]:
+    """Block hash to the token hashes from the root: the state that events lead to."""
+    known: dict[int, tuple[int, ...]] = {}
+    for event in events:
+        data = event.data
+        if isinstance(data, Stored):
+            path = () if data.parent_hash is None else known[data.parent_hash]
+            for block, local in zip(
+                array("Q", data.block_hashes), array("Q", data.tokens_hashes), strict=True
+            ):
+                path = (*path, local)
+                known[block] = path
+        elif isinstance(data, Removed):
+            for block in array("Q", data.block_hashes):
+                known.pop(block, None)
+        else:
+            known.clear()
+    return known
+
+
+def test_ids_rise_by_one_from_one() -> None:
+    journal = EventJournal()
+    events = [journal.record(stored(n, parent=n - 1 or None)) for n in (1, 2, 3)]
+    assert [event.event_id for event in events if event] == [1, 2, 3]
+
+
+def test_nonsense_is_dropped_and_takes_no_number() -> None:
+    journal = EventJournal()
+    assert journal.record(stored(2, parent=1)) is None
+    assert journal.record(stored(1)).event_id == 1  # type: ignore[union-attr]
+    assert (journal.refused, journal.last_event_id) == (1, 1)
+
+
+def test_the_table_of_answers() -> None:
+    journal = EventJournal(ring_events=4)
+    empty = journal.answer(KvQuery(start_event_id=1))
+    assert (empty.kind, empty.last_event_id, empty.events) == ("tree_dump", 0, [])
+    for n in range(1, 11):
+        journal.record(stored(n, parent=n - 1 or None))
+    dump = journal.answer(KvQuery())
+    assert (dump.kind, dump.last_event_id) == ("tree_dump", 10)
+    assert sorted(paths(dump.events)) == list(range(1, 11))
+    assert journal.answer(KvQuery(start_event_id=8, end_event_id=7)).kind == "invalid_range"
+    new = journal.answer(KvQuery(start_event_id=11, end_event_id=12))
+    assert (new.kind, new.newest_available) == ("too_new", 10)
+    assert journal.answer(KvQuery(start_event_id=6)).kind == "tree_dump"
+    some = journal.answer(KvQuery(start_event_id=8, end_event_id=9))
+    assert (some.kind, [e.event_id for e in some.events]) == ("events", [8, 9])
+    rest = journal.answer(KvQuery(start_event_id=7, end_event_id=99))
+    assert [e.event_id for e in rest.events] == [7, 8, 9, 10]
+
+
+def test_cleared_leaves_nothing() -> None:
+    journal = EventJournal(dp_rank=3)
+    journal.record(stored(1, 2))
+    event = journal.record(Cleared())
+    assert event is not None and event.dp_rank == 3
+    assert journal.blocks() == 0 and journal.dump().events == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 12), st.integers(0, 12)), max_size=40))
+def test_a_dump_rebuilds_what_the_events_left(steps: list[tuple[bool, int, int]]) -> None:
+    journal = EventJournal(ring_events=8)
+    told: list[KvEvent] = []
+    held: dict[int, int] = {}
+    for store, block, parent in steps:
+        if store and block not in held and (parent == 0 or parent in held):
+            event = journal.record(stored(block, parent=parent or None))
+            held[block] = parent
+        elif not store and block in held and block not in held.values():
+            event = journal.record(Removed(u64(block)))
+            del held[block]
+        else:
+            continue
+        assert event is not None
+        told.append(event)
+    assert paths(journal.dump().events) == paths(told)
