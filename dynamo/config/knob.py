@@ -158,6 +158,9 @@ def _add_argument(section: argparse._ArgumentGroup, field: dataclasses.Field[Any
     else:
         options["metavar"] = spec.metavar or ("|".join(spec.choices) if spec.choices else None)
         options["action"] = "append" if spec.repeat else "store"
+    if not spec.flags[0].startswith("-"):  # positional, and optional as it has a default
+        del options["dest"]
+        options["nargs"] = "?"
     section.add_argument(*spec.flags, **options)
 
 

@@ -1,0 +1,133 @@
+"""The terminal of ``dynamo serve``: our own lines, and those of the services with their names.
+
+A terminal can be slow or stopped (Ctrl-S); the arbiter must not wait for it. So a thread writes,
+from a queue with an end: what does not fit is counted, said, and still in the log files.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import sys
+import threading
+import time
+import zlib
+from typing import BinaryIO
+
+__all__ = ["Console", "ConsoleLog"]
+
+_QUEUE_LINES = 10_000
+_CLOSE_TIMEOUT_S = 2.0
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+_LEVEL_COLOURS = {logging.WARNING: 33, logging.ERROR: 31}
+
+
+class Console:
+    """Writes lines to ``stream``. ``namespace_`` is cut off the watchers' names.
+
+    ``jsonl``: each line is one JSON object; a service's JSON line gets its ``watcher`` added.
+    ``quiet``: services' lines are not shown.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        *,
+        jsonl: bool = False,
+        quiet: bool = False,
+        stream: BinaryIO | None = None,
+    ) -> None:
+        self._stream = sys.stdout.buffer if stream is None else stream
+        self._colour = not jsonl and self._stream.isatty()
+        self._jsonl = jsonl
+        self._quiet = quiet
+        self._prefix = f"{namespace}_"
+        self._dropped = 0
+        self._width = 8
+        self._lines: queue.Queue[bytes | None] = queue.Queue(_QUEUE_LINES)
+        self._thread = threading.Thread(target=self._write, name="console", daemon=True)
+        self._thread.start()
+
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """A line of our own."""
+        if self._jsonl:
+            self._put(_json_line(level, "dynamo.serve", text))
+        else:
+            colour = _LEVEL_COLOURS.get(level, 1)
+            mark = f"\x1b[{colour}mdynamo:\x1b[0m" if self._colour else "dynamo:"
+            self._put(f"{mark} {text}".encode())
+
+    def output(self, watcher: str, line: bytes) -> None:
+        """A line of a service, without its end."""
+        if self._quiet:
+            return
+        if self._jsonl:
+            self._put(_with_watcher(watcher, line))
+            return
+        name = watcher.removeprefix(self._prefix)
+        self._width = max(self._width, len(name))
+        padded = f"{name:<{self._width}} |".encode()
+        if self._colour:
+            colour = _COLOURS[zlib.crc32(name.encode()) % len(_COLOURS)]
+            padded = b"\x1b[%dm%s\x1b[0m" % (colour, padded)
+        self._put(padded + b" " + line)
+
+    def close(self) -> None:
+        """Write what is queued, for a little while at most."""
+        try:
+            self._lines.put(None, timeout=_CLOSE_TIMEOUT_S)
+        except queue.Full:
+            return
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _put(self, line: bytes) -> None:
+        try:
+            if self._dropped:
+                note = f"dynamo: {self._dropped} lines are only in the log files"
+                self._lines.put_nowait(note.encode())
+                self._dropped = 0
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._dropped += 1
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                self._stream.write(line + b"\n")
+                if self._lines.empty():
+                    self._stream.flush()
+            except (OSError, ValueError):
+                return  # nobody reads any more; the deployment does not mind
+
+
+class ConsoleLog(logging.Handler):
+    """Sends log records to a console."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show the record."""
+        self._console.say(self.format(record), record.levelno)
+
+
+def _json_line(level: int, target: str, text: str) -> bytes:
+    now_s = time.time()
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s))
+    row = {
+        "time": f"{stamp}.{int(now_s % 1 * 1000):03d}Z",
+        "level": logging.getLevelName(level),
+        "target": target,
+        "message": text,
+    }
+    return json.dumps(row, ensure_ascii=False).encode()
+
+
+def _with_watcher(watcher: str, line: bytes) -> bytes:
+    if line.startswith(b'{"') and line.endswith(b"}"):
+        return b'{"watcher":%s,%s' % (json.dumps(watcher).encode(), line[1:])
+    text = line.decode(errors="replace")
+    row = json.loads(_json_line(logging.INFO, "output", text))
+    return json.dumps({"watcher": watcher, **row}, ensure_ascii=False).encode()

@@ -1,0 +1,220 @@
+"""``dynamo serve graph.yaml``: check the graph, show it or start it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dynamo.cli.console import Console, ConsoleLog
+from dynamo.config import environ, from_env, load, to_env
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.serve import ServeSettings
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.runtime.paths import run_dir, socket_path, state_dir, store_dir
+from dynamo.serve.gpus import Inventory, inventory_of
+from dynamo.serve.graph import Graph, parse_graph
+from dynamo.serve.guard import run_guarded
+from dynamo.serve.overrides import Override, split_overrides
+from dynamo.serve.readiness import address_of
+from dynamo.serve.rundir import RunDirectory
+from dynamo.serve.statefile import Statefile
+from dynamo.serve.watchers import Plan, WatcherSpec, place, plan
+
+__all__ = ["main", "prepare"]
+
+DESCRIPTION = "Start the services of a graph file, keep them running, end them all on Ctrl-C."
+EPILOG = """overrides: --Service.key=value for every key of the file, for example
+  dynamo serve examples/quickstart.yaml --Worker.ServiceArgs.workers=4 --Frontend.http-port=8001
+Relative paths in the graph are relative to the directory of the graph file, where services run.
+Exit status: 0 stopped, 1 a service was given up, 2 the graph or a flag is wrong."""
+
+# Settings whose variables decide how the processes find each other.
+_SHARED = (
+    "DYN_DISCOVERY_BACKEND",
+    "DYN_FILE_KV",
+    "DYN_LOCAL_STATE_DIR",
+    "DYN_REQUEST_PLANE",
+    "DYN_EVENT_PLANE",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb; returns the exit status."""
+    try:
+        rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+        (settings,) = load("dynamo serve", DESCRIPTION, [ServeSettings], rest, epilog=EPILOG)
+        graph = _read(settings, overrides)
+        runtime = from_env(RuntimeSettings, namespace=graph.namespace)
+        made = prepare(graph, settings, runtime)
+        if settings.dry_run:
+            _show(made, settings, graph)
+            return 0
+        return _serve(made, settings, runtime)
+    except DynamoError as error:
+        print(f"dynamo serve: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> Plan:
+    """Decide everything that can be decided before a process starts. Raises ConfigError."""
+    env = {key: value for key, value in to_env(runtime).items() if key in _SHARED}
+    env["DYN_LOCAL_STATE_DIR"] = str(state_dir(runtime))
+    env["DYN_FILE_KV"] = str(store_dir(runtime))
+    here = Path(graph.source).absolute().parent if Path(graph.source).exists() else Path.cwd()
+    specs = plan(
+        graph,
+        python=sys.executable,
+        working_dir=str(here),
+        env=env,
+        graceful_timeout_s=settings.graceful_timeout_s,
+    )
+    if not specs:
+        raise ConfigError(f"{graph.source}: every service has 0 workers")
+    inventory = _inventory(specs, settings)
+    if not settings.disable_gpu_allocation:
+        specs = place(specs, inventory)
+    _check(graph, specs)
+    endpoint = settings.circus_endpoint or f"ipc://{socket_path(runtime, 'circus.sock')}"
+    return Plan(
+        namespace=graph.namespace,
+        specs=specs,
+        config=graph.config,
+        gpu_ids=inventory.ids,
+        endpoint=endpoint,
+        pubsub_endpoint=f"ipc://{socket_path(runtime, 'circus-events.sock')}",
+    )
+
+
+def _read(settings: ServeSettings, overrides: Sequence[Override]) -> Graph:
+    text, source = settings.deployment_config, "DYN_DEPLOYMENT_CONFIG"
+    if text is None:
+        source = settings.graph
+        if not source:
+            raise ConfigError("which graph? For example: dynamo serve examples/quickstart.yaml")
+        try:
+            text = Path(source).read_text()
+        except OSError as error:
+            raise ConfigError(f"cannot read {source}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{source} is not UTF-8 text: {error.reason}") from None
+    default = from_env(RuntimeSettings).namespace
+    return parse_graph(text, source, overrides, settings.namespace, default)
+
+
+def _inventory(specs: Sequence[WatcherSpec], settings: ServeSettings) -> Inventory:
+    if settings.gpus is not None:
+        ids = tuple(str(index) for index in range(settings.gpus))
+        return Inventory(ids=ids, source=f"--gpus {settings.gpus}")
+    if not any(spec.gpu for spec in specs):
+        return Inventory(ids=(), source="no service asks for a GPU")
+    from dynamo.serve.nvml import probe  # the driver's library: only for those who need it
+
+    return inventory_of(probe(), environ().get("CUDA_VISIBLE_DEVICES"))
+
+
+def _check(graph: Graph, specs: Sequence[WatcherSpec]) -> None:
+    """What a pure room cannot see: modules, programs and addresses."""
+    for service in graph.services:
+        if service.module is not None and not _has_module(service.module):
+            raise ConfigError(
+                f"{service.origin}: {service.name}.run: no Python module {service.module}; "
+                "a program is written as a list, e.g. run: [my-program, --flag]"
+            )
+        program = service.command[0] if service.command else ""
+        if program and "/" not in program and program not in ("python", "python3"):
+            path = {**environ(), **service.envs}.get("PATH")
+            if shutil.which(program, path=path) is None:
+                raise ConfigError(f"{service.origin}: {service.name}.run: no program {program}")
+    for spec in specs:
+        if spec.is_frontend:
+            address_of(spec.options, {**environ(), **spec.env})
+
+
+def _has_module(name: str) -> bool:
+    # Only modules of ours are looked up: another one may be beside the graph or need its own path.
+    if not name.startswith("dynamo."):
+        return True
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+def _show(made: Plan, settings: ServeSettings, graph: Graph) -> None:
+    rows = [
+        {
+            "name": spec.name,
+            "service": spec.service,
+            "command": list(spec.argv),
+            "env": dict(spec.env),
+            "working_dir": spec.working_dir,
+            "gpus": list(spec.gpus),
+            "graceful_timeout_s": spec.graceful_timeout_s,
+        }
+        for spec in made.specs
+    ]
+    if settings.json:
+        document: dict[str, Any] = {
+            "namespace": made.namespace,
+            "circus_endpoint": made.endpoint,
+            "gpus": list(made.gpu_ids),
+            "config": graph.config,
+            "watchers": rows,
+        }
+        print(json.dumps(document, indent=2, ensure_ascii=False, default=str))
+        return
+    print(f"namespace {made.namespace}, control {made.endpoint}")
+    for spec in made.specs:
+        print(f"\n{spec.name}   GPUs: {', '.join(spec.gpus) or 'none'}")
+        print(f"  command  {shlex.join(spec.argv)}")
+        print(f"  in       {spec.working_dir}")
+        for key, value in sorted(spec.env.items()):
+            print(f"  env      {key}={value}")
+
+
+def _serve(made: Plan, settings: ServeSettings, runtime: RuntimeSettings) -> int:
+    home = RunDirectory(
+        run_dir(runtime), store_dir(runtime), Statefile(state_dir(runtime), made.namespace)
+    )
+    home.own()
+
+    def body() -> int:
+        return _arbiter(made, settings, home)
+
+    def clean_up() -> None:
+        home.clear()
+        home.disown()
+
+    return run_guarded(body, clean_up)
+
+
+def _arbiter(made: Plan, settings: ServeSettings, home: RunDirectory) -> int:
+    """What the guarded process does."""
+    # Imported here: the guard, and everything that only looks at a graph, does without circus.
+    from dynamo.serve.deployment import Deployment
+
+    console = Console(made.namespace, jsonl=settings.jsonl, quiet=settings.quiet)
+    root = logging.getLogger()
+    root.handlers[:] = [ConsoleLog(console)]
+    root.setLevel(logging.INFO)
+    for noisy in ("circus", "tornado", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        for line in home.reconcile():
+            console.say(line, logging.WARNING)
+        count = len(made.specs)
+        console.say(f"starting {count} processes in namespace {made.namespace!r}")
+        return asyncio.run(Deployment(made, settings, home, console).run())
+    except DynamoError as error:
+        console.say(error.message, logging.ERROR)
+        return 2 if isinstance(error, ConfigError) else 1
+    finally:
+        console.close()

@@ -1,0 +1,223 @@
+"""circus's Arbiter with our rules: one reaper, no orphans, an orderly stop that cannot be lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from circus.arbiter import Arbiter
+from tornado.ioloop import IOLoop
+
+from dynamo.runtime.tasks import Tasks
+from dynamo.serve.output import Announcer
+from dynamo.serve.processes import children, environment
+from dynamo.serve.supervised import SupervisedProcess, SupervisedWatcher
+
+__all__ = ["SupervisingArbiter", "WatcherEvents", "describe_exit", "quote_program"]
+
+_CHECK_DELAY_S = 1.0
+_log = logging.getLogger(__name__)
+
+
+class WatcherEvents(Protocol):
+    """Who wants to know what happens to the processes. All calls come on the loop."""
+
+    def changed(self) -> None:
+        """A process started or ended."""
+
+    def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
+        """A watcher will not be started again."""
+
+    def is_draining(self, watcher: SupervisedWatcher) -> bool:
+        """Whether the end of this watcher's process is wanted (scale-down)."""
+
+    def quit_requested(self) -> None:
+        """``circusctl quit``."""
+
+
+class SupervisingArbiter(Arbiter):  # type: ignore[misc]
+    """The arbiter of one deployment, on the running asyncio loop. Signals are not its business."""
+
+    def __init__(
+        self,
+        watchers: list[SupervisedWatcher],
+        endpoint: str,
+        pubsub_endpoint: str,
+        *,
+        tasks: Tasks,
+        events: WatcherEvents,
+        announcer: Announcer,
+        make_watcher: Callable[..., SupervisedWatcher],
+    ) -> None:
+        super().__init__(
+            watchers,
+            endpoint,
+            pubsub_endpoint,
+            check_delay=_CHECK_DELAY_S,
+            loop=IOLoop.current(),
+            proc_name="dynamo-arbiter",
+        )
+        self.ctrl.sys_hdl.stop()  # gives the signals back that circus has just taken
+        self.hurried = False
+        self._tasks = tasks
+        self._events = events
+        self._announcer = announcer
+        self._make_watcher = make_watcher
+        self._alive: dict[int, tuple[SupervisedWatcher, SupervisedProcess]] = {}
+
+    @property
+    def stopping(self) -> bool:
+        """Whether nothing is started any more."""
+        return bool(self._stopping)
+
+    def alive(self) -> dict[str, list[SupervisedProcess]]:
+        """The processes that have not been reaped, by watcher."""
+        found: dict[str, list[SupervisedProcess]] = {w.name: [] for w in self.watchers}
+        for watcher, process in self._alive.values():
+            found.setdefault(watcher.name, []).append(process)
+        return found
+
+    async def end(self) -> None:
+        """Stop all, stage by stage. No command of circus: none of those can be in its way."""
+        self._stopping = True
+        for stage in sorted({watcher.stop_stage for watcher in self.watchers}):
+            async with asyncio.TaskGroup() as group:
+                for watcher in self.watchers:
+                    if watcher.stop_stage == stage:
+                        group.create_task(watcher.end())
+        for watcher, process in list(self._alive.values()):  # of watchers removed meanwhile
+            await watcher.kill_process(process)
+
+    def close(self) -> None:
+        """Close the control sockets, if they were ever opened."""
+        if self.evpub_socket is not None and self.ctrl.started:
+            self.stop_controller_and_close_sockets()
+
+    def hurry(self) -> None:
+        """Kill every process now."""
+        self.hurried = True
+        for _, process in list(self._alive.values()):
+            process.kill_session()
+
+    def stop(self) -> None:
+        """What ``circusctl quit`` calls."""
+        self._events.quit_requested()
+
+    def add_watcher(self, name: str, cmd: str, **options: Any) -> Any:
+        """``circusctl add``: a watcher that follows our rules."""
+        known = {w.name: w for w in self.watchers}
+        if name in known:
+            return super().add_watcher(name, cmd, **options)  # which refuses
+        watcher = self._make_watcher(name, cmd, **options)
+        watcher.initialize(self.evpub_socket, self.sockets, self)
+        self.watchers.append(watcher)
+        self._watchers_names[name.lower()] = watcher
+        watcher.notify_event("add", {})
+        return watcher
+
+    async def _start_watchers(self, watcher_iter_func: Any = None) -> None:
+        chosen: Sequence[SupervisedWatcher] = (watcher_iter_func or self.iter_watchers)()
+        for watcher in chosen:
+            if not self._stopping and watcher.autostart:
+                await watcher._start()
+
+    def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
+        """A watcher has started a process."""
+        self._alive[process.pid] = (watcher, process)
+        self._events.changed()
+
+    def reap_processes(self) -> None:
+        """Reap every child that has ended, and end what is left of its group and descendants."""
+        orphaned = False
+        while True:
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                break
+            if found is None:
+                break
+            orphaned = True
+            self._reap(found.si_pid)
+        if orphaned:
+            self._end_orphans()
+
+    def _reap(self, pid: int) -> None:
+        watcher, process = self._alive.pop(pid, (None, None))
+        if process is not None:
+            process.kill_session()  # its pid is still its own: the zombie holds it
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if process is None or watcher is None:
+            return  # an orphan we adopted
+        process.reaped(status)
+        watcher.ended(process, status)
+        self._events.changed()
+
+    def _end_orphans(self) -> None:
+        """Kill adopted children whose worker is gone; a living worker's daemons are its own."""
+        since: dict[str, int] = {}
+        for watcher, process in self._alive.values():
+            since[watcher.name] = min(since.get(watcher.name, sys.maxsize), process.start_ticks)
+        for child in children(self.pid):
+            if child.pid in self._alive or child.state == "Z" or child.session in self._alive:
+                continue
+            name = environment(child.pid).get("DYN_WATCHER_NAME", "")
+            if child.start_ticks < since.get(name, sys.maxsize):
+                os.kill(child.pid, signal.SIGKILL)
+
+    def respawn_in(self, delay_s: float, watcher: SupervisedWatcher) -> None:
+        """Start what ``watcher`` lacks after ``delay_s``, without waiting for circus's lane."""
+        asyncio.get_running_loop().call_later(delay_s, self._respawn, watcher)
+
+    def _respawn(self, watcher: SupervisedWatcher) -> None:
+        if not self._stopping:
+            self._tasks.spawn(watcher.manage_processes(), name=f"respawn {watcher.name}")
+
+    def died(self, watcher: SupervisedWatcher, process: SupervisedProcess, delay_s: float) -> None:
+        """A process ended on its own and will be replaced."""
+        when = f"in {delay_s:g} s" if delay_s else "now"
+        ended = describe_exit(process.exit_status)
+        self._announcer.say(
+            f"{watcher.name} (pid {process.pid}) {ended}; starting it again {when}", logging.WARNING
+        )
+
+    def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
+        """A watcher is given up; the rest lives on."""
+        self._events.gave_up(watcher, reason)
+        if not watcher.processes and not self._stopping:
+            self._tasks.spawn(watcher.end(), name=f"end {watcher.name}")
+
+    def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
+        """A process did not end in its time and is about to be killed."""
+        if not self.hurried:
+            self._announcer.say(
+                f"{watcher.name} (pid {process.pid}) did not end within "
+                f"{watcher.graceful_timeout:g} s; killing it",
+                logging.WARNING,
+            )
+
+    def is_draining(self, watcher: SupervisedWatcher, status: int) -> bool:
+        """Whether an end with ``status`` is the wanted end of a scale-down."""
+        return status == 0 and self._events.is_draining(watcher)
+
+
+def describe_exit(status: int | None) -> str:
+    """``exited with status 1``, ``was killed by SIGKILL``."""
+    if status is None:
+        return "is running"
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def quote_program(argv: Sequence[str]) -> str:
+    """The first word of ``argv`` as circus's ``cmd``, which is split again."""
+    return shlex.quote(argv[0])

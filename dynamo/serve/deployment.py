@@ -1,0 +1,219 @@
+"""One deployment from its start to its end: what the arbiter's process does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+import signal
+import time
+from typing import Any
+
+import zmq
+
+from dynamo.config import environ
+from dynamo.config.serve import ServeSettings
+from dynamo.errors import ConfigError
+from dynamo.runtime.tasks import Tasks
+from dynamo.serve.arbiter import SupervisingArbiter, quote_program
+from dynamo.serve.guard import STOP_SIGNALS
+from dynamo.serve.output import Announcer, LogFile, ServiceOutput
+from dynamo.serve.processes import end_descendants
+from dynamo.serve.readiness import Health, address_of, wait_until_ready
+from dynamo.serve.record import Record
+from dynamo.serve.restarts import RestartPolicy
+from dynamo.serve.rundir import RunDirectory
+from dynamo.serve.supervised import SupervisedWatcher
+from dynamo.serve.watchers import Plan
+
+__all__ = ["Deployment"]
+
+_REMIND_EVERY_S = 15.0
+_SWEEP_TIMEOUT_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class Deployment:
+    """Runs one plan until it is told to stop or nothing of it can work.
+
+    Every method runs on the loop of :meth:`run`, which must start with the stop signals blocked.
+    """
+
+    def __init__(
+        self, plan: Plan, settings: ServeSettings, home: RunDirectory, announcer: Announcer
+    ) -> None:
+        self._plan = plan
+        self._settings = settings
+        self._home = home
+        self._announcer = announcer
+        self._policy = RestartPolicy(settings.restart_burst, settings.restart_window_s)
+        self._specs = {spec.name: spec for spec in plan.specs}
+        self._outputs: dict[str, ServiceOutput] = {}
+        self._stop = asyncio.Event()
+        self._stops = 0
+        self._given_up: dict[str, str] = {}
+        self._ready = False
+        self._started_s = time.monotonic()
+
+    async def run(self) -> int:
+        """Serve. The exit status: 0 after a wanted stop, 1 if a service was given up."""
+        self._tasks = Tasks("deployment")
+        self._take_signals()
+        self._arbiter = self._make_arbiter()
+        self._record = Record(self._home.statefile, self._plan, self._arbiter.alive)
+        self._record.create()
+        try:
+            await self._start()
+            self._record.keep(self._tasks)
+            self._tasks.spawn(self._announce(), name="readiness")
+            await self._stop.wait()
+        finally:
+            await self._end()
+        return 1 if self._given_up else 0
+
+    async def _start(self) -> None:
+        try:
+            await self._arbiter.start()
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot listen on {self._plan.endpoint}: {error}") from None
+
+    def changed(self) -> None:
+        """A process started or ended: the statefile has to say so."""
+        self._record.changed()
+
+    def is_draining(self, watcher: SupervisedWatcher) -> bool:
+        """Whether the statefile says that this watcher is being scaled down."""
+        return self._record.is_draining(watcher.name)
+
+    def quit_requested(self) -> None:
+        """``circusctl quit``."""
+        self._stop.set()
+
+    def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
+        """Say so with the last words, and stop when nothing is left that can work."""
+        self._given_up[watcher.name] = reason
+        tail = b"\n".join(self._outputs[watcher.name].tail).decode(errors="replace")
+        lines = [f"gave up {watcher.name}: {reason}"]
+        if tail:
+            lines += [f"its last lines (all: {self._home.logs / watcher.name}.log):", tail]
+        if spec := self._specs.get(watcher.name):
+            lines.append(f"its command: {shlex.join(spec.argv)}")
+        self._announcer.say("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
+        if dead := self._hopeless():
+            self._announcer.say(f"{dead}; stopping", logging.ERROR)
+            self._stop.set()
+        else:
+            self._announcer.say("the other services go on", logging.WARNING)
+
+    def _hopeless(self) -> str:
+        """Why nothing can be answered any more, or nothing."""
+        for frontends, what in ((True, "no frontend is left"), (False, "no worker is left")):
+            names = [n for n, spec in self._specs.items() if spec.is_frontend is frontends]
+            if names and all(name in self._given_up for name in names):
+                return what
+        return ""
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for signum in STOP_SIGNALS:
+            loop.add_signal_handler(signum, self._on_stop_signal)
+        loop.add_signal_handler(signal.SIGCHLD, self._on_child)
+
+    def _on_stop_signal(self) -> None:
+        self._stops += 1
+        if self._stops > 1:
+            self._announcer.say("killing what is left", logging.WARNING)
+            self._arbiter.hurry()
+        self._stop.set()
+
+    def _on_child(self) -> None:
+        self._arbiter.reap_processes()
+
+    def _make_arbiter(self) -> SupervisingArbiter:
+        self._home.logs.mkdir(mode=0o700, exist_ok=True)
+        watchers = [
+            self._make_watcher(spec.name, quote_program(spec.argv), args=list(spec.argv[1:]))
+            for spec in self._plan.specs
+        ]
+        # circus's constructor takes the signals and gives them back: ours come before it, and stay
+        # blocked until the arbiter is there to answer them.
+        arbiter = SupervisingArbiter(
+            watchers,
+            self._plan.endpoint,
+            self._plan.pubsub_endpoint,
+            tasks=self._tasks,
+            events=self,
+            announcer=self._announcer,
+            make_watcher=self._make_watcher,
+        )
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGCHLD})
+        return arbiter
+
+    def _make_watcher(self, name: str, cmd: str, **options: Any) -> SupervisedWatcher:
+        spec = self._specs.get(name)
+        size_bytes = int(self._settings.log_size_mb * 1e6)
+        log = LogFile(self._home.logs / f"{name}.log", size_bytes)
+        self._outputs[name] = ServiceOutput(name, log, self._announcer)
+        env = {**environ(), "DYN_NAMESPACE": self._plan.namespace, "DYN_WATCHER_NAME": name}
+        given = options.pop("env", None) or {}
+        options.setdefault("graceful_timeout", self._settings.graceful_timeout_s)
+        if spec is not None:
+            options["graceful_timeout"] = spec.graceful_timeout_s
+            options["working_dir"] = spec.working_dir
+            options["singleton"] = bool(spec.gpus)  # a second one would share its GPUs
+            options["stop_stage"] = spec.stop_stage
+        for ours in ("copy_env", "copy_path", "stop_children", "respawn", "shell", "use_sockets"):
+            options.pop(ours, None)
+        return SupervisedWatcher(
+            name,
+            cmd,
+            env={**env, **(spec.env if spec else {}), **given},
+            policy=self._policy,
+            on_line=self._outputs[name],
+            **options,
+        )
+
+    async def _announce(self) -> None:
+        frontends = [spec for spec in self._plan.specs if spec.is_frontend]
+        if not frontends:
+            self._say_ready("no dynamo.frontend in this graph; all processes are started")
+            return
+        workers = sum(spec.stop_stage > 0 for spec in self._plan.specs)
+        address = address_of(frontends[0].options, {**environ(), **frontends[0].env})
+        async with asyncio.TaskGroup() as group:
+            reminder = group.create_task(self._remind())
+            health: Health = await wait_until_ready(address, workers)
+            reminder.cancel()
+        models = ", ".join(health.models) or "none yet"
+        self._say_ready(f"{address.url}/v1   model: {models}   workers: {health.instances}")
+
+    async def _remind(self) -> None:
+        while True:
+            await asyncio.sleep(_REMIND_EVERY_S)
+            up = sum(len(processes) for processes in self._arbiter.alive().values())
+            waited_s = time.monotonic() - self._started_s
+            self._announcer.say(
+                f"still waiting for a model after {waited_s:.0f} s; {up} of "
+                f"{len(self._plan.specs)} processes are up"
+            )
+
+    def _say_ready(self, what: str) -> None:
+        self._ready = True
+        took_s = time.monotonic() - self._started_s
+        self._announcer.say(
+            f"ready: {what}   ({took_s:.1f} s)\n"
+            f"  stop: Ctrl-C   logs: {self._home.logs}\n"
+            f"  control: circusctl --endpoint {self._plan.endpoint} status"
+        )
+
+    async def _end(self) -> None:
+        if not self._arbiter.hurried:
+            self._announcer.say("stopping: requests in flight are finished (Ctrl-C again: kill)")
+        await self._arbiter.end()
+        self._arbiter.close()
+        await self._tasks.close()
+        await asyncio.to_thread(end_descendants, _SWEEP_TIMEOUT_S)
+        for output in self._outputs.values():
+            output.close()
+        self._home.clear()
+        self._announcer.say("stopped")

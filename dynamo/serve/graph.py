@@ -1,0 +1,300 @@
+"""The graph file: which services run, with which flags, how many of each, on how many GPUs.
+
+Pure: text in, a checked :class:`Graph` out. Every error names file, line and key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from dynamo.errors import ConfigError
+from dynamo.serve.overrides import Override, merge
+from dynamo.serve.yamlmap import Located, parse_yaml
+
+__all__ = ["MAX_WORKERS", "Graph", "Service", "parse_graph"]
+
+MAX_WORKERS = 1024
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_NAMESPACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_RESERVED = ("run", "ServiceArgs", "common-configs")
+_SERVICE_ARGS = ("workers", "resources", "envs", "graceful_timeout")
+_RESOURCES = ("gpu", "cpu", "memory")
+_PYTHON = ("python", "python3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """One service: ``workers`` processes of one command.
+
+    ``module`` is set for a Python module, else ``command`` holds the words of the command.
+    ``flags`` are the words that follow. ``gpu`` is per worker. ``envs`` beats our own variables.
+    """
+
+    name: str
+    module: str | None
+    command: tuple[str, ...]
+    flags: tuple[str, ...]
+    options: Mapping[str, Any]
+    workers: int = 1
+    gpu: float = 0.0
+    cpu: str | None = None
+    memory: str | None = None
+    envs: Mapping[str, str] = field(default_factory=dict)
+    graceful_timeout_s: float | None = None
+    origin: str = ""
+
+    @property
+    def is_frontend(self) -> bool:
+        """Whether OpenAI clients talk to this service."""
+        return self.module == "dynamo.frontend"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """The checked graph. ``config`` is the resolved document, without the services' ``envs``."""
+
+    namespace: str
+    services: tuple[Service, ...]
+    config: Mapping[str, Any]
+    source: str
+
+
+def parse_graph(
+    text: str,
+    source: str,
+    overrides: Sequence[Override] = (),
+    namespace: str | None = None,
+    default_namespace: str = "dynamo",
+) -> Graph:
+    """The graph in ``text`` with ``overrides`` applied; ``namespace`` beats the one in the text.
+
+    Raises ConfigError, whose message starts with ``source:line:column``, or with the override.
+    """
+    reader = _Reader(parse_yaml(text, source), source)
+    for override in overrides:
+        reader.override(override)
+    return reader.graph(namespace, default_namespace)
+
+
+class _Reader:
+    def __init__(self, located: Located, source: str) -> None:
+        self.values = located.values
+        self.origins = located.origins
+        self.source = source
+
+    def override(self, override: Override) -> None:
+        name = override.path[0]
+        known = [key for key in self.values if key != "namespace"]
+        if name not in known:
+            raise ConfigError(
+                f"{override.text}: no service {name!r} in {self.source}; it has "
+                f"{', '.join(known) or 'none'}{_hint(name, known)}"
+            )
+        self.values = merge(self.values, override.path, override.value)
+        self.origins[override.path] = override.text
+
+    def fail(self, path: Sequence[str], problem: str) -> NoReturn:
+        """Raise the error for the key at ``path``, at the nearest place that was written."""
+        place = self.source
+        for size in range(len(path), 0, -1):
+            if tuple(path[:size]) in self.origins:
+                place = self.origins[tuple(path[:size])]
+                break
+        raise ConfigError(f"{place}: {'.'.join(path)} {problem}")
+
+    def graph(self, namespace: str | None, default_namespace: str) -> Graph:
+        given = namespace if namespace is not None else self.values.get("namespace")
+        name = default_namespace if given is None else given
+        if not isinstance(name, str) or not _NAMESPACE.fullmatch(name):
+            self.fail(("namespace",), f"must be letters, digits, '_', '-' or '.', got {name!r}")
+        common = self.mapping(("Common",), self.values.get("Common"))
+        names = [key for key in self.values if key not in ("namespace", "Common")]
+        services = tuple(self.service(key, common) for key in names)
+        if not services:
+            self.fail((), "no service is named")
+        self._distinct(names)
+        return Graph(
+            namespace=name,
+            services=services,
+            config={**self._public(names), "namespace": name},
+            source=self.source,
+        )
+
+    def service(self, name: str, common: Mapping[str, Any]) -> Service:
+        if not _NAME.fullmatch(name):
+            self.fail((name,), "is no service name: a letter, then letters, digits or '_'")
+        values = self.mapping((name,), self.values[name], required=True)
+        module, command = self._run(name, values.get("run"))
+        options = {**self._subscribed(name, values, common)}
+        options.update((key, values[key]) for key in values if key not in _RESERVED)
+        flags = [word for key, value in options.items() for word in self._flag(name, key, value)]
+        args = self.mapping((name, "ServiceArgs"), values.get("ServiceArgs"))
+        self._known((name, "ServiceArgs"), args, _SERVICE_ARGS)
+        resources = self.mapping((name, "ServiceArgs", "resources"), args.get("resources"))
+        self._known((name, "ServiceArgs", "resources"), resources, _RESOURCES)
+        return Service(
+            name=name,
+            module=module,
+            command=command,
+            flags=tuple(flags),
+            options=options,
+            workers=self._workers(name, args),
+            gpu=self._gpu(name, resources),
+            cpu=_text(resources.get("cpu")),
+            memory=_text(resources.get("memory")),
+            envs=self._envs(name, args),
+            graceful_timeout_s=self._graceful(name, args),
+            origin=self.origins.get((name,), self.source),
+        )
+
+    def mapping(
+        self, path: tuple[str, ...], value: Any, required: bool = False
+    ) -> Mapping[str, Any]:
+        if value is None and not required:
+            return {}
+        if not isinstance(value, Mapping):
+            self.fail(path, f"must be a mapping, got {value!r}")
+        return value
+
+    def _run(self, name: str, run: Any) -> tuple[str | None, tuple[str, ...]]:
+        path = (name, "run")
+        if run is None:
+            self.fail(path, "is missing: a Python module such as dynamo.frontend, or a command")
+        if isinstance(run, str) and _MODULE.fullmatch(run):
+            return run, ()
+        try:
+            words = shlex.split(run) if isinstance(run, str) else run
+        except ValueError as error:
+            self.fail(path, f"is not a command: {error}")
+        if not isinstance(words, list) or not words or not _are_words(words):
+            self.fail(path, f"must be a module, a command or a list of words, got {run!r}")
+        if words[0] in _PYTHON and words[1:2] == ["-m"] and len(words) == 3:
+            return words[2], ()
+        return None, tuple(str(word) for word in words)
+
+    def _subscribed(
+        self, name: str, values: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        wanted = values.get("common-configs") or []
+        path = (name, "common-configs")
+        if not isinstance(wanted, list) or not all(isinstance(key, str) for key in wanted):
+            self.fail(path, f"must be a list of keys of Common, got {wanted!r}")
+        for key in wanted:
+            if key not in common and key not in values:
+                self.fail(path, f"names {key!r}, which Common does not have{_hint(key, common)}")
+        return {key: common[key] for key in wanted if key not in values}
+
+    def _flag(self, name: str, key: str, value: Any) -> list[str]:
+        path = (name, key)
+        if not _FLAG.fullmatch(key):
+            self.fail(path, "is no flag: a letter, then letters, digits, '-', '_' or '.'")
+        if value is None:
+            return []
+        if isinstance(value, bool):
+            return [f"--{key}" if value else f"--no-{key}"]
+        if isinstance(value, list):
+            if not _are_words(value):
+                self.fail(path, "must be a list of words and numbers")
+            return [word for item in value for word in _pair(key, _word(item))]
+        try:
+            return _pair(key, _word(value))
+        except (TypeError, ValueError):
+            self.fail(path, f"must be a word, a number, a list or a mapping, got {value!r}")
+
+    def _workers(self, name: str, args: Mapping[str, Any]) -> int:
+        value = args.get("workers", 1)
+        if type(value) is not int or not 0 <= value <= MAX_WORKERS:
+            path = (name, "ServiceArgs", "workers")
+            self.fail(path, f"must be an integer between 0 and {MAX_WORKERS}, got {value!r}")
+        return value
+
+    def _gpu(self, name: str, resources: Mapping[str, Any]) -> float:
+        given = resources.get("gpu") or 0
+        try:
+            value = float(given)
+        except (TypeError, ValueError):
+            value = -1.0
+        whole = value == int(value) if abs(value) < 1e6 else False
+        if isinstance(given, bool) or not (0 <= value < 1 or (whole and value >= 0)):
+            path = (name, "ServiceArgs", "resources", "gpu")
+            self.fail(
+                path, f"is GPUs per worker, a whole number or a fraction below 1, got {given!r}"
+            )
+        return value
+
+    def _envs(self, name: str, args: Mapping[str, Any]) -> Mapping[str, str]:
+        path = (name, "ServiceArgs", "envs")
+        envs = self.mapping(path, args.get("envs"))
+        for key, value in envs.items():
+            if not _VARIABLE.fullmatch(key):
+                self.fail((*path, key), "is no name of a variable")
+            if not _are_words([value]) or "\0" in str(value):
+                self.fail((*path, key), "must be text (quote it)")
+        return {key: _word(value) for key, value in envs.items()}
+
+    def _graceful(self, name: str, args: Mapping[str, Any]) -> float | None:
+        value = args.get("graceful_timeout")
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
+            path = (name, "ServiceArgs", "graceful_timeout")
+            self.fail(path, f"is a number of seconds, got {value!r}")
+        return float(value)
+
+    def _known(self, path: tuple[str, ...], given: Mapping[str, Any], known: Sequence[str]) -> None:
+        for key in given:
+            if key not in known:
+                self.fail((*path, key), f"is unknown; known: {', '.join(known)}{_hint(key, known)}")
+
+    def _distinct(self, names: Sequence[str]) -> None:
+        seen: dict[str, str] = {}
+        for name in names:
+            if name.lower() in seen:
+                self.fail((name,), f"differs from {seen[name.lower()]} only in case")
+            seen[name.lower()] = name
+
+    def _public(self, names: Sequence[str]) -> dict[str, Any]:
+        """The document for DYNAMO_SERVICE_CONFIG and the statefile: environments may be secret."""
+        out = dict(self.values)
+        for name in names:
+            args = self.values[name].get("ServiceArgs")
+            if args and "envs" in args:
+                shown = {key: value for key, value in args.items() if key != "envs"}
+                out[name] = {**self.values[name], "ServiceArgs": shown}
+        return out
+
+
+def _word(value: Any) -> str:
+    """A value as one word of a command line or one variable; a mapping becomes JSON."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _are_words(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str | int | float | bool) for value in values)
+
+
+def _pair(key: str, word: str) -> list[str]:
+    """``--key word``, joined by ``=`` where the word could be taken for a flag."""
+    return [f"--{key}={word}"] if word.startswith("-") else [f"--{key}", word]
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,96 @@
+"""The guard: the parent of the arbiter, which outlives it by the moment that clean-up takes.
+
+``dynamo serve`` is two processes. The one that was started keeps to three things: it hands signals
+on, it waits for the arbiter, and as a subreaper it ends whatever the arbiter left behind, however
+the arbiter died. The arbiter in turn stops everything when the guard dies. So no single ``kill -9``
+leaves a process of ours behind, and what the two agree on is kept by the kernel, not by a protocol.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+
+from dynamo.serve.processes import become_subreaper, die_with_parent, end_descendants
+
+__all__ = ["STOP_SIGNALS", "run_guarded"]
+
+STOP_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
+_WATCHED = STOP_SIGNALS | {signal.SIGCHLD}
+_PATIENCE = 3
+_SWEEP_TIMEOUT_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
+    """Run ``body`` in a child of its own session; its exit status, or 128 + the signal it died of.
+
+    ``body`` starts with the stop signals blocked: none is lost while it sets itself up. It must
+    unblock them. ``clean_up`` runs here when everything below has ended, and must bear being the
+    second to do so. The third stop signal kills the child.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    become_subreaper()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    guard = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _child(body, guard)
+    status = _wait(child)
+    if left := end_descendants(_SWEEP_TIMEOUT_S):
+        _log.error("processes %s cannot be killed: the kernel holds them", left)
+    if status:
+        _log.debug("the arbiter ended with %d", status)
+    clean_up()
+    return status
+
+
+def _child(body: Callable[[], int], guard: int) -> None:
+    """The arbiter's side of the fork; never returns."""
+    status = 1
+    try:
+        os.setsid()  # a Ctrl-C at the terminal reaches the guard alone
+        die_with_parent(signal.SIGTERM, guard)
+        become_subreaper()
+        status = body()
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:  # noqa: BLE001 - the last frame of this process: show it and exit
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(child: int) -> int:
+    stops = 0
+    while True:
+        signum = signal.sigwait(_WATCHED)
+        if signum == signal.SIGCHLD:
+            status = _reap(child)
+            if status is not None:
+                return status
+            continue
+        stops += 1
+        os.kill(child, signal.SIGKILL if stops >= _PATIENCE else signum)
+
+
+def _reap(child: int) -> int | None:
+    """Reap all zombies; the exit status of ``child`` if it was one of them."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            found = code if code >= 0 else 128 - code

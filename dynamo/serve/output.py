@@ -1,0 +1,136 @@
+"""The output of the processes: pipes read on the loop, lines, bounded log files, last words."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+__all__ = ["Announcer", "LogFile", "OutputPipe", "ServiceOutput"]
+
+_READ_BYTES = 65536
+_LINE_BYTES = 65536
+_TAIL_LINES = 20
+_log = logging.getLogger(__name__)
+
+
+class Announcer(Protocol):
+    """Who talks to the person at the terminal. Neither call may block for long."""
+
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """A line of our own."""
+
+    def output(self, watcher: str, line: bytes) -> None:
+        """A line of a service, without its end."""
+
+
+class LogFile:
+    """A file that holds at most ``size_bytes``; one older file ``.1`` is kept."""
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self.path = path
+        self._limit = size_bytes
+        self._file = path.open("ab", buffering=0)
+        self._size = path.stat().st_size
+
+    def write(self, line: bytes) -> None:
+        """Append ``line`` and a newline; a full disk loses the line, not the service."""
+        try:
+            if self._size and self._size + len(line) >= self._limit:
+                self._rotate()
+            self._size += self._file.write(line + b"\n")
+        except OSError as error:
+            _log.debug("%s: %s", self.path, error)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _rotate(self) -> None:
+        self._file.close()
+        self.path.replace(self.path.with_name(self.path.name + ".1"))
+        self._file = self.path.open("ab", buffering=0)
+        self._size = 0
+
+
+class ServiceOutput:
+    """Everything one watcher's processes say: to its log file, the terminal, and kept as a tail."""
+
+    def __init__(self, watcher: str, log: LogFile, announcer: Announcer) -> None:
+        self.watcher = watcher
+        self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
+        self._log = log
+        self._announcer = announcer
+
+    def __call__(self, line: bytes) -> None:
+        """Take one line."""
+        self.tail.append(line)
+        self._log.write(line)
+        self._announcer.output(self.watcher, line)
+
+    def close(self) -> None:
+        """Close the log file."""
+        self._log.close()
+
+
+class OutputPipe:
+    """A pipe whose lines go to ``on_line``. The read end is ours, ``write_fd`` the child's.
+
+    A line of more than 64 KiB comes in pieces.
+    """
+
+    def __init__(self, on_line: Callable[[bytes], None]) -> None:
+        self._read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        self._on_line = on_line
+        self._partial = b""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._read_fd, self._readable)
+
+    def handed_over(self) -> None:
+        """The child has its copy of the write end: close ours, so that its end is seen."""
+        os.close(self.write_fd)
+        self.write_fd = -1
+
+    def close(self) -> None:
+        """Take what is still in the pipe and close it; may be called again."""
+        while self._read_fd >= 0 and self._take():
+            pass
+        self._end()
+
+    def _readable(self) -> None:
+        self._take()
+
+    def _take(self) -> bool:
+        """Read once; whether there may be more."""
+        try:
+            data = os.read(self._read_fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._end()
+            return False
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for line in lines:
+            self._on_line(line.rstrip(b"\r"))
+        if len(self._partial) >= _LINE_BYTES:
+            self._flush()
+        return True
+
+    def _flush(self) -> None:
+        if self._partial:
+            self._on_line(self._partial)
+            self._partial = b""
+
+    def _end(self) -> None:
+        if self._read_fd >= 0:
+            self._flush()
+            self._loop.remove_reader(self._read_fd)
+            os.close(self._read_fd)
+            self._read_fd = -1
+        if self.write_fd >= 0:
+            self.handed_over()

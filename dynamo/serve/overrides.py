@@ -1,0 +1,90 @@
+"""``--Service.key=value``: taking overrides out of a command line and merging them into a graph.
+
+Spec 1.2. Unlike the original, a merge is deep: one overridden key leaves its siblings alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dynamo.errors import ConfigError
+
+__all__ = ["Override", "merge", "parse_value", "split_overrides"]
+
+_TOKEN = re.compile(r"--([A-Za-z_]\w*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
+_NUMBER = re.compile(r"-(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+
+
+class Override(NamedTuple):
+    """One override: the path of keys, the typed value, and how the user wrote it."""
+
+    path: tuple[str, ...]
+    value: Any
+    text: str
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
+    """The tokens that are no overrides, and the overrides in their order. Raises ConfigError.
+
+    Accepted: ``--S.k=v``, ``--S.k v`` and ``--S.k = v``.
+    """
+    rest: list[str] = []
+    found: list[Override] = []
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        match = _TOKEN.fullmatch(token)
+        if match is None:
+            rest.append(token)
+            continue
+        name, raw = match.groups()
+        if raw is None:
+            if tokens[:1] == ["="]:
+                tokens.pop(0)
+            raw = tokens.pop(0) if tokens else None
+        found.append(_override(name, raw))
+    return rest, found
+
+
+def _override(name: str, raw: str | None) -> Override:
+    if raw is None:
+        raise ConfigError(f"--{name} needs a value")
+    if raw.startswith("-") and not _NUMBER.fullmatch(raw):
+        raise ConfigError(f"--{name} needs a value, got {raw!r}, which looks like a flag")
+    path = tuple(name.split("."))
+    verbatim = len(path) > 2 and path[1:3] == ("ServiceArgs", "envs")
+    return Override(path, raw if verbatim else parse_value(raw), f"--{name}={raw}")
+
+
+def parse_value(raw: str) -> Any:
+    """JSON first, else digits, a decimal, true or false in any case, else the text itself."""
+    try:
+        return json.loads(raw, parse_constant=str)
+    except ValueError:
+        pass
+    for kind in (int, float):
+        try:
+            number = kind(raw)
+        except ValueError:
+            continue
+        if "_" not in raw and abs(number) != float("inf") and number == number:
+            return number
+    return {"true": True, "false": False}.get(raw.lower(), raw)
+
+
+def merge(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """A copy of ``values`` with ``value`` at ``path``; mappings are merged, all else replaced."""
+    key, *deeper = path
+    out = dict(values)
+    old = out.get(key)
+    if deeper:
+        out[key] = merge(old if isinstance(old, Mapping) else {}, deeper, value)
+    elif isinstance(old, Mapping) and isinstance(value, Mapping):
+        for name, item in value.items():
+            out[key] = merge(out[key], (name,), item)
+    else:
+        out[key] = value
+    return out

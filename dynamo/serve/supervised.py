@@ -1,0 +1,228 @@
+"""circus's Process and Watcher with our rules: lists, sessions, death by event, back-off.
+
+What differs from circus, and why:
+
+* a command is the list of words it was given, never formatted, never parsed by a shell;
+* every process leads a session of its own and dies with the arbiter (PR_SET_PDEATHSIG);
+* the end of a process is an event (SIGCHLD, one reaper in the arbiter), not a poll every 0.1 s, and
+  the rest of its session ends with it;
+* a dead process is replaced right then, outside circus's single lane of commands, so that a
+  draining sibling does not hold it up;
+* restarts back off and are given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from circus.process import Process
+from circus.watcher import Watcher
+
+from dynamo.serve.output import OutputPipe
+from dynamo.serve.processes import die_with_parent, end_group, stat
+from dynamo.serve.restarts import RestartPolicy, Restarts
+
+if TYPE_CHECKING:
+    from dynamo.serve.arbiter import SupervisingArbiter
+
+__all__ = ["SupervisedProcess", "SupervisedWatcher"]
+
+
+class SupervisedProcess(Process):  # type: ignore[misc]
+    """One process: a session leader whose output comes through a pipe of ours."""
+
+    exited: asyncio.Event
+    exit_status: int | None = None
+    start_ticks = 0
+
+    def format_args(self, sockets_fds: object = None) -> list[str]:
+        """The words of the command, as they are."""
+        return [*shlex.split(self.cmd), *(self.args or ())]
+
+    def spawn(self) -> None:
+        """Start the process. Raises OSError or ValueError."""
+        self.started = time.time()
+        self.exited = asyncio.Event()
+        self.output = OutputPipe(self.watcher.on_line)
+        try:
+            self._popen = subprocess.Popen(
+                self.format_args(),
+                cwd=self.working_dir,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=self.output.write_fd,
+                stderr=self.output.write_fd,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
+            )
+        except BaseException:
+            self.output.close()
+            raise
+        self.output.handed_over()
+        # circus asks it for name, memory and children. It is never polled: that would reap it.
+        self._worker = psutil.Process(self._popen.pid)
+        found = stat(self._popen.pid)
+        self.start_ticks = found.start_ticks if found else 0
+
+    def reaped(self, status: int) -> None:
+        """The arbiter has reaped us; ``status`` is negative for a signal."""
+        self.exit_status = status
+        self._popen.returncode = status
+        self.output.close()
+        self.exited.set()
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self.exit_status
+
+    def is_alive(self) -> bool:
+        """Whether it has not been reaped."""
+        return not self.exited.is_set()
+
+    def returncode(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self.exit_status
+
+    def send_signal(self, sig: int) -> None:
+        """Signal the process; nothing happens after its end."""
+        if self.is_alive():
+            os.kill(self.pid, sig)
+
+    def kill_session(self) -> None:
+        """SIGKILL the process and its group."""
+        if self.is_alive():
+            end_group(self.pid)
+
+    def stop(self) -> None:
+        """circus's last word after the end: nothing is left to do."""
+
+
+class SupervisedWatcher(Watcher):  # type: ignore[misc]
+    """One watcher. ``on_line`` takes its output, ``on_death`` and ``on_given_up`` its fate."""
+
+    arbiter: SupervisingArbiter
+
+    def __init__(
+        self,
+        name: str,
+        cmd: str,
+        *,
+        env: dict[str, str],
+        policy: RestartPolicy,
+        on_line: Callable[[bytes], None],
+        stop_stage: int = 1,
+        **options: Any,
+    ) -> None:
+        super().__init__(name, cmd, **options)
+        self.env = env  # as a whole: circus would also load PYTHONPATH into this process
+        self.on_line = on_line
+        self.stop_stage = stop_stage
+        self.given_up: str | None = None
+        self._restarts = Restarts(policy)
+        self._not_before_s = 0.0
+
+    @property
+    def _process_class(self) -> type[SupervisedProcess]:
+        return SupervisedProcess
+
+    async def _start(self) -> None:
+        self.given_up = None
+        self._restarts.forget()
+        self._not_before_s = 0.0
+        await super()._start()
+
+    async def manage_processes(self) -> None:
+        """Bring the number of processes to what it should be, unless we wait or are stopping."""
+        waiting = asyncio.get_running_loop().time() < self._not_before_s
+        if not waiting and not self.is_stopping() and not self.arbiter.stopping:
+            await super().manage_processes()
+
+    async def spawn_processes(self) -> None:
+        """Start what is missing, without a pause in which another call could start it too."""
+        while len(self.processes) < self.numprocesses and not self.is_stopped():
+            if self.spawn_process() is False:
+                return
+
+    def spawn_process(self, recovery_wid: object = None) -> float | bool:
+        """Start one process; False if the command cannot be started at all."""
+        if self.is_stopped() or self.is_stopping() or self.arbiter.stopping:
+            return True
+        try:
+            process = SupervisedProcess(
+                self.name,
+                self._nextwid,
+                self.cmd,
+                args=self.args,
+                working_dir=self.working_dir,
+                env=self.env,
+                watcher=self,
+            )
+        except (OSError, ValueError) as error:
+            self._give_up(f"it cannot be started: {error}")
+            return False
+        self.processes[process.pid] = process
+        self.arbiter.spawned(self, process)
+        self.notify_event("spawn", {"process_pid": process.pid, "time": process.started})
+        return float(process.started)
+
+    async def kill_process(
+        self,
+        process: SupervisedProcess,
+        stop_signal: int | None = None,
+        graceful_timeout: float | None = None,
+    ) -> bool:
+        """Ask ``process`` to end, kill its group when it does not; returns when it is gone."""
+        if not process.stopping:
+            process.stopping = True
+            process.send_signal(self.stop_signal if stop_signal is None else stop_signal)
+            self.notify_event("kill", {"process_pid": process.pid, "time": time.time()})
+        given = self.graceful_timeout if graceful_timeout is None else graceful_timeout
+        try:
+            async with asyncio.timeout(0 if self.arbiter.hurried else given):
+                await process.exited.wait()
+        except TimeoutError:
+            self.arbiter.overdue(self, process)
+            process.kill_session()
+            await process.exited.wait()
+        return True
+
+    def reap_processes(self) -> None:
+        """Reap all that has ended: the arbiter has the one reaper."""
+        self.arbiter.reap_processes()
+
+    def ended(self, process: SupervisedProcess, status: int) -> None:
+        """The arbiter has reaped ``process``: replace it, later or never."""
+        self.processes.pop(process.pid, None)
+        told = {"process_pid": process.pid, "time": time.time(), "exit_code": status}
+        self.notify_event("reap", told)
+        wanted = not (process.stopping or self.is_stopping() or self.is_stopped())
+        if not wanted or self.arbiter.stopping or self.arbiter.is_draining(self, status):
+            return
+        loop = asyncio.get_running_loop()
+        lived_s = time.time() - process.started
+        verdict = self._restarts.died(loop.time(), lived_s, status)
+        if isinstance(verdict, str):
+            self._give_up(verdict)
+            return
+        self._not_before_s = loop.time() + verdict
+        self.arbiter.died(self, process, verdict)
+        self.arbiter.respawn_in(verdict, self)
+
+    def _give_up(self, reason: str) -> None:
+        self.given_up = reason
+        if self.processes:  # the others of this watcher live on
+            self.numprocesses = len(self.processes)
+        self.arbiter.gave_up(self, reason)
+
+    async def end(self) -> None:
+        """Stop for good, whatever else is going on in circus."""
+        await self._stop(True)

@@ -1,0 +1,130 @@
+"""From a graph to circus watchers: one per process, each with its command, environment and GPUs.
+
+Pure. A command is a list of words and never a string; variables go into ``env``, not into it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dynamo.errors import ConfigError
+from dynamo.serve.gpus import Allocator, Inventory
+from dynamo.serve.graph import Graph, Service
+
+__all__ = ["Plan", "WatcherSpec", "place", "plan", "watcher_name"]
+
+_FIRST_TO_STOP = ("dynamo.frontend", "dynamo.planner")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatcherSpec:
+    """One process to keep running.
+
+    ``env`` is what is added to the arbiter's own environment. ``stop_stage`` orders the end: a
+    stage is stopped when all processes of the one before it have exited.
+    """
+
+    name: str
+    service: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    working_dir: str
+    graceful_timeout_s: float
+    gpu: float = 0.0
+    gpus: tuple[str, ...] = ()
+    stop_stage: int = 1
+    is_frontend: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that was decided before the first process starts."""
+
+    namespace: str
+    specs: Sequence[WatcherSpec]
+    config: Mapping[str, Any]
+    gpu_ids: tuple[str, ...]
+    endpoint: str
+    pubsub_endpoint: str
+
+
+def watcher_name(namespace: str, service: str, index: int) -> str:
+    """``{namespace}_{service}`` for the first process, then ``…_1``, ``…_2``."""
+    return f"{namespace}_{service}" + (f"_{index}" if index else "")
+
+
+def plan(
+    graph: Graph,
+    *,
+    python: str,
+    working_dir: str,
+    env: Mapping[str, str],
+    graceful_timeout_s: float,
+) -> list[WatcherSpec]:
+    """The watchers of ``graph`` in its order, without GPUs yet (see :func:`place`).
+
+    ``env`` is common to all; a service's own ``envs`` beat it. Raises ConfigError if two watchers
+    would have one name (circus does not tell names apart by case).
+    """
+    config = json.dumps(graph.config, ensure_ascii=False, separators=(",", ":"), default=str)
+    common = {**env, "DYN_NAMESPACE": graph.namespace, "DYNAMO_SERVICE_CONFIG": config}
+    specs: list[WatcherSpec] = []
+    taken: dict[str, str] = {}
+    for service in graph.services:
+        for index in range(service.workers):
+            name = watcher_name(graph.namespace, service.name, index)
+            if name.lower() in taken:
+                raise ConfigError(
+                    f"{service.origin}: {service.name} and {taken[name.lower()]} both need the "
+                    f"watcher {name}; rename one of them"
+                )
+            taken[name.lower()] = service.name
+            specs.append(
+                WatcherSpec(
+                    name=name,
+                    service=service.name,
+                    argv=_argv(service, python),
+                    env={**common, "DYN_WATCHER_NAME": name, **service.envs},
+                    working_dir=working_dir,
+                    graceful_timeout_s=_graceful(service, graceful_timeout_s),
+                    gpu=service.gpu,
+                    stop_stage=0 if service.module in _FIRST_TO_STOP else 1,
+                    is_frontend=service.is_frontend,
+                    options=service.options,
+                )
+            )
+    return specs
+
+
+def place(specs: Sequence[WatcherSpec], inventory: Inventory) -> list[WatcherSpec]:
+    """The same watchers, each with GPUs of its own. Raises ConfigError with a table on shortage.
+
+    A service that sets CUDA_VISIBLE_DEVICES in its ``envs`` keeps what it says.
+    """
+    allocator = Allocator(inventory)
+    placed = []
+    for spec in specs:
+        if not spec.gpu or "CUDA_VISIBLE_DEVICES" in spec.env:
+            placed.append(spec)
+            continue
+        gpus = allocator.assign(spec.name, spec.gpu)
+        env = {**inventory.env, **spec.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        placed.append(replace(spec, gpus=gpus, env=env))
+    return placed
+
+
+def _argv(service: Service, python: str) -> tuple[str, ...]:
+    if service.module is not None:
+        return (python, "-m", service.module, *service.flags)
+    program, *words = service.command
+    if program in ("python", "python3"):
+        program = python
+    return (program, *words, *service.flags)
+
+
+def _graceful(service: Service, default_s: float) -> float:
+    return default_s if service.graceful_timeout_s is None else service.graceful_timeout_s

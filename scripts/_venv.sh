@@ -1,0 +1,40 @@
+# Sourced by the scripts beside it: makes .venv, installs this tree into it, and activates it.
+#
+#   venv_ready [extra]    extra: a pip extra, e.g. "test"
+#
+# Quick when nothing that decides the environment has changed: packaging files and compiled sources.
+
+venv_ready() {
+    local extra="${1:-}" root stamp now spec
+    root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    mkdir -p "$root/.venv"
+    (
+        flock 9
+        if [ ! -x "$root/.venv/bin/python" ]; then
+            "${PYTHON:-python3}" -m venv "$root/.venv"
+        fi
+        # The stamp of the larger install also covers the smaller one.
+        now="$(_venv_fingerprint "$root")"
+        stamp="$root/.venv/.installed${extra:+-$extra}"
+        if [ "$(cat "$stamp" 2>/dev/null)" != "$now" ] &&
+            ! { [ -z "$extra" ] && [ "$(cat "$root/.venv/.installed-test" 2>/dev/null)" = "$now" ]; }; then
+            spec="$root${extra:+[$extra]}"
+            echo "scripts: installing into .venv (a minute the first time)" >&2
+            "$root/.venv/bin/python" -m pip install -q --disable-pip-version-check -e "$spec" >&2
+            printf '%s' "$now" >"$stamp"
+        fi
+    ) 9>"$root/.venv/.lock" || return
+    # shellcheck disable=SC1091
+    . "$root/.venv/bin/activate"
+}
+
+_venv_fingerprint() {
+    (
+        cd "$1" || exit
+        cat pyproject.toml setup.py
+        find dynamo/_fast -type f \( -name '*.pyx' -o -name '*.pxd' -o -name '*.hpp' -o -name '*.h' \) |
+            LC_ALL=C sort | xargs -r cat
+        [ -x .venv/bin/python ] && .venv/bin/python -V
+        find dynamo/_fast -name '*.so' | LC_ALL=C sort
+    ) | sha256sum | cut -d' ' -f1
+}
