@@ -61,7 +61,7 @@ class TableDetokenizer:
                         return text
                 else:
                     # A token that is no whole text is None, which join refuses.
-                    return "".join([texts[each] for each in ids])  # type: ignore[list-item]
+                    return "".join([texts[each] for each in ids])  # type: ignore[misc]
             except (IndexError, TypeError):
                 pass  # the careful way knows what to do
         return self._push_bytes(ids)

@@ -72,8 +72,8 @@ class ModelFiles:
     @property
     def context_length(self) -> int | None:
         """Tokens of prompt and answer together, None if no file says."""
-        for config in (self.config, self.config.get("text_config")):
-            for key in _CONTEXT_KEYS if isinstance(config, dict) else ():
+        for config in self._configs():
+            for key in _CONTEXT_KEYS:
                 if isinstance(value := config.get(key), int):
                     return value
         return None
@@ -81,8 +81,8 @@ class ModelFiles:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding, 0 if no file says."""
-        for config in (self.config, self.config.get("text_config")):
-            if isinstance(config, dict) and isinstance(value := config.get("vocab_size"), int):
+        for config in self._configs():
+            if isinstance(value := config.get("vocab_size"), int):
                 return value
         return 0
 
@@ -95,15 +95,18 @@ class ModelFiles:
 
     def eos_ids(self) -> list[int]:
         """Ids in generation_config.json, else in config.json."""
-        text = self.config.get("text_config")
-        nested = text if isinstance(text, dict) else {}
-        for config in (self.generation_config, self.config, nested):
+        for config in (self.generation_config, *self._configs()):
             value = config.get("eos_token_id")
             if isinstance(value, int):
                 return [value]
             if isinstance(value, list) and value:
                 return [each for each in value if isinstance(each, int)]
         return []
+
+    def _configs(self) -> list[dict[str, Any]]:
+        """config.json, and in models of several modalities the part about text."""
+        nested = self.config.get("text_config")
+        return [self.config, nested] if isinstance(nested, dict) else [self.config]
 
     def tokenizer_file(self) -> TokenizerFile:
         """Parse tokenizer.json. O(vocabulary). Raises ConfigError."""

@@ -29,9 +29,10 @@ CACHE_BYTES = 16 << 20
 _FAST_INLINE_BYTES = 1 << 20
 _SLOW_INLINE_BYTES = 4 << 10
 _PROBE = (
-    "The quick brown fox can't jump over 1234567890 lazy dogs!!  \n\n\t def f(x):\r\n    return x**2 "
-    "Grüße, naïve façade; Привет мир; 你好,世界。こんにちは 안녕 नमस्ते สวัสดี مرحبا "
-    "e\u0301 \u00a0\u2009\u200b 😀👩‍👩‍👧 ﬁ Ⅷ ½ ³ “quotes” — … https://example.com/?q=1&r=%20 {\"a\": [1, 2.5]}   "
+    "The quick brown fox can't jump over 1234567890 lazy dogs!!  \n\n\t"
+    " def f(x):\r\n    return x**2 Grüße, naïve façade; Привет мир; 你好,世界。こんにちは 안녕 "
+    "नमस्ते สวัสดี مرحبا e\u0301 \u00a0\u2009\u200b 😀👩\u200d👩\u200d👧 ﬁ Ⅷ ½ ³ “quotes” — … "
+    'https://example.com/?q=1&r=%20 {"a": [1, 2.5]}   '
 )
 
 
@@ -73,9 +74,7 @@ class Tokenizer:
         self.pieces = PieceTable.of(parsed)
         self._encoder = _choose_encoder(files.tokenizer_path, parsed, reference, cache_bytes)
         # The reference holds the whole vocabulary a second time: keep it only if it still works.
-        self._reference = (
-            None if self.pieces and self._encoder.name == "fastokens" else reference
-        )
+        self._reference = None if self.pieces and self._encoder.name == "fastokens" else reference
 
     @property
     def backend(self) -> str:
@@ -104,14 +103,22 @@ class Tokenizer:
         assert self._reference is not None
         return self._reference.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token; none for an unknown id."""
+        if self.pieces is not None:
+            return self.pieces.piece(token_id)
+        return self.decode((token_id,), False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text; a part of a character is U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
     def cache_stats(self) -> CacheStats:
         """Counters of the segment cache."""
         return self._encoder.stats()
 
 
-def load_tokenizer(
-    model: str | Path | ModelFiles, cache_bytes: int = CACHE_BYTES
-) -> Tokenizer:
+def load_tokenizer(model: str | Path | ModelFiles, cache_bytes: int = CACHE_BYTES) -> Tokenizer:
     """The tokenizer in a model directory. Raises ConfigError naming the file and the remedy."""
     files = model if isinstance(model, ModelFiles) else read_model_files(model)
     return Tokenizer(files, cache_bytes)

@@ -6,7 +6,8 @@ time, slowly, to say what is wrong in the words clients know.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -22,8 +23,6 @@ from dynamo.protocols.openai import (
 )
 
 __all__ = ["parse_chat", "parse_completion"]
-
-R = TypeVar("R", bound=GenerationRequest)
 
 _CHAT = msgspec.json.Decoder(StrictChatCompletionRequest)
 _CHAT_LENIENT = msgspec.json.Decoder(ChatCompletionRequest)
@@ -56,7 +55,7 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
         raise InvalidArgument(
             "Validation: 'continue_final_message' and 'add_generation_prompt' exclude each other"
         )
-    _check_common(request)
+    _check_common(request, request.max_completion_tokens or request.max_tokens)
     return request
 
 
@@ -70,12 +69,11 @@ def parse_completion(body: bytes, *, ignore_unsupported: bool = False) -> Comple
     _check_prompt(request.prompt)
     if request.suffix:
         raise InvalidArgument("Validation: 'suffix' is not supported, leave it out")
-    _check_common(request)
+    _check_common(request, request.max_tokens)
     return request
 
 
-def _check_common(request: GenerationRequest) -> None:
-    limit = request.max_tokens
+def _check_common(request: GenerationRequest, limit: int | None) -> None:
     if request.min_tokens and limit is not None and request.min_tokens > limit:
         raise InvalidArgument(
             f"Validation: Min tokens must not exceed max tokens, got {request.min_tokens} > {limit}"
@@ -140,26 +138,22 @@ def _explain(
 
 
 def _out_of_range(raw: dict[str, Any]) -> str | None:
-    for name in ("max_tokens", "max_completion_tokens"):
-        value = raw.get(name)
-        if _is_number(value) and value <= 0:
+    for value in _numbers((raw.get("max_tokens"), raw.get("max_completion_tokens"))):
+        if value <= 0:
             return f"Validation: Max tokens must be greater than 0, got {value}"
-        if _is_number(value) and value > MAX_TOKENS_LIMIT:
+        if value > MAX_TOKENS_LIMIT:
             return f"Validation: Max tokens must not exceed {MAX_TOKENS_LIMIT}, got {value}"
     for name, (low, high) in RANGES.items():
         given = raw.get(name)
-        for value in given.values() if isinstance(given, dict) else (given,):
-            outside = _is_number(value) and not low <= value <= high
-            if outside or (name == "repetition_penalty" and value == 0):
-                title = name.replace("_penalty", " penalty").capitalize()
-                if name == "logit_bias":
-                    title = "Logit bias"
+        for value in _numbers(given.values() if isinstance(given, dict) else (given,)):
+            if not low <= value <= high or (name == "repetition_penalty" and value == 0):
+                title = name.replace("_penalty", " penalty").replace("_bias", " bias").capitalize()
                 return f"Validation: {title} must be between {low} and {high}, got {value}"
     return None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _numbers(values: Iterable[Any]) -> list[int | float]:
+    return [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
 
 
 def _where(text: str) -> str:

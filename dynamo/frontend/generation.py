@@ -1,0 +1,305 @@
+"""From engine outputs to what the client reads: SSE bytes as they come, or one body at the end.
+
+A stream object lives as long as its request and knows neither sockets nor routers:
+
+* ``opening()`` once, then for each engine output ``feed(choice, output)``, or ``push`` for several
+  outputs and one ``flush`` (what arrived together leaves as one delta);
+* ``close(choice)`` when the engine's stream of a choice has ended;
+* ``end()`` after the last, or ``error(...)``; or, for a request that does not stream, ``unary()``.
+
+Spec 5.4, 5.6, 5.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dynamo.errors import DynamoError
+from dynamo.frontend.choice import Choice
+from dynamo.frontend.detokenizer import make_detokenizer
+from dynamo.frontend.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
+from dynamo.frontend.preprocessor import Prepared
+from dynamo.frontend.sse import (
+    DONE,
+    ChatShape,
+    CompletionShape,
+    Envelope,
+    Shape,
+    annotation,
+    error_event,
+    json_bytes,
+)
+from dynamo.frontend.tokenizer import Tokenizer
+from dynamo.protocols.engine import EngineOutput
+from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+
+__all__ = ["ChatStream", "CompletionStream", "GenerationStream"]
+
+
+class GenerationStream:
+    """The answer to one request with its ``n`` choices for each prompt.
+
+    ``worker_id`` (a dict as in spec 5.6) and ``timing`` (called at the end) are given by who
+    knows them; they are shown if the request asks for them in ``nvext.extra_fields``.
+    """
+
+    _shape: type[Shape]
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        prepared: Prepared,
+        tokenizer: Tokenizer,
+        response_id: str,
+        created: int,
+        *,
+        force_usage: bool = False,
+    ) -> None:
+        """``response_id`` is e.g. ``chatcmpl-…``, ``created`` seconds since the epoch."""
+        options, nvext = request.stream_options, request.nvext
+        self._with_usage = force_usage or bool(options is not None and options.include_usage)
+        self._extra = frozenset(nvext.extra_fields or ()) if nvext is not None else frozenset()
+        self._annotations = (nvext.annotations or ()) if nvext is not None else ()
+        self._prepared = prepared
+        self._response_id = response_id
+        self._envelope = Envelope(self._shape, response_id, created, request.model)
+        usage = b',"usage":null' if self._with_usage else b""
+        self._choices = self._make_choices(request, prepared, tokenizer)
+        self._shapes = [
+            self._shape(self._envelope, index, usage) for index in range(len(self._choices))
+        ]
+        self._own_count: set[int] = set()
+        self._started = [False] * len(self._choices)
+        self._finished = [False] * len(self._choices)
+        self.worker_id: dict[str, Any] | None = None
+        self.timing: Callable[[], dict[str, Any]] | None = None
+
+    # --- engine side
+
+    def push(self, index: int, output: EngineOutput) -> None:
+        """Take one engine output of choice ``index`` without writing. Raises EngineFailure."""
+        self._choices[index].push(output)
+
+    def close(self, index: int) -> None:
+        """The engine's stream of choice ``index`` has ended."""
+        self._choices[index].close()
+
+    def resumed(self, index: int) -> None:
+        """Choice ``index`` moved to another worker with its text so far as part of the prompt:
+        from now on the engine's prompt count says nothing about this request's prompt."""
+        self._own_count.add(index)
+
+    def is_done(self, index: int) -> bool:
+        """Whether choice ``index`` needs no more of the engine (finished, or a stop was found)."""
+        return self._choices[index].finish_reason is not None
+
+    @property
+    def all_done(self) -> bool:
+        """Whether every choice is done."""
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    # --- streaming
+
+    def opening(self) -> bytes:
+        """The annotations that the client asked for, as events; often nothing."""
+        if not self._annotations:
+            return b""
+        first = self._prepared.prompts[0]
+        values: dict[str, Callable[[], str | None]] = {
+            "request_id": lambda: self._response_id.partition("-")[2],
+            "token_ids": lambda: json_bytes(first.token_ids.tolist()).decode(),
+            "formatted_prompt": lambda: first.text,
+        }
+        found = [(name, values[name]()) for name in self._annotations if name in values]
+        return b"".join(annotation(name, value) for name, value in found if value is not None)
+
+    def feed(self, index: int, output: EngineOutput) -> bytes:
+        """Take one engine output and give the SSE bytes to write now, perhaps none."""
+        self._choices[index].push(output)
+        return self._chunk(index)
+
+    def flush(self) -> bytes:
+        """SSE bytes of everything pushed since the last time: one chunk a choice at most."""
+        if len(self._choices) == 1:
+            return self._chunk(0)
+        return b"".join([self._chunk(index) for index in range(len(self._choices))])
+
+    def end(self) -> bytes:
+        """The last bytes of the stream: what is left, usage if asked for, ``[DONE]``."""
+        for choice in self._choices:
+            choice.close()
+        last = self.flush()
+        if self._with_usage:
+            last += self._envelope.chunk + b'],"usage":' + self._usage() + b"}\n\n"
+        return last + DONE
+
+    def error(self, error: DynamoError) -> bytes:
+        """The last bytes of a stream that failed: what is left, the error object, ``[DONE]``."""
+        return self.flush() + error_event(error) + DONE
+
+    def located(self) -> bytes:
+        """The whole stream of a ``query_instance_id`` request: where it would go. Spec 5.6."""
+        ids = self._prepared.prompts[0].token_ids.tolist()
+        nvext = {"worker_id": self.worker_id or {}, "token_ids": ids}
+        return self._shapes[0].chunk("", finish_reason="stop", nvext=nvext) + DONE
+
+    # --- unary
+
+    def unary(self) -> bytes:
+        """The whole answer as one JSON body."""
+        parts = []
+        for index, choice in enumerate(self._choices):
+            choice.close()
+            logprobs = choice.logprobs.take() if choice.logprobs is not None else None
+            parts.append(self._shape.whole(index, choice.take(), logprobs, choice.finish_reason))
+        nvext = self._nvext(self._choices[0], first=True, last=True) if self._extra else None
+        return b"".join(
+            (
+                self._envelope.body,
+                b",".join(parts),
+                b'],"usage":',
+                self._usage(),
+                b"" if nvext is None else b',"nvext":' + json_bytes(nvext),
+                b"}",
+            )
+        )
+
+    # --- counts
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far, all choices."""
+        return sum([choice.tokens for choice in self._choices])
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts: the engine's count where it gave one."""
+        return sum(map(self._prompt_tokens, range(len(self._prepared.prompts))))
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that the engines did not have to compute, None if none of them said."""
+        found = [
+            usage.prompt_tokens_details.cached_tokens
+            for choice in self._choices[:: self._prepared.n]
+            if (usage := choice.usage) is not None
+            and usage.prompt_tokens_details is not None
+            and usage.prompt_tokens_details.cached_tokens is not None
+        ]
+        return sum(found) if found else None
+
+    # --- private
+
+    def _make_choices(
+        self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
+    ) -> list[Choice]:
+        skip = request.skip_special_tokens is not False
+        include = bool(request.include_stop_str_in_output)
+        return [
+            Choice(
+                make_detokenizer(tokenizer, skip),
+                each.stop_conditions,
+                include,
+                self._logprobs(request, tokenizer, index // prepared.n),
+            )
+            for index, each in enumerate(prepared.requests)
+        ]
+
+    def _logprobs(
+        self, request: GenerationRequest, tokenizer: Tokenizer, prompt: int
+    ) -> LogprobsCollector | None:
+        raise NotImplementedError
+
+    def _chunk(self, index: int) -> bytes:
+        choice = self._choices[index]
+        reason = choice.finish_reason
+        if self._started[index] and reason is None and choice.logprobs is None:
+            texts = choice.pending
+            if not texts:
+                return b""
+            text = texts[0] if len(texts) == 1 else "".join(texts)
+            texts.clear()
+            return self._shapes[index].delta(text)
+        return self._rare_chunk(index, choice, reason)
+
+    def _rare_chunk(self, index: int, choice: Choice, reason: str | None) -> bytes:
+        """The first and the last chunk of a choice, and all with log probabilities."""
+        if self._finished[index] or not (choice.pending or reason is not None):
+            return b""
+        logprobs = choice.logprobs.take() if choice.logprobs is not None else None
+        first = not self._started[index]
+        self._started[index] = True
+        self._finished[index] = reason is not None
+        nvext = None
+        if self._extra and (first or reason is not None):
+            nvext = self._nvext(choice, first=first, last=all(self._finished))
+        return self._shapes[index].chunk(choice.take(), logprobs, reason, nvext)
+
+    def _nvext(self, choice: Choice, *, first: bool, last: bool) -> dict[str, Any] | None:
+        shown: dict[str, Any] = {}
+        if first and "worker_id" in self._extra and self.worker_id is not None:
+            shown["worker_id"] = self.worker_id
+        if last and "timing" in self._extra and self.timing is not None:
+            shown["timing"] = self.timing()
+        if choice.stop_reason is not None and "stop_reason" in self._extra:
+            shown["stop_reason"] = choice.stop_reason
+        return shown or None
+
+    def _prompt_tokens(self, prompt: int) -> int:
+        index = prompt * self._prepared.n
+        usage = self._choices[index].usage
+        if usage is not None and usage.prompt_tokens and index not in self._own_count:
+            return usage.prompt_tokens
+        return len(self._prepared.prompts[prompt].token_ids)
+
+    def _usage(self) -> bytes:
+        prompt, completion = self.prompt_tokens, self.completion_tokens
+        cached = self.cached_tokens
+        return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d%b}' % (
+            prompt,
+            completion,
+            prompt + completion,
+            b"" if cached is None else b',"prompt_tokens_details":{"cached_tokens":%d}' % cached,
+        )
+
+
+class ChatStream(GenerationStream):
+    """The answer to POST /v1/chat/completions."""
+
+    _shape = ChatShape
+
+    def _logprobs(
+        self, request: GenerationRequest, tokenizer: Tokenizer, prompt: int
+    ) -> LogprobsCollector | None:
+        if not isinstance(request, ChatCompletionRequest) or not request.logprobs:
+            return None
+        return ChatLogprobs(tokenizer, request.top_logprobs or 0)
+
+
+class CompletionStream(GenerationStream):
+    """The answer to POST /v1/completions. With ``echo`` each choice begins with its prompt."""
+
+    _shape = CompletionShape
+
+    def _make_choices(
+        self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
+    ) -> list[Choice]:
+        self._echoed: list[str] = []
+        if isinstance(request, CompletionRequest) and request.echo:
+            self._echoed = [
+                tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+                for prompt in prepared.prompts
+            ]
+        choices = super()._make_choices(request, prepared, tokenizer)
+        for index, choice in enumerate(choices if self._echoed else ()):
+            choice.pending.append(self._echoed[index // prepared.n])
+        return choices
+
+    def _logprobs(
+        self, request: GenerationRequest, tokenizer: Tokenizer, prompt: int
+    ) -> LogprobsCollector | None:
+        if not isinstance(request, CompletionRequest) or request.logprobs is None:
+            return None
+        offset = len(self._echoed[prompt]) if self._echoed else 0
+        return CompletionLogprobs(tokenizer, request.logprobs, offset)

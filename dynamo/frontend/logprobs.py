@@ -1,0 +1,113 @@
+"""Log probabilities of an engine in the two shapes of the OpenAI API."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from dynamo.frontend.sse import json_bytes
+from dynamo.frontend.tokenizer import Tokenizer
+from dynamo.protocols.engine import EngineOutput
+
+__all__ = ["ChatLogprobs", "CompletionLogprobs", "LogprobsCollector"]
+
+_LOWEST = -9999.0
+"""Stands for minus infinity, which JSON can't say."""
+
+
+class LogprobsCollector(Protocol):
+    """Collects what engine outputs report until a chunk takes it."""
+
+    def add(self, output: EngineOutput, count: int) -> None:
+        """Note the first ``count`` tokens of ``output``."""
+
+    def take(self) -> bytes | None:
+        """The JSON of everything since the last call, None if there is nothing."""
+
+
+class ChatLogprobs:
+    """``{"content": [{token, logprob, bytes, top_logprobs}], "refusal": null}``."""
+
+    def __init__(self, tokenizer: Tokenizer, alternatives: int) -> None:
+        self._tokenizer = tokenizer
+        self._alternatives = alternatives
+        self._entries: list[dict[str, Any]] = []
+
+    def add(self, output: EngineOutput, count: int) -> None:
+        """Note the first ``count`` tokens of ``output``."""
+        for token_id, logprob, top in _tokens(output, count):
+            entry = _entry(self._tokenizer, {"token_id": token_id, "logprob": logprob})
+            alternatives = top[: self._alternatives]
+            entry["top_logprobs"] = [_entry(self._tokenizer, each) for each in alternatives]
+            self._entries.append(entry)
+
+    def take(self) -> bytes | None:
+        """The JSON of everything since the last call, None if there is nothing."""
+        if not self._entries:
+            return None
+        taken, self._entries = self._entries, []
+        return json_bytes({"content": taken, "refusal": None})
+
+
+class CompletionLogprobs:
+    """``{tokens, token_logprobs, top_logprobs, text_offset}``, four columns of one length.
+
+    ``offset`` is the number of characters before the first generated token (``echo``).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, alternatives: int, offset: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._alternatives = alternatives
+        self._offset = offset
+        self._rows: list[tuple[str, float, dict[str, float] | None, int]] = []
+
+    def add(self, output: EngineOutput, count: int) -> None:
+        """Note the first ``count`` tokens of ``output``."""
+        for token_id, logprob, top in _tokens(output, count):
+            token = self._tokenizer.token_text(token_id)
+            named = {
+                _name(self._tokenizer, each): _finite(each["logprob"])
+                for each in top[: self._alternatives]
+            }
+            self._rows.append((token, _finite(logprob), named or None, self._offset))
+            self._offset += len(token)
+
+    def take(self) -> bytes | None:
+        """The JSON of everything since the last call, None if there is nothing."""
+        if not self._rows:
+            return None
+        taken, self._rows = self._rows, []
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return json_bytes(dict(zip(names, zip(*taken, strict=True), strict=True)))
+
+
+def _tokens(
+    output: EngineOutput, count: int
+) -> list[tuple[int, float, Sequence[Mapping[str, Any]]]]:
+    """(id, log probability, alternatives) for each token that has a log probability."""
+    ids, logprobs = output.token_ids[:count], output.log_probs or []
+    top: list[list[dict[str, Any]]] = output.top_logprobs or []
+    return [
+        (token_id, logprobs[place], top[place] if place < len(top) else ())
+        for place, token_id in enumerate(ids[: len(logprobs)])
+    ]
+
+
+def _entry(tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
+    token = _name(tokenizer, given)
+    token_id = given.get("token_id")
+    raw = tokenizer.token_bytes(token_id) if token_id is not None else token.encode()
+    return {"token": token, "logprob": _finite(given["logprob"]), "bytes": list(raw)}
+
+
+def _name(tokenizer: Tokenizer, given: Mapping[str, Any]) -> str:
+    token = given.get("token")
+    if isinstance(token, str):
+        return token
+    token_id = given.get("token_id")
+    return tokenizer.token_text(token_id) if token_id is not None else ""
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else _LOWEST

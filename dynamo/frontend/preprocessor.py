@@ -1,0 +1,249 @@
+"""From a typed request to what engines take: prompt text, token ids, limits, sampling, routing.
+
+Spec 5.6, 7.4. ``n`` choices and lists of prompts become one engine request each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.messages import message_text
+from dynamo.frontend.model_files import read_model_files
+from dynamo.frontend.sampling import (
+    output_options,
+    routing,
+    sampling_options,
+    stop_conditions,
+)
+from dynamo.frontend.template import load_template
+from dynamo.frontend.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
+from dynamo.protocols.card import ModelCard
+from dynamo.protocols.codec import Tokens, tokens
+from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+
+__all__ = ["Prepared", "Preprocessor", "Prompt"]
+
+
+class Prompt(NamedTuple):
+    """One prompt: its ids, and its text where there was one (or it is needed for ``echo``)."""
+
+    token_ids: Tokens
+    text: str | None
+
+
+class Prepared(NamedTuple):
+    """``requests[p * n + i]`` is choice ``i`` of ``prompts[p]``; its index in the answer is the
+    same."""
+
+    requests: list[PreprocessedRequest]
+    prompts: list[Prompt]
+    n: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def formatted_prompt(self) -> str | None:
+        """The (first) prompt as text, after the chat template."""
+        return self.prompts[0].text
+
+
+class Preprocessor:
+    """Everything about one model that turns requests into engine requests.
+
+    ``card`` names the model directory in ``source_path`` unless ``model_dir`` is given. Raises
+    ConfigError naming the file and the remedy. Loading is O(vocabulary): do it off the event loop.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        model_dir: str | Path | None = None,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        custom_template_path: str | Path | None = None,
+    ) -> None:
+        files = read_model_files(model_dir if model_dir is not None else card.source_path)
+        self.card = card
+        self.tokenizer: Tokenizer = load_tokenizer(files, cache_bytes)
+        self.template = load_template(files, custom_template_path or card.custom_template_path)
+        self.context_length = (
+            card.context_length or card.runtime_config.context_length or files.context_length
+        )
+
+    @property
+    def inline_limit_bytes(self) -> int:
+        """Bodies up to this size go through :meth:`chat` and :meth:`completion`, larger ones
+        through their ``_off_loop`` twins."""
+        return self.tokenizer.inline_limit_bytes
+
+    def chat(self, request: ChatCompletionRequest) -> Prepared:
+        """Prepare a chat request. Raises InvalidArgument. O(characters)."""
+        prompt = self._given_ids(request)
+        if prompt is None:
+            text = self._render(request)
+            special = bool(request.add_special_tokens)
+            prompt = Prompt(self.tokenizer.encode(text, special), text)
+        return self._chat_prepared(request, prompt)
+
+    async def chat_off_loop(self, request: ChatCompletionRequest) -> Prepared:
+        """As :meth:`chat`; a long prompt is tokenized in a thread."""
+        prompt = self._given_ids(request)
+        if prompt is None:
+            text = self._render(request)
+            special = bool(request.add_special_tokens)
+            prompt = Prompt(await self.tokenizer.encode_off_loop(text, special), text)
+        return self._chat_prepared(request, prompt)
+
+    def completion(self, request: CompletionRequest) -> Prepared:
+        """Prepare a text completion request; as :meth:`chat`."""
+        given = self._given_ids(request)
+        if given is not None:
+            return self._prepared(request, [given], request.max_tokens, request.logprobs)
+        special = request.add_special_tokens is not False
+        encode = self.tokenizer.encode
+        prompts = [
+            Prompt(encode(each, special), each) if isinstance(each, str) else self._from_ids(each)
+            for each in _prompts(request)
+        ]
+        return self._prepared(request, prompts, request.max_tokens, request.logprobs)
+
+    async def completion_off_loop(self, request: CompletionRequest) -> Prepared:
+        """As :meth:`completion`; long prompts are tokenized in a thread."""
+        given = self._given_ids(request)
+        if given is not None:
+            return self._prepared(request, [given], request.max_tokens, request.logprobs)
+        special = request.add_special_tokens is not False
+        prompts = []
+        for each in _prompts(request):
+            if isinstance(each, str):
+                ids = await self.tokenizer.encode_off_loop(each, special)
+                prompts.append(Prompt(ids, each))
+            else:
+                prompts.append(self._from_ids(each))
+        return self._prepared(request, prompts, request.max_tokens, request.logprobs)
+
+    def _render(self, request: ChatCompletionRequest) -> str:
+        nvext = request.nvext
+        if nvext is not None and nvext.use_raw_prompt:
+            return "".join(message_text(*each) for each in enumerate(request.messages))
+        if self.template is None:
+            raise InvalidArgument(
+                f"Model `{request.model}` has no chat template; use /v1/completions, or give the "
+                "worker a template"
+            )
+        variables = {**(request.chat_template_args or {}), **(request.chat_template_kwargs or {})}
+        if request.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.documents is not None:
+            variables["documents"] = request.documents
+        for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+            variables.pop(name, None)
+        return self.template.render(
+            request.messages,
+            None if request.tool_choice == "none" else request.tools,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            **variables,
+        )
+
+    def _given_ids(self, request: GenerationRequest) -> Prompt | None:
+        nvext = request.nvext
+        if nvext is None or not nvext.token_data:
+            return None
+        return self._from_ids(nvext.token_data)
+
+    def _from_ids(self, given: list[int]) -> Prompt:
+        if max(given) >= self.tokenizer.vocab_size:
+            raise InvalidArgument(
+                f"Validation: token id {max(given)} is out of range, "
+                f"the vocabulary has {self.tokenizer.vocab_size} tokens"
+            )
+        return Prompt(tokens(given), None)
+
+    def _chat_prepared(self, request: ChatCompletionRequest, prompt: Prompt) -> Prepared:
+        limit = request.max_completion_tokens or request.max_tokens
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        return self._prepared(request, [prompt], limit, logprobs)
+
+    def _prepared(
+        self,
+        request: GenerationRequest,
+        prompts: list[Prompt],
+        max_tokens: int | None,
+        logprobs: int | None,
+    ) -> Prepared:
+        requests = [
+            self._engine_request(request, prompt, max_tokens, logprobs) for prompt in prompts
+        ]
+        n = request.n or 1
+        if n > 1:
+            requests = [_choice(each, number) for each in requests for number in range(n)]
+        return Prepared(requests, prompts, n)
+
+    def _engine_request(
+        self,
+        request: GenerationRequest,
+        prompt: Prompt,
+        max_tokens: int | None,
+        logprobs: int | None,
+    ) -> PreprocessedRequest:
+        nvext = request.nvext
+        limit = self._limit(len(prompt.token_ids), max_tokens)
+        eos_ids = self.tokenizer.eos_ids
+        return PreprocessedRequest(
+            model=request.model,
+            token_ids=prompt.token_ids,
+            stop_conditions=stop_conditions(request, limit, eos_ids),
+            sampling_options=sampling_options(request),
+            output_options=output_options(request, logprobs),
+            eos_token_ids=eos_ids,
+            mdc_sum=self.card.checksum or None,
+            annotations=(nvext.annotations or []) if nvext is not None else [],
+            routing=routing(request, self.card.lora_name),
+            backend_instance_id=nvext.backend_instance_id if nvext is not None else None,
+        )
+
+    def _limit(self, prompt_tokens: int, max_tokens: int | None) -> int | None:
+        """``max_tokens`` if it fits, or what the context leaves. Raises InvalidArgument."""
+        if not prompt_tokens:
+            raise InvalidArgument("Validation: the prompt has no tokens")
+        context = self.context_length
+        if context is None:
+            return max_tokens
+        room = context - prompt_tokens
+        if room <= 0:
+            raise InvalidArgument(
+                f"This model's maximum context length is {context} tokens. However, your prompt "
+                f"has {prompt_tokens} tokens. Please reduce the length of the prompt."
+            )
+        if max_tokens is not None and max_tokens > room:
+            raise InvalidArgument(
+                f"This model's maximum context length is {context} tokens. However, you requested "
+                f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} "
+                "in the completion). Please reduce the length of the prompt or max_tokens."
+            )
+        return room if max_tokens is None else max_tokens
+
+
+def _prompts(request: CompletionRequest) -> list[Any]:
+    prompt = request.prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    return prompt
+
+
+def _choice(request: PreprocessedRequest, number: int) -> PreprocessedRequest:
+    """A request of its own for choice ``number``; with one seed all would be the same."""
+    seed = request.sampling_options.seed
+    sampling = request.sampling_options
+    if number and seed is not None:
+        sampling = msgspec.structs.replace(sampling, seed=seed + number)
+    return msgspec.structs.replace(request, sampling_options=sampling)

@@ -1,0 +1,243 @@
+"""Chat templates: Hugging Face's conventions in a sandboxed jinja2, compiled once per model."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import msgspec
+
+from dynamo.errors import ConfigError, InvalidArgument
+from dynamo.frontend.messages import ContentForm, template_messages
+from dynamo.frontend.model_files import ModelFiles, read_model_files
+
+__all__ = ["ChatTemplate", "load_template"]
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+
+_DICT_NAMES = frozenset(dir(dict))
+_RENDER_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_PROBE = "\x02probe\x03"
+
+
+class ChatTemplate:
+    """One model's chat template.
+
+    ``named`` are the sources by name: ``default``, and perhaps ``tool_use``, which is taken when
+    the request has tools. ``specials`` are ``bos_token`` and the like. Raises ConfigError if a
+    source does not compile.
+    """
+
+    def __init__(self, named: Mapping[str, str], specials: Mapping[str, str], origin: str) -> None:
+        environment = _Environment()
+        self._specials = dict(specials)
+        try:
+            compiled = {name: environment.from_string(text) for name, text in named.items()}
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"{origin}, line {error.lineno}: the chat template does not compile: "
+                f"{error.message}; correct it or give another with --custom-jinja-template"
+            ) from None
+        self._default = compiled.get("default") or next(iter(compiled.values()))
+        self._with_tools = compiled.get("tool_use") or self._default
+        self._form = self._content_form()
+
+    @property
+    def content_form(self) -> ContentForm:
+        """How this template wants the content of a message."""
+        return self._form
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The prompt. Raises InvalidArgument with the template's own message.
+
+        ``continue_final_message`` leaves the last message open, so that the model goes on with it.
+        ``variables`` are seen by the template (chat_template_kwargs). O(messages).
+        """
+        ready = template_messages(messages, self._form)
+        prompt = self._render(
+            ready, tools, add_generation_prompt and not continue_final_message, variables
+        )
+        return _open_last(prompt, messages[-1]) if continue_final_message else prompt
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        context: dict[str, Any] = {"documents": None, **self._specials, **variables}
+        context["messages"] = messages
+        context["tools"] = tools or None
+        context["add_generation_prompt"] = add_generation_prompt
+        template = self._with_tools if tools else self._default
+        try:
+            return template.render(context)
+        except _RENDER_ERRORS as error:
+            raise InvalidArgument(f"Chat template: {error}") from None
+
+    def _content_form(self) -> ContentForm:
+        as_text = self._shows(_PROBE)
+        as_parts = self._shows([{"type": "text", "text": _PROBE}])
+        if as_parts:
+            return ContentForm.EITHER if as_text else ContentForm.PARTS
+        return ContentForm.TEXT
+
+    def _shows(self, content: Any) -> bool:
+        try:
+            prompt = self._render([{"role": "user", "content": content}], None, True, {})
+        except InvalidArgument:
+            return False
+        # A template that knows no parts prints the list as Python would.
+        return _PROBE in prompt and "'type'" not in prompt and '"type"' not in prompt
+
+
+def load_template(
+    model: str | Path | ModelFiles, custom_path: str | Path | None = None
+) -> ChatTemplate | None:
+    """The template of a model directory, or the one in ``custom_path``; None if there is none.
+
+    Looked for in the order custom file, chat_template.jinja, chat_template.json,
+    tokenizer_config.json. Raises ConfigError.
+    """
+    files = model if isinstance(model, ModelFiles) else read_model_files(model)
+    found = _find(files, Path(custom_path) if custom_path else None)
+    if found is None:
+        return None
+    named, origin = found
+    names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+    specials = {name: text for name in names if (text := files.named_token(name)) is not None}
+    return ChatTemplate(named, specials, str(origin))
+
+
+def _find(files: ModelFiles, custom: Path | None) -> tuple[dict[str, str], Path] | None:
+    if custom is not None:
+        return {"default": _read(custom)}, custom
+    jinja = files.directory / "chat_template.jinja"
+    if jinja.exists():
+        return {"default": _read(jinja)}, jinja
+    path = files.directory / "chat_template.json"
+    source: Any = files.tokenizer_config.get("chat_template")
+    if path.exists():
+        try:
+            source = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])["chat_template"]
+        except (OSError, msgspec.DecodeError, KeyError) as error:
+            raise ConfigError(f"{path} has no `chat_template`: {error}; copy it again") from None
+    elif source is None:
+        return None
+    else:
+        path = files.directory / "tokenizer_config.json"
+    return _named(source, path), path
+
+
+def _named(source: Any, path: Path) -> dict[str, str]:
+    if isinstance(source, str):
+        return {"default": source}
+    try:
+        named = {str(entry["name"]): str(entry["template"]) for entry in source}
+    except (TypeError, KeyError):
+        named = {}
+    if not named:
+        raise ConfigError(f"{path}: `chat_template` must be a string or a list of named templates")
+    return named
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat template {path} cannot be read: {error}") from None
+
+
+def _open_last(prompt: str, message: Message) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part["text"] for part in content if isinstance(part.get("text"), str)]
+        content = texts[-1] if texts else None
+    for text in (content, content.strip()) if isinstance(content, str) else ():
+        start = prompt.rfind(text) if text else -1
+        if start >= 0:
+            return prompt[: start + len(text)]
+    raise InvalidArgument(
+        "Validation: 'continue_final_message' is set, but the last message has no text in the "
+        "rendered prompt"
+    )
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox with the functions that templates expect."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[jinja2.ext.loopcontrols, _GenerationTag],
+        )
+        self.filters["tojson"] = _tojson
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As the sandbox does, without its detour for ``message.role`` on a dict."""
+        if type(obj) is dict and attribute not in _DICT_NAMES:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}…{% endgeneration %}`` marks text for training; here it is just text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own interface
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The body of the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
