@@ -14,33 +14,37 @@ from cpython.buffer cimport (
 )
 
 
-cdef inline bytes item_kind(const Py_buffer *view):
-    """The one-letter struct format of the items, without its byte-order prefix."""
-    cdef bytes kind = view.format if view.format != NULL else b"B"
-    return kind[1:] if kind[:1] in b"@=<" else kind
+cdef inline char item_kind(const Py_buffer *view) noexcept:
+    """The struct letter of the items, past a native or little-endian prefix; 0 if not one letter."""
+    cdef const char *kind = view.format
+    if kind == NULL:
+        return c"B"
+    if kind[0] == c"@" or kind[0] == c"=" or kind[0] == c"<":
+        kind += 1
+    return kind[0] if kind[0] != 0 and kind[1] == 0 else 0
 
 
 cdef inline Py_ssize_t open_u64(object column, str name, Py_buffer *view) except -1:
     """A column of 64-bit integers (signed ones are taken by their bits) or of raw bytes."""
     PyObject_GetBuffer(column, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
-    cdef bytes kind = item_kind(view)
-    if view.itemsize == 8 and kind in (b"Q", b"L", b"q", b"l"):
+    cdef char kind = item_kind(view)
+    if view.itemsize == 8 and kind in (c"Q", c"L", c"q", c"l"):
         return view.len // 8
-    if view.itemsize == 1 and kind in (b"B", b"b", b"c"):
+    if view.itemsize == 1 and kind in (c"B", c"b", c"c"):
         if view.len % 8 == 0:
             return view.len // 8
         PyBuffer_Release(view)
         raise ValueError(f"{name}: {view.len} bytes are not a whole number of 64-bit values")
     PyBuffer_Release(view)
-    raise TypeError(f"{name} must be a buffer of 64-bit integers, not of {kind.decode()!r}")
+    raise TypeError(f"{name} must be a buffer of 64-bit integers or of their bytes")
 
 
 cdef inline Py_ssize_t open_u32(object column, str name, Py_buffer *view, bint writable) except -1:
     """A column of unsigned 32-bit integers."""
     cdef int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT
     PyObject_GetBuffer(column, view, flags | PyBUF_WRITABLE if writable else flags)
-    cdef bytes kind = item_kind(view)
-    if view.itemsize == 4 and kind in (b"I", b"L"):
+    cdef char kind = item_kind(view)
+    if view.itemsize == 4 and kind in (c"I", c"L"):
         return view.len // 4
     PyBuffer_Release(view)
-    raise TypeError(f"{name} must be a buffer of unsigned 32-bit integers, not of {kind.decode()!r}")
+    raise TypeError(f"{name} must be a buffer of unsigned 32-bit integers")

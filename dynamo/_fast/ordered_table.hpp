@@ -1,0 +1,175 @@
+// A hash table that keeps its entries in hash order: open addressing, linear probing, sorted runs.
+//
+// Why sorted: a search for an absent key ends at the first greater one, so the table may be 80 %
+// full; and growing is one sequential pass that may grow by a quarter instead of doubling. Both
+// keep the memory of an index of millions of blocks close to what its entries need.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace dynamo {
+
+// `Key` is u32 or u64 and must already be mixed: its high bits choose the place. Values are never
+// zero; a zero value marks a free place. Keys may repeat if the caller tells them apart.
+template <class Key>
+class OrderedTable {
+public:
+    struct __attribute__((packed, aligned(4))) Entry {
+        Key key;
+        uint32_t value;
+    };
+
+    OrderedTable() = default;
+    OrderedTable(const OrderedTable &) = delete;
+    OrderedTable &operator=(const OrderedTable &) = delete;
+    OrderedTable(OrderedTable &&other) noexcept { swap(other); }
+    ~OrderedTable() { std::free(entries_); }
+
+    void swap(OrderedTable &other) noexcept {
+        std::swap(entries_, other.entries_);
+        std::swap(homes_, other.homes_);
+        std::swap(places_, other.places_);
+        std::swap(size_, other.size_);
+    }
+
+    size_t size() const noexcept { return size_; }
+    size_t memory_bytes() const noexcept { return places_ * sizeof(Entry); }
+
+    // Entries in key order, free places among them: visit those with a value.
+    const Entry *begin() const noexcept { return entries_; }
+    const Entry *end() const noexcept { return entries_ + places_; }
+
+    // The first entry of `key`, or any entry of another key or free place if there is none.
+    // Equal keys follow each other. Null while the table has never had room made in it.
+    Entry *seek(Key key) const noexcept {
+        if (entries_ == nullptr) return nullptr;
+        Entry *at = entries_ + home(key);
+        while (at->value != 0 && at->key < key) at++;
+        return at;
+    }
+
+    // The only entry of `key`, or null. For tables whose keys do not repeat.
+    Entry *find(Key key) const noexcept {
+        Entry *at = seek(key);
+        return at != nullptr && at->value != 0 && at->key == key ? at : nullptr;
+    }
+
+    void prefetch(Key key) const noexcept {
+        if (entries_ != nullptr) __builtin_prefetch(entries_ + home(key));
+    }
+
+    // Makes sure that one insert() succeeds. Throws std::bad_alloc and changes nothing otherwise.
+    void make_room() {
+        if ((size_ + 1) * FULL_DIVISOR > homes_ * FULL_DIVIDEND) {
+            rebuild(homes_ + homes_ / 4 + MIN_HOMES, TAIL);
+        }
+        while (entries_[places_ - 2].value != 0) rebuild(homes_, (places_ - homes_) * 2);
+    }
+
+    // Room must have been made. Entries of greater keys move one place on, up to a free one.
+    void insert(Key key, uint32_t value) noexcept {
+        Entry *at = seek(key), *free_place = at;
+        while (free_place->value != 0) free_place++;
+        std::memmove(at + 1, at, static_cast<size_t>(free_place - at) * sizeof(Entry));
+        *at = Entry{key, value};
+        size_++;
+    }
+
+    // Closes the gap at once (no tombstones); gives memory back when few entries are left.
+    void erase(Entry *at) noexcept {
+        Entry *stop = at + 1;
+        while (stop->value != 0 && entries_ + home(stop->key) != stop) stop++;
+        std::memmove(at, at + 1, static_cast<size_t>(stop - at - 1) * sizeof(Entry));
+        (stop - 1)->value = 0;
+        size_--;
+        if (size_ * 4 < homes_ && homes_ > MIN_HOMES * 4) shrink();
+    }
+
+    void reset() noexcept {
+        std::free(entries_);
+        entries_ = nullptr;
+        homes_ = places_ = size_ = 0;
+    }
+
+    // What is wrong with the table itself, or null.
+    const char *complaint() const noexcept {
+        size_t found = 0;
+        const Entry *last = nullptr;
+        for (const Entry *at = begin(); at != end(); at++) {
+            if (at->value == 0) continue;
+            const Entry *ideal = entries_ + home(at->key);
+            if (at < ideal) return "an entry lies before its home";
+            for (const Entry *way = ideal; way != at; way++)
+                if (way->value == 0) return "a free place lies between an entry and its home";
+            if (last != nullptr && last->key > at->key) return "entries are out of order";
+            last = at;
+            found++;
+        }
+        if (found != size_) return "the size differs from the entries";
+        if (places_ != 0 && entries_[places_ - 1].value != 0) return "the last place is taken";
+        return nullptr;
+    }
+
+private:
+    static constexpr size_t MIN_HOMES = 16;
+    static constexpr size_t TAIL = 16;  // places behind the last home; the very last stays free
+    static constexpr size_t FULL_DIVIDEND = 4, FULL_DIVISOR = 5;
+
+    // Order-preserving: a greater key never has a smaller home.
+    size_t home(Key key) const noexcept {
+        if constexpr (sizeof(Key) == 8) {
+            return static_cast<size_t>((static_cast<unsigned __int128>(key) * homes_) >> 64);
+        } else {
+            return static_cast<size_t>((static_cast<uint64_t>(key) * homes_) >> 32);
+        }
+    }
+
+    static Entry *allocate(size_t places) noexcept {
+        return static_cast<Entry *>(std::calloc(places, sizeof(Entry)));
+    }
+
+    void rebuild(size_t homes, size_t tail) {
+        OrderedTable next;
+        next.entries_ = allocate(homes + tail);
+        if (next.entries_ == nullptr) throw std::bad_alloc();
+        next.homes_ = homes;
+        next.places_ = homes + tail;
+        if (!next.take_from(*this)) return rebuild(homes, tail * 2);
+        swap(next);
+    }
+
+    void shrink() noexcept {
+        try {
+            rebuild(size_ + size_ / 2 + MIN_HOMES, TAIL);
+        } catch (const std::bad_alloc &) {
+            // The larger table serves as well.
+        }
+    }
+
+    // One sequential pass; false if the last run does not fit before the place that stays free.
+    bool take_from(const OrderedTable &other) noexcept {
+        Entry *next_free = entries_, *last = entries_ + places_ - 1;
+        for (const Entry *from = other.begin(); from != other.end(); from++) {
+            if (from->value == 0) continue;
+            Entry *ideal = entries_ + home(from->key);
+            Entry *at = ideal > next_free ? ideal : next_free;
+            if (at >= last) return false;
+            *at = *from;
+            next_free = at + 1;
+        }
+        size_ = other.size_;
+        return true;
+    }
+
+    Entry *entries_ = nullptr;
+    size_t homes_ = 0;   // places that keys can call home
+    size_t places_ = 0;  // homes and tail
+    size_t size_ = 0;
+};
+
+}  // namespace dynamo

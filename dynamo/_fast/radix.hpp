@@ -1,0 +1,283 @@
+// The prefix index: which slots hold which leading blocks. See docs/radix.md.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ordered_table.hpp"
+#include "radix_nodes.hpp"
+
+namespace dynamo::radix {
+
+enum class Stored { OK, NO_PARENT, OWN_PARENT };
+
+inline uint64_t load64(const uint8_t *column, size_t index) noexcept {
+    uint64_t value;
+    std::memcpy(&value, column + 8 * index, sizeof value);
+    return value;
+}
+
+// A chain to store again: parents come before children, so that a replay finds them.
+struct Run {
+    uint32_t slot;
+    bool has_parent;
+    uint64_t parent_hash;
+    size_t begin, end;  // into the columns of the Dump
+};
+
+struct Dump {
+    std::vector<Run> runs;
+    std::vector<uint64_t> block_hashes, tokens_hashes;
+};
+
+class Index {
+public:
+    Index() : multiplier_(process_multiplier()), inverse_(inverse_of(multiplier_)) {}
+
+    void set_cap(size_t blocks) noexcept { cap_ = std::min(blocks, MAX_BLOCKS); }
+    size_t blocks() const noexcept { return blocks_; }
+    size_t nodes() const noexcept { return nodes_.size(); }
+    size_t dropped() const noexcept { return dropped_; }
+
+    size_t memory_bytes() const noexcept {
+        size_t bytes = nodes_.memory_bytes() + aliases_.memory_bytes() +
+                       held_.capacity() * sizeof(Held) + active_.capacity() * sizeof(Active);
+        for (const Held &held : held_) bytes += held.memory_bytes();
+        return bytes;
+    }
+
+    void open_slot(uint32_t slot) {
+        if (slot >= held_.size()) held_.resize(slot + 1);
+        active_.reserve(held_.size() / SLOTS_PER_WORD + 1);
+    }
+
+    // Adds the chain under `parent_hash` (none: the root) for `slot`; `*added` counts the hashes
+    // that the slot did not have. An event that is refused changes nothing. O(count).
+    Stored store(uint32_t slot, bool has_parent, uint64_t parent_hash, const uint8_t *block_hashes,
+                 const uint8_t *tokens_hashes, size_t count, size_t *added) {
+        Held &held = held_[slot];
+        uint32_t node = ROOT;
+        if (has_parent) {
+            const auto *parent = held.find(mix(parent_hash));
+            if (parent == nullptr) return Stored::NO_PARENT;
+            node = parent->value;
+        }
+        if (names_its_own_parent(has_parent, parent_hash, block_hashes, count))
+            return Stored::OWN_PARENT;
+        size_t before = blocks_;
+        for (size_t i = 0; i < std::min(count, AHEAD); i++)
+            held.prefetch(mix(load64(block_hashes, i)));
+        for (size_t i = 0; i < count; i++) {
+            if (i + AHEAD < count) held.prefetch(mix(load64(block_hashes, i + AHEAD)));
+            node = store_one(slot, node, mix(load64(block_hashes, i)), load64(tokens_hashes, i));
+            if (node == NOBODY) {
+                dropped_ += count - i;
+                break;
+            }
+        }
+        *added = blocks_ - before;
+        return Stored::OK;
+    }
+
+    // Takes the hashes from `slot`; returns how many it did not have. Amortised O(count).
+    size_t remove(uint32_t slot, const uint8_t *block_hashes, size_t count) noexcept {
+        Held &held = held_[slot];
+        size_t unknown = 0;
+        for (size_t i = 0; i < std::min(count, AHEAD); i++)
+            held.prefetch(mix(load64(block_hashes, i)));
+        for (size_t i = 0; i < count; i++) {
+            if (i + AHEAD < count) held.prefetch(mix(load64(block_hashes, i + AHEAD)));
+            auto *entry = held.find(mix(load64(block_hashes, i)));
+            if (entry == nullptr) {
+                unknown++;
+                continue;
+            }
+            uint32_t node = entry->value;
+            held.erase(entry);
+            blocks_--;
+            release(slot, node);
+        }
+        return unknown;
+    }
+
+    // Takes everything from `slot`; returns how many hashes that were. O(what it held).
+    size_t clear(uint32_t slot) noexcept {
+        Held held;
+        held.swap(held_[slot]);
+        size_t count = held.size();
+        for (const auto &entry : held)
+            if (entry.value != 0) release(slot, entry.value);
+        blocks_ -= count;
+        return count;
+    }
+
+    // Writes, per slot, how many leading blocks of the sequence it holds; `depths` has a place for
+    // every slot and arrives as zeros. Returns how many slots hold at least one.
+    // O(depth + slots), plus O(holders / 64) per level where more than 64 slots share blocks.
+    size_t match(const uint8_t *tokens_hashes, size_t count, uint32_t *depths, bool early_exit) {
+        active_.clear();
+        uint32_t node = count ? nodes_.find_child(ROOT, load64(tokens_hashes, 0)) : NOBODY;
+        if (node == NOBODY) return 0;
+        size_t left = 0;
+        Nodes::HolderWords(nodes_, node).each([&](const Word &word) {
+            active_.push_back(Active{word.mask, word.group});
+            left += static_cast<size_t>(__builtin_popcountll(word.mask));
+        });
+        const size_t matched = left;
+        uint32_t depth = 1;
+        for (; depth < count && !active_.empty(); depth++) {
+            if (early_exit && left <= 1) break;
+            node = nodes_.find_child(node, load64(tokens_hashes, depth));
+            if (node == NOBODY) break;
+            left -= narrow_active(node, depth, depths);
+        }
+        for (const Active &active : active_) write_depth(active.group, active.mask, depth, depths);
+        return matched;
+    }
+
+    void dump(Dump *out) const;
+    std::string complaint() const;
+
+private:
+    using Held = OrderedTable<uint64_t>;
+
+    static constexpr size_t AHEAD = 8;  // table places fetched before they are needed
+    static constexpr size_t MAX_BLOCKS = 0xFFFFFF00u;
+
+    // Slots of one group that have held every block so far.
+    struct Active {
+        uint64_t mask;
+        uint32_t group;
+    };
+
+    // A bijection, so that the table can keep the mixed hash alone: external ids may be anything,
+    // also 0, 1, 2, ...
+    uint64_t mix(uint64_t hash) const noexcept { return (hash ^ hash >> 32) * multiplier_; }
+
+    uint64_t unmix(uint64_t mixed) const noexcept {
+        uint64_t hash = mixed * inverse_;
+        return hash ^ hash >> 32;
+    }
+
+    static uint64_t inverse_of(uint64_t odd) noexcept {
+        uint64_t inverse = odd;  // right in 3 bits; every step doubles them
+        for (int bits = 3; bits < 64; bits *= 2) inverse *= 2 - odd * inverse;
+        return inverse;
+    }
+
+    uint64_t alias_key(uint32_t slot, uint32_t node) const noexcept {
+        return mix(uint64_t{slot} << 32 | node);
+    }
+
+    static bool names_its_own_parent(bool has_parent, uint64_t parent_hash,
+                                     const uint8_t *block_hashes, size_t count) noexcept {
+        for (size_t i = 0; i < count; i++) {
+            uint64_t hash = load64(block_hashes, i);
+            if (has_parent && hash == parent_hash) return true;
+            parent_hash = hash;
+            has_parent = true;
+        }
+        return false;
+    }
+
+    // Returns the block's node, or NOBODY if the cap refuses it.
+    uint32_t store_one(uint32_t slot, uint32_t parent, uint64_t key, uint64_t tokens_hash) {
+        Held &held = held_[slot];
+        auto *entry = held.find(key);
+        uint32_t node = nodes_.find_child(parent, tokens_hash);
+        if (entry != nullptr && node != NOBODY && entry->value == node) return node;
+        if ((entry == nullptr && blocks_ >= cap_) || (node == NOBODY && nodes_.size() >= cap_))
+            return NOBODY;
+        held.make_room();
+        nodes_.make_room();
+        aliases_.make_room();
+        if (node == NOBODY) node = nodes_.create(parent, tokens_hash);
+        if (nodes_.holds(node, slot)) {
+            add_alias(slot, node);
+        } else {
+            nodes_.hold(node, slot);
+        }
+        if (entry == nullptr) {
+            held.insert(key, node);
+            blocks_++;
+        } else {
+            // The id names another block now. The new place is held before the old one is given
+            // up, because giving up may prune nodes on the way to the new place.
+            entry = held.find(key);
+            uint32_t old = entry->value;
+            entry->value = node;
+            release(slot, old);
+        }
+        return node;
+    }
+
+    // One external id of `slot` no longer names `node`.
+    void release(uint32_t slot, uint32_t node) noexcept {
+        if (aliases_.size() != 0 && drop_alias(slot, node)) return;
+        nodes_.drop(node, slot);
+        nodes_.prune(node);
+    }
+
+    // Counts the external ids by which a slot holds a node, beyond the first.
+    void add_alias(uint32_t slot, uint32_t node) noexcept {
+        uint64_t key = alias_key(slot, node);
+        if (auto *entry = aliases_.find(key)) {
+            entry->value++;
+        } else {
+            aliases_.insert(key, 1);
+        }
+    }
+
+    bool drop_alias(uint32_t slot, uint32_t node) noexcept {
+        auto *entry = aliases_.find(alias_key(slot, node));
+        if (entry == nullptr) return false;
+        if (--entry->value == 0) aliases_.erase(entry);
+        return true;
+    }
+
+    static void write_depth(uint32_t group, uint64_t mask, uint32_t depth, uint32_t *depths) {
+        for (; mask != 0; mask &= mask - 1)
+            depths[group * SLOTS_PER_WORD + static_cast<uint32_t>(__builtin_ctzll(mask))] = depth;
+    }
+
+    // Keeps of the active slots those that hold `node`, and writes `depth` for the others; returns
+    // how many those are.
+    size_t narrow_active(uint32_t node, uint32_t depth, uint32_t *depths) noexcept {
+        Nodes::HolderWords holders(nodes_, node);
+        size_t kept = 0, gone = 0;
+        for (Active active : active_) {
+            uint64_t leaving = active.mask & ~holders.mask(active.group);
+            if (leaving != 0) {
+                write_depth(active.group, leaving, depth, depths);
+                gone += static_cast<size_t>(__builtin_popcountll(leaving));
+                active.mask &= ~leaving;
+            }
+            if (active.mask != 0) active_[kept++] = active;
+        }
+        active_.resize(kept);
+        return gone;
+    }
+
+    uint64_t multiplier_, inverse_;
+    Nodes nodes_;
+    std::vector<Held> held_;           // per slot: mixed external hash -> node
+    OrderedTable<uint64_t> aliases_;   // (slot, node) -> external ids beyond the first
+    std::vector<Active> active_;       // scratch of match()
+    size_t blocks_ = 0;
+    size_t dropped_ = 0;
+    size_t cap_ = MAX_BLOCKS;
+
+    friend class Auditor;
+    friend class Dumper;
+};
+
+}  // namespace dynamo::radix
+
+#include "radix_audit.hpp"
+#include "radix_dump.hpp"

@@ -1,0 +1,293 @@
+"""The prefix index: which worker holds which leading blocks of a prompt. Spec 2.1-2.4.
+
+Layout, complexity and invariants are described in docs/radix.md; the readable twin is
+tests/oracle/radix.py.
+"""
+
+from array import array as new_array
+from heapq import heappop, heappush
+
+from cpython cimport array
+from cpython.buffer cimport PyBuffer_Release
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
+from libcpp cimport bool as cpp_bool
+from libcpp.string cimport string
+from libcpp.vector cimport vector
+
+from dynamo._fast.columns cimport open_u32, open_u64
+
+__all__ = ["InvalidSequence", "ParentNotFound", "RadixTree"]
+
+cdef extern from "radix.hpp" namespace "dynamo::radix":
+    cdef enum class Stored:
+        OK
+        NO_PARENT
+        OWN_PARENT
+
+    cdef struct Run:
+        uint32_t slot
+        cpp_bool has_parent
+        uint64_t parent_hash
+        size_t begin
+        size_t end
+
+    cdef cppclass Dump:
+        vector[Run] runs
+        vector[uint64_t] block_hashes
+        vector[uint64_t] tokens_hashes
+
+    cdef cppclass Index:
+        void set_cap(size_t blocks) noexcept
+        size_t blocks() noexcept
+        size_t nodes() noexcept
+        size_t dropped() noexcept
+        size_t memory_bytes() noexcept
+        void open_slot(uint32_t slot) except +
+        Stored store(
+            uint32_t slot,
+            cpp_bool has_parent,
+            uint64_t parent_hash,
+            const uint8_t *block_hashes,
+            const uint8_t *tokens_hashes,
+            size_t count,
+            size_t *added,
+        ) except +
+        size_t remove(uint32_t slot, const uint8_t *block_hashes, size_t count) noexcept
+        size_t clear(uint32_t slot) noexcept
+        size_t match(
+            const uint8_t *tokens_hashes, size_t count, uint32_t *depths, cpp_bool early_exit
+        ) except +
+        void dump(Dump *out) except +
+        string complaint() except +
+
+cdef array.array HASHES = new_array("Q")
+cdef array.array DEPTHS = new_array("I")
+
+
+class ParentNotFound(RuntimeError):
+    """The block that a chain should hang under is not known for that slot."""
+
+
+class InvalidSequence(RuntimeError):
+    """A block names itself as its parent."""
+
+
+cdef class RadixTree:
+    """Blocks held per (worker, dp_rank), found by the local hashes of their tokens.
+
+    Each pair gets a *slot*, a small dense integer. Columns of hashes are buffers of 64-bit integers
+    or raw little-endian bytes. ``max_blocks`` bounds the blocks held and the nodes that carry them
+    (0: no bound); what it refuses is counted by ``dropped()``.
+    """
+
+    cdef Index _index
+    cdef dict _slots
+    cdef list _owners
+    cdef list _free_slots
+
+    def __cinit__(self, size_t max_blocks=0):
+        if max_blocks:
+            self._index.set_cap(max_blocks)
+        self._slots = {}
+        self._owners = []
+        self._free_slots = []
+
+    def slot(self, worker, dp_rank):
+        """The slot of (worker, dp_rank), given on first use; the lowest free one. O(1)."""
+        owner = (worker, dp_rank)
+        slot = self._slots.get(owner)
+        if slot is None:
+            slot = self._open(owner)
+        return slot
+
+    def slots(self):
+        """Every registered (worker, dp_rank, slot), in order of registration."""
+        return [(*owner, slot) for owner, slot in self._slots.items()]
+
+    def capacity(self):
+        """One more than the highest slot ever given: the length that ``match_into`` needs."""
+        return len(self._owners)
+
+    def store(self, uint32_t slot, parent_hash, block_hashes, tokens_hashes):
+        """Add a chain of blocks under ``parent_hash`` (None: the root); returns those new to slot.
+
+        Storing again is harmless; an id stored at another place moves there. Raises ParentNotFound
+        or InvalidSequence and then changes nothing. Amortised O(blocks).
+        """
+        self._expect(slot)
+        cdef cpp_bool has_parent = parent_hash is not None
+        cdef uint64_t parent = unsigned(parent_hash) if has_parent else 0
+        cdef Py_buffer blocks
+        cdef Py_buffer locals_
+        cdef Py_ssize_t count = open_u64(block_hashes, "block_hashes", &blocks)
+        try:
+            if open_u64(tokens_hashes, "tokens_hashes", &locals_) != count:
+                PyBuffer_Release(&locals_)
+                raise ValueError("block_hashes and tokens_hashes differ in length")
+            try:
+                return self._store(
+                    slot,
+                    has_parent,
+                    parent,
+                    <const uint8_t *> blocks.buf,
+                    <const uint8_t *> locals_.buf,
+                    <size_t> count,
+                )
+            finally:
+                PyBuffer_Release(&locals_)
+        finally:
+            PyBuffer_Release(&blocks)
+
+    def remove(self, uint32_t slot, block_hashes):
+        """Take blocks from ``slot``; returns how many it did not have. Amortised O(blocks)."""
+        self._expect(slot)
+        cdef Py_buffer blocks
+        cdef Py_ssize_t count = open_u64(block_hashes, "block_hashes", &blocks)
+        try:
+            return self._index.remove(slot, <const uint8_t *> blocks.buf, <size_t> count)
+        finally:
+            PyBuffer_Release(&blocks)
+
+    def clear(self, uint32_t slot):
+        """Take all blocks from ``slot``, which stays registered; returns how many. O(those)."""
+        self._expect(slot)
+        return self._index.clear(slot)
+
+    def remove_worker(self, worker):
+        """Take all blocks from all ranks of ``worker`` and free its slots; returns how many."""
+        cdef size_t removed = 0
+        for owner in [owner for owner in self._slots if owner[0] == worker]:
+            slot = self._slots.pop(owner)
+            removed += self._index.clear(slot)
+            self._owners[slot] = None
+            heappush(self._free_slots, slot)
+        return removed
+
+    def match_into(self, tokens_hashes, depths, bint early_exit=False):
+        """Write to ``depths[slot]`` how many leading blocks the slot holds; 0 where none.
+
+        ``depths`` is a writable buffer of uint32 with at least ``capacity()`` places; those behind
+        stay as they are. Returns the number of slots above 0. ``early_exit`` stops when at most
+        one slot is left, whose depth may then be too low. O(matched depth + slots).
+        """
+        cdef Py_buffer view
+        cdef Py_buffer out
+        cdef Py_ssize_t count = open_u64(tokens_hashes, "tokens_hashes", &view)
+        cdef size_t capacity = <size_t> len(self._owners)
+        try:
+            if <size_t> open_u32(depths, "depths", &out, True) < capacity:
+                PyBuffer_Release(&out)
+                raise ValueError(f"depths must have at least {capacity} places")
+            try:
+                memset(out.buf, 0, capacity * 4)
+                return self._index.match(
+                    <const uint8_t *> view.buf, <size_t> count, <uint32_t *> out.buf, early_exit
+                )
+            finally:
+                PyBuffer_Release(&out)
+        finally:
+            PyBuffer_Release(&view)
+
+    def match(self, tokens_hashes, bint early_exit=False):
+        """The same as a dict from (worker, dp_rank) to depth, without those that have none."""
+        cdef array.array depths = array.clone(DEPTHS, len(self._owners), True)
+        if self.match_into(tokens_hashes, depths, early_exit) == 0:
+            return {}
+        return {
+            owner: depth for owner, depth in zip(self._owners, depths) if depth
+        }
+
+    def dump(self):
+        """Chains that rebuild the index: (worker, dp_rank, parent_hash, block and tokens hashes).
+
+        Parents come first. Blocks behind a hole, which no match reaches, are left out. O(blocks).
+        """
+        cdef Dump columns
+        cdef Run run
+        self._index.dump(&columns)
+        return [
+            (
+                *self._owners[run.slot],
+                run.parent_hash if run.has_parent else None,
+                slice_of(columns.block_hashes, run.begin, run.end),
+                slice_of(columns.tokens_hashes, run.begin, run.end),
+            )
+            for run in columns.runs
+        ]
+
+    def blocks(self):
+        """Blocks held, counted once per slot."""
+        return self._index.blocks()
+
+    def nodes(self):
+        """Distinct prefixes that carry them."""
+        return self._index.nodes()
+
+    def memory_bytes(self):
+        """Bytes allocated for the index: whole tables, not only their used part. O(slots)."""
+        return self._index.memory_bytes()
+
+    def dropped(self):
+        """Blocks refused by the cap so far."""
+        return self._index.dropped()
+
+    def _check(self):
+        """Assert every invariant. O(blocks + nodes)."""
+        complaint = self._index.complaint().decode()
+        if complaint:
+            raise AssertionError(complaint)
+        for owner, slot in self._slots.items():
+            assert self._owners[slot] == owner, f"slot {slot} does not know its owner"
+        registered = len(self._slots) + len(self._free_slots)
+        assert registered == len(self._owners), "slots leak"
+
+    cdef int _expect(self, uint32_t slot) except -1:
+        if slot >= <size_t> len(self._owners) or self._owners[slot] is None:
+            raise ValueError(f"slot {slot} is not registered")
+        return 0
+
+    cdef object _open(self, tuple owner):
+        cdef uint32_t slot
+        if self._free_slots:
+            slot = heappop(self._free_slots)
+            self._owners[slot] = owner
+        else:
+            slot = <uint32_t> len(self._owners)
+            self._index.open_slot(slot)
+            self._owners.append(owner)
+        self._slots[owner] = slot
+        return slot
+
+    cdef object _store(
+        self,
+        uint32_t slot,
+        cpp_bool has_parent,
+        uint64_t parent,
+        const uint8_t *block_hashes,
+        const uint8_t *tokens_hashes,
+        size_t count,
+    ):
+        cdef size_t added = 0
+        cdef Stored outcome = self._index.store(
+            slot, has_parent, parent, block_hashes, tokens_hashes, count, &added
+        )
+        if outcome == Stored.NO_PARENT:
+            raise ParentNotFound("Failed to find parent block")
+        if outcome == Stored.OWN_PARENT:
+            raise InvalidSequence("Invalid block sequence")
+        return added
+
+
+cdef uint64_t unsigned(object value) except? 0:
+    """A 64-bit integer by its bits, signed or not."""
+    if -(1 << 63) <= value < 1 << 64:
+        return value & 0xFFFF_FFFF_FFFF_FFFF
+    raise ValueError(f"a block hash must have 64 bits, got {value}")
+
+
+cdef array.array slice_of(const vector[uint64_t] &column, size_t begin, size_t end):
+    cdef array.array part = array.clone(HASHES, <Py_ssize_t> (end - begin), False)
+    if end > begin:
+        memcpy(part.data.as_chars, column.data() + begin, (end - begin) * 8)
+    return part

@@ -1,0 +1,133 @@
+"""The prefix index in plain Python: every block is named by the whole path of its local hashes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+__all__ = ["InvalidSequence", "ParentNotFound", "RadixTree"]
+
+Path = tuple[int, ...]
+Chain = tuple[int, int, int | None, list[int], list[int]]
+
+
+class ParentNotFound(Exception):
+    """The parent is not known for that slot."""
+
+
+class InvalidSequence(Exception):
+    """A block names itself as its parent."""
+
+
+class RadixTree:
+    """What each slot holds is a dict: external block hash -> path from the root."""
+
+    def __init__(self, max_blocks: int = 0) -> None:
+        self._cap = max_blocks or 2**32
+        self._owners: dict[tuple[int, int], int] = {}
+        self._held: defaultdict[int, dict[int, Path]] = defaultdict(dict)
+        self._dropped = 0
+
+    def slot(self, worker: int, dp_rank: int) -> int:
+        owner = (worker, dp_rank)
+        if owner not in self._owners:
+            taken = set(self._owners.values())
+            self._owners[owner] = min(set(range(len(taken) + 1)) - taken)
+        return self._owners[owner]
+
+    def store(
+        self,
+        slot: int,
+        parent_hash: int | None,
+        block_hashes: Sequence[int],
+        tokens_hashes: Sequence[int],
+    ) -> int:
+        held = self._held[slot]
+        if parent_hash is not None and parent_hash not in held:
+            raise ParentNotFound
+        parents = [parent_hash, *block_hashes]
+        if any(parent == block for parent, block in zip(parents, block_hashes, strict=False)):
+            raise InvalidSequence
+        path = () if parent_hash is None else held[parent_hash]
+        before = len(held)
+        for done, (block, local) in enumerate(zip(block_hashes, tokens_hashes, strict=True)):
+            path = (*path, local)
+            if held.get(block) == path:
+                continue
+            nodes = self._prefixes()
+            is_new = block not in held
+            if (is_new and self.blocks() >= self._cap) or (
+                path not in nodes and len(nodes) >= self._cap
+            ):
+                self._dropped += len(block_hashes) - done
+                break
+            held[block] = path
+        return len(held) - before
+
+    def remove(self, slot: int, block_hashes: Sequence[int]) -> int:
+        return sum(self._held[slot].pop(block, None) is None for block in block_hashes)
+
+    def clear(self, slot: int) -> int:
+        return len(self._held.pop(slot, {}))
+
+    def remove_worker(self, worker: int) -> int:
+        owners = [owner for owner in self._owners if owner[0] == worker]
+        return sum(self.clear(self._owners.pop(owner)) for owner in owners)
+
+    def match(
+        self, tokens_hashes: Sequence[int], early_exit: bool = False
+    ) -> dict[tuple[int, int], int]:
+        """``early_exit``: depths are cut where at most one slot goes on."""
+        depths = {
+            owner: self._depth(slot, tuple(tokens_hashes)) for owner, slot in self._owners.items()
+        }
+        if early_exit:
+            second = sorted([0, 0, *depths.values()])[-2]
+            depths = {owner: min(depth, second + 1) for owner, depth in depths.items()}
+        return {owner: depth for owner, depth in depths.items() if depth}
+
+    def dump(self) -> list[Chain]:
+        """One chain per reachable block, shallow ones first."""
+        chains: list[Chain] = []
+        for (worker, rank), slot in self._owners.items():
+            held = self._held[slot]
+            names: dict[Path, int] = {}
+            for block, path in sorted(held.items(), key=lambda item: len(item[1])):
+                parent = path[:-1]
+                if parent and parent not in names:
+                    continue
+                names.setdefault(path, block)
+                chains.append((worker, rank, names.get(parent), [block], [path[-1]]))
+        return chains
+
+    def blocks(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    def nodes(self) -> int:
+        return len(self._prefixes())
+
+    def dropped(self) -> int:
+        return self._dropped
+
+    def copies(self) -> Counter[tuple[int, int, Path]]:
+        """How many external ids name each (worker, rank, path)."""
+        return Counter(
+            (*owner, path)
+            for owner, slot in self._owners.items()
+            for path in self._held[slot].values()
+        )
+
+    def _prefixes(self) -> set[Path]:
+        return {
+            path[:end]
+            for held in self._held.values()
+            for path in held.values()
+            for end in range(1, len(path) + 1)
+        }
+
+    def _depth(self, slot: int, wanted: Path) -> int:
+        paths = set(self._held[slot].values())
+        depth = 0
+        while depth < len(wanted) and wanted[: depth + 1] in paths:
+            depth += 1
+        return depth
