@@ -33,7 +33,8 @@ def parse_yaml(text: str, source: str) -> Located:
         values = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{_place(source, mark)}: {error.problem}") from None
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{_place(source, mark)}: {problem}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"{source}: {error}") from None
     finally:

@@ -1,0 +1,267 @@
+"""The graph file: what it may say, what it means, and errors that name file, line and key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.errors import ConfigError
+from dynamo.serve.graph import Graph, Service, parse_graph
+from dynamo.serve.overrides import merge, parse_value, split_overrides
+
+ROOT = Path(__file__).resolve().parents[3]
+SCHEMA = json.loads((ROOT / "dynamo/serve/graph.schema.json").read_text())
+
+GRAPH = """\
+namespace: test
+Common:
+  model: tiny
+  block-size: 16
+Frontend:
+  run: dynamo.frontend
+  http-port: 8000
+Worker:
+  run: dynamo.mocker
+  common-configs: [model, block-size]
+  block-size: 32
+  fast: true
+  slow: false
+  stop: [a, "b c"]
+  extra: {a: 1}
+  nothing:
+  offset: -1
+  ServiceArgs:
+    workers: 2
+    graceful_timeout: 5
+    resources: {gpu: "1", cpu: 4, memory: 8Gi}
+    envs: {TOKEN: secret, COUNT: 3}
+"""
+
+
+def graph(text: str = GRAPH, *overrides: str) -> Graph:
+    return parse_graph(text, "g.yaml", split_overrides(overrides)[1])
+
+
+def worker(*overrides: str) -> Service:
+    (found,) = (s for s in graph(GRAPH, *overrides).services if s.name == "Worker")
+    return found
+
+
+def test_a_graph_is_read() -> None:
+    made = graph()
+    assert made.namespace == "test"
+    assert [service.name for service in made.services] == ["Frontend", "Worker"]
+    assert made.services[0].is_frontend and made.services[0].workers == 1
+    service = worker()
+    assert (service.module, service.command) == ("dynamo.mocker", ())
+    assert (service.workers, service.gpu, service.cpu, service.memory) == (2, 1.0, "4", "8Gi")
+    assert service.envs == {"TOKEN": "secret", "COUNT": "3"}
+    assert service.graceful_timeout_s == 5.0
+    assert service.origin == "g.yaml:8:1"
+
+
+def test_flags() -> None:
+    """Common keys first; true, false, lists, mappings, null, and values that look like flags."""
+    assert worker().flags == (
+        *("--model", "tiny", "--block-size", "32", "--fast", "--no-slow"),
+        *("--stop", "a", "--stop", "b c", "--extra", '{"a": 1}', "--offset=-1"),
+    )
+
+
+def test_the_public_config_has_no_environment() -> None:
+    text = json.dumps(graph().config)
+    assert "secret" not in text and "TOKEN" not in text
+    assert graph().config["Worker"]["ServiceArgs"]["workers"] == 2
+    assert graph().config["Common"] == {"model": "tiny", "block-size": 16}
+
+
+@pytest.mark.parametrize(
+    ("run", "module", "command"),
+    [
+        ("dynamo.frontend", "dynamo.frontend", ()),
+        ("python -m dynamo.mocker", "dynamo.mocker", ()),
+        ("my-engine --flag 'a b'", None, ("my-engine", "--flag", "a b")),
+        ("[sleep, 10]", None, ("sleep", "10")),
+        ("[python, serve.py, $(circus.wid)]", None, ("python", "serve.py", "$(circus.wid)")),
+    ],
+)
+def test_run(run: str, module: str | None, command: tuple[str, ...]) -> None:
+    (service,) = graph(f"A:\n  run: {run}\n").services
+    assert (service.module, service.command) == (module, command)
+
+
+BAD = [
+    ("", "g.yaml: the file is empty"),
+    ("- a\n", "g.yaml: expected a mapping of services"),
+    ("namespace: x\n", "no service is named"),
+    ("A: [\n", "g.yaml:2:1: "),
+    ("A:\n  run: m\nA:\n  run: m\n", "g.yaml:3:1: A is already given in line 1"),
+    ("A:\n  run: m\n  b: 1\n  b: 2\n", "g.yaml:4:3: A.b is already given in line 3"),
+    ("A:\n  run: m\n  off: 1\n", "g.yaml:3:3: a key must be a word; quote it"),
+    ("A: &a\n  run: m\n  b: *a\n", "an alias that contains itself"),
+    ("A: 3\n", "g.yaml:1:1: A must be a mapping, got 3"),
+    ("A:\n", "g.yaml:1:1: A must be a mapping"),
+    ("A:\n  x: 1\n", "g.yaml:1:1: A.run is missing"),
+    ("A:\n  run: []\n", "g.yaml:2:3: A.run must be a module"),
+    ("A:\n  run: [a, [b]]\n", "g.yaml:2:3: A.run must be a module"),
+    ("A:\n  run: 'a ''b'\n", "g.yaml:2:3: A.run is not a command: No closing quotation"),
+    ("a-b:\n  run: m\n", "g.yaml:1:1: a-b is no service name"),
+    ("A:\n  run: m\na:\n  run: m\n", "g.yaml:3:1: a differs from A only in case"),
+    ("namespace: a/b\nA:\n  run: m\n", "g.yaml:1:1: namespace must be letters"),
+    ("namespace: 3\nA:\n  run: m\n", "g.yaml:1:1: namespace must be letters"),
+    ("Common: 1\nA:\n  run: m\n", "g.yaml:1:1: Common must be a mapping"),
+    ("A:\n  run: m\n  common-configs: [x]\n", "g.yaml:3:3: A.common-configs names 'x'"),
+    ("A:\n  run: m\n  common-configs: x\n", "g.yaml:3:3: A.common-configs must be a list"),
+    ("A:\n  run: m\n  when: 2024-01-01\n", "g.yaml:3:3: A.when must be a word"),
+    ("A:\n  run: m\n  _x: 1\n", "g.yaml:3:3: A._x is no flag"),
+    ("A:\n  run: m\n  x: .nan\n", "g.yaml:3:3: A.x must be a word"),
+    ("A:\n  run: m\n  ServiceArgs: {worker: 1}\n", "g.yaml:3:17: A.ServiceArgs.worker is unknown"),
+    ("A:\n  run: m\n  ServiceArgs: {worker: 1}\n", "did you mean workers?"),
+    ("A:\n  run: m\n  ServiceArgs: {workers: 1.5}\n", "must be an integer between 0 and 1024"),
+    ("A:\n  run: m\n  ServiceArgs: {workers: true}\n", "must be an integer between 0 and 1024"),
+    ("A:\n  run: m\n  ServiceArgs: {workers: -1}\n", "must be an integer between 0 and 1024"),
+    ("A:\n  run: m\n  ServiceArgs: {resources: {gpus: 1}}\n", "(did you mean gpu?)"),
+    ("A:\n  run: m\n  ServiceArgs: {resources: {gpu: 1.5}}\n", "a whole number or a fraction"),
+    ("A:\n  run: m\n  ServiceArgs: {resources: {gpu: -1}}\n", "a whole number or a fraction"),
+    ("A:\n  run: m\n  ServiceArgs: {resources: {gpu: .nan}}\n", "a whole number or a fraction"),
+    ("A:\n  run: m\n  ServiceArgs: {resources: {gpu: all}}\n", "a whole number or a fraction"),
+    ("A:\n  run: m\n  ServiceArgs: {envs: {a-b: 1}}\n", "A.ServiceArgs.envs.a-b is no name"),
+    ("A:\n  run: m\n  ServiceArgs: {envs: {A: [1]}}\n", "A.ServiceArgs.envs.A must be text"),
+    ("A:\n  run: m\n  ServiceArgs: {envs: {A: }}\n", "A.ServiceArgs.envs.A must be text"),
+    ("A:\n  run: m\n  ServiceArgs: {graceful_timeout: soon}\n", "is a number of seconds"),
+    ("A: !!python/object:os.system {}\n", "could not determine a constructor"),
+    ("a: 1\n---\nb: 2\n", "expected a single document"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD, ids=[str(n) for n in range(len(BAD))])
+def test_errors_name_file_line_and_key(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        graph(text)
+    assert message in caught.value.message
+    assert caught.value.message.startswith("g.yaml")
+
+
+@given(st.text(alphabet="AB:-[]{}&*!|>#'\"\n ,xrun0.~", max_size=60))
+def test_no_text_escapes_as_another_error(text: str) -> None:
+    try:
+        graph(text)
+    except ConfigError as error:
+        assert error.message.startswith("g.yaml")
+
+
+def test_overrides_are_merged_deeply() -> None:
+    """One overridden key leaves its siblings alone: the original loses the GPU request here."""
+    service = worker("--Worker.ServiceArgs.workers=4", "--Worker.extra.b", "2")
+    assert (service.workers, service.gpu) == (4, 1.0)
+    assert service.envs["TOKEN"] == "secret"
+    assert '{"a": 1, "b": 2}' in service.flags
+
+
+def test_override_of_an_environment_stays_text() -> None:
+    assert worker("--Worker.ServiceArgs.envs.COUNT=007").envs["COUNT"] == "007"
+    assert worker("--Worker.ServiceArgs.envs.COUNT=true").envs["COUNT"] == "true"
+
+
+def test_override_of_common_reaches_the_subscribed() -> None:
+    assert worker("--Common.model=large").flags[:2] == ("--model", "large")
+
+
+def test_override_errors_name_the_override() -> None:
+    with pytest.raises(ConfigError, match=r"no service 'Wroker'.*Frontend.*did you mean Worker"):
+        graph(GRAPH, "--Wroker.x=1")
+    with pytest.raises(ConfigError, match=r"^--Worker.ServiceArgs.workers=two: Worker.Serv"):
+        graph(GRAPH, "--Worker.ServiceArgs.workers=two")
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [
+        *(("4", 4), ("-4", -4), ("007", 7), ("1.5", 1.5), ("1e3", 1000.0), ("true", True)),
+        *(("False", False), ("null", None), ('"4"', "4"), ("[1, 2]", [1, 2]), ("abc", "abc")),
+        *(('{"a": 1}', {"a": 1}), ("", ""), ("NaN", "NaN"), ("inf", "inf"), ("1_0", "1_0")),
+        *(("8Gi", "8Gi"), ("a=b", "a=b")),
+    ],
+)
+def test_values_are_typed(raw: str, value: object) -> None:
+    found = parse_value(raw)
+    assert found == value and type(found) is type(value)
+
+
+def test_override_forms() -> None:
+    rest, found = split_overrides(
+        ["g.yaml", "--A.x=1", "--A.y", "2", "--gpus", "3", "--A.z", "=", "a b", "--A.n=-1.5"]
+    )
+    assert rest == ["g.yaml", "--gpus", "3"]
+    assert [(o.path, o.value) for o in found] == [
+        *((("A", "x"), 1), (("A", "y"), 2), (("A", "z"), "a b"), (("A", "n"), -1.5)),
+    ]
+
+
+@pytest.mark.parametrize("words", [["--A.x"], ["--A.x", "--B.y=1"], ["--A.x=--y"], ["--A.x", "="]])
+def test_an_override_needs_a_value(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="needs a value"):
+        split_overrides(words)
+
+
+def test_a_bare_dotted_word_is_no_override() -> None:
+    """It made the original's parser loop forever."""
+    assert split_overrides(["a.b", "graph.yaml"]) == (["a.b", "graph.yaml"], [])
+
+
+@given(
+    st.recursive(st.integers(), lambda inner: st.dictionaries(st.sampled_from("abc"), inner)),
+    st.lists(st.sampled_from("abc"), min_size=1, max_size=4),
+)
+def test_merge_changes_only_its_path(start: object, path: list[str]) -> None:
+    values = start if isinstance(start, dict) else {}
+    before = json.dumps(values)
+    merged = merge(values, path, 99)
+    assert json.dumps(values) == before
+    found: object = merged
+    for key in path:
+        found = found[key]  # type: ignore[index]
+    assert found == 99
+    assert {k: v for k, v in merged.items() if k != path[0]} == {
+        k: v for k, v in values.items() if k != path[0]
+    }
+
+
+def test_namespace_precedence() -> None:
+    text = "A:\n  run: m\n"
+    assert parse_graph(text, "g", default_namespace="env").namespace == "env"
+    assert parse_graph("namespace: file\n" + text, "g", default_namespace="env").namespace == "file"
+    assert parse_graph("namespace: file\n" + text, "g", namespace="flag").namespace == "flag"
+
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_are_valid_by_code_and_by_schema(path: Path) -> None:
+    text = path.read_text()
+    jsonschema.validate(yaml.safe_load(text), SCHEMA)
+    assert parse_graph(text, path.name).services
+
+
+def test_the_schema_says_what_the_code_says() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(yaml.safe_load(GRAPH), SCHEMA)
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    for text in (
+        "A: {}",
+        "A: {run: m, ServiceArgs: {worker: 1}}",
+        "A: {run: m, ServiceArgs: {workers: -1}}",
+        "A: {run: m, ServiceArgs: {envs: {a-b: x}}}",
+        "A: {run: []}",
+        "a-b: {run: m}",
+        "namespace: a/b",
+        "A: {run: m, x: [[1]]}",
+    ):
+        assert not validator.is_valid(yaml.safe_load(text)), text

@@ -1,0 +1,84 @@
+"""Pipes, lines and log files: nothing is lost at the end, nothing grows without bound."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+from dynamo.serve.output import LogFile, OutputPipe, ServiceOutput
+
+
+async def test_lines_arrive_whole_and_the_rest_at_the_end() -> None:
+    lines: list[bytes] = []
+    last = asyncio.Event()
+
+    def take(line: bytes) -> None:
+        lines.append(line)
+        if line == b"rest":
+            last.set()
+
+    pipe = OutputPipe(take)
+    writer = os.dup(pipe.write_fd)
+    pipe.handed_over()
+    os.write(writer, b"one\r\ntw")
+    os.write(writer, b"o\n\nrest")
+    os.close(writer)
+    async with asyncio.timeout(5):
+        await last.wait()
+    assert lines == [b"one", b"two", b"", b"rest"]
+    pipe.close()
+    pipe.close()
+
+
+async def test_close_takes_what_is_in_the_pipe() -> None:
+    """The last words of a process that crashed."""
+    lines: list[bytes] = []
+    pipe = OutputPipe(lines.append)
+    os.write(pipe.write_fd, b"Traceback\nKeyError")
+    pipe.close()
+    assert lines == [b"Traceback", b"KeyError"]
+
+
+async def test_an_endless_line_comes_in_pieces() -> None:
+    lines: list[bytes] = []
+    pipe = OutputPipe(lines.append)
+    for _ in range(40):
+        os.write(pipe.write_fd, b"x" * 4096)
+        await asyncio.sleep(0)
+    pipe.close()
+    assert b"".join(lines) == b"x" * 4096 * 40
+    assert max(map(len, lines)) <= 2 * 65536
+
+
+def test_a_log_file_is_bounded(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "a.log", 1000)
+    for number in range(500):
+        log.write(b"line %d" % number)
+    log.close()
+    files = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(files) == {"a.log", "a.log.1"} and max(files.values()) <= 1010
+    assert (tmp_path / "a.log").read_bytes().endswith(b"line 499\n")
+
+
+def test_a_full_disk_loses_the_line_only() -> None:
+    log = LogFile(Path("/dev/full"), 1000)
+    log.write(b"x")
+    log.close()
+
+
+def test_the_tail_is_kept(tmp_path: Path) -> None:
+    shown: list[bytes] = []
+
+    class Shown:
+        def say(self, text: str, level: int = logging.INFO) -> None: ...
+
+        def output(self, watcher: str, line: bytes) -> None:
+            shown.append(line)
+
+    output = ServiceOutput("w", LogFile(tmp_path / "w.log", 10**6), Shown())
+    for number in range(100):
+        output(b"%d" % number)
+    output.close()
+    assert len(shown) == 100 and len(output.tail) == 20 and output.tail[-1] == b"99"

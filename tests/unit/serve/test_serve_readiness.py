@@ -1,0 +1,87 @@
+"""Readiness is asked of the frontend as a client would ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+
+from dynamo.errors import ConfigError
+from dynamo.serve.readiness import Address, Health, address_of, ask, wait_until_ready
+
+Answer = Callable[[str], tuple[int, object]]
+
+
+async def serve(answer: Answer, chunked: bool = False) -> tuple[asyncio.Server, Address]:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        status, document = answer(head.split(b" ")[1].decode())
+        body = json.dumps(document).encode()
+        framing = b"Content-Length: %d" % len(body)
+        if chunked:
+            framing, body = (
+                b"Transfer-Encoding: chunked",
+                b"%x\r\n%s\r\n0\r\n\r\n"
+                % (
+                    len(body),
+                    body,
+                ),
+            )
+        writer.write(b"HTTP/1.1 %d X\r\n%s\r\n\r\n%s" % (status, framing, body))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(client, "127.0.0.1", 0)
+    return server, Address("127.0.0.1", server.sockets[0].getsockname()[1])
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_ready_when_all_workers_are_there(chunked: bool) -> None:
+    looks = 0
+
+    def answer(path: str) -> tuple[int, object]:
+        nonlocal looks
+        looks += path == "/health"
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "tiny"}] if looks > 2 else []}
+        worker = {"endpoint": "generate"}
+        return (200 if looks > 1 else 503), {"instances": [worker] * (looks - 2)}
+
+    server, address = await serve(answer, chunked)
+    async with server, asyncio.timeout(10):
+        assert await wait_until_ready(address, 2) == Health(("tiny",), 2)
+
+
+async def test_a_frontend_alone_needs_no_model() -> None:
+    server, address = await serve(lambda path: (200, {"data": [], "instances": []}))
+    async with server, asyncio.timeout(10):
+        assert await wait_until_ready(address, 0) == Health((), 0)
+
+
+async def test_nonsense_is_not_ready() -> None:
+    server, address = await serve(lambda path: (200, ["what"]))
+    async with server:
+        assert await ask(address) is None
+    assert await ask(address) is None  # nobody listens any more
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "url"),
+    [
+        ({}, {}, "http://127.0.0.1:8000"),
+        ({"http-port": 81}, {"DYN_HTTP_PORT": "82"}, "http://127.0.0.1:81"),
+        ({}, {"DYN_HTTP_PORT": "82", "DYN_HTTP_HOST": "0.0.0.0"}, "http://127.0.0.1:82"),
+        ({"http_port": "83", "http-host": "10.0.0.1"}, {}, "http://10.0.0.1:83"),
+        ({"http-host": "::1"}, {}, "http://[::1]:8000"),
+    ],
+)
+def test_address(options: dict[str, object], env: dict[str, str], url: str) -> None:
+    assert address_of(options, env).url == url
+
+
+@pytest.mark.parametrize("port", [0, "x", 65536, -1])
+def test_an_unknowable_port_is_refused(port: object) -> None:
+    with pytest.raises(ConfigError, match="between 1 and 65535"):
+        address_of({"http-port": port}, {})

@@ -1,0 +1,46 @@
+"""When a dead process is started again, and when it is given up."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.serve.restarts import RestartPolicy, Restarts
+
+
+def test_the_first_death_is_answered_at_once_then_it_backs_off() -> None:
+    restarts = Restarts(RestartPolicy(burst=5, window_s=60))
+    verdicts = [restarts.died(float(second), 1.0, -9) for second in range(5)]
+    assert verdicts == [0.0, 0.5, 1.0, 2.0, "5 deaths within 60 s"]
+
+
+def test_old_deaths_are_forgotten() -> None:
+    restarts = Restarts(RestartPolicy(burst=3, window_s=10))
+    assert [restarts.died(now, 1.0, 1) for now in (0.0, 11.0, 22.0, 33.0)] == [0.0] * 4
+
+
+def test_a_refused_command_line_is_not_tried_again() -> None:
+    restarts = Restarts(RestartPolicy())
+    assert restarts.died(0.0, 0.4, 2) == "its command line was refused (exit status 2)"
+    assert restarts.died(0.0, 1000.0, 2) == 0.0  # it ran: something else went wrong
+
+
+def test_a_start_by_hand_begins_afresh() -> None:
+    restarts = Restarts(RestartPolicy(burst=2))
+    assert restarts.died(0.0, 1.0, 1) == 0.0
+    restarts.forget()
+    assert restarts.died(1.0, 1.0, 1) == 0.0
+
+
+@given(st.integers(1, 8), st.lists(st.floats(0, 100), max_size=40))
+def test_never_more_than_a_burst_in_a_window(burst: int, gaps: list[float]) -> None:
+    restarts, now, started = Restarts(RestartPolicy(burst, 60.0)), 0.0, []
+    for gap in gaps:
+        now += gap
+        verdict = restarts.died(now, gap, 1)
+        if isinstance(verdict, str):
+            break
+        now += verdict
+        started.append(now)
+    for first in started:
+        assert sum(first <= later <= first + 60.0 for later in started) <= burst

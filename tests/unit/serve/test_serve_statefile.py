@@ -1,0 +1,210 @@
+"""The statefile: schema, atomic writes, locks, and what a crash or a stranger can do to it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from dynamo.errors import StatefileError
+from dynamo.serve.gpus import Inventory
+from dynamo.serve.graph import parse_graph
+from dynamo.serve.record import document_of
+from dynamo.serve.statefile import FileLock, Statefile
+from dynamo.serve.watchers import Plan, place, plan
+
+DIRECTORY = Path(__file__).resolve().parents[3] / "statefiles"
+SCHEMA = json.loads((DIRECTORY / "statefile.schema.json").read_text())
+EXAMPLES = sorted(p for p in DIRECTORY.glob("*.json") if p.name != "statefile.schema.json")
+GRAPH = """
+namespace: ns
+Frontend: {run: dynamo.frontend}
+Worker:
+  run: dynamo.mocker
+  ServiceArgs: {workers: 2, resources: {gpu: 1}, envs: {API_KEY: hunter2}}
+"""
+
+
+def make_plan() -> Plan:
+    graph = parse_graph(GRAPH, "g.yaml")
+    inventory = Inventory(ids=("0", "GPU-abc"), source="test")
+    specs = plan(graph, python="py", working_dir="/", env={"X": "y"}, graceful_timeout_s=1)
+    return Plan(
+        namespace="ns",
+        specs=place(specs, inventory),
+        config=graph.config,
+        gpu_ids=inventory.ids,
+        endpoint="ipc:///run/a b/circus.sock",
+        pubsub_endpoint="ipc:///run/events.sock",
+    )
+
+
+@pytest.fixture
+def statefile(tmp_path: Path) -> Statefile:
+    return Statefile(tmp_path, "ns")
+
+
+def test_the_code_keeps_the_schema() -> None:
+    document = document_of(make_plan())
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(document, SCHEMA)
+    assert list(document["components"]) == ["ns_Frontend", "ns_Worker", "ns_Worker_1"]
+    assert document["components"]["ns_Worker"]["resources"] == {"allocated_gpus": [0]}
+    assert document["components"]["ns_Worker_1"]["resources"] == {"allocated_gpus": ["GPU-abc"]}
+    assert document["components"]["ns_Frontend"]["resources"] == {}
+    assert document["environment"]["SYSTEM_RESOURCES"]["total_gpus"] == 2
+    assert json.loads(document["environment"]["DYNAMO_SERVICE_CONFIG"])["namespace"] == "ns"
+
+
+def test_no_environment_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVE_TEST_SECRET", "hunter3")
+    text = json.dumps(document_of(make_plan()))
+    assert "hunter2" not in text and "hunter3" not in text and "API_KEY" not in text
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_examples_are_valid_and_readable(path: Path, tmp_path: Path) -> None:
+    document = json.loads(path.read_text())
+    jsonschema.validate(document, SCHEMA)
+    (tmp_path / "dynamo.json").write_bytes(path.read_bytes())
+    assert Statefile(tmp_path, "dynamo").read() == document
+    assert path.name in (DIRECTORY / "README.md").read_text()
+
+
+def test_the_schema_refuses_what_the_reader_refuses(statefile: Statefile) -> None:
+    good = document_of(make_plan())
+    for key in ("namespace", "circus_endpoint", "components", "environment"):
+        bad = {name: value for name, value in good.items() if name != key}
+        statefile.path.write_text(json.dumps(bad))
+        assert not jsonschema.Draft202012Validator(SCHEMA).is_valid(bad)
+        with pytest.raises(StatefileError, match=f"has no '{key}'"):
+            statefile.read()
+
+
+def test_round_trip_and_modes(statefile: Statefile) -> None:
+    assert statefile.read() is None
+    statefile.create(document_of(make_plan()))
+    assert statefile.path.stat().st_mode & 0o777 == 0o600
+    statefile.update(lambda doc: doc["components"].pop("ns_Worker_1"))
+    found = statefile.read()
+    assert found is not None and list(found["components"]) == ["ns_Frontend", "ns_Worker"]
+    statefile.remove()
+    statefile.remove()
+    assert not list(statefile.path.parent.iterdir())
+
+
+def test_unknown_keys_stay(statefile: Statefile) -> None:
+    document = {**document_of(make_plan()), "theirs": {"a": [1]}}
+    document["components"]["ns_Worker"]["lease"] = 7
+    statefile.create(document)
+    statefile.update(lambda doc: doc["components"]["ns_Worker"].update(state="draining"))
+    found = statefile.read()
+    assert found is not None and found["theirs"] == {"a": [1]}
+    assert found["components"]["ns_Worker"]["lease"] == 7
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', '{"namespace": "ns"}', "\0\0\0"])
+def test_torn_or_foreign_is_said(statefile: Statefile, text: str) -> None:
+    statefile.path.write_text(text)
+    with pytest.raises(StatefileError, match=r"ns\.json .*`dynamo serve` replaces it"):
+        statefile.read()
+    with pytest.raises(StatefileError):
+        statefile.update(lambda doc: None)
+    assert statefile.path.read_text() == text
+
+
+def test_another_namespace_is_said(statefile: Statefile) -> None:
+    statefile.path.write_text(json.dumps({**document_of(make_plan()), "namespace": "other"}))
+    with pytest.raises(StatefileError, match="belongs to namespace 'other'"):
+        statefile.read()
+
+
+def test_a_failed_change_writes_nothing(statefile: Statefile) -> None:
+    statefile.create(document_of(make_plan()))
+    before = statefile.path.read_bytes()
+
+    def fail(document: dict[str, Any]) -> None:
+        document.clear()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        statefile.update(fail)
+    assert statefile.path.read_bytes() == before
+    statefile.update(lambda doc: None)  # and the lock is free
+
+
+def add_one(directory: Path, times: int) -> None:
+    def change(document: dict[str, Any]) -> None:
+        document["count"] = document.get("count", 0) + 1
+
+    for _ in range(times):
+        Statefile(directory, "ns").update(change)
+
+
+def test_no_update_is_lost(statefile: Statefile) -> None:
+    statefile.create(document_of(make_plan()))
+    context = multiprocessing.get_context("spawn")
+    args = (statefile.path.parent, 40)
+    others = [context.Process(target=add_one, args=args) for _ in range(3)]
+    for process in others:
+        process.start()
+    readings = 0
+    while any(process.is_alive() for process in others):
+        assert statefile.read() is not None  # never torn, never missing
+        readings += 1
+    for process in others:
+        process.join()
+        assert process.exitcode == 0
+    found = statefile.read()
+    assert found is not None and found["count"] == 120 and readings > 0
+
+
+def test_a_lock_is_freed_by_the_kernel(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    script = (
+        "import sys, pathlib; from dynamo.serve.statefile import FileLock\n"
+        "lock = FileLock(pathlib.Path(sys.argv[1])); lock.acquire(); lock.note('held')\n"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        lock = FileLock(path)
+        assert not lock.try_acquire() and path.read_text() == "held"
+        with pytest.raises(StatefileError, match=r"held for 0\.05 s by another"):
+            lock.acquire(timeout_s=0.05)
+        holder.kill()
+    lock.acquire(timeout_s=5)
+    lock.release(remove=True)
+    lock.release()
+    assert not path.exists()
+
+
+def test_a_removed_lock_is_noticed(tmp_path: Path) -> None:
+    """Threads that lock, remove and lock again never hold the lock at the same time."""
+    path, inside, worst = tmp_path / "lock", [0], [0]
+
+    def work() -> None:
+        for _ in range(200):
+            lock = FileLock(path)
+            lock.acquire()
+            inside[0] += 1
+            worst[0] = max(worst[0], inside[0])
+            inside[0] -= 1
+            lock.release(remove=True)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert worst[0] == 1
