@@ -1,3 +1,21 @@
-"""The distributed runtime: how processes find each other and stream answers."""
+"""The distributed runtime: how processes find each other and stream answers. Spec 7."""
 
-__all__: list[str] = []
+from dynamo.runtime.annotated import Annotated, InvalidRequest
+from dynamo.runtime.client import Client
+from dynamo.runtime.component import Component, Endpoint, Namespace
+from dynamo.runtime.context import Context
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.worker_main import dynamo_endpoint, dynamo_worker
+
+__all__ = [
+    "Annotated",
+    "Client",
+    "Component",
+    "Context",
+    "DistributedRuntime",
+    "Endpoint",
+    "InvalidRequest",
+    "Namespace",
+    "dynamo_endpoint",
+    "dynamo_worker",
+]

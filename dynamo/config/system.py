@@ -1,0 +1,69 @@
+"""Knobs of a process that serves endpoints: its status server and how it leaves. Spec 7.7, 7.9."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.config.knob import knob
+
+__all__ = ["LogSettings", "SystemSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemSettings:
+    """system: status server and graceful end"""
+
+    port: int = knob(
+        -1,
+        env="DYN_SYSTEM_PORT",
+        minimum=-1,
+        maximum=65535,
+        help="port of /health, /live and /metrics; -1: off, 0: the system chooses",
+    )
+    host: str = knob("0.0.0.0", env="DYN_SYSTEM_HOST", help="address the status server listens on")
+    health_path: str = knob("/health", env="DYN_SYSTEM_HEALTH_PATH", help="path of readiness")
+    live_path: str = knob("/live", env="DYN_SYSTEM_LIVE_PATH", help="path of liveness")
+    starting_health_status: str = knob(
+        "notready",
+        env="DYN_SYSTEM_STARTING_HEALTH_STATUS",
+        choices=("ready", "notready"),
+        help="readiness as long as nothing is served",
+    )
+    use_endpoint_health_status: str = knob(
+        "",
+        env="DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS",
+        help="JSON list (or comma separated names) of the endpoints that must be ready",
+    )
+    grace_period_s: float = knob(
+        0.25,
+        env="DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
+        minimum=0,
+        help="seconds between leaving discovery and refusing requests",
+    )
+    shutdown_timeout_s: float = knob(
+        900.0,
+        env="DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
+        minimum=0,
+        help="seconds that requests in flight may take to finish at shutdown",
+    )
+    inhibited_duration_s: float = knob(
+        5.0,
+        env="DYN_RUNTIME_INHIBITED_DURATION_SECS",
+        minimum=0,
+        help="seconds an instance is avoided after a failed connection",
+    )
+    namespace_worker_suffix: str | None = knob(
+        None,
+        env="DYN_NAMESPACE_WORKER_SUFFIX",
+        help="appended to the namespace of workers, after a hyphen",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """logs"""
+
+    level: str = knob(
+        "info", env="DYN_LOG", help="log level, with exceptions: info,dynamo.router=debug"
+    )
+    jsonl: bool = knob(False, env="DYN_LOGGING_JSONL", help="write logs as JSON lines")

@@ -1,0 +1,147 @@
+"""Names of what is served: namespace, component, endpoint. Spec 7.1, 7.10."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dynamo.errors import InvalidArgument
+from dynamo.observability.metrics import Registry
+from dynamo.runtime.client import Client
+from dynamo.runtime.requests import PushHandler, generator_handler
+from dynamo.runtime.serving import EndpointPath
+
+if TYPE_CHECKING:
+    from dynamo.runtime.distributed import DistributedRuntime
+
+__all__ = ["BadEndpointPath", "Component", "Endpoint", "Namespace", "parse_endpoint"]
+
+_SCHEME = "dyn://"
+
+
+class BadEndpointPath(InvalidArgument, ValueError):
+    """The text names no endpoint."""
+
+
+def parse_endpoint(text: str) -> EndpointPath:
+    """``ns.component.endpoint``, with or without ``dyn://``. Raises BadEndpointPath."""
+    parts = text.removeprefix(_SCHEME).split(".")
+    if len(parts) != 3 or not all(map(_is_name, parts)):
+        raise BadEndpointPath(
+            f"Invalid endpoint path '{text}'. Expected format: 'namespace.component.endpoint' "
+            "or 'dyn://namespace.component.endpoint'"
+        )
+    return parts[0], parts[1], parts[2]
+
+
+class Namespace:
+    """The first part of a path."""
+
+    def __init__(self, runtime: DistributedRuntime, name: str) -> None:
+        self.name = name
+        self._runtime = runtime
+
+    def component(self, name: str) -> Component:
+        """A component in this namespace."""
+        return Component(self._runtime, self.name, name)
+
+
+class Component:
+    """The first two parts of a path."""
+
+    def __init__(self, runtime: DistributedRuntime, namespace: str, name: str) -> None:
+        self.namespace = namespace
+        self.name = name
+        self._runtime = runtime
+
+    async def create_service(self) -> None:
+        """Nothing to do; kept for workers written for older versions."""
+
+    def endpoint(self, name: str) -> Endpoint:
+        """An endpoint of this component."""
+        return Endpoint(self._runtime, (self.namespace, self.name, name))
+
+
+class Endpoint:
+    """Something that can be served by this process, or called. Raises BadEndpointPath."""
+
+    def __init__(self, runtime: DistributedRuntime, path: EndpointPath) -> None:
+        if not all(map(_is_name, path)):
+            parse_endpoint(".".join(path))
+        self.runtime = runtime
+        self.path = path
+
+    @property
+    def namespace(self) -> str:
+        """The first part."""
+        return self.path[0]
+
+    @property
+    def component(self) -> str:
+        """The second part."""
+        return self.path[1]
+
+    @property
+    def name(self) -> str:
+        """The third part."""
+        return self.path[2]
+
+    @property
+    def metrics(self) -> Registry:
+        """The metrics of this process."""
+        return self.runtime.metrics
+
+    def connection_id(self) -> int:
+        """The instance id under which this process serves."""
+        return self.runtime.instance_id
+
+    async def serve_endpoint(
+        self,
+        handler: Callable[..., Any],
+        graceful_shutdown: bool = True,
+        metrics_labels: Sequence[tuple[str, str]] | None = None,
+        health_check_payload: dict[str, Any] | None = None,
+    ) -> None:
+        """Serve ``async def handler(request[, context])``, an async generator of plain values.
+
+        Returns when the process has left: its lease was revoked, ``shutdown()`` or a signal came,
+        and the streams in flight have ended. ``graceful_shutdown=False`` cuts them instead.
+        ValueError: served already. ``metrics_labels`` and ``health_check_payload`` are accepted
+        and have no effect yet.
+        """
+        push = generator_handler(handler, self.runtime.tasks)
+        await self.serve_push(push, graceful_shutdown)
+
+    async def serve_push(self, handler: PushHandler, graceful_shutdown: bool = True) -> None:
+        """:meth:`serve_endpoint` for a handler of encoded payloads, called from the read."""
+        serving = await self.runtime.start_serving()
+        await serving.add(self.path, handler, graceful_shutdown)
+        try:
+            await serving.retired.wait()
+        finally:
+            await serving.remove(self.path)
+
+    async def client(self, router_mode: Any = None) -> Client:
+        """Follow the instances of this endpoint; those that exist are known on return.
+
+        ``router_mode`` is accepted for compatibility; the caller chooses with each call.
+        """
+        await self.runtime.start()
+        client = self.runtime.track(Client(self.runtime, "/".join(self.path)))
+        await client.ready()
+        return client
+
+    async def unregister_endpoint_instance(self) -> None:
+        """Leave discovery, go on serving those who know the address."""
+        await self.runtime.serving.withdraw(self.path)
+
+    async def register_endpoint_instance(self) -> None:
+        """Come back after :meth:`unregister_endpoint_instance`."""
+        await self.runtime.serving.publish(self.path)
+
+    def __str__(self) -> str:
+        return ".".join(self.path)
+
+
+def _is_name(text: str) -> bool:
+    return bool(text) and not any(mark in text for mark in "./\0") and text.isprintable()

@@ -1,0 +1,172 @@
+"""The runtime of one process: discovery, the request plane, the event plane, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any, TypeVar
+
+from dynamo.config import from_env
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.system import SystemSettings
+from dynamo.observability.metrics import Registry
+from dynamo.runtime.channels import OnEvent, OnGap, OnPublisher, Publishers, Subscription
+from dynamo.runtime.client import Client
+from dynamo.runtime.component import Endpoint, Namespace, parse_endpoint
+from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
+from dynamo.runtime.events import EventPublisher
+from dynamo.runtime.paths import store_dir
+from dynamo.runtime.requests import RequestClient, RequestServer
+from dynamo.runtime.serving import Serving
+from dynamo.runtime.system_status import EngineRoute, StatusServer
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["DistributedRuntime"]
+
+F = TypeVar("F", Client, Subscription)
+
+
+class DistributedRuntime:
+    """Everything a process needs to serve endpoints and to call those of others. Spec 7.10.
+
+    ``DistributedRuntime(loop)`` reads the environment; ``settings`` may also be the name of a
+    discovery backend, as in ``DistributedRuntime(loop, "file", "tcp")``. ``event_loop``,
+    ``enable_nats`` and ``response_plane`` are accepted and not used: the running loop serves, and
+    there is one response plane. Nothing is opened before it is needed. Raises ConfigError.
+
+    Use it on one loop; end it with ``await close()``.
+    """
+
+    def __init__(
+        self,
+        event_loop: asyncio.AbstractEventLoop | None = None,
+        settings: RuntimeSettings | str | None = None,
+        request_plane: str | None = None,
+        enable_nats: bool | None = None,
+        *,
+        event_plane: str | None = None,
+        response_plane: str | None = None,
+        system: SystemSettings | None = None,
+        discovery: Discovery | None = None,
+    ) -> None:
+        if not isinstance(settings, RuntimeSettings):
+            settings = _settings(settings, request_plane, event_plane)
+        self.settings = settings
+        self.system = from_env(SystemSettings) if system is None else system
+        self.instance_id = secrets.randbits(62) + 1
+        self.metrics = Registry()
+        self.tasks = Tasks("runtime")
+        self.requests = RequestClient()
+        self.discovery = discovery if discovery is not None else _discovery(settings)
+        self.serving = Serving(
+            settings, self.system, self.discovery, self.instance_id, self.metrics
+        )
+        self.status = StatusServer(self.system, self.serving.health, self.metrics)
+        self._publishers = Publishers(settings, self.discovery, self.serving, self.instance_id)
+        self._followers: list[Client | Subscription] = []
+        self._started = False
+        self._closed = False
+
+    @classmethod
+    def detached(cls) -> DistributedRuntime:
+        """A runtime from the environment (older API)."""
+        return cls()
+
+    @property
+    def server(self) -> RequestServer:
+        """The listener of this process."""
+        return self.serving.server
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease of this process, once there is one."""
+        return self.serving.lease
+
+    async def granted(self) -> Lease:
+        """The lease of this process, granted on first use. EngineShutdown if it is leaving."""
+        await self.start()
+        return await self.serving.granted()
+
+    async def start(self) -> None:
+        """Open discovery. Done by whatever needs it first; idempotent. Raises ConfigError."""
+        if not self._started:
+            self._started = True
+            await self.discovery.start()
+
+    async def start_serving(self) -> Serving:
+        """Open discovery and, if it is wanted, the status server."""
+        await self.start()
+        await self.status.start()
+        return self.serving
+
+    def endpoint(self, path: str) -> Endpoint:
+        """``ns.component.endpoint`` or ``dyn://ns.component.endpoint``. Raises ValueError."""
+        return Endpoint(self, parse_endpoint(path))
+
+    def namespace(self, name: str) -> Namespace:
+        """The namespace ``name``."""
+        return Namespace(self, name)
+
+    def register_engine_route(self, name: str, callback: EngineRoute) -> None:
+        """Answer ``POST /engine/<name>`` of the status server by ``await callback(body)``."""
+        self.status.routes[name.strip("/")] = callback
+
+    async def publisher(self, namespace: str, component: str, topic: str) -> EventPublisher:
+        """This process's publisher on the topic, found by subscribers through discovery."""
+        await self.start()
+        return await self._publishers.get((namespace, component, topic))
+
+    def subscribe(
+        self,
+        namespace: str,
+        component: str,
+        topic: str,
+        on_event: OnEvent,
+        on_gap: OnGap | None = None,
+        on_publisher: OnPublisher | None = None,
+    ) -> Subscription:
+        """Hear every publisher of the topic, those of today and those to come."""
+        channel = (namespace, component, topic)
+        return self.track(Subscription(self.discovery, channel, on_event, on_gap, on_publisher))
+
+    def track(self, follower: F) -> F:
+        """Close ``follower`` with the runtime."""
+        self._followers.append(follower)
+        return follower
+
+    def shutdown(self) -> None:
+        """Begin to leave: out of discovery, finish what is in flight. ``serve_endpoint`` returns
+        when that is done. Idempotent."""
+        self.serving.leave()
+
+    async def close(self) -> None:
+        """Leave gracefully, then close everything. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await self.serving.close()
+        for follower in self._followers:
+            follower.close()
+        self._publishers.close()
+        await self.requests.close()
+        await self.discovery.close()
+        await self.status.close()
+        await self.tasks.close()
+
+
+def _settings(
+    discovery: str | None, request_plane: str | None, event_plane: str | None
+) -> RuntimeSettings:
+    given: dict[str, Any] = {
+        "discovery_backend": discovery,
+        "request_plane": request_plane,
+        "event_plane": event_plane,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return from_env(RuntimeSettings, **chosen)
+
+
+def _discovery(settings: RuntimeSettings) -> Discovery:
+    if settings.discovery_backend == "mem":
+        return MemoryDiscovery()
+    return FileDiscovery(store_dir(settings))

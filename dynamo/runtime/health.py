@@ -1,0 +1,79 @@
+"""Whether this process is ready: which endpoints it serves, and which of them matter. Spec 7.7."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from dynamo.config.system import SystemSettings
+from dynamo.errors import ConfigError
+
+__all__ = ["Health"]
+
+
+class Health:
+    """Readiness by endpoint name. Ready means: all required endpoints are, or, with none required,
+    at least one is served and all that are served are ready."""
+
+    def __init__(self, settings: SystemSettings) -> None:
+        self._required = _names(settings.use_endpoint_health_status)
+        self._starts_ready = settings.starting_health_status == "ready"
+        self._ready: dict[str, bool] = {}
+        self._stopping = False
+        self._started = time.monotonic()
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started
+
+    def set(self, endpoint: str, ready: bool) -> None:
+        """The endpoint takes requests, or does not (any more)."""
+        self._ready[endpoint] = ready
+
+    def forget(self, endpoint: str) -> None:
+        """The endpoint is not served any more."""
+        self._ready.pop(endpoint, None)
+
+    def stop(self) -> None:
+        """The process is leaving: not ready from now on."""
+        self._stopping = True
+        self._ready = dict.fromkeys(self._ready, False)
+
+    def is_ready(self) -> bool:
+        """The answer of the health path."""
+        if self._stopping:
+            return False
+        if self._required:
+            return all(self._ready.get(name, False) for name in self._required)
+        if not self._ready:
+            return self._starts_ready
+        return all(self._ready.values())
+
+    def report(self) -> dict[str, Any]:
+        """The JSON body of the health path."""
+        uptime_ns = int(self.uptime_s * 1e9)
+        return {
+            "status": _word(self.is_ready()),
+            "uptime": {"secs": uptime_ns // 10**9, "nanos": uptime_ns % 10**9},
+            "endpoints": {name: _word(ready) for name, ready in sorted(self._ready.items())},
+        }
+
+
+def _word(ready: bool) -> str:
+    return "ready" if ready else "notready"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    if not text.strip().startswith("["):
+        return tuple(name.strip() for name in text.split(",") if name.strip())
+    try:
+        names = json.loads(text)
+    except ValueError:
+        names = None
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        return tuple(names)
+    raise ConfigError(
+        f"DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS must be a JSON list of names, got {text!r}"
+    )

@@ -1,0 +1,15 @@
+"""``configure_dynamo_logging`` under the name that workers written for Dynamo import."""
+
+from __future__ import annotations
+
+from dynamo.config import from_env
+from dynamo.config.system import LogSettings
+from dynamo.observability.logs import setup_logging
+
+__all__ = ["configure_dynamo_logging"]
+
+
+def configure_dynamo_logging(service_name: str | None = None, worker_id: int | None = None) -> None:
+    """Log to stderr as the environment asks (``DYN_LOG``, ``DYN_LOGGING_JSONL``)."""
+    settings = from_env(LogSettings)
+    setup_logging(service_name or "worker", settings.level, settings.jsonl)

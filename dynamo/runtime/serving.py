@@ -1,0 +1,216 @@
+"""What this process serves: its lease, its listener, its instances, and how it leaves. Spec 7.9.
+
+Leaving (signal, ``shutdown()``, or a lease that someone revoked) is the same walk for all: out of
+discovery at once, a short grace for requests already under way to us, then nothing new is taken,
+streams in flight finish or are cut at the deadline, and ``retired`` is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import msgspec
+
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.system import SystemSettings
+from dynamo.errors import EngineShutdown
+from dynamo.observability import names
+from dynamo.observability.metrics import Registry
+from dynamo.protocols.control import EndpointRecord, instance_key
+from dynamo.runtime.discovery import Discovery, Lease
+from dynamo.runtime.health import Health
+from dynamo.runtime.paths import socket_path
+from dynamo.runtime.requests import EndpointStats, PushHandler, RequestServer
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["EndpointPath", "Serving", "advertised_host"]
+
+EndpointPath = tuple[str, str, str]
+"""(namespace, component, endpoint)."""
+
+_ANY_HOST = ("", "0.0.0.0", "::")
+_log = logging.getLogger(__name__)
+
+
+class Serving:
+    """The serving side of one process. Nothing is opened before the first lease or endpoint."""
+
+    def __init__(
+        self,
+        settings: RuntimeSettings,
+        system: SystemSettings,
+        discovery: Discovery,
+        instance_id: int,
+        metrics: Registry,
+    ) -> None:
+        self.server = RequestServer()
+        self.health = Health(system)
+        self.lease: Lease | None = None
+        self.retired = asyncio.Event()
+        self._settings = settings
+        self._system = system
+        self._discovery = discovery
+        self._instance_id = instance_id
+        self._metrics = metrics
+        self._tasks = Tasks("serving")
+        self._lock = asyncio.Lock()
+        self._leaving = False
+        self._transport: dict[str, str] | None = None
+        self._served: set[EndpointPath] = set()
+        uptime = names.gauge(metrics, names.Worker.UPTIME).labels(str(instance_id))
+        uptime.function = lambda: self.health.uptime_s
+
+    def is_serving(self) -> bool:
+        """Whether any endpoint is served."""
+        return bool(self._served)
+
+    async def granted(self) -> Lease:
+        """The lease of this process. EngineShutdown if it is leaving."""
+        async with self._lock:
+            if self._leaving:
+                raise EngineShutdown("this process is shutting down")
+            if self.lease is None:
+                self.lease = await self._discovery.grant(
+                    self._settings.lease_ttl_s, self._instance_id
+                )
+                self._tasks.spawn(self._watch_lease(self.lease), name="lease")
+            return self.lease
+
+    async def add(self, path: EndpointPath, handler: PushHandler, graceful: bool) -> None:
+        """Serve ``path`` and register this process as an instance. ValueError: served already."""
+        await self.granted()
+        await self._listen()
+        self.server.register(
+            "/".join(path), handler, stats=self._stats(path), graceful_shutdown=graceful
+        )
+        self._served.add(path)
+        try:
+            await self.publish(path)
+        except BaseException:
+            self._forget(path)
+            raise
+
+    async def publish(self, path: EndpointPath) -> None:
+        """Put the instance of a served endpoint into discovery."""
+        lease = await self.granted()
+        record = EndpointRecord(
+            namespace=path[0],
+            component=path[1],
+            endpoint=path[2],
+            instance_id=self._instance_id,
+            lease_id=lease.id,
+            transport=self._transport or {},
+        )
+        await self._discovery.put(self._key(path), msgspec.json.encode(record), lease.id)
+        self.health.set(path[2], True)
+
+    async def withdraw(self, path: EndpointPath) -> None:
+        """Take the instance out of discovery; who knows the address may still call it."""
+        self.health.set(path[2], False)
+        await self._discovery.delete(self._key(path))
+
+    async def remove(self, path: EndpointPath) -> None:
+        """Stop serving ``path``: withdraw it, let its streams finish. Idempotent."""
+        if path not in self._served:
+            return
+        self._served.discard(path)
+        try:
+            await self.withdraw(path)
+            await self.server.drain(self._system.shutdown_timeout_s, "/".join(path))
+        finally:
+            self._forget(path)
+
+    def leave(self) -> None:
+        """Begin to leave; ``retired`` is set when it is done. Idempotent."""
+        if not self._leaving:
+            self._leaving = True
+            self.health.stop()
+            self._tasks.spawn(self._retire(), name="retire")
+
+    async def close(self) -> None:
+        """Leave, wait for it, close the listener."""
+        self.leave()
+        await self.retired.wait()
+        await self.server.close()
+        await self._tasks.close()
+
+    def cut(self) -> None:
+        """Stop waiting: whatever is in flight is cut by :meth:`close`."""
+        self._leaving = True
+        for path in tuple(self._served):
+            self._forget(path)
+        self.retired.set()
+
+    async def _retire(self) -> None:
+        try:
+            async with self._lock:
+                lease = self.lease
+            if lease is not None:
+                await lease.revoke()
+            if self._served:
+                await asyncio.sleep(self._system.grace_period_s)
+                cut = await self.server.drain(self._system.shutdown_timeout_s)
+                if cut:
+                    _log.warning("%d requests were cut at shutdown", cut)
+        finally:
+            for path in tuple(self._served):
+                self._forget(path)
+            self.retired.set()
+
+    async def _watch_lease(self, lease: Lease) -> None:
+        await lease.lost.wait()
+        if not self._leaving:
+            _log.info("lease %x was revoked: finishing what is in flight, then leaving", lease.id)
+            self.leave()
+
+    async def _listen(self) -> None:
+        async with self._lock:
+            if self._transport is not None:
+                return
+            settings = self._settings
+            if settings.request_plane == "uds":
+                path = socket_path(settings, f"{self._instance_id:x}.sock")
+                await self.server.start(f"uds:{path}")
+                self._transport = {"uds": path}
+                return
+            host = settings.tcp_rpc_host
+            shown = f"[{host}]" if ":" in host else host
+            address = await self.server.start(f"tcp:{shown}:{settings.tcp_rpc_port}")
+            port = address.rpartition(":")[2]
+            host = advertised_host(host)
+            self._transport = {"tcp": f"[{host}]:{port}" if ":" in host else f"{host}:{port}"}
+
+    def _forget(self, path: EndpointPath) -> None:
+        self._served.discard(path)
+        self.server.unregister("/".join(path))
+        self.health.forget(path[2])
+
+    def _key(self, path: EndpointPath) -> str:
+        return "v1/instances/" + instance_key(*path, self._instance_id)
+
+    def _stats(self, path: EndpointPath) -> EndpointStats:
+        namespace, component, endpoint = path
+        labels = (component, endpoint, namespace, str(self._instance_id))
+        worker, metrics = names.Worker, self._metrics
+        return EndpointStats(
+            requests=names.counter(metrics, worker.REQUESTS).labels(*labels),
+            inflight=names.gauge(metrics, worker.INFLIGHT).labels(*labels),
+            request_bytes=names.counter(metrics, worker.REQUEST_BYTES).labels(*labels),
+            response_bytes=names.counter(metrics, worker.RESPONSE_BYTES).labels(*labels),
+            cancellations=names.counter(metrics, worker.CANCELLATION).labels(*labels),
+            duration_s=names.histogram(metrics, worker.DURATION).labels(*labels),
+        )
+
+
+def advertised_host(host: str) -> str:
+    """The address under which others reach a listener on ``host``."""
+    if host not in _ANY_HOST:
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: picks the outgoing address, sends nothing
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

@@ -1,0 +1,159 @@
+"""Decorators for a worker's main function and its handlers. Spec 7.9, 7.10."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.logging import configure_dynamo_logging
+
+__all__ = ["dynamo_endpoint", "dynamo_worker"]
+
+R = TypeVar("R")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_RETURN_TIMEOUT_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+def dynamo_worker(
+    enable_nats: bool | None = None, static: bool | None = None
+) -> Callable[[Callable[..., Awaitable[R]]], Callable[..., Awaitable[R | None]]]:
+    """``@dynamo_worker()`` gives ``async def main(runtime, …)`` its runtime, made from the
+    environment, and ends it.
+
+    SIGTERM and SIGINT end the process gracefully with status 0: discovery is left, streams in
+    flight finish, ``serve_endpoint`` returns. A second signal cuts them. A function that serves
+    nothing is cancelled at the first. The arguments are accepted for compatibility.
+    """
+
+    def decorate(function: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R | None]]:
+        @functools.wraps(function)
+        async def main(*args: Any, **kwargs: Any) -> R | None:
+            if not logging.getLogger().handlers:
+                configure_dynamo_logging()
+            runtime = DistributedRuntime(asyncio.get_running_loop())
+            try:
+                return await _Main(runtime, function(runtime, *args, **kwargs)).run()
+            finally:
+                await runtime.close()
+
+        return main
+
+    return decorate
+
+
+class _Main(Generic[R]):
+    """A main function under signals."""
+
+    def __init__(self, runtime: DistributedRuntime, work: Awaitable[R]) -> None:
+        self._runtime = runtime
+        self._work = work
+        self._signals = 0
+
+    async def run(self) -> R | None:
+        """The result of the work; None if a signal ended it."""
+        loop = asyncio.get_running_loop()
+        main = self._runtime.tasks.spawn(_awaited(self._work), name="main")
+        installed = _install(loop, functools.partial(self._on_signal, main))
+        try:
+            return await main
+        except asyncio.CancelledError:
+            if self._signals and main.cancelled():
+                return None
+            main.cancel()
+            raise
+        finally:
+            for number in installed:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, main: asyncio.Task[R], number: int) -> None:
+        self._signals += 1
+        serving = self._runtime.serving
+        if self._signals > 1:
+            _log.warning("%s again: cutting what is in flight", signal.Signals(number).name)
+            serving.cut()
+            main.cancel()
+            return
+        _log.info("%s: leaving", signal.Signals(number).name)
+        idle = not serving.is_serving()
+        self._runtime.shutdown()
+        if idle:
+            main.cancel()
+        else:
+            self._runtime.tasks.spawn(self._insist(main), name="insist")
+
+    async def _insist(self, main: asyncio.Task[R]) -> None:
+        """Cancel a main function that goes on although nothing is served any more."""
+        await self._runtime.serving.retired.wait()
+        _, pending = await asyncio.wait([main], timeout=_RETURN_TIMEOUT_S)
+        if pending:
+            _log.warning("the main function still runs %g s after the end", _RETURN_TIMEOUT_S)
+            main.cancel()
+
+
+def dynamo_endpoint(
+    request_model: Any, response_model: Any
+) -> Callable[[Callable[..., AsyncIterator[Any]]], Callable[..., AsyncIterator[Any]]]:
+    """Validate requests and items of a handler by pydantic models (older API).
+
+    The request may be a mapping, JSON text or a model. A bad request raises ValueError, which the
+    caller sees as an invalid request.
+    """
+
+    def decorate(
+        function: Callable[..., AsyncIterator[Any]],
+    ) -> Callable[..., AsyncIterator[Any]]:
+        position = _request_position(function)
+
+        @functools.wraps(function)
+        async def generate(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            given = list(args)
+            given[position] = _parse(request_model, given[position])
+            async for item in function(*given, **kwargs):
+                checked = item if _is_model(item) else response_model.model_validate(item)
+                yield checked.model_dump()
+
+        return generate
+
+    return decorate
+
+
+async def _awaited(work: Awaitable[R]) -> R:
+    return await work
+
+
+def _install(
+    loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]
+) -> list[signal.Signals]:
+    installed = []
+    for number in _SIGNALS:
+        try:
+            loop.add_signal_handler(number, on_signal, number)
+        except (RuntimeError, ValueError) as error:  # not the main thread
+            _log.debug("no handler for %s: %s", number.name, error)
+        else:
+            installed.append(number)
+    return installed
+
+
+def _request_position(function: Callable[..., Any]) -> int:
+    names = list(inspect.signature(function).parameters)
+    return 1 if names[:1] == ["self"] else 0
+
+
+def _is_model(value: Any) -> bool:
+    return hasattr(value, "model_dump")
+
+
+def _parse(model: Any, request: Any) -> Any:
+    if _is_model(request):
+        return request
+    if isinstance(request, (str, bytes)):
+        return model.model_validate_json(request)
+    return model.model_validate(request)

@@ -1,0 +1,470 @@
+"""Serving and calling in one process over real sockets, on memory and on file discovery."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.system import SystemSettings
+from dynamo.errors import (
+    Cancelled,
+    CannotConnect,
+    ConfigError,
+    DynamoError,
+    EngineFailure,
+    EngineShutdown,
+    NoInstances,
+    WorkerUnavailable,
+)
+from dynamo.protocols import codec
+from dynamo.protocols.control import EndpointRecord
+from dynamo.runtime import Annotated, Client, Context, DistributedRuntime, dynamo_endpoint
+from dynamo.runtime.tasks import Tasks
+
+
+class Deployment:
+    """Any number of runtimes that share one store."""
+
+    def __init__(self, root: Path, backend: str, plane: str) -> None:
+        self.settings = RuntimeSettings(
+            state_dir=str(root), discovery_backend=backend, request_plane=plane
+        )
+        self.tasks = Tasks("test")
+        self._runtimes: list[DistributedRuntime] = []
+
+    def runtime(self, **system: Any) -> DistributedRuntime:
+        given = {"grace_period_s": 0.0, "shutdown_timeout_s": 5.0, **system}
+        runtime = DistributedRuntime(None, self.settings, system=SystemSettings(**given))
+        self._runtimes.append(runtime)
+        return runtime
+
+    def serve(
+        self, runtime: DistributedRuntime, path: str, handler: Any, **options: Any
+    ) -> asyncio.Task[None]:
+        return self.tasks.spawn(runtime.endpoint(path).serve_endpoint(handler, **options))
+
+    async def client(self, path: str) -> Client:
+        client = await self.runtime().endpoint(path).client()
+        async with asyncio.timeout(5):
+            await client.wait_for_instances()
+        return client
+
+    async def close(self) -> None:
+        for runtime in reversed(self._runtimes):
+            await runtime.close()
+        await self.tasks.close()
+
+
+@pytest.fixture(params=["file-uds", "file-tcp", "mem-uds"])
+async def deployment(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Deployment]:
+    backend, plane = request.param.split("-")
+    made = Deployment(tmp_path, backend, plane)
+    yield made
+    await made.close()
+
+
+async def until_count(client: Client, count: int) -> None:
+    """Wait until the client sees ``count`` instances."""
+    changed = asyncio.Event()
+    client.on_change(lambda added, removed: changed.set())
+    async with asyncio.timeout(5):
+        while len(client.instance_ids()) != count:
+            changed.clear()
+            await changed.wait()
+
+
+async def echo(request: dict[str, Any], context: Context) -> AsyncIterator[dict[str, Any]]:
+    for word in request["text"].split():
+        yield {"word": word, "id": context.id(), "user": context.metadata.get("user")}
+
+
+async def test_stream_round_trip(deployment: Deployment):
+    worker = deployment.runtime()
+    deployment.serve(worker, "ns.comp.gen", echo)
+    client = await deployment.client("dyn://ns.comp.gen")
+    assert client.instance_ids() == [worker.instance_id]
+    assert client.instances()[0].namespace == "ns"
+
+    context = Context("req-7", {"user": "ann"})
+    items = [item async for item in await client.random({"text": "a b"}, context=context)]
+    assert [type(item) for item in items] == [Annotated, Annotated]
+    assert items[0].data() == {"word": "a", "id": "req-7", "user": "ann"}
+    assert (items[0].id(), items[0].event(), items[0].comments()) == (None, None, [])
+    assert not items[0].is_error()
+    for way in (client.generate, client.round_robin):
+        raw = [item async for item in await way({"text": "x"}, annotated=False)]
+        assert raw[0]["word"] == "x"
+    stream = await client.direct({"text": "d"}, worker.instance_id, annotated=False)
+    assert [item["word"] async for item in stream] == ["d"]
+
+
+async def test_errors_arrive_as_they_are_named(deployment: Deployment):
+    async def fail(request: dict[str, Any]) -> AsyncIterator[int]:
+        yield 1
+        if request["how"] == "value":
+            raise ValueError("boom")
+        if request["how"] == "cancel":
+            raise asyncio.CancelledError
+        raise KeyError("lost")
+
+    worker = deployment.runtime()
+    deployment.serve(worker, "ns.comp.gen", fail)
+    client = await deployment.client("ns.comp.gen")
+
+    async def call(how: str) -> list[Any]:
+        return [item async for item in await client.random({"how": how}, annotated=False)]
+
+    with pytest.raises(ValueError, match=r"^InvalidRequest: ValueError: boom$"):
+        await call("value")
+    with pytest.raises(Cancelled):
+        await call("cancel")
+    with pytest.raises(EngineFailure, match="KeyError: 'lost'"):
+        await call("other")
+    with pytest.raises(WorkerUnavailable) as found:
+        await client.direct({}, 12345)
+    assert str(found.value) == "Unavailable: instance_id=12345 not found for endpoint ns/comp/gen"
+    nobody = await deployment.runtime().endpoint("ns.comp.nope").client()
+    with pytest.raises(NoInstances) as none:
+        await nobody.round_robin({})
+    assert str(none.value) == "Unavailable: No workers available for endpoint ns/comp/nope"
+
+
+class Endless:
+    """Yields until told otherwise, and remembers how it ended."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.context: Context | None = None
+
+    async def __call__(self, request: Any, context: Context) -> AsyncIterator[int]:
+        self.context = context
+        try:
+            for number in range(10**9):
+                if context.is_stopped():
+                    return
+                yield number
+                await asyncio.sleep(0)
+        finally:
+            self.ended.set()
+
+    async def seen(self) -> tuple[bool, bool]:
+        async with asyncio.timeout(5):
+            await self.ended.wait()
+        assert self.context is not None
+        return self.context.is_stopped(), self.context.is_killed()
+
+
+async def test_stop_is_orderly_and_dropping_kills(deployment: Deployment):
+    first, second = Endless(), Endless()
+    deployment.serve(deployment.runtime(), "ns.comp.one", first.__call__)
+    deployment.serve(deployment.runtime(), "ns.comp.two", second.__call__)
+    context = Context()
+    client = await deployment.client("ns.comp.one")
+    read = 0
+    async for _ in await client.random({}, context=context):
+        read += 1
+        if read == 3:
+            context.stop_generating()
+    assert await first.seen() == (True, False)
+    assert read >= 3
+
+    client = await deployment.client("ns.comp.two")
+    stream = await client.random({})
+    await stream.__anext__()
+    del stream
+    gc.collect()
+    assert await second.seen() == (True, True)
+
+
+async def test_an_incoming_context_links_the_outgoing_call(deployment: Deployment):
+    inner = Endless()
+    deployment.serve(deployment.runtime(), "ns.comp.inner", inner.__call__)
+    middle = deployment.runtime()
+
+    async def relay(request: Any, context: Context) -> AsyncIterator[Any]:
+        client = await middle.endpoint("ns.comp.inner").client()
+        await client.wait_for_instances()
+        async for item in await client.random(request, annotated=False, context=context):
+            yield item
+
+    deployment.serve(middle, "ns.comp.outer", relay)
+    client = await deployment.client("ns.comp.outer")
+    context = Context("outer-1")
+    stream = await client.random({}, context=context)
+    assert (await stream.__anext__()).data() == 0
+    context.kill()
+    assert await inner.seen() == (True, True)
+    assert inner.context is not None
+    assert inner.context.id() == "outer-1"
+
+
+async def test_round_robin_takes_turns_and_push_handlers_serve(deployment: Deployment):
+    workers = [deployment.runtime() for _ in range(3)]
+    for worker in workers:
+
+        def answer(stream: Any, payload: bytes, own: int = worker.instance_id) -> None:
+            stream.send(codec.encode(own))
+            stream.end()
+
+        deployment.tasks.spawn(worker.endpoint("ns.comp.gen").serve_push(answer))
+    client = await deployment.client("ns.comp.gen")
+    await until_count(client, 3)
+    seen = []
+    for _ in range(6):
+        seen += [item async for item in await client.round_robin(None, annotated=False)]
+    assert sorted(seen) == sorted([worker.instance_id for worker in workers] * 2)
+    assert set(seen[:3]) == set(seen[3:])
+
+
+async def test_shutdown_finishes_streams_and_refuses_new_ones(deployment: Deployment):
+    worker = deployment.runtime()
+    go = asyncio.Event()
+
+    async def slow(request: Any) -> AsyncIterator[str]:
+        yield "begun"
+        await go.wait()
+        yield "done"
+
+    served = deployment.serve(worker, "ns.comp.gen", slow)
+    client = await deployment.client("ns.comp.gen")
+    changes: list[tuple[list[int], list[int]]] = []
+    gone = asyncio.Event()
+
+    def on_change(added: list[EndpointRecord], removed: list[int]) -> None:
+        changes.append(([record.instance_id for record in added], removed))
+        if removed:
+            gone.set()
+
+    client.on_change(on_change)
+    stream = await client.random({}, annotated=False)
+    assert await stream.__anext__() == "begun"
+    worker.shutdown()
+    async with asyncio.timeout(5):
+        await gone.wait()
+    assert changes == [([worker.instance_id], []), ([], [worker.instance_id])]
+    assert not served.done()
+    with pytest.raises(NoInstances):
+        await client.random({})
+    with pytest.raises(EngineShutdown):
+        await worker.endpoint("ns.comp.other").serve_endpoint(slow)
+    go.set()
+    assert [item async for item in stream] == ["done"]
+    async with asyncio.timeout(5):
+        await served
+
+
+async def test_a_revoked_lease_is_the_same_walk(deployment: Deployment):
+    worker = deployment.runtime()
+    served = deployment.serve(worker, "ns.comp.gen", echo)
+    client = await deployment.client("ns.comp.gen")
+    planner = deployment.runtime()
+    await planner.start()
+    await planner.discovery.revoke(client.instances()[0].lease_id)
+    async with asyncio.timeout(5):
+        await served
+    assert worker.serving.retired.is_set()
+
+
+async def test_an_ungraceful_endpoint_and_the_deadline_cut(deployment: Deployment):
+    async def hang(request: Any) -> AsyncIterator[str]:
+        yield "begun"
+        await asyncio.Event().wait()
+
+    for options, system in (
+        ({"graceful_shutdown": False}, {}),
+        ({"graceful_shutdown": True}, {"shutdown_timeout_s": 0.05}),
+    ):
+        worker = deployment.runtime(**system)
+        served = deployment.serve(worker, "ns.comp.gen", hang, **options)
+        client = await deployment.client("ns.comp.gen")
+        stream = await client.random({}, annotated=False)
+        assert await stream.__anext__() == "begun"
+        worker.shutdown()
+        with pytest.raises(DynamoError) as found:
+            await stream.__anext__()
+        assert found.value.retryable
+        async with asyncio.timeout(5):
+            await served
+        await worker.close()
+
+
+async def test_unregister_and_register_again(deployment: Deployment):
+    worker = deployment.runtime()
+    deployment.serve(worker, "ns.comp.gen", echo)
+    client = await deployment.client("ns.comp.gen")
+    endpoint = worker.endpoint("ns.comp.gen")
+    assert endpoint.connection_id() == worker.instance_id
+    events: asyncio.Queue[str] = asyncio.Queue()
+    client.on_change(lambda added, removed: events.put_nowait("+" if added else "-"))
+    async with asyncio.timeout(5):
+        assert await events.get() == "+"
+        await endpoint.unregister_endpoint_instance()
+        assert await events.get() == "-"
+        await endpoint.register_endpoint_instance()
+        assert await events.get() == "+"
+    assert [item async for item in await client.random({"text": "x"})]
+
+
+async def test_cancelling_serve_endpoint_takes_it_down(deployment: Deployment):
+    worker = deployment.runtime()
+    served = deployment.serve(worker, "ns.comp.gen", echo)
+    client = await deployment.client("ns.comp.gen")
+    served.cancel()
+    await asyncio.wait([served])
+    assert not worker.serving.is_serving()
+    await until_count(client, 0)
+    again = deployment.serve(worker, "ns.comp.gen", echo)
+    async with asyncio.timeout(5):
+        await client.wait_for_instances()
+    with pytest.raises(ValueError, match="already served"):
+        await worker.endpoint("ns.comp.gen").serve_endpoint(echo)
+    again.cancel()
+
+
+async def test_a_failed_connection_inhibits(deployment: Deployment):
+    if deployment.settings.request_plane != "uds":
+        pytest.skip("the socket file is taken away")
+    bad, good = deployment.runtime(), deployment.runtime()
+    for worker in (bad, good):
+        deployment.serve(worker, "ns.comp.gen", echo)
+    client = await deployment.client("ns.comp.gen")
+    await until_count(client, 2)
+    record = next(r for r in client.instances() if r.instance_id == bad.instance_id)
+    Path(record.transport["uds"]).unlink()
+    stream = await client.direct({"text": "x"}, bad.instance_id)
+    with pytest.raises(CannotConnect):
+        await stream.__anext__()
+    assert client.is_inhibited(bad.instance_id)
+    assert not client.is_inhibited(good.instance_id)
+    for _ in range(10):
+        assert [item async for item in await client.random({"text": "x"})]
+    client.inhibit(good.instance_id)
+    assert set(client._usable()) == {bad.instance_id, good.instance_id}
+    client._inhibited[bad.instance_id] = 0.0
+    assert not client.is_inhibited(bad.instance_id)
+
+
+async def test_events_reach_subscribers_through_discovery(deployment: Deployment):
+    one, two, listener = (deployment.runtime() for _ in range(3))
+    got: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+    publishers: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()
+    first = await one.publisher("ns", "comp", "kv-events")
+    assert await one.publisher("ns", "comp", "kv-events") is first
+    await one.publisher("ns", "comp", "kv_metrics")
+    await listener.start()
+    subscription = listener.subscribe(
+        "ns",
+        "comp",
+        "kv-events",
+        lambda publisher, sequence, payload: got.put_nowait((publisher, payload)),
+        on_publisher=lambda publisher, up: publishers.put_nowait((publisher, up)),
+    )
+    await subscription.ready()
+    assert subscription.publishers() == [one.instance_id]
+    second = await two.publisher("ns", "comp", "kv-events")
+    async with asyncio.timeout(5):
+        assert await publishers.get() == (one.instance_id, True)
+        assert await publishers.get() == (two.instance_id, True)
+        for publisher in (first, second):
+            while got.empty():
+                publisher.publish(b"x")
+                await asyncio.sleep(0.01)
+            assert await got.get() == (publisher.publisher_id, b"x")
+            await asyncio.sleep(0.05)
+            while not got.empty():
+                got.get_nowait()
+        await two.close()
+        assert await publishers.get() == (two.instance_id, False)
+    assert subscription.publishers() == [one.instance_id]
+    subscription.close()
+
+
+async def test_counters_tell_what_was_served(deployment: Deployment):
+    worker = deployment.runtime()
+    deployment.serve(worker, "ns.comp.gen", echo)
+    client = await deployment.client("ns.comp.gen")
+    for _ in range(2):
+        assert [item async for item in await client.random({"text": "a"})]
+    text = worker.metrics.render().decode().replace(".0\n", "\n")
+    labels = (
+        f'dynamo_component="comp",dynamo_endpoint="gen",dynamo_namespace="ns",'
+        f'worker_id="{worker.instance_id}"'
+    )
+    assert f"dynamo_component_requests_total{{{labels}}} 2\n" in text
+    assert f"dynamo_component_inflight_requests{{{labels}}} 0\n" in text
+    assert f"dynamo_component_request_duration_seconds_count{{{labels}}} 2\n" in text
+    assert f'dynamo_component_uptime_seconds{{worker_id="{worker.instance_id}"}}' in text
+
+
+@pytest.mark.parametrize("path", ["bad", "a.b", "a.b.c.d", "a..c", "", "dyn://a.b", "a/x.b.c"])
+async def test_a_bad_path_is_a_value_error(tmp_path: Path, path: str):
+    runtime = DistributedRuntime(None, RuntimeSettings(discovery_backend="mem"))
+    with pytest.raises(ValueError) as found:
+        runtime.endpoint(path)
+    assert str(found.value) == (
+        f"Invalid endpoint path '{path}'. Expected format: 'namespace.component.endpoint' "
+        "or 'dyn://namespace.component.endpoint'"
+    )
+    with pytest.raises(ValueError, match="Invalid endpoint path"):
+        runtime.namespace("a.b").component("c").endpoint("d")
+    await runtime.close()
+
+
+async def test_the_public_constructor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("DYN_LOCAL_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "mem")
+    loop = asyncio.get_running_loop()
+    one = DistributedRuntime(loop, "file", "tcp", True, event_plane="zmq")
+    assert (one.settings.discovery_backend, one.settings.request_plane) == ("file", "tcp")
+    two = DistributedRuntime.detached()
+    assert two.settings.discovery_backend == "mem"
+    assert two.namespace("a").component("b").endpoint("c").path == ("a", "b", "c")
+    await two.namespace("a").component("b").create_service()
+    with pytest.raises(ConfigError, match="must be one of file, mem, got 'etcd'"):
+        DistributedRuntime(loop, "etcd")
+    for runtime in (one, two):
+        await runtime.close()
+        await runtime.close()
+
+
+class _Model:
+    """A stand-in for a pydantic model."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    @classmethod
+    def model_validate(cls, value: dict[str, Any]) -> "_Model":
+        if "text" not in value:
+            raise ValueError("text: field required")
+        return cls(**value)
+
+    @classmethod
+    def model_validate_json(cls, value: str) -> "_Model":
+        import json
+
+        return cls.model_validate(json.loads(value))
+
+    def model_dump(self) -> dict[str, Any]:
+        return self.fields
+
+
+async def test_dynamo_endpoint_validates(deployment: Deployment):
+    class Handler:
+        @dynamo_endpoint(_Model, _Model)
+        async def generate(self, request: _Model) -> AsyncIterator[Any]:
+            yield _Model(text=request.fields["text"].upper())
+            yield {"text": "plain"}
+
+    deployment.serve(deployment.runtime(), "ns.comp.gen", Handler().generate)
+    client = await deployment.client("ns.comp.gen")
+    for request in ({"text": "a"}, '{"text": "a"}'):
+        items = [item async for item in await client.random(request, annotated=False)]
+        assert items == [{"text": "A"}, {"text": "plain"}]
+    with pytest.raises(ValueError, match="text: field required"):
+        async for _ in await client.random({}):
+            pass
