@@ -64,11 +64,8 @@ class GenerationStream:
         self._prepared = prepared
         self._response_id = response_id
         self._envelope = Envelope(self._shape, response_id, created, request.model)
-        usage = b',"usage":null' if self._with_usage else b""
         self._choices = self._make_choices(request, prepared, tokenizer)
-        self._shapes = [
-            self._shape(self._envelope, index, usage) for index in range(len(self._choices))
-        ]
+        self._shapes: list[Shape] = []
         self._own_count: set[int] = set()
         self._started = [False] * len(self._choices)
         self._finished = [False] * len(self._choices)
@@ -131,7 +128,7 @@ class GenerationStream:
             choice.close()
         last = self.flush()
         if self._with_usage:
-            last += self._envelope.chunk + b'],"usage":' + self._usage() + b"}\n\n"
+            last += self._envelope.chunk() + b'],"usage":' + self._usage() + b"}\n\n"
         return last + DONE
 
     def error(self, error: DynamoError) -> bytes:
@@ -142,7 +139,7 @@ class GenerationStream:
         """The whole stream of a ``query_instance_id`` request: where it would go. Spec 5.6."""
         ids = self._prepared.prompts[0].token_ids.tolist()
         nvext = {"worker_id": self.worker_id or {}, "token_ids": ids}
-        return self._shapes[0].chunk("", finish_reason="stop", nvext=nvext) + DONE
+        return self._shape_of(0).chunk("", finish_reason="stop", nvext=nvext) + DONE
 
     # --- unary
 
@@ -156,7 +153,7 @@ class GenerationStream:
         nvext = self._nvext(self._choices[0], first=True, last=True) if self._extra else None
         return b"".join(
             (
-                self._envelope.body,
+                self._envelope.body(),
                 b",".join(parts),
                 b'],"usage":',
                 self._usage(),
@@ -234,7 +231,15 @@ class GenerationStream:
         nvext = None
         if self._extra and (first or reason is not None):
             nvext = self._nvext(choice, first=first, last=all(self._finished))
-        return self._shapes[index].chunk(choice.take(), logprobs, reason, nvext)
+        return self._shape_of(index).chunk(choice.take(), logprobs, reason, nvext)
+
+    def _shape_of(self, index: int) -> Shape:
+        if not self._shapes:  # only now is it certain that the answer is streamed
+            usage = b',"usage":null' if self._with_usage else b""
+            self._shapes = [
+                self._shape(self._envelope, each, usage) for each in range(len(self._choices))
+            ]
+        return self._shapes[index]
 
     def _nvext(self, choice: Choice, *, first: bool, last: bool) -> dict[str, Any] | None:
         shown: dict[str, Any] = {}

@@ -39,18 +39,25 @@ _VERBATIM_503 = frozenset(("overloaded", "no_instances", "unavailable"))
 
 
 class Envelope:
-    """The fields that all chunks (``chunk``) and the unary body (``body``) of one answer share.
+    """The fields that all chunks, or the unary body, of one answer share.
 
     Both end where the array of choices begins.
     """
 
-    __slots__ = ("body", "chunk")
+    __slots__ = ("_rest", "_shape", "_start")
 
     def __init__(self, shape: type[Shape], response_id: str, created: int, model: str) -> None:
-        start = b'{"id":' + json_bytes(response_id) + b',"object":'
-        rest = b',"created":%d,"model":%b,"choices":[' % (created, json_bytes(model))
-        self.chunk = b"data: " + start + shape.chunk_object + rest
-        self.body = start + shape.body_object + rest
+        self._shape = shape
+        self._start = b'{"id":' + json_bytes(response_id) + b',"object":'
+        self._rest = b',"created":%d,"model":%b,"choices":[' % (created, json_bytes(model))
+
+    def chunk(self) -> bytes:
+        """The beginning of every chunk."""
+        return b"data: " + self._start + self._shape.chunk_object + self._rest
+
+    def body(self) -> bytes:
+        """The beginning of the unary body."""
+        return self._start + self._shape.body_object + self._rest
 
 
 class Shape:
@@ -69,7 +76,7 @@ class Shape:
     _empty_delta: bytes
 
     def __init__(self, envelope: Envelope, index: int, usage: bytes) -> None:
-        self._index = envelope.chunk + b'{"index":%d,' % index
+        self._index = envelope.chunk() + b'{"index":%d,' % index
         self._usage = usage
         self.head = self._index + self._text_open
         self.tail = self._text_close + b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"

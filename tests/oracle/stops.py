@@ -1,0 +1,15 @@
+"""The readable twin of ``dynamo.frontend.stops``: one character at a time."""
+
+from __future__ import annotations
+
+__all__ = ["cut_at_stop"]
+
+
+def cut_at_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """What is shown of ``text``, and the stop string that ended it."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            stop = max(complete, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None

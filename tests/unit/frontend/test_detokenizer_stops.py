@@ -1,0 +1,48 @@
+"""Stop strings are found however the text is cut, and no more is held back than needed."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle.stops import cut_at_stop
+
+from dynamo.frontend.stops import StopMatcher
+
+letters = st.text("abc", max_size=24)
+stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+def stream(matcher: StopMatcher, text: str, sizes: list[int]) -> str:
+    shown, start, turn = "", 0, 0
+    while start < len(text):
+        size = sizes[turn % len(sizes)]
+        shown += matcher.push(text[start : start + size])
+        start, turn = start + size, turn + 1
+    return shown
+
+
+@given(letters, stop_lists, st.lists(st.integers(1, 5), min_size=1), st.booleans())
+def test_agrees_with_the_twin(text: str, stops: list[str], sizes: list[int], include: bool) -> None:
+    matcher = StopMatcher(stops, include)
+    shown = stream(matcher, text, sizes)
+    held = matcher.finish()
+    assert (shown + held, matcher.hit) == cut_at_stop(text, stops, include)
+    assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+@given(letters, stop_lists)
+def test_holds_back_the_least(text: str, stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    shown = stream(matcher, text, [1])
+    if matcher.hit is None:
+        held = text[len(shown) :]
+        longest = max(
+            (end for stop in stops for end in range(len(stop)) if text.endswith(stop[:end])),
+        )
+        assert len(held) == longest
+
+
+def test_nothing_after_a_hit() -> None:
+    matcher = StopMatcher(["END"])
+    assert [matcher.push("a E"), matcher.push("ND b"), matcher.push("c")] == ["a ", "", ""]
+    assert (matcher.hit, matcher.finish()) == ("END", "")

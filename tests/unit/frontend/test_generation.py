@@ -1,0 +1,339 @@
+"""Answers as clients read them, checked with the models of the `openai` package. Spec 5.4-5.8."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from text_kit import (
+    chat_body,
+    completion_body,
+    events,
+    example_preprocessor,
+    ids_of,
+    outputs,
+)
+
+from dynamo.errors import Disconnected, EngineFailure
+from dynamo.frontend.generation import ChatStream, CompletionStream
+from dynamo.frontend.validation import parse_chat, parse_completion
+from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
+
+UUID = "123e4567-e89b-12d3-a456-426614174000"
+PROMPT_TOKENS = len(ids_of("<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"))
+
+
+def chat(**fields: Any) -> ChatStream:
+    request = parse_chat(chat_body(**fields))
+    preprocessor = example_preprocessor()
+    prepared = preprocessor.chat(request)
+    return ChatStream(request, prepared, preprocessor.tokenizer, f"chatcmpl-{UUID}", 1700000000)
+
+
+def completion(**fields: Any) -> CompletionStream:
+    request = parse_completion(completion_body(**fields))
+    preprocessor = example_preprocessor()
+    prepared = preprocessor.completion(request)
+    return CompletionStream(request, prepared, preprocessor.tokenizer, f"cmpl-{UUID}", 1700000000)
+
+
+def chat_chunks(stream: bytes) -> list[ChatCompletionChunk]:
+    return [ChatCompletionChunk.model_validate(each, strict=True) for each in events(stream)]
+
+
+def feed(stream: ChatStream | CompletionStream, text: str, *args: Any, **last: Any) -> bytes:
+    return b"".join(stream.feed(0, each) for each in outputs(text, *args, **last))
+
+
+def test_chat_stream() -> None:
+    stream = chat(stream=True)
+    text = 'Grüße, "world" \\ \n 😀☃'
+    chunks = chat_chunks(feed(stream, text, "eos") + stream.end())
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert [chunk.choices[0].delta.role for chunk in chunks][:2] == ["assistant", None]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [
+        "stop"
+    ]
+    assert {(chunk.id, chunk.created, chunk.model) for chunk in chunks} == {
+        (f"chatcmpl-{UUID}", 1700000000, "m")
+    }
+    assert all(chunk.usage is None for chunk in chunks)
+    assert stream.completion_tokens == len(ids_of(text))
+
+
+def test_usage_chunk() -> None:
+    stream = chat(stream=True, stream_options={"include_usage": True})
+    usage = CompletionUsage(prompt_tokens=99, prompt_tokens_details=PromptTokensDetails(64))
+    raw = feed(stream, "one two", "length", completion_usage=usage) + stream.end()
+    *chunks, last = chat_chunks(raw)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert all(event["usage"] is None for event in events(raw)[:-1])
+    assert last.choices == []
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (99, len(ids_of("one two")))
+    assert last.usage.total_tokens == 99 + len(ids_of("one two"))
+    assert last.usage.prompt_tokens_details is not None
+    assert last.usage.prompt_tokens_details.cached_tokens == 64
+
+
+def test_a_request_that_moved_keeps_its_own_prompt_count() -> None:
+    stream = chat()
+    stream.resumed(0)
+    feed(stream, "one", "stop", completion_usage=CompletionUsage(prompt_tokens=999))
+    assert stream.prompt_tokens == PROMPT_TOKENS
+
+
+def test_unary_chat() -> None:
+    stream = chat()
+    for each in outputs("Hello 😀", "length"):
+        stream.push(0, each)
+    assert stream.is_done(0) and stream.all_done
+    answer = ChatCompletion.model_validate_json(stream.unary(), strict=True)
+    assert answer.choices[0].message.content == "Hello 😀"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == PROMPT_TOKENS
+    assert answer.usage.prompt_tokens_details is None
+
+
+def test_tokens_that_arrive_together_leave_as_one_delta() -> None:
+    stream = chat(stream=True)
+    first, *middle, last = outputs("one two three four", "stop")
+    assert stream.flush() == b""
+    head = stream.feed(0, first)
+    for each in middle:
+        stream.push(0, each)
+    merged = stream.flush()
+    assert merged.count(b"data:") == 1
+    assert stream.flush() == b""
+    stream.push(0, last)
+    chunks = chat_chunks(head + merged + stream.end())
+    texts = [chunk.choices[0].delta.content for chunk in chunks]
+    assert "".join(text or "" for text in texts) == "one two three four"
+    assert len(chunks) == 3
+
+
+def test_incomplete_characters_wait_and_are_shown_at_the_end() -> None:
+    stream = chat(stream=True)
+    ids = ids_of("☃")
+    assert stream.feed(0, EngineOutput(token_ids=ids[:2])) == b""
+    (chunk,) = chat_chunks(stream.feed(0, EngineOutput(finish_reason="length")) + stream.end())
+    assert chunk.choices[0].delta.content == "\ufffd"
+    assert chunk.choices[0].delta.role == "assistant"
+
+
+def test_stop_string_ends_the_choice_before_the_engine_does() -> None:
+    stream = chat(stream=True, stop=["STOP"])
+    raw = b""
+    for each in outputs("one ST two STOP three", None):
+        raw += stream.feed(0, each)
+        if stream.is_done(0):
+            break
+    raw += stream.feed(0, EngineOutput(token_ids=[1500], finish_reason="cancelled"))
+    chunks = chat_chunks(raw + stream.end())
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "one ST two "
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"include_stop_str_in_output": True}, "aXY"),
+        ({}, "a"),
+        ({"min_tokens": 30}, "aXYb"),
+        ({"stop": ["XYZ"]}, "aXYb"),
+    ],
+)
+def test_stop_strings_unary(fields: dict[str, Any], text: str) -> None:
+    stream = chat(**({"stop": ["XY"]} | fields))
+    for each in outputs("aXYb", "stop"):
+        stream.push(0, each)
+    assert json.loads(stream.unary())["choices"][0]["message"]["content"] == text
+
+
+def test_held_back_text_is_shown_when_the_engine_ends() -> None:
+    stream = chat(stop=["XYZ"])
+    feed_ids = outputs("a XY", "length")
+    for each in feed_ids:
+        stream.push(0, each)
+    choice = json.loads(stream.unary())["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("a XY", "length")
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "tokens", "reason"),
+    [
+        ({}, "a", 2, "stop"),
+        ({"skip_special_tokens": False}, "a", 2, "stop"),
+        ({"ignore_eos": True}, "ab", 3, "length"),
+        ({"min_tokens": 2}, "ab", 3, "length"),
+        ({"ignore_eos": True, "stop_token_ids": [64]}, "a", 1, "stop"),
+    ],
+)
+def test_stop_ids(fields: dict[str, Any], content: str, tokens: int, reason: str) -> None:
+    a, b = ids_of("a")[0], ids_of("b")[0]
+    fields = {name: [a] if name == "stop_token_ids" else value for name, value in fields.items()}
+    stream = chat(**fields)
+    stream.push(0, EngineOutput(token_ids=[a, 4098, b], finish_reason="length"))
+    choice = json.loads(stream.unary())["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (content, reason)
+    assert stream.completion_tokens == tokens
+
+
+def test_choices_have_indexes() -> None:
+    stream = chat(n=2, stream=True, stream_options={"include_usage": True})
+    raw = stream.feed(1, EngineOutput(token_ids=ids_of("b"), finish_reason="stop"))
+    assert not stream.all_done
+    raw += stream.feed(0, EngineOutput(token_ids=ids_of("a"), finish_reason="length"))
+    chunks = chat_chunks(raw + stream.end())
+    found = [
+        (each.index, each.delta.role, each.delta.content) for c in chunks for each in c.choices
+    ]
+    assert found == [(1, "assistant", "b"), (0, "assistant", "a")]
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (PROMPT_TOKENS, 2)
+
+
+def test_engine_errors() -> None:
+    stream = chat(stream=True)
+    raw = stream.feed(0, EngineOutput(token_ids=ids_of("a")))
+    with pytest.raises(EngineFailure, match="^boom$"):
+        stream.feed(0, EngineOutput(finish_reason="error: boom"))
+    found = events(raw + stream.error(EngineFailure("boom")))
+    assert found[-1] == {
+        "error": {"message": "Internal server error", "type": "internal_server_error", "code": 500}
+    }
+    gone = events(chat(stream=True).error(Disconnected("peer")))[0]["error"]
+    assert gone == {
+        "message": "Service temporarily unavailable",
+        "type": "service_unavailable",
+        "code": 503,
+    }
+
+
+def test_a_stream_without_a_finish_reason_just_ends() -> None:
+    stream = chat(stream=True, stop=["xyz"])
+    raw = feed(stream, "a x", None)
+    stream.close(0)
+    chunks = chat_chunks(raw + stream.end())
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "a x"
+    assert all(chunk.choices[0].finish_reason is None for chunk in chunks)
+    unary = chat()
+    unary.push(0, outputs("a", None)[0])
+    assert json.loads(unary.unary())["choices"][0]["finish_reason"] is None
+
+
+def top(token_id: int, logprob: float) -> dict[str, Any]:
+    return {"rank": 1, "token_id": token_id, "token": None, "logprob": logprob}
+
+
+def test_chat_logprobs() -> None:
+    a, snow = ids_of("a")[0], ids_of("☃")
+    given = EngineOutput(
+        token_ids=[a, snow[0]],
+        log_probs=[-0.5, float("-inf")],
+        top_logprobs=[[top(a, -0.5), top(snow[0], -2.0), top(5, -3.0)], [top(snow[0], -1.0)]],
+        finish_reason="length",
+    )
+    stream = chat(logprobs=True, top_logprobs=2)
+    stream.push(0, given)
+    answer = ChatCompletion.model_validate_json(stream.unary(), strict=True)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    first, second = logprobs.content
+    assert (first.token, first.logprob, first.bytes) == ("a", -0.5, [97])
+    assert [each.logprob for each in first.top_logprobs] == [-0.5, -2.0]
+    assert (second.token, second.logprob, second.bytes) == ("\ufffd", -9999.0, [0xE2])
+    streamed = chat(logprobs=True, stream=True)
+    (chunk,) = chat_chunks(streamed.feed(0, given) + streamed.end())
+    assert chunk.choices[0].logprobs is not None
+    assert chunk.choices[0].logprobs.content is not None
+    assert chunk.choices[0].logprobs.content[0].top_logprobs == []
+    without = chat(logprobs=True)
+    without.push(0, EngineOutput(token_ids=[a], finish_reason="stop"))
+    assert json.loads(without.unary())["choices"][0]["logprobs"] is None
+
+
+def test_completion_logprobs_and_echo() -> None:
+    a, b = ids_of("a")[0], ids_of(" b")[0]
+    stream = completion(prompt="Say:", echo=True, logprobs=1)
+    stream.push(
+        0,
+        EngineOutput(
+            token_ids=[a, b],
+            log_probs=[-1.0, -2.0],
+            finish_reason="length",
+            top_logprobs=[[top(a, -1.0), top(5, -3.0)], [top(b, -2.0)]],
+        ),
+    )
+    choice = Completion.model_validate_json(stream.unary(), strict=True).choices[0]
+    assert choice.text == "Say:a b"
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["a", " b"]
+    assert choice.logprobs.token_logprobs == [-1.0, -2.0]
+    assert choice.logprobs.top_logprobs == [{"a": -1.0}, {" b": -2.0}]
+    assert choice.logprobs.text_offset == [4, 5]
+
+
+def test_completion_stream_of_several_prompts() -> None:
+    stream = completion(
+        prompt=[ids_of("x y"), ids_of("z")], n=2, echo=True, stream_options={"include_usage": True}
+    )
+    raw = b""
+    for index in range(4):
+        usage = CompletionUsage(10 + index, prompt_tokens_details=PromptTokensDetails(index))
+        output = EngineOutput(
+            token_ids=[ids_of("a")[0]], finish_reason="stop", completion_usage=usage
+        )
+        raw += stream.feed(index, output)
+    chunks = [Completion.model_validate(each, strict=True) for each in events(raw + stream.end())]
+    texts = [(chunk.choices[0].index, chunk.choices[0].text) for chunk in chunks[:-1]]
+    assert texts == [(0, "x ya"), (1, "x ya"), (2, "za"), (3, "za")]
+    usage_chunk = chunks[-1].usage
+    assert usage_chunk is not None
+    assert (usage_chunk.prompt_tokens, usage_chunk.completion_tokens) == (10 + 12, 4)
+    assert usage_chunk.prompt_tokens_details is not None
+    assert usage_chunk.prompt_tokens_details.cached_tokens == 0 + 2
+
+
+def test_nvext_and_annotations() -> None:
+    nvext = {
+        "extra_fields": ["worker_id", "timing", "stop_reason"],
+        "annotations": ["request_id", "token_ids", "formatted_prompt", "llm_metrics"],
+    }
+    stream = chat(stream=True, nvext=nvext, stop=["END"])
+    stream.worker_id = {"decode_worker_id": 2**63}
+    stream.timing = lambda: {"ttft_ms": 1.5}
+    opening = stream.opening().decode()
+    assert opening.startswith(f'event: request_id\n: "{UUID}"\n\nevent: token_ids\n: "[4097,')
+    assert "llm_metrics" not in opening
+    assert '\n: "<|im_start|>user\\nHello' in opening
+    found = events(feed(stream, "a b END", "stop") + stream.end())
+    assert found[0]["nvext"] == {"worker_id": {"decode_worker_id": 2**63}}
+    assert "nvext" not in found[1]
+    assert found[-1]["nvext"] == {"timing": {"ttft_ms": 1.5}, "stop_reason": "END"}
+    unary = chat(nvext=nvext)
+    unary.worker_id, unary.timing = stream.worker_id, stream.timing
+    feed(unary, "a")
+    body = json.loads(unary.unary())
+    assert body["nvext"] == {"worker_id": {"decode_worker_id": 2**63}, "timing": {"ttft_ms": 1.5}}
+    assert chat().opening() == b""
+
+
+def test_located_answer() -> None:
+    stream = chat(nvext={"annotations": ["query_instance_id:"]})
+    stream.worker_id = {"decode_worker_id": 7}
+    (found,) = events(stream.located())
+    assert found["nvext"]["worker_id"] == {"decode_worker_id": 7}
+    assert len(found["nvext"]["token_ids"]) == PROMPT_TOKENS
+
+
+def test_text_of_an_engine_that_detokenizes_itself() -> None:
+    stream = chat()
+    stream.push(0, EngineOutput(token_ids=[1, 2], text="own", finish_reason="content_filter"))
+    choice = json.loads(stream.unary())["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("own", "content_filter")

@@ -1,0 +1,189 @@
+"""Chat templates behave as they do under Hugging Face, and can't do harm."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_kit import EXAMPLE
+
+from dynamo.errors import ConfigError, InvalidArgument
+from dynamo.frontend.messages import ContentForm
+from dynamo.frontend.template import ChatTemplate, load_template
+
+USER = [{"role": "user", "content": "Hi"}]
+LOOP = "{% for m in messages %}[{{ m.role }}]{{ m['content'] }}{% endfor %}"
+PARTS = (
+    "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}<{{ p.text }}>"
+    "{% endif %}{% endfor %}{% endfor %}"
+)
+EITHER = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}{% endfor %}"
+)
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"a": "<é>"}}}
+
+
+def template(source: str, **specials: str) -> ChatTemplate:
+    return ChatTemplate({"default": source}, specials, "here")
+
+
+def example() -> ChatTemplate:
+    found = load_template(EXAMPLE)
+    assert found is not None
+    return found
+
+
+def test_example_chat() -> None:
+    messages = [{"role": "system", "content": "Be kind"}, *USER]
+    head = "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    assert example().render(messages) == head + "<|im_start|>assistant\n"
+    assert example().render(messages, add_generation_prompt=False) == head
+
+
+def test_example_tools() -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ]
+    prompt = example().render(messages, [TOOL])
+    assert json.dumps(TOOL, ensure_ascii=False) in prompt
+    assert '{"name": "weather", "arguments": {"city": "Köln"}}' in prompt
+    assert "<tool_response>\nrain\n</tool_response>" in prompt
+    assert messages[1]["tool_calls"] == [call]
+
+
+def test_errors_of_the_template_are_the_clients() -> None:
+    with pytest.raises(InvalidArgument, match="^Chat template: Unknown role: clown$"):
+        example().render([{"role": "clown", "content": "x"}])
+    with pytest.raises(InvalidArgument, match="^Chat template: "):
+        template("{{ messages[0].content.nothing.more }}").render(USER)
+    with pytest.raises(InvalidArgument, match="^Chat template: "):
+        template("{{ 1 + messages[0].content }}").render(USER)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'a': 1}) }}",
+        "{{ ''.__class__.__mro__ }}{{ raise_exception.__globals__ }}",
+        "{{ range(99999999) | list }}",
+    ],
+)
+def test_sandbox(source: str) -> None:
+    messages = [dict(USER[0])]
+    try:
+        assert "globals" not in template(source).render(messages)
+    except InvalidArgument:
+        pass
+    assert messages == USER
+
+
+def test_huggingface_conventions() -> None:
+    source = (
+        "{% for i in [1, 2, 3] %}\n  {% if i == 2 %}{% continue %}{% endif %}\n{{ i }}\n"
+        "{% endfor %}\n{% generation %}g{% endgeneration %}|{{ bos_token }}|"
+        "{{ {'b': '<é>', 'a': 1} | tojson }}|{{ [1] | tojson(indent=2) }}|"
+        "{{ strftime_now('%Y') }}|{{ missing is defined }}|{{ documents }}"
+    )
+    year = datetime.datetime.now().year
+    expected = f'1\n3\ng|<s>|{{"b": "<é>", "a": 1}}|[\n  1\n]|{year}|False|None'
+    assert template(source, bos_token="<s>").render(USER) == expected
+
+
+def test_dict_methods_and_keys() -> None:
+    source = "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}{{ messages[0].x }}"
+    assert template(source).render(USER) == "role=user;content=Hi;"
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [(LOOP, ContentForm.TEXT), (PARTS, ContentForm.PARTS), (EITHER, ContentForm.EITHER)],
+)
+def test_content_form_is_found(source: str, form: ContentForm) -> None:
+    assert template(source).content_form is form
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "parts"),
+    [(LOOP, "[user]a", "[user]a\nb"), (PARTS, "<a>", "<a><b>"), (EITHER, "a", "<a><b>")],
+)
+def test_content_is_given_as_the_template_wants_it(source: str, text: str, parts: str) -> None:
+    made = template(source)
+    both = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert made.render([{"role": "user", "content": "a"}]) == text
+    assert made.render([{"role": "user", "content": both}]) == parts
+
+
+@pytest.mark.parametrize("source", [LOOP, PARTS, EITHER])
+def test_pictures_are_refused(source: str) -> None:
+    content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    with pytest.raises(InvalidArgument, match=r"messages\[1\].content\[0\].*`image_url`"):
+        template(source).render([*USER, {"role": "user", "content": content}])
+
+
+def test_missing_content_is_empty_and_null_tool_calls_are_none() -> None:
+    source = "{% for m in messages %}{{ m.content + '.' }}{{ 'tool_calls' in m }}{% endfor %}"
+    messages = [{"role": "assistant", "content": None, "tool_calls": None}, {"role": "assistant"}]
+    assert template(source).render(messages) == ".False.False"
+
+
+def test_continue_final_message() -> None:
+    messages = [*USER, {"role": "assistant", "content": "The answer is "}]
+    prompt = example().render(messages, continue_final_message=True)
+    assert prompt.endswith("<|im_start|>assistant\nThe answer is ")
+    stripping = template("{% for m in messages %}{{ m.content | trim }};{% endfor %}")
+    assert stripping.render(messages, continue_final_message=True) == "Hi;The answer is"
+    with pytest.raises(InvalidArgument, match="continue_final_message"):
+        example().render([*USER, {"role": "assistant", "content": ""}], continue_final_message=True)
+
+
+def test_variables_reach_the_template() -> None:
+    made = template("{{ enable_thinking }}{{ tools }}")
+    assert made.render(USER, enable_thinking=False) == "FalseNone"
+
+
+def write(directory: Path, **config: Any) -> None:
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_where_templates_come_from(tmp_path: Path) -> None:
+    assert load_template(tmp_path) is None
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    write(tmp_path, chat_template=named)
+    found = load_template(tmp_path)
+    assert found is not None
+    assert (found.render(USER), found.render(USER, [TOOL])) == ("plain", "tools")
+    order = [
+        ("chat_template.json", '{"chat_template": "from json"}', "from json"),
+        ("chat_template.jinja", "from jinja", "from jinja"),
+    ]
+    for name, content, text in order:
+        (tmp_path / name).write_text(content)
+        found = load_template(tmp_path)
+        assert found is not None and found.render(USER) == text
+    (tmp_path / "own.jinja").write_text("own {{ eos_token }}")
+    write(tmp_path, eos_token={"content": "</s>"})
+    found = load_template(tmp_path, tmp_path / "own.jinja")
+    assert found is not None and found.render(USER) == "own </s>"
+
+
+def test_bad_templates_name_the_file(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("a\n{% if %}")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja, line 2: .* does not compile"):
+        load_template(tmp_path)
+    with pytest.raises(ConfigError, match=r"nowhere\.jinja cannot be read"):
+        load_template(tmp_path, tmp_path / "nowhere.jinja")
+    (tmp_path / "chat_template.jinja").unlink()
+    write(tmp_path, chat_template=[1])
+    with pytest.raises(ConfigError, match="must be a string or a list"):
+        load_template(tmp_path)
+    (tmp_path / "chat_template.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"chat_template\.json has no `chat_template`"):
+        load_template(tmp_path)

@@ -1,0 +1,129 @@
+"""What a client reads when its request is wrong. Spec 5.5."""
+
+from __future__ import annotations
+
+import pytest
+from text_kit import chat_body, completion_body
+
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.validation import parse_chat, parse_completion
+
+TARGET = "Failed to deserialize the JSON body into the target type: "
+
+
+def chat_error(body: bytes) -> str:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_chat(body)
+    return caught.value.message
+
+
+def completion_error(body: bytes) -> str:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_completion(body)
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"temperature": 3}, "Temperature must be between 0 and 2, got 3"),
+        ({"temperature": -0.1}, "Temperature must be between 0 and 2, got -0.1"),
+        ({"top_p": 1.5}, "Top_p must be between 0 and 1, got 1.5"),
+        ({"min_p": 2}, "Min_p must be between 0 and 1, got 2"),
+        ({"n": 0}, "N must be between 1 and 128, got 0"),
+        ({"n": 129}, "N must be between 1 and 128, got 129"),
+        ({"frequency_penalty": -3}, "Frequency penalty must be between -2 and 2, got -3"),
+        ({"presence_penalty": 2.5}, "Presence penalty must be between -2 and 2, got 2.5"),
+        ({"repetition_penalty": 0}, "Repetition penalty must be between 0 and 2, got 0"),
+        ({"logit_bias": {"5": 101}}, "Logit bias must be between -100 and 100, got 101"),
+        ({"best_of": 21}, "Best_of must be between 0 and 20, got 21"),
+        ({"logprobs": True, "top_logprobs": 21}, "Top_logprobs must be between 0 and 20, got 21"),
+        ({"max_tokens": 0}, "Max tokens must be greater than 0, got 0"),
+        ({"max_completion_tokens": -5}, "Max tokens must be greater than 0, got -5"),
+        ({"max_tokens": 1048577}, "Max tokens must not exceed 1048576, got 1048577"),
+        ({"max_tokens": 2, "min_tokens": 3}, "Min tokens must not exceed max tokens, got 3 > 2"),
+        ({"top_logprobs": 3}, "Top_logprobs requires 'logprobs' to be true"),
+        ({"stop": ["a", ""]}, "'stop' strings cannot be empty"),
+        ({"logit_bias": {"x": 1}}, "'logit_bias' keys must be token ids"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "'continue_final_message' and 'add_generation_prompt' exclude each other",
+        ),
+        (
+            {"messages": []},
+            "The 'messages' field cannot be empty. At least one message is required.",
+        ),
+    ],
+)
+def test_values_out_of_range_are_named(fields: dict[str, object], text: str) -> None:
+    assert chat_error(chat_body(**fields)) == f"Validation: {text}"
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"{", "truncated"),
+        (b"", "truncated"),
+        (b"\xff\xfe", "JSON is malformed"),
+        (b"[]", "expected `object`, got `list`"),
+        (b'{"model": "m"}', "missing field `messages`"),
+        (b'{"messages": [{"role": "user"}]}', "missing field `model`"),
+        (chat_body(seed="x"), "seed: expected `int | null`, got `str`"),
+        (chat_body(stop=5), "stop: expected"),
+        (chat_body(messages=["x"]), "messages[0]: expected `object`, got `str`"),
+        (chat_body(messages=[{"content": "x"}]), "messages[0]: missing field `role`"),
+        (chat_body(messages=[{"role": 1}]), "messages[0].role: expected `str`, got `int`"),
+        (chat_body(messages=[{"role": "user", "content": 3}]), "messages[0].content: expected"),
+        (
+            chat_body(messages=[{"role": "user", "content": ["x"]}]),
+            "messages[0].content[0]: expected an object with a `type`",
+        ),
+        (chat_body(nvext={"token_data": [1, -1]}), "nvext.token_data[1]: expected `int` >= 0"),
+    ],
+)
+def test_types_are_named_with_their_place(body: bytes, text: str) -> None:
+    message = chat_error(body)
+    assert message.startswith(TARGET)
+    assert text in message
+
+
+def test_unknown_fields_are_listed_or_let_pass() -> None:
+    body = chat_body(foo_bar=1, abc=None)
+    assert chat_error(body) == "Unsupported parameter(s): `abc`, `foo_bar`"
+    assert parse_chat(body, ignore_unsupported=True).model == "m"
+    assert completion_error(completion_body(messages=[])) == "Unsupported parameter(s): `messages`"
+    assert parse_completion(completion_body(x=1), ignore_unsupported=True).prompt == "Hello there"
+
+
+def test_a_second_fault_is_found_when_unknown_fields_pass() -> None:
+    with pytest.raises(InvalidArgument, match="Temperature must be between 0 and 2, got 9"):
+        parse_chat(chat_body(foo=1, temperature=9), ignore_unsupported=True)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], ["a", ""], [[]], [[1], []]])
+def test_empty_prompts(prompt: object) -> None:
+    message = completion_error(completion_body(prompt=prompt))
+    assert message == "Validation: Prompt string cannot be empty"
+
+
+@pytest.mark.parametrize("prompt", [["a", 1], [1, [2]], ["a", [1]]])
+def test_mixed_prompts(prompt: object) -> None:
+    assert "not a mixture" in completion_error(completion_body(prompt=prompt))
+
+
+def test_completion_logprobs_and_suffix() -> None:
+    text = "Validation: Logprobs must be between 0 and 5, got 6"
+    assert completion_error(completion_body(logprobs=6)) == text
+    assert "'suffix'" in completion_error(completion_body(suffix="x"))
+    assert parse_completion(completion_body(suffix=None, logprobs=5, echo=True)).echo
+
+
+def test_content_may_be_null_or_parts() -> None:
+    parts = [{"type": "text", "text": "a"}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
+    assert parse_chat(chat_body(messages=messages)).messages == messages

@@ -1,0 +1,119 @@
+"""What the text tests share: the example model, models of other families, requests, outputs."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer as Reference
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from dynamo.frontend.preprocessor import Preprocessor
+from dynamo.protocols.card import ModelCard
+from dynamo.protocols.engine import EngineOutput
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "model"
+SPECIAL = ("<unk>", "<s>", "</s>")
+_TEXTS = ["hello world this is a test of many words " * 3, "Grüße aus Köln 你好 😀 ok"] * 5
+
+
+def card(**fields: Any) -> ModelCard:
+    base: dict[str, Any] = {
+        "display_name": "m",
+        "slug": "m",
+        "source_path": str(EXAMPLE),
+        "namespace": "n",
+        "component": "c",
+        "endpoint": "e",
+        "instance_id": 1,
+    }
+    return ModelCard(**(base | fields))
+
+
+@functools.cache
+def example_preprocessor() -> Preprocessor:
+    return Preprocessor(card(checksum="abc"))
+
+
+@functools.cache
+def example_reference() -> Reference:
+    return Reference.from_file(str(EXAMPLE / "tokenizer.json"))
+
+
+def write_llama_like(directory: Path) -> None:
+    """SentencePiece-style BPE with byte fallback, as Llama 2 has it."""
+    model = Reference(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    model.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    model.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    named_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=[*SPECIAL, *named_bytes], show_progress=False
+    )
+    model.train_from_iterator(_TEXTS, trainer)
+    parsed = json.loads(model.to_str())
+    parsed["added_tokens"] = [
+        token for token in parsed["added_tokens"] if token["content"] in SPECIAL
+    ]
+    write_model(directory, parsed)
+
+
+def write_metaspace(directory: Path) -> None:
+    """Unigram with Metaspace, which `fastokens` does not know."""
+    model = Reference(models.Unigram())
+    model.pre_tokenizer = pre_tokenizers.Metaspace()
+    model.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=90, special_tokens=list(SPECIAL), unk_token="<unk>", show_progress=False
+    )
+    model.train_from_iterator(_TEXTS, trainer)
+    write_model(directory, json.loads(model.to_str()))
+
+
+def write_model(directory: Path, tokenizer: dict[str, Any], **config: Any) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_bytes(orjson.dumps(tokenizer))
+    settings = {"eos_token": "</s>", "bos_token": "<s>"}
+    (directory / "tokenizer_config.json").write_bytes(orjson.dumps(settings))
+    (directory / "config.json").write_bytes(orjson.dumps({"eos_token_id": 2} | config))
+
+
+def chat_body(**fields: Any) -> bytes:
+    base = {"model": "m", "messages": [{"role": "user", "content": "Hello there"}]}
+    return orjson.dumps(base | fields)
+
+
+def completion_body(**fields: Any) -> bytes:
+    return orjson.dumps({"model": "m", "prompt": "Hello there"} | fields)
+
+
+def ids_of(text: str) -> list[int]:
+    return example_preprocessor().tokenizer.encode(text).tolist()
+
+
+def outputs(text: str, finish_reason: str | None = "stop", **last: Any) -> list[EngineOutput]:
+    """One engine output a token, the last with the finish reason."""
+    ids = ids_of(text)
+    found = [EngineOutput(token_ids=[each]) for each in ids]
+    found[-1] = EngineOutput(token_ids=[ids[-1]], finish_reason=finish_reason, **last)
+    return found
+
+
+def events(stream: bytes) -> list[Any]:
+    """The JSON of every ``data:`` event; the last must be [DONE]."""
+    parts = stream.decode().split("\n\n")
+    assert parts.pop() == ""
+    data = [part.removeprefix("data: ") for part in parts if part.startswith("data: ")]
+    assert data.pop() == "[DONE]"
+    return [json.loads(each) for each in data]
