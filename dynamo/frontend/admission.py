@@ -21,10 +21,13 @@ class Admission:
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def enter(self) -> None:
-        """One more request; Unavailable while draining. Every enter needs one leave."""
+    def check(self) -> None:
+        """Unavailable while draining. Costs nothing, so it comes before the body is parsed."""
         if self.draining:
             raise Unavailable("Service is shutting down, please retry elsewhere")
+
+    def enter(self) -> None:
+        """One more request. Every enter needs one leave."""
         self.inside += 1
         if self.inside == 1:
             self._empty.clear()

@@ -6,6 +6,8 @@ fill the memory with label values.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from dynamo.observability.metrics import Counter, Family, Gauge, Histogram, Registry
 from dynamo.observability.names import (
     DEFAULT_FRONTEND_PREFIX,
@@ -18,10 +20,18 @@ from dynamo.observability.names import (
 )
 from dynamo.protocols.card import ModelCard
 
-__all__ = ["UNKNOWN_MODEL", "FrontendMetrics", "ModelMetrics"]
+__all__ = ["UNKNOWN_MODEL", "FrontendMetrics", "ModelMetrics", "Outcomes", "WorkerLast"]
 
 UNKNOWN_MODEL = "unknown_model"
 _WORKER_TYPE = "decode"
+
+
+class WorkerLast(NamedTuple):
+    """What the latest request of a worker saw: prompt tokens and seconds."""
+
+    isl: Gauge
+    ttft: Gauge
+    itl: Gauge
 
 
 class FrontendMetrics:
@@ -56,10 +66,13 @@ class FrontendMetrics:
         self.plane_queue = histogram(registry, RequestPlane.QUEUE_SECONDS).labels()
         self.plane_send = histogram(registry, RequestPlane.SEND_SECONDS).labels()
         self.plane_roundtrip = histogram(registry, RequestPlane.ROUNDTRIP).labels()
-        self._last_isl = self._gauge(Frontend.WORKER_LAST_ISL)
-        self._last_ttft = self._gauge(Frontend.WORKER_LAST_TTFT)
-        self._last_itl = self._gauge(Frontend.WORKER_LAST_ITL)
-        self.unknown = ModelMetrics(self, UNKNOWN_MODEL)
+        self._last = (
+            self._gauge(Frontend.WORKER_LAST_ISL),
+            self._gauge(Frontend.WORKER_LAST_TTFT),
+            self._gauge(Frontend.WORKER_LAST_ITL),
+        )
+        self._workers: dict[tuple[int, int], WorkerLast] = {}
+        self._unknown = Outcomes(self, UNKNOWN_MODEL)
 
     def refused(self, status: int) -> None:
         """The HTTP layer turned a request away."""
@@ -72,21 +85,25 @@ class FrontendMetrics:
             found = self._models[name] = ModelMetrics(self, name)
         return found
 
-    def worker_last(
-        self, worker_id: int, dp_rank: int, isl: int, ttft_s: float | None, itl_s: float | None
-    ) -> None:
-        """What the latest request of a worker saw."""
-        labels = (str(dp_rank), str(worker_id), _WORKER_TYPE)
-        self._last_isl.labels(*labels).value = isl
-        if ttft_s is not None:
-            self._last_ttft.labels(*labels).value = ttft_s
-        if itl_s is not None:
-            self._last_itl.labels(*labels).value = itl_s
+    def outcomes(self, name: str) -> Outcomes:
+        """Of ``name`` if it is or was served, else of all unknown models together."""
+        return self._models.get(name) or self._unknown
 
-    def forget_worker(self, worker_id: int, dp_ranks: range) -> None:
-        """The worker is gone."""
-        for rank in dp_ranks:
-            for family in (self._last_isl, self._last_ttft, self._last_itl):
+    def worker(self, worker_id: int, dp_rank: int) -> WorkerLast:
+        """The gauges of a worker's latest request."""
+        found = self._workers.get((worker_id, dp_rank))
+        if found is None:
+            labels = (str(dp_rank), str(worker_id), _WORKER_TYPE)
+            found = self._workers[worker_id, dp_rank] = WorkerLast(
+                *(family.labels(*labels) for family in self._last)
+            )
+        return found
+
+    def forget_worker(self, worker_id: int) -> None:
+        """The worker is gone, with all its ranks."""
+        for known_id, rank in [key for key in self._workers if key[0] == worker_id]:
+            del self._workers[known_id, rank]
+            for family in self._last:
                 family.remove(str(rank), str(worker_id), _WORKER_TYPE)
 
     def show_card(self, card: ModelCard, ready: bool) -> None:
@@ -115,22 +132,12 @@ class FrontendMetrics:
         return histogram(self.registry, spec, self.prefix)
 
 
-class ModelMetrics:
-    """The children of one model."""
+class Outcomes:
+    """How the requests for one model begin and end."""
 
     def __init__(self, metrics: FrontendMetrics, name: str) -> None:
         registry, prefix = metrics.registry, metrics.prefix
         self.name = name
-        self.active = gauge(registry, Frontend.ACTIVE, prefix).labels(name)
-        self.inflight = gauge(registry, Frontend.INFLIGHT, prefix).labels(name)
-        self.queued = gauge(registry, Frontend.QUEUED, prefix).labels(name)
-        self.duration = histogram(registry, Frontend.DURATION, prefix).labels(name)
-        self.ttft = histogram(registry, Frontend.TTFT, prefix).labels(name)
-        self.itl = histogram(registry, Frontend.ITL, prefix).labels(name)
-        self.isl = histogram(registry, Frontend.ISL, prefix).labels(name)
-        self.osl = histogram(registry, Frontend.OSL, prefix).labels(name)
-        self.cached = histogram(registry, Frontend.CACHED, prefix).labels(name)
-        self.output_tokens = counter(registry, Frontend.OUTPUT_TOKENS, prefix).labels(name)
         self._started = counter(registry, Frontend.STARTED, prefix)
         self._requests = counter(registry, Frontend.REQUESTS, prefix)
         self._rejection = counter(registry, Frontend.REJECTION, prefix)
@@ -148,3 +155,21 @@ class ModelMetrics:
             self._cancellation.labels(self.name, endpoint, request_type).value += 1
         elif error_type == "overload":
             self._rejection.labels(self.name, endpoint).value += 1
+
+
+class ModelMetrics(Outcomes):
+    """The children of one model that is or was served."""
+
+    def __init__(self, metrics: FrontendMetrics, name: str) -> None:
+        super().__init__(metrics, name)
+        registry, prefix = metrics.registry, metrics.prefix
+        self.active = gauge(registry, Frontend.ACTIVE, prefix).labels(name)
+        self.inflight = gauge(registry, Frontend.INFLIGHT, prefix).labels(name)
+        self.queued = gauge(registry, Frontend.QUEUED, prefix).labels(name)
+        self.duration = histogram(registry, Frontend.DURATION, prefix).labels(name)
+        self.ttft = histogram(registry, Frontend.TTFT, prefix).labels(name)
+        self.itl = histogram(registry, Frontend.ITL, prefix).labels(name)
+        self.isl = histogram(registry, Frontend.ISL, prefix).labels(name)
+        self.osl = histogram(registry, Frontend.OSL, prefix).labels(name)
+        self.cached = histogram(registry, Frontend.CACHED, prefix).labels(name)
+        self.output_tokens = counter(registry, Frontend.OUTPUT_TOKENS, prefix).labels(name)

@@ -1,0 +1,61 @@
+"""``python -m dynamo.frontend``: the OpenAI API for the workers of a namespace."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from dynamo.config.frontend import FrontendSettings
+from dynamo.config.knob import load
+from dynamo.config.router import RouterSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError
+from dynamo.frontend.service import Frontend
+from dynamo.observability.logs import setup_logging
+from dynamo.runtime import DistributedRuntime
+
+__all__ = ["main"]
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    frontend, router, runtime = load(
+        "python -m dynamo.frontend",
+        "OpenAI-compatible HTTP frontend with a KV-cache-aware router.",
+        [FrontendSettings, RouterSettings, RuntimeSettings],
+        argv,
+    )
+    setup_logging("frontend", frontend.log_level, frontend.log_jsonl)
+    try:
+        uvloop.run(_serve(frontend, router, runtime))
+    except ConfigError as error:
+        log.error("%s", error.message)
+        return 1
+    return 0
+
+
+async def _serve(
+    settings: FrontendSettings, router: RouterSettings, runtime_settings: RuntimeSettings
+) -> None:
+    runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
+    frontend = Frontend(runtime, settings, router)
+    undo = frontend.stop_on_signals()
+    try:
+        await runtime.start()
+        host, port = await frontend.start()
+        print(f"OpenAI API at http://{host}:{port}/v1", flush=True)
+        await frontend.run_until_stopped()
+    finally:
+        await frontend.close()
+        await runtime.close()
+        undo()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""One generation request, from its arrival to its end, through one exit door.
+
+A call has a leg for each engine request (``n`` choices, lists of prompts). What a worker sends is
+detokenized in the read that brought it and written at the end of the loop turn: no task, queue or
+generator is made for a request or a token. However a call ends (finished, failed, client gone,
+worker gone, silence, shutdown), :meth:`Call._close` runs exactly once: engines stopped, load freed,
+everything counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dynamo.errors import Cancelled, DynamoError
+from dynamo.frontend.failures import Labels, Overwhelmed, error_response, explained, labels
+from dynamo.frontend.generation import GenerationStream
+from dynamo.frontend.http import Exchange
+from dynamo.frontend.leg import Leg
+from dynamo.frontend.metrics import ModelMetrics
+
+if TYPE_CHECKING:
+    from dynamo.frontend.flow import Flow
+
+__all__ = ["Call", "Caption"]
+
+log = logging.getLogger(__name__)
+_NO_CACHE = ("cache-control", "no-cache")
+
+
+class Caption(NamedTuple):
+    """How a call is named: ``endpoint`` of the counters, the request's id, and whether the client
+    gave an id itself (then it is echoed)."""
+
+    endpoint: str
+    request_id: str
+    echoed_id: str | None
+
+
+class Call:
+    """``dispatched`` gives it legs; ``generation`` turns their outputs into bytes."""
+
+    __slots__ = (
+        "_begun",
+        "_dirty",
+        "_dispatched_at",
+        "_first_at",
+        "_held_bytes",
+        "_open_legs",
+        "_prompt_tokens",
+        "caption",
+        "closed",
+        "exchange",
+        "flow",
+        "generation",
+        "heard_at",
+        "legs",
+        "model",
+        "streaming",
+    )
+
+    generation: GenerationStream
+
+    def __init__(
+        self, flow: Flow, exchange: Exchange, caption: Caption, model: ModelMetrics, stream: bool
+    ) -> None:
+        self.flow = flow
+        self.exchange = exchange
+        self.caption = caption
+        self.model = model
+        self.streaming = stream
+        self.legs: Sequence[Leg] = ()
+        self.closed = False
+        self.heard_at = float("inf")
+        self._begun = False
+        self._dirty = False
+        self._held_bytes = 0
+        self._open_legs = 0
+        self._prompt_tokens = 0
+        self._dispatched_at = 0.0
+        self._first_at = 0.0
+        exchange.on_disconnect = self._client_left
+        flow.admission.enter()
+        flow.live.add(self)
+        model.active.value += 1
+        model.started(caption.endpoint, self.request_type)
+
+    @property
+    def request_type(self) -> str:
+        """``stream`` or ``unary``."""
+        return "stream" if self.streaming else "unary"
+
+    @property
+    def headers(self) -> list[tuple[str, str]]:
+        """Response headers of every outcome."""
+        echoed = self.caption.echoed_id
+        return [] if echoed is None else [("x-request-id", echoed)]
+
+    def dispatched(self, prompt_tokens: int) -> None:
+        """The engine requests of ``legs`` are on their way."""
+        self._dispatched_at = self.heard_at = time.monotonic()
+        self._prompt_tokens = prompt_tokens
+        self._open_legs = len(self.legs)
+        model, metrics = self.model, self.flow.metrics
+        model.inflight.value += 1
+        model.queued.value += 1
+        metrics.awaiting_first.value += 1
+        metrics.plane_inflight.value += len(self.legs)
+        model.isl.observe(prompt_tokens)
+
+    def located(self) -> None:
+        """The request only asked where it would go."""
+        self._begin()
+        self.exchange.end(self.generation.located())
+        self._close(None)
+
+    # -- told by the legs
+
+    def first_token(self, now: float) -> None:
+        """A leg has its first token."""
+        if self._first_at:
+            return
+        self._first_at = now
+        self._no_longer_queued()
+        self.model.ttft.observe(now - self.exchange.received_at)
+        roundtrip_s = now - self._dispatched_at
+        metrics = self.flow.metrics
+        metrics.roundtrip_stage.observe(roundtrip_s)
+        metrics.plane_roundtrip.observe(roundtrip_s)
+
+    def has_news(self, size_bytes: int) -> None:
+        """A leg has pushed an output; it is written at the end of this loop turn.
+
+        While the client is behind, its text gathers in the generation, up to a bound.
+        """
+        if not self._dirty:
+            self._dirty = True
+            self.flow.outbox.add(self)
+        if self._held_bytes:
+            self._held_bytes += size_bytes
+            if self._held_bytes > self.flow.held_limit_bytes:
+                self.fail(Overwhelmed("the client reads too slowly"))
+
+    def leg_done(self) -> None:
+        """A leg has ended well; after the last one the answer is complete."""
+        self._open_legs -= 1
+        if self._open_legs or self.closed:
+            return
+        if self.streaming:
+            self._begin()
+            self.exchange.end(self.generation.end())
+        else:
+            self.exchange.respond(200, self.generation.unary(), headers=self.headers)
+        self._close(None)
+
+    # -- told by the outbox, the client, the flow
+
+    def flush(self) -> None:
+        """Write what has been pushed since the last time, unless the client is behind."""
+        self._dirty = False
+        if self.closed:
+            return
+        self._begin()
+        if self.exchange.above_high_water:
+            self._held_bytes = self._held_bytes or 1
+            return
+        self._held_bytes = 0
+        self.exchange.write(self.generation.flush())
+
+    def fail(self, error: DynamoError, by_worker: bool = False) -> None:
+        """End the call with ``error``: as a status if nothing was sent yet, else in the stream."""
+        if self.closed:
+            return
+        found = labels(error, by_worker)
+        if found.error_type == "internal":
+            log.error("request %s failed: %s", self.caption.request_id, error)
+        error = explained(error, self.model.name)
+        if isinstance(error, Overwhelmed):
+            self.exchange.abort()
+        elif self._begun:
+            self.exchange.end(self.generation.error(error))
+        else:
+            status, body = error_response(error, self.flow.overload_status)
+            self.exchange.respond(status, body, headers=self.headers)
+        self._close(found)
+
+    def timing(self) -> dict[str, Any]:
+        """``nvext.timing``. Spec 5.6."""
+        received = self.exchange.received_at
+        now = time.monotonic()
+        first = self._first_at or now
+        overlap = sum(leg.decision.overlap_blocks for leg in self.legs)
+        blocks = sum(leg.decision.prompt_blocks for leg in self.legs)
+        return {
+            "request_received_ms": int((time.time() - (now - received)) * 1e3),
+            "prefill_wait_time_ms": (self._dispatched_at - received) * 1e3,
+            "prefill_time_ms": (first - self._dispatched_at) * 1e3,
+            "ttft_ms": (first - received) * 1e3,
+            "total_time_ms": (now - received) * 1e3,
+            "kv_hit_rate": overlap / blocks if blocks else 0.0,
+            "router_queue_depth": 0,
+        }
+
+    # -- own steps
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        exchange = self.exchange
+        exchange.on_drain = self.flush
+        exchange.start(200, "text/event-stream", [_NO_CACHE, *self.headers])
+        exchange.write(self.generation.opening())
+
+    def _client_left(self) -> None:
+        if not self.closed:
+            self.flow.metrics.disconnected.value += 1
+            self._close(labels(Cancelled()))
+
+    def _no_longer_queued(self) -> None:
+        self.model.queued.value -= 1
+        self.flow.metrics.awaiting_first.value -= 1
+
+    def _close(self, failure: Labels | None) -> None:
+        """The exit door."""
+        self.closed = True
+        flow, model = self.flow, self.model
+        flow.live.discard(self)
+        for leg in self.legs:
+            leg.release()
+        model.active.value -= 1
+        if self._dispatched_at:
+            self._count_generation()
+        if failure is not None:
+            flow.metrics.failures.labels(failure.failure_class, failure.reason).value += 1
+        error_type = failure.error_type if failure is not None else ""
+        model.ended(self.caption.endpoint, self.request_type, error_type)
+        model.duration.observe(time.monotonic() - self.exchange.received_at)
+        flow.admission.leave()
+
+    def _count_generation(self) -> None:
+        model, metrics = self.model, self.flow.metrics
+        model.inflight.value -= 1
+        metrics.plane_inflight.value -= len(self.legs)
+        if not self._first_at:
+            self._no_longer_queued()
+        tokens = self.generation.completion_tokens
+        model.osl.observe(tokens)
+        model.output_tokens.value += tokens
+        metrics.detokenize_tokens.value += tokens
+        cached = self.generation.cached_tokens
+        if cached is not None:
+            model.cached.observe(cached)
+        for leg in self.legs:
+            last = metrics.worker(leg.decision.worker_id, leg.decision.dp_rank)
+            last.isl.value = self._prompt_tokens
+            if leg.tokens:
+                last.ttft.value = leg.first_at - self.exchange.received_at
+            if leg.tokens > 1:
+                last.itl.value = (leg.last_at - leg.first_at) / (leg.tokens - 1)

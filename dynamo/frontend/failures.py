@@ -1,0 +1,96 @@
+"""What a failed request looks like: to the client, and in the counters. Spec 5.4, 6."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import orjson
+
+from dynamo.errors import (
+    Cancelled,
+    ConnectionTimeout,
+    DynamoError,
+    InvalidArgument,
+    ModelNotFound,
+    NoInstances,
+    Overloaded,
+    Unavailable,
+    WorkerUnavailable,
+)
+from dynamo.frontend.http import error_body, reason_phrase
+from dynamo.frontend.sse import public_message
+
+__all__ = ["BackendSilent", "Labels", "Overwhelmed", "error_response", "explained", "labels"]
+
+_OVERLOADED = "Service temporarily unavailable: All workers are busy, please retry later"
+
+
+class BackendSilent(ConnectionTimeout):
+    """The engine sent nothing for longer than DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS."""
+
+    code = "backend_silent"
+
+
+class Overwhelmed(Cancelled):
+    """The client reads so slowly that what is kept for it has reached its bound."""
+
+    code = "slow_client"
+
+
+class Labels(NamedTuple):
+    """How a failure is counted: ``error_type`` of requests_total, ``class`` and ``reason`` of
+    failures_total."""
+
+    error_type: str
+    failure_class: str
+    reason: str
+
+
+_LABELS: tuple[tuple[type[DynamoError], Labels], ...] = (
+    (ModelNotFound, Labels("not_found", "NotFound", "model.not_found")),
+    (InvalidArgument, Labels("validation", "InvalidRequest", "request.invalid")),
+    (Cancelled, Labels("cancelled", "Cancelled", "client.disconnected")),
+    (Overloaded, Labels("overload", "CapacityExhausted", "capacity.pool_exhausted")),
+    (BackendSilent, Labels("response_timeout", "Timeout", "backend.silent")),
+    (NoInstances, Labels("unavailable", "Unavailable", "instances.none")),
+    (WorkerUnavailable, Labels("unavailable", "Unavailable", "transport.disconnected")),
+    (Unavailable, Labels("unavailable", "Unavailable", "service.unavailable")),
+    (DynamoError, Labels("internal", "Internal", "engine.failure")),
+)
+_AT_WORKER = Labels("overload", "CapacityExhausted", "capacity.worker_overloaded")
+
+
+def labels(error: DynamoError, by_worker: bool = False) -> Labels:
+    """How ``error`` is counted; ``by_worker``: it came back from a worker."""
+    if by_worker and isinstance(error, Overloaded):
+        return _AT_WORKER
+    return next(found for kind, found in _LABELS if isinstance(error, kind))
+
+
+def explained(error: DynamoError, model: str) -> DynamoError:
+    """The same kind of error in the words that clients know."""
+    if isinstance(error, Overloaded):
+        return Overloaded(_OVERLOADED)
+    if isinstance(error, NoInstances):
+        return NoInstances(
+            f"Model `{model}` is not ready to serve requests yet. The deployment may still be "
+            "starting up or is not fully provisioned. Please retry shortly."
+        )
+    return error
+
+
+def error_response(error: DynamoError, overload_status: int = 503) -> tuple[int, bytes]:
+    """Status and body for ``error``, which :func:`explained` has worded."""
+    status = error.status
+    if isinstance(error, Overloaded):
+        status = overload_status
+        if status == 529:
+            return status, error_body(status, "Service temporarily overloaded")
+        return status, error_body(status, error.message, error.kind)
+    message = public_message(error)
+    if status >= 500 and status != 503:
+        details = {"backend_status": status}
+        kind = reason_phrase(status)
+        body = {"message": message, "type": kind, "code": status, "details": details}
+        return status, orjson.dumps(body)
+    return status, error_body(status, message, error.kind)

@@ -1,0 +1,56 @@
+"""What all generation requests of a frontend share, and the two things done to all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from dynamo.config.frontend import FrontendSettings
+from dynamo.errors import DynamoError
+from dynamo.frontend.admission import Admission
+from dynamo.frontend.call import Call
+from dynamo.frontend.failures import BackendSilent
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.outbox import Outbox
+
+__all__ = ["Flow"]
+
+_MIB = 1024 * 1024
+
+
+class Flow:
+    """Make it on the running loop; :meth:`close` stops its timer."""
+
+    def __init__(
+        self, settings: FrontendSettings, metrics: FrontendMetrics, admission: Admission
+    ) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.admission = admission
+        self.overload_status = settings.overload_status
+        self.held_limit_bytes = settings.slow_client_limit_mb * _MIB
+        self.live: set[Call] = set()
+        self._loop = asyncio.get_running_loop()
+        self.outbox = Outbox(self._loop)
+        self._silence_s = settings.backend_stream_timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        if self._silence_s is not None:
+            self._sweep()
+
+    def close(self) -> None:
+        """Stop looking for silent engines."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def fail_all(self, error: DynamoError) -> None:
+        """End every request with ``error``: the time for draining is over."""
+        for call in list(self.live):
+            call.fail(error)
+
+    def _sweep(self) -> None:
+        assert self._silence_s is not None, "armed only with a timeout"
+        limit_s = time.monotonic() - self._silence_s
+        for call in [one for one in self.live if one.heard_at < limit_s]:
+            call.fail(BackendSilent(f"the engine was silent for {self._silence_s:g} s"))
+        self._timer = self._loop.call_later(min(1.0, self._silence_s / 4), self._sweep)

@@ -1,0 +1,130 @@
+"""The routes that say how things are: /live, /health, /metrics, /openapi.json, /v1/models.
+
+Spec 5.1, 5.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import orjson
+
+from dynamo.frontend.admission import Admission
+from dynamo.frontend.http import Exchange
+from dynamo.frontend.models import Models
+from dynamo.frontend.routes import Routes
+from dynamo.observability.metrics import CONTENT_TYPE, Registry
+from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
+
+__all__ = ["InfoRoutes"]
+
+_MODELS = "/v1/models/"
+_LIVE = orjson.dumps({"status": "live", "message": "Service is live"})
+
+
+class InfoRoutes:
+    """Answers at once, from what is in memory."""
+
+    def __init__(
+        self,
+        models: Models,
+        admission: Admission,
+        registry: Registry,
+    ) -> None:
+        self._models = models
+        self._admission = admission
+        self._registry = registry
+        self._openapi = b""
+
+    def install(self, routes: Routes) -> None:
+        """Put the routes into the table."""
+        routes.get("/live", self._live)
+        routes.get("/health", self._health)
+        routes.get("/metrics", self._metrics)
+        routes.get("/v1/models", self._list)
+        routes.get(_MODELS, self._one)
+        routes.get("/openapi.json", lambda exchange: exchange.respond(200, self._openapi))
+        self._openapi = orjson.dumps(_openapi(routes))
+
+    def _live(self, exchange: Exchange) -> None:
+        exchange.respond(200, _LIVE)
+
+    def _health(self, exchange: Exchange) -> None:
+        """200 when a worker can be reached; 503 without workers, and while draining."""
+        instances = self._models.instances()
+        rows = [
+            {
+                "namespace": one.namespace,
+                "component": one.component,
+                "endpoint": one.endpoint,
+                "instance_id": one.instance_id,
+                "transport": one.transport,
+                "device_type": one.device_type,
+                "request_plane_codec": one.request_plane_codec,
+            }
+            for one in instances
+        ]
+        body: dict[str, Any]
+        if self._admission.draining:
+            body = {"status": "draining", "message": "Service is shutting down"}
+        elif not instances:
+            body = {"status": "unhealthy", "message": "No endpoints available"}
+        else:
+            paths = {f"dyn://{one.namespace}.{one.component}.{one.endpoint}" for one in instances}
+            body = {"status": "healthy", "endpoints": sorted(paths)}
+        body["instances"] = rows
+        exchange.respond(200 if body["status"] == "healthy" else 503, orjson.dumps(body))
+
+    def _metrics(self, exchange: Exchange) -> None:
+        exchange.respond(200, self._registry.render(), CONTENT_TYPE)
+
+    def _list(self, exchange: Exchange) -> None:
+        rows = [_row(*one) for one in self._models.listed()]
+        exchange.respond(200, orjson.dumps({"object": "list", "data": rows}))
+
+    def _one(self, exchange: Exchange) -> None:
+        name = exchange.path[len(_MODELS) :]
+        for one in self._models.listed():
+            if one[0] == name:
+                exchange.respond(200, orjson.dumps(_row(*one)))
+                return
+        exchange.refuse(404, "Model not found")
+
+
+def _row(name: str, created: int, context_length: int | None) -> dict[str, Any]:
+    row = {"id": name, "object": "model", "created": created, "owned_by": "nvidia"}
+    if context_length is not None:
+        row["context_window"] = context_length
+    return row
+
+
+def _openapi(routes: Routes) -> dict[str, Any]:
+    bodies = {
+        "/v1/chat/completions": ChatCompletionRequest,
+        "/v1/completions": CompletionRequest,
+    }
+    _, schemas = msgspec.json.schema_components(
+        bodies.values(), ref_template="#/components/schemas/{name}"
+    )
+    paths: dict[str, Any] = {}
+    for path, methods in routes.paths():
+        shown = path + "{model}" if path.endswith("/") else path
+        for method in methods:
+            if method == "HEAD":
+                continue
+            operation: dict[str, Any] = {"responses": {"200": {"description": "OK"}}}
+            if path in bodies:
+                schema = {"$ref": f"#/components/schemas/{bodies[path].__name__}"}
+                content = {"application/json": {"schema": schema}}
+                operation["requestBody"] = {"required": True, "content": content}
+            if path.endswith("/"):
+                parameter = {"name": "model", "in": "path", "required": True}
+                operation["parameters"] = [{**parameter, "schema": {"type": "string"}}]
+            paths.setdefault(shown, {})[method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "NVIDIA Dynamo OpenAI Frontend", "version": "1.0.0"},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }

@@ -1,0 +1,137 @@
+"""One engine request of a call: a sink of the request plane, and its share of the counters.
+
+This is the token path: what stands in :meth:`Leg.on_data` is paid for every token.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dynamo.errors import DynamoError, EngineFailure
+from dynamo.protocols.codec import decoder
+from dynamo.protocols.engine import EngineOutput
+from dynamo.router.picker import Decision, Picker
+from dynamo.runtime.requests import ClientStream
+
+if TYPE_CHECKING:
+    from dynamo.frontend.call import Call
+
+__all__ = ["Leg"]
+
+log = logging.getLogger(__name__)
+_decode = decoder(EngineOutput).decode
+_NEVER = 0.0
+
+
+class Leg:
+    """Choice ``index`` of ``call``, booked at ``picker`` under ``booking``.
+
+    ``decision`` and ``stream`` are set by who dispatches it. Times are monotonic seconds.
+    """
+
+    __slots__ = (
+        "_released",
+        "booking",
+        "call",
+        "decision",
+        "first_at",
+        "index",
+        "last_at",
+        "open",
+        "picker",
+        "stream",
+        "tokens",
+    )
+
+    decision: Decision
+    stream: ClientStream | None
+
+    def __init__(self, call: Call, index: int, picker: Picker, booking: str) -> None:
+        self.call = call
+        self.index = index
+        self.picker = picker
+        self.booking = booking
+        self.stream = None
+        self.open = True
+        self.first_at = _NEVER
+        self.last_at = _NEVER
+        self.tokens = 0
+        self._released = False
+
+    def on_data(self, payload: bytes) -> None:
+        """One engine output: to text, and into this turn's news of the call."""
+        call = self.call
+        if call.closed:
+            return
+        now = time.monotonic()
+        call.heard_at = now
+        generation = call.generation
+        try:
+            output = _decode(payload)
+            generation.push(self.index, output)
+        except DynamoError as error:
+            call.fail(error, by_worker=True)
+            return
+        except msgspec.MsgspecError as error:
+            call.fail(EngineFailure(f"not an engine output: {error}"), by_worker=True)
+            return
+        count = len(output.token_ids)
+        if count:
+            if self.tokens:
+                gap_s = now - self.last_at
+                itl = call.model.itl
+                itl.counts[bisect_left(itl.bounds, gap_s / count)] += count
+                itl.total += gap_s
+            else:
+                self._first_token(now)
+            self.tokens += count
+            self.last_at = now
+        if call.streaming:
+            call.has_news(len(payload))
+        if output.finish_reason is None and generation.is_done(self.index):
+            self._enough()
+
+    def on_end(self) -> None:
+        """The engine has nothing more to say."""
+        if self.open and not self.call.closed:
+            self.call.generation.close(self.index)
+            self._finish()
+
+    def on_error(self, error: DynamoError) -> None:
+        """The engine or the way to it failed."""
+        if self.open and not self.call.closed:
+            self.open = False
+            self.call.fail(error, by_worker=True)
+
+    def release(self) -> None:
+        """Stop the engine if it still runs, free the load. Idempotent."""
+        if self._released:
+            return
+        self._released = True
+        if self.open and self.stream is not None:
+            self.stream.kill()
+        self.open = False
+        if self.tokens:
+            self.picker.add_output_tokens(self.booking, self.tokens)
+        self.picker.free(self.booking)
+
+    def _first_token(self, now: float) -> None:
+        self.first_at = now
+        self.picker.mark_prefill_complete(self.booking)
+        self.call.first_token(now)
+
+    def _enough(self) -> None:
+        """A stop string was found: the engine may end, the text is complete."""
+        if self.stream is not None:
+            self.stream.kill()
+        self._finish()
+
+    def _finish(self) -> None:
+        self.open = False
+        self.release()
+        self.call.leg_done()

@@ -1,0 +1,116 @@
+"""One model: its card, the workers that serve it, and what turns requests for it into work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from dynamo.config.router import RouterSettings
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.preprocessor import Preprocessor
+from dynamo.protocols.card import ModelCard
+from dynamo.protocols.control import EndpointRecord
+from dynamo.router.live import LiveRouter
+from dynamo.router.picker import Picker
+from dynamo.runtime import Client, DistributedRuntime
+
+__all__ = ["ModelEntry"]
+
+log = logging.getLogger(__name__)
+
+
+class ModelEntry:
+    """``preprocessor``, ``client`` and ``picker`` are there when ``ready``.
+
+    ``workers`` are the cards by their keys; a model may be without workers for a while.
+    """
+
+    preprocessor: Preprocessor
+    client: Client
+    picker: Picker
+
+    def __init__(self, card: ModelCard, metrics: FrontendMetrics) -> None:
+        self.card = card
+        self.name = card.display_name
+        self.created_s = int(time.time())
+        self.workers: dict[str, ModelCard] = {}
+        self.types = frozenset(one.strip() for one in card.model_type.split("|"))
+        self.metrics = metrics.model(self.name)
+        self.ready = False
+        self.loading = False
+        self._all_metrics = metrics
+        self._live: LiveRouter | None = None
+        self._closed = False
+
+    @property
+    def served(self) -> bool:
+        """Whether a request for the model can be answered now, as far as cards tell."""
+        return self.ready and bool(self.workers)
+
+    def agrees_with(self, card: ModelCard) -> str:
+        """Why ``card`` can't be a worker of this model: ``checksum``, ``endpoint`` or "" (it can).
+
+        Workers of one name must tokenize alike and be reached in one place.
+        """
+        mine = self.card
+        if (mine.namespace, mine.component, mine.endpoint) != (
+            card.namespace,
+            card.component,
+            card.endpoint,
+        ):
+            return "endpoint"
+        return "" if mine.checksum == card.checksum else "checksum"
+
+    async def load(self, runtime: DistributedRuntime, settings: RouterSettings) -> None:
+        """Load tokenizer and template in a thread, connect to the workers. Raises DynamoError."""
+        self.loading = True
+        card = self.card
+        begun = time.monotonic()
+        try:
+            self.preprocessor = await asyncio.to_thread(Preprocessor, card)
+            path = f"{card.namespace}.{card.component}.{card.endpoint}"
+            self.client = await runtime.endpoint(path).client()
+            self.client.on_change(self._workers_changed)
+            self._live = await self._start_router(runtime, settings)
+            self.picker = self._live.picker
+            self.ready = not self._closed
+        finally:
+            self.loading = False
+        if self._closed:
+            await self.close()
+            return
+        self.show()
+        log.info("model %s is ready after %.2f s", self.name, time.monotonic() - begun)
+
+    async def close(self) -> None:
+        """Let go of workers and router."""
+        self._closed = True
+        self.ready = False
+        live, self._live = self._live, None
+        if live is not None:
+            await live.close()
+
+    def show(self) -> None:
+        """Bring the model's gauges up to date."""
+        self._all_metrics.show_card(self.card, self.served)
+
+    async def _start_router(
+        self, runtime: DistributedRuntime, settings: RouterSettings
+    ) -> LiveRouter:
+        card = self.card
+        live = LiveRouter(
+            runtime,
+            card.namespace,
+            card.component,
+            card.endpoint,
+            settings.kv_cache_block_size or card.kv_cache_block_size,
+            settings,
+            self.client,
+        )
+        await live.start()
+        return live
+
+    def _workers_changed(self, added: list[EndpointRecord], removed: list[int]) -> None:
+        for worker_id in removed:
+            self._all_metrics.forget_worker(worker_id)

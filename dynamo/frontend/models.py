@@ -1,0 +1,161 @@
+"""The models that can be asked for, as discovery's model cards come and go. Spec 5.2, 5.4.
+
+The first card of a model loads it; the last worker that goes takes it off the list. What was loaded
+is kept, so that a worker that comes back finds its model ready, and requests in between hear 503
+(retry) and not 404 (give up).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from dynamo.config.frontend import FrontendSettings
+from dynamo.config.router import RouterSettings
+from dynamo.errors import DynamoError, ModelNotFound, NoInstances
+from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics
+from dynamo.frontend.model_entry import ModelEntry
+from dynamo.protocols.card import ModelCard
+from dynamo.protocols.control import EndpointRecord
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.discovery import KeyEvent, Watch
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["Models"]
+
+log = logging.getLogger(__name__)
+_PREFIX = "v1/mdc/"
+
+
+class Models:
+    """Watches the cards. :meth:`find` is the hot path: one dict look-up."""
+
+    def __init__(
+        self,
+        runtime: DistributedRuntime,
+        settings: FrontendSettings,
+        router: RouterSettings,
+        metrics: FrontendMetrics,
+        tasks: Tasks,
+    ) -> None:
+        self.kv_mode = router.mode == "kv"
+        self._runtime = runtime
+        self._prefix = settings.namespace_prefix or ""
+        self._router = router
+        self._metrics = metrics
+        self._tasks = tasks
+        self._entries: dict[str, ModelEntry] = {}
+        self._names: dict[str, ModelEntry] = {}
+        self._owners: dict[str, ModelEntry] = {}
+        self._watch: Watch | None = None
+
+    async def start(self) -> None:
+        """Watch; the cards that exist have been seen when this returns, not yet loaded."""
+        self._watch = self._runtime.discovery.watch(_PREFIX, self._on_event)
+        await self._watch.ready()
+
+    async def close(self) -> None:
+        """Stop watching, let go of all models."""
+        if self._watch is not None:
+            self._watch.close()
+        for entry in self._entries.values():
+            await entry.close()
+
+    def find(self, name: str, model_type: str) -> ModelEntry:
+        """The model for a request of ``model_type`` (Chat, Completions).
+
+        Raises ModelNotFound, or NoInstances if it is known but nobody serves it now.
+        """
+        entry = self._names.get(name)
+        if entry is None or model_type not in entry.types:
+            raise ModelNotFound("Model not found")
+        if not entry.served:
+            raise NoInstances
+        return entry
+
+    def listed(self) -> list[tuple[str, int, int | None]]:
+        """(name, created in seconds, context length in tokens) of every model served now."""
+        return [
+            (name, entry.created_s, entry.card.context_length)
+            for name, entry in self._names.items()
+            if entry.served
+        ]
+
+    def instances(self) -> list[EndpointRecord]:
+        """Every live instance of every model."""
+        return [
+            one
+            for entry in self._entries.values()
+            if entry.ready
+            for one in entry.client.instances()
+        ]
+
+    def _on_event(self, event: KeyEvent) -> None:
+        if event.kind == "delete" or event.value is None:
+            self._remove(event.key)
+            return
+        try:
+            card = msgspec.json.decode(event.value, type=ModelCard)
+        except msgspec.MsgspecError as error:
+            self._reject(UNKNOWN_MODEL, "unreadable", f"{event.key}: {error}")
+            return
+        if not card.namespace.startswith(self._prefix):
+            return
+        if card.worker_type == "Prefill":
+            log.info("%s is a prefill worker, which this version does not route to", event.key)
+        elif card.model_input != "Tokens":
+            text = f"{event.key} takes {card.model_input}, this frontend sends tokens"
+            self._reject(card.display_name, "model_input", text)
+        else:
+            self._add(event.key, card)
+
+    def _add(self, key: str, card: ModelCard) -> None:
+        if key in self._owners:
+            self._remove(key)
+        name = card.display_name
+        entry = self._entries.get(name)
+        reason = entry.agrees_with(card) if entry is not None else ""
+        if entry is not None and reason:
+            if entry.workers:
+                text = f"{key}: other workers of {name} have another {reason}; it gets no requests"
+                self._reject(name, reason, text)
+                return
+            self._drop(entry)
+            entry = None
+        if entry is None:
+            entry = self._entries[name] = ModelEntry(card, self._metrics)
+            for alias in (name, *card.model_aliases):
+                self._names.setdefault(alias, entry)
+        entry.workers[key] = card
+        self._owners[key] = entry
+        log.info("model %s: worker %x joined (%d)", name, card.instance_id, len(entry.workers))
+        if entry.ready:
+            entry.show()
+        elif not entry.loading:
+            self._tasks.spawn(self._load(entry), name=f"load {name}")
+
+    def _remove(self, key: str) -> None:
+        entry = self._owners.pop(key, None)
+        if entry is None:
+            return
+        card = entry.workers.pop(key)
+        log.info("model %s: worker %x left (%d)", entry.name, card.instance_id, len(entry.workers))
+        if not entry.workers:
+            entry.show()
+
+    def _drop(self, entry: ModelEntry) -> None:
+        """Nobody serves the model any more, and who comes now is different."""
+        del self._entries[entry.name]
+        self._names = {name: one for name, one in self._names.items() if one is not entry}
+        self._tasks.spawn(entry.close(), name=f"close {entry.name}")
+
+    async def _load(self, entry: ModelEntry) -> None:
+        try:
+            await entry.load(self._runtime, self._router)
+        except DynamoError as error:
+            self._reject(entry.name, "load", error.message)
+
+    def _reject(self, model: str, reason: str, text: str) -> None:
+        log.error("model card rejected (%s): %s", reason, text)
+        self._metrics.cards_rejected.labels(model, reason).value += 1

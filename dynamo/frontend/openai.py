@@ -1,0 +1,240 @@
+"""The generation routes: /v1/chat/completions and /v1/completions.
+
+Body → typed request → model → prompt and token ids → worker → stream, all in one call of the HTTP
+handler; only long prompts take a detour through a thread. Spec 5.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from dynamo.errors import DynamoError, InvalidArgument
+from dynamo.frontend.call import Call, Caption
+from dynamo.frontend.failures import error_response, explained, labels
+from dynamo.frontend.flow import Flow
+from dynamo.frontend.generation import ChatStream, CompletionStream, GenerationStream
+from dynamo.frontend.http import Exchange
+from dynamo.frontend.leg import Leg
+from dynamo.frontend.preprocessor import Prepared, Preprocessor
+from dynamo.frontend.request_headers import request_id, routed
+from dynamo.frontend.routes import Routes
+from dynamo.frontend.validation import parse_chat, parse_completion
+from dynamo.protocols.codec import encode
+from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.protocols.openai import GenerationRequest
+from dynamo.router.picker import Decision
+from dynamo.runtime.requests.stream import REQUEST_ID
+from dynamo.runtime.tasks import Tasks
+
+if TYPE_CHECKING:
+    from dynamo.frontend.model_entry import ModelEntry
+    from dynamo.frontend.models import Models
+
+__all__ = ["OpenAIRoutes"]
+
+log = logging.getLogger(__name__)
+_LOCATE = "query_instance_id"
+_MAX_CHOICES = 1024
+
+
+class _Kind(NamedTuple):
+    """What differs between the routes."""
+
+    endpoint: str
+    id_prefix: str
+    model_type: str
+    parse: Callable[..., Any]
+    prepare: Callable[[Preprocessor, Any], Prepared]
+    prepare_off_loop: Callable[[Preprocessor, Any], Awaitable[Prepared]]
+    stream: type[GenerationStream]
+
+
+_CHAT = _Kind(
+    "chat_completions",
+    "chatcmpl-",
+    "Chat",
+    parse_chat,
+    Preprocessor.chat,
+    Preprocessor.chat_off_loop,
+    ChatStream,
+)
+_COMPLETION = _Kind(
+    "completions",
+    "cmpl-",
+    "Completions",
+    parse_completion,
+    Preprocessor.completion,
+    Preprocessor.completion_off_loop,
+    CompletionStream,
+)
+
+
+class OpenAIRoutes:
+    """Starts calls; what becomes of them is theirs (see :class:`Call`)."""
+
+    def __init__(self, flow: Flow, models: Models, tasks: Tasks) -> None:
+        self._flow = flow
+        self._models = models
+        self._tasks = tasks
+        self._lenient = flow.settings.ignore_unsupported_fields
+        self._numbers = itertools.count()
+
+    def install(self, routes: Routes) -> None:
+        """Put the routes into the table."""
+        routes.post("/v1/chat/completions", lambda exchange: self._serve(exchange, _CHAT))
+        routes.post("/v1/completions", lambda exchange: self._serve(exchange, _COMPLETION))
+
+    def _serve(self, exchange: Exchange, kind: _Kind) -> None:
+        flow = self._flow
+        model = "unknown"
+        try:
+            flow.admission.check()
+            request = kind.parse(exchange.body, ignore_unsupported=self._lenient)
+            model = request.model
+            entry = self._models.find(model, kind.model_type)
+        except DynamoError as error:
+            self._refuse(exchange, kind, error, model)
+            return
+        caption = Caption(kind.endpoint, *request_id(exchange.headers))
+        call = Call(flow, exchange, caption, entry.metrics, bool(request.stream))
+        if flow.settings.disable_nvext:
+            request.nvext = None
+        preprocessor = entry.preprocessor
+        if len(exchange.body) > preprocessor.inline_limit_bytes:
+            self._tasks.spawn(self._serve_later(call, entry, kind, request), name="long prompt")
+            return
+        try:
+            self._dispatch(call, entry, kind, request, kind.prepare(preprocessor, request))
+        except DynamoError as error:
+            call.fail(error)
+        except Exception:
+            log.exception("request %s failed", caption.request_id)
+            call.fail(DynamoError("a bug in the frontend"))
+
+    async def _serve_later(
+        self, call: Call, entry: ModelEntry, kind: _Kind, request: GenerationRequest
+    ) -> None:
+        try:
+            prepared = await kind.prepare_off_loop(entry.preprocessor, request)
+            if not call.closed:
+                self._dispatch(call, entry, kind, request, prepared)
+        except DynamoError as error:
+            call.fail(error)
+        except Exception:
+            log.exception("request %s failed", call.caption.request_id)
+            call.fail(DynamoError("a bug in the frontend"))
+
+    def _refuse(self, exchange: Exchange, kind: _Kind, error: DynamoError, model: str) -> None:
+        """The request did not get as far as a model."""
+        metrics = self._flow.metrics
+        found = labels(error)
+        metrics.failures.labels(found.failure_class, found.reason).value += 1
+        metrics.outcomes(model).ended(kind.endpoint, "unary", found.error_type)
+        echoed = exchange.headers.get("x-request-id")
+        headers = [] if echoed is None else [("x-request-id", echoed)]
+        status, body = error_response(explained(error, model), self._flow.overload_status)
+        exchange.respond(status, body, headers=headers)
+
+    def _dispatch(
+        self,
+        call: Call,
+        entry: ModelEntry,
+        kind: _Kind,
+        request: GenerationRequest,
+        prepared: Prepared,
+    ) -> None:
+        """Choose a worker for every choice, book it, send."""
+        if len(prepared.requests) > _MAX_CHOICES:
+            raise InvalidArgument(
+                f"Validation: prompts times n must not exceed {_MAX_CHOICES} choices, "
+                f"got {len(prepared.requests)}"
+            )
+        metrics = self._flow.metrics
+        begun = time.monotonic()
+        metrics.preprocess_stage.observe(begun - call.exchange.received_at)
+        generation = call.generation = kind.stream(
+            request,
+            prepared,
+            entry.preprocessor.tokenizer,
+            kind.id_prefix + call.caption.request_id,
+            int(time.time()),
+            force_usage=self._flow.settings.force_usage,
+        )
+        generation.timing = call.timing
+        routing = routed(prepared.requests[0].routing, call.exchange.headers)
+        if _is_location_query(request):
+            decision = entry.picker.pick(None, prepared.prompts[0].token_ids, routing=routing)
+            generation.worker_id = self._worker_id(decision)
+            call.located()
+            return
+        legs = call.legs = self._book(call, entry, prepared.requests, routing)
+        generation.worker_id = self._worker_id(legs[0].decision)
+        booked = time.monotonic()
+        metrics.route_stage.observe(booked - begun)
+        metrics.plane_queue.observe(booked - call.exchange.received_at)
+        headers = {REQUEST_ID: call.caption.request_id}
+        for leg, engine_request in zip(legs, prepared.requests, strict=True):
+            _instruct(engine_request, routing, leg.decision)
+            leg.stream = entry.client.open(
+                leg.decision.worker_id, encode(engine_request), leg, headers
+            )
+        call.dispatched(prepared.prompt_tokens)
+        sent_s = time.monotonic() - booked
+        metrics.dispatch_stage.observe(sent_s)
+        metrics.plane_send.observe(sent_s)
+
+    def _book(
+        self,
+        call: Call,
+        entry: ModelEntry,
+        requests: list[PreprocessedRequest],
+        routing: Routing | None,
+    ) -> list[Leg]:
+        picker, request_id = entry.picker, call.caption.request_id
+        legs: list[Leg] = []
+        try:
+            for index, one in enumerate(requests):
+                # Numbered, because clients may send the same id twice at once.
+                leg = Leg(call, index, picker, f"{request_id}/{next(self._numbers)}")
+                leg.decision = picker.pick(
+                    leg.booking,
+                    one.token_ids,
+                    routing=routing,
+                    override=one.router_config_override,
+                )
+                legs.append(leg)
+        except BaseException:
+            for leg in legs:
+                leg.release()
+            raise
+        return legs
+
+    def _worker_id(self, decision: Decision) -> dict[str, Any]:
+        shown: dict[str, Any] = {
+            "prefill_worker_id": decision.worker_id,
+            "decode_worker_id": decision.worker_id,
+        }
+        if self._models.kv_mode:
+            shown["prefill_dp_rank"] = shown["decode_dp_rank"] = decision.dp_rank
+        return shown
+
+
+def _instruct(request: PreprocessedRequest, routing: Routing | None, decision: Decision) -> None:
+    """Tell the worker what the router decided. Spec 7.4."""
+    request.estimated_prefix_hit_num_blocks = decision.overlap_blocks or None
+    if decision.dp_rank:
+        routing = msgspec.structs.replace(routing or Routing(), dp_rank=decision.dp_rank)
+    request.routing = routing
+
+
+def _is_location_query(request: GenerationRequest) -> bool:
+    nvext = request.nvext
+    if nvext is None or not nvext.annotations:
+        return False
+    return any(one.partition(":")[0] == _LOCATE for one in nvext.annotations)

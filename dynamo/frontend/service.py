@@ -1,0 +1,127 @@
+"""The frontend as a process: wire the rooms, listen, drain on a signal, leave nothing behind.
+
+Spec 5.9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+from collections.abc import Callable
+
+from dynamo.config.frontend import FrontendSettings
+from dynamo.config.router import RouterSettings
+from dynamo.errors import ConfigError, Unavailable
+from dynamo.frontend.admission import Admission
+from dynamo.frontend.flow import Flow
+from dynamo.frontend.http import HttpLimits, HttpServer
+from dynamo.frontend.info import InfoRoutes
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.models import Models
+from dynamo.frontend.openai import OpenAIRoutes
+from dynamo.frontend.routes import Routes
+from dynamo.observability.loop_delay import LoopDelay
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["Frontend"]
+
+log = logging.getLogger(__name__)
+_MIB = 1024 * 1024
+_SPARE_FILES = 256
+
+
+class Frontend:
+    """One HTTP frontend on ``runtime``. Make it on the running loop."""
+
+    def __init__(
+        self, runtime: DistributedRuntime, settings: FrontendSettings, router: RouterSettings
+    ) -> None:
+        self._runtime = runtime
+        self._settings = settings
+        self._tasks = Tasks("frontend")
+        metrics = FrontendMetrics(runtime.metrics, settings.metrics_prefix)
+        self._admission = Admission()
+        self._flow = Flow(settings, metrics, self._admission)
+        self.models = Models(runtime, settings, router, metrics, self._tasks)
+        self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
+        routes = Routes()
+        OpenAIRoutes(self._flow, self.models, self._tasks).install(routes)
+        InfoRoutes(self.models, self._admission, runtime.metrics).install(routes)
+        self._server = HttpServer(routes, _limits(settings), metrics.refused)
+        metrics.http_connections.function = lambda: self._server.connections
+        self._stop = asyncio.Event()
+
+    async def start(self) -> tuple[str, int]:
+        """Find the models and listen; the bound address. ConfigError: the port is taken."""
+        _allow_open_files(self._settings.max_connections + _SPARE_FILES)
+        settings = self._settings
+        try:
+            bound = await self._server.start(settings.http_host, settings.http_port)
+        except OSError as error:
+            raise ConfigError(
+                f"can't listen on {settings.http_host}:{settings.http_port} "
+                f"({error.strerror or error}); choose another with --http-port or --http-host"
+            ) from None
+        self._delay.start()
+        await self.models.start()
+        log.info("listening on http://%s:%d", *bound)
+        return bound
+
+    def stop(self) -> None:
+        """Drain and end; asked a second time, end what still runs at once."""
+        if self._stop.is_set():
+            log.warning("ending %d requests at once", self._admission.inside)
+            self._flow.fail_all(Unavailable("Service is shutting down"))
+        self._stop.set()
+
+    def stop_on_signals(self) -> Callable[[], None]:
+        """SIGTERM and SIGINT stop the frontend; call what is returned to undo."""
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self.stop)
+
+        def undo() -> None:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+        return undo
+
+    async def run_until_stopped(self) -> None:
+        """Serve, then drain: /health says 503, new requests hear 503, running ones may end."""
+        await self._stop.wait()
+        timeout_s = self._settings.graceful_shutdown_timeout_s
+        log.info("draining %d requests, at most %g s", self._admission.inside, timeout_s)
+        if not await self._admission.drain(timeout_s):
+            log.warning("%d requests did not end in time", self._admission.inside)
+            self._flow.fail_all(Unavailable("Service is shutting down"))
+
+    async def close(self) -> None:
+        """Close connections, models and timers; the runtime belongs to the caller."""
+        self._flow.close()
+        self._delay.stop()
+        await self._server.close()
+        await self._tasks.close()
+        await self.models.close()
+
+
+def _limits(settings: FrontendSettings) -> HttpLimits:
+    return HttpLimits(
+        body_bytes=settings.body_limit_mb * _MIB,
+        connections=settings.max_connections,
+        header_timeout_s=settings.header_timeout_s,
+        body_timeout_s=settings.body_timeout_s,
+        idle_timeout_s=settings.idle_timeout_s,
+        backlog=settings.listen_backlog,
+    )
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise the soft limit on open files, as far as the hard one allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
