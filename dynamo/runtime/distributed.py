@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dynamo.config import from_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.observability.metrics import Registry
 from dynamo.runtime.channels import OnEvent, OnGap, OnPublisher, Publishers, Subscription
-from dynamo.runtime.client import Client
 from dynamo.runtime.component import Endpoint, Namespace, parse_endpoint
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
 from dynamo.runtime.events import EventPublisher
@@ -23,7 +22,14 @@ from dynamo.runtime.tasks import Tasks
 
 __all__ = ["DistributedRuntime"]
 
-F = TypeVar("F", Client, Subscription)
+F = TypeVar("F", bound="_Follower")
+
+
+class _Follower(Protocol):
+    """Lives no longer than the runtime."""
+
+    def close(self) -> None:
+        """End. Idempotent."""
 
 
 class DistributedRuntime:
@@ -48,13 +54,14 @@ class DistributedRuntime:
         response_plane: str | None = None,
         system: SystemSettings | None = None,
         discovery: Discovery | None = None,
+        metrics: Registry | None = None,
     ) -> None:
         if not isinstance(settings, RuntimeSettings):
             settings = _settings(settings, request_plane, event_plane)
         self.settings = settings
         self.system = from_env(SystemSettings) if system is None else system
         self.instance_id = secrets.randbits(62) + 1
-        self.metrics = Registry()
+        self.metrics = Registry() if metrics is None else metrics
         self.tasks = Tasks("runtime")
         self.requests = RequestClient()
         self.discovery = discovery if discovery is not None else _discovery(settings)
@@ -63,7 +70,7 @@ class DistributedRuntime:
         )
         self.status = StatusServer(self.system, self.serving.health, self.metrics)
         self._publishers = Publishers(settings, self.discovery, self.serving, self.instance_id)
-        self._followers: list[Client | Subscription] = []
+        self._followers: list[_Follower] = []
         self._started = False
         self._closed = False
 
