@@ -22,7 +22,10 @@ MAX_HELD_EVENTS = 16_384
 
 
 class Recovery(NamedTuple):
-    """A question for the worker: events ``start``..``end`` inclusive, or a dump (no start)."""
+    """A question for the worker: events ``start``..``end`` inclusive, or a dump (no start).
+
+    Without an end: everything since ``start``, which may be nothing.
+    """
 
     worker_id: int
     dp_rank: int
@@ -113,7 +116,9 @@ class Indexer:
             for event in answer.events:
                 if stream.last is not None and event.event_id == stream.last + 1:
                     self._take(stream, event)
-        if answer.kind != "tree_dump" and stream.last == before:
+        since = recovery.start is not None and recovery.end is None
+        nothing_new = since and answer.kind == "too_new"
+        if answer.kind != "tree_dump" and stream.last == before and not nothing_new:
             self._fruitless(stream)
         elif stream.overflowed:
             stream.overflowed = False
@@ -128,6 +133,16 @@ class Indexer:
             self._counts.warning("recovery_failed")
             stream.asked = None
             self._restart(stream)
+
+    def stands(self, recovery: Recovery) -> bool:
+        """Whether the answer to this question is still waited for."""
+        return self._standing(recovery) is not None
+
+    def verify(self) -> None:
+        """Ask every worker for what came since; finds a lost last event, which shows no gap."""
+        for stream in list(self._streams.values()):
+            if stream.answers and stream.asked is None and stream.last is not None:
+                self._recover(stream, stream.last + 1, None)
 
     def silent(self, worker_id: int) -> bool:
         """True if the worker is followed, but has no block and has never sent an event."""

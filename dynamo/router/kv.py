@@ -46,6 +46,7 @@ class _Prompt(NamedTuple):
 class KvPicker:
     """Cost-based choice. ``index`` is None where prefix overlap must not matter.
 
+    ``served`` counts, by worker, the prompts of at least one block that got a first token.
     ``clock`` gives seconds and is only ever subtracted. Decision cost: O(prompt + slots × log
     prompt).
     """
@@ -69,6 +70,7 @@ class KvPicker:
         self._metrics = metrics
         self._uniform = (random or Random()).random
         self._clock = clock
+        self.served: dict[int, int] = {}
         self._resize()
 
     def pick(
@@ -98,7 +100,11 @@ class KvPicker:
     def mark_prefill_complete(self, request_id: str) -> None:
         """The first token is here: the prompt is no load any more."""
         booking = self.active.mark_prefill_complete(request_id, self._clock())
-        if booking is not None and self._metrics is not None:
+        if booking is None:
+            return
+        if booking.isl_tokens >= self.block_size:
+            self.served[booking.worker_id] = self.served.get(booking.worker_id, 0) + 1
+        if self._metrics is not None:
             self._metrics.first_token(booking)
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
@@ -120,6 +126,7 @@ class KvPicker:
         """A worker is gone: its blocks leave the index, its load is dropped."""
         for slot in self.fleet.remove(worker_id):
             self.active.drop_slot(slot)
+        self.served.pop(worker_id, None)
 
     def expire(self, age_s: float) -> list[str]:
         """Drop the load of requests older than ``age_s``, which somebody forgot to free."""
@@ -127,8 +134,9 @@ class KvPicker:
 
     def _resize(self) -> None:
         """Columns by slot, long enough for the slots that the index has ever handed out."""
+        known = 0 if self._index is None else self._index.capacity()
         width = 16
-        while width < self.fleet.width:
+        while width < max(self.fleet.width, known):
             width *= 2
         self._depths = array("I", bytes(4 * width))
         self._prefill = array("q", bytes(8 * width))

@@ -97,7 +97,7 @@ def test_busy_workers_are_left_out_until_none_is_left(fleet: Fleet) -> None:
         eligible(fleet, Routing(backend_instance_id=2))
     fleet.set_busy(1, True)
     fleet.set_busy(3, True)
-    with pytest.raises(Overloaded, match="^all eligible workers are overloaded$"):
+    with pytest.raises(Overloaded, match=r"^all eligible workers are overloaded$"):
         eligible(fleet, None)
     fleet.set_busy(3, False)
     assert owners(fleet, None) == [(3, 4), (3, 5)]

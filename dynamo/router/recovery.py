@@ -1,0 +1,105 @@
+"""Asks workers for the KV events that were missed, over the request plane, with patience."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from dynamo.errors import DynamoError, StreamIncomplete
+from dynamo.protocols import codec
+from dynamo.protocols.kv import KvQuery, KvQueryAnswer
+from dynamo.router.indexer import Indexer, Recovery
+from dynamo.runtime import Client
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["KV_QUERY", "Questions"]
+
+KV_QUERY = "kv_query"
+"""Endpoint of the worker's component that answers a ``KvQuery`` with one ``KvQueryAnswer``."""
+
+BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+"""Pauses after failed attempts; one attempt more than pauses, then the question is abandoned."""
+
+ANSWER_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+_decode_answer = codec.decoder(KvQueryAnswer).decode
+
+
+class Questions:
+    """Open questions to workers; one task each. ``client`` follows the ``kv_query`` endpoint."""
+
+    def __init__(self, client: Client, indexer: Indexer) -> None:
+        self._client = client
+        self._indexer = indexer
+        self._tasks = Tasks("kv recovery")
+
+    def ask(self, recovery: Recovery) -> None:
+        """Ask, and give the answer (or that there is none) to the indexer."""
+        name = f"kv-query-{recovery.worker_id:x}-{recovery.dp_rank}"
+        self._tasks.spawn(self._pursue(recovery), name=name)
+
+    async def close(self) -> None:
+        """Drop all questions."""
+        await self._tasks.close()
+        self._client.close()
+
+    async def _pursue(self, recovery: Recovery) -> None:
+        failure: Exception | None = None
+        for pause_s in (*BACKOFF_S, None):
+            try:
+                self._indexer.recovered(recovery, await self._question(recovery))
+                return
+            except (DynamoError, TimeoutError, msgspec.MsgspecError) as error:
+                failure = error
+            if not self._indexer.stands(recovery):
+                return
+            if pause_s is not None:
+                await asyncio.sleep(pause_s)
+        logger.warning(
+            "worker %d (dp_rank %d) does not tell its KV blocks (%s: %s): "
+            "going on with the events to come",
+            recovery.worker_id,
+            recovery.dp_rank,
+            type(failure).__name__,
+            failure,
+        )
+        self._indexer.abandoned(recovery)
+
+    async def _question(self, recovery: Recovery) -> KvQueryAnswer:
+        query = KvQuery(recovery.dp_rank, recovery.start, recovery.end)
+        sink = _AnswerSink()
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            stream = self._client.open(recovery.worker_id, codec.encode(query), sink)
+            try:
+                return _decode_answer(await sink.answer)
+            finally:
+                if not sink.ended:
+                    stream.kill()
+
+
+class _AnswerSink:
+    """Waits for the one item of the answer."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.ended = False
+
+    def on_data(self, payload: bytes) -> None:
+        """The answer."""
+        if not self.answer.done():
+            self.answer.set_result(bytes(payload))
+
+    def on_end(self) -> None:
+        """The end, which must come after the answer."""
+        self.ended = True
+        if not self.answer.done():
+            self.answer.set_exception(StreamIncomplete("the worker ended without an answer"))
+
+    def on_error(self, error: DynamoError) -> None:
+        """No answer."""
+        self.ended = True
+        if not self.answer.done():
+            self.answer.set_exception(error)

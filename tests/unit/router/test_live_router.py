@@ -1,0 +1,286 @@
+"""The router over real discovery, request plane and event plane, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from dynamo._fast.hashing import block_hashes, sequence_hashes
+from dynamo.config.router import RouterSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import NoInstances
+from dynamo.protocols import codec
+from dynamo.protocols.card import ModelCard, RuntimeConfig
+from dynamo.protocols.control import instance_key
+from dynamo.protocols.kv import (
+    KvEvent,
+    KvEventBatch,
+    KvQuery,
+    KvQueryAnswer,
+    Removed,
+    Stored,
+)
+from dynamo.router import live as live_module
+from dynamo.router import recovery as recovery_module
+from dynamo.router.kv import KvPicker
+from dynamo.router.live import KV_EVENTS, LiveRouter
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.requests import ServerStream
+
+BLOCK = 4
+PROMPT = array("I", range(16))
+LOCAL = block_hashes(PROMPT, BLOCK)
+CHAINED = sequence_hashes(LOCAL)
+DEADLINE_S = 10
+
+
+def stored(event_id: int, first: int, last: int, rank: int = 0) -> KvEvent:
+    """Blocks first..last-1 of the prompt."""
+    parent = CHAINED[first - 1] if first else None
+    blocks = CHAINED[first:last].tobytes(), LOCAL[first:last].tobytes()
+    return KvEvent(event_id, Stored(*blocks, parent), rank)
+
+
+class Worker:
+    """A worker with a scripted local indexer."""
+
+    def __init__(self, settings: RuntimeSettings) -> None:
+        self.runtime = DistributedRuntime(None, settings)
+        self.answers: list[KvQueryAnswer] = [KvQueryAnswer("tree_dump")]
+        self.queries: list[KvQuery] = []
+        self.asked = asyncio.Event()
+        self._serving: list[asyncio.Task[None]] = []
+
+    @property
+    def id(self) -> int:
+        return self.runtime.instance_id
+
+    async def start(self, config: RuntimeConfig | None = None, answers: bool = True) -> None:
+        """Serve generate and, if it answers, kv_query; publish the card when given."""
+        tasks = self.runtime.tasks
+        self.publisher = await self.runtime.publisher("ns", "backend", KV_EVENTS)
+        if config is not None:
+            await self._publish_card(config)
+        endpoints = {"generate": self._generate}
+        if answers:
+            endpoints["kv_query"] = self._answer
+        for name, handler in endpoints.items():
+            endpoint = self.runtime.endpoint(f"ns.backend.{name}")
+            self._serving.append(tasks.spawn(endpoint.serve_push(handler), name=name))
+
+    def publish(self, *events: KvEvent) -> None:
+        self.publisher.publish(codec.encode(KvEventBatch(self.id, list(events))))
+
+    async def _publish_card(self, config: RuntimeConfig) -> None:
+        card = ModelCard("m", "m", "/m", "ns", "backend", "generate", self.id)
+        card.runtime_config = config
+        lease = await self.runtime.granted()
+        key = "v1/mdc/" + instance_key("ns", "backend", "generate", self.id)
+        await self.runtime.discovery.put(key, msgspec.json.encode(card), lease.id)
+
+    def _generate(self, stream: ServerStream, payload: bytes) -> None:
+        stream.end()
+
+    def _answer(self, stream: ServerStream, payload: bytes) -> None:
+        self.queries.append(codec.decoder(KvQuery).decode(payload))
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        stream.send(codec.encode(answer))
+        stream.end()
+        self.asked.set()
+
+
+class Box:
+    """Workers and one live router that share a discovery."""
+
+    def __init__(self, settings: RuntimeSettings) -> None:
+        self.settings = settings
+        self.runtime = DistributedRuntime(None, settings)
+        self.workers: list[Worker] = []
+        self.live: LiveRouter | None = None
+
+    async def worker(self, config: RuntimeConfig | None = None, answers: bool = True) -> Worker:
+        worker = Worker(self.settings)
+        self.workers.append(worker)
+        await worker.start(config, answers)
+        return worker
+
+    async def route(self, **settings: object) -> LiveRouter:
+        chosen = RouterSettings(**{"mode": "kv", **settings})  # type: ignore[arg-type]
+        client = await self.runtime.endpoint("ns.backend.generate").client()
+        self.live = LiveRouter(
+            self.runtime, "ns", "backend", "generate", BLOCK, chosen, client, "tiny"
+        )
+        await self.live.start()
+        return self.live
+
+    async def close(self) -> None:
+        if self.live is not None:
+            await self.live.close()
+            await self.live.close()
+        await self.runtime.close()
+        for worker in self.workers:
+            await worker.runtime.close()
+
+
+@pytest_asyncio.fixture
+async def box(tmp_path: Path) -> AsyncIterator[Box]:
+    """A box on file discovery in a directory of its own."""
+    made = Box(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
+    yield made
+    await made.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait, in loop turns, until a condition holds; there is no event for index content."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 - the index tells nobody when it changes
+            await asyncio.sleep(0.005)
+
+
+def overlap(live: LiveRouter) -> int:
+    """Blocks of the prompt that the best worker holds; -1 without workers."""
+    try:
+        return live.picker.pick(None, PROMPT).overlap_blocks
+    except NoInstances:
+        return -1
+
+
+async def test_a_dump_on_discovery_then_live_events(box: Box) -> None:
+    worker = await box.worker()
+    worker.answers = [KvQueryAnswer("tree_dump", [stored(0, 0, 2)], 5)]
+    live = await box.route()
+    await until(lambda: overlap(live) == 2)
+    assert worker.queries == [KvQuery(0, None, None)]
+    worker.publish(stored(6, 2, 3))
+    await until(lambda: overlap(live) == 3)
+    worker.publish(KvEvent(7, Removed(CHAINED[1:2].tobytes())))
+    await until(lambda: overlap(live) == 1)
+
+
+async def test_a_gap_is_recovered_from_the_worker(box: Box) -> None:
+    worker = await box.worker()
+    live = await box.route()
+    await until(lambda: overlap(live) == 0 and len(worker.queries) == 1)
+    await until(lambda: live.indexer is not None and not live.indexer.recovering())
+    worker.answers = [KvQueryAnswer("events", [stored(1, 0, 1), stored(2, 1, 2)], 2)]
+    worker.publish(stored(3, 2, 4))
+    await until(lambda: overlap(live) == 4)
+    assert worker.queries[1] == KvQuery(0, 1, 2)
+
+
+async def test_a_lost_last_event_is_found_by_the_sweep(box: Box) -> None:
+    worker = await box.worker()
+    live = await box.route()
+    indexer = live.indexer
+    assert indexer is not None
+    await until(lambda: bool(worker.queries) and not indexer.recovering())
+    worker.answers = [KvQueryAnswer("events", [stored(1, 0, 2)], 1), KvQueryAnswer("too_new")]
+    assert isinstance(live.picker, KvPicker)
+    live._sweep(live.picker)
+    await until(lambda: overlap(live) == 2)
+    live._sweep(live.picker)
+    await until(lambda: len(worker.queries) == 3 and not indexer.recovering())
+    assert worker.queries[1:] == [KvQuery(0, 1, None), KvQuery(0, 2, None)]
+    assert overlap(live) == 2
+
+
+async def test_workers_come_and_go(box: Box) -> None:
+    live = await box.route()
+    assert overlap(live) == -1
+    first = await box.worker()
+    await until(lambda: overlap(live) == 0)
+    first.answers = [KvQueryAnswer("tree_dump", [stored(0, 0, 4)], 1)]
+    second = await box.worker()
+    await until(lambda: len(live.picker.fleet.members) == 2)
+    page = box.runtime.metrics.render().decode()
+    assert f'router_worker_id="{second.id}"' in page
+    await first.runtime.close()
+    await until(lambda: list(live.picker.fleet.members) == [second.id])
+    page = box.runtime.metrics.render().decode()
+    assert f'router_worker_id="{first.id}"' not in page
+    assert live.picker.pick(None, PROMPT).worker_id == second.id
+    await second.runtime.close()
+    await until(lambda: overlap(live) == -1)
+
+
+async def test_ranks_come_from_the_card(box: Box) -> None:
+    await box.worker(RuntimeConfig(data_parallel_size=2, data_parallel_start_rank=2))
+    live = await box.route()
+    await until(lambda: len(live.picker.fleet.candidates) == 2)
+    assert {live.picker.pick(str(i), PROMPT).dp_rank for i in range(2)} == {2, 3}
+
+
+async def test_a_worker_that_answers_nothing_is_followed_all_the_same(
+    box: Box, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recovery_module, "BACKOFF_S", (0.01, 0.01))
+    worker = await box.worker(answers=False)
+    live = await box.route()
+    indexer = live.indexer
+    assert indexer is not None
+    await until(lambda: overlap(live) == 0 and not indexer.recovering())
+    assert "does not tell its KV blocks" in caplog.text
+    worker.publish(stored(1, 0, 3))
+    await until(lambda: overlap(live) == 3)
+
+
+async def test_without_local_indexer_nobody_is_asked(box: Box) -> None:
+    worker = await box.worker(RuntimeConfig(enable_local_indexer=False))
+    live = await box.route()
+    await until(lambda: overlap(live) == 0)
+    await until(lambda: bool(live._events and live._events.publishers()))
+    event_id = 0
+
+    def heard() -> bool:
+        nonlocal event_id
+        event_id += 1
+        worker.publish(stored(event_id, 0, 3))  # until the subscription is through
+        return overlap(live) == 3
+
+    await until(heard)
+    assert worker.queries == []
+
+
+async def test_foreign_payloads_are_counted(box: Box, caplog: pytest.LogCaptureFixture) -> None:
+    worker = await box.worker()
+    live = await box.route()
+    await until(lambda: bool(worker.queries))
+    worker.publisher.publish(b"\xc1 nonsense")
+    await until(lambda: "cannot be read" in caplog.text)
+    worker.publish(stored(1, 0, 1))
+    await until(lambda: overlap(live) == 1)
+    page = box.runtime.metrics.render().decode()
+    assert 'warning_kind="malformed"' in page
+    assert 'event_type="stored",status="ok"' in page
+
+
+async def test_a_silent_worker_is_named_once(box: Box, caplog: pytest.LogCaptureFixture) -> None:
+    worker = await box.worker()
+    live = await box.route()
+    await until(lambda: bool(worker.queries) and overlap(live) == 0)
+    picker = live.picker
+    assert isinstance(picker, KvPicker)
+    picker.pick("a", PROMPT)
+    picker.mark_prefill_complete("a")
+    picker.free("a")
+    with caplog.at_level(logging.WARNING, live_module.__name__):
+        live._sweep(picker)
+        live._sweep(picker)
+    assert caplog.text.count("published no KV event") == 1
+
+
+@pytest.mark.parametrize("mode", ["round-robin", "random"])
+async def test_other_modes_need_no_events(box: Box, mode: str) -> None:
+    worker = await box.worker()
+    live = await box.route(mode=mode)
+    await until(lambda: overlap(live) == 0)
+    assert live.indexer is None
+    assert worker.queries == []
+    assert live.picker.pick("a", PROMPT).worker_id == worker.id
