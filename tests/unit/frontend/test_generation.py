@@ -201,7 +201,7 @@ def test_choices_have_indexes() -> None:
 def test_engine_errors() -> None:
     stream = chat(stream=True)
     raw = stream.feed(0, EngineOutput(token_ids=ids_of("a")))
-    with pytest.raises(EngineFailure, match="^boom$"):
+    with pytest.raises(EngineFailure, match=r"^boom$"):
         stream.feed(0, EngineOutput(finish_reason="error: boom"))
     found = events(raw + stream.error(EngineFailure("boom")))
     assert found[-1] == {
