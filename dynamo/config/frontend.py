@@ -108,7 +108,3 @@ class FrontendSettings:
         env="DYN_ENABLE_FORCE_INCLUDE_USAGE",
         help="send token counts at the end of every stream",
     )
-    log_level: str = knob(
-        "info", env="DYN_LOG", help="log level, with exceptions: info,dynamo.router=debug"
-    )
-    log_jsonl: bool = knob(False, env="DYN_LOGGING_JSONL", help="write logs as JSON lines")

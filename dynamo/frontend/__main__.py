@@ -13,6 +13,7 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.knob import load
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.system import LogSettings
 from dynamo.errors import ConfigError
 from dynamo.frontend.service import Frontend
 from dynamo.observability.logs import setup_logging
@@ -25,13 +26,13 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
-    frontend, router, runtime = load(
+    frontend, router, runtime, logs = load(
         "python -m dynamo.frontend",
         "OpenAI-compatible HTTP frontend with a KV-cache-aware router.",
-        [FrontendSettings, RouterSettings, RuntimeSettings],
+        [FrontendSettings, RouterSettings, RuntimeSettings, LogSettings],
         argv,
     )
-    setup_logging("frontend", frontend.log_level, frontend.log_jsonl)
+    setup_logging("frontend", logs.level, logs.jsonl)
     try:
         uvloop.run(_serve(frontend, router, runtime))
     except ConfigError as error:
