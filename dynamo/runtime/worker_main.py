@@ -10,6 +10,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
+from dynamo.errors import ConfigError
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
 
@@ -29,7 +30,8 @@ def dynamo_worker(
 
     SIGTERM and SIGINT end the process gracefully with status 0: discovery is left, streams in
     flight finish, ``serve_endpoint`` returns. A second signal cuts them. A function that serves
-    nothing is cancelled at the first. The arguments are accepted for compatibility.
+    nothing is cancelled at the first. A ConfigError is one line on stderr and
+    status 1. The arguments are accepted for compatibility.
     """
 
     def decorate(function: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R | None]]:
@@ -37,11 +39,14 @@ def dynamo_worker(
         async def main(*args: Any, **kwargs: Any) -> R | None:
             if not logging.getLogger().handlers:
                 configure_dynamo_logging()
-            runtime = DistributedRuntime(asyncio.get_running_loop())
             try:
-                return await _Main(runtime, function(runtime, *args, **kwargs)).run()
-            finally:
-                await runtime.close()
+                runtime = DistributedRuntime(asyncio.get_running_loop())
+                try:
+                    return await _Main(runtime, function(runtime, *args, **kwargs)).run()
+                finally:
+                    await runtime.close()
+            except ConfigError as error:
+                raise SystemExit(f"error: {error.message}") from error
 
         return main
 
@@ -49,52 +54,58 @@ def dynamo_worker(
 
 
 class _Main(Generic[R]):
-    """A main function under signals."""
+    """A main function under signals. It runs in the caller's own task, so its failure is his."""
 
     def __init__(self, runtime: DistributedRuntime, work: Awaitable[R]) -> None:
         self._runtime = runtime
         self._work = work
         self._signals = 0
+        self._cancelled = False
 
     async def run(self) -> R | None:
         """The result of the work; None if a signal ended it."""
         loop = asyncio.get_running_loop()
-        main = self._runtime.tasks.spawn(_awaited(self._work), name="main")
-        installed = _install(loop, functools.partial(self._on_signal, main))
+        task = asyncio.current_task()
+        assert task is not None
+        installed = _install(loop, functools.partial(self._on_signal, task))
         try:
-            return await main
+            return await self._work
         except asyncio.CancelledError:
-            if self._signals and main.cancelled():
-                return None
-            main.cancel()
-            raise
+            if not self._cancelled:
+                raise
+            task.uncancel()
+            return None
         finally:
             for number in installed:
                 loop.remove_signal_handler(number)
 
-    def _on_signal(self, main: asyncio.Task[R], number: int) -> None:
+    def _on_signal(self, task: asyncio.Task[object], number: int) -> None:
         self._signals += 1
         serving = self._runtime.serving
         if self._signals > 1:
             _log.warning("%s again: cutting what is in flight", signal.Signals(number).name)
             serving.cut()
-            main.cancel()
+            self._cancel(task)
             return
         _log.info("%s: leaving", signal.Signals(number).name)
         idle = not serving.is_serving()
         self._runtime.shutdown()
         if idle:
-            main.cancel()
+            self._cancel(task)
         else:
-            self._runtime.tasks.spawn(self._insist(main), name="insist")
+            self._runtime.tasks.spawn(self._insist(task), name="insist")
 
-    async def _insist(self, main: asyncio.Task[R]) -> None:
+    async def _insist(self, task: asyncio.Task[object]) -> None:
         """Cancel a main function that goes on although nothing is served any more."""
         await self._runtime.serving.retired.wait()
-        _, pending = await asyncio.wait([main], timeout=_RETURN_TIMEOUT_S)
-        if pending:
-            _log.warning("the main function still runs %g s after the end", _RETURN_TIMEOUT_S)
-            main.cancel()
+        await asyncio.sleep(_RETURN_TIMEOUT_S)
+        _log.warning("the main function still runs %g s after the end", _RETURN_TIMEOUT_S)
+        self._cancel(task)
+
+    def _cancel(self, task: asyncio.Task[object]) -> None:
+        if not self._cancelled:
+            self._cancelled = True
+            task.cancel()
 
 
 def dynamo_endpoint(
@@ -122,10 +133,6 @@ def dynamo_endpoint(
         return generate
 
     return decorate
-
-
-async def _awaited(work: Awaitable[R]) -> R:
-    return await work
 
 
 def _install(

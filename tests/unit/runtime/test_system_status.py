@@ -1,0 +1,199 @@
+"""The status server: readiness, liveness, metrics and engine routes over real HTTP."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.system import SystemSettings
+from dynamo.errors import ConfigError
+from dynamo.observability.metrics import Registry
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.health import Health
+from dynamo.runtime.system_status import StatusServer
+
+Start = Callable[..., Awaitable[StatusServer]]
+
+
+class Parts:
+    """What a status server is made of."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = SystemSettings(**{"port": 0, "host": "127.0.0.1", **settings})
+        self.health = Health(self.settings)
+        self.metrics = Registry()
+        self.server = StatusServer(self.settings, self.health, self.metrics)
+
+    async def ask(self, data: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
+        writer.write(data)
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        return answer
+
+    async def get(self, path: str, method: str = "GET", body: bytes = b"") -> tuple[int, bytes]:
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        answer = await self.ask(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        status, _, rest = answer.partition(b"\r\n")
+        return int(status.split()[1]), rest.partition(b"\r\n\r\n")[2]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Callable[..., Awaitable[Parts]]]:
+    made: list[Parts] = []
+
+    async def build(**settings: Any) -> Parts:
+        parts = Parts(**settings)
+        made.append(parts)
+        await parts.server.start()
+        return parts
+
+    yield build
+    for parts in made:
+        await parts.server.close()
+
+
+Make = Callable[..., Awaitable[Parts]]
+
+
+async def test_health_follows_the_endpoints(make: Make, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO):
+        parts = await make()
+    assert str(parts.server.port) in caplog.text
+    status, body = await parts.get("/health")
+    assert status == 503
+    assert json.loads(body)["status"] == "notready"
+    parts.health.set("generate", True)
+    status, body = await parts.get("/health?verbose")
+    report = json.loads(body)
+    assert status == 200
+    assert report["endpoints"] == {"generate": "ready"}
+    assert set(report["uptime"]) == {"secs", "nanos"}
+    parts.health.set("other", False)
+    assert (await parts.get("/health"))[0] == 503
+    parts.health.forget("other")
+    assert (await parts.get("/health"))[0] == 200
+    parts.health.stop()
+    assert (await parts.get("/health"))[0] == 503
+    assert (await parts.get("/live"))[0] == 200
+
+
+@pytest.mark.parametrize("names", ['["generate"]', "generate", " generate ,"])
+async def test_required_endpoints_alone_decide(make: Make, names: str):
+    parts = await make(use_endpoint_health_status=names, starting_health_status="ready")
+    parts.health.set("other", True)
+    assert (await parts.get("/health"))[0] == 503
+    parts.health.set("generate", True)
+    parts.health.set("other", False)
+    assert (await parts.get("/health"))[0] == 200
+
+
+async def test_paths_and_starting_status_are_knobs(make: Make):
+    parts = await make(health_path="/h", live_path="/l", starting_health_status="ready")
+    assert (await parts.get("/h"))[0] == 200
+    assert (await parts.get("/l"))[0] == 200
+    assert await parts.get("/health") == (404, b"Route not found")
+
+
+@pytest.mark.parametrize("text", ["[1]", "[", '{"a": 1}]', "[null]"])
+def test_a_bad_list_of_endpoints_is_named(text: str):
+    if text.startswith("["):
+        with pytest.raises(ConfigError, match="USE_ENDPOINT_HEALTH_STATUS"):
+            Health(SystemSettings(use_endpoint_health_status=text))
+
+
+async def test_metrics_are_rendered(make: Make):
+    parts = await make()
+    parts.metrics.counter("a_total", "help").labels().inc(3)
+    status, body = await parts.get("/metrics")
+    assert status == 200
+    assert b"a_total 3" in body
+    assert (await parts.get("/metrics", "POST"))[0] == 405
+    assert await parts.get("/metrics", "HEAD") == (200, b"")
+
+
+async def test_engine_routes(make: Make):
+    parts = await make()
+
+    async def sleep(body: Any) -> Any:
+        return {"slept": body}
+
+    async def fail(body: Any) -> Any:
+        raise RuntimeError("no")
+
+    parts.server.routes.update(sleep=sleep, fail=fail)
+    assert await parts.get("/engine/sleep", "POST", b'{"s": 1}') == (200, b'{"slept": {"s": 1}}')
+    assert await parts.get("/engine/sleep", "POST") == (200, b'{"slept": null}')
+    assert (await parts.get("/engine/sleep", "POST", b"{"))[0] == 400
+    assert (await parts.get("/engine/sleep"))[0] == 405
+    assert await parts.get("/engine/none", "POST") == (404, b"Route not found")
+    status, body = await parts.get("/engine/fail", "POST")
+    assert (status, json.loads(body)) == (500, {"error": "RuntimeError: no"})
+
+
+async def test_a_connection_is_kept_for_the_next_request(make: Make):
+    parts = await make()
+    reader, writer = await asyncio.open_connection("127.0.0.1", parts.server.port)
+    async with asyncio.timeout(5):
+        for _ in range(3):
+            writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+            assert json.loads(await reader.readexactly(size))["status"] == "ready"
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"\x16\x03\x01 not http\r\n\r\n", b"400"),
+        (b"POST /engine/x HTTP/1.1\r\nContent-Length: 9999999\r\n\r\n" + bytes(1 << 20), b"413"),
+    ],
+)
+async def test_what_is_not_http_or_too_large_is_refused(make: Make, data: bytes, status: bytes):
+    parts = await make()
+    answer = await parts.ask(data)
+    assert answer.split()[1] == status
+
+
+async def test_pipelined_requests_are_dropped(make: Make):
+    parts = await make()
+    one = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+    try:
+        answer = await parts.ask(one + one)
+    except ConnectionResetError:
+        answer = b""
+    assert answer.count(b"HTTP/1.1") <= 1
+    assert (await parts.get("/live"))[0] == 200
+
+
+async def test_off_by_default_and_a_taken_port_is_named(make: Make):
+    off = await make(port=-1)
+    assert off.server.port == -1
+    parts = await make()
+    with pytest.raises(ConfigError, match=f"DYN_SYSTEM_PORT={parts.server.port}"):
+        await make(port=parts.server.port)
+
+
+async def test_the_runtime_serves_it():
+    runtime = DistributedRuntime(
+        None,
+        RuntimeSettings(discovery_backend="mem"),
+        system=SystemSettings(port=0, host="127.0.0.1"),
+    )
+
+    async def route(body: Any) -> Any:
+        return 1
+
+    runtime.register_engine_route("/one/", route)
+    await runtime.start_serving()
+    assert runtime.status.port > 0
+    assert set(runtime.status.routes) == {"one"}
+    await runtime.close()
