@@ -1,0 +1,111 @@
+"""A worker tells the frontend what it serves: the model card, stored under the worker's lease."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo.errors import InvalidArgument
+from dynamo.llm.model_card import ModelDirectory, slug_of
+from dynamo.llm.types import ModelInput, ModelType, WorkerType
+from dynamo.protocols.card import ModelCard, RuntimeConfig
+from dynamo.protocols.control import instance_key
+from dynamo.runtime import Endpoint
+
+__all__ = ["register_llm", "register_model", "unregister_model"]
+
+_DEFAULT_BLOCK_SIZE = 16
+
+
+async def register_model(
+    model_input: ModelInput,
+    model_type: ModelType,
+    endpoint: Endpoint,
+    model_path: str,
+    model_name: str | None = None,
+    *,
+    worker_type: WorkerType | None = None,
+    context_length: int | None = None,
+    kv_cache_block_size: int | None = None,
+    router_config: Any = None,
+    runtime_config: RuntimeConfig | None = None,
+    migration_limit: int = 0,
+    user_data: dict[str, Any] | None = None,
+    custom_template_path: str | None = None,
+    media_decoder: Any = None,
+    lora_name: str | None = None,
+    base_model_path: str | None = None,
+    needs: Sequence[Sequence[str]] | None = None,
+    model_aliases: Sequence[str] | None = None,
+) -> None:
+    """Announce the model in ``model_path``, a local directory, as served by ``endpoint``.
+
+    The card goes with the worker's lease. ``context_length`` (tokens) defaults to the model's own,
+    ``kv_cache_block_size`` to 16, ``model_name`` to the name of the directory. InvalidArgument
+    names what is missing; ValueError: only one of ``lora_name`` and ``base_model_path``. Routing
+    and media are the frontend's: ``router_config`` and ``media_decoder`` are accepted, not used.
+    """
+    if (lora_name is None) != (base_model_path is None):
+        raise ValueError("lora_name and base_model_path must be given together")
+    model = ModelDirectory(base_model_path or model_path)
+    name = model_name or lora_name or model.name
+    block_size = kv_cache_block_size or _DEFAULT_BLOCK_SIZE
+    runtime = endpoint.runtime
+    config = runtime_config or RuntimeConfig()
+    card = ModelCard(
+        display_name=name,
+        slug=slug_of(name),
+        source_path=str(model.path),
+        namespace=endpoint.namespace,
+        component=endpoint.component,
+        endpoint=endpoint.name,
+        instance_id=runtime.instance_id,
+        model_type=str(model_type),
+        model_input=str(model_input),
+        worker_type=str(worker_type or _worker_type(model_type)),
+        context_length=context_length or config.context_length or model.context_length(),
+        kv_cache_block_size=block_size,
+        migration_limit=migration_limit,
+        custom_template_path=_template(custom_template_path),
+        user_data=user_data,
+        lora_name=lora_name,
+        model_aliases=list(model_aliases or ()),
+        needs=[list(group) for group in needs or ()],
+        checksum=model.checksum(str(model_input), block_size, _content(custom_template_path)),
+        runtime_config=config,
+    )
+    lease = await runtime.granted()
+    await runtime.discovery.put(_key(endpoint, lora_name), msgspec.json.encode(card), lease.id)
+
+
+register_llm = register_model
+"""The older name."""
+
+
+async def unregister_model(endpoint: Endpoint, lora_name: str | None = None) -> None:
+    """Take the card back; harmless if there is none."""
+    await endpoint.runtime.discovery.delete(_key(endpoint, lora_name))
+
+
+def _key(endpoint: Endpoint, lora_name: str | None) -> str:
+    tail = instance_key(*endpoint.path, endpoint.runtime.instance_id)
+    return f"v1/mdc/{tail}" + (f"/{slug_of(lora_name)}" if lora_name else "")
+
+
+def _worker_type(model_type: ModelType) -> WorkerType:
+    return WorkerType.Prefill if ModelType.Prefill in model_type else WorkerType.Aggregated
+
+
+def _template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    if not Path(path).is_file():
+        raise InvalidArgument(f"custom_template_path {path!r} is not a file")
+    return str(Path(path).resolve())
+
+
+def _content(path: str | None) -> str | None:
+    return None if path is None else Path(path).read_text(encoding="utf-8")

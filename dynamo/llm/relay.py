@@ -1,0 +1,67 @@
+"""Listens to an engine's own KV events over ZMQ and hands them on. Spec 2.7."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable
+
+import zmq
+import zmq.asyncio
+
+from dynamo.llm.vllm_events import EngineEvent, decode_events
+
+__all__ = ["EngineEventRelay"]
+
+HIGH_WATER_MESSAGES = 100_000
+_SEQUENCE = struct.Struct(">Q")
+_log = logging.getLogger(__name__)
+
+
+class EngineEventRelay:
+    """A SUB socket on the engine's ``endpoint``.
+
+    ``on_events(dp_rank or None, events)`` once per message, ``on_dropped(count)`` when the engine's
+    sequence numbers have a hole.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        topic: str,
+        on_events: Callable[[int | None, list[EngineEvent]], None],
+        on_dropped: Callable[[int], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.malformed = 0
+        self._topic = topic
+        self._on_events = on_events
+        self._on_dropped = on_dropped
+        self._expected: int | None = None
+
+    async def run(self) -> None:
+        """Relay until cancelled; the engine may come and go."""
+        socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+            socket.setsockopt_string(zmq.SUBSCRIBE, self._topic)
+            socket.connect(self.endpoint)
+            while True:
+                self._take(await socket.recv_multipart())
+        finally:
+            socket.close()
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            _, number, payload = frames
+            (sequence,) = _SEQUENCE.unpack(number)
+            dp_rank, events = decode_events(payload)
+        except (ValueError, struct.error) as error:
+            self.malformed += 1
+            _log.warning("%s: message dropped: %s", self.endpoint, error)
+            return
+        if self._expected is not None and sequence > self._expected:
+            self._on_dropped(sequence - self._expected)
+        self._expected = sequence + 1
+        self._on_events(dp_rank, events)

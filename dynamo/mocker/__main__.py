@@ -1,0 +1,74 @@
+"""``python -m dynamo.mocker``: an engine without a GPU that behaves like one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import uvloop
+
+from dynamo.config import from_env, load
+from dynamo.config.mocker import MockerSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.system import LogSettings, SystemSettings
+from dynamo.config.worker import WorkerSettings
+from dynamo.errors import DynamoError
+from dynamo.mocker.arguments import engine_shape, stagger_delay_s, with_extra_arguments
+from dynamo.mocker.worker import MockerWorker, Plan, make_plan
+from dynamo.observability.logs import setup_logging
+from dynamo.observability.metrics import Registry
+from dynamo.runtime import DistributedRuntime
+from dynamo.worker.life import WorkerLife, leaves
+
+__all__ = ["main"]
+
+_log = logging.getLogger("dynamo.mocker")
+_GROUPS = (RuntimeSettings, WorkerSettings, MockerSettings)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0 after an orderly end, 1 after a failure, 2 for bad settings."""
+    runtime, worker, mocker = load("python -m dynamo.mocker", __doc__, _GROUPS, argv)
+    try:
+        logs, system = from_env(LogSettings), from_env(SystemSettings)
+        setup_logging("mocker", logs.level, logs.jsonl)
+        mocker = with_extra_arguments(mocker)
+        shape = engine_shape(mocker)
+        plan = make_plan(runtime, system.namespace_worker_suffix, worker, mocker, shape)
+    except DynamoError as error:
+        print(f"python -m dynamo.mocker: error: {error.message}", file=sys.stderr)
+        return 2
+    try:
+        uvloop.run(_serve(runtime, system, plan))
+    except ExceptionGroup as failures:
+        for failure in leaves(failures):
+            known = isinstance(failure, DynamoError)
+            _log.error("%s", failure, exc_info=None if known else failure)
+        return 1
+    return 0
+
+
+async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: Plan) -> None:
+    life, metrics = WorkerLife(), Registry()
+    delay_s = stagger_delay_s(plan.mocker)
+
+    async def worker(number: int) -> None:
+        startup_s = number * delay_s + (plan.mocker.startup_time_s or 0.0)
+        if not await life.wait(startup_s):
+            return
+        own = system if number == 0 else replace(system, port=-1)
+        made = DistributedRuntime(settings=runtime, system=own, metrics=metrics)
+        async with life.runtime(made):
+            _log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,
+                      made.instance_id)  # fmt: skip
+            await MockerWorker(plan, made, number).serve()
+
+    await life.run([partial(worker, number) for number in range(plan.mocker.num_workers)])
+    _log.info("left")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""One pretended worker: its ranks, what it publishes, its endpoint, its model card."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from dynamo.config.mocker import MockerSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.worker import WorkerSettings
+from dynamo.errors import ConfigError
+from dynamo.llm.model_card import ModelDirectory
+from dynamo.llm.register import register_model
+from dynamo.llm.types import ModelInput, ModelType, WorkerType
+from dynamo.mocker.engine import EngineShape, Rank
+from dynamo.mocker.meters import Meters
+from dynamo.mocker.service import MockerService
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.runtime import DistributedRuntime, Endpoint
+from dynamo.worker.admission import AdmissionGate
+from dynamo.worker.channels import connect_kv_events, connect_load
+from dynamo.worker.publish import KvOutlet, LoadOutlet
+
+__all__ = ["MockerWorker", "Plan", "make_plan"]
+
+_WORKER_TYPES = {
+    "agg": WorkerType.Aggregated,
+    "prefill": WorkerType.Prefill,
+    "decode": WorkerType.Decode,
+}
+_API_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all workers of this process have in common."""
+
+    settings: WorkerSettings
+    mocker: MockerSettings
+    shape: EngineShape
+    model: ModelDirectory
+    model_name: str
+    model_type: ModelType
+    endpoint: str
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest prompt plus output."""
+        slots = self.shape.blocks * self.shape.block_size
+        limits = (slots, self.shape.limits.max_model_len, self.model.context_length())
+        return min(limit for limit in limits if limit is not None)
+
+
+def make_plan(
+    runtime: RuntimeSettings,
+    worker_suffix: str | None,
+    settings: WorkerSettings,
+    mocker: MockerSettings,
+    shape: EngineShape,
+) -> Plan:
+    """Check what can be checked before anything starts. ConfigError, InvalidArgument."""
+    if settings.model_path is None:
+        raise ConfigError("--model-path is missing; give the directory of a model's tokenizer")
+    model = ModelDirectory(settings.model_path)
+    suffix = f"-{worker_suffix}" if worker_suffix else ""
+    component = "prefill" if shape.prefill_only else "backend"
+    return Plan(
+        settings,
+        mocker,
+        shape,
+        model,
+        settings.model_name or model.name,
+        ModelType.Prefill if shape.prefill_only else _api_types(settings.endpoint_types),
+        settings.endpoint or f"{runtime.namespace}{suffix}.{component}.generate",
+    )
+
+
+class MockerWorker:
+    """Worker ``number`` of this process, on a runtime of its own."""
+
+    def __init__(self, plan: Plan, runtime: DistributedRuntime, number: int) -> None:
+        self.plan = plan
+        self.endpoint: Endpoint = runtime.endpoint(plan.endpoint)
+        self.events = KvOutlet(runtime.instance_id)
+        self.load = LoadOutlet(runtime.instance_id)
+        self.publishes = plan.mocker.disaggregation_mode != "decode"
+        first = number * plan.mocker.data_parallel_size
+        self.ranks = [
+            Rank(
+                rank,
+                plan.shape,
+                Meters(runtime.metrics, str(first + rank), plan.model_name),
+                runtime.tasks,
+                self.events.record if self.publishes else lambda _rank, _changes: None,
+                self.load.report,
+            )
+            for rank in range(plan.mocker.data_parallel_size)
+        ]
+        gate = AdmissionGate(
+            plan.settings.engine_request_limit, plan.settings.request_queue_limit, runtime.metrics
+        )
+        self.service = MockerService(self.ranks, gate, plan.mocker.reply)
+
+    async def serve(self) -> None:
+        """Serve until the worker has left. A rank that fails ends it with its error."""
+        async with asyncio.TaskGroup() as group:
+            ranks = [group.create_task(rank.run()) for rank in self.ranks]
+            await connect_kv_events(self.endpoint, self.events)
+            await connect_load(self.endpoint, self.load)
+            await self._register()
+            await self.endpoint.serve_push(self.service.handle)
+            for rank in ranks:
+                rank.cancel()
+
+    async def _register(self) -> None:
+        plan = self.plan
+        await register_model(
+            ModelInput.Tokens,
+            plan.model_type,
+            self.endpoint,
+            str(plan.model.path),
+            plan.model_name,
+            worker_type=_WORKER_TYPES[plan.mocker.disaggregation_mode],
+            context_length=plan.context_length,
+            kv_cache_block_size=plan.shape.block_size,
+            custom_template_path=plan.settings.custom_jinja_template,
+            runtime_config=RuntimeConfig(
+                total_kv_blocks=plan.shape.blocks,
+                max_num_seqs=plan.shape.limits.max_num_seqs,
+                max_num_batched_tokens=plan.shape.limits.max_num_batched_tokens,
+                data_parallel_size=plan.mocker.data_parallel_size,
+                context_length=plan.context_length,
+                enable_local_indexer=self.publishes,
+            ),
+        )
+
+
+def _api_types(text: str) -> ModelType:
+    found = ModelType.Empty
+    for word in text.split(","):
+        if word.strip() not in _API_TYPES:
+            raise ConfigError(f"--endpoint-types must name chat, completions or both, got {text!r}")
+        found |= _API_TYPES[word.strip()]
+    return found

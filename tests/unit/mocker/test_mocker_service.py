@@ -1,0 +1,262 @@
+"""The pretended engine behind a real socket: streams, refusals, cancellation, slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.errors import DynamoError, InvalidArgument, Overloaded
+from dynamo.mocker.engine import EngineShape, Rank
+from dynamo.mocker.meters import Meters
+from dynamo.mocker.scheduler import Limits
+from dynamo.mocker.service import DEFAULT_MAX_TOKENS, MockerService
+from dynamo.mocker.timing import Timing
+from dynamo.observability.metrics import Registry
+from dynamo.protocols import codec
+from dynamo.protocols.engine import (
+    EngineOutput,
+    PreprocessedRequest,
+    Routing,
+    SamplingOptions,
+    StopConditions,
+)
+from dynamo.protocols.kv import Removed, Stored
+from dynamo.protocols.load import KvMetrics
+from dynamo.runtime.requests.client import RequestClient
+from dynamo.runtime.requests.server import RequestServer
+from dynamo.runtime.tasks import Tasks
+from dynamo.worker.admission import AdmissionGate
+
+DECODE = codec.decoder(EngineOutput).decode
+ENDPOINT = "test/backend/generate"
+
+
+class Sink:
+    """Collects one answer; ``first`` is set with the first item, ``over`` at the end."""
+
+    def __init__(self) -> None:
+        self.items: list[EngineOutput] = []
+        self.error: DynamoError | None = None
+        self.first = asyncio.Event()
+        self.over = asyncio.Event()
+
+    def on_data(self, payload: bytes) -> None:
+        self.items.append(DECODE(payload))
+        self.first.set()
+
+    def on_end(self) -> None:
+        self.over.set()
+
+    def on_error(self, error: DynamoError) -> None:
+        self.error = error
+        self.over.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for item in self.items for token in item.token_ids]
+
+
+class Bench:
+    """A service, its ranks and a client that is connected to it."""
+
+    def __init__(self, ranks: list[Rank], service: MockerService, client: RequestClient) -> None:
+        self.ranks = ranks
+        self.service = service
+        self.client = client
+        self.address = ""
+        self.changes: list[Stored | Removed] = []
+        self.loads: list[KvMetrics] = []
+        self.registry = Registry()
+
+    def open(self, payload: bytes) -> tuple[Sink, Any]:
+        sink = Sink()
+        return sink, self.client.open(self.address, ENDPOINT, {}, payload, sink)
+
+    def ask(
+        self, prompt: list[int], max_tokens: int | None = None, **more: Any
+    ) -> tuple[Sink, Any]:
+        conditions = StopConditions(max_tokens=max_tokens)
+        request = PreprocessedRequest("m", codec.tokens(prompt), conditions, **more)
+        return self.open(codec.encode(request))
+
+    async def answer(self, *args: Any, **more: Any) -> Sink:
+        sink, _ = self.ask(*args, **more)
+        await sink.over.wait()
+        return sink
+
+
+@asynccontextmanager
+async def bench(
+    path: Path, *, ranks: int = 1, reply: str = "random", speedup: float = 0,
+    gate: int | None = None, **shape: Any,
+) -> AsyncIterator[Bench]:  # fmt: skip
+    limits = Limits(**{k: shape.pop(k) for k in ("max_model_len", "max_num_seqs") if k in shape})
+    size = {"blocks": 100, "block_size": 4, "prefix_caching": True, **shape}
+    made = EngineShape(limits=limits, timing=Timing(speedup), **size)
+    tasks, server, client = Tasks(), RequestServer(), RequestClient()
+    here = Bench([], None, client)  # type: ignore[arg-type]
+    for number in range(ranks):
+        meters = Meters(here.registry, str(number), "m")
+        here.ranks.append(
+            Rank(
+                number, made, meters, tasks, lambda _, c: here.changes.extend(c), here.loads.append
+            )
+        )
+    here.service = MockerService(here.ranks, AdmissionGate(gate, 2, here.registry), reply)
+    server.register(ENDPOINT, here.service.handle)
+    here.address = await server.start(f"uds:{path}/s.sock")
+    for rank in here.ranks:
+        tasks.spawn(rank.run())
+    try:
+        yield here
+    finally:
+        await client.close()
+        await tasks.close()
+        await server.close()
+
+
+async def settle(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not done():  # noqa: ASYNC110 - one loop turn at a time
+            await asyncio.sleep(0)
+
+
+async def test_tokens_stream_and_the_last_item_tells_why(tmp_path: Path) -> None:
+    async with bench(tmp_path) as here:
+        sink = await here.answer(list(range(20)), 5)
+        assert len(sink.tokens) == 5 and all(1000 <= t < 2000 for t in sink.tokens)
+        assert [item.finish_reason for item in sink.items] == [None] * 4 + ["length"]
+        usage = sink.items[-1].completion_usage
+        assert usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (20, 5, 25)
+        again = await here.answer(list(range(20)), 1)
+        usage = again.items[-1].completion_usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == 16
+
+
+async def test_equal_seeds_give_equal_answers(tmp_path: Path) -> None:
+    async with bench(tmp_path) as here:
+        one, two, other = [
+            await here.answer([1], 30, sampling_options=SamplingOptions(seed=seed))
+            for seed in (7, 7, 8)
+        ]
+        assert one.tokens == two.tokens != other.tokens
+
+
+async def test_echo_says_the_prompt(tmp_path: Path) -> None:
+    async with bench(tmp_path, reply="echo") as here:
+        sink = await here.answer([5, 300, 70000, 8], 100)
+        assert sink.tokens == [5, 300, 70000, 8]
+        assert sink.items[-1].finish_reason == "stop"
+
+
+async def test_an_answer_without_a_limit_has_one(tmp_path: Path) -> None:
+    async with bench(tmp_path) as here:
+        assert len((await here.answer([1, 2, 3])).tokens) == DEFAULT_MAX_TOKENS
+    async with bench(tmp_path, max_model_len=20) as here:
+        assert len((await here.answer([1, 2, 3])).tokens) == 17
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "more", "says"),
+    [
+        (list(range(300)), 101, {}, r"prompt \(300 tokens\) plus max_tokens \(101\) .* lower"),
+        ([], 5, {}, "token_ids is empty"),
+        ([1], 0, {}, r"max_tokens must be >= 1, got 0"),
+        ([1], 1, {"routing": Routing(dp_rank=3)}, "dp_rank 3 does not exist; this worker has 1"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused(
+    tmp_path: Path, prompt: list[int], limit: int, more: dict[str, Any], says: str
+) -> None:
+    async with bench(tmp_path) as here:
+        sink = await here.answer(prompt, limit, **more)
+        assert isinstance(sink.error, InvalidArgument)
+        with pytest.raises(InvalidArgument, match=says):
+            raise sink.error
+        assert here.service.gate.running == 0
+
+
+async def test_a_foreign_payload_is_refused(tmp_path: Path) -> None:
+    async with bench(tmp_path) as here:
+        sink, _ = here.open(codec.encode({"model": "m", "token_ids": "text"}))
+        await sink.over.wait()
+        assert isinstance(sink.error, InvalidArgument)
+
+
+@pytest.mark.parametrize("kind", ["stop", "kill", "disconnect"])
+async def test_cancellation_frees_the_blocks(tmp_path: Path, kind: str) -> None:
+    async with bench(tmp_path, speedup=1000) as here:
+        sink, stream = here.ask(list(range(20)), 300)
+        await sink.first.wait()
+        pool = here.ranks[0].pool
+        assert pool.used
+        if kind == "disconnect":
+            here.client.drop(here.address)
+        else:
+            getattr(stream, kind)()
+        await settle(lambda: not pool.used and not here.ranks[0].load)
+        assert here.service.gate.running == 0
+        if kind == "stop":
+            await sink.over.wait()
+            assert sink.items[-1].finish_reason == "cancelled"
+            assert sink.error is None
+
+
+async def test_a_slow_reader_holds_back_its_own_answer_only(tmp_path: Path) -> None:
+    async with bench(tmp_path) as here:
+        slow, stream = here.ask([1], 300)
+        stream.pause()
+        quick = await here.answer([2], 300)
+        assert len(quick.tokens) == 300
+        assert len(slow.tokens) < 10
+        stream.resume()
+        await slow.over.wait()
+        assert len(slow.tokens) == 300
+        assert here.ranks[0].pool.used == 0
+
+
+async def test_the_gate_refuses_and_lets_the_next_in(tmp_path: Path) -> None:
+    async with bench(tmp_path, gate=1) as here:
+        running, stream = here.ask([1], 300)
+        stream.pause()
+        waiting, _ = here.ask([2], 3)
+        leaving, left = here.ask([3], 3)
+        await running.first.wait()
+        refused = await here.answer([4], 3)
+        assert isinstance(refused.error, Overloaded)
+        left.stop()
+        await leaving.over.wait()
+        assert not leaving.tokens and leaving.error is None
+        stream.kill()
+        await waiting.over.wait()
+        assert len(waiting.tokens) == 3
+
+
+async def test_ranks_have_caches_of_their_own(tmp_path: Path) -> None:
+    async with bench(tmp_path, ranks=2) as here:
+        prompt = list(range(20))
+        for rank, cached in ((0, 0), (1, 0), (1, 16)):
+            sink = await here.answer(prompt, 1, routing=Routing(dp_rank=rank))
+            usage = sink.items[-1].completion_usage
+            assert usage is not None and usage.prompt_tokens_details is not None
+            assert usage.prompt_tokens_details.cached_tokens == cached
+
+
+async def test_events_and_load_tell_the_state(tmp_path: Path) -> None:
+    async with bench(tmp_path) as here:
+        await here.answer(list(range(20)), 1)
+        await settle(lambda: bool(here.loads) and here.loads[-1].num_requests_running == 0)
+        assert here.loads[0].kv_total_blocks == 100
+        assert here.loads[-1].kv_used_blocks == 0
+        (stored,) = here.changes
+        assert isinstance(stored, Stored) and len(stored.block_hashes) == 5 * 8
+        text = here.registry.render().decode()
+        assert 'vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 1' in text
+        assert 'vllm:num_requests_running{engine="0",model_name="m"} 0' in text
