@@ -1,7 +1,7 @@
 // A hash table that keeps its entries in hash order: open addressing, linear probing, sorted runs.
 //
-// Why sorted: a search for an absent key ends at the first greater one, so the table may be 80 %
-// full; and growing is one sequential pass that may grow by a quarter instead of doubling. Both
+// Why sorted: a search for an absent key ends at the first greater one, so the table may be 85 %
+// full; and growing is one sequential pass, so it may grow by a third instead of doubling. Both
 // keep the memory of an index of millions of blocks close to what its entries need.
 #pragma once
 
@@ -35,6 +35,8 @@ public:
         std::swap(homes_, other.homes_);
         std::swap(places_, other.places_);
         std::swap(size_, other.size_);
+        std::swap(full_, other.full_);
+        std::swap(scarce_, other.scarce_);
     }
 
     size_t size() const noexcept { return size_; }
@@ -56,44 +58,46 @@ public:
     // The only entry of `key`, or null. For tables whose keys do not repeat.
     Entry *find(Key key) const noexcept {
         Entry *at = seek(key);
-        return at != nullptr && at->value != 0 && at->key == key ? at : nullptr;
+        return is_at(at, key) ? at : nullptr;
+    }
+
+    // Whether what seek(key) found is an entry of `key`.
+    static bool is_at(const Entry *found, Key key) noexcept {
+        return found != nullptr && found->value != 0 && found->key == key;
     }
 
     void prefetch(Key key) const noexcept {
-        if (entries_ != nullptr) __builtin_prefetch(entries_ + home(key));
+        if (entries_ == nullptr) return;
+        const Entry *at = entries_ + home(key);
+        __builtin_prefetch(at, 1);
+        __builtin_prefetch(at + 6, 1);  // the run may go on in the next cache line
     }
 
     // Makes sure that one insert() succeeds. Throws std::bad_alloc and changes nothing otherwise.
     void make_room() {
-        if ((size_ + 1) * FULL_DIVISOR > homes_ * FULL_DIVIDEND) {
-            rebuild(homes_ + homes_ / 4 + MIN_HOMES, TAIL);
-        }
-        while (entries_[places_ - 2].value != 0) rebuild(homes_, (places_ - homes_) * 2);
+        if (size_ >= full_ || entries_[places_ - 2].value != 0) make_more_room();
     }
 
-    // Room must have been made. Entries of greater keys move one place on, up to a free one.
-    void insert(Key key, uint32_t value) noexcept {
-        Entry *at = seek(key), *free_place = at;
-        while (free_place->value != 0) free_place++;
-        std::memmove(at + 1, at, static_cast<size_t>(free_place - at) * sizeof(Entry));
-        *at = Entry{key, value};
+    // `at` is what seek(key) found, after room was made. Later entries of the run move one on.
+    void insert(Entry *at, Key key, uint32_t value) noexcept {
+        Entry moving{key, value};
+        for (; at->value != 0; at++) std::swap(*at, moving);
+        *at = moving;
         size_++;
     }
 
     // Closes the gap at once (no tombstones); gives memory back when few entries are left.
     void erase(Entry *at) noexcept {
-        Entry *stop = at + 1;
-        while (stop->value != 0 && entries_ + home(stop->key) != stop) stop++;
-        std::memmove(at, at + 1, static_cast<size_t>(stop - at - 1) * sizeof(Entry));
-        (stop - 1)->value = 0;
-        size_--;
-        if (size_ * 4 < homes_ && homes_ > MIN_HOMES * 4) shrink();
+        for (Entry *next = at + 1; next->value != 0 && entries_ + home(next->key) != next; next++)
+            *at++ = *next;
+        at->value = 0;
+        if (--size_ < scarce_) shrink();
     }
 
     void reset() noexcept {
         std::free(entries_);
         entries_ = nullptr;
-        homes_ = places_ = size_ = 0;
+        homes_ = places_ = size_ = full_ = scarce_ = 0;
     }
 
     // What is wrong with the table itself, or null.
@@ -118,7 +122,6 @@ public:
 private:
     static constexpr size_t MIN_HOMES = 16;
     static constexpr size_t TAIL = 16;  // places behind the last home; the very last stays free
-    static constexpr size_t FULL_DIVIDEND = 4, FULL_DIVISOR = 5;
 
     // Order-preserving: a greater key never has a smaller home.
     size_t home(Key key) const noexcept {
@@ -133,17 +136,24 @@ private:
         return static_cast<Entry *>(std::calloc(places, sizeof(Entry)));
     }
 
+    __attribute__((noinline)) void make_more_room() {
+        if (size_ >= full_) rebuild(homes_ + homes_ / 3 + MIN_HOMES, TAIL);
+        while (entries_[places_ - 2].value != 0) rebuild(homes_, (places_ - homes_) * 2);
+    }
+
     void rebuild(size_t homes, size_t tail) {
         OrderedTable next;
         next.entries_ = allocate(homes + tail);
         if (next.entries_ == nullptr) throw std::bad_alloc();
         next.homes_ = homes;
         next.places_ = homes + tail;
+        next.full_ = homes * 17 / 20;
+        next.scarce_ = homes > MIN_HOMES * 4 ? homes / 4 : 0;
         if (!next.take_from(*this)) return rebuild(homes, tail * 2);
         swap(next);
     }
 
-    void shrink() noexcept {
+    __attribute__((noinline)) void shrink() noexcept {
         try {
             rebuild(size_ + size_ / 2 + MIN_HOMES, TAIL);
         } catch (const std::bad_alloc &) {
@@ -170,6 +180,8 @@ private:
     size_t homes_ = 0;   // places that keys can call home
     size_t places_ = 0;  // homes and tail
     size_t size_ = 0;
+    size_t full_ = 0;    // the table grows at this size
+    size_t scarce_ = 0;  // and shrinks below this one
 };
 
 }  // namespace dynamo

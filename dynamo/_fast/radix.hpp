@@ -189,12 +189,13 @@ private:
     // Returns the block's node, or NOBODY if the cap refuses it.
     uint32_t store_one(uint32_t slot, uint32_t parent, uint64_t key, uint64_t tokens_hash) {
         Held &held = held_[slot];
-        auto *entry = held.find(key);
-        uint32_t node = nodes_.find_child(parent, tokens_hash);
-        if (entry != nullptr && node != NOBODY && entry->value == node) return node;
-        if ((entry == nullptr && blocks_ >= cap_) || (node == NOBODY && nodes_.size() >= cap_))
-            return NOBODY;
         held.make_room();
+        auto *entry = held.seek(key);
+        bool is_new = !held.is_at(entry, key);
+        uint32_t node = nodes_.find_child(parent, tokens_hash);
+        if (!is_new && entry->value == node) return node;
+        if ((is_new && blocks_ >= cap_) || (node == NOBODY && nodes_.size() >= cap_))
+            return NOBODY;
         nodes_.make_room();
         aliases_.make_room();
         if (node == NOBODY) node = nodes_.create(parent, tokens_hash);
@@ -203,13 +204,12 @@ private:
         } else {
             nodes_.hold(node, slot);
         }
-        if (entry == nullptr) {
-            held.insert(key, node);
+        if (is_new) {
+            held.insert(entry, key, node);
             blocks_++;
         } else {
             // The id names another block now. The new place is held before the old one is given
             // up, because giving up may prune nodes on the way to the new place.
-            entry = held.find(key);
             uint32_t old = entry->value;
             entry->value = node;
             release(slot, old);
@@ -230,7 +230,7 @@ private:
         if (auto *entry = aliases_.find(key)) {
             entry->value++;
         } else {
-            aliases_.insert(key, 1);
+            aliases_.insert(aliases_.seek(key), key, 1);
         }
     }
 

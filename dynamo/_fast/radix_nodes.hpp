@@ -76,7 +76,7 @@ public:
     // Makes sure that the next create() and hold() succeed. Throws std::bad_alloc otherwise.
     void make_room() {
         siblings_.make_room();
-        if (free_ == NOBODY && fresh_ / CHUNK == chunks_.size())
+        if (free_ == NOBODY && fresh_ == chunks_.size() * CHUNK)
             chunks_.push_back(std::make_unique<Node[]>(CHUNK));
         if (words_.capacity() - words_.size() < 2)
             words_.reserve(words_.size() + words_.size() / 4 + 16);
@@ -93,7 +93,8 @@ public:
         if (above.child == NOBODY) {
             above.child = child;
         } else {
-            siblings_.insert(tag(parent, tokens_hash), child);
+            uint32_t key = tag(parent, tokens_hash);
+            siblings_.insert(siblings_.seek(key), key, child);
             above.others++;
         }
         return child;
