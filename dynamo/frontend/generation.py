@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo.errors import DynamoError
+from dynamo.frontend import usage
 from dynamo.frontend.choice import Choice
 from dynamo.frontend.detokenizer import make_detokenizer
 from dynamo.frontend.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
@@ -167,24 +168,17 @@ class GenerationStream:
     @property
     def completion_tokens(self) -> int:
         """Tokens generated so far, all choices."""
-        return sum([choice.tokens for choice in self._choices])
+        return usage.completion_tokens(self._choices)
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts: the engine's count where it gave one."""
-        return sum(map(self._prompt_tokens, range(len(self._prepared.prompts))))
+        return usage.prompt_tokens(self._prepared, self._choices, self._own_count)
 
     @property
     def cached_tokens(self) -> int | None:
         """Prompt tokens that the engines did not have to compute, None if none of them said."""
-        found = [
-            usage.prompt_tokens_details.cached_tokens
-            for choice in self._choices[:: self._prepared.n]
-            if (usage := choice.usage) is not None
-            and usage.prompt_tokens_details is not None
-            and usage.prompt_tokens_details.cached_tokens is not None
-        ]
-        return sum(found) if found else None
+        return usage.cached_tokens(self._prepared, self._choices)
 
     # --- private
 
@@ -235,9 +229,9 @@ class GenerationStream:
 
     def _shape_of(self, index: int) -> Shape:
         if not self._shapes:  # only now is it certain that the answer is streamed
-            usage = b',"usage":null' if self._with_usage else b""
+            null = b',"usage":null' if self._with_usage else b""
             self._shapes = [
-                self._shape(self._envelope, each, usage) for each in range(len(self._choices))
+                self._shape(self._envelope, each, null) for each in range(len(self._choices))
             ]
         return self._shapes[index]
 
@@ -251,22 +245,8 @@ class GenerationStream:
             shown["stop_reason"] = choice.stop_reason
         return shown or None
 
-    def _prompt_tokens(self, prompt: int) -> int:
-        index = prompt * self._prepared.n
-        usage = self._choices[index].usage
-        if usage is not None and usage.prompt_tokens and index not in self._own_count:
-            return usage.prompt_tokens
-        return len(self._prepared.prompts[prompt].token_ids)
-
     def _usage(self) -> bytes:
-        prompt, completion = self.prompt_tokens, self.completion_tokens
-        cached = self.cached_tokens
-        return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d%b}' % (
-            prompt,
-            completion,
-            prompt + completion,
-            b"" if cached is None else b',"prompt_tokens_details":{"cached_tokens":%d}' % cached,
-        )
+        return usage.usage_json(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
 
 class ChatStream(GenerationStream):

@@ -26,7 +26,7 @@ from dynamo.protocols.codec import Tokens
 __all__ = ["CACHE_BYTES", "CacheStats", "Tokenizer", "load_tokenizer"]
 
 CACHE_BYTES = 16 << 20
-_FAST_INLINE_BYTES = 1 << 20
+_FAST_INLINE_BYTES = 256 << 10
 _SLOW_INLINE_BYTES = 4 << 10
 _PROBE = (
     "The quick brown fox can't jump over 1234567890 lazy dogs!!  \n\n\t"

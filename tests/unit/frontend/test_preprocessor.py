@@ -201,7 +201,7 @@ def test_model_without_a_template(tmp_path: Path) -> None:
 
 async def test_off_loop_gives_the_same() -> None:
     preprocessor = example_preprocessor()
-    long = "word " * 300_000
+    long = "word " * 200_000
     assert len(long) > preprocessor.inline_limit_bytes
     request = parse_completion(completion_body(prompt=["a", long], max_tokens=1))
     with pytest.raises(InvalidArgument, match="maximum context length"):
