@@ -25,8 +25,8 @@ from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensD
 from dynamo.protocols.openai import ChatCompletionRequest
 
 MODEL = Path(__file__).parents[2] / "examples" / "model"
-FRESH = 256
-ROUNDS = 7
+FRESH = 128
+ROUNDS = 25
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def tokenizing(preprocessor: Preprocessor) -> None:
     """Prompts never seen before; beside them `tokenizers`."""
     reference = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     for words in (60, 800, 21_500):
-        count = FRESH if words < 1000 else 24
+        count = FRESH if words < 1000 else 8
         # Fresh words in each round, or the segment cache would answer.
         texts = [_words(words, seed) for seed in range(count * ROUNDS)]
         tokens = len(preprocessor.tokenizer.encode(_words(words, -1)))
