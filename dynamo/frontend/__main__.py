@@ -21,7 +21,7 @@ from dynamo.runtime import DistributedRuntime
 
 __all__ = ["main"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("dynamo.frontend")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

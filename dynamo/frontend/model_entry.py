@@ -7,6 +7,7 @@ import logging
 import time
 
 from dynamo.config.router import RouterSettings
+from dynamo.frontend.accepted import AcceptedWorkers
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocessor import Preprocessor
 from dynamo.protocols.card import ModelCard
@@ -40,6 +41,7 @@ class ModelEntry:
         self.ready = False
         self.loading = False
         self._all_metrics = metrics
+        self._accepted: AcceptedWorkers | None = None
         self._live: LiveRouter | None = None
         self._closed = False
 
@@ -62,17 +64,36 @@ class ModelEntry:
             return "endpoint"
         return "" if mine.checksum == card.checksum else "checksum"
 
+    def add_worker(self, key: str, card: ModelCard) -> None:
+        """The worker whose ``card`` is at ``key`` may be sent requests."""
+        self.workers[key] = card
+        if self._accepted is not None:
+            self._accepted.accept(card.instance_id)
+        if self.ready:
+            self.show()
+
+    def remove_worker(self, key: str) -> ModelCard:
+        """It may not any more."""
+        card = self.workers.pop(key)
+        if self._accepted is not None:
+            self._accepted.refuse(card.instance_id)
+        if self.ready:
+            self.show()
+        return card
+
     async def load(self, runtime: DistributedRuntime, settings: RouterSettings) -> None:
         """Load tokenizer and template in a thread, connect to the workers. Raises DynamoError."""
-        self.loading = True
         card = self.card
         begun = time.monotonic()
         try:
             self.preprocessor = await asyncio.to_thread(Preprocessor, card)
             path = f"{card.namespace}.{card.component}.{card.endpoint}"
             self.client = await runtime.endpoint(path).client()
-            self.client.on_change(self._workers_changed)
-            self._live = await self._start_router(runtime, settings)
+            self._accepted = AcceptedWorkers(self.client)
+            for worker in self.workers.values():
+                self._accepted.accept(worker.instance_id)
+            self._accepted.on_change(self._workers_changed)
+            self._live = await self._start_router(runtime, settings, self._accepted)
             self.picker = self._live.picker
             self.ready = not self._closed
         finally:
@@ -90,13 +111,14 @@ class ModelEntry:
         live, self._live = self._live, None
         if live is not None:
             await live.close()
+            self.client.close()
 
     def show(self) -> None:
         """Bring the model's gauges up to date."""
         self._all_metrics.show_card(self.card, self.served)
 
     async def _start_router(
-        self, runtime: DistributedRuntime, settings: RouterSettings
+        self, runtime: DistributedRuntime, settings: RouterSettings, workers: AcceptedWorkers
     ) -> LiveRouter:
         card = self.card
         live = LiveRouter(
@@ -106,7 +128,8 @@ class ModelEntry:
             card.endpoint,
             settings.kv_cache_block_size or card.kv_cache_block_size,
             settings,
-            self.client,
+            workers,
+            self.name,
         )
         await live.start()
         return live

@@ -48,6 +48,7 @@ class Models:
         self._entries: dict[str, ModelEntry] = {}
         self._names: dict[str, ModelEntry] = {}
         self._owners: dict[str, ModelEntry] = {}
+        self._rejected: dict[str, ModelCard] = {}
         self._watch: Watch | None = None
 
     async def start(self) -> None:
@@ -120,6 +121,7 @@ class Models:
             if entry.workers:
                 text = f"{key}: other workers of {name} have another {reason}; it gets no requests"
                 self._reject(name, reason, text)
+                self._rejected[key] = card
                 return
             self._drop(entry)
             entry = None
@@ -127,22 +129,30 @@ class Models:
             entry = self._entries[name] = ModelEntry(card, self._metrics)
             for alias in (name, *card.model_aliases):
                 self._names.setdefault(alias, entry)
-        entry.workers[key] = card
+        entry.add_worker(key, card)
         self._owners[key] = entry
         log.info("model %s: worker %x joined (%d)", name, card.instance_id, len(entry.workers))
-        if entry.ready:
-            entry.show()
-        elif not entry.loading:
+        if not entry.ready and not entry.loading:
+            entry.loading = True
             self._tasks.spawn(self._load(entry), name=f"load {name}")
 
     def _remove(self, key: str) -> None:
+        self._rejected.pop(key, None)
         entry = self._owners.pop(key, None)
         if entry is None:
             return
-        card = entry.workers.pop(key)
+        card = entry.remove_worker(key)
         log.info("model %s: worker %x left (%d)", entry.name, card.instance_id, len(entry.workers))
         if not entry.workers:
-            entry.show()
+            self._reconsider(entry.name)
+
+    def _reconsider(self, name: str) -> None:
+        """The workers that others were compared with are gone: those others may serve now."""
+        waiting = [one for one in self._rejected.items() if one[1].display_name == name]
+        for key, card in waiting:
+            if key in self._rejected:
+                del self._rejected[key]
+                self._add(key, card)
 
     def _drop(self, entry: ModelEntry) -> None:
         """Nobody serves the model any more, and who comes now is different."""

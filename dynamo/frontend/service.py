@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import signal
 from collections.abc import Callable
@@ -61,9 +62,10 @@ class Frontend:
         try:
             bound = await self._server.start(settings.http_host, settings.http_port)
         except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
             raise ConfigError(
-                f"can't listen on {settings.http_host}:{settings.http_port} "
-                f"({error.strerror or error}); choose another with --http-port or --http-host"
+                f"can't listen on {settings.http_host}:{settings.http_port} ({reason}); "
+                "choose another with --http-port or --http-host"
             ) from None
         self._delay.start()
         await self.models.start()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Protocol
 
 import msgspec
 
@@ -20,17 +21,26 @@ from dynamo.router.indexer import Indexer, Recovery
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, EventMetrics, Place, WorkerMetrics
 from dynamo.router.recovery import KV_QUERY, Questions
-from dynamo.runtime import Client, DistributedRuntime
+from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.channels import Subscription
+from dynamo.runtime.client import OnInstances
 from dynamo.runtime.discovery import KeyEvent, Watch
 
-__all__ = ["KV_EVENTS", "LiveRouter"]
+__all__ = ["KV_EVENTS", "InstanceSource", "LiveRouter"]
 
 KV_EVENTS = "kv-events"
 SWEEP_S = 30.0
 
 logger = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
+
+
+class InstanceSource(Protocol):
+    """Tells of instances that come and go; a :class:`Client`, or a choice among its instances."""
+
+    def on_change(self, callback: OnInstances) -> None:
+        """Call ``callback`` for the instances known by now and for every change."""
+        ...
 
 
 class _CardPart(msgspec.Struct):
@@ -58,7 +68,7 @@ class LiveRouter:
         endpoint: str,
         block_size: int,
         settings: RouterSettings,
-        client: Client,
+        client: InstanceSource,
         model: str = "",
     ) -> None:
         self.path = (namespace, component, endpoint)
