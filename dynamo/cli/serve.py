@@ -187,7 +187,7 @@ def _serve(made: Plan, settings: ServeSettings, runtime: RuntimeSettings) -> int
     home.own()
 
     def body() -> int:
-        return _arbiter(made, settings, home)
+        return _arbiter(made, settings, runtime, home)
 
     def clean_up() -> None:
         home.clear()
@@ -196,7 +196,9 @@ def _serve(made: Plan, settings: ServeSettings, runtime: RuntimeSettings) -> int
     return run_guarded(body, clean_up)
 
 
-def _arbiter(made: Plan, settings: ServeSettings, home: RunDirectory) -> int:
+def _arbiter(
+    made: Plan, settings: ServeSettings, runtime: RuntimeSettings, home: RunDirectory
+) -> int:
     """What the guarded process does."""
     # Imported here: the guard, and everything that only looks at a graph, does without circus.
     from dynamo.serve.deployment import Deployment
@@ -210,6 +212,7 @@ def _arbiter(made: Plan, settings: ServeSettings, home: RunDirectory) -> int:
     try:
         for line in home.reconcile():
             console.say(line, logging.WARNING)
+        socket_path(runtime, "circus.sock")  # its directory, which an earlier crash may share
         count = len(made.specs)
         console.say(f"starting {count} processes in namespace {made.namespace!r}")
         return asyncio.run(Deployment(made, settings, home, console).run())

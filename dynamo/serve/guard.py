@@ -30,8 +30,8 @@ def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
     """Run ``body`` in a child of its own session; its exit status, or 128 + the signal it died of.
 
     ``body`` starts with the stop signals blocked: none is lost while it sets itself up. It must
-    unblock them. ``clean_up`` runs here when everything below has ended, and must bear being the
-    second to do so. The third stop signal kills the child.
+    unblock them. ``clean_up`` runs here when everything below has ended, or in the child if we are
+    killed before. The third stop signal kills the child.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     become_subreaper()
@@ -40,7 +40,7 @@ def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
     guard = os.getpid()
     child = os.fork()
     if child == 0:
-        _child(body, guard)
+        _child(body, clean_up, guard)
     status = _wait(child)
     if left := end_descendants(_SWEEP_TIMEOUT_S):
         _log.error("processes %s cannot be killed: the kernel holds them", left)
@@ -50,14 +50,16 @@ def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
     return status
 
 
-def _child(body: Callable[[], int], guard: int) -> None:
+def _child(body: Callable[[], int], clean_up: Callable[[], None], guard: int) -> None:
     """The arbiter's side of the fork; never returns."""
     status = 1
     try:
         os.setsid()  # a Ctrl-C at the terminal reaches the guard alone
-        die_with_parent(signal.SIGTERM, guard)
         become_subreaper()
-        status = body()
+        if die_with_parent(signal.SIGTERM, guard):
+            status = body()
+        if os.getppid() != guard:
+            clean_up()  # the guard is dead
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else 1
     except BaseException:  # noqa: BLE001 - the last frame of this process: show it and exit

@@ -82,14 +82,13 @@ def environment(pid: int) -> dict[str, str]:
     return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
 
 
-def die_with_parent(signum: int, parent: int) -> None:
-    """Ask for ``signum`` when ``parent`` dies. Exits if it has died already.
+def die_with_parent(signum: int, parent: int) -> bool:
+    """Ask for ``signum`` when ``parent`` dies. False if it has died already.
 
     The kernel watches the *thread* that forked us. Kept across execve, not across fork.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:
-        os._exit(128 + signum)
+    return os.getppid() == parent
 
 
 def become_subreaper() -> None:

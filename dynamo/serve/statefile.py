@@ -67,7 +67,7 @@ class FileLock:
         """Free the lock; ``remove`` unlinks the file first. May be called again."""
         if self._fd < 0:
             return
-        if remove:
+        if remove and self._is_current(self._fd):
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = -1

@@ -62,7 +62,7 @@ class SupervisedProcess(Process):  # type: ignore[misc]
                 stdout=self.output.write_fd,
                 stderr=self.output.write_fd,
                 start_new_session=True,
-                preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
+                preexec_fn=partial(_before_exec, os.getpid()),
             )
         except BaseException:
             self.output.close()
@@ -104,6 +104,12 @@ class SupervisedProcess(Process):  # type: ignore[misc]
 
     def stop(self) -> None:
         """circus's last word after the end: nothing is left to do."""
+
+
+def _before_exec(arbiter: int) -> None:
+    """What the child does between fork and exec."""
+    if not die_with_parent(signal.SIGKILL, arbiter):
+        os._exit(128 + signal.SIGKILL)
 
 
 class SupervisedWatcher(Watcher):  # type: ignore[misc]
@@ -180,7 +186,10 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         stop_signal: int | None = None,
         graceful_timeout: float | None = None,
     ) -> bool:
-        """Ask ``process`` to end, kill its group when it does not; returns when it is gone."""
+        """Ask ``process`` to end, kill its group when it does not; returns when it is gone.
+
+        False, because circus takes True as "now forget it", which the reaper has done already.
+        """
         if not process.stopping:
             process.stopping = True
             process.send_signal(self.stop_signal if stop_signal is None else stop_signal)
@@ -193,7 +202,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             self.arbiter.overdue(self, process)
             process.kill_session()
             await process.exited.wait()
-        return True
+        return False
 
     def reap_processes(self) -> None:
         """Reap all that has ended: the arbiter has the one reaper."""

@@ -1,0 +1,169 @@
+"""Signals and kills at random moments, start-up included: afterwards nothing is left.
+
+Nothing means: no process with our marker in its environment, wherever it hides; no socket, no
+statefile, no lease, no lock. The moments are random, the seeds are not.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from serving import Serving
+
+GRAPH = """
+Front: {run: SLEEPER, drain: 0.05}
+Worker: {run: SLEEPER, children: 1, drain: 0.05, ServiceArgs: {workers: 2}}
+Escaping: {run: SLEEPER, children: 1, escape: true}
+"""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LATEST_S = 1.2
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    made = Serving(tmp_path)
+    yield made
+    made.close()
+
+
+def arbiter_of(serving: Serving) -> int | None:
+    """The guard's child with a session of its own; it may have no statefile yet."""
+    try:
+        children = psutil.Process(serving.pid).children()
+        return next((c.pid for c in children if os.getsid(c.pid) == c.pid), None)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return None
+
+
+def wait_for_arbiter(serving: Serving) -> int:
+    deadline = time.monotonic() + 10
+    while (pid := arbiter_of(serving)) is None:
+        assert time.monotonic() < deadline
+    return pid
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_stop_signal_at_any_moment(serving: Serving, seed: int) -> None:
+    dice = random.Random(seed)
+    serving.start(GRAPH, wait="")
+    time.sleep(dice.uniform(0.0, LATEST_S))
+    assert serving.process is not None
+    serving.process.send_signal(dice.choice(STOPS))
+    if dice.random() < 0.3:  # an impatient person
+        time.sleep(dice.uniform(0.0, 0.2))
+        serving.process.send_signal(signal.SIGINT)
+    serving.wait()
+    serving.assert_clean()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_kill_9_of_the_arbiter_at_any_moment(serving: Serving, seed: int) -> None:
+    dice = random.Random(100 + seed)
+    serving.start(GRAPH, wait="")
+    arbiter = wait_for_arbiter(serving)
+    time.sleep(dice.uniform(0.0, LATEST_S))
+    os.kill(arbiter, signal.SIGKILL)
+    assert serving.wait() == 128 + signal.SIGKILL
+    serving.assert_clean()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_kill_9_of_the_guard_at_any_moment(serving: Serving, seed: int) -> None:
+    dice = random.Random(200 + seed)
+    serving.start(GRAPH, wait="")
+    wait_for_arbiter(serving)
+    time.sleep(dice.uniform(0.0, LATEST_S))
+    os.kill(serving.pid, signal.SIGKILL)
+    assert serving.wait() == -signal.SIGKILL
+    serving.assert_clean()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kill_9_of_workers_again_and_again(serving: Serving, seed: int) -> None:
+    """Each comes back, with children of its own; those of the dead are gone."""
+    dice = random.Random(300 + seed)
+    serving.start(GRAPH, DYN_SERVE_RESTART_BURST="1000")
+    for _ in range(6):
+        service = dice.choice(("Front", "Worker", "Worker_1", "Escaping"))
+        (old,) = serving.wait_for_pids(service)
+        children = psutil.Process(old).children()
+        time.sleep(dice.uniform(0.0, 0.3))
+        os.kill(old, signal.SIGKILL)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        serving.wait_for_pids(service, unlike=old)
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kills_during_the_stop(serving: Serving, seed: int) -> None:
+    """The arbiter or the guard dies while the workers finish their work."""
+    dice = random.Random(400 + seed)
+    serving.start(GRAPH.replace("drain: 0.05", "drain: 1"), wait="started")
+    for _ in range(3):
+        serving.wait_for("started")
+    arbiter = serving.arbiter_pid
+    assert serving.process is not None
+    serving.process.send_signal(signal.SIGTERM)
+    time.sleep(dice.uniform(0.0, 0.8))
+    os.kill(dice.choice((arbiter, serving.pid)), signal.SIGKILL)
+    serving.process.wait(15)
+    serving.assert_clean()
+
+
+def test_the_process_group_of_the_terminal_is_killed(serving: Serving) -> None:
+    """`kill -9 -PGID` hits the guard and nobody else: the arbiter has a session of its own."""
+    serving.start(GRAPH)
+    os.killpg(serving.pid, signal.SIGKILL)
+    serving.wait()
+    serving.assert_clean()
+
+
+def test_a_stopped_guard_does_not_stop_the_supervision(serving: Serving) -> None:
+    """Ctrl-Z: the services go on, and a worker that dies meanwhile comes back."""
+    serving.start(GRAPH)
+    (old,) = serving.wait_for_pids("Worker")
+    os.kill(serving.pid, signal.SIGSTOP)
+    os.kill(old, signal.SIGKILL)
+    serving.wait_for_pids("Worker", unlike=old)
+    os.kill(serving.pid, signal.SIGCONT)
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def test_a_hung_arbiter_is_killed_by_the_third_ctrl_c(serving: Serving) -> None:
+    serving.start(GRAPH)
+    serving.wait_for_pids("Worker")
+    os.kill(serving.arbiter_pid, signal.SIGSTOP)
+    assert serving.process is not None
+    for _ in range(3):
+        serving.process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    assert serving.wait() == 128 + signal.SIGKILL
+    serving.assert_clean()
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_it_starts_again_after_a_crash(serving: Serving, both: bool) -> None:
+    graph = GRAPH.replace(", escape: true", "")
+    for _ in range(2):
+        serving.start(graph)
+        serving.wait_for_pids("Worker")
+        arbiter = serving.arbiter_pid
+        os.kill(arbiter, signal.SIGKILL)
+        if both:
+            os.kill(serving.pid, signal.SIGKILL)
+        assert serving.process is not None
+        serving.process.wait(15)
+        psutil.wait_procs([psutil.Process(arbiter)] if psutil.pid_exists(arbiter) else [], 5)
+    serving.start(graph)
+    assert serving.stop() == 0
+    serving.assert_clean()

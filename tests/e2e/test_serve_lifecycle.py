@@ -1,0 +1,369 @@
+"""`dynamo serve` with stand-in services: start, control, restart, give up, stop, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from serving import CIRCUSCTL, ROOT, Serving
+
+TWO = """
+A: {run: SLEEPER, ServiceArgs: {workers: 2}}
+B: {run: SLEEPER}
+"""
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    made = Serving(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_life(serving: Serving) -> None:
+    serving.start(TWO)
+    serving.wait_for("control: circusctl --endpoint ipc://")
+    ns = serving.namespace
+    assert serving.circusctl("list") == f"{ns}_a,{ns}_a_1,{ns}_b"  # circus lower-cases
+    assert f"{ns}_A_1: active" in serving.circusctl("status")
+    assert serving.state_dir.stat().st_mode & 0o777 == 0o700
+    pids = {name: serving.wait_for_pids(name) for name in ("A", "A_1", "B")}
+    (process,) = map(psutil.Process, pids["A_1"])
+    assert process.environ()["DYN_NAMESPACE"] == ns
+    assert os.getsid(process.pid) == process.pid
+    assert process.cwd() == str(serving.tmp_path)
+    assert serving.stop() == 0
+    assert "stopped" in serving.lines[-1]
+    serving.assert_clean()
+    logs = sorted(path.name for path in (serving.state_dir / ns / "logs").iterdir())
+    assert logs == [f"{ns}_A.log", f"{ns}_A_1.log", f"{ns}_B.log"]
+
+
+def test_circusctl_stop_start_incr_quit(serving: Serving) -> None:
+    serving.start(TWO)
+    ns = serving.namespace
+    serving.wait_for_pids("B")
+    assert serving.circusctl("stop", f"{ns}_B", "--waiting") == "ok"
+    assert serving.circusctl("status", f"{ns}_B") == "stopped"
+    assert serving.pids("B") == [] or not psutil.pid_exists(serving.pids("B")[0])
+    assert serving.circusctl("start", f"{ns}_B", "--waiting").endswith("ok")
+    assert serving.circusctl("incr", f"{ns}_B", "--waiting") == "2"
+    assert serving.circusctl("numprocesses", f"{ns}_B") == "2"
+    assert serving.circusctl("decr", f"{ns}_B", "--waiting") == "1"
+    assert serving.circusctl("restart", f"{ns}_B", "--waiting").endswith("ok")
+    assert serving.circusctl("quit") == "ok"
+    assert serving.wait() == 0
+    serving.assert_clean()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_every_stop_signal(serving: Serving, signum: int) -> None:
+    serving.start(TWO)
+    assert serving.stop(signum) == 0
+    serving.assert_clean()
+
+
+def test_a_killed_worker_comes_back_at_once(serving: Serving) -> None:
+    serving.start(TWO)
+    (old,) = serving.wait_for_pids("A_1")
+    began_s = time.monotonic()
+    os.kill(old, signal.SIGKILL)
+    serving.wait_for_pids("A_1", unlike=old)
+    assert time.monotonic() - began_s < 1.0
+    serving.wait_for("A_1 .* was killed by SIGKILL; starting it again now")
+    assert serving.stop() == 0
+
+
+def test_a_draining_sibling_does_not_hold_up_a_restart(serving: Serving) -> None:
+    serving.start("Slow: {run: SLEEPER, drain: 4}\nB: {run: SLEEPER}\n")
+    (old,) = serving.wait_for_pids("B")
+    words = ("stop", f"{serving.namespace}_Slow", "--waiting")
+    control = subprocess.Popen([CIRCUSCTL, "--endpoint", serving.endpoint, *words])
+    with control:
+        (slow,) = serving.pids("Slow")
+        deadline = time.monotonic() + 10
+        while serving.circusctl("status", f"{serving.namespace}_Slow") != "stopping":
+            assert time.monotonic() < deadline
+        began_s = time.monotonic()
+        os.kill(old, signal.SIGKILL)
+        serving.wait_for_pids("B", unlike=old)
+        assert time.monotonic() - began_s < 1.0 and psutil.pid_exists(slow)
+        assert control.wait(15) == 0
+    assert serving.stop() == 0
+
+
+def test_what_a_worker_started_ends_with_it(serving: Serving) -> None:
+    """Children in its session, and children that left for a session of their own."""
+    serving.start("A: {run: SLEEPER, children: 2}\nB: {run: SLEEPER, children: 2, escape: true}\n")
+    for service in ("A", "B"):
+        (old,) = serving.wait_for_pids(service)
+        while len(children := psutil.Process(old).children()) < 2:
+            time.sleep(0.01)
+        os.kill(old, signal.SIGKILL)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive
+        serving.wait_for_pids(service, unlike=old)
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def test_a_bad_flag_is_shown_and_nothing_is_retried(serving: Serving) -> None:
+    serving.start("A: {run: SLEEPER, no-such-flag: 1}\n", wait="")
+    assert serving.wait() == 1
+    text = serving.text()
+    assert "gave up" in text and "its command line was refused (exit status 2)" in text
+    assert "unrecognized arguments: --no-such-flag 1" in text
+    assert "no worker is left; stopping" in text
+    assert "starting it again" not in text
+    serving.assert_clean()
+
+
+def test_a_service_that_keeps_dying_is_given_up_and_the_rest_lives_on(serving: Serving) -> None:
+    serving.start(
+        "A: {run: SLEEPER}\nBad: {run: SLEEPER, exit: 3}\n",
+        wait="gave up .*_Bad: 3 deaths within 60 s",
+        DYN_SERVE_RESTART_BURST="3",
+    )
+    serving.wait_for("about to fail")
+    serving.wait_for("the other services go on")
+    (pid,) = serving.wait_for_pids("A")
+    assert psutil.pid_exists(pid)
+    assert serving.circusctl("status", f"{serving.namespace}_Bad") == "stopped"
+    assert serving.stop() == 1
+    serving.assert_clean()
+
+
+def test_a_program_that_cannot_be_started(serving: Serving) -> None:
+    program = serving.tmp_path / "not-executable"
+    program.write_text("x")
+    serving.start(f"A: {{run: [{program}]}}\n", wait="")
+    assert serving.wait() == 1
+    assert "it cannot be started: [Errno 13] Permission denied" in serving.text()
+    serving.assert_clean()
+
+
+def test_a_stubborn_worker_is_killed_after_its_time(serving: Serving) -> None:
+    serving.start("A: {run: SLEEPER, stubborn: true, ServiceArgs: {graceful_timeout: 0.5}}\n")
+    serving.wait_for("started")
+    began_s = time.monotonic()
+    assert serving.stop() == 0
+    assert 0.4 < time.monotonic() - began_s < 5
+    assert "did not end within 0.5 s; killing it" in serving.text()
+    serving.assert_clean()
+
+
+def test_the_second_ctrl_c_kills(serving: Serving) -> None:
+    serving.start("A: {run: SLEEPER, stubborn: true}\n")
+    serving.wait_for("started")
+    assert serving.process is not None
+    serving.process.send_signal(signal.SIGINT)
+    serving.wait_for("not now")
+    assert serving.stop(signal.SIGINT, timeout_s=10) == 0
+    assert "killing what is left" in serving.text()
+    serving.assert_clean()
+
+
+def test_workers_may_finish_their_work(serving: Serving) -> None:
+    serving.start("A: {run: SLEEPER, drain: 1}\n")
+    serving.wait_for("started")
+    began_s = time.monotonic()
+    assert serving.stop() == 0
+    assert time.monotonic() - began_s > 0.9
+    assert "killing" not in serving.text()
+
+
+def test_a_second_deployment_is_refused(serving: Serving, tmp_path: Path) -> None:
+    serving.start(TWO)
+    other = Serving(tmp_path)
+    other.namespace = serving.namespace
+    try:
+        other.start(TWO, wait="")
+        assert other.wait() == 1
+        assert f"already served by process {serving.pid}" in other.text()
+        assert f"stop it with: kill {serving.pid}" in other.text()
+    finally:
+        other.close()
+    assert serving.circusctl("status").count("active") == 3
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def test_two_namespaces_do_not_touch_each_other(serving: Serving, tmp_path: Path) -> None:
+    serving.start(TWO)
+    other = Serving(tmp_path)
+    try:
+        other.start(other.graph("A: {run: SLEEPER}\n", "other.yaml"))
+        assert other.stop() == 0
+        other.wait_until_gone()
+        assert serving.circusctl("status").count("active") == 3
+        assert serving.statefile.exists()
+    finally:
+        other.close()
+    assert serving.stop() == 0
+
+
+def test_after_a_crash_the_next_one_cleans_up(serving: Serving) -> None:
+    """Guard and arbiter both gone at once: the only case that is left to the next start."""
+    serving.start("A: {run: SLEEPER, children: 1}\n")
+    (worker,) = serving.wait_for_pids("A")
+    while not (children := psutil.Process(worker).children()):
+        time.sleep(0.01)
+    os.kill(serving.pid, signal.SIGSTOP)  # the guard cannot notice
+    os.kill(serving.arbiter_pid, signal.SIGKILL)
+    os.kill(serving.pid, signal.SIGKILL)
+    assert serving.process is not None and serving.process.wait(10) == -signal.SIGKILL
+    psutil.wait_procs([psutil.Process(worker)] if psutil.pid_exists(worker) else [], timeout=10)
+    assert not psutil.pid_exists(worker)  # PR_SET_PDEATHSIG
+    assert children[0].is_running() and serving.statefile.exists()
+    serving.start("A: {run: SLEEPER, children: 1}\n", wait="was killed; ended 1 of its processes")
+    serving.wait_for("ready")
+    assert children[0].status() == psutil.STATUS_ZOMBIE if children[0].is_running() else True
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def test_a_torn_statefile_is_replaced(serving: Serving) -> None:
+    serving.state_dir.mkdir(mode=0o700)
+    serving.statefile.write_text('{"namespace": ')
+    serving.start(TWO, wait="replacing a bad statefile: .* is torn")
+    serving.wait_for("ready")
+    serving.wait_for_pids("B")
+    serving.statefile.write_text("{")  # and torn again while it runs
+    for process in serving.survivors():
+        if process.environ().get("DYN_WATCHER_NAME") == f"{serving.namespace}_B":
+            process.kill()
+    serving.wait_for("writing the statefile anew")
+    serving.wait_for("B .*started")
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def test_a_drained_worker_is_not_started_again(serving: Serving) -> None:
+    """The scale-down walk: mark, end, and only then remove the watcher."""
+    serving.start(TWO)
+    (pid,) = serving.wait_for_pids("A_1")
+    name = f"{serving.namespace}_A_1"
+    script = (
+        "import sys, pathlib; from dynamo.serve.statefile import Statefile\n"
+        "Statefile(pathlib.Path(sys.argv[1]), sys.argv[2]).update(\n"
+        "    lambda doc: doc['components'][sys.argv[3]].update(state='draining'))"
+    )
+    words = [sys.executable, "-c", script, str(serving.state_dir), serving.namespace, name]
+    subprocess.run(words, check=True, timeout=20)
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + 5
+    while serving.pids("A_1"):
+        assert time.monotonic() < deadline
+    assert serving.circusctl("rm", name, "--waiting") == "ok"
+    assert name.lower() not in serving.circusctl("list")
+    assert serving.document()["components"][name]["state"] == "draining"
+    assert serving.stop() == 0
+
+
+def test_circusctl_add_starts_a_worker_of_ours(serving: Serving) -> None:
+    """What the planner does: a watcher by command, supervised like the rest."""
+    serving.start(TWO)
+    base = serving.document()["components"][f"{serving.namespace}_B"]
+    name = f"{serving.namespace}_B_1"
+    assert serving.circusctl("add", "--start", name, base["cmd"]).endswith("ok")
+    serving.wait_for("B_1 .*started")
+    (added,) = (p for p in serving.survivors() if p.environ().get("DYN_WATCHER_NAME") == name)
+    assert added.cmdline() == base["argv"] and os.getsid(added.pid) == added.pid
+    added.kill()
+    serving.wait_for("B_1 .*started")
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def test_gpus_are_placed_and_shown(serving: Serving) -> None:
+    text = "W: {run: SLEEPER, ServiceArgs: {workers: 2, resources: {gpu: 2}}}\n"
+    serving.start(text, "--gpus", "5")
+    first, second = serving.wait_for_pids("W"), serving.wait_for_pids("W_1")
+    seen = [psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"] for pid in first + second]
+    assert seen == ["0,1", "2,3"]
+    entry = serving.document()["components"][f"{serving.namespace}_W_1"]
+    assert entry["resources"] == {"allocated_gpus": [2, 3]}
+    assert "Singleton" in serving.circusctl("incr", f"{serving.namespace}_W")
+    assert serving.stop() == 0
+
+
+def test_a_state_directory_too_deep_for_sockets(serving: Serving) -> None:
+    serving.state_dir = serving.tmp_path / ("d" * 60) / ("e" * 60)
+    serving.env["DYN_LOCAL_STATE_DIR"] = str(serving.state_dir)
+    serving.start(TWO)
+    path = Path(serving.endpoint.removeprefix("ipc://"))
+    assert path.is_socket() and len(str(path)) <= 107
+    assert serving.circusctl("status").count("active") == 3
+    assert serving.stop() == 0
+    serving.assert_clean()
+    assert not path.parent.exists()
+
+
+def test_tcp_control_only_when_asked(serving: Serving, unused_tcp_port: int) -> None:
+    endpoint = f"tcp://127.0.0.1:{unused_tcp_port}"
+    serving.start(TWO, "--circus-endpoint", endpoint)
+    assert serving.endpoint == endpoint
+    assert serving.circusctl("status").count("active") == 3
+    other = Serving(serving.tmp_path / "other")
+    (serving.tmp_path / "other").mkdir()
+    try:
+        other.start(other.graph(TWO), "--circus-endpoint", endpoint, wait="")
+        assert other.wait() == 2
+        assert f"cannot listen on {endpoint}" in other.text()
+        other.assert_clean()
+    finally:
+        other.close()
+    assert serving.stop() == 0
+
+
+def test_jsonl(serving: Serving) -> None:
+    serving.start("A: {run: SLEEPER, say: '{\"a\":1}'}\n", DYN_LOGGING_JSONL="1")
+    serving.wait_for('"watcher"')
+    assert serving.stop() == 0
+    rows = [json.loads(line) for line in serving.lines]
+    assert {"message", "level", "time"} <= set(rows[0])
+    assert any(row.get("watcher") == f"{serving.namespace}_A" for row in rows)
+
+
+def test_dry_run_starts_nothing(serving: Serving) -> None:
+    path = serving.graph("W: {run: SLEEPER, x: 'a b', ServiceArgs: {resources: {gpu: 1}}}\n")
+    flags = ["--dry-run", "--json", "--gpus", "2", "--W.ServiceArgs.workers=2"]
+    command = [sys.executable, "-m", "dynamo", "serve", str(path), *flags]
+    done = subprocess.run(command, env=serving.env, capture_output=True, text=True, timeout=30)
+    shown = json.loads(done.stdout)
+    assert [w["name"] for w in shown["watchers"]] == [
+        *(f"{serving.namespace}_W", f"{serving.namespace}_W_1"),
+    ]
+    assert [w["gpus"] for w in shown["watchers"]] == [["0"], ["1"]]
+    assert shown["watchers"][0]["command"][-2:] == ["--x", "a b"]
+    text = subprocess.run(
+        [*command[:5], "--dry-run", "--gpus", "1"], env=serving.env, capture_output=True, text=True
+    ).stdout
+    assert "--x 'a b'" in text and "GPUs: 0" in text and f"in       {path.parent}" in text
+    assert not serving.statefile.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "which graph?"),
+        (["/nowhere.yaml"], "cannot read /nowhere.yaml: No such file"),
+        ([str(ROOT / "examples/agg.yaml"), "--gpus", "1"], "agg_Worker_1 needs 1 GPU, 0 of 1 free"),
+        ([str(ROOT / "examples/quickstart.yaml"), "--X.y=1"], "no service 'X'"),
+        ([str(ROOT / "examples/quickstart.yaml"), "--gpus", "-1"], "between 0 and 1024"),
+        ([str(ROOT / "examples/quickstart.yaml"), "--gpu", "1"], "unrecognized arguments"),
+    ],
+)
+def test_mistakes_are_named(serving: Serving, flags: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "dynamo", "serve", *flags]
+    done = subprocess.run(command, env=serving.env, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and message in done.stderr, done
+    assert "Traceback" not in done.stderr

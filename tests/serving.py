@@ -1,0 +1,186 @@
+"""`dynamo serve` under test: started for real, watched through its output, and swept up after."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+SLEEPER = ROOT / "tests/e2e/service_sleep.py"
+CIRCUSCTL = Path(sys.executable).with_name("circusctl")
+
+
+class Serving:
+    """One ``dynamo serve`` of a test's own graph, in a namespace and state directory of its own."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.namespace = f"t{uuid.uuid4().hex[:8]}"
+        self.tmp_path = tmp_path
+        self.state_dir = tmp_path / "state"
+        self.marker = uuid.uuid4().hex
+        self.env = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("DYN_", "CUDA_"))},
+            "DYN_LOCAL_STATE_DIR": str(self.state_dir),
+            "SERVING_MARKER": self.marker,
+        }
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def statefile(self) -> Path:
+        return self.state_dir / f"{self.namespace}.json"
+
+    @property
+    def endpoint(self) -> str:
+        return str(self.document()["circus_endpoint"])
+
+    def graph(self, text: str, name: str = "graph.yaml") -> Path:
+        """A graph file; ``SLEEPER`` stands for the stand-in service."""
+        path = self.tmp_path / name
+        sleeper = json.dumps(["python", str(SLEEPER)])
+        path.write_text(f"namespace: {self.namespace}\n" + text.replace("SLEEPER", sleeper))
+        return path
+
+    def start(self, graph: Path | str, *flags: str, wait: str = "ready: ", **env: str) -> None:
+        """Start and wait for a line that contains ``wait``."""
+        path = graph if isinstance(graph, Path) else self.graph(graph)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dynamo", "serve", str(path), *flags],
+            env={**self.env, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._queue = queue.Queue()
+        threading.Thread(target=self._read, args=(self.process, self._queue), daemon=True).start()
+        if wait:
+            self.wait_for(wait)
+
+    def _read(self, process: subprocess.Popen[bytes], lines: queue.Queue[str | None]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                lines.put(line.decode(errors="replace").rstrip("\n"))
+        lines.put(None)
+
+    def wait_for(self, pattern: str, timeout_s: float = 20.0) -> str:
+        """The next line that contains ``pattern`` (a regular expression)."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._queue.get(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                line = None
+            if line is None:
+                raise AssertionError(f"no line with {pattern!r} in:\n" + "\n".join(self.lines))
+            self.lines.append(line)
+            if re.search(pattern, line):
+                return line
+
+    def wait(self, timeout_s: float = 20.0) -> int:
+        """The exit status; everything that was printed is then in ``lines``."""
+        assert self.process is not None
+        status = self.process.wait(timeout_s)
+        while (line := self._queue.get(timeout=5)) is not None:
+            self.lines.append(line)
+        return status
+
+    def stop(self, signum: int = signal.SIGTERM, timeout_s: float = 20.0) -> int:
+        """Stop it as a person would; the exit status."""
+        assert self.process is not None
+        self.process.send_signal(signum)
+        return self.wait(timeout_s)
+
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def document(self) -> Any:
+        """The statefile."""
+        return json.loads(self.statefile.read_text())
+
+    def pids(self, service: str) -> list[int]:
+        """The processes that the statefile names for the watcher of ``service``."""
+        entry = self.document()["components"][f"{self.namespace}_{service}"]
+        return [process["pid"] for process in entry["processes"]]
+
+    def wait_for_pids(self, service: str, unlike: int = 0, timeout_s: float = 10.0) -> list[int]:
+        """The processes of ``service`` as soon as there are some and ``unlike`` is not of them."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            pids = self.pids(service)
+            if pids and unlike not in pids:
+                return pids
+            time.sleep(0.01)
+        raise AssertionError(f"{service} did not come back:\n{self.text()}")
+
+    @property
+    def arbiter_pid(self) -> int:
+        return int(self.document()["arbiter"]["pid"])
+
+    def circusctl(self, *words: str) -> str:
+        """What the real circusctl answers."""
+        command = [str(CIRCUSCTL), "--endpoint", self.endpoint, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        return (done.stdout + done.stderr).strip()
+
+    def survivors(self) -> list[psutil.Process]:
+        """Every process with our marker in its environment, whoever its parent is now."""
+        needle = f"SERVING_MARKER={self.marker}".encode()
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                environ = Path(f"/proc/{process.pid}/environ").read_bytes()
+                if needle in environ and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def wait_until_gone(self, timeout_s: float = 15.0) -> None:
+        """Until no process of this deployment is left."""
+        deadline = time.monotonic() + timeout_s
+        while left := self.survivors():
+            shown = [" ".join(p.cmdline()) for p in left if p.is_running()]
+            assert time.monotonic() < deadline, f"still there: {shown}\n{self.text()}"
+            time.sleep(0.02)
+
+    def leftovers(self) -> list[str]:
+        """What is left on disk, other than logs."""
+        if not self.state_dir.exists():
+            return []
+        kept = (self.state_dir / self.namespace, self.state_dir / self.namespace / "logs")
+        return [
+            str(path.relative_to(self.state_dir))
+            for path in self.state_dir.rglob("*")
+            if path not in kept and "logs" not in path.parts
+        ]
+
+    def assert_clean(self) -> None:
+        """No process, no socket, no statefile, no lease."""
+        self.wait_until_gone()
+        assert self.leftovers() == [], [*self.leftovers(), self.text()]
+
+    def close(self) -> None:
+        """Sweep up, whatever the test did."""
+        for process in self.survivors():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        if self.process is not None:
+            self.process.wait(10)
