@@ -1,7 +1,10 @@
+from typing import final
+
 from typing_extensions import Buffer
 
 __all__ = ["Weights", "choose", "costs"]
 
+@final
 class Weights:
     """The coefficients of the cost; immutable. Spec 3.1.
 

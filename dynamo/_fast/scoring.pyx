@@ -1,11 +1,14 @@
 """Costs of all candidate slots in one call, and the choice among them. Spec 3.1-3.3."""
 
+cimport cython
 from libc.math cimport exp, isfinite
 from libc.stdint cimport int64_t, uint32_t
 
 __all__ = ["Weights", "choose", "costs"]
 
 
+@cython.final
+@cython.auto_pickle(False)
 cdef class Weights:
     """The coefficients of the cost; immutable, built once per router or per override."""
 

@@ -1,7 +1,10 @@
+from typing import final
+
 from typing_extensions import Buffer
 
 __all__ = ["ActiveSequences"]
 
+@final
 class ActiveSequences:
     """Ref-counted blocks and active prefill tokens by slot. Spec 3.5.
 

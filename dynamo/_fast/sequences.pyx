@@ -2,6 +2,7 @@
 
 from random import getrandbits
 
+cimport cython
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libcpp cimport bool as cbool
 
@@ -25,6 +26,8 @@ cdef extern from "sequences.hpp" namespace "dynamo":
         const char *broken() except +
 
 
+@cython.final
+@cython.auto_pickle(False)
 cdef class ActiveSequences:
     """Ref-counted blocks and active prefill tokens by slot. Spec 3.5."""
 
