@@ -1,3 +1,26 @@
 """What a worker needs to serve a language model: register it, publish its cache and its load."""
 
-__all__: list[str] = []
+from dynamo.llm.exceptions import HttpError
+from dynamo.llm.hashing import compute_block_hash_for_seq, compute_block_hash_for_seq_py
+from dynamo.llm.publishers import KvEventPublisher, WorkerMetricsPublisher
+from dynamo.llm.radix import OverlapScores, RadixTree
+from dynamo.llm.register import register_llm, register_model, unregister_model
+from dynamo.llm.runtime_config import ModelRuntimeConfig
+from dynamo.llm.types import ModelInput, ModelType, WorkerType
+
+__all__ = [
+    "HttpError",
+    "KvEventPublisher",
+    "ModelInput",
+    "ModelRuntimeConfig",
+    "ModelType",
+    "OverlapScores",
+    "RadixTree",
+    "WorkerMetricsPublisher",
+    "WorkerType",
+    "compute_block_hash_for_seq",
+    "compute_block_hash_for_seq_py",
+    "register_llm",
+    "register_model",
+    "unregister_model",
+]

@@ -1,0 +1,217 @@
+"""How a worker tells routers of its cache and its load. Spec 2.7, 7.11."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dynamo._fast.hashing import block_hashes as hash_blocks
+from dynamo._fast.hashing import seed_for
+from dynamo.llm.hashing import mm_hashes_of
+from dynamo.llm.relay import EngineEventRelay
+from dynamo.llm.vllm_events import EngineEvent, EngineRemoved, EngineStored
+from dynamo.observability.names import counter
+from dynamo.observability.names_worker import PUBLISHER_DROPPED
+from dynamo.protocols.kv import Cleared, Removed, Stored
+from dynamo.protocols.load import KvMetrics
+from dynamo.runtime import Component, DistributedRuntime, Endpoint
+from dynamo.worker.channels import connect_kv_events, connect_load
+from dynamo.worker.publish import KvOutlet, LoadOutlet
+
+__all__ = ["KvEventPublisher", "WorkerMetricsPublisher"]
+
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
+_log = logging.getLogger(__name__)
+_outlets: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], KvOutlet]] = (
+    WeakKeyDictionary()
+)
+
+
+class KvEventPublisher:
+    """The KV events of one data-parallel rank of one worker.
+
+    Make it on the loop of the runtime; publish from any thread, events keep their order. Hashes are
+    the engine's own 64-bit ids, signed or unsigned. With ``zmq_endpoint`` the engine's own events
+    are relayed. A local index, which answers routers that missed something, is always kept:
+    ``enable_local_indexer`` is accepted and not used. ValueError for a block size of 0.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint | Component,
+        worker_id: int | None = None,
+        kv_block_size: int = 0,
+        dp_rank: int = 0,
+        enable_local_indexer: bool = False,
+        zmq_endpoint: str | None = None,
+        zmq_topic: str | None = None,
+        batching_timeout_ms: float | None = None,
+    ) -> None:
+        if kv_block_size <= 0:
+            raise ValueError(f"kv_block_size cannot be {kv_block_size}")
+        self.kv_block_size = kv_block_size
+        self.dp_rank = dp_rank
+        self._thread = threading.get_ident()
+        self._loop = asyncio.get_running_loop()
+        target = _endpoint(endpoint)
+        runtime = target.runtime
+        delay_s = (batching_timeout_ms or 0.0) / 1000
+        self._outlet = _outlet(target, worker_id or runtime.instance_id, delay_s)
+        labels = (target.component, target.namespace, str(self._outlet.worker_id))
+        self._dropped = counter(runtime.metrics, PUBLISHER_DROPPED).labels(*labels)
+        self._relay: asyncio.Task[None] | None = None
+        if zmq_endpoint is not None:
+            relay = EngineEventRelay(
+                zmq_endpoint, zmq_topic or "", self._on_engine_events, self._dropped.inc
+            )
+            self._relay = runtime.tasks.spawn(relay.run(), name=f"relay {zmq_endpoint}")
+
+    def publish_stored(
+        self,
+        token_ids: Sequence[int],
+        num_block_tokens: Sequence[int],
+        block_hashes: Sequence[int],
+        parent_hash: int | None = None,
+        block_mm_infos: Sequence[Mapping[str, Any] | None] | None = None,
+        lora_name: str | None = None,
+    ) -> None:
+        """These blocks exist now, as a chain under ``parent_hash`` (None: the root).
+
+        ``num_block_tokens[i]`` tokens of ``token_ids`` belong to ``block_hashes[i]``. From a block
+        on that is not ``kv_block_size`` long everything is dropped, with a warning.
+        """
+        stored = self._stored(
+            token_ids, num_block_tokens, block_hashes, parent_hash, block_mm_infos, lora_name
+        )
+        if stored is not None:
+            self._record(self.dp_rank, [stored])
+
+    def publish_removed(self, block_hashes: Sequence[int]) -> None:
+        """These blocks are gone."""
+        self._record(self.dp_rank, [Removed(_column(block_hashes))])
+
+    def publish_all_cleared(self) -> None:
+        """No block is left."""
+        self._record(self.dp_rank, [Cleared()])
+
+    def shutdown(self) -> None:
+        """Stop relaying the engine's events. Idempotent."""
+        if self._relay is not None:
+            self._relay.cancel()
+
+    def _stored(
+        self,
+        token_ids: Sequence[int],
+        num_block_tokens: Sequence[int],
+        block_hashes: Sequence[int],
+        parent_hash: int | None,
+        block_mm_infos: Sequence[Mapping[str, Any] | None] | None,
+        lora_name: str | None,
+    ) -> Stored | None:
+        size, count = self.kv_block_size, 0
+        for length in num_block_tokens[: len(block_hashes)]:
+            if length != size:
+                _log.warning(
+                    "Block size must be %d tokens to be published. Block size is: %d", size, length
+                )
+                break
+            count += 1
+        local = hash_blocks(
+            token_ids[: count * size],
+            size,
+            seed=seed_for(lora_name),
+            mm_hashes=mm_hashes_of(block_mm_infos[:count] if block_mm_infos else None),
+        )
+        if not local:
+            return None
+        parent = None if parent_hash is None else parent_hash & _U64
+        return Stored(_column(block_hashes[: len(local)]), local.tobytes(), parent)
+
+    def _record(self, dp_rank: int, changes: Iterable[Stored | Removed | Cleared]) -> None:
+        if threading.get_ident() == self._thread:
+            self._outlet.record(dp_rank, changes)
+        else:
+            self._loop.call_soon_threadsafe(self._outlet.record, dp_rank, changes)
+
+    def _on_engine_events(self, dp_rank: int | None, events: list[EngineEvent]) -> None:
+        changes = [change for event in events if (change := self._translated(event)) is not None]
+        self._record(self.dp_rank if dp_rank is None else dp_rank, changes)
+
+    def _translated(self, event: EngineEvent) -> Stored | Removed | Cleared | None:
+        if isinstance(event, EngineStored):
+            lengths = [event.block_size] * len(event.block_hashes)
+            return self._stored(
+                event.token_ids,
+                lengths,
+                event.block_hashes,
+                event.parent_hash,
+                None,
+                event.lora_name,
+            )
+        if isinstance(event, EngineRemoved):
+            return Removed(_column(event.block_hashes))
+        return Cleared()
+
+
+class WorkerMetricsPublisher:
+    """The load of one worker. ``await create_endpoint(endpoint)`` once, then publish, from any
+    thread; before that the newest state of each rank waits."""
+
+    def __init__(self) -> None:
+        self._outlet = LoadOutlet(0)
+        self._call: Callable[..., object] = _directly
+        self._thread = threading.get_ident()
+
+    async def create_endpoint(self, endpoint: Endpoint | Component) -> None:
+        """Publish as a worker of the endpoint's component."""
+        target = _endpoint(endpoint)
+        self._outlet.worker_id = target.runtime.instance_id
+        self._thread = threading.get_ident()
+        self._call = asyncio.get_running_loop().call_soon_threadsafe
+        await connect_load(target, self._outlet)
+
+    def publish(
+        self,
+        dp_rank: int | None = None,
+        active_decode_blocks: int | None = None,
+        kv_used_blocks: int | None = None,
+    ) -> None:
+        """The state of a rank; what is None is unknown."""
+        state = KvMetrics(
+            worker_id=0,
+            dp_rank=dp_rank or 0,
+            active_decode_blocks=active_decode_blocks,
+            kv_used_blocks=kv_used_blocks,
+        )
+        if threading.get_ident() == self._thread:
+            self._outlet.report(state)
+        else:
+            self._call(self._outlet.report, state)
+
+
+def _outlet(endpoint: Endpoint, worker_id: int, delay_s: float) -> KvOutlet:
+    """The outlet that all publishers of a component in this process share."""
+    runtime = endpoint.runtime
+    made = _outlets.setdefault(runtime, {})
+    key = endpoint.path[:2]
+    if key not in made:
+        made[key] = KvOutlet(worker_id, delay_s)
+        runtime.tasks.spawn(connect_kv_events(endpoint, made[key]), name="KV events")
+    return made[key]
+
+
+def _endpoint(target: Endpoint | Component) -> Endpoint:
+    return target if isinstance(target, Endpoint) else target.endpoint("generate")
+
+
+def _column(hashes: Iterable[int]) -> bytes:
+    return array("Q", [value & _U64 for value in hashes]).tobytes()
+
+
+def _directly(function: Callable[..., object], *args: object) -> object:
+    return function(*args)
