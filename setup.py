@@ -3,11 +3,16 @@
 ``DYNAMO_BUILD`` selects ``release`` (default), ``debug`` (bounds checks, assertions, no
 optimisation) or ``sanitize`` (debug plus AddressSanitizer and UndefinedBehaviorSanitizer).
 Each mode has its own build directory, because cythonize does not notice changed directives.
+A Cython performance hint fails the build: it means a hot loop takes the GIL or boxes a value.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import re
+import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -34,31 +39,50 @@ if mode not in MODES:
     raise SystemExit(f"DYNAMO_BUILD must be one of {', '.join(MODES)}, got {mode!r}")
 checked = mode != "release"
 
+headers = sorted(map(str, Path("dynamo/_fast").glob("*.hpp")))
 extensions = [
     Extension(
         f"dynamo._fast.{source.stem}",
         [str(source)],
         language="c++",
+        depends=headers,
         extra_compile_args=["-std=c++17", "-fvisibility=hidden", *MODES[mode]["compile"]],
         extra_link_args=MODES[mode]["link"],
     )
     for source in sorted(Path("dynamo/_fast").glob("*.pyx"))
 ]
 
+
+def compile_strictly() -> list[Extension]:
+    """Cythonize; fail on performance hints, and forget the output so that the next build does."""
+    log = io.StringIO()
+    with redirect_stderr(log):
+        modules = cythonize(
+            extensions,
+            build_dir=f"build/{mode}",
+            annotate=checked,
+            compiler_directives={
+                "language_level": 3,
+                "binding": True,
+                "boundscheck": checked,
+                "wraparound": False,
+                "initializedcheck": checked,
+                "cdivision": True,
+                "embedsignature": True,
+                "auto_pickle": False,
+                "autotestdict": False,
+            },
+        )
+    sys.stderr.write(log.getvalue())
+    hinted = set(re.findall(r"performance hint: (\S+?)\.pyx:", log.getvalue()))
+    for module in hinted:
+        Path(f"build/{mode}", f"{module}.cpp").unlink(missing_ok=True)
+    if hinted:
+        raise SystemExit(f"performance hints in {', '.join(sorted(hinted))} (see above)")
+    return list(modules)
+
+
 setup(
-    ext_modules=cythonize(
-        extensions,
-        build_dir=f"build/{mode}",
-        annotate=checked,
-        compiler_directives={
-            "language_level": 3,
-            "binding": True,
-            "boundscheck": checked,
-            "wraparound": False,
-            "initializedcheck": checked,
-            "cdivision": True,
-            "embedsignature": True,
-        },
-    ),
+    ext_modules=compile_strictly(),
     options={"build": {"build_base": f"build/{mode}"}},
 )

@@ -15,7 +15,7 @@ from cpython.buffer cimport (
 
 
 cdef inline char item_kind(const Py_buffer *view) noexcept:
-    """The struct letter of the items, past a native or little-endian prefix; 0 if not one letter."""
+    """The struct letter of the items, past a native or little-endian prefix; else 0."""
     cdef const char *kind = view.format
     if kind == NULL:
         return c"B"

@@ -5,9 +5,12 @@ payload. A stream of bytes begins with a fixed preamble (magic and version). Rea
 ``tests/oracle/frames.py``.
 """
 
+cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from libc.stdint cimport uint32_t
 from libc.string cimport memcpy
+
+__all__ = ["HEADER_SIZE_BYTES", "OVERSIZE", "Splitter", "pack"]
 
 cdef Py_ssize_t HEADER = 9
 cdef int OVERSIZE_KIND = 0x7F
@@ -31,6 +34,7 @@ def pack(int kind, uint32_t stream, bytes payload not None):
     return frame
 
 
+@cython.final
 cdef class Splitter:
     """Bytes in, whole frames out, wherever the reads were cut.
 

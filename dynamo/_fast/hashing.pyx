@@ -8,7 +8,6 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_CheckBuffer
 from cpython.object cimport PyObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
-from libcpp.vector cimport vector
 
 from dynamo._fast.columns cimport open_u32, open_u64
 
@@ -79,7 +78,12 @@ def block_hashes(
     if not PyObject_CheckBuffer(tokens):
         packed = pack_tokens(tokens)
         return hash_packed(
-            <const uint8_t *> packed.data.as_uints, len(packed), block_size, seed, is_eagle, mm_hashes
+            <const uint8_t *> packed.data.as_uints,
+            len(packed),
+            block_size,
+            seed,
+            is_eagle,
+            mm_hashes,
         )
     cdef Py_ssize_t count = open_u32(tokens, "tokens", &view, False)
     try:

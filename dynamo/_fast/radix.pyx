@@ -7,6 +7,7 @@ tests/oracle/radix.py.
 from array import array as new_array
 from heapq import heappop, heappush
 
+cimport cython
 from cpython cimport array
 from cpython.buffer cimport PyBuffer_Release
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -73,6 +74,7 @@ class InvalidSequence(RuntimeError):
     """A block names itself as its parent."""
 
 
+@cython.final
 cdef class RadixTree:
     """Blocks held per (worker, dp_rank), found by the local hashes of their tokens.
 
