@@ -87,8 +87,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", default="kv", help=f"one or more of {','.join(ROUTER_MODES)}")
     parser.add_argument("--block-tokens", type=int, default=512)
     parser.add_argument("--limit", type=int, default=None, help="only the first requests")
-    parser.add_argument("--prefill-tokens-per-s", type=float, default=6000.0)
-    parser.add_argument("--inter-token-ms", type=float, default=20.0)
+    parser.add_argument("--prefill-tokens-per-s", type=float, default=20_000.0)
+    parser.add_argument("--inter-token-ms", type=float, default=10.0)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(argv)
 
