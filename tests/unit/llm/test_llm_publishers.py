@@ -1,0 +1,212 @@
+"""Publishers on a real runtime: what is published arrives, numbered, and can be asked for again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.system import SystemSettings
+from dynamo.llm import KvEventPublisher, WorkerMetricsPublisher, compute_block_hash_for_seq
+from dynamo.protocols import codec
+from dynamo.protocols.kv import Cleared, KvEventBatch, KvQuery, KvQueryAnswer, Removed, Stored
+from dynamo.protocols.load import KvMetrics
+from dynamo.runtime import DistributedRuntime, Endpoint
+
+B = 4
+TOKENS = list(range(1, 9))
+
+
+class Listener:
+    """A second runtime that hears what the first publishes."""
+
+    def __init__(self, runtime: DistributedRuntime) -> None:
+        self.runtime = runtime
+        self.batches: list[KvEventBatch] = []
+        self.loads: list[KvMetrics] = []
+        self._news = asyncio.Event()
+        runtime.subscribe("ns", "comp", "kv-events", self._on_events)
+        runtime.subscribe("ns", "comp", "kv_metrics", self._on_loads)
+
+    @property
+    def events(self) -> list[Any]:
+        return [event for batch in self.batches for event in batch.events]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+    async def join(self, publisher: KvEventPublisher) -> int:
+        """Until what ``publisher`` says is heard here; the number of its last event."""
+        for last in range(1, 1000):
+            publisher.publish_all_cleared()
+            try:
+                async with asyncio.timeout(0.05):
+                    await self.until(lambda: bool(self.events))
+            except TimeoutError:
+                continue
+            await self.until(lambda last=last: self.events[-1].event_id == last)
+            self.batches.clear()
+            return last
+        raise AssertionError("nothing is heard")
+
+    async def ask(self, query: KvQuery) -> KvQueryAnswer:
+        client = await self.runtime.endpoint("ns.comp.kv_query").client()
+        await client.wait_for_instances()
+        items = [item async for item in await client.random(query, annotated=False)]
+        return codec.decoder(KvQueryAnswer).decode(codec.encode(items[0]))
+
+    def _on_events(self, publisher: int, sequence: int, payload: bytes) -> None:
+        self.batches.append(codec.decoder(KvEventBatch).decode(payload))
+        self._news.set()
+
+    def _on_loads(self, publisher: int, sequence: int, payload: bytes) -> None:
+        self.loads.extend(codec.decoder(list[KvMetrics]).decode(payload))
+        self._news.set()
+
+
+def runtime(path: Path) -> DistributedRuntime:
+    settings = RuntimeSettings(namespace="ns", state_dir=str(path / "state"))
+    return DistributedRuntime(settings=settings, system=SystemSettings(grace_period_s=0))
+
+
+@pytest.fixture
+async def endpoint(tmp_path: Path) -> AsyncIterator[Endpoint]:
+    made = runtime(tmp_path)
+    yield made.endpoint("ns.comp.generate")
+    await made.close()
+
+
+@pytest.fixture
+async def listener(tmp_path: Path) -> AsyncIterator[Listener]:
+    made = runtime(tmp_path)
+    await made.start()
+    yield Listener(made)
+    await made.close()
+
+
+def u64(*values: int) -> bytes:
+    return array("Q", values).tobytes()
+
+
+def local(tokens: list[int]) -> bytes:
+    return u64(*compute_block_hash_for_seq(tokens, B))
+
+
+async def test_what_is_published_arrives_in_order(endpoint: Endpoint, listener: Listener) -> None:
+    publisher = KvEventPublisher(endpoint, kv_block_size=B)
+    last = await listener.join(publisher)
+    publisher.publish_stored(TOKENS, [B, B], [11, -1])
+    publisher.publish_stored([9] * B, [B], [13], parent_hash=-1)
+    publisher.publish_removed([13])
+    publisher.publish_all_cleared()
+    await listener.until(lambda: len(listener.events) == 4)
+    assert {batch.worker_id for batch in listener.batches} == {endpoint.connection_id()}
+    assert [event.event_id for event in listener.events] == [last + n for n in (1, 2, 3, 4)]
+    assert [event.data for event in listener.events] == [
+        Stored(u64(11, 2**64 - 1), local(TOKENS)),
+        Stored(u64(13), local([9] * B), 2**64 - 1),
+        Removed(u64(13)),
+        Cleared(),
+    ]
+
+
+async def test_a_router_may_ask_again(endpoint: Endpoint, listener: Listener) -> None:
+    publisher = KvEventPublisher(endpoint, kv_block_size=B, dp_rank=1)
+    other = KvEventPublisher(endpoint, kv_block_size=B, dp_rank=0)
+    publisher.publish_stored(TOKENS, [B, B], [11, 12])
+    publisher.publish_removed([12])
+    other.publish_stored(TOKENS, [B], [11])
+    dump = await listener.ask(KvQuery(dp_rank=1))
+    assert (dump.kind, dump.last_event_id) == ("tree_dump", 2)
+    assert dump.events[0].data == Stored(u64(11), local(TOKENS[:B]))
+    again = await listener.ask(KvQuery(dp_rank=1, start_event_id=2))
+    assert [event.data for event in again.events] == [Removed(u64(12))]
+    assert (await listener.ask(KvQuery(dp_rank=0))).last_event_id == 1
+    assert (await listener.ask(KvQuery(dp_rank=7))).last_event_id == 0
+
+
+async def test_blocks_of_another_size_end_the_chain(
+    endpoint: Endpoint, listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = KvEventPublisher(endpoint, kv_block_size=B)
+    await listener.join(publisher)
+    with caplog.at_level(logging.WARNING):
+        publisher.publish_stored(TOKENS, [B, 3, B], [11, 12, 13])
+    text = "Block size must be 4 tokens to be published. Block size is: 3"
+    assert text in caplog.text
+    publisher.publish_stored(TOKENS, [3], [21])
+    publisher.publish_stored(TOKENS, [B, B], [31])
+    await listener.until(lambda: len(listener.events) == 2)
+    assert [event.data.block_hashes for event in listener.events] == [u64(11), u64(31)]
+
+
+async def test_other_threads_may_publish(endpoint: Endpoint, listener: Listener) -> None:
+    publisher = KvEventPublisher(endpoint, kv_block_size=B)
+    load = WorkerMetricsPublisher()
+    load.publish(0, 1)
+    await load.create_endpoint(endpoint)
+    last = await listener.join(publisher)
+
+    def work() -> None:
+        for number in range(200):
+            publisher.publish_stored(TOKENS[:B], [B], [number])
+        load.publish(0, 7, kv_used_blocks=9)
+
+    await asyncio.to_thread(work)
+    await listener.until(lambda: len(listener.events) == 200)
+    assert [event.event_id for event in listener.events] == [last + n for n in range(1, 201)]
+    await listener.until(lambda: bool(listener.loads) and listener.loads[-1].kv_used_blocks == 9)
+    assert listener.loads[-1].active_decode_blocks == 7
+    assert listener.loads[-1].worker_id == endpoint.connection_id()
+
+
+async def test_a_block_size_of_zero_is_refused(endpoint: Endpoint) -> None:
+    with pytest.raises(ValueError, match="kv_block_size cannot be 0"):
+        KvEventPublisher(endpoint)
+
+
+async def test_the_events_of_an_engine_are_relayed(
+    endpoint: Endpoint, listener: Listener, tmp_path: Path
+) -> None:
+    address = f"ipc://{tmp_path}/engine"
+    engine = zmq.asyncio.Context.instance().socket(zmq.XPUB)
+    engine.bind(address)
+    publisher = KvEventPublisher(
+        endpoint, kv_block_size=B, zmq_endpoint=address, zmq_topic="kv", dp_rank=1
+    )
+    async with asyncio.timeout(10):
+        assert await engine.recv() == b"\x01kv"
+    await listener.join(publisher)
+
+    async def send(sequence: int, *events: Any) -> None:
+        payload = msgspec.msgpack.encode([1.5, list(events)])
+        await engine.send_multipart([b"kv-events", sequence.to_bytes(8, "big"), payload])
+
+    await send(0, ["BlockStored", [11, 12], None, TOKENS, B, None])
+    await send(1, {"type": "BlockRemoved", "block_hashes": [12]})
+    await engine.send_multipart([b"kv", b"\0" * 8, b"\xc1"])
+    await send(4, ["AllBlocksCleared"])
+    await listener.until(lambda: len(listener.events) == 3)
+    assert [event.data for event in listener.events] == [
+        Stored(u64(11, 12), local(TOKENS)),
+        Removed(u64(12)),
+        Cleared(),
+    ]
+    assert {event.dp_rank for event in listener.events} == {1}
+    text = endpoint.metrics.render().decode()
+    (line,) = [line for line in text.splitlines() if "dropped_events_total{" in line]
+    assert line.endswith((" 2", " 2.0"))
+    publisher.shutdown()
+    engine.close(linger=0)
