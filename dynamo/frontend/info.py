@@ -89,7 +89,7 @@ class InfoRoutes:
             if one[0] == name:
                 exchange.respond(200, orjson.dumps(_row(*one)))
                 return
-        exchange.refuse(404, "Model not found")
+        exchange.refuse(404, f"Model not found: {name}")
 
 
 def _row(name: str, created: int, context_length: int | None) -> dict[str, Any]:

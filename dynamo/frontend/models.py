@@ -70,7 +70,7 @@ class Models:
         """
         entry = self._names.get(name)
         if entry is None or model_type not in entry.types:
-            raise ModelNotFound("Model not found")
+            raise ModelNotFound(f"Model not found: {name}")
         if not entry.served:
             raise NoInstances
         return entry

@@ -1,0 +1,230 @@
+"""The frontend as a process: signals, drains, clients and workers that leave."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from deployment import Deployment
+from prometheus_client.parser import text_string_to_metric_families
+
+CHAT = "/v1/chat/completions"
+
+
+def chat(max_tokens: int, stream: bool = False) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": max_tokens,
+        "stream": stream,
+    }
+
+
+class Streaming:
+    """A streamed chat whose events are read one by one."""
+
+    def __init__(self, deployment: Deployment, max_tokens: int) -> None:
+        self.connection = http.client.HTTPConnection("127.0.0.1", deployment.port, timeout=30)
+        body = json.dumps(chat(max_tokens, True))
+        self.connection.request("POST", CHAT, body, {"content-type": "application/json"})
+        self.answer = self.connection.getresponse()
+        self.sock = self.connection.sock
+
+    def event(self) -> Any:
+        """The next event; None at the end of the response."""
+        while line := self.answer.readline():
+            if line.startswith(b"data: "):
+                data = line[6:].strip()
+                return data.decode() if data == b"[DONE]" else json.loads(data)
+        return None
+
+    def rest(self) -> list[Any]:
+        return list(iter(self.event, None))
+
+    def close(self) -> None:
+        self.answer.close()
+        self.connection.close()
+
+
+def sample(deployment: Deployment, name: str, **labels: str) -> float:
+    text = deployment.request("GET", "/metrics")[2].decode()
+    return sum(
+        one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+        if one.name == name and labels.items() <= one.labels.items()
+    )
+
+
+def wait_for_sample(deployment: Deployment, value: float, name: str, **labels: str) -> None:
+    deadline = time.monotonic() + 10
+    while (seen := sample(deployment, name, **labels)) != value:
+        assert time.monotonic() < deadline, f"{name} is {seen}, not {value}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def started(deployment: Deployment) -> Iterator[Deployment]:
+    """One mocker at its natural pace (5-10 ms a token) and a frontend."""
+    deployment.worker = deployment.mocker("--block-size", "16")  # type: ignore[attr-defined]
+    deployment.front = deployment.frontend("--router-mode", "kv")  # type: ignore[attr-defined]
+    deployment.wait_for_workers()
+    yield deployment
+
+
+def test_a_port_in_use_is_said_clearly(deployment: Deployment) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", deployment.port))
+        taken.listen()
+        process = deployment.frontend()
+        assert process.wait(20) == 1
+    deployment.processes.remove(process)
+    assert f"can't listen on 127.0.0.1:{deployment.port} (Address already in use)" in (
+        deployment.tail()
+    )
+
+
+def test_sigterm_drains(started: Deployment) -> None:
+    stream = Streaming(started, 100)
+    assert stream.event() is not None
+    health = http.client.HTTPConnection("127.0.0.1", started.port, timeout=10)
+    health.request("GET", "/live")
+    assert health.getresponse().read()
+    started.front.send_signal(signal.SIGTERM)  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 5
+    while started.request("GET", "/health")[0] != 503:
+        assert time.monotonic() < deadline
+    assert json.loads(started.request("GET", "/health")[2])["status"] == "draining"
+    assert started.request("GET", "/live")[0] == 200
+    status, _, body = started.request("POST", CHAT, chat(1))
+    assert status == 503 and json.loads(body)["code"] == 503
+    events = stream.rest()
+    assert events[-1] == "[DONE]"
+    assert events[-2]["choices"][0]["finish_reason"] == "length"
+    stream.close()
+    health.close()
+    assert started.front.wait(10) == 0  # type: ignore[attr-defined]
+
+
+def test_the_drain_has_an_end(deployment: Deployment) -> None:
+    deployment.mocker("--block-size", "16")
+    front = deployment.frontend(DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0.3")
+    deployment.wait_for_workers()
+    stream = Streaming(deployment, 4000)
+    assert stream.event() is not None
+    front.send_signal(signal.SIGINT)
+    events = stream.rest()
+    assert events[-2]["error"]["code"] == 503 and events[-1] == "[DONE]"
+    stream.close()
+    assert front.wait(10) == 0
+
+
+def test_a_second_signal_does_not_wait(deployment: Deployment) -> None:
+    deployment.mocker("--block-size", "16")
+    front = deployment.frontend(DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="60")
+    deployment.wait_for_workers()
+    stream = Streaming(deployment, 8000)
+    assert stream.event() is not None
+    front.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 5
+    while deployment.request("GET", "/health")[0] != 503:
+        assert time.monotonic() < deadline
+    front.send_signal(signal.SIGTERM)
+    assert front.wait(10) == 0
+    stream.close()
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_client_that_leaves_frees_its_worker(started: Deployment, streaming: bool) -> None:
+    with socket.create_connection(("127.0.0.1", started.port)) as client:
+        body = json.dumps(chat(8000, streaming)).encode()
+        client.sendall(
+            b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body)
+        )
+        if streaming:
+            assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        wait_for_sample(started, 1, "dynamo_frontend_inflight_requests")
+    kind = "stream" if streaming else "unary"
+    wait_for_sample(started, 0, "dynamo_frontend_active_requests")
+    labels = {"endpoint": "chat_completions", "model": "tiny", "request_type": kind}
+    assert sample(started, "dynamo_frontend_model_cancellation_total", **labels) == 1
+    ended = {"error_type": "cancelled", "status": "error", **labels}
+    assert sample(started, "dynamo_frontend_requests_total", **ended) == 1
+    wait_for_sample(started, 0, "dynamo_frontend_worker_active_decode_blocks")
+    assert started.request("POST", CHAT, chat(1))[0] == 200
+
+
+def test_a_worker_that_dies_and_one_that_comes(started: Deployment) -> None:
+    stream = Streaming(started, 8000)
+    assert stream.event() is not None
+    started.worker.kill()  # type: ignore[attr-defined]
+    killed_at = time.monotonic()
+    events = stream.rest()
+    assert time.monotonic() - killed_at < 1
+    assert events[-2] == {
+        "error": {
+            "message": "Service temporarily unavailable",
+            "type": "service_unavailable",
+            "code": 503,
+        }
+    }
+    assert events[-1] == "[DONE]"
+    stream.close()
+    started.worker.wait()  # type: ignore[attr-defined]
+    status, _, body = started.request("POST", CHAT, chat(1))
+    assert status == 503 and "not ready to serve requests yet" in json.loads(body)["message"]
+    assert json.loads(started.request("GET", "/v1/models")[2])["data"] == []
+    assert started.request("GET", "/health")[0] == 503
+    started.mocker("--block-size", "16")
+    started.wait_for_workers()
+    assert started.request("POST", CHAT, chat(1))[0] == 200
+
+
+def test_the_frontend_ignores_the_status_port_of_workers(deployment: Deployment) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        deployment.frontend(DYN_SYSTEM_PORT=str(taken.getsockname()[1]))
+        deployment.wait_for_workers(0)
+    assert deployment.request("GET", "/live")[0] == 200
+
+
+def test_informational_routes(started: Deployment) -> None:
+    status, headers, body = started.request("GET", "/metrics")
+    assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert b"dynamo_frontend_model_total_kv_blocks" in body
+    document = json.loads(started.request("GET", "/openapi.json")[2])
+    assert set(document["paths"]) >= {CHAT, "/v1/completions", "/v1/models", "/health", "/live"}
+    assert "messages" in document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    health = json.loads(started.request("GET", "/health")[2])
+    assert health["status"] == "healthy"
+    assert health["endpoints"] == [f"dyn://{started.namespace}.backend.generate"]
+    assert started.request("GET", "/v1/models/nope")[0] == 404
+    assert json.loads(started.request("GET", "/v1/models/tiny")[2])["id"] == "tiny"
+    for method, path, expected in (
+        ("GET", "/nope", 404),
+        ("DELETE", "/health", 405),
+        ("HEAD", "/health", 200),
+    ):
+        assert started.request(method, path)[0] == expected
+
+
+def test_nothing_is_left_behind(deployment: Deployment) -> None:
+    front = deployment.frontend()
+    deployment.wait_for_workers(0)
+    children = subprocess.run(
+        ["ps", "--ppid", str(front.pid), "-o", "pid="], capture_output=True, check=False
+    )
+    assert children.stdout == b""
+    front.send_signal(signal.SIGTERM)
+    assert front.wait(10) == 0
+    left = [path for path in deployment.state_dir.rglob("*") if not path.is_dir()]
+    assert left == [], left

@@ -1,0 +1,214 @@
+"""Models come and go with the cards in discovery; real runtimes, file discovery, one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo.config.frontend import FrontendSettings
+from dynamo.config.router import RouterSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ModelNotFound, NoInstances
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.models import Models
+from dynamo.protocols.card import ModelCard, RuntimeConfig
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.requests import ServerStream
+from dynamo.runtime.tasks import Tasks
+
+MODEL_DIR = Path(__file__).parents[3] / "examples" / "model"
+
+
+def serve(stream: ServerStream, payload: bytes) -> None:
+    stream.end()
+
+
+class Worker:
+    """A process that serves ``ns.<component>.generate`` and announces a model."""
+
+    def __init__(self, settings: RuntimeSettings, component: str) -> None:
+        self.runtime = DistributedRuntime(None, settings)
+        self.component = component
+        self.tail = f"ns/{component}/generate/{self.runtime.instance_id:x}"
+
+    async def start(self, **card: Any) -> None:
+        serving = self.runtime.tasks
+        endpoint = self.runtime.endpoint(f"ns.{self.component}.generate")
+        serving.spawn(endpoint.serve_push(serve), name="serve")
+        await self.announce(**card)
+
+    async def announce(self, **changes: Any) -> None:
+        fields: dict[str, Any] = {
+            "display_name": "tiny",
+            "slug": "tiny",
+            "source_path": str(MODEL_DIR),
+            "namespace": "ns",
+            "component": self.component,
+            "endpoint": "generate",
+            "instance_id": self.runtime.instance_id,
+            "context_length": 2048,
+            "checksum": "c1",
+            "runtime_config": RuntimeConfig(total_kv_blocks=100),
+        }
+        lease = await self.runtime.granted()
+        card = msgspec.json.encode(ModelCard(**{**fields, **changes}))
+        await self.runtime.discovery.put(f"v1/mdc/{self.tail}", card, lease.id)
+
+    @property
+    def id(self) -> int:
+        return self.runtime.instance_id
+
+
+class Box:
+    """A frontend's models, and workers, in one store."""
+
+    def __init__(self, settings: RuntimeSettings) -> None:
+        self.settings = settings
+        self.runtime = DistributedRuntime(None, settings)
+        self.metrics = FrontendMetrics(self.runtime.metrics)
+        self.tasks = Tasks("test")
+        self.workers: list[Worker] = []
+        self.models = Models(
+            self.runtime, FrontendSettings(), RouterSettings(), self.metrics, self.tasks
+        )
+
+    async def worker(self, component: str = "backend", **card: Any) -> Worker:
+        worker = Worker(self.settings, component)
+        self.workers.append(worker)
+        await worker.start(**card)
+        return worker
+
+    def rejected(self, model: str, reason: str) -> float:
+        return self.metrics.cards_rejected.labels(model, reason).value
+
+    def routable(self, name: str = "tiny") -> set[int]:
+        entry = self.models.find(name, "Chat")
+        return set(entry.picker.fleet.members)
+
+    @property
+    def names(self) -> list[str]:
+        return [one[0] for one in self.models.listed()]
+
+
+@pytest.fixture
+async def box(tmp_path: Path) -> AsyncIterator[Box]:
+    made = Box(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
+    await made.runtime.start()
+    await made.models.start()
+    yield made
+    await made.tasks.close()
+    await made.models.close()
+    await made.runtime.close()
+    for worker in made.workers:
+        await worker.runtime.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait, in loop turns, until a condition holds; models tell nobody when they change."""
+    async with asyncio.timeout(10):
+        while not _holds(condition):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def _holds(condition: Callable[[], bool]) -> bool:
+    try:
+        return condition()
+    except (ModelNotFound, NoInstances):
+        return False
+
+
+async def test_the_first_card_adds_a_model_and_the_last_worker_takes_it_off(box: Box) -> None:
+    with pytest.raises(ModelNotFound, match="nope"):
+        box.models.find("nope", "Chat")
+    first = await box.worker()
+    await until(lambda: box.names == ["tiny"])
+    second = await box.worker()
+    await until(lambda: box.routable() == {first.id, second.id})
+    assert box.models.listed()[0][2] == 2048
+    assert len(box.models.instances()) == 2
+    assert b'model_ready{model="tiny"} 1' in box.runtime.metrics.render()
+    entry = box.models.find("tiny", "Completions")
+    await first.runtime.close()
+    await until(lambda: box.routable() == {second.id})
+    await second.runtime.close()
+    await until(lambda: box.names == [])
+    with pytest.raises(NoInstances):
+        box.models.find("tiny", "Chat")
+    assert b'model_ready{model="tiny"} 0' in box.runtime.metrics.render()
+    third = await box.worker()
+    await until(lambda: box.routable() == {third.id})
+    assert box.models.find("tiny", "Chat") is entry  # nothing was loaded again
+
+
+async def test_a_worker_that_tokenizes_differently_gets_nothing(
+    box: Box, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = await box.worker()
+    await until(lambda: box.routable() == {good.id})
+    with caplog.at_level(logging.ERROR):
+        other = await box.worker(checksum="c2")
+        await until(lambda: box.rejected("tiny", "checksum") == 1)
+    assert "another checksum" in caplog.text
+    await until(lambda: len(box.models.instances()) == 2)
+    assert box.routable() == {good.id}
+    await good.runtime.close()
+    await until(lambda: box.routable() == {other.id})  # now it is the model
+
+
+async def test_one_name_at_two_endpoints(box: Box) -> None:
+    good = await box.worker()
+    await until(lambda: box.routable() == {good.id})
+    await box.worker("elsewhere")
+    await until(lambda: box.rejected("tiny", "endpoint") == 1)
+    assert box.routable() == {good.id}
+
+
+async def test_cards_that_can_not_be_used(box: Box, tmp_path: Path) -> None:
+    await box.worker("text", display_name="text", model_input="Text")
+    await box.worker("none", display_name="none", source_path=str(tmp_path / "missing"))
+    await box.worker("pre", display_name="pre", worker_type="Prefill")
+    torn = await box.worker("torn", display_name="torn")
+    lease = await torn.runtime.granted()
+    await torn.runtime.discovery.put(f"v1/mdc/{torn.tail}", b"{", lease.id)
+    await until(lambda: box.rejected("text", "model_input") == 1)
+    await until(lambda: box.rejected("none", "load") == 1)
+    await until(lambda: box.rejected("unknown_model", "unreadable") == 1)
+    for name in ("text", "pre"):
+        with pytest.raises(ModelNotFound):
+            box.models.find(name, "Chat")
+    with pytest.raises(NoInstances):
+        box.models.find("none", "Chat")
+
+
+async def test_a_model_that_could_not_be_loaded_is_tried_again(box: Box, tmp_path: Path) -> None:
+    place = tmp_path / "model"
+    await box.worker(source_path=str(place))
+    await until(lambda: box.rejected("tiny", "load") == 1)
+    shutil.copytree(MODEL_DIR, place)
+    second = await box.worker(source_path=str(place))
+    await until(lambda: second.id in box.routable() and len(box.routable()) == 2)
+
+
+async def test_types_and_aliases(box: Box) -> None:
+    await box.worker(model_type="Completions", model_aliases=["other"])
+    await until(lambda: box.names == ["tiny", "other"])
+    assert box.models.find("other", "Completions") is box.models.find("tiny", "Completions")
+    with pytest.raises(ModelNotFound):
+        box.models.find("tiny", "Chat")
+
+
+async def test_a_card_withdrawn_and_given_again(box: Box) -> None:
+    worker = await box.worker()
+    other = await box.worker()
+    await until(lambda: box.routable() == {worker.id, other.id})
+    await worker.runtime.discovery.delete(f"v1/mdc/{worker.tail}")
+    await until(lambda: box.routable() == {other.id})
+    await worker.announce()
+    await until(lambda: box.routable() == {worker.id, other.id})
