@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -60,7 +61,8 @@ class Parrot:
 @dynamo_worker()
 async def main(runtime: DistributedRuntime) -> None:
     """Register the model and serve until told to stop."""
-    endpoint = runtime.namespace("dynamo").component("hello").endpoint("generate")
+    namespace = runtime.namespace(os.environ.get("DYN_NAMESPACE", "dynamo"))
+    endpoint = namespace.component("hello").endpoint("generate")
     config = ModelRuntimeConfig()
     config.total_kv_blocks = 1000
     await register_llm(

@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from dynamo.errors import ConfigError
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 def dynamo_worker(
     enable_nats: bool | None = None, static: bool | None = None
-) -> Callable[[Callable[..., Awaitable[R]]], Callable[..., Awaitable[R | None]]]:
+) -> Callable[[Callable[..., Awaitable[R]]], Callable[..., Coroutine[Any, Any, R | None]]]:
     """``@dynamo_worker()`` gives ``async def main(runtime, …)`` its runtime, made from the
     environment, and ends it.
 
@@ -34,7 +34,9 @@ def dynamo_worker(
     status 1. The arguments are accepted for compatibility.
     """
 
-    def decorate(function: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R | None]]:
+    def decorate(
+        function: Callable[..., Awaitable[R]],
+    ) -> Callable[..., Coroutine[Any, Any, R | None]]:
         @functools.wraps(function)
         async def main(*args: Any, **kwargs: Any) -> R | None:
             if not logging.getLogger().handlers:
