@@ -26,7 +26,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 GRAPH = ROOT / "benchmarks/graphs/mockers8.yaml"
-DYNAMO = [sys.executable, "-m", "dynamo.cli.main"]
+DYNAMO = [sys.executable, "-m", "dynamo"]
 
 
 def main() -> None:
@@ -41,14 +41,15 @@ def main() -> None:
         "TTFT p99 ms",
         "ITL p50 ms",
         "busiest worker",
-        "imbalance",
+        "its share of work",
+        "work imbalance",
         "good req/s",
         "failed",
     ):
         table.add_column(name, justify="right")
     for mode, result in results.items():
         table.add_row(mode, *row(result))
-    Console(width=120).print(table)
+    Console(width=130).print(table)
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
 
@@ -132,7 +133,8 @@ def row(result: dict[str, Any]) -> list[str]:
         f"{ttft.get('p99', 0):,.0f}",
         f"{itl.get('p50', 0):,.1f}",
         f"{result.get('busiest_share', 0):.1%}",
-        f"{result.get('imbalance', 0):.2f}",
+        f"{result.get('busiest_work_share', 0):.1%}",
+        f"{result.get('work_imbalance', 0):.2f}",
         f"{result.get('good_requests_per_s', 0):.2f}",
         str(failed),
     ]

@@ -78,6 +78,8 @@ class Summary(msgspec.Struct, omit_defaults=True):
     workers: dict[str, int] = {}
     busiest_share: float | None = None
     imbalance: float | None = None
+    busiest_work_share: float | None = None
+    work_imbalance: float | None = None
     errors: dict[str, int] = {}
     goodput: Goodput | None = None
     good_requests: int | None = None
@@ -140,13 +142,21 @@ def summarize(
 
 
 def _balance(summary: Summary, done: Sequence[Outcome]) -> None:
-    served = Counter(o.worker_id for o in done if o.worker_id is not None)
+    """Shares of requests, and of work: prompt tokens that were not cached plus output tokens."""
+    served: Counter[int] = Counter()
+    work: Counter[int] = Counter()
+    for outcome in done:
+        if outcome.worker_id is not None:
+            computed = outcome.prompt_tokens - (outcome.cached_tokens or 0)
+            served[outcome.worker_id] += 1
+            work[outcome.worker_id] += computed + outcome.output_tokens
     if not served:
         return
-    total = sum(served.values())
     summary.workers = {f"{worker:x}": count for worker, count in sorted(served.items())}
-    summary.busiest_share = max(served.values()) / total
-    summary.imbalance = max(served.values()) * len(served) / total
+    summary.busiest_share = max(served.values()) / served.total()
+    summary.imbalance = summary.busiest_share * len(served)
+    summary.busiest_work_share = max(work.values()) / max(1, work.total())
+    summary.work_imbalance = summary.busiest_work_share * len(work)
 
 
 def _spread(seconds: list[float]) -> Spread | None:

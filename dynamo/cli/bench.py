@@ -92,7 +92,7 @@ def plan(settings: BenchSettings) -> list[PlannedRequest]:
 def show(console: Console, summary: Summary, model: str) -> None:
     """Print the result for a human."""
     table = Table(title=f"{model}: {summary.completed} of {summary.requests} requests")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in Spread.__struct_fields__:
         table.add_column(name, justify="right")
     rows = (
@@ -118,8 +118,9 @@ def _lines(summary: Summary) -> Iterator[str]:
         yield f"prefix cache hit rate {summary.hit_rate:.1%} of {summary.prompt_tokens:,} tokens"
     if summary.busiest_share is not None:
         yield (
-            f"{len(summary.workers)} workers, busiest has {summary.busiest_share:.1%} of the "
-            f"requests (imbalance {summary.imbalance:.2f})"
+            f"{len(summary.workers)} workers; the busiest has {summary.busiest_share:.1%} of the "
+            f"requests (imbalance {summary.imbalance:.2f}) and {summary.busiest_work_share:.1%} of "
+            f"the computed tokens (imbalance {summary.work_imbalance:.2f})"
         )
     if summary.goodput is not None:
         limits = msgspec.to_builtins(summary.goodput)
