@@ -30,7 +30,7 @@ class RequestServer:
         self.settings = settings or RequestPlaneSettings()
         self.draining = False
         self._listener: asyncio.AbstractServer | None = None
-        self._socket_path: tuple[Path, int] | None = None
+        self._socket_path: tuple[Path, tuple[int, int]] | None = None
         self._connections: set[ServingConnection] = set()
         self._endpoints: dict[str, ServedEndpoint] = {}
         self._leaving: list[ServedEndpoint] = []
@@ -55,7 +55,7 @@ class RequestServer:
             self._listener = await loop.create_server(connection, sock=sock)
             return str(wanted._replace(port=sock.getsockname()[1]))
         path = Path(wanted.path)
-        self._socket_path = path, path.stat().st_ino
+        self._socket_path = path, _identity(path)
         self._listener = await loop.create_unix_server(connection, sock=sock)
         return address
 
@@ -150,10 +150,10 @@ class RequestServer:
     def _unlink(self) -> None:
         if self._socket_path is None:
             return
-        path, inode = self._socket_path
+        path, identity = self._socket_path
         self._socket_path = None
         try:
-            if path.stat().st_ino == inode:
+            if _identity(path) == identity:
                 path.unlink()
         except FileNotFoundError:
             _log.debug("%s is gone already", path)
@@ -183,6 +183,12 @@ def _listen_unix(path: str) -> socket.socket:
         raise CannotConnect(f"cannot listen on uds:{path}: {error}") from error
     sock.setblocking(False)
     return sock
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Tells our socket file from a successor's: inode numbers are used again at once."""
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def _answers(path: str) -> bool:

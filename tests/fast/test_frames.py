@@ -1,0 +1,88 @@
+"""The frame splitter against its readable twin: any cut of any bytes gives the same frames."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import frames as oracle
+
+from dynamo._fast import frames
+
+PREAMBLE = b"DYNR\x01"
+LAST_KIND = 10
+LIMIT_BYTES = 64
+
+whole = st.builds(
+    oracle.pack, st.integers(1, LAST_KIND), st.integers(0, 2**32 - 1), st.binary(max_size=100)
+)
+foreign = st.binary(max_size=30)
+streams = st.builds(
+    lambda start, parts: start + b"".join(parts),
+    st.sampled_from([PREAMBLE, PREAMBLE, PREAMBLE, b"GET / HTTP/1.1\r\n", b""]),
+    st.lists(st.one_of(whole, whole, whole, foreign), max_size=12),
+)
+
+
+def test_is_compiled() -> None:
+    assert frames.__file__ is not None and frames.__file__.endswith(".so")
+
+
+@given(st.integers(0, 255), st.integers(0, 2**32 - 1), st.binary(max_size=300))
+def test_pack_equals_the_twin(kind: int, stream: int, payload: bytes) -> None:
+    assert frames.pack(kind, stream, payload) == oracle.pack(kind, stream, payload)
+
+
+@given(streams, st.lists(st.integers(0, 2000), max_size=30))
+def test_any_cut_gives_the_same_frames(data: bytes, cuts: list[int]) -> None:
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    splitter = frames.Splitter(LIMIT_BYTES, PREAMBLE, LAST_KIND)
+    got = [
+        frame
+        for start, end in zip(edges, edges[1:], strict=False)
+        for frame in splitter.feed(data[start:end])
+    ]
+    expected, faulty = oracle.split(data, LIMIT_BYTES, PREAMBLE, LAST_KIND)
+    assert got == expected
+    assert (splitter.fault is not None) == faulty
+
+
+@given(st.lists(whole, max_size=8))
+def test_byte_by_byte(parts: list[bytes]) -> None:
+    data = PREAMBLE + b"".join(parts)
+    splitter = frames.Splitter(LIMIT_BYTES, PREAMBLE, LAST_KIND)
+    got = [f for i in range(len(data)) for f in splitter.feed(data[i : i + 1])]
+    assert got == oracle.split(data, LIMIT_BYTES, PREAMBLE, LAST_KIND)[0]
+    assert splitter.fault is None
+
+
+def test_a_large_payload_is_skipped_and_the_next_frame_survives() -> None:
+    splitter = frames.Splitter(LIMIT_BYTES, PREAMBLE, LAST_KIND)
+    data = PREAMBLE + frames.pack(2, 5, bytes(100_000)) + frames.pack(2, 6, b"next")
+    got = [f for i in range(0, len(data), 999) for f in splitter.feed(data[i : i + 999])]
+    assert got == [(frames.OVERSIZE, 5, b"100000"), (2, 6, b"next")]
+
+
+@pytest.mark.parametrize("kind", [0, LAST_KIND + 1, 0x7F, 255])
+def test_an_unknown_kind_is_a_fault_and_ends_everything(kind: int) -> None:
+    splitter = frames.Splitter(LIMIT_BYTES, PREAMBLE, LAST_KIND)
+    good = frames.pack(2, 1, b"x")
+    assert splitter.feed(PREAMBLE + good + frames.pack(kind, 1, b"") + good) == [(2, 1, b"x")]
+    assert splitter.fault == f"unknown frame kind {kind}"
+    assert splitter.feed(good) == []
+
+
+def test_another_version_is_refused_by_name() -> None:
+    splitter = frames.Splitter(LIMIT_BYTES, PREAMBLE, LAST_KIND)
+    assert splitter.feed(b"DYNR\x02....") == []
+    assert splitter.fault is not None and "another protocol or version" in splitter.fault
+
+
+def test_wrong_types_are_refused() -> None:
+    splitter = frames.Splitter(LIMIT_BYTES, PREAMBLE, LAST_KIND)
+    with pytest.raises(TypeError):
+        splitter.feed(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        frames.pack(1, 1, "text")  # type: ignore[arg-type]
+    with pytest.raises(OverflowError):
+        frames.pack(1, 2**32, b"")

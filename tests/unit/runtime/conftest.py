@@ -1,0 +1,22 @@
+"""The planes run on uvloop; their tests run on asyncio's own loop as well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import uvloop
+
+ON_BOTH = ("test_context", "test_request_", "test_events")
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], Any]]:
+    """The loops that an async test of this directory runs on."""
+    factories: dict[str, Callable[[], Any]] = {"asyncio": asyncio.new_event_loop}
+    if item.path.name.startswith(ON_BOTH):
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories

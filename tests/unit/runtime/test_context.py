@@ -1,0 +1,110 @@
+"""Context: stop and kill reach every listener and child, in order, once, however late."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynamo.runtime.context import Context
+
+
+def test_levels_rise_and_never_fall() -> None:
+    context, heard = Context("r1"), []
+    context.on_cancel(heard.append)
+    assert not context.is_stopped() and not context.is_killed()
+    context.stop_generating()
+    context.stop_generating()
+    assert context.is_stopped() and not context.is_killed()
+    context.kill()
+    context.stop_generating()
+    assert context.is_stopped() and context.is_killed()
+    assert heard == ["stop", "kill"]
+
+
+def test_a_kill_without_a_stop_is_both() -> None:
+    context, heard = Context(), []
+    context.on_cancel(heard.append)
+    context.kill()
+    assert context.is_stopped() and context.is_killed() and heard == ["kill"]
+
+
+def test_children_hear_in_link_order_and_late_ones_at_once() -> None:
+    parent, order = Context(), []
+    children = [Context(str(i)) for i in range(3)]
+    for child in children:
+        child.on_cancel(lambda kind, child=child: order.append((child.id(), kind)))
+        parent.link_child(child)
+    parent.stop_generating()
+    assert order == [("0", "stop"), ("1", "stop"), ("2", "stop")]
+    late = Context()
+    parent.link_child(late)
+    assert late.is_stopped() and not late.is_killed()
+    parent.kill()
+    assert late.is_killed()
+    latest = Context()
+    parent.link_child(latest)
+    assert latest.is_killed()
+
+
+def test_a_child_does_not_cancel_its_parent_and_may_be_unlinked() -> None:
+    parent, child, other = Context(), Context(), Context()
+    parent.link_child(child)
+    parent.link_child(other)
+    child.kill()
+    assert not parent.is_stopped()
+    parent.unlink_child(other)
+    parent.unlink_child(other)
+    parent.kill()
+    assert not other.is_stopped()
+
+
+def test_a_ring_of_contexts_ends() -> None:
+    one, two = Context(), Context()
+    one.link_child(two)
+    two.link_child(one)
+    one.kill()
+    assert two.is_killed()
+
+
+def test_a_failing_listener_does_not_rob_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    context, heard = Context("r9"), []
+
+    def fail(kind: str) -> None:
+        raise RuntimeError("no")
+
+    context.on_cancel(fail)
+    context.on_cancel(heard.append)
+    context.kill()
+    assert heard == ["kill"] and "kill of request r9" in caplog.text
+
+
+async def test_waiting_returns_true_for_stop_and_for_kill() -> None:
+    for cancel in (Context.stop_generating, Context.kill):
+        context = Context()
+        async with asyncio.TaskGroup() as group:
+            waits = [group.create_task(context.async_killed_or_stopped()) for _ in range(3)]
+            await asyncio.sleep(0)
+            assert not any(wait.done() for wait in waits)
+            cancel(context)
+        assert all(wait.result() is True for wait in waits)
+        assert await context.async_killed_or_stopped() is True
+
+
+async def test_a_cancelled_wait_leaves_nothing() -> None:
+    context = Context()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await context.async_killed_or_stopped()
+    assert not context._waiters
+    context.kill()
+
+
+def test_id_metadata_and_trace() -> None:
+    context = Context()
+    assert context.id() == context.id() != Context().id()
+    assert Context("given").id() == "given"
+    assert context.trace_id is None and context.span_id is None and context.metadata == {}
+    traced = Context(metadata={"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"})
+    assert traced.trace_id == "ab" * 16 and traced.span_id == "cd" * 8
+    assert Context(metadata={"traceparent": "00-ab-cd-01"}).trace_id is None
