@@ -26,7 +26,7 @@ from dynamo.protocols.load import KvMetrics
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.worker.journal import RING_EVENTS, EventJournal
 
-__all__ = ["KV_EVENTS", "KV_METRICS", "KV_QUERY", "KvOutlet", "LoadOutlet", "Publish"]
+__all__ = ["KV_EVENTS", "KV_METRICS", "KV_QUERY", "REPEAT_S", "KvOutlet", "LoadOutlet", "Publish"]
 
 KV_EVENTS = "kv-events"
 """Topic of KV events; a message is one ``KvEventBatch``."""
@@ -36,6 +36,9 @@ KV_METRICS = "kv_metrics"
 
 KV_QUERY = "kv_query"
 """Endpoint, beside the worker's own, that answers a ``KvQuery`` with one ``KvQueryAnswer``."""
+
+REPEAT_S = 1.0
+"""Seconds after which a load report is sent again, unchanged."""
 
 Publish = Callable[[bytes], object]
 _DECODE_QUERY = codec.decoder(KvQuery).decode
@@ -112,34 +115,49 @@ class KvOutlet:
 
 
 class LoadOutlet:
-    """The load of one worker's ranks; the newest state of each goes out at the end of the turn."""
+    """The load of one worker's ranks: the newest state of each, sent at the end of the loop turn,
+    and again every ``REPEAT_S`` for routers that came later."""
 
     def __init__(self, worker_id: int) -> None:
         self.worker_id = worker_id
         self._publish: Publish | None = None
-        self._pending: dict[int, KvMetrics] = {}
+        self._states: dict[int, KvMetrics] = {}
         self._timer: asyncio.Handle | None = None
+        self._fresh = False
 
     def open(self, publish: Publish) -> None:
         """Send through ``publish`` from now on, first the newest states."""
         self._publish = publish
-        self._flush()
+        self._send()
 
     def close(self) -> None:
         """Send nothing more."""
         self._publish = None
+        if self._timer is not None:
+            self._timer.cancel()
 
     def report(self, state: KvMetrics) -> None:
         """Publish ``state`` as this worker's."""
         state.worker_id = self.worker_id
-        self._pending[state.dp_rank] = state
-        if self._timer is None and self._publish is not None:
-            self._timer = asyncio.get_running_loop().call_soon(self._flush)
+        self._states[state.dp_rank] = state
+        if self._publish is not None and not self._fresh:
+            self._fresh = True
+            self._schedule(0.0)
 
-    def _flush(self) -> None:
-        self._timer = None
-        if self._publish is None or not self._pending:
+    def _send(self) -> None:
+        if self._publish is None:
             return
-        states = list(self._pending.values())
-        self._pending.clear()
-        self._publish(codec.encode(states))
+        self._fresh = False
+        if self._states:
+            for state in self._states.values():
+                state.worker_id = self.worker_id
+            self._publish(codec.encode(list(self._states.values())))
+        self._schedule(REPEAT_S)
+
+    def _schedule(self, delay_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = (
+            loop.call_later(delay_s, self._send) if delay_s else loop.call_soon(self._send)
+        )

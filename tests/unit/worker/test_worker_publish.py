@@ -1,0 +1,122 @@
+"""Outlets: one message per loop turn, nothing lost before they open, answers as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from typing import Any
+
+from dynamo.errors import DynamoError, InvalidArgument
+from dynamo.protocols import codec
+from dynamo.protocols.kv import KvEventBatch, KvQuery, KvQueryAnswer, Stored
+from dynamo.protocols.load import KvMetrics
+from dynamo.worker import publish
+from dynamo.worker.journal import RING_EVENTS
+from dynamo.worker.publish import KvOutlet, LoadOutlet
+
+BATCH = codec.decoder(KvEventBatch).decode
+LOADS = codec.decoder(list[KvMetrics]).decode
+
+
+class Stream:
+    """The worker's end of a request, as far as an answer needs it."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.failure: DynamoError | None = None
+        self.ended = False
+
+    def send(self, payload: bytes) -> None:
+        self.sent.append(payload)
+
+    def end(self) -> None:
+        self.ended = True
+
+    def error(self, error: DynamoError) -> None:
+        self.failure = error
+
+
+def stored(*hashes: int) -> Stored:
+    column = array("Q", hashes).tobytes()
+    return Stored(column, column)
+
+
+async def turn() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_one_message_per_loop_turn() -> None:
+    sent: list[bytes] = []
+    outlet = KvOutlet(7)
+    outlet.open(sent.append)
+    outlet.record(0, [stored(1), stored(2)])
+    outlet.record(1, [stored(1)])
+    assert not sent
+    await turn()
+    (payload,) = sent
+    batch = BATCH(payload)
+    assert batch.worker_id == 7
+    assert [(e.dp_rank, e.event_id) for e in batch.events] == [(0, 1), (0, 2), (1, 1)]
+
+
+async def test_events_wait_for_the_outlet_to_open_within_bounds() -> None:
+    sent: list[bytes] = []
+    outlet = KvOutlet(7)
+    for number in range(RING_EVENTS + 10):
+        outlet.record(0, [stored(number)])
+    outlet.open(sent.append)
+    events = BATCH(sent[0]).events
+    assert (len(events), events[-1].event_id) == (RING_EVENTS, RING_EVENTS + 10)
+    outlet.close()
+    outlet.record(0, [stored(1)])
+    await turn()
+    assert len(sent) == 1
+
+
+async def test_a_burst_is_sent_in_pieces() -> None:
+    sent: list[bytes] = []
+    outlet = KvOutlet(7)
+    outlet.open(sent.append)
+    outlet.record(0, [stored(n) for n in range(RING_EVENTS * 2 + 5)])
+    await turn()
+    ids = [event.event_id for payload in sent for event in BATCH(payload).events]
+    assert ids == list(range(1, RING_EVENTS * 2 + 6)) and len(sent) == 3
+
+
+async def test_answers() -> None:
+    outlet = KvOutlet(7)
+    outlet.record(0, [stored(1)])
+    good, bad, unknown = Stream(), Stream(), Stream()
+    answer: Any = outlet.answer
+    answer(good, codec.encode(KvQuery(0, 1, 1)))
+    answer(bad, b"\xc1")
+    answer(unknown, codec.encode(KvQuery(5)))
+    decode = codec.decoder(KvQueryAnswer).decode
+    assert decode(good.sent[0]).events[0].data == stored(1) and good.ended
+    assert isinstance(bad.failure, InvalidArgument)
+    assert decode(unknown.sent[0]) == KvQueryAnswer("tree_dump")
+
+
+async def test_load_is_sent_once_per_turn_and_repeated() -> None:
+    sent: list[bytes] = []
+    again = asyncio.Event()
+
+    def send(payload: bytes) -> None:
+        sent.append(payload)
+        if len(sent) == 2:
+            again.set()
+
+    outlet = LoadOutlet(7)
+    outlet.report(KvMetrics(0, active_decode_blocks=1))
+    outlet.report(KvMetrics(0, active_decode_blocks=2))
+    outlet.report(KvMetrics(0, 1, active_decode_blocks=9))
+    outlet.open(send)
+    assert LOADS(sent[0]) == [KvMetrics(7, 0, 2), KvMetrics(7, 1, 9)]
+    async with asyncio.timeout(publish.REPEAT_S * 5):
+        await again.wait()
+    assert sent[1] == sent[0]
+    outlet.report(KvMetrics(0, active_decode_blocks=3))
+    await turn()
+    assert LOADS(sent[2])[0] == KvMetrics(7, 0, 3)
+    outlet.close()
