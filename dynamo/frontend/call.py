@@ -137,7 +137,7 @@ class Call:
         """
         if not self._dirty:
             self._dirty = True
-            self.flow.outbox.add(self)
+            self.flow.turn.tell(self)
         if self._held_bytes:
             self._held_bytes += size_bytes
             if self._held_bytes > self.flow.held_limit_bytes:
@@ -155,7 +155,7 @@ class Call:
             self.exchange.respond(200, self.generation.unary(), headers=self.headers)
         self._close(None)
 
-    # -- told by the outbox, the client, the flow
+    # -- told by the turn, the client, the flow
 
     def flush(self) -> None:
         """Write what has been pushed since the last time, unless the client is behind."""

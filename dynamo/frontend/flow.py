@@ -10,8 +10,8 @@ from dynamo.errors import DynamoError
 from dynamo.frontend.admission import Admission
 from dynamo.frontend.call import Call
 from dynamo.frontend.failures import BackendSilent
+from dynamo.frontend.http import Turn
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.outbox import Outbox
 
 __all__ = ["Flow"]
 
@@ -22,7 +22,11 @@ class Flow:
     """Make it on the running loop; :meth:`close` stops its timer."""
 
     def __init__(
-        self, settings: FrontendSettings, metrics: FrontendMetrics, admission: Admission
+        self,
+        settings: FrontendSettings,
+        metrics: FrontendMetrics,
+        admission: Admission,
+        turn: Turn | None = None,
     ) -> None:
         self.settings = settings
         self.metrics = metrics
@@ -31,7 +35,7 @@ class Flow:
         self.held_limit_bytes = settings.slow_client_limit_mb * _MIB
         self.live: set[Call] = set()
         self._loop = asyncio.get_running_loop()
-        self.outbox = Outbox(self._loop)
+        self.turn = turn or Turn()
         self._silence_s = settings.backend_stream_timeout_s
         self._timer: asyncio.TimerHandle | None = None
         if self._silence_s is not None:

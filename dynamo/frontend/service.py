@@ -17,7 +17,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, Unavailable
 from dynamo.frontend.admission import Admission
 from dynamo.frontend.flow import Flow
-from dynamo.frontend.http import HttpLimits, HttpServer
+from dynamo.frontend.http import HttpLimits, HttpServer, Turn
 from dynamo.frontend.info import InfoRoutes
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models import Models
@@ -45,13 +45,14 @@ class Frontend:
         self._tasks = Tasks("frontend")
         metrics = FrontendMetrics(runtime.metrics, settings.metrics_prefix)
         self._admission = Admission()
-        self._flow = Flow(settings, metrics, self._admission)
+        turn = Turn()
+        self._flow = Flow(settings, metrics, self._admission, turn)
         self.models = Models(runtime, settings, router, metrics, self._tasks)
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         routes = Routes()
         OpenAIRoutes(self._flow, self.models, self._tasks).install(routes)
         InfoRoutes(self.models, self._admission, runtime.metrics).install(routes)
-        self._server = HttpServer(routes, _limits(settings), metrics.refused)
+        self._server = HttpServer(routes, _limits(settings), metrics.refused, turn)
         metrics.http_connections.function = lambda: self._server.connections
         self._stop = asyncio.Event()
 

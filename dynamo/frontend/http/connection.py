@@ -16,6 +16,7 @@ from dynamo.frontend.http.head import CHUNKED, Head, HeadReader
 from dynamo.frontend.http.limits import HttpLimits
 from dynamo.frontend.http.refusal import Refusal, error_body
 from dynamo.frontend.http.response import CLOSE, ResponseHeads
+from dynamo.frontend.http.turn import Turn
 
 __all__ = ["NEVER", "Connection", "Host"]
 
@@ -33,6 +34,7 @@ class Host(Protocol):
     limits: HttpLimits
     reader: HeadReader
     heads: ResponseHeads
+    turn: Turn
     clock: float
     draining: bool
 
@@ -67,6 +69,7 @@ class Connection(asyncio.Protocol):
         "_head",
         "_host",
         "_lingering",
+        "_out",
         "_paused",
         "_timing_head",
         "_transport",
@@ -84,6 +87,7 @@ class Connection(asyncio.Protocol):
         self.above_high_water = False
         self.closing = False
         self._buffer = b""
+        self._out: list[bytes] = []
         self._head: Head | None = None
         self._body: SizedBody | ChunkedBody | None = None
         self._exchange: Exchange | None = None
@@ -138,6 +142,7 @@ class Connection(asyncio.Protocol):
         self.deadline = NEVER
         self.above_high_water = False
         self._buffer = b""
+        self._out.clear()
         self._head = self._body = None
         self._host.forget(self)
         exchange, self._exchange = self._exchange, None
@@ -161,9 +166,11 @@ class Connection(asyncio.Protocol):
     # -- called by the exchange
 
     def send(self, data: bytes) -> None:
-        """Write; uvloop gathers all writes of a loop turn into one system call."""
-        if self._transport is not None:
-            self._transport.write(data)
+        """Write at the end of this loop turn, together with all else that it brings."""
+        out = self._out
+        out.append(data)
+        if len(out) == 1 and not self._advancing:
+            self._host.turn.write(self)
 
     def finished(self, exchange: Exchange) -> None:
         """The response is complete: close, or take the next request."""
@@ -185,6 +192,15 @@ class Connection(asyncio.Protocol):
 
     # -- called by the server
 
+    def flush(self) -> None:
+        """Hand what was sent to the socket, in one system call."""
+        out = self._out
+        if out:
+            data = out[0] if len(out) == 1 else b"".join(out)
+            out.clear()
+            if self._transport is not None:
+                self._transport.write(data)
+
     def advance(self) -> None:
         """Serve the requests that are complete in the buffer, in order."""
         if self._advancing:
@@ -202,6 +218,7 @@ class Connection(asyncio.Protocol):
             self._refuse(refusal)
         finally:
             self._advancing = False
+            self.flush()
         if self._paused and self._may_read():
             self._resume()
 
@@ -305,6 +322,7 @@ class Connection(asyncio.Protocol):
         body = error_body(refusal.status, refusal.message)
         head = self.heads.get(refusal.status, "application/json", CLOSE)
         self.send(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+        self.flush()
         self._lingering = True
         self.deadline = self._host.clock + self._host.limits.linger_s
         if self._transport is not None:
@@ -314,6 +332,7 @@ class Connection(asyncio.Protocol):
 
     def _close(self) -> None:
         """Send what is buffered, then close; the deadline catches a client that reads nothing."""
+        self.flush()
         self._lingering = True
         self._buffer = b""
         self.deadline = self._host.clock + self._host.limits.stall_timeout_s

@@ -29,7 +29,7 @@ class Line(Protocol):
     closing: bool
 
     def send(self, data: bytes) -> None:
-        """Write to the socket; all writes of one loop turn leave in one system call."""
+        """Write to the socket at the end of the loop turn."""
 
     def finished(self, exchange: Exchange) -> None:
         """The response is complete."""

@@ -12,6 +12,7 @@ from dynamo.frontend.http.exchange import Exchange
 from dynamo.frontend.http.head import HeadReader
 from dynamo.frontend.http.limits import HttpLimits
 from dynamo.frontend.http.response import ResponseHeads
+from dynamo.frontend.http.turn import Turn
 
 __all__ = ["HttpServer"]
 
@@ -23,7 +24,8 @@ class HttpServer:
     """Hands every request to ``handler``, which answers at once or later through the exchange.
 
     ``handler`` is a plain function, so that a request costs neither task nor queue. ``on_refused``
-    hears the status of each request that broke a rule or a limit, before any route.
+    hears the status of each request that broke a rule or a limit, before any route. ``turn`` is
+    given to share one with the handler.
     """
 
     def __init__(
@@ -31,10 +33,12 @@ class HttpServer:
         handler: Callable[[Exchange], None],
         limits: HttpLimits | None = None,
         on_refused: Callable[[int], None] | None = None,
+        turn: Turn | None = None,
     ) -> None:
         self.limits = limits or HttpLimits()
         self.reader = HeadReader(self.limits)
         self.heads = ResponseHeads()
+        self.turn = turn or Turn()
         self.clock = time.monotonic()
         self.draining = False
         self._handler = handler

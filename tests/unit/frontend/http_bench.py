@@ -8,6 +8,7 @@ from typing import Any
 
 from dynamo.frontend.http import Exchange, HttpLimits, HttpServer
 from dynamo.frontend.http.connection import Connection
+from dynamo.frontend.http.turn import Flushable, Turn
 
 
 class MockTransport(asyncio.Transport):
@@ -16,11 +17,13 @@ class MockTransport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.out = b""
+        self.writes = 0
         self.closed = self.eof = self.aborted = self.paused = False
 
     def write(self, data: Any) -> None:
         assert not self.closed
         self.out += bytes(data)
+        self.writes += 1
 
     def write_eof(self) -> None:
         self.eof = True
@@ -43,6 +46,13 @@ class MockTransport(asyncio.Transport):
         self.paused = False
 
 
+class AtOnce(Turn):
+    """Turns of a loop are not what these tests are about."""
+
+    def write(self, one: Flushable) -> None:
+        one.flush()
+
+
 class Bench:
     """A server without a socket, one connection to it, and every exchange that it dispatched."""
 
@@ -50,7 +60,9 @@ class Bench:
         self.seen: list[Exchange] = []
         self.refused: list[int] = []
         self.answer = True
-        self.server = HttpServer(handler or self.handle, HttpLimits(**limits), self.refused.append)
+        self.server = HttpServer(
+            handler or self.handle, HttpLimits(**limits), self.refused.append, AtOnce()
+        )
         self.transport, self.connection = self.connect()
 
     def connect(self) -> tuple[MockTransport, Connection]:

@@ -8,7 +8,7 @@ import random
 import pytest
 from http_bench import Bench
 
-from dynamo.frontend.http import Exchange
+from dynamo.frontend.http import Exchange, Turn
 
 GET = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -82,6 +82,27 @@ def test_pipelined_requests_are_answered_in_order_and_one_at_a_time() -> None:
     bench.seen[2].respond(200, b"three")
     out = bench.transport.out
     assert out.index(b"one") < out.index(b"two") < out.index(b"three")
+
+
+async def test_what_a_turn_brings_is_one_write() -> None:
+    bench = Bench()
+    bench.server.turn = Turn()
+    bench.feed(GET * 3)
+    assert bench.transport.writes == 1 and bench.transport.out.count(b"200 OK") == 3
+    bench.answer = False
+    bench.feed(GET)
+    exchange = bench.seen[-1]
+    exchange.start(200, "text/plain")
+    exchange.write(b"a")
+    exchange.write(b"b")
+    assert bench.transport.writes == 1
+    await asyncio.sleep(0)
+    assert bench.transport.writes == 2
+    exchange.write(b"c")
+    exchange.end(b"d")
+    bench.connection.connection_lost(None)
+    await asyncio.sleep(0)
+    assert bench.transport.writes == 2
 
 
 async def test_a_long_pipeline_lets_others_in_between() -> None:
