@@ -157,8 +157,7 @@ class Serving:
         """Until no process of this deployment is left."""
         deadline = time.monotonic() + timeout_s
         while left := self.survivors():
-            shown = [" ".join(p.cmdline()) for p in left if p.is_running()]
-            assert time.monotonic() < deadline, f"still there: {shown}\n{self.text()}"
+            assert time.monotonic() < deadline, f"still there: {left}\n{self.text()}"
             time.sleep(0.02)
 
     def leftovers(self) -> list[str]:

@@ -1,0 +1,75 @@
+"""The ``dynamo`` command: verbs, help, and the neighbour it cannot live with."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynamo import __version__
+from dynamo.cli import main as cli
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        assert cli.main(words) == 0
+        shown = capsys.readouterr().out
+        assert all(verb in shown for verb in cli.VERBS) and __version__ in shown
+
+
+def test_an_unknown_verb_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["server"]) == 2
+    assert "unknown verb 'server'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", sorted(cli.VERBS))
+def test_every_verb_exists_and_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(importlib.import_module(cli.VERBS[verb][0]).main)
+    with pytest.raises(SystemExit) as stop:
+        cli.main([verb, "--help"])
+    assert stop.value.code == 0 and f"usage: dynamo {verb}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert f"dynamo-appliance {__version__}" in capsys.readouterr().out
+
+
+def test_python_m_dynamo_and_the_script_are_the_command() -> None:
+    for command in ([sys.executable, "-m", "dynamo"], [Path(sys.executable).with_name("dynamo")]):
+        done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0 and "usage: dynamo VERB" in done.stdout
+
+
+@pytest.mark.parametrize("rival", ["ai-dynamo", "ai-dynamo-runtime"])
+def test_the_original_in_the_same_environment_is_refused(rival: str, tmp_path: Path) -> None:
+    """Both distributions provide the package ``dynamo``: the message says so, and the way out."""
+    made = tmp_path / f"{rival.replace('-', '_')}-1.0.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {rival}\nVersion: 1.0\n")
+    script = "import sys; from dynamo.cli.main import main; sys.exit(main(['version']))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({str(tmp_path)!r}); {script}"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"{rival} is installed in this environment too" in done.stderr
+    assert f"pip uninstall {rival}" in done.stderr
+
+
+def test_looking_at_a_graph_does_without_circus_and_nvml() -> None:
+    """What is not needed is not imported: start-up time is everyone's."""
+    script = (
+        "import sys, dynamo.cli.serve\n"
+        "heavy = {'circus', 'tornado', 'rich', 'pynvml', 'psutil', 'jinja2', 'tokenizers'}\n"
+        "sys.exit(', '.join(sorted(heavy & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr

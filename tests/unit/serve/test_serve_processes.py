@@ -1,0 +1,138 @@
+"""Parentage, sessions and the guard: real processes, real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from dynamo.serve.processes import children, environment, same_process, snapshot, stat
+
+
+def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *words],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def test_stat_tells_a_process_from_the_next_with_its_pid() -> None:
+    me = stat(os.getpid())
+    assert me is not None and me.parent == os.getppid() and me.session == os.getsid(0)
+    assert same_process(me.pid, me.start_ticks)
+    assert not same_process(me.pid, me.start_ticks + 1)
+    assert stat(2**22 + 1) is None and stat(-1) is None
+    assert me.pid in {process.pid for process in snapshot()}
+
+
+def test_a_zombie_is_no_process_any_more() -> None:
+    child = subprocess.Popen(["sleep", "0"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    (found,) = children(os.getpid())
+    assert found.state == "Z" and not same_process(child.pid, found.start_ticks)
+    child.wait()
+
+
+def test_environment_of_another_process() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={"A": "b=c", "E": ""}) as child:
+        while environment(child.pid) != {"A": "b=c", "E": ""}:  # until it has become cat
+            assert child.poll() is None
+    assert environment(2**22 + 1) == {}
+
+
+def test_descendants_end_wherever_they_hid() -> None:
+    """A daemon that forked twice and left its session is found by its new parent."""
+    done = run(
+        """
+        import os, subprocess, time
+        from dynamo.serve.processes import become_subreaper, children, end_descendants
+        become_subreaper()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.setsid()
+                subprocess.Popen(["sleep", "1000"], start_new_session=True)
+                time.sleep(1000)
+            os._exit(0)
+        os.wait()
+        while not any(child.state == "S" for child in children(os.getpid())):
+            pass
+        assert end_descendants(5) == []
+        assert children(os.getpid()) == []
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+GUARDED = """
+    import os, signal, sys
+    from pathlib import Path
+    from dynamo.serve.guard import STOP_SIGNALS, run_guarded
+
+    def body():
+        {body}
+
+    def clean_up():
+        print("clean", os.getpid() == guard, flush=True)
+
+    guard = os.getpid()
+    status = run_guarded(body, clean_up)
+    print("status", status, flush=True)
+"""
+
+
+def guarded(body: str) -> list[str]:
+    done = run(GUARDED.replace("{body}", body.replace("\n", "\n        ")))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[:-1]
+
+
+def test_the_guard_hands_the_status_on_and_cleans_up_once() -> None:
+    assert guarded("return 7") == ["clean True", "status 7"]
+    assert guarded("sys.exit(3)") == ["clean True", "status 3"]
+    assert guarded("raise ValueError") == ["clean True", "status 1"]
+    assert guarded("os.kill(os.getpid(), signal.SIGKILL)") == ["clean True", "status 137"]
+
+
+def test_the_arbiter_has_a_session_of_its_own_and_signals_wait_for_it() -> None:
+    body = (
+        "blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])\n"
+        "return 0 if STOP_SIGNALS <= blocked and os.getsid(0) == os.getpid() else 1"
+    )
+    assert guarded(body)[-1] == "status 0"
+
+
+def test_a_signal_to_the_guard_reaches_the_arbiter() -> None:
+    body = "os.kill(os.getppid(), signal.SIGINT)\nreturn int(signal.sigwait(STOP_SIGNALS))"
+    assert guarded(body)[-1] == f"status {int(signal.SIGINT)}"
+
+
+def test_a_dead_guard_stops_the_arbiter_which_cleans_up(tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    body = (
+        "os.kill(os.getppid(), signal.SIGKILL)\n"
+        "found = signal.sigwait(STOP_SIGNALS)\n"
+        f"Path({str(proof)!r}).write_text(found.name)\n"
+        "return 0"
+    )
+    done = run(GUARDED.replace("{body}", body.replace("\n", "\n        ")))
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == "clean False\n"  # the pipe's end waits for the arbiter
+    assert proof.read_text() == "SIGTERM"
+
+
+def test_what_the_arbiter_leaves_is_ended() -> None:
+    body = (
+        "import subprocess\n"
+        "child = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "print(child.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    pid, clean, status = guarded(body)
+    assert (clean, status) == ("clean True", "status 137")
+    assert stat(int(pid)) is None

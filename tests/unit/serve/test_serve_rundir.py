@@ -1,0 +1,156 @@
+"""The run directory: one owner, and what a crash left in it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+from serving_documents import document
+
+from dynamo.errors import StatefileError
+from dynamo.protocols.control import LeaseRecord
+from dynamo.runtime.discovery.layout import encode_stored, ensure_directories, key_path, lease_path
+from dynamo.runtime.discovery.process import host_id, start_ticks
+from dynamo.serve.processes import stat
+from dynamo.serve.rundir import RunDirectory
+from dynamo.serve.statefile import Statefile
+
+KEY = "v1/instances/ns/backend/generate/a1"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> RunDirectory:
+    path = tmp_path / "ns"
+    path.mkdir()
+    return RunDirectory(path, path / "store", Statefile(tmp_path, "ns"))
+
+
+def sleeper(watcher: str = "ns_A") -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        ["sleep", "1000"], start_new_session=True, env={"DYN_WATCHER_NAME": watcher}
+    )
+
+
+def dead_pid() -> int:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    return child.pid
+
+
+def crashed(home: RunDirectory, pid: int, ticks: int, host: str | None = None) -> None:
+    """The statefile of a deployment whose arbiter is dead and whose worker was ``pid``."""
+    made = document("ns")
+    made["arbiter"] = {"pid": dead_pid(), "start_ticks": 1, "host": host or host_id()}
+    made["components"]["ns_A"]["processes"] = [{"pid": pid, "start_ticks": ticks}]
+    home.statefile.create(made)
+
+
+def lease(home: RunDirectory, lease_id: int, pid: int, ticks: int) -> None:
+    home.store.mkdir(exist_ok=True)
+    ensure_directories(home.store)
+    record = LeaseRecord(lease_id, pid, ticks, 10.0, host_id())
+    lease_path(home.store, lease_id).write_bytes(msgspec.json.encode(record))
+
+
+def test_one_owner(home: RunDirectory) -> None:
+    home.own()
+    other = RunDirectory(home.path, home.store, home.statefile)
+    with pytest.raises(StatefileError, match=f"served by process {os.getpid()} .* kill"):
+        other.own()
+    home.disown()
+    other.own()
+    other.disown()
+    assert not list(home.path.iterdir())
+
+
+def test_recorded_leftovers_are_ended(home: RunDirectory) -> None:
+    with sleeper() as worker:
+        found = stat(worker.pid)
+        assert found is not None
+        crashed(home, worker.pid, found.start_ticks)
+        (told,) = home.reconcile()
+        assert "ended 1 of its processes" in told
+        assert worker.wait(5) == -9
+    assert home.statefile.read() is None
+
+
+@pytest.mark.parametrize("case", ["another start", "another boot", "another arbiter's file"])
+def test_strangers_are_left_alone(home: RunDirectory, case: str) -> None:
+    with sleeper() as stranger:
+        ticks = start_ticks(stranger.pid) or 0
+        if case == "another start":
+            crashed(home, stranger.pid, ticks - 1)
+        elif case == "another boot":
+            crashed(home, stranger.pid, ticks, host="another")
+        else:
+            made = document("ns")
+            made["components"]["ns_A"]["processes"] = [{"pid": stranger.pid, "start_ticks": ticks}]
+            home.statefile.create(made)
+        assert home.reconcile()
+        assert stranger.poll() is None
+        stranger.kill()
+    assert not home.statefile.path.exists()
+
+
+@pytest.mark.parametrize(
+    "processes", [None, [None], [{"pid": "1"}], [{"pid": 1, "start_ticks": 1}]]
+)
+def test_nonsense_in_the_record_ends_nothing(home: RunDirectory, processes: object) -> None:
+    made = document("ns")
+    made["arbiter"] = {"pid": dead_pid(), "start_ticks": 1, "host": host_id()}
+    made["components"] = {"ns_A": {"processes": processes}, "ns_B": 3}
+    home.statefile.create(made)
+    (told,) = home.reconcile()
+    assert "ended 0" in told
+
+
+def test_a_living_arbiter_without_its_lock_is_not_overrun(home: RunDirectory) -> None:
+    with sleeper() as arbiter:
+        made = document("ns")
+        ticks = start_ticks(arbiter.pid)
+        made["arbiter"] = {"pid": arbiter.pid, "start_ticks": ticks, "host": host_id()}
+        home.statefile.create(made)
+        with pytest.raises(StatefileError, match=f"arbiter {arbiter.pid}"):
+            home.reconcile()
+        arbiter.kill()
+
+
+def test_a_torn_statefile_is_told_and_replaced(home: RunDirectory) -> None:
+    home.statefile.path.write_text("{")
+    (told,) = home.reconcile()
+    assert "replacing a bad statefile" in told and not home.statefile.path.exists()
+
+
+def test_sockets_store_and_fallback_go_logs_stay(home: RunDirectory, tmp_path: Path) -> None:
+    fallback = tmp_path / "short"
+    fallback.mkdir()
+    (home.path / "sockets.path").write_text(f"{fallback}\n")
+    home.logs.mkdir()
+    (home.logs / "a.log").write_text("kept")
+    lease(home, 0xA1, dead_pid(), 1)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(home.path / "w.sock"))
+    home.clear()
+    home.clear()
+    assert [path.name for path in home.path.iterdir()] == ["logs"]
+    assert not fallback.exists()
+
+
+def test_only_dead_leases_go_from_a_store_in_use(home: RunDirectory) -> None:
+    """A worker that somebody started by hand keeps its lease, its keys and the sockets."""
+    lease(home, 0xA1, dead_pid(), 1)
+    lease(home, 0xB2, os.getpid(), start_ticks(os.getpid()) or 0)
+    for lease_id, key in ((0xA1, KEY), (0xB2, KEY[:-2] + "b2")):
+        key_path(home.store, key).write_bytes(encode_stored(lease_id, b"{}"))
+    (home.store / "leases" / "junk").write_text("?")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(home.path / "w.sock"))
+    home.clear()
+    assert not lease_path(home.store, 0xA1).exists() and not key_path(home.store, KEY).exists()
+    assert lease_path(home.store, 0xB2).exists()
+    assert key_path(home.store, KEY[:-2] + "b2").exists()
+    assert (home.path / "w.sock").exists()
