@@ -77,6 +77,7 @@ class InfoRoutes:
         exchange.respond(200 if body["status"] == "healthy" else 503, orjson.dumps(body))
 
     def _metrics(self, exchange: Exchange) -> None:
+        self._models.count()
         exchange.respond(200, self._registry.render(), CONTENT_TYPE)
 
     def _list(self, exchange: Exchange) -> None:

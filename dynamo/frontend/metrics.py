@@ -74,6 +74,16 @@ class FrontendMetrics:
         self._workers: dict[tuple[int, int], WorkerLast] = {}
         self._unknown = Outcomes(self, UNKNOWN_MODEL)
 
+    def tokenized(self, seconds: float) -> None:
+        """A prompt was tokenized."""
+        self.tokenize.observe(seconds)
+        self.tokenize_ms.observe(seconds * 1e3)
+
+    def tokenizer_cache(self, hits: int, misses: int) -> None:
+        """Prompt segments found and not found tokenized, all models, since the start."""
+        self._counter(Frontend.CACHE_HITS).labels().value = hits
+        self._counter(Frontend.CACHE_MISSES).labels().value = misses
+
     def refused(self, status: int) -> None:
         """The HTTP layer turned a request away."""
         self.http_refused.labels(str(status)).value += 1

@@ -92,6 +92,13 @@ class Models:
             for one in entry.client.instances()
         ]
 
+    def count(self) -> None:
+        """Bring counters that others keep up to date, before a scrape."""
+        ready = [entry for entry in self._entries.values() if entry.ready]
+        stats = [entry.preprocessor.tokenizer.cache_stats() for entry in ready]
+        hits, misses = sum(one.hits for one in stats), sum(one.misses for one in stats)
+        self._metrics.tokenizer_cache(hits, misses)
+
     def _on_event(self, event: KeyEvent) -> None:
         if event.kind == "delete" or event.value is None:
             self._remove(event.key)

@@ -5,6 +5,8 @@ Spec 5.6, 7.4. ``n`` choices and lists of prompts become one engine request each
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +62,7 @@ class Preprocessor:
 
     ``card`` names the model directory in ``source_path`` unless ``model_dir`` is given. Raises
     ConfigError naming the file and the remedy. Loading is O(vocabulary): do it off the event loop.
+    ``on_rendered`` and ``on_tokenized`` hear how many seconds each prompt took.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class Preprocessor:
         files = read_model_files(model_dir if model_dir is not None else card.source_path)
         self.card = card
         self.tokenizer: Tokenizer = load_tokenizer(files, cache_bytes)
+        self.on_rendered: Callable[[float], None] = _nobody
+        self.on_tokenized: Callable[[float], None] = _nobody
         self.template = load_template(files, custom_template_path or card.custom_template_path)
         self.context_length = (
             card.context_length or card.runtime_config.context_length or files.context_length
@@ -88,18 +93,17 @@ class Preprocessor:
         """Prepare a chat request. Raises InvalidArgument. O(characters)."""
         prompt = self._given_ids(request)
         if prompt is None:
-            text = self._render(request)
-            special = bool(request.add_special_tokens)
-            prompt = Prompt(self.tokenizer.encode(text, special), text)
+            text = self._timed_render(request)
+            prompt = Prompt(self._encode(text, bool(request.add_special_tokens)), text)
         return self._chat_prepared(request, prompt)
 
     async def chat_off_loop(self, request: ChatCompletionRequest) -> Prepared:
         """As :meth:`chat`; a long prompt is tokenized in a thread."""
         prompt = self._given_ids(request)
         if prompt is None:
-            text = self._render(request)
+            text = self._timed_render(request)
             special = bool(request.add_special_tokens)
-            prompt = Prompt(await self.tokenizer.encode_off_loop(text, special), text)
+            prompt = Prompt(await self._encode_off_loop(text, special), text)
         return self._chat_prepared(request, prompt)
 
     def completion(self, request: CompletionRequest) -> Prepared:
@@ -108,7 +112,7 @@ class Preprocessor:
         if given is not None:
             return self._prepared(request, [given], request.max_tokens, request.logprobs)
         special = request.add_special_tokens is not False
-        encode = self.tokenizer.encode
+        encode = self._encode
         prompts = [
             Prompt(encode(each, special), each) if isinstance(each, str) else self._from_ids(each)
             for each in _prompts(request)
@@ -124,11 +128,29 @@ class Preprocessor:
         prompts = []
         for each in _prompts(request):
             if isinstance(each, str):
-                ids = await self.tokenizer.encode_off_loop(each, special)
+                ids = await self._encode_off_loop(each, special)
                 prompts.append(Prompt(ids, each))
             else:
                 prompts.append(self._from_ids(each))
         return self._prepared(request, prompts, request.max_tokens, request.logprobs)
+
+    def _timed_render(self, request: ChatCompletionRequest) -> str:
+        begun = time.perf_counter()
+        text = self._render(request)
+        self.on_rendered(time.perf_counter() - begun)
+        return text
+
+    def _encode(self, text: str, special: bool) -> Tokens:
+        begun = time.perf_counter()
+        ids = self.tokenizer.encode(text, special)
+        self.on_tokenized(time.perf_counter() - begun)
+        return ids
+
+    async def _encode_off_loop(self, text: str, special: bool) -> Tokens:
+        begun = time.perf_counter()
+        ids = await self.tokenizer.encode_off_loop(text, special)
+        self.on_tokenized(time.perf_counter() - begun)
+        return ids
 
     def _render(self, request: ChatCompletionRequest) -> str:
         nvext = request.nvext
@@ -231,6 +253,10 @@ class Preprocessor:
                 "in the completion). Please reduce the length of the prompt or max_tokens."
             )
         return room if max_tokens is None else max_tokens
+
+
+def _nobody(seconds: float) -> None:
+    """Where nobody counts."""
 
 
 def _prompts(request: CompletionRequest) -> list[Any]:
