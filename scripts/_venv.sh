@@ -11,7 +11,7 @@ venv_ready() {
     (
         flock 9
         if [ ! -x "$root/.venv/bin/python" ]; then
-            "${PYTHON:-python3}" -m venv "$root/.venv"
+            _venv_create "$root" || exit 1
         fi
         # The stamp of the larger install also covers the smaller one.
         now="$(_venv_fingerprint "$root")"
@@ -20,12 +20,24 @@ venv_ready() {
             ! { [ -z "$extra" ] && [ "$(cat "$root/.venv/.installed-test" 2>/dev/null)" = "$now" ]; }; then
             spec="$root${extra:+[$extra]}"
             echo "scripts: installing into .venv (a minute the first time)" >&2
-            "$root/.venv/bin/python" -m pip install -q --disable-pip-version-check -e "$spec" >&2
-            printf '%s' "$now" >"$stamp"
+            "$root/.venv/bin/python" -m pip install -q --disable-pip-version-check -e "$spec" >&2 || exit 1
+            _venv_fingerprint "$root" >"$stamp" # again: the extensions are built now
         fi
     ) 9>"$root/.venv/.lock" || return
     # shellcheck disable=SC1091
     . "$root/.venv/bin/activate"
+}
+
+_venv_create() {
+    local python="${PYTHON:-python3}"
+    if ! "$python" -m venv "$1/.venv" >/dev/null 2>&1; then
+        # Debian and Ubuntu keep ensurepip, and the headers that the extensions need, apart.
+        echo "scripts: installing python3-venv, python3-dev and g++" >&2
+        [ "$(id -u)" = 0 ] && sudo=() || sudo=(sudo)
+        "${sudo[@]}" apt-get update -qq >&2 || return
+        "${sudo[@]}" apt-get install -qq -y python3-venv python3-dev g++ >&2 || return
+        "$python" -m venv --clear "$1/.venv"
+    fi
 }
 
 _venv_fingerprint() {
