@@ -6,6 +6,7 @@ statefile, no lease, no lock. The moments are random, the seeds are not.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from serving import Serving
+from deployment import free_port
+from serving import ROOT, Serving
 
 GRAPH = """
 Front: {run: SLEEPER, drain: 0.05}
@@ -166,4 +168,36 @@ def test_it_starts_again_after_a_crash(serving: Serving, both: bool) -> None:
         psutil.wait_procs([psutil.Process(arbiter)] if psutil.pid_exists(arbiter) else [], 5)
     serving.start(graph)
     assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def victims(serving: Serving) -> dict[str, list[int]]:
+    """Pids by name as far as the deployment has come."""
+    found = {"guard": [serving.pid]}
+    arbiter = arbiter_of(serving)
+    if arbiter is not None:
+        found["arbiter"] = [arbiter]
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(arbiter).children():
+                found.setdefault("service", []).append(child.pid)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_quickstart_at_any_moment(serving: Serving, seed: int) -> None:
+    """The real frontend and mockers: no lease and no request-plane socket is left either."""
+    dice = random.Random(600 + seed)
+    flags = ("--namespace", serving.namespace, f"--Frontend.http-port={free_port()}")
+    serving.start(ROOT / "examples/quickstart.yaml", *flags, wait="")
+    time.sleep(dice.uniform(0.3, 2.5))
+    found = victims(serving)
+    name = dice.choice(sorted(found))
+    signum = dice.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+    with contextlib.suppress(ProcessLookupError):  # it may just have been given up or replaced
+        os.kill(dice.choice(found[name]), signum)
+    time.sleep(dice.uniform(0.0, 0.5))
+    assert serving.process is not None
+    if serving.process.poll() is None:
+        serving.process.send_signal(signal.SIGTERM)
+    serving.wait(30)
     serving.assert_clean()
