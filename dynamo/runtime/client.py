@@ -13,6 +13,7 @@ import msgspec
 from dynamo.errors import (
     CannotConnect,
     ConnectionTimeout,
+    Disconnected,
     DynamoError,
     NoInstances,
     WorkerUnavailable,
@@ -33,14 +34,16 @@ OnInstances = Callable[[list[EndpointRecord], list[int]], None]
 """(records that came or changed, ids that went), called on the loop."""
 
 _decode = msgspec.json.Decoder(EndpointRecord).decode
+_LOST = (CannotConnect, ConnectionTimeout, Disconnected)
 _log = logging.getLogger(__name__)
 
 
 class Client:
     """Follows the instances of ``namespace/component/endpoint``. Made by ``Endpoint.client()``.
 
-    An instance that could not be connected is avoided by :meth:`random` and :meth:`round_robin`
-    for ``DYN_RUNTIME_INHIBITED_DURATION_SECS`` or until discovery tells of it anew.
+    An instance whose connection failed or broke (a death is often seen there first) is avoided by
+    :meth:`random` and :meth:`round_robin` for ``DYN_RUNTIME_INHIBITED_DURATION_SECS`` or until
+    discovery tells of it anew.
     """
 
     def __init__(self, runtime: DistributedRuntime, path: str) -> None:
@@ -207,7 +210,7 @@ class Client:
 
 
 class _Guard:
-    """Stands before the caller's sink to learn of failed connections; costs nothing per item."""
+    """Stands before the caller's sink to learn of lost connections; costs nothing per item."""
 
     __slots__ = ("_client", "_instance_id", "_sink", "on_data", "on_end")
 
@@ -219,8 +222,8 @@ class _Guard:
         self.on_end = sink.on_end
 
     def on_error(self, error: DynamoError) -> None:
-        """Pass it on; a failed connection inhibits the instance."""
-        if isinstance(error, (CannotConnect, ConnectionTimeout)):
+        """Pass it on; a lost connection inhibits the instance."""
+        if isinstance(error, _LOST):
             self._client.inhibit(self._instance_id)
         self._sink.on_error(error)
 

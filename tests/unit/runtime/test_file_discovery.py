@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo.errors import InvalidArgument, WorkerUnavailable
+from dynamo.errors import ConfigError, InvalidArgument, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery import FileDiscovery, KeyEvent, layout
 from dynamo.runtime.discovery.process import ProcessEnd, host_id, is_running, start_ticks
@@ -457,3 +457,34 @@ async def test_a_process_that_only_registers_watches_one_file(store: FileDiscove
     assert store._inotify is not None
     assert len(store._inotify._callbacks) == 1
     await other.close()
+
+
+async def test_without_descriptors_for_processes_the_ttl_decides(
+    store: FileDiscovery,
+    holders: Holders,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    def none_left(pid: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    process = await holders.start(7, ttl_s=0.6)
+    log = Log()
+    await store.watch("v1/instances/", log).ready()
+    assert len(log.events) == 1
+    assert "only its ttl" in caplog.text
+    process.kill()
+    await log.until(2)
+    assert log.events[1].kind == "delete"
+
+
+async def test_no_inotify_instance_left_is_a_clear_error(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def none_left() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("dynamo.runtime.discovery.inotify.asyncinotify.Inotify", none_left)
+    with pytest.raises(ConfigError, match="max_user_instances"):
+        await FileDiscovery(root).start()

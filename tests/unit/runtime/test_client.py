@@ -1,0 +1,129 @@
+"""The client's view of an endpoint: bad records, failing listeners, changed addresses."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import CannotConnect, Disconnected, DynamoError, EngineFailure
+from dynamo.protocols.control import EndpointRecord
+from dynamo.runtime import Client, DistributedRuntime
+from dynamo.runtime.client import _Guard
+
+PREFIX = "v1/instances/ns/comp/gen/"
+
+
+@pytest.fixture
+async def runtime() -> AsyncIterator[DistributedRuntime]:
+    made = DistributedRuntime(None, RuntimeSettings(discovery_backend="mem"))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def client(runtime: DistributedRuntime) -> Client:
+    return await runtime.endpoint("ns.comp.gen").client()
+
+
+async def put(runtime: DistributedRuntime, instance_id: int, transport: dict[str, str]) -> None:
+    lease = await runtime.granted()
+    record = EndpointRecord(
+        namespace="ns",
+        component="comp",
+        endpoint="gen",
+        instance_id=instance_id,
+        lease_id=lease.id,
+        transport=transport,
+    )
+    await runtime.discovery.put(f"{PREFIX}{instance_id:x}", msgspec.json.encode(record), lease.id)
+
+
+async def test_changes_are_pushed_and_a_new_address_replaces(
+    runtime: DistributedRuntime, client: Client
+):
+    seen: list[tuple[list[int], list[int]]] = []
+    client.on_change(lambda added, gone: seen.append(([one.instance_id for one in added], gone)))
+    await put(runtime, 1, {"uds": "/a"})
+    await put(runtime, 2, {"tcp": "127.0.0.1:1"})
+    await put(runtime, 1, {"uds": "/b"})
+    await runtime.discovery.delete(PREFIX + "2")
+    assert seen == [([1], []), ([2], []), ([], [1]), ([1], []), ([], [2])]
+    late: list[int] = []
+    client.on_change(lambda added, gone: late.extend(one.instance_id for one in added))
+    assert late == [1]
+    client.close()
+    await put(runtime, 3, {"uds": "/c"})
+    assert client.instance_ids() == [1]
+
+
+async def test_a_bad_record_is_skipped(
+    runtime: DistributedRuntime, client: Client, caplog: pytest.LogCaptureFixture
+):
+    lease = await runtime.granted()
+    with caplog.at_level(logging.WARNING):
+        await runtime.discovery.put(PREFIX + "1", b"{}", lease.id)
+        await put(runtime, 2, {"carrier": "pigeon"})
+        await put(runtime, 3, {"uds": "/c"})
+    assert client.instance_ids() == [3]
+    assert caplog.text.count("skipping the instance") == 2
+    await runtime.discovery.delete(PREFIX + "1")
+
+
+async def test_a_failing_listener_does_not_rob_the_next(
+    runtime: DistributedRuntime, client: Client, caplog: pytest.LogCaptureFixture
+):
+    def fail(added: list[EndpointRecord], removed: list[int]) -> None:
+        raise RuntimeError("listener")
+
+    seen: list[int] = []
+    client.on_change(fail)
+    client.on_change(lambda added, removed: seen.append(len(added)))
+    await put(runtime, 1, {"uds": "/a"})
+    assert seen == [1]
+    assert "listener" in caplog.text
+
+
+class Sink:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.error: DynamoError | None = None
+
+    def on_data(self, payload: bytes) -> None:
+        raise AssertionError
+
+    def on_end(self) -> None:
+        raise AssertionError
+
+    def on_error(self, error: DynamoError) -> None:
+        self.error = error
+
+
+@pytest.mark.parametrize(
+    ("error", "inhibits"),
+    [(CannotConnect("x"), True), (Disconnected("x"), True), (EngineFailure("x"), False)],
+)
+async def test_which_errors_inhibit(
+    runtime: DistributedRuntime, client: Client, error: DynamoError, inhibits: bool
+):
+    await put(runtime, 1, {"uds": "/a"})
+    await put(runtime, 2, {"uds": "/b"})
+    sink = Sink()
+    _Guard(client, 1, sink).on_error(error)
+    assert sink.error is error
+    assert client.is_inhibited(1) is inhibits
+    assert client._usable() == ([2] if inhibits else [1, 2])
+    await put(runtime, 1, {"uds": "/c"})
+    assert not client.is_inhibited(1)
+
+
+async def test_waiting_ends_with_the_first_instance(runtime: DistributedRuntime, client: Client):
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        waiting = group.create_task(client.wait_for_instances())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await put(runtime, 1, {"uds": "/a"})
+    assert waiting.result() == [1]
