@@ -15,8 +15,9 @@
 namespace dynamo {
 
 // `Key` is u32 or u64 and must already be mixed: its high bits choose the place. Values are never
-// zero; a zero value marks a free place. Keys may repeat if the caller tells them apart.
-template <class Key>
+// zero; a zero value marks a free place. Keys may repeat if the caller tells them apart. A full
+// table grows by one GROWTH-th: fewer passes or less memory.
+template <class Key, size_t GROWTH = 3>
 class OrderedTable {
 public:
     struct __attribute__((packed, aligned(4))) Entry {
@@ -137,7 +138,7 @@ private:
     }
 
     __attribute__((noinline)) void make_more_room() {
-        if (size_ >= full_) rebuild(homes_ + homes_ / 3 + MIN_HOMES, TAIL);
+        if (size_ >= full_) rebuild(homes_ + homes_ / GROWTH + MIN_HOMES, TAIL);
         while (entries_[places_ - 2].value != 0) rebuild(homes_, (places_ - homes_) * 2);
     }
 

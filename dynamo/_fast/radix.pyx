@@ -193,7 +193,7 @@ cdef class RadixTree:
 
     def match(self, tokens_hashes, bint early_exit=False):
         """The same as a dict from (worker, dp_rank) to depth, without those that have none."""
-        cdef array.array depths = array.clone(DEPTHS, len(self._owners), True)
+        cdef array.array depths = array.clone(DEPTHS, len(self._owners), False)
         if self.match_into(tokens_hashes, depths, early_exit) == 0:
             return {}
         return {

@@ -178,7 +178,9 @@ public:
         uint32_t next_ = 0;
     };
 
-    const OrderedTable<uint32_t> &siblings() const noexcept { return siblings_; }
+    using Siblings = OrderedTable<uint32_t, 4>;
+
+    const Siblings &siblings() const noexcept { return siblings_; }
 
 private:
     static constexpr uint32_t CHUNK = 4096;
@@ -304,7 +306,7 @@ private:
     uint32_t fresh_ = 1;      // nodes from here on have never been used
     uint32_t free_ = NOBODY;  // head of the free list
     size_t live_ = 0;
-    OrderedTable<uint32_t> siblings_;  // tag(parent, tokens hash) -> child that is not inline
+    Siblings siblings_;  // tag(parent, tokens hash) -> child that is not inline
     std::vector<Word> words_;
     uint32_t words_free_ = 0;
     size_t words_live_ = 0;
