@@ -71,6 +71,7 @@ class Connection(asyncio.Protocol):
         "_lingering",
         "_out",
         "_paused",
+        "_skipped_line",
         "_timing_head",
         "_transport",
         "above_high_water",
@@ -95,6 +96,7 @@ class Connection(asyncio.Protocol):
         self._advancing = False
         self._lingering = False
         self._timing_head = False
+        self._skipped_line = False
 
     # -- called by the transport
 
@@ -261,6 +263,7 @@ class Connection(asyncio.Protocol):
         if end <= 0 or buffer.startswith(b"\r\n"):
             return self._wait_for_head()
         head = host.reader.read(buffer, end)
+        self._skipped_line = False
         start = end + 4
         size_bytes = head.body_bytes
         if 0 <= size_bytes <= len(buffer) - start and size_bytes <= host.limits.body_bytes:
@@ -275,8 +278,9 @@ class Connection(asyncio.Protocol):
     def _wait_for_head(self) -> bool:
         """No complete head yet. An empty line before it is skipped (RFC 9112 2.2), but only one."""
         if self._buffer.startswith(b"\r\n"):
-            if self._buffer.startswith(b"\r\n\r\n"):
+            if self._skipped_line:
                 raise Refusal(400, "Empty lines instead of a request")
+            self._skipped_line = True
             self._buffer = self._buffer[2:]
             return True
         self._host.reader.check_partial(self._buffer)

@@ -97,6 +97,8 @@ class HeadReader:
             raise Refusal(414, f"Request line exceeds {limits.request_line_bytes} bytes")
         if len(data) - line_end - 2 > limits.header_bytes:
             raise Refusal(431, f"Request headers exceed {limits.header_bytes} bytes")
+        if data.count(b"\n") != data.count(b"\r\n"):
+            raise Refusal(400, "Line ends without CR")
         if data.count(b"\r\n", line_end, -4) > limits.header_count:
             raise Refusal(431, f"Request has more than {limits.header_count} headers")
         method, target, minor = _request_line(data[:line_end])
@@ -177,7 +179,7 @@ class HeadReader:
 
 def _request_line(line: bytes) -> tuple[str, str, int]:
     parts = line.split(b" ")
-    if len(parts) != 3:
+    if len(parts) != 3 or not parts[0].isalpha():  # llhttp skips a line feed before the method
         raise Refusal(400, "Malformed request line")
     minor = _VERSIONS.get(parts[2])
     if minor is None:

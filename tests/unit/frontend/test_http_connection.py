@@ -185,6 +185,9 @@ async def test_a_client_that_pipelines_too_much_is_paused() -> None:
         (b"GET /x HTTP/1.1\r\nHost: a\r\nX\r\n\r\n", 400),
         (b"GET /x HTTP/1.1\r\nHost: a\r\n: x\r\n\r\n", 400),
         (b"GET /x HTTP/1.1\nHost: a\n\n", 400),
+        (b"\nGET /x HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: a\nX: b\r\n\r\n", 400),
+        (b"get /x HTTP/1.1\r\nHost: a\r\n\r\n", 501),
         (b"\r\n\r\nGET /x HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET /x HTTP/1.1\r\nHost: a\r\nExpect: magic\r\n\r\n", 417),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),  # TLS to a plain port
