@@ -59,8 +59,7 @@ async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: Plan) -
         startup_s = number * delay_s + (plan.mocker.startup_time_s or 0.0)
         if not await life.wait(startup_s):
             return
-        own = system if number == 0 else replace(system, port=-1)
-        made = DistributedRuntime(settings=runtime, system=own, metrics=metrics)
+        made = _runtime(runtime, system, metrics, number)
         async with life.runtime(made):
             _log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,
                       made.instance_id)  # fmt: skip
@@ -68,6 +67,17 @@ async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: Plan) -
 
     await life.run([partial(worker, number) for number in range(plan.mocker.num_workers)])
     _log.info("left")
+
+
+def _runtime(
+    settings: RuntimeSettings, system: SystemSettings, metrics: Registry, number: int
+) -> DistributedRuntime:
+    """The runtime of worker ``number``: one status port for all, a TCP port for each."""
+    if number:
+        system = replace(system, port=-1)
+        if settings.tcp_rpc_port:
+            settings = replace(settings, tcp_rpc_port=settings.tcp_rpc_port + number)
+    return DistributedRuntime(settings=settings, system=system, metrics=metrics)
 
 
 if __name__ == "__main__":

@@ -123,12 +123,12 @@ class Rank:
         loop = asyncio.get_running_loop()
         timing, pool, scheduler = self.shape.timing, self.pool, self.scheduler
         due = loop.time()
-        self._report(due, True)
+        self._report(due)
         while True:
             self._work.clear()
             batch = scheduler.schedule()
             if not batch.producing and not batch.prefill_tokens:
-                self._report(loop.time(), True)
+                self._report(loop.time())
                 await self._work.wait()
                 due = loop.time()
                 continue
@@ -148,9 +148,9 @@ class Rank:
             self._on_events(self.number, self.pool.changes)
             self.pool.changes = []
         if now - self._told_at >= _REPORT_INTERVAL_S:
-            self._report(now, False)
+            self._report(now)
 
-    def _report(self, now: float, always: bool) -> None:
+    def _report(self, now: float) -> None:
         running = self.scheduler.running
         state = KvMetrics(
             worker_id=0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 
 from dynamo.config.mocker import MockerSettings
 from dynamo.config.runtime import RuntimeSettings
@@ -62,6 +63,9 @@ def make_plan(
     if settings.model_path is None:
         raise ConfigError("--model-path is missing; give the directory of a model's tokenizer")
     model = ModelDirectory(settings.model_path)
+    template = settings.custom_jinja_template
+    if template is not None and not Path(template).is_file():
+        raise ConfigError(f"--custom-jinja-template {template}: no such file")
     suffix = f"-{worker_suffix}" if worker_suffix else ""
     component = "prefill" if shape.prefill_only else "backend"
     return Plan(
@@ -104,13 +108,21 @@ class MockerWorker:
     async def serve(self) -> None:
         """Serve until the worker has left. A rank that fails ends it with its error."""
         async with asyncio.TaskGroup() as group:
-            ranks = [group.create_task(rank.run()) for rank in self.ranks]
+            ranks = [group.create_task(self._iterate(rank)) for rank in self.ranks]
             await connect_kv_events(self.endpoint, self.events)
             await connect_load(self.endpoint, self.load)
             await self._register()
             await self.endpoint.serve_push(self.service.handle)
             for rank in ranks:
                 rank.cancel()
+
+    async def _iterate(self, rank: Rank) -> None:
+        """A rank that fails takes its worker along, and cuts streams that would never end."""
+        try:
+            await rank.run()
+        except Exception:
+            self.endpoint.runtime.serving.cut()
+            raise
 
     async def _register(self) -> None:
         plan = self.plan

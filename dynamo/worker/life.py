@@ -14,6 +14,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
+from dynamo.errors import EngineShutdown
 from dynamo.runtime import DistributedRuntime
 
 __all__ = ["WorkerLife", "leaves"]
@@ -30,19 +31,25 @@ class WorkerLife:
         self.stopping = asyncio.Event()
         self._runtimes: set[DistributedRuntime] = set()
         self._stopped_at = 0.0
+        self._failures: list[Exception] = []
 
     async def run(self, workers: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """Run all ``workers``; each ends by itself. The first failure ends the others, too."""
+        """Run all ``workers``; each ends by itself.
+
+        When one fails the others are cut and leave; then an ExceptionGroup tells of all failures.
+        """
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, functools.partial(self._on_signal, number))
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in workers:
-                    group.create_task(_awaited(worker))
+                    group.create_task(self._guarded(worker))
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
+        if self._failures:
+            raise ExceptionGroup("workers failed", self._failures)
 
     @asynccontextmanager
     async def runtime(self, runtime: DistributedRuntime) -> AsyncIterator[DistributedRuntime]:
@@ -67,6 +74,20 @@ class WorkerLife:
             return True
         return False
 
+    async def _guarded(self, worker: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await worker()
+        except Exception as failure:  # noqa: BLE001 - raised by run() when all have left
+            if self.stopping.is_set() and all(_is_leaving(error) for error in leaves(failure)):
+                return
+            self._failures.append(failure)
+            self.stopping.set()
+            self._cut()
+
+    def _cut(self) -> None:
+        for runtime in self._runtimes:
+            runtime.serving.cut()
+
     def _on_signal(self, number: int) -> None:
         name, now = signal.Signals(number).name, asyncio.get_running_loop().time()
         if not self.stopping.is_set():
@@ -77,18 +98,18 @@ class WorkerLife:
                 runtime.shutdown()
         elif now - self._stopped_at >= _SAME_SIGNAL_S:
             _log.warning("%s again: cutting what is in flight", name)
-            for runtime in self._runtimes:
-                runtime.serving.cut()
+            self._cut()
 
 
-def leaves(failures: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    """The errors in nested groups, one by one."""
-    for error in failures.exceptions:
-        if isinstance(error, BaseExceptionGroup):
+def leaves(failure: BaseException) -> Iterator[BaseException]:
+    """The errors in nested groups, one by one; of a plain error, itself."""
+    if isinstance(failure, BaseExceptionGroup):
+        for error in failure.exceptions:
             yield from leaves(error)
-        else:
-            yield error
+    else:
+        yield failure
 
 
-async def _awaited(worker: Callable[[], Awaitable[None]]) -> None:
-    await worker()
+def _is_leaving(error: BaseException) -> bool:
+    """A signal during start-up: whatever needs the lease is told that the process is leaving."""
+    return isinstance(error, EngineShutdown)

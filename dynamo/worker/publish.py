@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.errors import InvalidArgument
 from dynamo.protocols import codec
@@ -138,7 +139,6 @@ class LoadOutlet:
 
     def report(self, state: KvMetrics) -> None:
         """Publish ``state`` as this worker's."""
-        state.worker_id = self.worker_id
         self._states[state.dp_rank] = state
         if self._publish is not None and not self._fresh:
             self._fresh = True
@@ -149,9 +149,9 @@ class LoadOutlet:
             return
         self._fresh = False
         if self._states:
-            for state in self._states.values():
-                state.worker_id = self.worker_id
-            self._publish(codec.encode(list(self._states.values())))
+            worker_id = self.worker_id
+            states = [replace(state, worker_id=worker_id) for state in self._states.values()]
+            self._publish(codec.encode(states))
         self._schedule(REPEAT_S)
 
     def _schedule(self, delay_s: float) -> None:

@@ -21,8 +21,11 @@ async def ended(process: subprocess.Popen[bytes]) -> int:
     return await asyncio.to_thread(process.wait, 20)
 
 
-async def test_answers_stream_and_the_cache_is_found_again(deployment: Deployment) -> None:
-    deployment.mocker("--speedup-ratio", "0", "--block-size", "4")
+@pytest.mark.parametrize("plane", ["uds", "tcp"])
+async def test_answers_stream_and_the_cache_is_found_again(
+    deployment: Deployment, plane: str
+) -> None:
+    deployment.mocker("--speedup-ratio", "0", "--block-size", "4", "--request-plane", plane)
     async with caller(deployment) as here:
         items = await here.answer(list(range(20)), 6)
         tokens = [token for item in items for token in item["token_ids"]]
@@ -176,6 +179,7 @@ async def test_the_status_port_tells_of_the_engine(deployment: Deployment) -> No
         (["--block-size", "0"], "--block-size must be between 1 and 4096, got 0"),
         (["--max-num-batched-tokens", "5"], "--max-num-seqs 256"),
         (["--endpoint-types", "poems"], "got 'poems'"),
+        (["--custom-jinja-template", "/nowhere"], "/nowhere: no such file"),
         (["--speedup-ratio", "-1"], "--speedup-ratio must be"),
     ],
 )
@@ -197,3 +201,14 @@ def test_a_start_that_is_interrupted_leaves_nothing(deployment: Deployment, tmp_
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
     assert not deployment.state_dir.exists() or leftovers(deployment.state_dir) == []
+
+
+@pytest.mark.parametrize("delay_s", [0.2, 0.6, 0.8, 1.0, 1.2, 1.4])
+def test_a_signal_at_any_moment_of_the_start(deployment: Deployment, delay_s: float) -> None:
+    process = deployment.mocker("--num-workers", "8")
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(delay_s)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) in (0, -signal.SIGTERM), deployment.tail()
+    if deployment.state_dir.exists():
+        assert leftovers(deployment.state_dir) == []
