@@ -11,12 +11,13 @@ import argparse
 import dataclasses
 import json
 import time
+from collections.abc import Iterator
 from random import Random
 
 from dynamo.bench.trace import read_trace
 from dynamo.config.knob import from_env
 from dynamo.config.router import ROUTER_MODES, RouterSettings
-from dynamo.router.factory import make_index
+from dynamo.router.factory import make_index, make_predicted
 from dynamo.router.indexer import Indexer
 from dynamo.router.kv import KvPicker
 from dynamo.router.modes import InflightPicker
@@ -50,10 +51,12 @@ def replay(
     index = make_index(settings)
     picker: Picker
     if settings.mode == "kv":
-        picker = KvPicker(settings, block_tokens, index, None, Random(seed), run.now)
+        predicted = make_predicted(settings, index)
+        picker = KvPicker(settings, block_tokens, index, None, Random(seed), run.now, predicted)
     else:
         picker = InflightPicker(settings.mode, Random(seed))
-    indexer = None if index is None else Indexer(index, lambda recovery: None, _NoCounts())
+    follows = index is not None and not settings.predicts
+    indexer = Indexer(index, lambda recovery: None, _NoCounts()) if index and follows else None
     run.attach(picker, indexer, workers, blocks_per_worker)
     return run.run(arrivals)
 
@@ -65,18 +68,30 @@ def main(argv: list[str] | None = None) -> None:
     arrivals = [Arrival(r.timestamp / 1e3, r.hash_ids, r.output_length) for r in trace]
     service = ServiceModel(options.prefill_tokens_per_s, 0.02, options.inter_token_ms / 1e3)
     rows = []
-    for mode in options.mode.split(","):
-        settings = from_env(RouterSettings, mode=mode)
+    for name, settings in _variants(options.mode.split(","), options.predict):
         for blocks in options.blocks_per_worker:
             began = time.perf_counter()
             report = replay(
                 arrivals, settings, options.workers, blocks, service, options.block_tokens
             )
-            rows.append((mode, blocks, report, time.perf_counter() - began))
+            rows.append((name, blocks, report, time.perf_counter() - began))
     if options.json:
         print(json.dumps([_record(*row) for row in rows], indent=2))
     else:
         _table(options.workers, rows)
+
+
+def _variants(modes: list[str], predict: bool) -> Iterator[tuple[str, RouterSettings]]:
+    for mode in modes:
+        yield mode, from_env(RouterSettings, mode=mode)
+        if predict and mode == "kv":
+            for policy in ("ttl", "lru"):
+                yield (
+                    f"kv, {policy}",
+                    from_env(
+                        RouterSettings, mode=mode, kv_events=False, approximate_cache_policy=policy
+                    ),
+                )
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
@@ -85,6 +100,11 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--blocks-per-worker", type=int, nargs="+", default=[8000])
     parser.add_argument("--mode", default="kv", help=f"one or more of {','.join(ROUTER_MODES)}")
+    parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="kv also without events, predicting caches by age (ttl) and by capacity (lru)",
+    )
     parser.add_argument("--block-tokens", type=int, default=512)
     parser.add_argument("--limit", type=int, default=None, help="only the first requests")
     parser.add_argument("--prefill-tokens-per-s", type=float, default=20_000.0)

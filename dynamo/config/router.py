@@ -8,7 +8,15 @@ from dynamo.config.knob import knob
 
 __all__ = ["ROUTER_MODES", "RouterSettings"]
 
-ROUTER_MODES = ("round-robin", "random", "power-of-two", "least-loaded", "direct", "kv")
+ROUTER_MODES = (
+    "round-robin",
+    "random",
+    "power-of-two",
+    "least-loaded",
+    "device-aware-weighted",
+    "direct",
+    "kv",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +80,37 @@ class RouterSettings:
         "--router-kv-events",
         "--kv-events",
         env="DYN_ROUTER_USE_KV_EVENTS",
-        help="follow the workers' KV events; without, kv mode routes by active load alone",
+        help="follow the workers' KV events; without, caches are predicted from own decisions",
+    )
+    ttl_s: float = knob(
+        120.0,
+        "--router-ttl-secs",
+        env="DYN_ROUTER_TTL_SECS",
+        minimum=0,
+        exclusive_minimum=True,
+        help="without KV events: how long a block is believed to stay cached",
+    )
+    max_tree_size: int = knob(
+        1_048_576,
+        "--router-max-tree-size",
+        env="DYN_ROUTER_MAX_TREE_SIZE",
+        minimum=1,
+        help="without KV events: blocks believed to be cached, on all workers, before pruning",
+    )
+    prune_target_ratio: float = knob(
+        0.8,
+        "--router-prune-target-ratio",
+        env="DYN_ROUTER_PRUNE_TARGET_RATIO",
+        minimum=0.0,
+        maximum=1.0,
+        help="without KV events: share of --router-max-tree-size that pruning leaves",
+    )
+    approximate_cache_policy: str = knob(
+        "ttl",
+        "--router-approximate-cache-policy",
+        env="DYN_ROUTER_APPROXIMATE_CACHE_POLICY",
+        choices=("ttl", "lru"),
+        help="without KV events: forget blocks by age, or as a worker of known capacity would",
     )
     track_active_blocks: bool = knob(
         True,
@@ -108,6 +146,64 @@ class RouterSettings:
         help="age at which the load of a request that never ended is dropped",
     )
 
+    encoder_cuda_to_cpu_ratio: float = knob(
+        8.0,
+        env="DYN_ENCODER_CUDA_TO_CPU_RATIO",
+        minimum=0,
+        exclusive_minimum=True,
+        help="device-aware-weighted: requests that a GPU worker takes for one of a CPU worker",
+    )
+    session_affinity_ttl_s: float | None = knob(
+        None,
+        "--router-session-affinity-ttl-secs",
+        env="DYN_ROUTER_SESSION_AFFINITY_TTL_SECS",
+        minimum=1,
+        maximum=31_536_000,
+        help="keep a session (X-Dynamo-Session-ID) on its worker until idle for this long",
+    )
+    session_affinity_mode: str = knob(
+        "hard",
+        "--router-session-affinity-mode",
+        env="DYN_ROUTER_SESSION_AFFINITY_MODE",
+        choices=("hard", "soft"),
+        help="a session whose worker is overloaded is refused (hard) or moves (soft)",
+    )
+    session_limit: int = knob(
+        262_144,
+        env="DYN_ROUTER_SESSION_AFFINITY_MAX_SESSIONS",
+        minimum=1,
+        help="sessions remembered; beyond, the longest idle one is forgotten",
+    )
+    admission_control: str = knob(
+        "none",
+        "--admission-control",
+        env="DYN_ADMISSION_CONTROL",
+        choices=("token-capacity", "none"),
+        help="token-capacity: workers over a busy threshold get no requests; none: ignore them",
+    )
+    active_decode_blocks_threshold: float | None = knob(
+        None,
+        "--active-decode-blocks-threshold",
+        env="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
+        minimum=0.0,
+        maximum=1.0,
+        help="share of a worker's KV blocks in use above which it is busy",
+    )
+    active_prefill_tokens_threshold: int | None = knob(
+        None,
+        "--active-prefill-tokens-threshold",
+        env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
+        minimum=0,
+        help="tokens being prefilled above which a worker is busy",
+    )
+    active_prefill_tokens_threshold_frac: float | None = knob(
+        None,
+        "--active-prefill-tokens-threshold-frac",
+        env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
+        minimum=0,
+        help="the same as a fraction of the worker's max_num_batched_tokens",
+    )
+
     @property
     def prefill_weight(self) -> float:
         """The weight of prefill in the cost; the older name wins when it is given."""
@@ -116,5 +212,10 @@ class RouterSettings:
 
     @property
     def uses_index(self) -> bool:
-        """Whether prefix overlap matters at all: kv mode, events on, weight not zero."""
-        return self.mode == "kv" and self.kv_events and self.overlap_score_weight != 0
+        """Whether prefix overlap matters at all: kv mode, weight not zero."""
+        return self.mode == "kv" and self.overlap_score_weight != 0
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the index is fed by own decisions instead of the workers' events."""
+        return self.uses_index and not self.kv_events

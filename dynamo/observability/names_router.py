@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dynamo.observability.names import MetricSpec
 
-__all__ = ["RouterIndex"]
+__all__ = ["Predictions", "RouterIndex"]
 
 _ROUTED = ("dynamo_component", "dynamo_namespace", "router_id", "worker_id")
+_COMPONENT = ("dynamo_component", "dynamo_namespace", "worker_id")
 
 
 class RouterIndex:
@@ -35,4 +36,57 @@ class RouterIndex:
         "dynamo_component_router_index_dropped_blocks",
         "Blocks that the cap of the prefix index refused",
         _ROUTED,
+    )
+
+
+class Predictions:
+    """The cache as own decisions predict it, where KV events are not followed. Spec 2.5."""
+
+    EXPIRED = MetricSpec(
+        "counter",
+        "dynamo_component_router_predicted_blocks_expired_total",
+        "Predicted blocks forgotten by age",
+        _COMPONENT,
+    )
+    PRUNED = MetricSpec(
+        "counter",
+        "dynamo_component_router_predicted_blocks_pruned_total",
+        "Predicted blocks forgotten because there were too many",
+        _COMPONENT,
+    )
+    MEMORY_BYTES = MetricSpec(
+        "gauge",
+        "dynamo_component_router_predicted_memory_bytes",
+        "Memory of the predictions, beside the prefix index",
+        _COMPONENT,
+    )
+    CONFIGURED_POLICY = MetricSpec(
+        "gauge",
+        "dynamo_component_router_approximate_cache_configured_policy",
+        "1 for the policy that forgets predicted blocks",
+        ("dynamo_component", "dynamo_namespace", "policy", "worker_id"),
+    )
+    LRU_EVICTED = MetricSpec(
+        "counter",
+        "dynamo_component_router_approximate_lru_evicted_blocks_total",
+        "Predicted blocks evicted because their worker is full",
+        _COMPONENT,
+    )
+    LRU_EVICTIONS = MetricSpec(
+        "counter",
+        "dynamo_component_router_approximate_lru_eviction_batches_total",
+        "Times that predicted blocks were evicted",
+        _COMPONENT,
+    )
+    LRU_LEASES = MetricSpec(
+        "gauge",
+        "dynamo_component_router_approximate_lru_leases",
+        "Running requests whose predicted blocks cannot be evicted",
+        _COMPONENT,
+    )
+    LRU_FALLBACKS = MetricSpec(
+        "gauge",
+        "dynamo_component_router_approximate_lru_fallbacks",
+        "Workers' ranks of unknown capacity, whose predicted blocks age instead",
+        _COMPONENT,
     )

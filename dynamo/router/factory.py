@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from random import Random
 
 from dynamo._fast.radix import RadixTree
@@ -11,20 +10,28 @@ from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Picker
+from dynamo.router.predicted import PredictedCache
 
-__all__ = ["make_index", "make_picker"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["make_index", "make_picker", "make_predicted"]
 
 
 def make_index(settings: RouterSettings) -> RadixTree | None:
-    """The prefix index, or None where overlap must not matter (spec 3.2: weight 0, no index)."""
-    if settings.mode == "kv" and not settings.kv_events:
-        logger.warning(
-            "without KV events the kv mode routes by active load alone: "
-            "predicting caches from routing decisions is not in this version"
-        )
-    return RadixTree(settings.max_index_blocks) if settings.uses_index else None
+    """The prefix index, or None where overlap must not matter (spec 3.2: weight 0, no index).
+
+    An index of predictions has no cap of its own: :class:`PredictedCache` keeps it in bounds.
+    """
+    if not settings.uses_index:
+        return None
+    return RadixTree(0 if settings.predicts else settings.max_index_blocks)
+
+
+def make_predicted(settings: RouterSettings, index: RadixTree | None) -> PredictedCache | None:
+    """What predicts caches where the workers' events are not followed; None where they are."""
+    if index is None or not settings.predicts:
+        return None
+    lru = settings.approximate_cache_policy == "lru"
+    limit = settings.max_index_blocks if lru else settings.max_tree_size
+    return PredictedCache(index, settings.ttl_s, limit, settings.prune_target_ratio, lru)
 
 
 def make_picker(
@@ -37,5 +44,6 @@ def make_picker(
 ) -> Picker:
     """The picker of ``settings.mode``; ``index`` as made by :func:`make_index` (kv mode)."""
     if settings.mode == "kv":
-        return KvPicker(settings, block_size, index, metrics, random)
+        predicted = make_predicted(settings, index)
+        return KvPicker(settings, block_size, index, metrics, random, predicted=predicted)
     return InflightPicker(settings.mode, random)

@@ -26,6 +26,7 @@ from dynamo.router.filters import eligible
 from dynamo.router.fleet import DenseSlots, Fleet
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
+from dynamo.router.predicted import PredictedCache
 
 __all__ = ["KvPicker"]
 
@@ -34,13 +35,21 @@ _NO_HASHES = array("Q")
 
 
 class _Prompt(NamedTuple):
-    """A prompt as the index and the load tracker see it. ``blocks`` are the full ones."""
+    """A prompt as the index and the load tracker see it. ``blocks`` are the full ones.
+
+    As active load, ``unique_blocks`` count without a hash, and without them ``chained`` ones do.
+    """
 
     isl_tokens: int
     blocks: int
     hashes: array[int]
     chained: array[int]
     unique_blocks: int
+
+    @property
+    def shared(self) -> array[int]:
+        """The chained hashes of blocks that other requests may share."""
+        return _NO_HASHES if self.unique_blocks else self.chained
 
 
 class KvPicker:
@@ -59,6 +68,7 @@ class KvPicker:
         metrics: DecisionMetrics | None = None,
         random: Random | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        predicted: PredictedCache | None = None,
     ) -> None:
         self.fleet = Fleet(DenseSlots() if index is None else index)
         self.block_size = block_size
@@ -70,6 +80,7 @@ class KvPicker:
         self._metrics = metrics
         self._uniform = (random or Random()).random
         self._clock = clock
+        self.predicted = predicted
         self.served: dict[int, int] = {}
         self._resize()
 
@@ -86,6 +97,8 @@ class KvPicker:
         terms = overridden(self._terms, override) if override else self._terms
         slots = eligible(self.fleet, routing)
         prompt = self._hash(tokens, routing, terms, times)
+        if self.predicted is not None:
+            self.predicted.expire(times[0])
         if self._index is not None:
             self._index.match_into(prompt.hashes, self._depths)
         times.append(self._clock())
@@ -114,18 +127,25 @@ class KvPicker:
     def free(self, request_id: str) -> None:
         """The request has ended, however it did."""
         booking = self.active.free(request_id)
+        if self.predicted is not None:
+            self.predicted.ended(request_id, self._clock())
         if booking is not None and self._metrics is not None:
             self._metrics.ended(booking, self._clock())
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
         """A worker appeared, or its configuration changed."""
-        self.fleet.add(worker_id, config, device_type)
+        member = self.fleet.add(worker_id, config, device_type)
         self._resize()
+        if self.predicted is not None:
+            for slot in member.slots.values():
+                self.predicted.add_slot(slot, config.total_kv_blocks)
 
     def remove_worker(self, worker_id: int) -> None:
         """A worker is gone: its blocks leave the index, its load is dropped."""
         for slot in self.fleet.remove(worker_id):
             self.active.drop_slot(slot)
+            if self.predicted is not None:
+                self.predicted.drop_slot(slot)
         self.served.pop(worker_id, None)
 
     def expire(self, age_s: float) -> list[str]:
@@ -156,14 +176,14 @@ class KvPicker:
         times.append(self._clock())
         blocks = len(tokens) // self.block_size
         reuse = tracked and terms.assume_kv_reuse
-        if reuse:
+        if reuse or self.predicted is not None:
             chained = sequence_hashes(hashes)
         times.append(self._clock())
         unique = blocks if tracked and not reuse else 0
         return _Prompt(len(tokens), blocks, hashes, chained, unique)
 
     def _choose(self, prompt: _Prompt, slots: array[int], terms: Terms) -> tuple[int, Decision]:
-        self.active.project_into(prompt.chained, prompt.unique_blocks, self._prefill, self._decode)
+        self.active.project_into(prompt.shared, prompt.unique_blocks, self._prefill, self._decode)
         costs(
             terms.weights,
             prompt.isl_tokens,
@@ -206,10 +226,13 @@ class KvPicker:
         self.active.book(
             request_id,
             booking,
-            prompt.chained,
+            prompt.shared,
             prompt.unique_blocks,
             prefill if terms.track_prefill_tokens else 0,
         )
+        if self.predicted is not None:
+            now_s = booking.booked_at_s
+            self.predicted.routed(request_id, slot, prompt.chained, prompt.hashes, now_s)
 
     def _explain(self, terms: Terms, slots: array[int], decision: Decision) -> None:
         """The decision as the router guide shows it. Spec 3.4."""

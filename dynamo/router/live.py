@@ -19,7 +19,7 @@ from dynamo.protocols.kv import KvEventBatch
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.indexer import Indexer, Recovery
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics, EventMetrics, Place, WorkerMetrics
+from dynamo.router.metrics import DecisionMetrics, EventMetrics, Place, WorkerMetrics, predictions
 from dynamo.router.recovery import KV_QUERY, Questions
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.channels import Subscription
@@ -87,9 +87,13 @@ class LiveRouter:
         )
         self.indexer: Indexer | None = None
         self._rows = WorkerMetrics(registry, place) if kv_mode else None
-        if index is not None:
+        if index is not None and not settings.predicts:
             self._counts = EventMetrics(registry, place, index)
             self.indexer = Indexer(index, self._on_recovery, self._counts)
+        predicted = self.picker.predicted if isinstance(self.picker, KvPicker) else None
+        if index is not None and predicted is not None:
+            policy = settings.approximate_cache_policy
+            predictions(registry, place, index, predicted, policy)
         self._questions: Questions | None = None
         self._configs: dict[int, RuntimeConfig] = {}
         self._devices: dict[int, str] = {}

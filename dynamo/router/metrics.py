@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from dynamo._fast.radix import RadixTree
 from dynamo.observability.metrics import Counter, Registry
 from dynamo.observability.names import Frontend, Router, counter, gauge, histogram
-from dynamo.observability.names_router import RouterIndex
+from dynamo.observability.names_router import Predictions, RouterIndex
 from dynamo.router.active import ActiveLoad, Booking
 from dynamo.router.fleet import Member
 from dynamo.router.picker import Decision
+from dynamo.router.predicted import PredictedCache, PredictionCounts
 
-__all__ = ["DecisionMetrics", "EventMetrics", "Place", "WorkerMetrics"]
+__all__ = ["DecisionMetrics", "EventMetrics", "Place", "WorkerMetrics", "predictions"]
 
 _PHASE = "aggregated"
 _WORKER_TYPE = "decode"
@@ -103,12 +104,7 @@ class EventMetrics:
         self._applied = counter(registry, Router.EVENTS_APPLIED)
         self._warnings = counter(registry, Router.EVENT_WARNINGS)
         self._by_outcome: dict[tuple[str, str], Counter] = {}
-        for spec, read in (
-            (RouterIndex.BLOCKS, index.blocks),
-            (RouterIndex.MEMORY_BYTES, index.memory_bytes),
-            (RouterIndex.DROPPED_BLOCKS, index.dropped),
-        ):
-            gauge(registry, spec).labels(*place.router).function = read
+        _show_index(registry, place, index)
 
     def applied(self, event_type: str, status: str) -> None:
         """Count one event."""
@@ -125,6 +121,32 @@ class EventMetrics:
         place = self._place
         labels = place.component, place.namespace, kind, place.router_id
         self._warnings.labels(*labels).value += count
+
+
+def predictions(
+    registry: Registry, place: Place, index: RadixTree, cache: PredictedCache, policy: str
+) -> None:
+    """Show what is predicted to be cached, and count what is forgotten."""
+    _show_index(registry, place, index)
+    here = place.component, place.namespace
+    cache.counts = PredictionCounts(
+        *(
+            counter(registry, spec).labels(*here, place.router_id)
+            for spec in (
+                Predictions.EXPIRED,
+                Predictions.PRUNED,
+                Predictions.LRU_EVICTED,
+                Predictions.LRU_EVICTIONS,
+            )
+        )
+    )
+    gauge(registry, Predictions.CONFIGURED_POLICY).labels(*here, policy, place.router_id).set(1)
+    for spec, read in (
+        (Predictions.LRU_LEASES, cache.leases),
+        (Predictions.LRU_FALLBACKS, cache.fallbacks),
+        (Predictions.MEMORY_BYTES, cache.memory_bytes),
+    ):
+        gauge(registry, spec).labels(*here, place.router_id).function = read
 
 
 class WorkerMetrics:
@@ -169,3 +191,12 @@ class WorkerMetrics:
 
 def _reader(active: ActiveLoad, slot: int, part: int) -> Callable[[], float]:
     return lambda: active.load(slot)[part]
+
+
+def _show_index(registry: Registry, place: Place, index: RadixTree) -> None:
+    for spec, read in (
+        (RouterIndex.BLOCKS, index.blocks),
+        (RouterIndex.MEMORY_BYTES, index.memory_bytes),
+        (RouterIndex.DROPPED_BLOCKS, index.dropped),
+    ):
+        gauge(registry, spec).labels(*place.router).function = read

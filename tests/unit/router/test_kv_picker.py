@@ -9,9 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from dynamo._fast.radix import RadixTree
 
 from dynamo._fast.hashing import block_hashes, seed_for, sequence_hashes
+from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument, NoInstances
 from dynamo.observability.metrics import Registry
@@ -122,12 +122,6 @@ def test_weight_zero_routes_by_load_alone() -> None:
     first = picker.pick("a", PROMPT).worker_id
     other = array("I", range(900, 914))
     assert picker.pick("b", other).worker_id != first
-
-
-def test_no_kv_events_routes_by_load_alone(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert make(kv_events=False)._index is None
-    assert "active load alone" in caplog.text
 
 
 def test_untracked_blocks_leave_only_prefill() -> None:

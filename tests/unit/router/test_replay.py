@@ -15,6 +15,7 @@ from dynamo.router.replay import Arrival, SimulatedWorker, _Job
 
 ROOT = Path(__file__).parents[3]
 KV = RouterSettings(mode="kv")
+PREDICTED = RouterSettings(mode="kv", kv_events=False, approximate_cache_policy="lru")
 CACHE_FIRST = RouterSettings(mode="kv", prefill_load_scale=64.0, overlap_score_credit=6.0)
 """Long prompts, short answers: recomputing a prefix costs everyone, so credit it above its size."""
 
@@ -81,6 +82,15 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.count("\nkv ") == 2
     main(["--trace", sample, "--mode", "kv,random", "--limit", "20", "--json"])
     assert '"mode": "random"' in capsys.readouterr().out
+    main(["--trace", sample, "--limit", "20", "--predict"])
+    assert "kv, lru" in capsys.readouterr().out
+
+
+def test_predicting_by_capacity_is_as_good_as_events() -> None:
+    trace = conversations(12, 6)
+    predicted = replay(trace, PREDICTED, 4, 60)
+    assert predicted.hit_blocks == pytest.approx(replay(trace, KV, 4, 60).hit_blocks, rel=0.1)
+    assert predicted.hit_blocks > 0
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +122,10 @@ def test_the_public_trace_with_cache_first_settings(mooncake: list[Arrival]) -> 
     assert report.of_infinite >= 0.95
     assert report.computed_imbalance <= 1.1
     assert report.request_imbalance <= 1.1
+
+
+@pytest.mark.trace
+def test_the_public_trace_without_events(mooncake: list[Arrival]) -> None:
+    events, predicted = replay(mooncake, KV, 8, 8000), replay(mooncake, PREDICTED, 8, 8000)
+    assert predicted.hit_rate == pytest.approx(events.hit_rate, rel=0.02)
+    assert predicted.computed_imbalance <= 1.1
