@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Protocol
 
 import msgspec
@@ -20,6 +21,7 @@ from dynamo.router.factory import make_index, make_picker
 from dynamo.router.indexer import Indexer, Recovery
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, EventMetrics, Place, WorkerMetrics, predictions
+from dynamo.router.predicted import STEP_BLOCKS, PredictedCache
 from dynamo.router.recovery import KV_QUERY, Questions
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.channels import Subscription
@@ -100,6 +102,7 @@ class LiveRouter:
         self._cards: Watch | None = None
         self._events: Subscription | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
+        self._age_timer: asyncio.TimerHandle | None = None
         self._quiet: set[int] = set()
         self._closed = False
 
@@ -120,12 +123,15 @@ class LiveRouter:
         self._client.on_change(self._on_instances)
         if isinstance(self.picker, KvPicker):
             self._arm(self.picker)
+            if self.picker.predicted is not None:
+                self._age(self.picker.predicted)
 
     async def close(self) -> None:
         """Stop following. Idempotent."""
         self._closed = True
-        if self._sweep_timer is not None:
-            self._sweep_timer.cancel()
+        for timer in (self._sweep_timer, self._age_timer):
+            if timer is not None:
+                timer.cancel()
         if self._cards is not None:
             self._cards.close()
         if self._events is not None:
@@ -204,6 +210,12 @@ class LiveRouter:
     def _arm(self, picker: KvPicker) -> None:
         loop = asyncio.get_running_loop()
         self._sweep_timer = loop.call_later(SWEEP_S, self._sweep, picker)
+
+    def _age(self, predicted: PredictedCache) -> None:
+        """Forget old predictions also while nobody asks, a step at a time."""
+        more = predicted.expire(time.perf_counter()) >= STEP_BLOCKS
+        pause_s = 0.01 if more else 1.0
+        self._age_timer = asyncio.get_running_loop().call_later(pause_s, self._age, predicted)
 
     def _sweep(self, picker: KvPicker) -> None:
         """Drop forgotten load, look for lost last events, name workers that publish nothing."""

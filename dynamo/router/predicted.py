@@ -8,31 +8,23 @@ is reached (``lru``). Pure: time is handed in. Spec 2.5.
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from operator import itemgetter
 
 from dynamo._fast.radix import RadixTree
 from dynamo.observability.metrics import Counter
+from dynamo.router.visits import Visit, VisitLine
 
-__all__ = ["PredictedCache", "PredictionCounts"]
+__all__ = ["STEP_BLOCKS", "PredictedCache", "PredictionCounts"]
 
-_STALE_FACTOR = 4
-_STALE_FLOOR = 65_536
-"""Listed blocks are compacted beyond ``_STALE_FACTOR`` times the live ones and this floor."""
+STEP_BLOCKS = 4096
+"""About so many blocks are forgotten in one call (a millisecond), the rest in later ones."""
 
 _BLOCK_BYTES = 140
-"""Measured: an entry of ``_held`` with its integer and its share of the table."""
+"""Measured (100 to 140): an entry of ``_held`` with its integer and its share of the table."""
 
-
-class _Visit(NamedTuple):
-    """One decision. It owns those of its ``blocks`` that no later one has touched."""
-
-    number: int
-    slot: int
-    touched_s: float
-    blocks: array[int]
+_NOTHING: Mapping[int, int] = {}
 
 
 @dataclass
@@ -67,13 +59,13 @@ class PredictedCache:
         self._target_blocks = int(max_blocks * prune_ratio)
         self._lru = lru
         self._held: dict[int, dict[int, int]] = {}
-        self._aging: deque[_Visit] = deque()
-        self._lines: dict[int, deque[_Visit]] = {}
+        self._aging = VisitLine()
+        self._lines: dict[int, VisitLine] = {}
         self._capacities: dict[int, int] = {}
-        self._running: dict[str, tuple[_Visit, array[int]]] = {}
+        self._running: dict[str, tuple[Visit, array[int]]] = {}
         self._number = 0
-        self._listed = 0
         self._blocks = 0
+        self._pruning = False
         self.counts = PredictionCounts()
 
     def add_slot(self, slot: int, capacity_blocks: int | None) -> None:
@@ -81,15 +73,14 @@ class PredictedCache:
         self._held.setdefault(slot, {})
         if self._lru and capacity_blocks:
             self._capacities[slot] = capacity_blocks
-            self._lines.setdefault(slot, deque())
-            self._shrink(slot)
+            self._lines.setdefault(slot, VisitLine())
+            self._shrink(slot, self._lines[slot])
 
     def drop_slot(self, slot: int) -> None:
         """The slot's worker is gone, and with it (from the index too) its blocks."""
         self._blocks -= len(self._held.pop(slot, ()))
         self._capacities.pop(slot, None)
-        for visit in self._lines.pop(slot, ()):
-            self._listed -= len(visit.blocks)
+        self._lines.pop(slot, None)
         gone = [key for key, (visit, _) in self._running.items() if visit.slot == slot]
         for key in gone:
             del self._running[key]
@@ -107,18 +98,19 @@ class PredictedCache:
             return
         self._index.store(slot, None, chained, hashes)
         visit = self._own(slot, chained, now_s)
-        if slot not in self._lines:
-            self._line_up(self._aging, visit)
-        elif request_id is None:
-            self._line_up(self._lines[slot], visit)
+        line = self._lines.get(slot, self._aging)
+        if line is self._aging or request_id is None:
+            line.append(visit)
         else:
             self._running[request_id] = visit, hashes
-        if slot in self._lines:
-            self._shrink(slot)
-        if self._blocks > self._max_blocks:
-            self._prune()
-        if self._listed > _STALE_FACTOR * self._blocks + _STALE_FLOOR:
-            self._compact()
+        if line is not self._aging:
+            self._shrink(slot, line)
+        owned = self._blocks if line is self._aging else len(self._held[slot])
+        if line.listed > 2 * owned:
+            line.tidy(2 * len(chained), self._owned)
+        self._pruning |= self._blocks > self._max_blocks
+        if self._pruning:
+            self._prune(STEP_BLOCKS + len(chained))
 
     def ended(self, request_id: str, now_s: float) -> None:
         """The request runs no more: under ``lru`` its blocks may go again, as the newest ones."""
@@ -128,11 +120,16 @@ class PredictedCache:
             self.routed(None, visit.slot, visit.blocks, hashes, now_s)
 
     def expire(self, now_s: float) -> int:
-        """Forget what was last touched more than the TTL ago; how many blocks. O(1) if none."""
+        """Forget what was last touched more than the TTL ago; how many blocks. O(1) if none.
+
+        Once the answer reaches ``STEP_BLOCKS`` there may be more.
+        """
         before_s = now_s - self._ttl_s
         dropped = 0
-        while self._aging and self._aging[0].touched_s <= before_s:
+        front = self._aging.front()
+        while front is not None and front.touched_s <= before_s and dropped < STEP_BLOCKS:
             dropped += self._forget_front(self._aging)
+            front = self._aging.front()
         self.counts.expired.value += dropped
         return dropped
 
@@ -151,91 +148,73 @@ class PredictedCache:
     def memory_bytes(self) -> int:
         """Bytes held beside the index, estimated."""
         running = sum(len(visit.blocks) for visit, _ in self._running.values())
-        return _BLOCK_BYTES * self._blocks + 8 * self._listed + 16 * running
+        listed = sum(line.listed for line in self._all_lines())
+        return _BLOCK_BYTES * self._blocks + 8 * listed + 16 * running
 
-    def _own(self, slot: int, chained: array[int], now_s: float) -> _Visit:
+    def _own(self, slot: int, chained: array[int], now_s: float) -> Visit:
         self._number += 1
         number, held = self._number, self._held[slot]
         before = len(held)
         for block in chained:
             held[block] = number
         self._blocks += len(held) - before
-        return _Visit(number, slot, now_s, chained)
+        return Visit(number, slot, now_s, chained)
 
-    def _line_up(self, line: deque[_Visit], visit: _Visit) -> None:
-        line.append(visit)
-        self._listed += len(visit.blocks)
+    def _owned(self, visit: Visit) -> array[int]:
+        held, number = self._held.get(visit.slot, _NOTHING), visit.number
+        return array("Q", [block for block in visit.blocks if held.get(block) == number])
 
-    def _forget_front(self, line: deque[_Visit], most: int | None = None) -> int:
+    def _forget_front(self, line: VisitLine, most: int = STEP_BLOCKS) -> int:
         """Undo the oldest visit, or only ``most`` blocks of it, deepest first; how many."""
-        visit = line.popleft()
-        self._listed -= len(visit.blocks)
-        held = self._held.get(visit.slot)
-        if held is None:
-            return 0
-        number = visit.number
-        owned = array("Q", [block for block in visit.blocks if held.get(block) == number])
-        if most is not None and most < len(owned):
-            kept = owned[: len(owned) - most]
+        visit = line.pop_front()
+        owned = self._owned(visit)
+        if most < len(owned):
+            line.push_front(visit._replace(blocks=owned[: len(owned) - most]))
             owned = owned[len(owned) - most :]
-            line.appendleft(visit._replace(blocks=kept))
-            self._listed += len(kept)
         if len(owned):
+            held = self._held[visit.slot]
             for block in owned:
                 del held[block]
             self._blocks -= len(owned)
             self._index.remove(visit.slot, owned[::-1])
         return len(owned)
 
-    def _shrink(self, slot: int) -> None:
+    def _shrink(self, slot: int, line: VisitLine) -> None:
         """Down to the slot's capacity, as far as running requests allow."""
-        line, held = self._lines[slot], self._held[slot]
+        held = self._held[slot]
         excess = len(held) - self._capacities[slot]
-        if excess <= 0 or not line:
+        if excess <= 0 or line.front() is None:
             return
         self.counts.evictions.value += 1
-        while excess > 0 and line:
+        while excess > 0 and line.front() is not None:
             dropped = self._forget_front(line, excess)
             self.counts.evicted.value += dropped
             excess -= dropped
 
-    def _prune(self) -> None:
-        """Down to the target, the oldest first over all lines."""
-        while self._blocks > self._target_blocks:
-            lines = [line for line in self._all_lines() if line]
-            if not lines:
-                return  # all of it belongs to running requests
-            oldest = min(lines, key=lambda line: line[0].number)
-            excess = self._blocks - self._target_blocks
-            self.counts.pruned.value += self._forget_front(oldest, excess)
+    def _prune(self, most: int) -> None:
+        """Towards the target, by at most ``most`` blocks, the oldest first over all lines."""
+        excess = self._blocks - self._target_blocks
+        left = min(excess, most)
+        while left > 0:
+            fronts = [(line.front(), line) for line in self._all_lines()]
+            waiting = [(visit.number, line) for visit, line in fronts if visit is not None]
+            if not waiting:
+                break  # all of it belongs to running requests
+            dropped = self._forget_front(min(waiting, key=itemgetter(0))[1], left)
+            self.counts.pruned.value += dropped
+            left -= dropped
+        self._pruning = self._blocks > self._target_blocks
 
-    def _compact(self) -> None:
-        """Drop from all lines what later visits have taken over."""
-        self._listed = 0
-        for line in self._all_lines():
-            visits = [self._still_owned(visit) for visit in line]
-            line.clear()
-            for visit in visits:
-                if len(visit.blocks):
-                    self._line_up(line, visit)
-
-    def _still_owned(self, visit: _Visit) -> _Visit:
-        held = self._held.get(visit.slot, {})
-        number = visit.number
-        return visit._replace(
-            blocks=array("Q", [block for block in visit.blocks if held.get(block) == number])
-        )
-
-    def _all_lines(self) -> Iterator[deque[_Visit]]:
+    def _all_lines(self) -> Iterator[VisitLine]:
         yield self._aging
         yield from self._lines.values()
 
     def _check(self) -> None:
         assert self._blocks == sum(map(len, self._held.values())) == self._index.blocks()
-        assert self._listed == sum(len(v.blocks) for line in self._all_lines() for v in line)
         assert set(self._lines) == set(self._capacities)
         owned: set[tuple[int, int]] = set()
         for line in self._all_lines():
+            assert line.listed == sum(len(visit.blocks) for visit in line)
             numbers = [visit.number for visit in line]
             assert numbers == sorted(numbers)
             for visit in line:

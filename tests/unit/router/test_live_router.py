@@ -284,3 +284,18 @@ async def test_other_modes_need_no_events(box: Box, mode: str) -> None:
     assert live.indexer is None
     assert worker.queries == []
     assert live.picker.pick("a", PROMPT).worker_id == worker.id
+
+
+async def test_without_events_caches_are_predicted(box: Box) -> None:
+    worker = await box.worker(RuntimeConfig(total_kv_blocks=100))
+    live = await box.route(kv_events=False, ttl_s=1.0)
+    await until(lambda: overlap(live) == 0)
+    assert live.indexer is None
+    live.picker.pick("a", PROMPT)
+    assert overlap(live) == 4
+    assert worker.queries == []
+    assert isinstance(live.picker, KvPicker) and live.picker.predicted is not None
+    predicted = live.picker.predicted
+    await until(lambda: predicted.blocks() == 0)  # by the timer: nobody asks
+    page = box.runtime.metrics.render().decode()
+    assert "dynamo_component_router_predicted_blocks_expired_total{" in page

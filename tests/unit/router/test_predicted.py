@@ -141,16 +141,33 @@ def test_lru_without_a_known_capacity_ages() -> None:
     box.cache.ended("b", 21.0)
 
 
-def test_the_same_prompt_for_ever_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predicted_module, "_STALE_FLOOR", 100)
-    box = Box()
+@pytest.mark.parametrize("capacity", [None, 100])
+def test_the_same_prompt_for_ever_stays_small(capacity: int | None) -> None:
+    box = Box(capacity=capacity)
     for turn in range(500):
-        box.route(range(1, 21), turn * 0.001)
+        box.route(range(1, 21), turn * 0.001, request_id=str(turn))
+        box.cache.ended(str(turn), turn * 0.001)
     assert box.cache.blocks() == 20
-    assert box.cache._listed <= 4 * 20 + 100 + 20
-    assert box.cache.memory_bytes() < 10_000
+    assert box.cache.memory_bytes() < 20 * 140 + 8 * 20 * 4
     box.cache.expire(11.0)
-    assert box.cache.blocks() == 0
+    assert box.cache.blocks() == (20 if capacity else 0)
+
+
+def test_no_call_forgets_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicted_module, "STEP_BLOCKS", 10)
+    box = Box(max_blocks=200, ratio=0.5)
+    for number in range(40):
+        box.route([number * 10 + 1000 + one for one in range(5)], 0.0)
+    assert box.cache.blocks() == 200
+    box.route([1, 2], 0.0)
+    assert box.cache.blocks() == 190
+    for number in range(12):
+        box.route([number + 10], 0.0)
+    assert box.cache.blocks() == 100 + 3  # nothing is pruned once the target is reached
+    assert 10 <= box.cache.expire(TTL_S) < 20
+    while box.cache.expire(TTL_S):
+        box.cache._check()
+    assert box.index.blocks() == 0
 
 
 Step = tuple[int, list[int], float]
