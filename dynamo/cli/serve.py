@@ -133,9 +133,16 @@ def _check(graph: Graph, specs: Sequence[WatcherSpec]) -> None:
             path = {**environ(), **service.envs}.get("PATH")
             if shutil.which(program, path=path) is None:
                 raise ConfigError(f"{service.origin}: {service.name}.run: no program {program}")
+    listening: dict[str, str] = {}
     for spec in specs:
         if spec.is_frontend:
-            address_of(spec.options, {**environ(), **spec.env})
+            url = address_of(spec.options, {**environ(), **spec.env}).url
+            if url in listening:
+                raise ConfigError(
+                    f"{graph.source}: {listening[url]} and {spec.name} would both listen on {url}; "
+                    "give each frontend a service and an http-port of its own"
+                )
+            listening[url] = spec.name
 
 
 def _has_module(name: str) -> bool:
@@ -185,9 +192,15 @@ def _serve(made: Plan, settings: ServeSettings, runtime: RuntimeSettings) -> int
         run_dir(runtime), store_dir(runtime), Statefile(state_dir(runtime), made.namespace)
     )
     home.own()
+    try:
+        told = home.reconcile()
+        socket_path(runtime, "circus.sock")  # its directory, which the crash may have shared
+    except BaseException:
+        home.disown()
+        raise
 
     def body() -> int:
-        return _arbiter(made, settings, runtime, home)
+        return _arbiter(made, settings, home, told)
 
     def clean_up() -> None:
         home.clear()
@@ -196,9 +209,7 @@ def _serve(made: Plan, settings: ServeSettings, runtime: RuntimeSettings) -> int
     return run_guarded(body, clean_up)
 
 
-def _arbiter(
-    made: Plan, settings: ServeSettings, runtime: RuntimeSettings, home: RunDirectory
-) -> int:
+def _arbiter(made: Plan, settings: ServeSettings, home: RunDirectory, told: Sequence[str]) -> int:
     """What the guarded process does."""
     # Imported here: the guard, and everything that only looks at a graph, does without circus.
     from dynamo.serve.deployment import Deployment
@@ -210,9 +221,8 @@ def _arbiter(
     for noisy in ("circus", "tornado", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
-        for line in home.reconcile():
+        for line in told:
             console.say(line, logging.WARNING)
-        socket_path(runtime, "circus.sock")  # its directory, which an earlier crash may share
         count = len(made.specs)
         console.say(f"starting {count} processes in namespace {made.namespace!r}")
         return asyncio.run(Deployment(made, settings, home, console).run())

@@ -6,7 +6,6 @@ Pure: text in, a checked :class:`Graph` out. Every error names file, line and ke
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from dynamo.errors import ConfigError
+from dynamo.serve.flags import are_words, as_flags, as_word
 from dynamo.serve.overrides import Override, merge
 from dynamo.serve.yamlmap import Located, parse_yaml
 
 __all__ = ["MAX_WORKERS", "Graph", "Service", "parse_graph"]
 
 MAX_WORKERS = 1024
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _NAMESPACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
@@ -131,7 +131,7 @@ class _Reader:
 
     def service(self, name: str, common: Mapping[str, Any]) -> Service:
         if not _NAME.fullmatch(name):
-            self.fail((name,), "is no service name: a letter, then letters, digits or '_'")
+            self.fail((name,), "is no service name: a letter, then up to 63 letters, digits, '_'")
         values = self.mapping((name,), self.values[name], required=True)
         module, command = self._run(name, values.get("run"))
         options = {**self._subscribed(name, values, common)}
@@ -175,7 +175,7 @@ class _Reader:
             words = shlex.split(run) if isinstance(run, str) else run
         except ValueError as error:
             self.fail(path, f"is not a command: {error}")
-        if not isinstance(words, list) or not words or not _are_words(words):
+        if not isinstance(words, list) or not words or not are_words(words):
             self.fail(path, f"must be a module, a command or a list of words, got {run!r}")
         if words[0] in _PYTHON and words[1:2] == ["-m"] and len(words) == 3:
             return words[2], ()
@@ -197,18 +197,10 @@ class _Reader:
         path = (name, key)
         if not _FLAG.fullmatch(key):
             self.fail(path, "is no flag: a letter, then letters, digits, '-', '_' or '.'")
-        if value is None:
-            return []
-        if isinstance(value, bool):
-            return [f"--{key}" if value else f"--no-{key}"]
-        if isinstance(value, list):
-            if not _are_words(value):
-                self.fail(path, "must be a list of words and numbers")
-            return [word for item in value for word in _pair(key, _word(item))]
         try:
-            return _pair(key, _word(value))
-        except (TypeError, ValueError):
-            self.fail(path, f"must be a word, a number, a list or a mapping, got {value!r}")
+            return as_flags(key, value)
+        except ValueError as error:
+            self.fail(path, str(error))
 
     def _workers(self, name: str, args: Mapping[str, Any]) -> int:
         value = args.get("workers", 1)
@@ -237,9 +229,9 @@ class _Reader:
         for key, value in envs.items():
             if not _VARIABLE.fullmatch(key):
                 self.fail((*path, key), "is no name of a variable")
-            if not _are_words([value]) or "\0" in str(value):
+            if not are_words([value]):
                 self.fail((*path, key), "must be text (quote it)")
-        return {key: _word(value) for key, value in envs.items()}
+        return {key: as_word(value) for key, value in envs.items()}
 
     def _graceful(self, name: str, args: Mapping[str, Any]) -> float | None:
         value = args.get("graceful_timeout")
@@ -271,24 +263,6 @@ class _Reader:
                 shown = {key: value for key, value in args.items() if key != "envs"}
                 out[name] = {**self.values[name], "ServiceArgs": shown}
         return out
-
-
-def _word(value: Any) -> str:
-    """A value as one word of a command line or one variable; a mapping becomes JSON."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _are_words(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, str | int | float | bool) for value in values)
-
-
-def _pair(key: str, word: str) -> list[str]:
-    """``--key word``, joined by ``=`` where the word could be taken for a flag."""
-    return [f"--{key}={word}"] if word.startswith("-") else [f"--{key}", word]
 
 
 def _text(value: Any) -> str | None:

@@ -82,7 +82,7 @@ class Record:
         self._dirty = asyncio.Event()
 
     def create(self) -> None:
-        """Write the statefile. Raises StatefileError or OSError."""
+        """Write the statefile. Raises StatefileError."""
         self._statefile.create(document_of(self._plan))
 
     def keep(self, tasks: Tasks) -> None:
@@ -127,6 +127,6 @@ class Record:
 
 
 def _apply(document: Document, processes: Mapping[str, list[dict[str, int]]]) -> None:
-    for name, found in processes.items():
-        if name in document["components"]:
-            document["components"][name]["processes"] = found
+    for name, entry in document["components"].items():
+        if isinstance(entry, dict):
+            entry["processes"] = processes.get(name, [])

@@ -31,6 +31,7 @@ from dynamo.serve.statefile import FileLock, Statefile
 __all__ = ["RunDirectory"]
 
 _END_TIMEOUT_S = 5.0
+_ABANDONED_AFTER_S = 60.0
 _FALLBACK_RECORD = "sockets.path"
 _log = logging.getLogger(__name__)
 
@@ -91,8 +92,10 @@ class RunDirectory:
 
         Only for the owner, after its processes have ended; may be called again.
         """
-        with contextlib.suppress(FileNotFoundError):
+        try:
             self.statefile.remove()
+        except (StatefileError, OSError) as error:
+            _log.error("the statefile stays: %s", error)
         if self._sweep_store():
             return  # a worker that was started by hand still uses the store and its sockets
         if self.store == self.path / "store":
@@ -119,7 +122,11 @@ class RunDirectory:
                 lease = decode_lease(name, data or b"")
             except BadRecord:
                 continue
-            if lease.host == host and not is_running(lease.pid, lease.pid_start):
+            if lease.host == host:
+                ended = not is_running(lease.pid, lease.pid_start)
+            else:
+                ended = _age_s(leases / name) > max(_ABANDONED_AFTER_S, 3 * lease.ttl_s)
+            if ended:
                 dead.add(lease.lease_id)
                 (leases / name).unlink(missing_ok=True)
             else:
@@ -128,6 +135,14 @@ class RunDirectory:
             for name in _names(self.store / "v1" / bucket):
                 _remove_key(self.store / "v1" / bucket / name, dead)
         return living
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since a lease was last renewed."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _names(directory: Path) -> list[str]:

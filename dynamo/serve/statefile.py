@@ -117,7 +117,7 @@ class Statefile:
         return document
 
     def create(self, document: Document) -> None:
-        """Write ``document`` as the whole statefile, over what was there."""
+        """Write ``document`` as the whole statefile, over what was there. Raises StatefileError."""
         with self._locked():
             self._write(document)
 
@@ -156,19 +156,23 @@ class Statefile:
     def _write(self, document: Document) -> None:
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            with os.fdopen(fd, "wb") as file:
+            with open(temporary, "wb", opener=_open_private) as file:
                 file.write(text.encode())
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise StatefileError(f"cannot write {self.path}: {error.strerror}") from None
 
     def _bad(self, problem: str) -> StatefileError:
         return StatefileError(
             f"{self.path} {problem}. If nothing runs in namespace {self.namespace!r}, "
             "`dynamo serve` replaces it; else stop the deployment first"
         )
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)

@@ -358,6 +358,18 @@ def test_dry_run_starts_nothing(serving: Serving) -> None:
         (["/nowhere.yaml"], "cannot read /nowhere.yaml: No such file"),
         ([str(ROOT / "examples/agg.yaml"), "--gpus", "1"], "agg_Worker_1 needs 1 GPU, 0 of 1 free"),
         ([str(ROOT / "examples/quickstart.yaml"), "--X.y=1"], "no service 'X'"),
+        (
+            [str(ROOT / "examples/quickstart.yaml"), "--Frontend.ServiceArgs.workers=2"],
+            "dynamo_Frontend and dynamo_Frontend_1 would both listen on http://127.0.0.1:8000",
+        ),
+        (
+            [str(ROOT / "examples/quickstart.yaml"), "--Worker.run=dynamo.mokker"],
+            "Worker.run: no Python module dynamo.mokker",
+        ),
+        (
+            [str(ROOT / "examples/quickstart.yaml"), '--Worker.run=["no-such-program"]'],
+            "Worker.run: no program no-such-program",
+        ),
         ([str(ROOT / "examples/quickstart.yaml"), "--gpus", "-1"], "between 0 and 1024"),
         ([str(ROOT / "examples/quickstart.yaml"), "--gpu", "1"], "unrecognized arguments"),
     ],

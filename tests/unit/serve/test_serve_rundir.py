@@ -149,7 +149,11 @@ def test_only_dead_leases_go_from_a_store_in_use(home: RunDirectory) -> None:
     (home.store / "leases" / "junk").write_text("?")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(home.path / "w.sock"))
+    far = LeaseRecord(0xC3, 1, 1, 10.0, "another host")  # not renewed for long
+    lease_path(home.store, 0xC3).write_bytes(msgspec.json.encode(far))
+    os.utime(lease_path(home.store, 0xC3), (0, 0))
     home.clear()
+    assert not lease_path(home.store, 0xC3).exists()
     assert not lease_path(home.store, 0xA1).exists() and not key_path(home.store, KEY).exists()
     assert lease_path(home.store, 0xB2).exists()
     assert key_path(home.store, KEY[:-2] + "b2").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
@@ -138,6 +139,13 @@ def test_a_failed_change_writes_nothing(statefile: Statefile) -> None:
         statefile.update(fail)
     assert statefile.path.read_bytes() == before
     statefile.update(lambda doc: None)  # and the lock is free
+
+
+def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    gone = Statefile(tmp_path, "ns")
+    (tmp_path / f".ns.json.{os.getpid()}").mkdir()  # in the place of the temporary file
+    with pytest.raises(StatefileError, match=r"cannot write .*ns\.json: Is a directory"):
+        gone.create(document_of(make_plan()))
 
 
 def add_one(directory: Path, times: int) -> None:
