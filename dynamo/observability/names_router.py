@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamo.observability.names import MetricSpec
 
-__all__ = ["Predictions", "RouterIndex"]
+__all__ = ["Predictions", "RouterGate", "RouterIndex"]
 
 _ROUTED = ("dynamo_component", "dynamo_namespace", "router_id", "worker_id")
 _COMPONENT = ("dynamo_component", "dynamo_namespace", "worker_id")
@@ -88,5 +88,34 @@ class Predictions:
         "gauge",
         "dynamo_component_router_approximate_lru_fallbacks",
         "Workers' ranks of unknown capacity, whose predicted blocks age instead",
+        _COMPONENT,
+    )
+
+
+class RouterGate:
+    """Who may take a request: busy workers, and sessions that stay with theirs."""
+
+    BUSY_WORKERS = MetricSpec(
+        "gauge",
+        "dynamo_component_router_busy_workers",
+        "Workers over their busy thresholds, which get no requests",
+        _COMPONENT,
+    )
+    SESSIONS = MetricSpec(
+        "gauge",
+        "dynamo_component_router_sessions",
+        "Sessions bound to a worker",
+        _COMPONENT,
+    )
+    SESSION_REQUESTS = MetricSpec(
+        "counter",
+        "dynamo_component_router_session_requests_total",
+        "Requests of known sessions that stayed with their worker, or moved",
+        ("dynamo_component", "dynamo_namespace", "outcome", "worker_id"),
+    )
+    SESSIONS_DROPPED = MetricSpec(
+        "counter",
+        "dynamo_component_router_sessions_dropped_total",
+        "Sessions forgotten before their time because there were too many",
         _COMPONENT,
     )

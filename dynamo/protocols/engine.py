@@ -78,6 +78,7 @@ class Routing(msgspec.Struct, omit_defaults=True):
     cache_namespace: str | None = None
     allowed_worker_ids: list[int] | None = None
     required_taints: list[str] | None = None
+    preferred_taints: dict[str, float] | None = None
     session_id: str | None = None
 
 

@@ -46,4 +46,4 @@ def make_picker(
     if settings.mode == "kv":
         predicted = make_predicted(settings, index)
         return KvPicker(settings, block_size, index, metrics, random, predicted=predicted)
-    return InflightPicker(settings.mode, random)
+    return InflightPicker(settings.mode, random, settings)

@@ -11,9 +11,8 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
-from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_hashes
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import choose, costs
 from dynamo.config.router import RouterSettings
@@ -22,34 +21,17 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.active import ActiveLoad, Booking
 from dynamo.router.cost import Terms, formula, overridden, terms_of
-from dynamo.router.filters import eligible
 from dynamo.router.fleet import DenseSlots, Fleet
+from dynamo.router.gate import Gate
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
 from dynamo.router.predicted import PredictedCache
+from dynamo.router.prompt import Hasher, Prompt
+from dynamo.router.taints import favour
 
 __all__ = ["KvPicker"]
 
 logger = logging.getLogger(__name__)
-_NO_HASHES = array("Q")
-
-
-class _Prompt(NamedTuple):
-    """A prompt as the index and the load tracker see it. ``blocks`` are the full ones.
-
-    As active load, ``unique_blocks`` count without a hash, and without them ``chained`` ones do.
-    """
-
-    isl_tokens: int
-    blocks: int
-    hashes: array[int]
-    chained: array[int]
-    unique_blocks: int
-
-    @property
-    def shared(self) -> array[int]:
-        """The chained hashes of blocks that other requests may share."""
-        return _NO_HASHES if self.unique_blocks else self.chained
 
 
 class KvPicker:
@@ -75,7 +57,10 @@ class KvPicker:
         self.active = ActiveLoad(
             block_size, settings.track_active_blocks, settings.track_output_blocks
         )
+        self.gate = Gate(self.fleet, settings, self._booked_prefill)
         self._index = index
+        track_blocks = settings.track_active_blocks
+        self._hasher = Hasher(block_size, index is not None, predicted is not None, track_blocks)
         self._terms = terms_of(settings, block_size)
         self._metrics = metrics
         self._uniform = (random or Random()).random
@@ -95,14 +80,14 @@ class KvPicker:
         """See :meth:`dynamo.router.picker.Picker.pick`."""
         times = [self._clock()]
         terms = overridden(self._terms, override) if override else self._terms
-        slots = eligible(self.fleet, routing)
-        prompt = self._hash(tokens, routing, terms, times)
+        slots = self.gate.slots(routing, times[0])
+        prompt = self._hasher.hash(tokens, routing, terms.assume_kv_reuse, self._clock, times)
         if self.predicted is not None:
             self.predicted.expire(times[0])
         if self._index is not None:
             self._index.match_into(prompt.hashes, self._depths)
         times.append(self._clock())
-        slot, decision = self._choose(prompt, slots, terms)
+        slot, decision = self._choose(prompt, slots, terms, routing)
         if request_id is not None:
             self._book(request_id, slot, decision, prompt, routing, terms)
         times.append(self._clock())
@@ -115,6 +100,7 @@ class KvPicker:
         booking = self.active.mark_prefill_complete(request_id, self._clock())
         if booking is None:
             return
+        self.gate.load_changed(booking.worker_id)
         if booking.isl_tokens >= self.block_size:
             self.served[booking.worker_id] = self.served.get(booking.worker_id, 0) + 1
         if self._metrics is not None:
@@ -129,19 +115,24 @@ class KvPicker:
         booking = self.active.free(request_id)
         if self.predicted is not None:
             self.predicted.ended(request_id, self._clock())
-        if booking is not None and self._metrics is not None:
+        if booking is None:
+            return
+        self.gate.load_changed(booking.worker_id)
+        if self._metrics is not None:
             self._metrics.ended(booking, self._clock())
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
         """A worker appeared, or its configuration changed."""
         member = self.fleet.add(worker_id, config, device_type)
         self._resize()
+        self.gate.load_changed(worker_id)
         if self.predicted is not None:
             for slot in member.slots.values():
                 self.predicted.add_slot(slot, config.total_kv_blocks)
 
     def remove_worker(self, worker_id: int) -> None:
         """A worker is gone: its blocks leave the index, its load is dropped."""
+        self.gate.forget(worker_id)
         for slot in self.fleet.remove(worker_id):
             self.active.drop_slot(slot)
             if self.predicted is not None:
@@ -151,6 +142,9 @@ class KvPicker:
     def expire(self, age_s: float) -> list[str]:
         """Drop the load of requests older than ``age_s``, which somebody forgot to free."""
         return self.active.expire(self._clock() - age_s)
+
+    def _booked_prefill(self, slot: int) -> int:
+        return self.active.load(slot)[0]
 
     def _resize(self) -> None:
         """Columns by slot, long enough for the slots that the index has ever handed out."""
@@ -163,26 +157,9 @@ class KvPicker:
         self._decode = array("q", bytes(8 * width))
         self._costs = array("d", bytes(8 * width))
 
-    def _hash(
-        self, tokens: Tokens, routing: Routing | None, terms: Terms, times: list[float]
-    ) -> _Prompt:
-        seed = BLOCK_SEED
-        if routing is not None and (routing.lora_name or routing.cache_namespace):
-            seed = seed_for(routing.lora_name, routing.cache_namespace)
-        tracked = self.active.track_blocks
-        hashes = chained = _NO_HASHES
-        if self._index is not None or tracked:
-            hashes = block_hashes(tokens, self.block_size, seed=seed)
-        times.append(self._clock())
-        blocks = len(tokens) // self.block_size
-        reuse = tracked and terms.assume_kv_reuse
-        if reuse or self.predicted is not None:
-            chained = sequence_hashes(hashes)
-        times.append(self._clock())
-        unique = blocks if tracked and not reuse else 0
-        return _Prompt(len(tokens), blocks, hashes, chained, unique)
-
-    def _choose(self, prompt: _Prompt, slots: array[int], terms: Terms) -> tuple[int, Decision]:
+    def _choose(
+        self, prompt: Prompt, slots: array[int], terms: Terms, routing: Routing | None
+    ) -> tuple[int, Decision]:
         self.active.project_into(prompt.shared, prompt.unique_blocks, self._prefill, self._decode)
         costs(
             terms.weights,
@@ -193,6 +170,8 @@ class KvPicker:
             self._costs,
             self._depths,
         )
+        if routing is not None and routing.preferred_taints:
+            favour(self._costs, slots, self.fleet, routing.preferred_taints)
         chosen = choose(self._costs, len(slots), terms.temperature, self._uniform())
         slot = slots[chosen]
         owner = self.fleet.owners[slot]
@@ -207,7 +186,7 @@ class KvPicker:
         request_id: str,
         slot: int,
         decision: Decision,
-        prompt: _Prompt,
+        prompt: Prompt,
         routing: Routing | None,
         terms: Terms,
     ) -> None:
@@ -230,8 +209,9 @@ class KvPicker:
             prompt.unique_blocks,
             prefill if terms.track_prefill_tokens else 0,
         )
+        now_s = booking.booked_at_s
+        self.gate.settled(routing, decision.worker_id, decision.dp_rank, now_s)
         if self.predicted is not None:
-            now_s = booking.booked_at_s
             self.predicted.routed(request_id, slot, prompt.chained, prompt.hashes, now_s)
 
     def _explain(self, terms: Terms, slots: array[int], decision: Decision) -> None:

@@ -17,10 +17,18 @@ from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.kv import KvEventBatch
+from dynamo.protocols.load import KvMetrics
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.indexer import Indexer, Recovery
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics, EventMetrics, Place, WorkerMetrics, predictions
+from dynamo.router.metrics import (
+    DecisionMetrics,
+    EventMetrics,
+    Place,
+    WorkerMetrics,
+    gates,
+    predictions,
+)
 from dynamo.router.predicted import STEP_BLOCKS, PredictedCache
 from dynamo.router.recovery import KV_QUERY, Questions
 from dynamo.runtime import DistributedRuntime
@@ -28,13 +36,15 @@ from dynamo.runtime.channels import Subscription
 from dynamo.runtime.client import OnInstances
 from dynamo.runtime.discovery import KeyEvent, Watch
 
-__all__ = ["KV_EVENTS", "InstanceSource", "LiveRouter"]
+__all__ = ["KV_EVENTS", "KV_METRICS", "InstanceSource", "LiveRouter"]
 
 KV_EVENTS = "kv-events"
+KV_METRICS = "kv_metrics"
 SWEEP_S = 30.0
 
 logger = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
+_decode_loads = codec.decoder(list[KvMetrics]).decode
 
 
 class InstanceSource(Protocol):
@@ -87,6 +97,7 @@ class LiveRouter:
             index=index,
             metrics=DecisionMetrics(registry, place) if kv_mode else None,
         )
+        gates(registry, place, self.picker.gate)
         self.indexer: Indexer | None = None
         self._rows = WorkerMetrics(registry, place) if kv_mode else None
         if index is not None and not settings.predicts:
@@ -101,6 +112,7 @@ class LiveRouter:
         self._devices: dict[int, str] = {}
         self._cards: Watch | None = None
         self._events: Subscription | None = None
+        self._loads: Subscription | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._age_timer: asyncio.TimerHandle | None = None
         self._quiet: set[int] = set()
@@ -120,6 +132,9 @@ class LiveRouter:
                 namespace, component, KV_EVENTS, self._on_events, self._on_gap
             )
             await self._events.ready()
+        if self.picker.gate.busy.thresholds.any:
+            self._loads = self._runtime.subscribe(namespace, component, KV_METRICS, self._on_loads)
+            await self._loads.ready()
         self._client.on_change(self._on_instances)
         if isinstance(self.picker, KvPicker):
             self._arm(self.picker)
@@ -134,8 +149,9 @@ class LiveRouter:
                 timer.cancel()
         if self._cards is not None:
             self._cards.close()
-        if self._events is not None:
-            self._events.close()
+        for subscription in (self._events, self._loads):
+            if subscription is not None:
+                subscription.close()
         if self._questions is not None:
             await self._questions.close()
         for worker_id in list(self.picker.fleet.members):
@@ -198,6 +214,15 @@ class LiveRouter:
             return
         if self.indexer is not None:
             self.indexer.apply(batch)
+
+    def _on_loads(self, publisher_id: int, sequence: int, payload: bytes) -> None:
+        try:
+            states = _decode_loads(payload)
+        except msgspec.MsgspecError as error:
+            logger.warning("the load of publisher %x cannot be read: %s", publisher_id, error)
+            return
+        for state in states:
+            self.picker.gate.busy.report(state)
 
     def _on_gap(self, publisher_id: int, expected: int, got: int) -> None:
         """Messages were lost; event ids will tell which events, so only count."""

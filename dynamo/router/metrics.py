@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from dynamo._fast.radix import RadixTree
 from dynamo.observability.metrics import Counter, Registry
 from dynamo.observability.names import Frontend, Router, counter, gauge, histogram
-from dynamo.observability.names_router import Predictions, RouterIndex
+from dynamo.observability.names_router import Predictions, RouterGate, RouterIndex
 from dynamo.router.active import ActiveLoad, Booking
 from dynamo.router.fleet import Member
+from dynamo.router.gate import Gate
 from dynamo.router.picker import Decision
 from dynamo.router.predicted import PredictedCache, PredictionCounts
 
-__all__ = ["DecisionMetrics", "EventMetrics", "Place", "WorkerMetrics", "predictions"]
+__all__ = ["DecisionMetrics", "EventMetrics", "Place", "WorkerMetrics", "gates", "predictions"]
 
 _PHASE = "aggregated"
 _WORKER_TYPE = "decode"
@@ -121,6 +122,22 @@ class EventMetrics:
         place = self._place
         labels = place.component, place.namespace, kind, place.router_id
         self._warnings.labels(*labels).value += count
+
+
+def gates(registry: Registry, place: Place, gate: Gate) -> None:
+    """Show busy workers and bound sessions."""
+    here = place.component, place.namespace
+    busy = gauge(registry, RouterGate.BUSY_WORKERS).labels(*here, place.router_id)
+    busy.function = lambda: len(gate.fleet.busy)
+    sessions = gate.sessions
+    if sessions is None:
+        return
+    gauge(registry, RouterGate.SESSIONS).labels(*here, place.router_id).function = sessions.__len__
+    requests = counter(registry, RouterGate.SESSION_REQUESTS)
+    sessions.kept = requests.labels(*here, "kept", place.router_id)
+    sessions.moved = requests.labels(*here, "moved", place.router_id)
+    dropped = counter(registry, RouterGate.SESSIONS_DROPPED)
+    sessions.dropped = dropped.labels(*here, place.router_id)
 
 
 def predictions(

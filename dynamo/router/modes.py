@@ -1,4 +1,4 @@
-"""The modes that look at no KV cache: round-robin, random, power-of-two, least-loaded, direct.
+"""The modes that look at no KV cache: round-robin, random, by requests in flight, direct.
 
 Spec 3.12. A slot is one (worker, dp_rank); each is served in turn, so that a worker with two ranks
 gets twice the requests of a worker with one.
@@ -6,17 +6,20 @@ gets twice the requests of a worker with one.
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
+from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.filters import eligible, pinned_worker
+from dynamo.router.filters import pinned_worker
 from dynamo.router.fleet import DenseSlots, Fleet
+from dynamo.router.gate import Gate
 from dynamo.router.picker import Decision
 
 __all__ = ["MODES", "InflightPicker"]
@@ -27,11 +30,21 @@ Choice = Callable[[Tokens], int]
 class InflightPicker:
     """Chooses by ``mode`` among the eligible slots and counts requests in flight on each.
 
-    ``mode`` is one of :data:`MODES`. O(1) without constraints, except least-loaded: O(slots).
+    ``mode`` is one of :data:`MODES`. O(1) without constraints, except by load: O(slots).
     """
 
-    def __init__(self, mode: str, random: Random | None = None) -> None:
+    def __init__(
+        self,
+        mode: str,
+        random: Random | None = None,
+        settings: RouterSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        settings = settings or RouterSettings(mode=mode)
         self.fleet = Fleet(DenseSlots())
+        self.gate = Gate(self.fleet, settings)
+        self._clock = clock
+        self._gpu_weight = settings.encoder_cuda_to_cpu_ratio
         self._random = random or Random()
         self._direct = mode == "direct"
         self._choose: Choice = getattr(self, MODES[mode])
@@ -52,12 +65,14 @@ class InflightPicker:
             raise InvalidArgument("router mode direct needs nvext.backend_instance_id")
         if request_id is not None and request_id in self._slot_of:
             raise InvalidArgument(f"Request {request_id} already exists")
-        slot = self._choose(eligible(self.fleet, routing))
+        now_s = self._clock()
+        slot = self._choose(self.gate.slots(routing, now_s))
         owner = self.fleet.owners[slot]
         assert owner is not None, "a candidate slot has an owner"
         if request_id is not None:
             self._slot_of[request_id] = slot
             self._inflight[slot] += 1
+            self.gate.settled(routing, *owner, now_s)
         return Decision(*owner)
 
     def mark_prefill_complete(self, request_id: str) -> None:
@@ -76,9 +91,11 @@ class InflightPicker:
         """A worker appeared, or its configuration changed."""
         self.fleet.add(worker_id, config, device_type)
         self._inflight.extend([0] * (self.fleet.width - len(self._inflight)))
+        self.gate.load_changed(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
         """A worker is gone, and with it what it had in flight."""
+        self.gate.forget(worker_id)
         slots = set(self.fleet.remove(worker_id))
         for request_id in [key for key, slot in self._slot_of.items() if slot in slots]:
             self.free(request_id)
@@ -96,9 +113,23 @@ class InflightPicker:
         first, second = self._random.sample(slots, 2)
         return first if self._inflight[first] <= self._inflight[second] else second
 
-    def _least_loaded(self, slots: array[int]) -> int:
+    def _least_loaded(self, slots: Sequence[int]) -> int:
         least = min(self._inflight[slot] for slot in slots)
         return self._random.choice([slot for slot in slots if self._inflight[slot] == least])
+
+    def _device_aware(self, slots: array[int]) -> int:
+        """The device class with less in flight for what it can do, and the least loaded of it."""
+        cpu: list[int] = []
+        other: list[int] = []
+        for slot in slots:
+            owner = self.fleet.owners[slot]
+            assert owner is not None, "a candidate slot has an owner"
+            (cpu if self.fleet.members[owner[0]].device_type == "cpu" else other).append(slot)
+        if not cpu or not other:
+            return self._least_loaded(slots)
+        cpu_load = sum(self._inflight[slot] for slot in cpu) / len(cpu)
+        other_load = sum(self._inflight[slot] for slot in other) / len(other) / self._gpu_weight
+        return self._least_loaded(cpu if cpu_load < other_load else other)
 
 
 MODES: dict[str, str] = {
@@ -106,6 +137,7 @@ MODES: dict[str, str] = {
     "random": "_any",
     "power-of-two": "_power_of_two",
     "least-loaded": "_least_loaded",
+    "device-aware-weighted": "_device_aware",
     "direct": "_least_loaded",
 }
 """Mode to the method that makes its choice; direct chooses among the ranks of the named worker."""

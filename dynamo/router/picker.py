@@ -9,6 +9,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.fleet import Fleet
+from dynamo.router.gate import Gate
 
 __all__ = ["Decision", "Picker"]
 
@@ -26,6 +27,7 @@ class Picker(Protocol):
     """Synchronous and cheap; everything but ``pick`` may be repeated and ignores unknown ids."""
 
     fleet: Fleet
+    gate: Gate
 
     def pick(
         self,

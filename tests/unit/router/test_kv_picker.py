@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from array import array
 from collections import Counter
 from random import Random
@@ -242,3 +243,16 @@ def test_every_mode_has_a_picker(mode: str) -> None:
     picker.add_worker(1, RuntimeConfig())
     assert picker.pick("a", PROMPT).worker_id == 1
     picker.free("a")
+
+
+def test_preferred_taints_make_a_worker_cheaper() -> None:
+    picker = make()
+    picker.add_worker(2, RuntimeConfig(taints=["fast", "near"]))
+    routing = Routing(preferred_taints={"fast": 0.2, "near": 0.3, "other": 9.0})
+    assert {picker.pick(None, PROMPT, routing=routing).worker_id for _ in range(20)} == {2}
+    assert picker._costs[1] == pytest.approx(6.5 * math.exp(-math.tanh(0.5)))
+    avoided = Routing(preferred_taints={"fast": -1.0})
+    assert picker.pick(None, PROMPT, routing=avoided).worker_id != 2
+    with pytest.raises(InvalidArgument, match="finite"):
+        picker.pick("a", PROMPT, routing=Routing(preferred_taints={"fast": math.inf}))
+    assert len(picker.active) == 0

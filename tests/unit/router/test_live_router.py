@@ -15,7 +15,7 @@ import pytest_asyncio
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import NoInstances
+from dynamo.errors import NoInstances, Overloaded
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import instance_key
@@ -27,6 +27,7 @@ from dynamo.protocols.kv import (
     Removed,
     Stored,
 )
+from dynamo.protocols.load import KvMetrics
 from dynamo.router import live as live_module
 from dynamo.router import recovery as recovery_module
 from dynamo.router.kv import KvPicker
@@ -299,3 +300,36 @@ async def test_without_events_caches_are_predicted(box: Box) -> None:
     await until(lambda: predicted.blocks() == 0)  # by the timer: nobody asks
     page = box.runtime.metrics.render().decode()
     assert "dynamo_component_router_predicted_blocks_expired_total{" in page
+
+
+@pytest.mark.parametrize("mode", ["kv", "round-robin"])
+async def test_reported_load_makes_workers_busy(box: Box, mode: str) -> None:
+    busy, free = await box.worker(), await box.worker()
+    live = await box.route(
+        mode=mode, admission_control="token-capacity", active_decode_blocks_threshold=0.8
+    )
+    await until(lambda: len(live.picker.fleet.members) == 2)
+    loads = await busy.runtime.publisher("ns", "backend", live_module.KV_METRICS)
+
+    def report(used: int) -> None:
+        state = KvMetrics(busy.id, active_decode_blocks=used, kv_total_blocks=100)
+        loads.publish(codec.encode([state]))
+
+    def heard() -> bool:
+        report(90)  # until the subscription is through
+        return live.picker.fleet.busy == {busy.id}
+
+    await until(heard)
+    assert {live.picker.pick(None, PROMPT).worker_id for _ in range(9)} == {free.id}
+    page = box.runtime.metrics.render().decode()
+    assert "dynamo_component_router_busy_workers{" in page
+    await free.runtime.close()
+    await until(lambda: len(live.picker.fleet.members) == 1)
+    with pytest.raises(Overloaded, match="all eligible workers are overloaded"):
+        live.picker.pick("a", PROMPT)
+    report(70)
+    await until(lambda: not live.picker.fleet.busy)
+    assert live.picker.pick("a", PROMPT).worker_id == busy.id
+    loads.publish(b"\xc1")
+    report(85)
+    await until(lambda: bool(live.picker.fleet.busy))

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument, NoInstances
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
@@ -90,3 +91,24 @@ def test_common_life(mode: str) -> None:
         made.remove_worker(worker_id)
     with pytest.raises(NoInstances):
         made.pick("c", TOKENS, routing=routing)
+
+
+def test_devices_get_work_by_what_they_can_do() -> None:
+    """Spec 3.12: in flight / (workers × weight), weight 8 for what is not a CPU."""
+    made = InflightPicker("device-aware-weighted", Random(3))
+    made.add_worker(1, RuntimeConfig(), "cuda")
+    made.add_worker(2, RuntimeConfig(), "cpu")
+    made.add_worker(3, RuntimeConfig(), "cpu")
+    counts = Counter(made.pick(str(i), TOKENS).worker_id for i in range(100))
+    assert counts == {1: 80, 2: 10, 3: 10}
+    made.remove_worker(1)
+    assert made.pick("on", TOKENS).worker_id in (2, 3)
+
+
+def test_the_ratio_of_devices_is_a_setting() -> None:
+    settings = RouterSettings(mode="device-aware-weighted", encoder_cuda_to_cpu_ratio=3)
+    made = InflightPicker(settings.mode, Random(3), settings)
+    made.add_worker(1, RuntimeConfig(), "cuda")
+    made.add_worker(2, RuntimeConfig(), "cpu")
+    counts = Counter(made.pick(str(i), TOKENS).worker_id for i in range(40))
+    assert counts == {1: 30, 2: 10}

@@ -1,0 +1,126 @@
+"""Which workers are too busy to take a request: thresholds over reported and booked load.
+
+Pure. A worker is busy when every rank of it is. Spec 3.11; seed: request rejection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dynamo.config.router import RouterSettings
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.load import KvMetrics
+from dynamo.router.fleet import Fleet, Member
+
+__all__ = ["UNKNOWN_BATCH_TOKENS", "BusyWatch", "Thresholds", "is_busy", "thresholds_of"]
+
+UNKNOWN_BATCH_TOKENS = 10_000_000
+"""Taken for ``max_num_batched_tokens`` where a worker does not tell it."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Limits that a rank must exceed to be busy; None: not looked at."""
+
+    decode_blocks_share: float | None = None
+    prefill_tokens: int | None = None
+    prefill_batch_share: float | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to look at."""
+        return self != Thresholds()
+
+
+def thresholds_of(settings: RouterSettings) -> Thresholds:
+    """What the settings ask for: nothing, unless admission control is on."""
+    if settings.admission_control != "token-capacity":
+        return Thresholds()
+    return Thresholds(
+        settings.active_decode_blocks_threshold,
+        settings.active_prefill_tokens_threshold,
+        settings.active_prefill_tokens_threshold_frac,
+    )
+
+
+def is_busy(
+    thresholds: Thresholds, config: RuntimeConfig, report: KvMetrics | None, prefill_tokens: int
+) -> bool:
+    """One rank. ``prefill_tokens`` are those that the router itself has booked there."""
+    share = thresholds.decode_blocks_share
+    if report is not None and share is not None:
+        total = report.kv_total_blocks or config.total_kv_blocks
+        used = max(report.active_decode_blocks or 0, report.kv_used_blocks or 0)
+        if total and used / total > share:
+            return True
+    if report is not None and report.active_prefill_tokens is not None:
+        prefill_tokens = max(prefill_tokens, report.active_prefill_tokens)
+    if thresholds.prefill_tokens is not None and prefill_tokens > thresholds.prefill_tokens:
+        return True
+    share = thresholds.prefill_batch_share
+    batch = config.max_num_batched_tokens or UNKNOWN_BATCH_TOKENS
+    return share is not None and prefill_tokens > share * batch
+
+
+class BusyWatch:
+    """Keeps ``fleet.busy`` true to ``thresholds``, which may be replaced at any time.
+
+    ``booked`` gives the active prefill tokens of a slot, None where the router tracks none. Each
+    call is O(ranks of the worker).
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        thresholds: Thresholds,
+        booked: Callable[[int], int] | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._thresholds = thresholds
+        self._booked = booked
+        self._reports: dict[int, dict[int, KvMetrics]] = {}
+
+    @property
+    def thresholds(self) -> Thresholds:
+        """The limits in force."""
+        return self._thresholds
+
+    @thresholds.setter
+    def thresholds(self, thresholds: Thresholds) -> None:
+        self._thresholds = thresholds
+        for worker_id in self._fleet.members:
+            self.look(worker_id)
+
+    def report(self, state: KvMetrics) -> None:
+        """A worker told its load; one that is not in the fleet is ignored."""
+        if state.worker_id in self._fleet.members:
+            self._reports.setdefault(state.worker_id, {})[state.dp_rank] = state
+            self.look(state.worker_id)
+
+    def look(self, worker_id: int) -> None:
+        """The worker's booked load or configuration has changed."""
+        if not self._thresholds.any:
+            if self._fleet.busy:
+                self._fleet.set_busy(worker_id, False)
+            return
+        member = self._fleet.members.get(worker_id)
+        if member is not None:
+            self._fleet.set_busy(worker_id, self._all_busy(member))
+
+    def forget(self, worker_id: int) -> None:
+        """The worker is gone."""
+        self._reports.pop(worker_id, None)
+        self._fleet.set_busy(worker_id, False)
+
+    def _all_busy(self, member: Member) -> bool:
+        reports = self._reports.get(member.worker_id, {})
+        return all(
+            is_busy(
+                self._thresholds,
+                member.config,
+                reports.get(rank),
+                0 if self._booked is None else self._booked(slot),
+            )
+            for rank, slot in member.slots.items()
+        )

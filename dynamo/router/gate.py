@@ -1,0 +1,56 @@
+"""Who may take a request: constraints, busy workers and sessions in one place for all modes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from dynamo.config.router import RouterSettings
+from dynamo.protocols.engine import Routing
+from dynamo.router.busy import BusyWatch, thresholds_of
+from dynamo.router.filters import eligible
+from dynamo.router.fleet import Fleet
+from dynamo.router.sessions import Sessions
+
+__all__ = ["Gate"]
+
+
+class Gate:
+    """Stands before the choice; ``sessions`` is None without session affinity.
+
+    ``booked`` gives the active prefill tokens of a slot where the router tracks them.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: RouterSettings,
+        booked: Callable[[int], int] | None = None,
+    ) -> None:
+        self.fleet = fleet
+        self.busy = BusyWatch(fleet, thresholds_of(settings), booked)
+        self.sessions: Sessions | None = None
+        if settings.session_affinity_ttl_s is not None:
+            hard = settings.session_affinity_mode == "hard"
+            ttl_s, limit = settings.session_affinity_ttl_s, settings.session_limit
+            self.sessions = Sessions(ttl_s, limit, hard)
+
+    def slots(self, routing: Routing | None, now_s: float) -> array[int]:
+        """Candidate slots, never empty. Raises as :func:`dynamo.router.filters.eligible`."""
+        if self.sessions is None or routing is None or routing.session_id is None:
+            return eligible(self.fleet, routing)
+        return self.sessions.eligible(self.fleet, routing, now_s)
+
+    def settled(self, routing: Routing | None, worker_id: int, dp_rank: int, now_s: float) -> None:
+        """The request goes there and is booked."""
+        if self.sessions is not None and routing is not None and routing.session_id is not None:
+            self.sessions.bind(routing.session_id, worker_id, dp_rank, now_s)
+        self.busy.look(worker_id)
+
+    def load_changed(self, worker_id: int) -> None:
+        """The worker's booked load or configuration is another."""
+        self.busy.look(worker_id)
+
+    def forget(self, worker_id: int) -> None:
+        """The worker is gone."""
+        self.busy.forget(worker_id)

@@ -1,0 +1,138 @@
+"""Busy detection: each threshold, all ranks, both sources of load. Spec 3.11."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from dynamo.config.knob import load
+from dynamo.config.router import RouterSettings
+from dynamo.errors import Overloaded
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.engine import Routing
+from dynamo.protocols.load import KvMetrics
+from dynamo.router.busy import BusyWatch, Thresholds, is_busy, thresholds_of
+from dynamo.router.factory import make_index, make_picker
+from dynamo.router.fleet import DenseSlots, Fleet
+
+BLOCKS = Thresholds(decode_blocks_share=0.8)
+TOKENS = Thresholds(prefill_tokens=100)
+BATCH = Thresholds(prefill_batch_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "report", "prefill", "busy"),
+    [
+        (Thresholds(), KvMetrics(1, active_decode_blocks=100, kv_total_blocks=100), 10**9, False),
+        (BLOCKS, KvMetrics(1, active_decode_blocks=80, kv_total_blocks=100), 0, False),
+        (BLOCKS, KvMetrics(1, active_decode_blocks=81, kv_total_blocks=100), 0, True),
+        (BLOCKS, KvMetrics(1, kv_used_blocks=81, kv_total_blocks=100), 0, True),
+        (BLOCKS, KvMetrics(1, active_decode_blocks=41), 0, True),
+        (BLOCKS, KvMetrics(1), 0, False),
+        (BLOCKS, None, 10**9, False),
+        (TOKENS, None, 100, False),
+        (TOKENS, None, 101, True),
+        (TOKENS, KvMetrics(1, active_prefill_tokens=101), 0, True),
+        (BATCH, None, 1000, False),
+        (BATCH, None, 1001, True),
+        (Thresholds(0.8, 100, 0.5), None, 101, True),
+    ],
+)
+def test_one_rank(
+    thresholds: Thresholds, report: KvMetrics | None, prefill: int, busy: bool
+) -> None:
+    config = RuntimeConfig(total_kv_blocks=50, max_num_batched_tokens=2000)
+    assert is_busy(thresholds, config, report, prefill) is busy
+
+
+def test_unknown_capacities() -> None:
+    nothing = RuntimeConfig()
+    assert not is_busy(BLOCKS, nothing, KvMetrics(1, active_decode_blocks=10**6), 0)
+    assert not is_busy(BATCH, nothing, None, 5_000_000)
+    assert is_busy(BATCH, nothing, None, 5_000_001)
+
+
+def test_a_worker_is_busy_when_all_its_ranks_are() -> None:
+    fleet = Fleet(DenseSlots())
+    fleet.add(1, RuntimeConfig(data_parallel_size=2, total_kv_blocks=10))
+    watch = BusyWatch(fleet, BLOCKS)
+    watch.report(KvMetrics(1, 0, active_decode_blocks=9))
+    assert not fleet.busy
+    watch.report(KvMetrics(1, 1, active_decode_blocks=9))
+    assert fleet.busy == {1}
+    watch.report(KvMetrics(1, 0, active_decode_blocks=3))
+    assert not fleet.busy
+    watch.report(KvMetrics(99, 0, active_decode_blocks=9))
+    assert not fleet.busy
+
+
+def test_thresholds_change_while_running() -> None:
+    fleet = Fleet(DenseSlots())
+    fleet.add(1, RuntimeConfig(total_kv_blocks=10))
+    watch = BusyWatch(fleet, Thresholds())
+    watch.report(KvMetrics(1, active_decode_blocks=9))
+    assert not fleet.busy
+    watch.thresholds = BLOCKS
+    assert fleet.busy == {1}
+    watch.thresholds = Thresholds(0.95)
+    assert not fleet.busy
+    watch.thresholds = BLOCKS
+    watch.thresholds = Thresholds()
+    assert not fleet.busy
+    watch.thresholds = BLOCKS
+    watch.forget(1)
+    assert not fleet.busy
+
+
+def test_thresholds_count_only_with_admission_control() -> None:
+    given = ["--active-decode-blocks-threshold", "0.5", "--active-prefill-tokens-threshold", "7"]
+    (settings,) = load("router", "", [RouterSettings], given, {})
+    assert not thresholds_of(settings).any
+    given += ["--admission-control", "token-capacity"]
+    (settings,) = load("router", "", [RouterSettings], given, {})
+    assert thresholds_of(settings) == Thresholds(0.5, 7, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ["--active-decode-blocks-threshold", "1.5"],
+            "--active-decode-blocks-threshold must be between 0.0 and 1.0",
+        ),
+        (["--active-prefill-tokens-threshold", "-1"], "must be a finite value >= 0"),
+        (["--router-session-affinity-ttl-secs", "0"], "must be between 1 and 31536000"),
+        (["--router-ttl-secs", "0"], "must be a finite value > 0"),
+        (["--router-prune-target-ratio", "1.5"], "must be between 0.0 and 1.0"),
+    ],
+)
+def test_bad_values_end_the_start(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load("router", "", [RouterSettings], given, {})
+    assert message in capsys.readouterr().err
+
+
+def test_own_bookings_make_a_worker_busy_until_the_first_token() -> None:
+    settings = RouterSettings(
+        mode="kv", admission_control="token-capacity", active_prefill_tokens_threshold=10
+    )
+    picker = make_picker(settings, 4, index=make_index(settings))
+    for worker_id in (1, 2):
+        picker.add_worker(worker_id, RuntimeConfig())
+    prompt = array("I", range(12))
+    first = picker.pick("a", prompt).worker_id
+    assert picker.fleet.busy == {first}
+    assert picker.pick("b", prompt).worker_id != first
+    with pytest.raises(Overloaded, match="all eligible workers are overloaded"):
+        picker.pick("c", prompt)
+    with pytest.raises(Overloaded, match=f"pinned worker {first} is overloaded"):
+        picker.pick("c", prompt, routing=Routing(backend_instance_id=first))
+    picker.mark_prefill_complete("a")
+    assert picker.pick("c", prompt).worker_id == first
+    picker.free("b")
+    assert len(picker.fleet.busy) == 1
+    picker.remove_worker(first)
+    assert not picker.fleet.busy
