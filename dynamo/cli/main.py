@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    status = importlib.import_module(VERBS[verb][0]).main(words)
+    try:
+        status = importlib.import_module(VERBS[verb][0]).main(words)
+    except KeyboardInterrupt:
+        return 130
     return int(status)
 
 

@@ -21,7 +21,7 @@ from dynamo.errors import ConfigError, DynamoError
 from dynamo.runtime.paths import run_dir, socket_path, state_dir, store_dir
 from dynamo.serve.gpus import Inventory, inventory_of
 from dynamo.serve.graph import Graph, parse_graph
-from dynamo.serve.guard import run_guarded
+from dynamo.serve.guard import hold_signals, run_guarded
 from dynamo.serve.overrides import Override, split_overrides
 from dynamo.serve.readiness import address_of
 from dynamo.serve.rundir import RunDirectory
@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
         (settings,) = load("dynamo serve", DESCRIPTION, [ServeSettings], rest, epilog=EPILOG)
         graph = _read(settings, overrides)
+        if not settings.dry_run:
+            hold_signals()
         runtime = from_env(RuntimeSettings, namespace=graph.namespace)
         made = prepare(graph, settings, runtime)
         if settings.dry_run:

@@ -17,13 +17,18 @@ from collections.abc import Callable
 
 from dynamo.serve.processes import become_subreaper, die_with_parent, end_descendants
 
-__all__ = ["STOP_SIGNALS", "run_guarded"]
+__all__ = ["STOP_SIGNALS", "hold_signals", "run_guarded"]
 
 STOP_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
 _WATCHED = STOP_SIGNALS | {signal.SIGCHLD}
 _PATIENCE = 3
 _SWEEP_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
+
+
+def hold_signals() -> None:
+    """A stop signal now waits for :func:`run_guarded`: what is begun is also cleaned up."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
 
 
 def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
@@ -33,7 +38,7 @@ def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
     unblock them. ``clean_up`` runs here when everything below has ended, or in the child if we are
     killed before. The third stop signal kills the child.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    hold_signals()
     become_subreaper()
     sys.stdout.flush()
     sys.stderr.flush()
