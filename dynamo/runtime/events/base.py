@@ -22,7 +22,11 @@ OnGap = Callable[[int, int, int], None]
 
 
 class EventPublisher(Protocol):
-    """Publishes on one topic. ``dropped`` counts events that some subscriber's full queue lost."""
+    """Publishes on one topic.
+
+    ``dropped`` counts how often a subscriber's queue was found full. From then until it reads again
+    that subscriber, and it alone, loses every event; it sees one gap.
+    """
 
     topic: str
     publisher_id: int
