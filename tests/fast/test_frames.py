@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,7 +41,7 @@ def test_any_cut_gives_the_same_frames(data: bytes, cuts: list[int]) -> None:
     splitter = frames.Splitter(LIMIT_BYTES, PREAMBLE, LAST_KIND)
     got = [
         frame
-        for start, end in zip(edges, edges[1:], strict=False)
+        for start, end in itertools.pairwise(edges)
         for frame in splitter.feed(data[start:end])
     ]
     expected, faulty = oracle.split(data, LIMIT_BYTES, PREAMBLE, LAST_KIND)

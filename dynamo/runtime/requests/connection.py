@@ -117,11 +117,11 @@ class Connection(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._corked = False
-        out = self._out
-        if self._transport is None or not out:
+        out, transport = self._out, self._transport
+        if transport is None or not out:
             return
-        if not self.closed:
-            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+        if not (self.closed or transport.is_closing()):
+            transport.write(out[0] if len(out) == 1 else b"".join(out))
             if self.above_high_water:
                 self.on_full()
         out.clear()

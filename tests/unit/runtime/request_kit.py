@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -67,6 +67,7 @@ class Pair:
         self.address = address
         self.streams: list[ServerStream] = []
         self.arrived = asyncio.Event()
+        self.closers: list[Callable[[], object]] = []
 
     def hold(self, stream: ServerStream, payload: bytes) -> None:
         """A handler that keeps the stream for the test to drive."""
@@ -118,9 +119,12 @@ async def pair(
     server, client = RequestServer(settings), RequestClient(settings)
     wanted = f"uds:{directory / 'plane.sock'}" if kind == "uds" else "tcp:127.0.0.1:0"
     address = await server.start(wanted)
+    made = Pair(server, client, address)
     try:
-        yield Pair(server, client, address)
+        yield made
     finally:
+        for close in made.closers:
+            close()
         await client.close()
         await server.close()
 

@@ -94,6 +94,7 @@ class Counting:
 
     def __init__(self, inner: Any, writes: list[int]) -> None:
         self._inner, self._writes = inner, writes
+        self.is_closing = inner.is_closing
 
     def write(self, data: bytes) -> None:
         self._writes.append(len(data))
