@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from dynamo.config.knob import from_env
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import CannotConnect, ConnectionTimeout, Disconnected
 from dynamo.runtime.context import Context
@@ -20,7 +21,7 @@ class RequestClient:
     """Opens streams on any number of workers. Use it from the loop's thread."""
 
     def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
-        self.settings = settings or RequestPlaneSettings()
+        self.settings = settings or from_env(RequestPlaneSettings)
         self._connections: dict[str, CallingConnection] = {}
         self._tasks = Tasks("request client")
 

@@ -8,6 +8,7 @@ import logging
 import socket
 from pathlib import Path
 
+from dynamo.config.knob import from_env
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import CannotConnect, EngineShutdown, Overloaded, UnknownEndpoint
 from dynamo.runtime.requests.address import Address, parse
@@ -27,7 +28,7 @@ class RequestServer:
     """
 
     def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
-        self.settings = settings or RequestPlaneSettings()
+        self.settings = settings or from_env(RequestPlaneSettings)
         self.draining = False
         self._listener: asyncio.AbstractServer | None = None
         self._socket_path: tuple[Path, tuple[int, int]] | None = None

@@ -598,3 +598,13 @@ async def test_address_of_a_pair(tmp_path: Path) -> None:
     async with pair(tmp_path, "tcp") as plane:
         assert isinstance(plane, Pair) and plane.address.startswith("tcp:127.0.0.1:")
         assert int(plane.address.rpartition(":")[2]) > 0
+
+
+async def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_TCP_MAX_MESSAGE_SIZE", "2048")
+    monkeypatch.setenv("DYN_TCP_CONNECT_TIMEOUT", "1.5")
+    client, server = RequestClient(), RequestServer()
+    assert server.settings.max_message_size_bytes == 2048
+    assert client.settings.connect_timeout_s == 1.5
+    await client.close()
+    await server.close()
