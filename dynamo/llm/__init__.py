@@ -2,20 +2,26 @@
 
 from dynamo.llm.exceptions import HttpError
 from dynamo.llm.hashing import compute_block_hash_for_seq, compute_block_hash_for_seq_py
+from dynamo.llm.kv_router import KvRouter
 from dynamo.llm.publishers import KvEventPublisher, WorkerMetricsPublisher
 from dynamo.llm.radix import OverlapScores, RadixTree
 from dynamo.llm.register import register_llm, register_model, unregister_model
+from dynamo.llm.router_config import KvRouterConfig, RouterConfig, RouterMode
 from dynamo.llm.runtime_config import ModelRuntimeConfig
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
 
 __all__ = [
     "HttpError",
     "KvEventPublisher",
+    "KvRouter",
+    "KvRouterConfig",
     "ModelInput",
     "ModelRuntimeConfig",
     "ModelType",
     "OverlapScores",
     "RadixTree",
+    "RouterConfig",
+    "RouterMode",
     "WorkerMetricsPublisher",
     "WorkerType",
     "compute_block_hash_for_seq",

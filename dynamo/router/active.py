@@ -43,6 +43,9 @@ class ActiveLoad:
     def __len__(self) -> int:
         return len(self._bookings)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._bookings
+
     def project_into(
         self,
         sequence_hashes: array[int] | None,

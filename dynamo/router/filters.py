@@ -12,7 +12,7 @@ from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.protocols.engine import Routing
 from dynamo.router.fleet import Fleet, Member
 
-__all__ = ["eligible", "pinned_worker"]
+__all__ = ["eligible", "exclusion", "pinned_worker"]
 
 
 def pinned_worker(routing: Routing) -> tuple[str, int] | None:
@@ -45,6 +45,23 @@ def eligible(fleet: Fleet, routing: Routing | None) -> array[int]:
     if routing.required_taints:
         members = _tainted(members, routing.required_taints)
     return _slots(_ready(fleet, members), routing.dp_rank)
+
+
+def exclusion(fleet: Fleet, routing: Routing | None, member: Member, dp_rank: int) -> str:
+    """Why :func:`eligible` leaves this rank out, in its order of checks; "" if it does not."""
+    routing = routing or Routing()
+    pin = pinned_worker(routing)
+    allowed = routing.allowed_worker_ids
+    missing = set(routing.required_taints or ()) - set(member.config.taints)
+    if allowed is not None and member.worker_id not in allowed:
+        return "not in the request's allow-list"
+    if pin is not None and member.worker_id != pin[1]:
+        return f"pinned to worker {pin[1]}"
+    if routing.dp_rank not in (None, dp_rank) and (pin is not None or len(member.slots) > 1):
+        return f"dp_rank {routing.dp_rank} was asked for"
+    if missing:
+        return f"lacks the taints: {', '.join(sorted(missing))}"
+    return "busy" if member.worker_id in fleet.busy else ""
 
 
 def _constrains(routing: Routing) -> bool:

@@ -11,11 +11,12 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import choose, costs
 from dynamo.config.router import RouterSettings
+from dynamo.errors import DynamoError
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
@@ -29,9 +30,26 @@ from dynamo.router.predicted import PredictedCache
 from dynamo.router.prompt import Hasher, Prompt
 from dynamo.router.taints import favour
 
-__all__ = ["KvPicker"]
+__all__ = ["KvPicker", "Survey"]
 
 logger = logging.getLogger(__name__)
+
+
+class Survey(NamedTuple):
+    """What one decision weighs. Columns by slot; ``costs`` of the eligible ``slots`` only.
+
+    ``chosen`` is None when ``error`` says why there is none.
+    """
+
+    prompt: Prompt
+    terms: Terms
+    slots: array[int]
+    overlaps: array[int]
+    prefill: array[int]
+    decode: array[int]
+    costs: dict[int, float]
+    chosen: int | None
+    error: DynamoError | None
 
 
 class KvPicker:
@@ -58,7 +76,7 @@ class KvPicker:
             block_size, settings.track_active_blocks, settings.track_output_blocks
         )
         self.gate = Gate(self.fleet, settings, self._booked_prefill)
-        self._index = index
+        self.index = index
         track_blocks = settings.track_active_blocks
         self._hasher = Hasher(block_size, index is not None, predicted is not None, track_blocks)
         self._terms = terms_of(settings, block_size)
@@ -81,19 +99,50 @@ class KvPicker:
         times = [self._clock()]
         terms = overridden(self._terms, override) if override else self._terms
         slots = self.gate.slots(routing, times[0])
-        prompt = self._hasher.hash(tokens, routing, terms.assume_kv_reuse, self._clock, times)
-        if self.predicted is not None:
-            self.predicted.expire(times[0])
-        if self._index is not None:
-            self._index.match_into(prompt.hashes, self._depths)
-        times.append(self._clock())
-        slot, decision = self._choose(prompt, slots, terms, routing)
-        if request_id is not None:
-            self._book(request_id, slot, decision, prompt, routing, terms)
+        prompt = self._look(tokens, routing, terms, times)
+        slot = self._choose(prompt, slots, terms, routing)
+        decision = self._decision(slot, prompt)
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log(terms, slots, decision)
+        if request_id is None:
+            return decision
+        self._book(request_id, slot, decision, prompt, routing, terms)
         times.append(self._clock())
         if self._metrics is not None:
             self._metrics.decided(times, prompt.isl_tokens, decision, self.block_size)
         return decision
+
+    def survey(
+        self,
+        tokens: Tokens,
+        routing: Routing | None = None,
+        override: Mapping[str, Any] | None = None,
+    ) -> Survey:
+        """What :meth:`pick` would weigh, over all slots; books nothing. Raises InvalidArgument
+        for a bad ``override`` only."""
+        now_s = self._clock()
+        terms = overridden(self._terms, override) if override else self._terms
+        prompt = self._look(tokens, routing, terms, [now_s])
+        self.active.project_into(prompt.shared, prompt.unique_blocks, self._prefill, self._decode)
+        slots, chosen, error = array("I"), None, None
+        try:
+            slots = self.gate.slots(routing, now_s)
+            chosen = self._choose(prompt, slots, terms, routing)
+        except DynamoError as failure:
+            error = failure
+        costs = {} if error else dict(zip(slots, self._costs, strict=False))
+        columns = self._depths[:], self._prefill[:], self._decode[:]
+        return Survey(prompt, terms, slots, *columns, costs, chosen, error)
+
+    def assume(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
+        """Somebody else sent the prompt there: without events, predict that it is cached."""
+        member = self.fleet.members.get(worker_id)
+        if self.predicted is None or member is None or dp_rank not in member.slots:
+            return
+        now_s = self._clock()
+        prompt = self._hasher.hash(tokens, None, True, self._clock, [])
+        slot = member.slots[dp_rank]
+        self.predicted.routed(None, slot, prompt.chained, prompt.hashes, now_s)
 
     def mark_prefill_complete(self, request_id: str) -> None:
         """The first token is here: the prompt is no load any more."""
@@ -148,7 +197,7 @@ class KvPicker:
 
     def _resize(self) -> None:
         """Columns by slot, long enough for the slots that the index has ever handed out."""
-        known = 0 if self._index is None else self._index.capacity()
+        known = 0 if self.index is None else self.index.capacity()
         width = 16
         while width < max(self.fleet.width, known):
             width *= 2
@@ -157,9 +206,21 @@ class KvPicker:
         self._decode = array("q", bytes(8 * width))
         self._costs = array("d", bytes(8 * width))
 
+    def _look(
+        self, tokens: Tokens, routing: Routing | None, terms: Terms, times: list[float]
+    ) -> Prompt:
+        """Hash the prompt and find what every slot holds of it."""
+        prompt = self._hasher.hash(tokens, routing, terms.assume_kv_reuse, self._clock, times)
+        if self.predicted is not None:
+            self.predicted.expire(times[0])
+        if self.index is not None:
+            self.index.match_into(prompt.hashes, self._depths)
+        times.append(self._clock())
+        return prompt
+
     def _choose(
         self, prompt: Prompt, slots: array[int], terms: Terms, routing: Routing | None
-    ) -> tuple[int, Decision]:
+    ) -> int:
         self.active.project_into(prompt.shared, prompt.unique_blocks, self._prefill, self._decode)
         costs(
             terms.weights,
@@ -172,14 +233,12 @@ class KvPicker:
         )
         if routing is not None and routing.preferred_taints:
             favour(self._costs, slots, self.fleet, routing.preferred_taints)
-        chosen = choose(self._costs, len(slots), terms.temperature, self._uniform())
-        slot = slots[chosen]
+        return slots[choose(self._costs, len(slots), terms.temperature, self._uniform())]
+
+    def _decision(self, slot: int, prompt: Prompt) -> Decision:
         owner = self.fleet.owners[slot]
         assert owner is not None, "a candidate slot has an owner"
-        decision = Decision(*owner, self._depths[slot], prompt.blocks)
-        if logger.isEnabledFor(logging.DEBUG):
-            self._explain(terms, slots, decision)
-        return slot, decision
+        return Decision(*owner, self._depths[slot], prompt.blocks)
 
     def _book(
         self,
@@ -214,7 +273,7 @@ class KvPicker:
         if self.predicted is not None:
             self.predicted.routed(request_id, slot, prompt.chained, prompt.hashes, now_s)
 
-    def _explain(self, terms: Terms, slots: array[int], decision: Decision) -> None:
+    def _log(self, terms: Terms, slots: array[int], decision: Decision) -> None:
         """The decision as the router guide shows it. Spec 3.4."""
         for slot, cost in zip(slots, self._costs, strict=False):
             owner = self.fleet.owners[slot]

@@ -14,7 +14,7 @@ from dynamo.errors import ConfigError
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
 
-__all__ = ["dynamo_endpoint", "dynamo_worker"]
+__all__ = ["dynamo_endpoint", "dynamo_worker", "run_until_signalled"]
 
 R = TypeVar("R")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -53,6 +53,14 @@ def dynamo_worker(
         return main
 
     return decorate
+
+
+async def run_until_signalled(runtime: DistributedRuntime, work: Awaitable[R]) -> R | None:
+    """Await ``work`` under the signals of :func:`dynamo_worker`; None if a signal ended it.
+
+    The caller closes ``runtime``.
+    """
+    return await _Main(runtime, work).run()
 
 
 class _Main(Generic[R]):

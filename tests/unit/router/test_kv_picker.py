@@ -46,7 +46,7 @@ def make(workers: int = 3, clock: Clock | None = None, **settings: Any) -> KvPic
 
 def cache(picker: KvPicker, worker_id: int, tokens: array[int], blocks: int, **seed: str) -> None:
     """Let the worker hold the first ``blocks`` blocks of the prompt."""
-    index = picker._index
+    index = picker.index
     assert isinstance(index, RadixTree)
     hashes = block_hashes(tokens, BLOCK, seed=seed_for(**seed))[:blocks]
     index.store(picker.fleet.members[worker_id].slots[0], None, sequence_hashes(hashes), hashes)
@@ -119,7 +119,7 @@ def test_bad_overrides_book_nothing() -> None:
 
 def test_weight_zero_routes_by_load_alone() -> None:
     picker = make(overlap_score_weight=0.0)
-    assert picker._index is None
+    assert picker.index is None
     first = picker.pick("a", PROMPT).worker_id
     other = array("I", range(900, 914))
     assert picker.pick("b", other).worker_id != first

@@ -263,9 +263,9 @@ def test_predictions_age_in_the_picker() -> None:
 
 def test_predictions_are_counted() -> None:
     registry, picker = Registry(), make_kv(max_tree_size=2, prune_target_ratio=0.5)
-    assert picker.predicted is not None and picker._index is not None
+    assert picker.predicted is not None and picker.index is not None
     place = Place("ns", "backend", "m", "7")
-    predictions(registry, place, picker._index, picker.predicted, "ttl")
+    predictions(registry, place, picker.index, picker.predicted, "ttl")
     picker.pick("a", PROMPT)
     page = registry.render().decode()
     here = 'dynamo_component="backend",dynamo_namespace="ns",worker_id="7"'

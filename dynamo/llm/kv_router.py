@@ -1,0 +1,147 @@
+"""A KV-aware router as a Python object, for programs that route by themselves. Spec 7.11."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo.errors import DynamoError, InvalidArgument
+from dynamo.llm.router_config import KvRouterConfig
+from dynamo.protocols import codec
+from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.router.kv import KvPicker
+from dynamo.router.overlaps import events_of, overlap_scores, potential_loads
+from dynamo.router.routed import RoutedEndpoint
+from dynamo.runtime import Endpoint
+
+__all__ = ["KvRouter"]
+
+_decode = codec.decoder(PreprocessedRequest).decode
+
+
+class KvRouter:
+    """Routes to the workers of ``endpoint``; ``block_size`` in tokens, as they have it.
+
+    It connects with the first call, on the running loop, and closes with the runtime. Token ids
+    are lists of integers. Where the original raises a plain ``Exception`` this raises DynamoError.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        block_size: int,
+        kv_router_config: KvRouterConfig | None = None,
+        **accepted: Any,
+    ) -> None:
+        config = kv_router_config or KvRouterConfig()
+        self._routed = RoutedEndpoint(
+            endpoint.runtime, endpoint.path, block_size, config.settings()
+        )
+        self._starting = asyncio.Lock()
+        self._picker: KvPicker | None = None
+
+    async def close(self) -> None:
+        """Stop following the workers."""
+        await self._routed.close()
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        model: str,
+        stop_conditions: Mapping[str, Any] | None = None,
+        sampling_options: Mapping[str, Any] | None = None,
+        output_options: Mapping[str, Any] | None = None,
+        router_config_override: Mapping[str, Any] | None = None,
+        worker_id: int | None = None,
+        dp_rank: int | None = None,
+        extra_args: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Send a prompt to the best worker; an async iterator over its items. ``more`` are further
+        fields of a preprocessed request."""
+        request: dict[str, Any] = {
+            "model": model,
+            "token_ids": token_ids,
+            "stop_conditions": dict(stop_conditions or {}),
+            "sampling_options": dict(sampling_options or {}),
+            "output_options": dict(output_options or {}),
+            "router_config_override": router_config_override,
+            "extra_args": extra_args,
+            **more,
+        }
+        if worker_id is not None or dp_rank is not None:
+            request["routing"] = {"backend_instance_id": worker_id, "dp_rank": dp_rank}
+        return await self.generate_from_request(request)
+
+    async def generate_from_request(
+        self, request: Mapping[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
+        """:meth:`generate` for a preprocessed request as a mapping. Raises InvalidArgument."""
+        try:
+            tokens = codec.tokens(request["token_ids"])
+            decoded = _decode(codec.encode({"model": "", **request, "token_ids": tokens}))
+        except (KeyError, TypeError, ValueError, msgspec.MsgspecError) as error:
+            raise InvalidArgument(f"not a preprocessed request: {error!r}") from None
+        await self._ready()
+        return self._routed.generate(decoded)
+
+    async def best_worker(
+        self,
+        token_ids: Sequence[int],
+        router_config_override: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        update_indexer: bool = False,
+        lora_name: str | None = None,
+        **accepted: Any,
+    ) -> tuple[int, int, int]:
+        """(worker_id, dp_rank, overlap blocks). With ``request_id`` its load is booked until
+        :meth:`free`; ``update_indexer`` predicts its blocks there when events are off."""
+        picker = await self._ready()
+        tokens = codec.tokens(token_ids)
+        if request_id is not None and request_id in picker.active:
+            raise DynamoError(
+                f"failed to book scheduler state: Request {request_id} already exists"
+            )
+        routing = None if lora_name is None else Routing(lora_name=lora_name)
+        decision = picker.pick(request_id, tokens, routing=routing, override=router_config_override)
+        if update_indexer and request_id is None:
+            picker.assume(tokens, decision.worker_id, decision.dp_rank)
+        return decision.worker_id, decision.dp_rank, decision.overlap_blocks
+
+    async def get_potential_loads(self, token_ids: Sequence[int]) -> list[dict[str, int]]:
+        """What each worker would have to do with the prompt added. Spec 3.7."""
+        return potential_loads(await self._ready(), codec.tokens(token_ids))
+
+    async def get_overlap_scores(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """What each worker holds of the prompt. Spec 3.7."""
+        return overlap_scores(await self._ready(), codec.tokens(token_ids))
+
+    async def dump_events(self) -> str:
+        """The prefix index as a JSON list of events that rebuild it."""
+        index = (await self._ready()).index
+        return "[]" if index is None else events_of(index)
+
+    async def mark_prefill_complete(self, request_id: str) -> None:
+        """The first token is here. Raises DynamoError for a request that is not booked."""
+        self._known(await self._ready(), request_id).mark_prefill_complete(request_id)
+
+    async def free(self, request_id: str) -> None:
+        """The request has ended. Raises DynamoError for a request that is not booked."""
+        self._known(await self._ready(), request_id).free(request_id)
+
+    def _known(self, picker: KvPicker, request_id: str) -> KvPicker:
+        if request_id not in picker.active:
+            raise DynamoError(f"Request {request_id} not found")
+        return picker
+
+    async def _ready(self) -> KvPicker:
+        async with self._starting:
+            if self._picker is None:
+                await self._routed.start()
+                picker = self._routed.picker
+                assert isinstance(picker, KvPicker), "its settings say kv"
+                self._picker = picker
+            return self._picker

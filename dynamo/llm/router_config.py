@@ -1,0 +1,125 @@
+"""How the public API spells the router's settings. Spec 7.11."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from dynamo.config import from_env
+from dynamo.config.router import RouterSettings
+
+__all__ = ["WITHOUT_EFFECT", "KvRouterConfig", "RouterConfig", "RouterMode"]
+
+
+class RouterMode(enum.Enum):
+    """How a worker is chosen; the value is that of ``--router-mode``."""
+
+    RoundRobin = "round-robin"
+    Random = "random"
+    PowerOfTwoChoices = "power-of-two"
+    KV = "kv"
+    Direct = "direct"
+    LeastLoaded = "least-loaded"
+    DeviceAwareWeighted = "device-aware-weighted"
+
+    def __str__(self) -> str:
+        """The mode as a flag has it."""
+        return self.value
+
+
+@dataclasses.dataclass
+class KvRouterConfig:
+    """Settings of the kv mode. Those that :data:`WITHOUT_EFFECT` names are only accepted."""
+
+    overlap_score_weight: float | None = None
+    host_cache_hit_weight: float = 0.75
+    disk_cache_hit_weight: float = 0.25
+    router_temperature: float = 0.0
+    use_kv_events: bool = True
+    _: dataclasses.KW_ONLY
+    router_replica_sync: bool = False
+    router_track_active_blocks: bool = True
+    router_track_output_blocks: bool = False
+    router_assume_kv_reuse: bool = True
+    router_track_prefill_tokens: bool = True
+    router_prefill_load_model: str = "none"
+    router_ttl_secs: float = 120.0
+    router_approximate_cache_policy: str = "ttl"
+    router_max_tree_size: int = 1_048_576
+    router_prune_target_ratio: float = 0.8
+    router_queue_threshold: float | None = None
+    router_event_threads: int = 1
+    router_queue_policy: str = "fcfs"
+    use_remote_indexer: bool = False
+    serve_indexer: bool = False
+    shared_cache_multiplier: float | None = None
+    shared_cache_type: str = "none"
+    router_predicted_ttl_secs: float | None = None
+    overlap_score_credit: float = 1.0
+    overlap_score_credit_decay: float = 0.0
+    prefill_load_scale: float = 1.0
+    decode_active_request_weight: float = 0.0
+    router_policy_config: str | None = None
+    durable_kv_events: bool = False
+    router_reset_states: bool = False
+    router_snapshot_threshold: int = 1_000_000
+    min_initial_workers: int = 0
+
+    def settings(self, **more: Any) -> RouterSettings:
+        """The router's settings in kv mode. Raises ConfigError for a value out of range."""
+        given = {setting: getattr(self, name) for name, setting in _SETTINGS.items()}
+        return from_env(RouterSettings, {}, mode="kv", **given, **more)
+
+
+@dataclasses.dataclass
+class RouterConfig:
+    """A mode, the settings of the kv mode, busy thresholds and session affinity."""
+
+    mode: RouterMode = RouterMode.RoundRobin
+    config: KvRouterConfig | None = None
+    active_decode_blocks_threshold: float | None = None
+    active_prefill_tokens_threshold: int | None = None
+    active_prefill_tokens_threshold_frac: float | None = None
+    enforce_disagg: bool = False
+    session_affinity_ttl_secs: float | None = None
+    session_affinity_mode: str = "hard"
+
+    def settings(self) -> RouterSettings:
+        """The router's settings; a threshold that is given is in force. Raises ConfigError."""
+        limits = {
+            "active_decode_blocks_threshold": self.active_decode_blocks_threshold,
+            "active_prefill_tokens_threshold": self.active_prefill_tokens_threshold,
+            "active_prefill_tokens_threshold_frac": self.active_prefill_tokens_threshold_frac,
+        }
+        limited = any(limit is not None for limit in limits.values())
+        made = (self.config or KvRouterConfig()).settings(
+            admission_control="token-capacity" if limited else "none",
+            session_affinity_ttl_s=self.session_affinity_ttl_secs,
+            session_affinity_mode=self.session_affinity_mode,
+            **limits,
+        )
+        return dataclasses.replace(made, mode=str(self.mode))
+
+
+_SETTINGS = {
+    "overlap_score_weight": "overlap_score_weight",
+    "router_temperature": "temperature",
+    "use_kv_events": "kv_events",
+    "router_track_active_blocks": "track_active_blocks",
+    "router_track_output_blocks": "track_output_blocks",
+    "router_assume_kv_reuse": "assume_kv_reuse",
+    "router_ttl_secs": "ttl_s",
+    "router_approximate_cache_policy": "approximate_cache_policy",
+    "router_max_tree_size": "max_tree_size",
+    "router_prune_target_ratio": "prune_target_ratio",
+    "overlap_score_credit": "overlap_score_credit",
+    "overlap_score_credit_decay": "overlap_score_credit_decay",
+    "prefill_load_scale": "prefill_load_scale",
+}
+"""Field of :class:`KvRouterConfig` → field of ``RouterSettings``."""
+
+WITHOUT_EFFECT = tuple(
+    field.name for field in dataclasses.fields(KvRouterConfig) if field.name not in _SETTINGS
+)
+"""What is accepted for compatibility."""

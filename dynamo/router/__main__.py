@@ -1,0 +1,72 @@
+"""``python -m dynamo.router``: a KV-aware router for the workers of one endpoint. Spec 4.2."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from dynamo.config import load
+from dynamo.config.router import RouterSettings
+from dynamo.config.router_process import RouterProcessSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.system import LogSettings
+from dynamo.errors import DynamoError
+from dynamo.observability.logs import setup_logging
+from dynamo.router.routed import RoutedEndpoint
+from dynamo.router.service import RouterService
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.component import parse_endpoint
+from dynamo.runtime.worker_main import run_until_signalled
+
+__all__ = ["main"]
+
+_log = logging.getLogger("dynamo.router")
+_GROUPS = (RouterProcessSettings, RouterSettings, RuntimeSettings, LogSettings)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    process, router, runtime, logs = load("python -m dynamo.router", __doc__, _GROUPS, argv)
+    setup_logging("router", logs.level, logs.jsonl)
+    try:
+        if process.endpoint is None:
+            raise DynamoError("--endpoint (or DYN_ROUTER_ENDPOINT) is needed")
+        path = parse_endpoint(process.endpoint)
+    except DynamoError as error:
+        print(f"python -m dynamo.router: error: {error.message}", file=sys.stderr)
+        return 2
+    settings = dataclasses.replace(router, mode="kv")
+    block_size = settings.kv_cache_block_size or process.block_size
+    try:
+        uvloop.run(_serve(runtime, path, block_size, settings))
+    except DynamoError as error:
+        _log.error("%s", error.message)
+        return 1
+    return 0
+
+
+async def _serve(
+    runtime_settings: RuntimeSettings,
+    path: tuple[str, str, str],
+    block_size: int,
+    settings: RouterSettings,
+) -> None:
+    runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
+    routed = RoutedEndpoint(runtime, path, block_size, settings)
+    try:
+        await runtime.start()
+        await routed.start()
+        _log.info("routing to dyn://%s as dyn://%s.router.generate", ".".join(path), path[0])
+        await run_until_signalled(runtime, RouterService(runtime, routed).serve())
+    finally:
+        await routed.close()
+        await runtime.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

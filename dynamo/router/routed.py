@@ -1,0 +1,129 @@
+"""Requests to one endpoint through a router of their own: pick, send, account, free."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from dynamo.config.router import RouterSettings
+from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.router.live import LiveRouter
+from dynamo.router.picker import Decision, Picker
+from dynamo.runtime import Client, Context, DistributedRuntime
+
+__all__ = ["RoutedEndpoint"]
+
+
+class RoutedEndpoint:
+    """The workers of ``path`` behind a :class:`LiveRouter`. :meth:`start`, then :meth:`generate`.
+
+    ``picker`` and ``client`` are there after :meth:`start`.
+    """
+
+    picker: Picker
+    client: Client
+
+    def __init__(
+        self,
+        runtime: DistributedRuntime,
+        path: tuple[str, str, str],
+        block_size: int,
+        settings: RouterSettings,
+    ) -> None:
+        self.path = path
+        self.block_size = block_size
+        self._runtime = runtime
+        self._settings = settings
+        self._live: LiveRouter | None = None
+        self._numbers = itertools.count(1)
+
+    async def start(self) -> None:
+        """Follow the workers; those that exist can be picked on return."""
+        self.client = await self._runtime.endpoint(".".join(self.path)).client()
+        self._live = LiveRouter(
+            self._runtime, *self.path, self.block_size, self._settings, self.client
+        )
+        self.picker = self._live.picker
+        await self._live.start()
+
+    async def close(self) -> None:
+        """Stop following. Idempotent."""
+        live, self._live = self._live, None
+        if live is not None:
+            await live.close()
+            self.client.close()
+
+    async def generate(
+        self, request: PreprocessedRequest, context: Context | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The chosen worker's items, as plain values; load is freed however it ends.
+
+        The first item carries ``routing_data.worker_id``, the one with the finish reason
+        ``routing_data.timing``. Raises what the pick raises, and the worker's errors.
+        """
+        booking = f"{context.id() if context else 'request'}/{next(self._numbers)}"
+        begun_s = time.monotonic()
+        decision = self.picker.pick(
+            booking,
+            request.token_ids,
+            routing=request.routing,
+            override=request.router_config_override,
+        )
+        told = False
+        first_s: float | None = None
+        try:
+            items = await self.client.direct(
+                _instructed(request, decision), decision.worker_id, False, context
+            )
+            try:
+                async for item in items:
+                    data: dict[str, Any] = {}
+                    if not told:
+                        told, data["worker_id"] = True, _place(decision)
+                    if count := len(item.get("token_ids") or ()):
+                        first_s = first_s or self._first_token(booking)
+                        self.picker.add_output_tokens(booking, count)
+                    if item.get("finish_reason"):
+                        data["timing"] = _timing(decision, begun_s, first_s)
+                    yield {**item, "routing_data": data} if data else item
+            finally:
+                await items.aclose()
+        finally:
+            self.picker.free(booking)
+
+    def _first_token(self, booking: str) -> float:
+        self.picker.mark_prefill_complete(booking)
+        return time.monotonic()
+
+
+def _instructed(request: PreprocessedRequest, decision: Decision) -> PreprocessedRequest:
+    """Tell the worker what the router decided. Spec 7.4."""
+    routing = msgspec.structs.replace(request.routing or Routing(), dp_rank=decision.dp_rank)
+    return msgspec.structs.replace(
+        request,
+        routing=routing,
+        estimated_prefix_hit_num_blocks=decision.overlap_blocks or None,
+    )
+
+
+def _place(decision: Decision) -> dict[str, int]:
+    worker_id, rank = decision.worker_id, decision.dp_rank
+    return {
+        "prefill_worker_id": worker_id,
+        "prefill_dp_rank": rank,
+        "decode_worker_id": worker_id,
+        "decode_dp_rank": rank,
+    }
+
+
+def _timing(decision: Decision, begun_s: float, first_s: float | None) -> dict[str, float]:
+    now_s = time.monotonic()
+    return {
+        "ttft_ms": ((first_s or now_s) - begun_s) * 1e3,
+        "total_time_ms": (now_s - begun_s) * 1e3,
+        "kv_hit_rate": decision.overlap_blocks / max(decision.prompt_blocks, 1),
+    }

@@ -1,0 +1,92 @@
+"""The standalone router: other processes ask it for workers, or send their requests through it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from dynamo.errors import InvalidArgument
+from dynamo.protocols import codec
+from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.router.explain import explain
+from dynamo.router.kv import KvPicker
+from dynamo.router.overlaps import overlap_scores
+from dynamo.router.routed import RoutedEndpoint
+from dynamo.runtime import Context, DistributedRuntime
+
+__all__ = ["RouterService"]
+
+_request = codec.decoder(PreprocessedRequest).decode
+
+
+class RouterService:
+    """Serves ``generate``, ``best_worker_id``, ``get_overlap_scores`` and ``explain`` of component
+    ``router`` in the namespace of the workers that ``routed`` follows. Spec 7.11.
+
+    The three that only ask take a list of token ids, or ``{"token_ids": …,
+    "router_config_override": …}``, and answer one item.
+    """
+
+    def __init__(self, runtime: DistributedRuntime, routed: RoutedEndpoint) -> None:
+        self._runtime = runtime
+        self._routed = routed
+        assert isinstance(routed.picker, KvPicker), "a standalone router is in kv mode"
+        self._picker = routed.picker
+
+    async def serve(self) -> None:
+        """Until the process has left."""
+        handlers: dict[str, Callable[..., Any]] = {
+            "generate": self.generate,
+            "best_worker_id": self.best_worker_id,
+            "get_overlap_scores": self.get_overlap_scores,
+            "explain": self.explain,
+        }
+        namespace = self._routed.path[0]
+        async with asyncio.TaskGroup() as group:
+            for name, handler in handlers.items():
+                endpoint = self._runtime.endpoint(f"{namespace}.router.{name}")
+                group.create_task(endpoint.serve_endpoint(handler))
+
+    async def generate(self, request: Any, context: Context) -> AsyncIterator[dict[str, Any]]:
+        """Route a preprocessed request and pass on what the worker answers."""
+        if not isinstance(request, dict) or "token_ids" not in request:
+            raise InvalidArgument("generate needs a preprocessed request with token_ids")
+        tokens, _ = _asked(request)
+        decoded = _decoded({**request, "token_ids": tokens})
+        async for item in self._routed.generate(decoded, context):
+            yield item
+
+    async def best_worker_id(self, request: Any) -> AsyncIterator[int]:
+        """The worker that such a prompt would go to; nothing is booked."""
+        tokens, override = _asked(request)
+        yield self._picker.pick(None, tokens, override=override).worker_id
+
+    async def get_overlap_scores(self, request: Any) -> AsyncIterator[dict[str, Any]]:
+        """What each worker holds of the prompt. Spec 3.7."""
+        yield overlap_scores(self._picker, _asked(request)[0])
+
+    async def explain(self, request: Any) -> AsyncIterator[Any]:
+        """The candidates' table; see :class:`dynamo.router.explain.Explanation`."""
+        tokens, override = _asked(request)
+        yield explain(self._picker, tokens, override=override)
+
+
+def _decoded(request: dict[str, Any]) -> PreprocessedRequest:
+    try:
+        return _request(codec.encode({"model": "", **request}))
+    except msgspec.MsgspecError as error:
+        raise InvalidArgument(f"not a preprocessed request: {error}") from None
+
+
+def _asked(request: Any) -> tuple[codec.Tokens, dict[str, Any] | None]:
+    """Raises InvalidArgument, which reaches the caller as such."""
+    override = None
+    if isinstance(request, dict):
+        request, override = request.get("token_ids"), request.get("router_config_override")
+    try:
+        return codec.tokens(request), override
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgument(f"token_ids must be a list of token ids: {error}") from None

@@ -1,0 +1,167 @@
+"""``dynamo.llm.KvRouter`` over real workers in one process. Spec 7.11, 3.5, 3.7."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError, DynamoError, InvalidArgument
+from dynamo.llm import KvRouter, KvRouterConfig, RadixTree, RouterConfig, RouterMode
+from dynamo.llm.router_config import WITHOUT_EFFECT
+from dynamo.runtime import DistributedRuntime
+
+PROMPT = list(range(100, 114))  # 14 tokens, three full blocks of 4
+
+
+class Box:
+    """Two workers that count to three, and a runtime that routes to them."""
+
+    def __init__(self, settings: RuntimeSettings) -> None:
+        self.workers = [DistributedRuntime(None, settings) for _ in range(2)]
+        self.runtime = DistributedRuntime(None, settings)
+        self.requests: list[Any] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def start(self) -> None:
+        for worker in self.workers:
+            endpoint = worker.endpoint("ns.backend.generate")
+            worker.tasks.spawn(endpoint.serve_endpoint(self._generate), name="worker")
+        client = await self.runtime.endpoint("ns.backend.generate").client()
+        while len(client.instance_ids()) < 2:
+            arrived = asyncio.Event()
+            client.on_change(lambda added, removed, arrived=arrived: arrived.set())
+            await arrived.wait()
+
+    async def close(self) -> None:
+        self.hold.set()
+        await self.runtime.close()
+        for worker in self.workers:
+            await worker.close()
+
+    def router(self, **config: Any) -> KvRouter:
+        config = {"use_kv_events": False, **config}
+        endpoint = self.runtime.endpoint("ns.backend.generate")
+        return KvRouter(endpoint, 4, KvRouterConfig(**config))
+
+    async def _generate(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        self.requests.append(request)
+        yield {"token_ids": [1]}
+        await self.hold.wait()
+        yield {"token_ids": [2]}
+        yield {"token_ids": [3], "finish_reason": "stop"}
+
+
+@pytest_asyncio.fixture
+async def box(tmp_path: Path) -> AsyncIterator[Box]:
+    made = Box(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def test_load_is_booked_and_freed(box: Box) -> None:
+    """The numbers observed in spec 3.5."""
+    router = box.router(use_kv_events=True)
+    worker_id, rank, overlap = await router.best_worker(PROMPT, request_id="a")
+    assert (rank, overlap) == (0, 0) and worker_id in [w.instance_id for w in box.workers]
+
+    async def load() -> tuple[int, int, int]:
+        rows = await router.get_potential_loads(list(range(8)))
+        (row,) = [row for row in rows if row["worker_id"] == worker_id]
+        return (
+            row["potential_prefill_tokens"],
+            row["potential_decode_blocks"],
+            row["active_requests"],
+        )
+
+    assert await load() == (22, 5, 1)
+    await router.mark_prefill_complete("a")
+    assert await load() == (8, 5, 1)
+    with pytest.raises(DynamoError, match="failed to book scheduler state: Request a already"):
+        await router.best_worker(PROMPT, request_id="a")
+    await router.free("a")
+    assert await load() == (8, 2, 0)
+    for call in (router.free, router.mark_prefill_complete):
+        with pytest.raises(DynamoError, match="Request a not found"):
+            await call("a")
+    assert (await router.best_worker([]))[1:] == (0, 0)
+    await router.close()
+
+
+async def test_predicted_overlap(box: Box) -> None:
+    router = box.router()
+    await router.best_worker(PROMPT)
+    assert (await router.best_worker(PROMPT))[2] == 0
+    home, _, _ = await router.best_worker(PROMPT, update_indexer=True)
+    assert (await router.best_worker(PROMPT))[::2] == (home, 3)
+    scores = await router.get_overlap_scores([*PROMPT[:8], 1, 2, 3, 4])
+    assert (scores["block_size"], scores["num_blocks"]) == (4, 3)
+    held = {row["worker_id"]: row["device_blocks"] for row in scores["workers"]}
+    assert sorted(held.values()) == [0, 2] and held[home] == 2
+    tree = RadixTree()
+    for event in json.loads(await router.dump_events()):
+        assert (event["storage_tier"], event["residency_domain"]) == ("device", "worker")
+        tree.apply_event(event["worker_id"], json.dumps(event["event"]).encode())
+    assert len(tree.dump_tree_as_events()) == 1
+    await router.close()
+
+
+async def test_weight_zero_has_no_index(box: Box) -> None:
+    router = box.router(overlap_score_weight=0)
+    await router.best_worker(PROMPT, request_id="a")
+    assert await router.dump_events() == "[]"
+    assert [row["device_blocks"] for row in (await router.get_overlap_scores(PROMPT))["workers"]]
+    await router.close()
+
+
+async def test_generate(box: Box) -> None:
+    router = box.router()
+    items = [item async for item in await router.generate(PROMPT, "m", {"max_tokens": 3})]
+    assert [item["token_ids"] for item in items] == [[1], [2], [3]]
+    home = items[0]["routing_data"]["worker_id"]["decode_worker_id"]
+    assert items[-1]["routing_data"]["timing"]["kv_hit_rate"] == 0.0
+    assert box.requests[0]["stop_conditions"] == {"max_tokens": 3}
+    assert (await router.best_worker(PROMPT))[::2] == (home, 3)
+    others = [worker.instance_id for worker in box.workers if worker.instance_id != home]
+    items = [item async for item in await router.generate(PROMPT, "m", worker_id=others[0])]
+    assert items[0]["routing_data"]["worker_id"]["decode_worker_id"] == others[0]
+    with pytest.raises(InvalidArgument, match="does not identify a known worker"):
+        async for _ in await router.generate(PROMPT, "m", worker_id=5):
+            pass
+    with pytest.raises(InvalidArgument, match="not a preprocessed request"):
+        await router.generate_from_request({"model": "m"})
+    await router.close()
+
+
+async def test_an_abandoned_stream_frees_its_load(box: Box) -> None:
+    router = box.router()
+    box.hold.clear()
+    stream = await router.generate(PROMPT, "m")
+    assert (await anext(stream))["token_ids"] == [1]
+    loads = await router.get_potential_loads(list(range(8)))
+    assert sorted(row["active_requests"] for row in loads) == [0, 1]
+    await stream.aclose()  # type: ignore[attr-defined]
+    loads = await router.get_potential_loads(list(range(8)))
+    assert [row["active_requests"] for row in loads] == [0, 0]
+    await router.close()
+
+
+def test_configurations_become_settings() -> None:
+    made = KvRouterConfig(2.0, router_temperature=0.5, router_ttl_secs=7).settings()
+    assert (made.mode, made.prefill_weight, made.temperature, made.ttl_s) == ("kv", 2.0, 0.5, 7)
+    assert made.admission_control == "none"
+    config = RouterConfig(RouterMode.LeastLoaded, None, 0.8, session_affinity_ttl_secs=60)
+    made = config.settings()
+    assert (made.mode, made.admission_control) == ("least-loaded", "token-capacity")
+    assert (made.active_decode_blocks_threshold, made.session_affinity_ttl_s) == (0.8, 60)
+    with pytest.raises(ConfigError):
+        KvRouterConfig(router_temperature=-1).settings()
+    assert "router_replica_sync" in WITHOUT_EFFECT

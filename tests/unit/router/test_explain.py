@@ -1,0 +1,121 @@
+"""The candidates' table says what the pick does, and why others were left out. Spec 3.1, 3.10."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo._fast.hashing import block_hashes, sequence_hashes
+from dynamo.config.router import RouterSettings
+from dynamo.errors import InvalidArgument
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.engine import Routing
+from dynamo.router.explain import explain, table
+from dynamo.router.factory import make_index, make_picker
+from dynamo.router.kv import KvPicker
+
+BLOCK = 4
+PROMPT = array("I", range(100, 114))
+
+
+def make(workers: int = 3, **given: object) -> KvPicker:
+    """A picker over workers 1..workers; the last holds the prompt."""
+    settings = RouterSettings(mode="kv", **given)  # type: ignore[arg-type]
+    picker = make_picker(settings, BLOCK, index=make_index(settings), random=Random(1))
+    assert isinstance(picker, KvPicker)
+    for worker_id in range(1, workers + 1):
+        picker.add_worker(worker_id, RuntimeConfig(taints=["a"] if worker_id < 3 else []))
+    if picker.index is not None:
+        hashes = block_hashes(PROMPT, BLOCK)
+        slot = picker.fleet.members[workers].slots[0]
+        picker.index.store(slot, None, sequence_hashes(hashes), hashes)
+    return picker
+
+
+def test_the_table_of_a_decision() -> None:
+    picker = make()
+    picker.pick("running", array("I", range(8)), routing=Routing(backend_instance_id=1))
+    found = explain(picker, PROMPT)
+    assert [(row.worker_id, row.cost, row.chosen) for row in found.candidates] == [
+        (3, 3.5, True),
+        (2, 6.5, False),
+        (1, 10.5, False),
+    ]
+    best, _, loaded = found.candidates
+    assert (best.overlap_blocks, best.credit_blocks, best.prefill_blocks) == (3, 3.0, 0.5)
+    assert (loaded.active_prefill_tokens, loaded.active_decode_blocks) == (8, 2)
+    assert (loaded.active_requests, loaded.prefill_blocks, loaded.decode_blocks) == (1, 5.5, 5)
+    assert len(picker.active) == 1
+
+
+def test_why_the_others_were_left_out() -> None:
+    picker = make(5)
+    picker.add_worker(5, RuntimeConfig(data_parallel_size=2, taints=["a"]))
+    picker.fleet.set_busy(1, True)
+    asked = Routing(allowed_worker_ids=[1, 2, 3, 5], required_taints=["a"], dp_rank=1)
+    found = explain(picker, PROMPT, asked)
+    reasons = {(row.worker_id, row.dp_rank): row.excluded for row in found.candidates}
+    assert reasons == {
+        (1, 0): "busy",
+        (2, 0): "",
+        (3, 0): "lacks the taints: a",
+        (4, 0): "not in the request's allow-list",
+        (5, 0): "dp_rank 1 was asked for",
+        (5, 1): "",
+    }
+    text = table(found)
+    assert text.count("chosen") == 1 and "lacks the taints: a" in text
+
+
+def test_a_pin_leaves_one() -> None:
+    found = explain(make(), PROMPT, Routing(backend_instance_id=2))
+    assert [row.excluded for row in found.candidates] == ["", "pinned to worker 2"] * 1 + [
+        "pinned to worker 2"
+    ]
+
+
+def test_sessions_show() -> None:
+    picker = make(session_affinity_ttl_s=60.0)
+    picker.pick("a", PROMPT, routing=Routing(session_id="s", backend_instance_id=2))
+    found = explain(picker, PROMPT, Routing(session_id="s"))
+    assert found.candidates[0].worker_id == 2
+    assert {row.excluded for row in found.candidates} == {"", "bound to another worker"}
+
+
+def test_no_candidate_at_all() -> None:
+    picker = make()
+    for worker_id in (1, 2, 3):
+        picker.fleet.set_busy(worker_id, True)
+    found = explain(picker, PROMPT)
+    assert found.error == "all eligible workers are overloaded"
+    assert [row.excluded for row in found.candidates] == ["busy"] * 3
+    assert "no worker: all eligible" in table(found)
+    with pytest.raises(InvalidArgument):
+        explain(picker, PROMPT, override={"router_temperature": -1})
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 60)), max_size=8),
+    st.floats(0, 4),
+    st.floats(0, 3),
+    st.floats(0, 2),
+)
+def test_the_parts_add_up_to_the_cost(
+    running: list[tuple[int, int]], scale: float, credit: float, decay: float
+) -> None:
+    picker = make(
+        prefill_load_scale=scale, overlap_score_credit=credit, overlap_score_credit_decay=decay
+    )
+    for number, (worker_id, length) in enumerate(running):
+        tokens = array("I", range(number * 100, number * 100 + length))
+        picker.pick(str(number), tokens, routing=Routing(backend_instance_id=worker_id))
+    for row in explain(picker, PROMPT).candidates:
+        assert row.cost == pytest.approx(scale * row.prefill_blocks + row.decode_blocks)
+    decision = picker.pick(None, PROMPT)
+    cheapest = explain(picker, PROMPT).candidates[0].cost
+    costs = {row.worker_id: row.cost for row in explain(picker, PROMPT).candidates}
+    assert costs[decision.worker_id] == cheapest
