@@ -233,6 +233,7 @@ class Call:
         model.active.value -= 1
         if self._dispatched_at:
             self._count_generation()
+        self.legs = ()  # they know the call: without a cycle nothing is left for the collector
         if failure is not None:
             flow.metrics.failures.labels(failure.failure_class, failure.reason).value += 1
         error_type = failure.error_type if failure is not None else ""

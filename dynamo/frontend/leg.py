@@ -116,6 +116,7 @@ class Leg:
         if self.open and self.stream is not None:
             self.stream.kill()
         self.open = False
+        self.stream = None  # it knows the leg
         if self.tokens:
             self.picker.add_output_tokens(self.booking, self.tokens)
         self.picker.free(self.booking)

@@ -166,7 +166,8 @@ class OpenAIRoutes:
             int(time.time()),
             force_usage=self._flow.settings.force_usage,
         )
-        generation.timing = call.timing
+        if request.nvext is not None:
+            generation.timing = call.timing
         routing = routed(prepared.requests[0].routing, call.exchange.headers)
         if _is_location_query(request):
             decision = entry.picker.pick(None, prepared.prompts[0].token_ids, routing=routing)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import uuid
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -633,3 +635,21 @@ async def test_text_completions_with_several_prompts(site: Site) -> None:
     site.post({"model": "tiny", "prompt": ["a"] * 1000, "n": 2}, "/v1/completions")
     assert site.status == 400 and "1024" in site.answer["message"]
     site.settled()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_an_ended_call_needs_no_collector(site: Site, streaming: bool) -> None:
+    site.chat(stream=streaming)
+    (stream,) = site.streams
+    stream.say([1, 2])
+    stream.say([3], finish_reason="length")
+    call = weakref.ref(stream.sink.call.generation)
+    gc.disable()
+    try:
+        stream.sink.on_end()
+        await turn()
+        site.streams.clear()
+        del stream
+        assert call() is None, "something of the request refers to itself"
+    finally:
+        gc.enable()
