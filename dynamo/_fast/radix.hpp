@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ordered_table.hpp"
+#include "radix_holders.hpp"
 #include "radix_nodes.hpp"
 
 namespace dynamo::radix {
@@ -46,7 +47,7 @@ public:
     size_t dropped() const noexcept { return dropped_; }
 
     size_t memory_bytes() const noexcept {
-        size_t bytes = nodes_.memory_bytes() + aliases_.memory_bytes() +
+        size_t bytes = nodes_.memory_bytes() + holders_.memory_bytes() + aliases_.memory_bytes() +
                        held_.capacity() * sizeof(Held) + active_.capacity() * sizeof(Active);
         for (const Held &held : held_) bytes += held.memory_bytes();
         return bytes;
@@ -125,7 +126,7 @@ public:
         uint32_t node = count ? nodes_.find_child(ROOT, load64(tokens_hashes, 0)) : NOBODY;
         if (node == NOBODY) return 0;
         size_t left = 0;
-        Nodes::HolderWords(nodes_, node).each([&](const Word &word) {
+        Holders::Reader(holders_, nodes_[node]).each([&](const Word &word) {
             active_.push_back(Active{word.mask, word.group});
             left += static_cast<size_t>(__builtin_popcountll(word.mask));
         });
@@ -197,12 +198,13 @@ private:
         if ((is_new && blocks_ >= cap_) || (node == NOBODY && nodes_.size() >= cap_))
             return NOBODY;
         nodes_.make_room();
+        holders_.make_room();
         aliases_.make_room();
         if (node == NOBODY) node = nodes_.create(parent, tokens_hash);
-        if (nodes_.holds(node, slot)) {
+        if (holders_.holds(nodes_[node], slot)) {
             add_alias(slot, node);
         } else {
-            nodes_.hold(node, slot);
+            holders_.hold(nodes_[node], slot);
         }
         if (is_new) {
             held.insert(entry, key, node);
@@ -220,8 +222,9 @@ private:
     // One external id of `slot` no longer names `node`.
     void release(uint32_t slot, uint32_t node) noexcept {
         if (aliases_.size() != 0 && drop_alias(slot, node)) return;
-        nodes_.drop(node, slot);
+        holders_.drop(nodes_[node], slot);
         nodes_.prune(node);
+        if (nodes_.size() == 0) holders_.reset();
     }
 
     // Counts the external ids by which a slot holds a node, beyond the first.
@@ -249,7 +252,7 @@ private:
     // Keeps of the active slots those that hold `node`, and writes `depth` for the others; returns
     // how many those are.
     size_t narrow_active(uint32_t node, uint32_t depth, uint32_t *depths) noexcept {
-        Nodes::HolderWords holders(nodes_, node);
+        Holders::Reader holders(holders_, nodes_[node]);
         size_t kept = 0, gone = 0;
         for (Active active : active_) {
             uint64_t leaving = active.mask & ~holders.mask(active.group);
@@ -266,6 +269,7 @@ private:
 
     uint64_t multiplier_, inverse_;
     Nodes nodes_;
+    Holders holders_;
     std::vector<Held> held_;           // per slot: mixed external hash -> node
     OrderedTable<uint64_t> aliases_;   // (slot, node) -> external ids beyond the first
     std::vector<Active> active_;       // scratch of match()

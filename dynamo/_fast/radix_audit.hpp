@@ -5,7 +5,7 @@ namespace dynamo::radix {
 
 class Auditor {
 public:
-    explicit Auditor(const Index &index) : index_(index), nodes_(index.nodes_) {}
+    explicit Auditor(const Index &index) : index_(index), nodes_(index.nodes_), holders_(index.holders_) {}
 
     // The first invariant that does not hold, or an empty string. O(blocks + nodes).
     std::string complaint() {
@@ -56,7 +56,7 @@ private:
                      "a leaf without a holder", node);
         }
         complain(live != nodes_.size(), "live nodes are miscounted", live);
-        complain(words != nodes_.words_in_use(), "words leak", words);
+        complain(words != holders_.words_in_use(), "words leak", words);
         complain(holders_of(ROOT) != 0, "somebody holds the root");
     }
 
@@ -64,7 +64,7 @@ private:
     size_t check_holders(uint32_t node) {
         size_t words = 0;
         int64_t last_group = -1;
-        Nodes::HolderWords(nodes_, node).each([&](const Word &word) {
+        Holders::Reader(holders_, nodes_[node]).each([&](const Word &word) {
             complain(word.mask == 0, "an empty word", node);
             complain(int64_t{word.group} <= last_group, "words out of order", node);
             last_group = word.group;
@@ -77,7 +77,7 @@ private:
 
     size_t holders_of(uint32_t node) const {
         size_t holders = 0;
-        Nodes::HolderWords(nodes_, node).each([&](const Word &word) {
+        Holders::Reader(holders_, nodes_[node]).each([&](const Word &word) {
             holders += static_cast<size_t>(__builtin_popcountll(word.mask));
         });
         return holders;
@@ -97,7 +97,7 @@ private:
                 complain(entry.value >= nodes_.end() || nodes_[entry.value].parent == FREE,
                          "an id names a free node", slot);
                 if (!complaint_.empty()) return;
-                complain(!nodes_.holds(entry.value, slot), "an id whose slot is no holder", slot);
+                complain(!holders_.holds(nodes_[entry.value], slot), "an id whose slot is no holder", slot);
             }
         }
         for (const auto &entry : index_.aliases_) aliases += entry.value;
@@ -110,6 +110,7 @@ private:
 
     const Index &index_;
     const Nodes &nodes_;
+    const Holders &holders_;
     std::string complaint_;
 };
 

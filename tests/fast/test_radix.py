@@ -335,10 +335,23 @@ def test_dump_writes_whole_chains_parents_first() -> None:
     assert again.match(column(1, 2, 8, 9)) == tree.match(column(1, 2, 8, 9))
 
 
+def test_dump_writes_every_name_of_a_block() -> None:
+    tree = stored([1, 2], 1)
+    tree.store(0, None, column(500, 501), column(1, 2))
+    again = RadixTree()
+    for worker, rank, parent, blocks, local in tree.dump():
+        again.store(again.slot(worker, rank), parent, blocks, local)
+    again._check()
+    assert again.blocks() == 4
+    again.remove(0, column(100, 101))
+    assert depths(again, 1, 2) == {1: 2}
+    assert again.remove(0, column(500, 501)) == 0
+
+
 def test_a_large_random_tree_survives_dump_and_rebuild() -> None:
     generator = random.Random(3)
     tree = RadixTree()
-    prompts = []
+    prompts: list[array[int]] = []
     for number in range(600):
         base = generator.choice(prompts) if prompts else column(1)
         prompt = base[: generator.randrange(len(base) + 1)] + noise(20, number)
@@ -385,6 +398,21 @@ def test_less_than_64_bytes_a_block(length: int) -> None:
         if tree.blocks() > 100_000 and number % 50 == 0:
             worst = max(worst, tree.memory_bytes() / tree.blocks())
     assert worst < 64
+
+
+def test_siblings_whose_short_tags_collide_stay_apart() -> None:
+    """Among 400,000 children of one node about 18 pairs share a 32-bit tag."""
+    tree = RadixTree()
+    slot = tree.slot(1, 0)
+    local = noise(400_000, 7)
+    for at in range(len(local)):
+        tree.store(slot, None, local[at : at + 1], local[at : at + 1])
+    assert tree.nodes() == tree.blocks() == len(set(local))
+    tree._check()
+    assert tree.remove(slot, local[::2]) == 0
+    tree._check()
+    assert not any(tree.match(local[at : at + 1]) for at in range(0, 2000, 2))
+    assert all(tree.match(local[at : at + 1]) for at in range(1, 2000, 2))
 
 
 def test_memory_returns_to_its_baseline() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from random import Random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -12,11 +14,12 @@ from oracle import radix as oracle
 from dynamo._fast import radix
 
 # Few ids, so that chains meet, move, share nodes under several names and close and open holes.
-ids = st.integers(0, 9)
-locals_ = st.integers(0, 2)
-workers = st.integers(0, 3)
-ranks = st.integers(0, 1)
+ids = st.integers(0, 15)
+locals_ = st.integers(0, 1)
+workers = st.integers(0, 2)
+ranks = st.sampled_from([0, 0, 0, 1])
 chains = st.lists(st.tuples(ids, locals_), max_size=6)
+long_chains = st.lists(st.tuples(ids, locals_), min_size=2, max_size=6)
 queries = st.lists(locals_, max_size=7)
 
 
@@ -27,14 +30,14 @@ def column(values: list[int]) -> array[int]:
 class Histories(RuleBasedStateMachine):
     """Both sides live through the same history."""
 
-    @initialize(cap=st.sampled_from([0, 0, 5, 12]), spread=st.sampled_from([1, 1, 40, 300]))
+    @initialize(cap=st.sampled_from([0, 0, 0, 5, 12]), spread=st.sampled_from([1, 1, 40, 300]))
     def start(self, cap: int, spread: int) -> None:
         self.cap = cap
         self.fast = radix.RadixTree(cap)
         self.twin = oracle.RadixTree(cap)
         # Other owners take the slots in between, so that holders need more than one word.
         self.spread = spread
-        for other in range(spread * 4):
+        for other in range(spread * 3):
             if other % spread == 0:
                 self.slot(other // spread, 0)
             else:
@@ -45,35 +48,70 @@ class Histories(RuleBasedStateMachine):
         assert slot == self.twin.slot(worker, rank)
         return slot
 
+    def store(self, slot: int, parent: int | None, blocks: list[int], local: list[int]) -> None:
+        assert self.store_fast(slot, parent, blocks, local) == self.store_twin(
+            slot, parent, blocks, local
+        )
+
+    def store_fast(
+        self, slot: int, parent: int | None, blocks: list[int], local: list[int]
+    ) -> int | str:
+        try:
+            return self.fast.store(slot, parent, column(blocks), column(local))
+        except radix.ParentNotFound:
+            return "no parent"
+        except radix.InvalidSequence:
+            return "own parent"
+
+    def store_twin(
+        self, slot: int, parent: int | None, blocks: list[int], local: list[int]
+    ) -> int | str:
+        try:
+            return self.twin.store(slot, parent, blocks, local)
+        except oracle.ParentNotFound:
+            return "no parent"
+        except oracle.InvalidSequence:
+            return "own parent"
+
     @rule(worker=workers, rank=ranks, parent=st.none() | ids, chain=chains)
-    def store(
+    def store_anything(
         self, worker: int, rank: int, parent: int | None, chain: list[tuple[int, int]]
     ) -> None:
         slot = self.slot(worker, rank)
-        blocks, local = [b for b, _ in chain], [t for _, t in chain]
-        outcomes: list[object] = []
-        for side, as_column in ((self.twin, list), (self.fast, column)):
-            try:
-                outcomes.append(side.store(slot, parent, as_column(blocks), as_column(local)))
-            except (radix.ParentNotFound, oracle.ParentNotFound):
-                outcomes.append("no parent")
-            except (radix.InvalidSequence, oracle.InvalidSequence):
-                outcomes.append("own parent")
-        assert outcomes[0] == outcomes[1]
+        self.store(slot, parent, [b for b, _ in chain], [t for _, t in chain])
+
+    @rule(worker=workers, rank=ranks, chain=long_chains)
+    def store_from_the_root(self, worker: int, rank: int, chain: list[tuple[int, int]]) -> None:
+        self.store_anything(worker, rank, None, chain)
+
+    @rule(worker=workers, rank=ranks, which=ids, names=st.lists(ids, min_size=6, max_size=6))
+    def store_again_under_other_names(
+        self, worker: int, rank: int, which: int, names: list[int]
+    ) -> None:
+        slot = self.slot(worker, rank)
+        paths = sorted(self.twin.paths(slot))
+        if paths:
+            path = paths[which % len(paths)][:6]
+            self.store(slot, None, names[: len(path)], list(path))
+
+    @rule(worker=workers, rank=ranks, which=ids, chain=chains)
+    def store_below(self, worker: int, rank: int, which: int, chain: list[tuple[int, int]]) -> None:
+        held = sorted(self.twin.ids(self.slot(worker, rank)))
+        if held:
+            self.store_anything(worker, rank, held[which % len(held)], chain)
 
     @rule(worker=workers, rank=ranks, blocks=st.lists(ids, max_size=5))
     def remove(self, worker: int, rank: int, blocks: list[int]) -> None:
         slot = self.slot(worker, rank)
         assert self.fast.remove(slot, column(blocks)) == self.twin.remove(slot, blocks)
 
-    @rule(worker=workers, rank=ranks)
-    def clear(self, worker: int, rank: int) -> None:
-        slot = self.slot(worker, rank)
-        assert self.fast.clear(slot) == self.twin.clear(slot)
-
-    @rule(worker=workers)
-    def remove_worker(self, worker: int) -> None:
-        assert self.fast.remove_worker(worker) == self.twin.remove_worker(worker)
+    @rule(worker=workers, rank=ranks, whole_worker=st.booleans())
+    def forget(self, worker: int, rank: int, whole_worker: bool) -> None:
+        if whole_worker:
+            assert self.fast.remove_worker(worker) == self.twin.remove_worker(worker)
+        else:
+            slot = self.slot(worker, rank)
+            assert self.fast.clear(slot) == self.twin.clear(slot)
 
     @rule(query=queries, early_exit=st.booleans())
     def match(self, query: list[int], early_exit: bool) -> None:
@@ -110,5 +148,37 @@ class Histories(RuleBasedStateMachine):
             assert self.fast.blocks() <= self.cap and self.fast.nodes() <= self.cap
 
 
-Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestHistories = Histories.TestCase
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_long_histories(seed: int) -> None:
+    """Fuller trees than hypothesis builds: mostly stores, seldom a worker that leaves."""
+    source = Random(seed)
+    both = Histories()
+    both.start(cap=[0, 0, 40][seed % 3], spread=[1, 40][seed % 2])
+
+    def chain(longest: int) -> list[tuple[int, int]]:
+        length = source.randrange(1, longest)
+        return [(source.randrange(60), source.randrange(2)) for _ in range(length)]
+
+    for step in range(600):
+        owner = (source.randrange(3), source.randrange(2))
+        match source.choices(range(6), [4, 8, 4, 8, 8, 0.1])[0]:
+            case 0:
+                both.store_from_the_root(*owner, chain(8))
+            case 1:
+                both.store_below(*owner, source.randrange(60), chain(5))
+            case 2:
+                names = [source.randrange(60) for _ in range(6)]
+                both.store_again_under_other_names(*owner, source.randrange(60), names)
+            case 3:
+                both.remove(*owner, [block for block, _ in chain(5)])
+            case 4:
+                both.match([local for _, local in chain(10)], source.random() < 0.5)
+            case 5:
+                both.forget(*owner, source.random() < 0.5)
+        both.agree()
+        if step % 50 == 49:
+            both.rebuild([[local for _, local in chain(10)] for _ in range(10)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import count
 
 __all__ = ["InvalidSequence", "ParentNotFound", "RadixTree"]
 
@@ -32,7 +33,7 @@ class RadixTree:
         owner = (worker, dp_rank)
         if owner not in self._owners:
             taken = set(self._owners.values())
-            self._owners[owner] = min(set(range(len(taken) + 1)) - taken)
+            self._owners[owner] = next(slot for slot in count() if slot not in taken)
         return self._owners[owner]
 
     def store(
@@ -108,6 +109,14 @@ class RadixTree:
 
     def dropped(self) -> int:
         return self._dropped
+
+    def ids(self, slot: int) -> set[int]:
+        """External ids that the slot holds."""
+        return set(self._held[slot])
+
+    def paths(self, slot: int) -> set[Path]:
+        """Paths that the slot holds, reachable or not."""
+        return set(self._held[slot].values())
 
     def copies(self) -> Counter[tuple[int, int, Path]]:
         """How many external ids name each (worker, rank, path)."""
