@@ -1,0 +1,123 @@
+"""What the comparison needs on this machine: their packages in a place of their own, and wrk."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PEER = ("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1")
+COMPANIONS = (
+    "aiohttp",
+    "kubernetes<33",
+    "msgspec",
+    "prometheus-client",
+    "pydantic",
+    "pyzmq",
+    "redis",
+    "transformers",
+    "uvloop",
+    "zstandard",
+)
+_INSTALL_S = 900
+_CHECK = "import dynamo.frontend, dynamo.mocker, dynamo.llm"
+
+
+class SetupError(Exception):
+    """The comparison cannot run here; the text says what to do."""
+
+
+def their_python(directory: Path) -> Path:
+    """An interpreter that has the peer, in ``directory``; installed there if it is not yet."""
+    python = directory / "bin" / "python"
+    if python.exists() and _works(python):
+        return python
+    print(f"installing {', '.join(PEER)} into {directory} …", flush=True)
+    venv.EnvBuilder(with_pip=True, clear=True).create(directory)
+    _pip(python, ["--no-deps", *PEER])
+    _pip(python, COMPANIONS)
+    if not _works(python):
+        raise SetupError(f"installed {directory}, but {_CHECK!r} fails there; run it to see why")
+    return python
+
+
+def find_wrk() -> str:
+    """The path of wrk; installed from Debian's packages if it is missing and we may."""
+    found = shutil.which("wrk")
+    if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
+        print("installing wrk …", flush=True)
+        for command in (["update", "-q"], ["install", "-y", "-q", "wrk"]):
+            subprocess.run(["apt-get", *command], capture_output=True, timeout=_INSTALL_S)
+        found = shutil.which("wrk")
+    if found is None:
+        raise SetupError("wrk is missing; install it: sudo apt-get install wrk")
+    return found
+
+
+def describe(ours: Path, theirs: Path) -> dict[str, Any]:
+    """Machine and versions, for the head of every table."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "kernel": platform.release(),
+        "ours": _versions(ours, ["dynamo-appliance", "uvloop", "httptools", "fastokens"]),
+        "theirs": _versions(theirs, ["ai-dynamo", "ai-dynamo-runtime", "transformers"]),
+    }
+
+
+def _works(python: Path) -> bool:
+    wanted = dict(requirement.split("==") for requirement in PEER)
+    if _versions(python, list(wanted)) | wanted != _versions(python, list(wanted)):
+        return False
+    check = subprocess.run(
+        [python, "-c", _CHECK], cwd="/", env=clean_environment(), capture_output=True, timeout=120
+    )
+    return check.returncode == 0
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what would steer either system or its interpreter."""
+    dropped = ("DYN_", "ETCD_", "NATS_", "PYTHON", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+
+
+def _pip(python: Path, requirements: Sequence[str]) -> None:
+    command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *requirements]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
+    if result.returncode:
+        reason = (result.stderr.strip() or "pip failed").splitlines()[-1]
+        raise SetupError(
+            f"pip cannot install {' '.join(requirements)}: {reason}\n"
+            "If no package index can be reached, set PIP_INDEX_URL to a mirror, or make the "
+            "environment elsewhere and pass --their-python PATH."
+        )
+
+
+def _versions(python: Path, names: Sequence[str]) -> dict[str, str]:
+    script = (
+        "import importlib.metadata as m, json, platform, sys\n"
+        "found = {'python': platform.python_version()}\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: found[name] = m.version(name)\n"
+        "    except m.PackageNotFoundError: pass\n"
+        "print(json.dumps(found))"
+    )
+    command = [python, "-c", script, *names]
+    result = subprocess.run(
+        command, cwd="/", env=clean_environment(), capture_output=True, text=True, timeout=60
+    )
+    return json.loads(result.stdout) if result.returncode == 0 else {}
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

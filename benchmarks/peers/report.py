@@ -1,0 +1,96 @@
+"""Figures as a table on the terminal, as Markdown for a README, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from results import Figure
+from rich.console import Console
+from rich.table import Table
+
+_COLUMNS = ("figure", "unit", "ours", "theirs", "ratio", "min-max", "bar", "holds")
+
+
+def print_table(console: Console, figures: Sequence[Figure]) -> None:
+    """One line for each figure, then what has to be known about them."""
+    table = Table(title="ours ÷ Dynamo, medians over rounds", title_justify="left")
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column == "figure" else "right")
+    colours = {"yes": "green", "NO": "red", "": ""}
+    for figure in figures:
+        cells = _cells(figure)
+        table.add_row(*cells, style=colours[cells[-1]])
+    console.print(table)
+    for note in _notes(figures):
+        console.print(f"  {note}", highlight=False)
+
+
+def markdown(figures: Sequence[Figure], facts: dict[str, Any]) -> str:
+    """A section for a README: when, on what, with which versions, and the table."""
+    ours, theirs = facts["ours"], facts["theirs"]
+    lines = [
+        f"Measured {facts['date']} by `benchmarks/peers/run` on {facts['cpu']}, "
+        f"{facts['cores']} cores, Linux {facts['kernel']}: dynamo-appliance "
+        f"{ours.get('dynamo-appliance', '?')} ({facts['revision']}, Python {ours['python']}, "
+        f"uvloop {ours.get('uvloop')}) against ai-dynamo {theirs.get('ai-dynamo')} "
+        f"(ai-dynamo-runtime {theirs.get('ai-dynamo-runtime')}, log level "
+        f"{facts['their_log']}). Both serve the same model directory with two mock workers, in "
+        f"turn, with the same requests; {facts['rounds']} rounds, medians; all tokens asked for "
+        f"were delivered by both unless noted. Other processes used {facts['others']:.0%} of the "
+        "machine meanwhile.",
+        "",
+        "| figure | ours | Dynamo | ratio | min-max | bar | holds |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for figure in figures:
+        title, unit, mine, yours, *rest = _cells(figure)
+        cells = [title, f"{mine} {unit}", f"{yours} {unit}" if yours else "", *rest]
+        lines.append(f"| {' | '.join(cells)} |")
+    notes = [f"- {note}" for note in _notes(figures)]
+    return "\n".join([*lines, "", *notes]).rstrip() + "\n"
+
+
+def as_json(figures: Sequence[Figure], facts: dict[str, Any]) -> dict[str, Any]:
+    """Everything that was measured."""
+    return {"facts": facts, "figures": [figure.as_dict() for figure in figures]}
+
+
+def others_share(figures: Sequence[Figure]) -> float:
+    """Share of the machine that processes outside the comparison used, median over samples."""
+    shares = [
+        sample["others_cpu_share"]
+        for figure in figures
+        for sample in figure.samples
+        if "others_cpu_share" in sample
+    ]
+    return median(shares) if shares else 0.0
+
+
+def _cells(figure: Figure) -> list[str]:
+    spread = figure.ratios if figure.theirs else figure.ours
+    holds = {True: "yes", False: "NO", None: ""}[figure.holds]
+    limit = "" if figure.limit is None else f"≤ {figure.limit:g}"
+    if figure.limit is not None and not figure.theirs:
+        limit += f" {figure.unit}"
+    return [
+        figure.title,
+        figure.unit,
+        _short(median(figure.ours)) if figure.ours else "–",
+        _short(median(figure.theirs)) if figure.theirs else "",
+        f"{median(figure.ratios):.2f}" if figure.ratios else "",
+        f"{_short(min(spread))}-{_short(max(spread))}" if len(spread) > 1 else "",
+        limit,
+        holds,
+    ]
+
+
+def _notes(figures: Sequence[Figure]) -> list[str]:
+    return [f"{figure.key}: {note}" for figure in figures for note in figure.notes]
+
+
+def _short(value: float) -> str:
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,0 +1,217 @@
+"""Measure rows on two running systems in turn: ours, theirs, ours, theirs, …"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+from load import Load, Prompts, Stopwatch, run_wrk
+from results import Figure
+from rows import LONG_PROMPT_TOKENS, Row
+from systems import System
+
+_SETTLE_S = 0.2  # metrics and KV events of the last request
+_LIMIT_S = 240
+_TOKEN_TOLERANCE = 0.01
+_SLICES = 20
+_WARM_UP_S = 1.0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both systems, and how long to measure them."""
+
+    ours: System
+    theirs: System
+    wrk: str
+    seconds: float
+    rounds: int
+    soak_requests: int
+    say: Callable[[str], None]
+
+    @property
+    def both(self) -> tuple[System, System]:
+        """In the order in which they are measured."""
+        return self.ours, self.theirs
+
+
+class Measurer:
+    """Keeps prompts unique over all rows that two systems serve."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._prompts = Prompts()
+        self._first = 0
+
+    def measure(self, row: Row) -> list[Figure]:
+        """The figures of ``row``."""
+        assert row.load is not None
+        if row.kind == "ttft":
+            return self._ttft(row, row.load)
+        if row.kind == "soak":
+            return self._soak(row, row.load)
+        if row.kind == "long":
+            return [self._cpu(row, replace(row.load, words=self._long_prompt_words()))]
+        return [self._cpu(row, row.load)]
+
+    # -- CPU per request or token
+
+    def _cpu(self, row: Row, load: Load) -> Figure:
+        per = "token" if load.stream else "request"
+        figure = Figure(row.key, row.title, f"µs/{per}", [], [], row.bar)
+        total = self._calibrate(load)
+        for number in range(self._pair.rounds):
+            sides = (figure.ours, figure.theirs)
+            for system, values in zip(self._pair.both, sides, strict=True):
+                sample = self._sample(system, load, total)
+                sample["round"] = number
+                values.append(sample["cpu_us_per_" + per])
+                figure.samples.append(sample)
+            self._first += total
+            self._pair.say(f"{row.key} round {number + 1}: {figure.ratios[-1]:.2f}")
+        _check_delivery(figure, load)
+        return figure
+
+    def _calibrate(self, load: Load) -> int:
+        """How many requests the slower system answers in the time of a round. Warms both up."""
+        rates = []
+        for system in self._pair.both:
+            trial = max(8, 2 * load.connections)
+            served = run_wrk(self._pair.wrk, system.port, load, self._first, trial, _LIMIT_S)
+            trial = max(trial, int(trial / served.wall_s * _WARM_UP_S))
+            first = self._first + 2 * load.connections + 8
+            served = run_wrk(self._pair.wrk, system.port, load, first, trial, _LIMIT_S)
+            rates.append(trial / served.wall_s)
+            self._first = first + trial
+        return max(2 * load.connections, int(min(rates) * self._pair.seconds), 32)
+
+    def _sample(self, system: System, load: Load, total: int) -> dict[str, Any]:
+        machine_s, load_average = _machine_busy_s(), os.getloadavg()[0]
+        counted = system.metrics()
+        cpu_s, mocker_s = system.cpu_s()
+        served = run_wrk(self._pair.wrk, system.port, load, self._first, total, _LIMIT_S)
+        time.sleep(_SETTLE_S)
+        cpu_s, mocker_s = (
+            now - then for now, then in zip(system.cpu_s(), (cpu_s, mocker_s), strict=True)
+        )
+        machine_s = _machine_busy_s() - machine_s
+        others_s = machine_s - cpu_s - mocker_s - served.client_cpu_s
+        counted = {name: now - counted[name] for name, now in system.metrics().items()}
+        wall_s = served.wall_s + _SETTLE_S
+        return {
+            "system": system.name,
+            "cpu_us_per_request": cpu_s / total * 1e6,
+            "cpu_us_per_token": cpu_s / max(counted["tokens"], 1) * 1e6,
+            "mocker_us_per_request": mocker_s / total * 1e6,
+            "tokens_per_request": counted["tokens"] / total,
+            "counted_requests": counted["requests"],
+            "rss_bytes": system.rss_bytes(),
+            "load_average": load_average,
+            "others_cpu_share": max(0.0, others_s) / wall_s / (os.cpu_count() or 1),
+            **asdict(served),
+        }
+
+    def _long_prompt_words(self) -> int:
+        words = 1000
+        usage = self._pair.ours.ask(self._prompts.next(words), 1)
+        return int(words * LONG_PROMPT_TOKENS / usage["prompt_tokens"])
+
+    # -- time to first token
+
+    def _ttft(self, row: Row, load: Load) -> list[Figure]:
+        asks = max(20, int(self._pair.seconds * 40))
+        cuts = {50: Figure("ttft-p50", "TTFT p50: 60 words, 1 connection", "ms", [], [], row.bar)}
+        cuts[99] = Figure("ttft-p99", "TTFT p99: 60 words, 1 connection", "ms", [], [], row.bar)
+        watches = [Stopwatch(system.port) for system in self._pair.both]
+        try:
+            self._time_asks(watches, load, asks // 4)
+            for _ in range(self._pair.rounds):
+                timed = self._time_asks(watches, load, asks)
+                for cut, figure in cuts.items():
+                    _add_quantile(figure, cut, timed)
+                self._pair.say(f"ttft: p50 {cuts[50].ratios[-1]:.2f} p99 {cuts[99].ratios[-1]:.2f}")
+        finally:
+            for watch in watches:
+                watch.close()
+        return list(cuts.values())
+
+    def _time_asks(
+        self, watches: list[Stopwatch], load: Load, asks: int
+    ) -> list[tuple[list[float], list[float]]]:
+        """For each system, milliseconds to the first token and between later ones."""
+        timed: list[tuple[list[float], list[float]]] = [([], []), ([], [])]
+        for _ in range(asks):
+            prompt = self._prompts.next(load.words)
+            for watch, (first_ms, between_ms) in zip(watches, timed, strict=True):
+                found = watch.ask(prompt, load.max_tokens)
+                first_ms.append(found.first_s * 1e3)
+                between_ms.append(found.rest_s * 1e3 / (load.max_tokens - 1))
+        return timed
+
+    # -- memory
+
+    def _soak(self, row: Row, load: Load) -> list[Figure]:
+        total = self._pair.soak_requests
+        size = Figure(
+            row.key, f"frontend RSS after {total:,} requests, prompts never repeated", "MB",
+            [], [], row.bar,
+        )  # fmt: skip
+        drift = Figure(
+            "rss-drift", "… growth of our RSS in the last half of them", "%", [], [], 3.0
+        )
+        seen = {system.name: [system.rss_bytes()] for system in self._pair.both}
+        for number in range(_SLICES):
+            for system in self._pair.both:
+                part = total // _SLICES
+                run_wrk(self._pair.wrk, system.port, load, self._first, part, _LIMIT_S)
+                seen[system.name].append(system.rss_bytes())
+            self._first += total // _SLICES
+            self._pair.say(
+                f"rss after {(number + 1) * total // _SLICES:,}: "
+                + ", ".join(f"{name} {sizes[-1] / 1e6:.0f} MB" for name, sizes in seen.items())
+            )
+        ours, theirs = (seen[system.name] for system in self._pair.both)
+        size.ours, size.theirs = [ours[-1] / 1e6], [theirs[-1] / 1e6]
+        size.samples = [{"rss_bytes": seen}]
+        drift.ours = [_drift_percent(ours)]
+        drift.notes = [
+            f"theirs: {_drift_percent(theirs):.1f} %; at the start ours {ours[0] / 1e6:.0f} MB, "
+            f"theirs {theirs[0] / 1e6:.0f} MB"
+        ]
+        return [size, drift]
+
+
+def _add_quantile(figure: Figure, cut: int, timed: list[tuple[list[float], list[float]]]) -> None:
+    at = [quantiles(first_ms, n=100, method="inclusive")[cut - 1] for first_ms, _ in timed]
+    figure.ours.append(at[0])
+    figure.theirs.append(at[1])
+    middle = [quantiles(between_ms, n=2)[0] for _, between_ms in timed]
+    figure.samples.append({"itl_p50_ms": {"ours": middle[0], "theirs": middle[1]}})
+
+
+def _drift_percent(sizes: list[int]) -> float:
+    half = sizes[len(sizes) // 2 :]
+    return (max(half) / half[0] - 1) * 100
+
+
+def _check_delivery(figure: Figure, load: Load) -> None:
+    """A ratio means something only if both delivered all tokens of all requests."""
+    for sample in figure.samples:
+        delivered = sample["tokens_per_request"]
+        if sample["failed"] or abs(delivered / load.max_tokens - 1) > _TOKEN_TOLERANCE:
+            figure.valid = False
+            figure.notes.append(
+                f"{sample['system']} round {sample['round'] + 1}: {delivered:.2f} of "
+                f"{load.max_tokens} tokens per request, {sample['failed']} failed"
+            )
+
+
+def _machine_busy_s() -> float:
+    """CPU seconds of the whole machine that were not idle."""
+    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
