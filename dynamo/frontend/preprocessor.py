@@ -49,7 +49,7 @@ class Prepared(NamedTuple):
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once."""
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
+        return sum([len(prompt.token_ids) for prompt in self.prompts])
 
     @property
     def formatted_prompt(self) -> str | None:
@@ -93,16 +93,23 @@ class Preprocessor:
         """Prepare a chat request. Raises InvalidArgument. O(characters)."""
         prompt = self._given_ids(request)
         if prompt is None:
-            text = self._timed_render(request)
-            prompt = Prompt(self._encode(text, bool(request.add_special_tokens)), text)
+            begun = time.perf_counter()
+            text = self._render(request)
+            rendered = time.perf_counter()
+            ids = self.tokenizer.encode(text, request.add_special_tokens is True)
+            self.on_tokenized(time.perf_counter() - rendered)
+            self.on_rendered(rendered - begun)
+            prompt = Prompt(ids, text)
         return self._chat_prepared(request, prompt)
 
     async def chat_off_loop(self, request: ChatCompletionRequest) -> Prepared:
         """As :meth:`chat`; a long prompt is tokenized in a thread."""
         prompt = self._given_ids(request)
         if prompt is None:
-            text = self._timed_render(request)
-            special = bool(request.add_special_tokens)
+            begun = time.perf_counter()
+            text = self._render(request)
+            self.on_rendered(time.perf_counter() - begun)
+            special = request.add_special_tokens is True
             prompt = Prompt(await self._encode_off_loop(text, special), text)
         return self._chat_prepared(request, prompt)
 
@@ -134,12 +141,6 @@ class Preprocessor:
                 prompts.append(self._from_ids(each))
         return self._prepared(request, prompts, request.max_tokens, request.logprobs)
 
-    def _timed_render(self, request: ChatCompletionRequest) -> str:
-        begun = time.perf_counter()
-        text = self._render(request)
-        self.on_rendered(time.perf_counter() - begun)
-        return text
-
     def _encode(self, text: str, special: bool) -> Tokens:
         begun = time.perf_counter()
         ids = self.tokenizer.encode(text, special)
@@ -161,19 +162,12 @@ class Preprocessor:
                 f"Model `{request.model}` has no chat template; use /v1/completions, or give the "
                 "worker a template"
             )
-        variables = {**(request.chat_template_args or {}), **(request.chat_template_kwargs or {})}
-        if request.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", request.reasoning_effort)
-        if request.documents is not None:
-            variables["documents"] = request.documents
-        for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
-            variables.pop(name, None)
         return self.template.render(
             request.messages,
             None if request.tool_choice == "none" else request.tools,
             add_generation_prompt=request.add_generation_prompt is not False,
-            continue_final_message=bool(request.continue_final_message),
-            **variables,
+            continue_final_message=request.continue_final_message is True,
+            **_template_variables(request),
         )
 
     def _given_ids(self, request: GenerationRequest) -> Prompt | None:
@@ -257,6 +251,23 @@ class Preprocessor:
 
 def _nobody(seconds: float) -> None:
     """Where nobody counts."""
+
+
+def _template_variables(request: ChatCompletionRequest) -> dict[str, Any]:
+    """What the request adds to what every template sees."""
+    variables: dict[str, Any] = {}
+    if request.chat_template_args:
+        variables.update(request.chat_template_args)
+    if request.chat_template_kwargs:
+        variables.update(request.chat_template_kwargs)
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    if variables:
+        for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+            variables.pop(name, None)
+    return variables
 
 
 def _prompts(request: CompletionRequest) -> list[Any]:

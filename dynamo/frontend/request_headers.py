@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -14,6 +14,7 @@ from dynamo.protocols.engine import Routing
 __all__ = ["new_request_id", "request_id", "routed"]
 
 _RANDOM = random.Random()
+_IDS_A_PREFIX = 1 << 16
 _INTEGERS = {
     "x-worker-instance-id": "backend_instance_id",
     "x-dynamo-worker-instance-id": "backend_instance_id",
@@ -31,10 +32,17 @@ _TEXTS = {"x-dynamo-session-id": "session_id"}
 _ROUTING = frozenset((*_INTEGERS, *_TEXTS))
 
 
-def new_request_id() -> str:
-    """A random UUID (version 4), four times as fast as ``uuid.uuid4``; not a secret."""
-    bits = f"{_RANDOM.getrandbits(128):032x}"
-    return f"{bits[:8]}-{bits[8:12]}-4{bits[13:16]}-a{bits[17:20]}-{bits[20:]}"
+def _new_request_ids() -> Iterator[str]:
+    while True:
+        start = str(uuid.UUID(int=_RANDOM.getrandbits(128), version=4))[:24]
+        first = _RANDOM.getrandbits(47)
+        for number in range(first, first + _IDS_A_PREFIX):
+            yield f"{start}{number:012x}"
+
+
+new_request_id = _new_request_ids().__next__
+"""A new UUID (version 4), no secret: random, but 65,536 in a row differ in their last digits only,
+which is ten times as fast as drawing each."""
 
 
 def request_id(headers: Mapping[str, str]) -> tuple[str, str | None]:

@@ -83,6 +83,14 @@ def routing(request: GenerationRequest, lora_name: str | None) -> Routing | None
 
 def _guided_decoding(request: GenerationRequest) -> dict[str, Any] | None:
     form = request.response_format
+    if (
+        form is None
+        and request.guided_json is None
+        and request.guided_regex is None
+        and request.guided_choice is None
+        and request.guided_grammar is None
+    ):
+        return None
     json_schema = request.guided_json if form is None else _response_schema(form)
     given = {
         "json": json_schema,

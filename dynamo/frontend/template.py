@@ -94,13 +94,17 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        context: dict[str, Any] = dict(variables)
-        context["messages"] = messages
-        context["tools"] = tools or None
-        context["add_generation_prompt"] = add_generation_prompt
         template = self._with_tools if tools else self._default
+        seen = {
+            **template.globals,
+            **variables,
+            "messages": messages,
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return template.render(context)
+            # As Template.render does it, but it would copy the variables twice more.
+            return "".join(template.root_render_func(template.new_context(seen, shared=True)))
         except _RENDER_ERRORS as error:
             raise InvalidArgument(f"Chat template: {error}") from None
 
