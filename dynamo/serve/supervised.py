@@ -154,13 +154,13 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
 
     async def spawn_processes(self) -> None:
         """Start what is missing, without a pause in which another call could start it too."""
-        while len(self.processes) < self.numprocesses and not self.is_stopped():
+        while len(self.processes) < self.numprocesses and self._may_start():
             if self.spawn_process() is False:
                 return
 
     def spawn_process(self, recovery_wid: object = None) -> float | bool:
         """Start one process; False if the command cannot be started at all."""
-        if self.is_stopped() or self.is_stopping() or self.arbiter.stopping:
+        if not self._may_start():
             return True
         try:
             process = SupervisedProcess(
@@ -179,6 +179,9 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.arbiter.spawned(self, process)
         self.notify_event("spawn", {"process_pid": process.pid, "time": process.started})
         return float(process.started)
+
+    def _may_start(self) -> bool:
+        return not (self.is_stopped() or self.is_stopping() or self.arbiter.stopping)
 
     async def kill_process(
         self,

@@ -105,6 +105,19 @@ def test_kill_9_of_workers_again_and_again(serving: Serving, seed: int) -> None:
     serving.assert_clean()
 
 
+@pytest.mark.parametrize("gap_s", [0.0, 0.001, 0.003, 0.01, 0.03])
+def test_a_death_and_a_stop_at_once(serving: Serving, gap_s: float) -> None:
+    """The stop finds the arbiter about to start a replacement."""
+    serving.start(GRAPH)
+    (worker,) = serving.wait_for_pids("Worker")
+    assert serving.process is not None
+    os.kill(worker, signal.SIGKILL)
+    time.sleep(gap_s)
+    serving.process.send_signal(signal.SIGTERM)
+    assert serving.wait(10) == 0
+    serving.assert_clean()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_kills_during_the_stop(serving: Serving, seed: int) -> None:
     """The arbiter or the guard dies while the workers finish their work."""
