@@ -247,13 +247,13 @@ class Call:
         metrics.plane_inflight.value -= len(self.legs)
         if not self._first_at:
             self._no_longer_queued()
-        tokens = self.generation.completion_tokens
+        usage = self.generation.usage()
+        tokens = usage.completion_tokens
         model.osl.observe(tokens)
         model.output_tokens.value += tokens
         metrics.detokenize_tokens.value += tokens
-        cached = self.generation.cached_tokens
-        if cached is not None:
-            model.cached.observe(cached)
+        if usage.cached_tokens is not None:
+            model.cached.observe(usage.cached_tokens)
         for leg in self.legs:
             last = metrics.worker(leg.decision.worker_id, leg.decision.dp_rank)
             last.isl.value = self._prompt_tokens

@@ -19,6 +19,7 @@ _FINISH_REASONS = {
     "tool_calls": "tool_calls",
 }
 _ERROR = "error"
+_NO_IDS: frozenset[int] = frozenset()
 
 
 class Choice:
@@ -48,8 +49,9 @@ class Choice:
         logprobs: LogprobsCollector | None = None,
     ) -> None:
         self._detokenizer = detokenizer
-        self._hidden = frozenset(conditions.stop_token_ids_hidden or ())
-        self._stop_ids = self._hidden.union(conditions.stop_token_ids or ())
+        hidden, shown = conditions.stop_token_ids_hidden, conditions.stop_token_ids
+        self._hidden = frozenset(hidden) if hidden else _NO_IDS
+        self._stop_ids = self._hidden.union(shown) if shown else self._hidden
         self._min_tokens = conditions.min_tokens or 0
         self._stops = StopMatcher(conditions.stop, include_stop) if conditions.stop else None
         self.logprobs = logprobs
@@ -70,7 +72,7 @@ class Choice:
         count = len(ids)
         stop_id: int | None = None
         shown = ids
-        if not self._stop_ids.isdisjoint(ids):
+        if self._stop_ids and not self._stop_ids.isdisjoint(ids):
             shown, count, stop_id = self._cut(ids)
         self.tokens += count
         text = output.text

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo.errors import DynamoError
-from dynamo.frontend import usage
 from dynamo.frontend.choice import Choice
 from dynamo.frontend.detokenizer import make_detokenizer
 from dynamo.frontend.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
@@ -32,10 +31,13 @@ from dynamo.frontend.sse import (
     json_bytes,
 )
 from dynamo.frontend.tokenizer import Tokenizer
+from dynamo.frontend.usage import Usage, count_usage
 from dynamo.protocols.engine import EngineOutput
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 __all__ = ["ChatStream", "CompletionStream", "GenerationStream"]
+
+_NOTHING: frozenset[str] = frozenset()
 
 
 class GenerationStream:
@@ -60,8 +62,8 @@ class GenerationStream:
         """``response_id`` is e.g. ``chatcmpl-…``, ``created`` seconds since the epoch."""
         options, nvext = request.stream_options, request.nvext
         self._with_usage = force_usage or bool(options is not None and options.include_usage)
-        self._extra = frozenset(nvext.extra_fields or ()) if nvext is not None else frozenset()
-        self._annotations = (nvext.annotations or ()) if nvext is not None else ()
+        self._extra = _NOTHING if nvext is None else frozenset(nvext.extra_fields or ())
+        self._annotations = () if nvext is None else nvext.annotations or ()
         self._prepared = prepared
         self._response_id = response_id
         self._envelope = Envelope(self._shape, response_id, created, request.model)
@@ -129,7 +131,7 @@ class GenerationStream:
             choice.close()
         last = self.flush()
         if self._with_usage:
-            last += self._envelope.chunk() + b'],"usage":' + self._usage() + b"}\n\n"
+            last += self._envelope.chunk() + b'],"usage":' + self.usage().to_json() + b"}\n\n"
         return last + DONE
 
     def error(self, error: DynamoError) -> bytes:
@@ -157,7 +159,7 @@ class GenerationStream:
                 self._envelope.body(),
                 b",".join(parts),
                 b'],"usage":',
-                self._usage(),
+                self.usage().to_json(),
                 b"" if nvext is None else b',"nvext":' + json_bytes(nvext),
                 b"}",
             )
@@ -165,20 +167,9 @@ class GenerationStream:
 
     # --- counts
 
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens generated so far, all choices."""
-        return usage.completion_tokens(self._choices)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts: the engine's count where it gave one."""
-        return usage.prompt_tokens(self._prepared, self._choices, self._own_count)
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Prompt tokens that the engines did not have to compute, None if none of them said."""
-        return usage.cached_tokens(self._prepared, self._choices)
+    def usage(self) -> Usage:
+        """Tokens so far, all choices."""
+        return count_usage(self._prepared, self._choices, self._own_count)
 
     # --- private
 
@@ -244,9 +235,6 @@ class GenerationStream:
         if choice.stop_reason is not None and "stop_reason" in self._extra:
             shown["stop_reason"] = choice.stop_reason
         return shown or None
-
-    def _usage(self) -> bytes:
-        return usage.usage_json(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
 
 class ChatStream(GenerationStream):

@@ -44,20 +44,29 @@ class Envelope:
     Both end where the array of choices begins.
     """
 
-    __slots__ = ("_rest", "_shape", "_start")
+    __slots__ = ("_created", "_id", "_model", "_shape")
 
     def __init__(self, shape: type[Shape], response_id: str, created: int, model: str) -> None:
         self._shape = shape
-        self._start = b'{"id":' + json_bytes(response_id) + b',"object":'
-        self._rest = b',"created":%d,"model":%b,"choices":[' % (created, json_bytes(model))
+        self._id = response_id
+        self._created = created
+        self._model = model
 
     def chunk(self) -> bytes:
         """The beginning of every chunk."""
-        return b"data: " + self._start + self._shape.chunk_object + self._rest
+        return b"data: " + self._open(self._shape.chunk_object)
 
     def body(self) -> bytes:
         """The beginning of the unary body."""
-        return self._start + self._shape.body_object + self._rest
+        return self._open(self._shape.body_object)
+
+    def _open(self, kind: bytes) -> bytes:
+        return b'{"id":%b,"object":%b,"created":%d,"model":%b,"choices":[' % (
+            json_bytes(self._id),
+            kind,
+            self._created,
+            json_bytes(self._model),
+        )
 
 
 class Shape:

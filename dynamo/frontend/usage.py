@@ -3,49 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from dynamo.frontend.choice import Choice
 from dynamo.frontend.preprocessor import Prepared
 
-__all__ = ["cached_tokens", "completion_tokens", "prompt_tokens", "usage_json"]
+__all__ = ["Usage", "count_usage"]
 
 
-def completion_tokens(choices: Sequence[Choice]) -> int:
-    """Tokens generated so far, all choices."""
-    return sum([choice.tokens for choice in choices])
+class Usage(NamedTuple):
+    """Tokens of all prompts (each counted once), of all choices, and those of the prompts that the
+    engines did not have to compute (None if no engine said)."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+
+    def to_json(self) -> bytes:
+        """The ``usage`` object."""
+        prompt, completion, cached = self
+        return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d%b}' % (
+            prompt,
+            completion,
+            prompt + completion,
+            b"" if cached is None else b',"prompt_tokens_details":{"cached_tokens":%d}' % cached,
+        )
 
 
-def prompt_tokens(prepared: Prepared, choices: Sequence[Choice], own_count: Collection[int]) -> int:
-    """Tokens of all prompts, each counted once: the engine's count where it gave one, ours for
+def count_usage(prepared: Prepared, choices: Sequence[Choice], own_count: Collection[int]) -> Usage:
+    """What was used so far. A prompt's tokens are the engine's count where it gave one, ours for
     the choices in ``own_count``. Spec 5.8."""
-    total = 0
+    prompt_tokens = 0
+    cached_tokens: int | None = None
     for place, prompt in enumerate(prepared.prompts):
         index = place * prepared.n
-        usage = choices[index].usage
-        if usage is not None and usage.prompt_tokens and index not in own_count:
-            total += usage.prompt_tokens
+        said = choices[index].usage
+        if said is None or not said.prompt_tokens or index in own_count:
+            prompt_tokens += len(prompt.token_ids)
         else:
-            total += len(prompt.token_ids)
-    return total
-
-
-def cached_tokens(prepared: Prepared, choices: Sequence[Choice]) -> int | None:
-    """Prompt tokens that the engines did not have to compute, None if none of them said."""
-    found = [
-        usage.prompt_tokens_details.cached_tokens
-        for choice in choices[:: prepared.n]
-        if (usage := choice.usage) is not None
-        and usage.prompt_tokens_details is not None
-        and usage.prompt_tokens_details.cached_tokens is not None
-    ]
-    return sum(found) if found else None
-
-
-def usage_json(prompt: int, completion: int, cached: int | None) -> bytes:
-    """The ``usage`` object."""
-    return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d%b}' % (
-        prompt,
-        completion,
-        prompt + completion,
-        b"" if cached is None else b',"prompt_tokens_details":{"cached_tokens":%d}' % cached,
-    )
+            prompt_tokens += said.prompt_tokens
+        details = said.prompt_tokens_details if said is not None else None
+        if details is not None and details.cached_tokens is not None:
+            cached_tokens = (cached_tokens or 0) + details.cached_tokens
+    completion_tokens = sum([choice.tokens for choice in choices])
+    return Usage(prompt_tokens, completion_tokens, cached_tokens)

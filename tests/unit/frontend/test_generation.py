@@ -61,7 +61,7 @@ def test_chat_stream() -> None:
         (f"chatcmpl-{UUID}", 1700000000, "m")
     }
     assert all(chunk.usage is None for chunk in chunks)
-    assert stream.completion_tokens == len(ids_of(text))
+    assert stream.usage().completion_tokens == len(ids_of(text))
 
 
 def test_usage_chunk() -> None:
@@ -83,7 +83,7 @@ def test_a_request_that_moved_keeps_its_own_prompt_count() -> None:
     stream = chat()
     stream.resumed(0)
     feed(stream, "one", "stop", completion_usage=CompletionUsage(prompt_tokens=999))
-    assert stream.prompt_tokens == PROMPT_TOKENS
+    assert stream.usage().prompt_tokens == PROMPT_TOKENS
 
 
 def test_unary_chat() -> None:
@@ -180,7 +180,7 @@ def test_stop_ids(fields: dict[str, Any], content: str, tokens: int, reason: str
     stream.push(0, EngineOutput(token_ids=[a, 4098, b], finish_reason="length"))
     choice = json.loads(stream.unary())["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == (content, reason)
-    assert stream.completion_tokens == tokens
+    assert stream.usage().completion_tokens == tokens
 
 
 def test_choices_have_indexes() -> None:
