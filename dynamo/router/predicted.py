@@ -106,7 +106,7 @@ class PredictedCache:
         if line is not self._aging:
             self._shrink(slot, line)
         owned = self._blocks if line is self._aging else len(self._held[slot])
-        if line.listed > 2 * owned:
+        if line.listed > 4 * owned:
             line.tidy(2 * len(chained), self._owned)
         self._pruning |= self._blocks > self._max_blocks
         if self._pruning:

@@ -148,7 +148,7 @@ def test_the_same_prompt_for_ever_stays_small(capacity: int | None) -> None:
         box.route(range(1, 21), turn * 0.001, request_id=str(turn))
         box.cache.ended(str(turn), turn * 0.001)
     assert box.cache.blocks() == 20
-    assert box.cache.memory_bytes() < 20 * 140 + 8 * 20 * 4
+    assert box.cache.memory_bytes() < 20 * 140 + 8 * 20 * 6
     box.cache.expire(11.0)
     assert box.cache.blocks() == (20 if capacity else 0)
 
