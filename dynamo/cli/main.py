@@ -14,6 +14,7 @@ __all__ = ["VERBS", "main", "rival_distribution"]
 VERBS = {
     "serve": ("dynamo.cli.serve", "start a graph and keep it running"),
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
+    "route": ("dynamo.cli.route", "say where a prompt would go, and why"),
     "version": ("dynamo.cli.version", "print versions"),
 }
 """Verb → (module with ``main(argv) -> exit status``, one line of help)."""

@@ -16,6 +16,7 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, Unavailable
 from dynamo.frontend.admission import Admission
+from dynamo.frontend.explain import ExplainRoutes
 from dynamo.frontend.flow import Flow
 from dynamo.frontend.http import HttpLimits, HttpServer, Turn
 from dynamo.frontend.info import InfoRoutes
@@ -51,6 +52,7 @@ class Frontend:
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         routes = Routes()
         OpenAIRoutes(self._flow, self.models, self._tasks).install(routes)
+        ExplainRoutes(self.models, self._tasks, self._flow.overload_status).install(routes)
         InfoRoutes(self.models, self._admission, runtime.metrics).install(routes)
         self._server = HttpServer(routes, _limits(settings), metrics.refused, turn)
         metrics.http_connections.function = lambda: self._server.connections

@@ -1,0 +1,105 @@
+"""``dynamo route``: ask a running frontend where a prompt would go, and why."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo.config import load
+from dynamo.config.route import RouteSettings
+from dynamo.errors import ConfigError, DynamoError, Unavailable
+from dynamo.router.explain import Explanation, table
+
+__all__ = ["main"]
+
+DESCRIPTION = """Say which worker a prompt would go to. Nothing is sent to a worker."""
+EPILOG = """examples:
+  dynamo route --prompt-file prompt.txt --explain
+  cat chat-request.json | dynamo route --prompt-file -
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb; its exit status (1 when no worker can be chosen)."""
+    (settings,) = load("dynamo route", DESCRIPTION, [RouteSettings], argv, epilog=EPILOG)
+    try:
+        found = _ask(settings, _body(settings))
+    except DynamoError as error:
+        print(f"dynamo route: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    if settings.json:
+        print(msgspec.json.encode(found).decode())
+    elif settings.explain:
+        print(table(found))
+    else:
+        print(_choice(found))
+    return 1 if found.error else 0
+
+
+def _choice(found: Explanation) -> str:
+    for row in found.candidates:
+        if row.chosen:
+            return (
+                f"worker {row.worker_id} dp_rank {row.dp_rank}: holds {row.overlap_blocks} of "
+                f"{found.prompt_blocks} blocks, cost {row.cost:.3f}"
+            )
+    return f"no worker: {found.error}"
+
+
+def _body(settings: RouteSettings) -> dict[str, Any]:
+    """The request in question: the file's own, or its text as a completion."""
+    if settings.prompt_file is None:
+        raise ConfigError("--prompt-file is needed")
+    try:
+        text = (
+            sys.stdin.read()
+            if settings.prompt_file == "-"
+            else Path(settings.prompt_file).read_text()
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read {settings.prompt_file}: {error}") from None
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict) or not ({"messages", "prompt"} & set(body)):
+        body = {"prompt": text}
+    if settings.model is not None or "model" not in body:
+        body["model"] = settings.model or _first_model(settings)
+    return body
+
+
+def _first_model(settings: RouteSettings) -> str:
+    rows = json.loads(_fetch(settings, "/v1/models", None))["data"]
+    if not rows:
+        raise Unavailable("the frontend has no model")
+    return str(rows[0]["id"])
+
+
+def _ask(settings: RouteSettings, body: dict[str, Any]) -> Explanation:
+    answer = _fetch(settings, "/v1/route", json.dumps(body).encode())
+    return msgspec.json.decode(answer, type=Explanation)
+
+
+def _fetch(settings: RouteSettings, path: str, body: bytes | None) -> bytes:
+    url = settings.url.rstrip("/").removesuffix("/v1") + path
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url must look like http://host:port, got {settings.url!r}")
+    request = urllib.request.Request(url, body, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=settings.timeout_s) as response:
+            content: bytes = response.read()
+            return content
+    except urllib.error.HTTPError as error:
+        with error:
+            text = error.read().decode(errors="replace")
+        raise DynamoError(f"{url} answered {error.code}: {text}") from None
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"can't reach {url}: {error}") from None

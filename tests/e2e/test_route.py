@@ -1,0 +1,55 @@
+"""``dynamo route`` and POST /v1/route against a real frontend with two mockers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from deployment import Deployment
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 20
+
+
+def route(deployment: Deployment, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dynamo", "route", "--url", deployment.url, *words]
+    return subprocess.run(
+        command, env=deployment.env, input=stdin, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_prompt_goes_where_it_is_cached(shared_deployment: Deployment, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(TEXT)
+    asked = route(shared_deployment, "--prompt-file", str(file), "--explain")
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout.count("chosen") == 1
+    assert len(asked.stdout.splitlines()) == 4  # the prompt, the titles, two workers
+    found: dict[str, Any] = json.loads(
+        route(shared_deployment, "--prompt-file", str(file), "--json").stdout
+    )
+    assert found["prompt_blocks"] > 3
+    assert len(found["candidates"]) == 2 and found["error"] == ""
+    assert [row["active_requests"] for row in found["candidates"]] == [0, 0]
+
+
+def test_a_chat_body_and_its_pin(shared_deployment: Deployment) -> None:
+    body = {"messages": [{"role": "user", "content": TEXT}]}
+    asked = route(shared_deployment, "--prompt-file", "-", "--json", stdin=json.dumps(body))
+    assert asked.returncode == 0, asked.stderr
+    rows = json.loads(asked.stdout)["candidates"]
+    other = next(row["worker_id"] for row in rows if not row["chosen"])
+    pinned = {**body, "nvext": {"backend_instance_id": other}}
+    asked = route(shared_deployment, "--prompt-file", "-", stdin=json.dumps(pinned))
+    assert f"worker {other} dp_rank 0" in asked.stdout
+
+
+def test_what_cannot_be_asked(shared_deployment: Deployment, tmp_path: Path) -> None:
+    assert route(shared_deployment).returncode == 2
+    assert route(shared_deployment, "--prompt-file", str(tmp_path / "none")).returncode == 2
+    wrong = route(shared_deployment, "--prompt-file", "-", "--model", "nope", stdin="hello")
+    assert (wrong.returncode, "404" in wrong.stderr) == (1, True)
+    nobody = route(shared_deployment, "--url", "http://127.0.0.1:9", "--prompt-file", "-")
+    assert (nobody.returncode, "can't reach" in nobody.stderr) == (1, True)
