@@ -136,7 +136,7 @@ public:
             if (early_exit && left <= 1) break;
             node = nodes_.find_child(node, load64(tokens_hashes, depth));
             if (node == NOBODY) break;
-            left -= narrow_active(node, depth, depths);
+            if (!all_hold(nodes_[node])) left -= narrow_active(node, depth, depths);
         }
         for (const Active &active : active_) write_depth(active.group, active.mask, depth, depths);
         return matched;
@@ -247,6 +247,12 @@ private:
     static void write_depth(uint32_t group, uint64_t mask, uint32_t depth, uint32_t *depths) {
         for (; mask != 0; mask &= mask - 1)
             depths[group * SLOTS_PER_WORD + static_cast<uint32_t>(__builtin_ctzll(mask))] = depth;
+    }
+
+    // The usual step of a walk: every active slot, all of one group, holds the node as well.
+    bool all_hold(const Node &node) const noexcept {
+        const Active &first = active_.front();
+        return active_.size() == 1 && node.where == first.group && (first.mask & ~node.mask) == 0;
     }
 
     // Keeps of the active slots those that hold `node`, and writes `depth` for the others; returns
