@@ -1,0 +1,74 @@
+"""Rejection under load and session affinity, through a real frontend and real mockers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from deployment import Deployment
+from mocker_kit import caller
+
+
+def complete(deployment: Deployment, max_tokens: int, **headers: str) -> tuple[int, Any]:
+    """Status and body of one completion."""
+    body = {
+        "model": "tiny",
+        "prompt": "a b c d e f g h " * 20,
+        "max_tokens": max_tokens,
+        "nvext": {"extra_fields": ["worker_id"]},
+    }
+    status, _, answer = deployment.request("POST", "/v1/completions", body, headers)
+    return status, json.loads(answer)
+
+
+async def test_busy_workers_refuse_until_they_are_not(deployment: Deployment) -> None:
+    deployment.mocker("--speedup-ratio", "1", "--num-gpu-blocks-override", "1000")
+    deployment.frontend(
+        *("--router-mode", "round-robin", "--admission-control", "token-capacity"),
+        *("--active-decode-blocks-threshold", "0.001"),
+    )
+    await asyncio.to_thread(deployment.wait_for_workers, 1)
+    with ThreadPoolExecutor() as pool:
+        async with caller(deployment) as here:
+            long = pool.submit(complete, deployment, 600)
+            (instance,) = here.client.instance_ids()
+            await here.until(lambda: (here.used_blocks(instance) or 0) > 1)
+            deadline = time.monotonic() + 10
+            status = 200
+            while status == 200 and time.monotonic() < deadline:
+                status, body = await asyncio.to_thread(complete, deployment, 1)
+            assert (status, body) == (
+                503,
+                {
+                    "message": "Service temporarily unavailable: All workers are busy, "
+                    "please retry later",
+                    "type": "service_unavailable",
+                    "code": 503,
+                },
+            )
+            assert (await asyncio.to_thread(long.result))[0] == 200
+            while status == 503 and time.monotonic() < deadline + 10:
+                status, _ = await asyncio.to_thread(complete, deployment, 1)
+            assert status == 200
+
+
+@pytest.mark.parametrize("mode", ["round-robin", "kv"])
+def test_a_session_stays_with_its_worker(deployment: Deployment, mode: str) -> None:
+    deployment.mocker("--speedup-ratio", "0", "--num-workers", "3")
+    flags = ("--router-session-affinity-ttl-secs", "60", "--router-kv-overlap-score-weight", "0")
+    deployment.frontend("--router-mode", mode, *flags)
+    deployment.wait_for_workers(3)
+
+    def home(session: str) -> int:
+        status, body = complete(deployment, 1, **{"X-Dynamo-Session-ID": session})
+        assert status == 200
+        return int(body["nvext"]["worker_id"]["decode_worker_id"])
+
+    homes = {session: home(session) for session in "abcdefghi"}
+    assert len(set(homes.values())) > 1
+    for _ in range(3):
+        assert {session: home(session) for session in homes} == homes
