@@ -6,6 +6,7 @@ the request plane, the exit status of a command). Spec 5.4, 7.11, 8.2.
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import ClassVar
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "DynamoError",
     "EngineFailure",
     "EngineShutdown",
+    "HttpError",
+    "HttpFailure",
     "InvalidArgument",
     "ModelNotFound",
     "NoInstances",
@@ -28,6 +31,8 @@ __all__ = [
     "from_code",
 ]
 
+_MESSAGE_LIMIT = 8192
+
 
 class DynamoError(Exception):
     """Root of the tree.
@@ -38,13 +43,17 @@ class DynamoError(Exception):
     """
 
     code: ClassVar[str] = "internal"
-    status: ClassVar[int] = 500
-    kind: ClassVar[str] = "Internal Server Error"
+    status: int = 500
+    kind: str = "Internal Server Error"
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message)
         self.message = message
+
+    def wire_code(self) -> str:
+        """What :func:`from_code` rebuilds the error from, beside its message."""
+        return self.code
 
 
 class ConfigError(DynamoError):
@@ -153,6 +162,54 @@ class EngineFailure(DynamoError):
     code = "engine_failure"
 
 
+class HttpFailure(DynamoError):
+    """The engine chose an HTTP status by :class:`HttpError`; what is no error status counts as 500.
+
+    Clients read the message of a 4xx word for word. Spec 5.4.
+    """
+
+    code = "http"
+
+    def __init__(self, message: str = "", status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status if 400 <= status <= 599 else 500
+        self.kind = _phrase(self.status)
+
+    def wire_code(self) -> str:
+        """``http.418``."""
+        return f"{self.code}.{self.status}"
+
+
+class HttpError(Exception):
+    """Raised by an engine's handler: the HTTP status that the client is to see. Spec 7.11.
+
+    ``code`` is 0..599; a message longer than 8192 characters is cut and ends in three dots.
+    ValueError for anything else.
+    """
+
+    def __init__(self, code: int, message: str) -> None:
+        if not isinstance(code, int) or isinstance(code, bool) or not 0 <= code <= 599:
+            raise ValueError(f"code must be an integer from 0 to 599, got {code!r}")
+        if not isinstance(message, str):
+            raise ValueError(f"message must be a string, got {type(message).__name__}")
+        if len(message) > _MESSAGE_LIMIT:
+            message = message[: _MESSAGE_LIMIT - 3] + "..."
+        super().__init__(code, message)
+        self.code = code
+        self.message = message
+
+    def __str__(self) -> str:
+        """``HTTP 422: text``."""
+        return f"HTTP {self.code}: {self.message}"
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Client Closed Request" if status == Cancelled.status else "Error"
+
+
 def _tree(root: type[DynamoError]) -> dict[str, type[DynamoError]]:
     found = {root.code: root}
     for child in root.__subclasses__():
@@ -165,4 +222,7 @@ _BY_CODE = _tree(DynamoError)
 
 def from_code(code: str, message: str) -> DynamoError:
     """Rebuild the error that crossed a process border; an unknown code is a plain DynamoError."""
+    name, _, status = code.partition(".")
+    if name == HttpFailure.code and status.isascii() and status.isdigit():
+        return HttpFailure(message, int(status[:3]))
     return _BY_CODE.get(code, DynamoError)(message)

@@ -10,6 +10,7 @@ from dynamo.errors import (
     Cancelled,
     ConnectionTimeout,
     DynamoError,
+    HttpFailure,
     InvalidArgument,
     ModelNotFound,
     NoInstances,
@@ -46,9 +47,10 @@ class Labels(NamedTuple):
     reason: str
 
 
+_BAD_REQUEST = Labels("validation", "InvalidRequest", "request.invalid")
 _LABELS: tuple[tuple[type[DynamoError], Labels], ...] = (
     (ModelNotFound, Labels("not_found", "NotFound", "model.not_found")),
-    (InvalidArgument, Labels("validation", "InvalidRequest", "request.invalid")),
+    (InvalidArgument, _BAD_REQUEST),
     (Cancelled, Labels("cancelled", "Cancelled", "client.disconnected")),
     (Overloaded, Labels("overload", "CapacityExhausted", "capacity.pool_exhausted")),
     (BackendSilent, Labels("response_timeout", "Timeout", "backend.silent")),
@@ -57,6 +59,13 @@ _LABELS: tuple[tuple[type[DynamoError], Labels], ...] = (
     (Unavailable, Labels("unavailable", "Unavailable", "service.unavailable")),
     (DynamoError, Labels("internal", "Internal", "engine.failure")),
 )
+_BY_STATUS = {
+    404: Labels("not_found", "NotFound", "engine.not_found"),
+    429: Labels("overload", "CapacityExhausted", "capacity.worker_overloaded"),
+    499: Labels("cancelled", "Cancelled", "engine.cancelled"),
+    501: Labels("not_implemented", "NotImplemented", "engine.not_implemented"),
+    503: Labels("unavailable", "Unavailable", "service.unavailable"),
+}
 _AT_WORKER = Labels("overload", "CapacityExhausted", "capacity.worker_overloaded")
 
 
@@ -64,6 +73,9 @@ def labels(error: DynamoError, by_worker: bool = False) -> Labels:
     """How ``error`` is counted; ``by_worker``: it came back from a worker."""
     if by_worker and isinstance(error, Overloaded):
         return _AT_WORKER
+    if isinstance(error, HttpFailure):
+        fallback = _BAD_REQUEST if error.status < 500 else _LABELS[-1][1]
+        return _BY_STATUS.get(error.status, fallback)
     return next(found for kind, found in _LABELS if isinstance(error, kind))
 
 

@@ -97,6 +97,7 @@ class ModelEntry:
             self._accepted.on_change(self._workers_changed)
             self._live = await self._start_router(runtime, settings, self._accepted)
             self.picker = self._live.picker
+            self.client.on_inhibited(self._live.picker.fleet.shun)
             self.ready = not self._closed
         finally:
             self.loading = False

@@ -9,6 +9,7 @@ from dynamo.errors import (
     Disconnected,
     DynamoError,
     EngineShutdown,
+    HttpError,
     InvalidArgument,
     Overloaded,
     StreamIncomplete,
@@ -30,8 +31,6 @@ __all__ = [
     "WorkerUnavailable",
 ]
 
-_MESSAGE_LIMIT = 8192
-
 DynamoException = DynamoError
 """Root of the tree."""
 
@@ -46,26 +45,3 @@ class Unknown(DynamoError):
     """A failure without a code of its own."""
 
     code = "unknown"
-
-
-class HttpError(Exception):
-    """An HTTP status that the engine wants the client to see.
-
-    ``code`` is 0..599; a message longer than 8192 characters is cut and ends in three dots.
-    ValueError for anything else.
-    """
-
-    def __init__(self, code: int, message: str) -> None:
-        if not isinstance(code, int) or isinstance(code, bool) or not 0 <= code <= 599:
-            raise ValueError(f"code must be an integer from 0 to 599, got {code!r}")
-        if not isinstance(message, str):
-            raise ValueError(f"message must be a string, got {type(message).__name__}")
-        if len(message) > _MESSAGE_LIMIT:
-            message = message[: _MESSAGE_LIMIT - 3] + "..."
-        super().__init__(code, message)
-        self.code = code
-        self.message = message
-
-    def __str__(self) -> str:
-        """``HTTP 422: text``."""
-        return f"HTTP {self.code}: {self.message}"

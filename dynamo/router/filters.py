@@ -33,7 +33,7 @@ def eligible(fleet: Fleet, routing: Routing | None) -> array[int]:
     if not fleet.candidates:
         raise NoInstances("no endpoints: no worker is registered")
     if routing is None or not _constrains(routing):
-        if not fleet.busy:
+        if not fleet.busy and not fleet.shunned:
             return fleet.candidates
         return _slots(_ready(fleet, fleet.members.values()), None)
     pin = pinned_worker(routing)
@@ -61,7 +61,9 @@ def exclusion(fleet: Fleet, routing: Routing | None, member: Member, dp_rank: in
         return f"dp_rank {routing.dp_rank} was asked for"
     if missing:
         return f"lacks the taints: {', '.join(sorted(missing))}"
-    return "busy" if member.worker_id in fleet.busy else ""
+    if member.worker_id in fleet.busy:
+        return "busy"
+    return "has just failed to answer" if member.worker_id in fleet.shunned else ""
 
 
 def _constrains(routing: Routing) -> bool:
@@ -129,6 +131,8 @@ def _ready(fleet: Fleet, members: Iterable[Member]) -> list[Member]:
     ready = [member for member in members if member.worker_id not in fleet.busy]
     if not ready:
         raise Overloaded("all eligible workers are overloaded")
+    if fleet.shunned:
+        return [member for member in ready if member.worker_id not in fleet.shunned] or ready
     return ready
 
 

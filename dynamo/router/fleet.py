@@ -58,7 +58,8 @@ class Fleet:
     """The live workers. Reads are plain attributes; changes rebuild them (rare).
 
     ``candidates`` is the column of all slots, ``owners[slot]`` its (worker_id, dp_rank), ``width``
-    the length that columns indexed by slot need, ``busy`` the workers over their busy thresholds.
+    the length that columns indexed by slot need, ``busy`` the workers over their busy thresholds,
+    ``shunned`` those that just failed to answer: they are chosen only when no other is left.
     """
 
     def __init__(self, source: SlotSource) -> None:
@@ -67,6 +68,7 @@ class Fleet:
         self.owners: list[tuple[int, int] | None] = []
         self.candidates = array("I")
         self.busy: set[int] = set()
+        self.shunned: set[int] = set()
         self.width = 0
 
     def add(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> Member:
@@ -84,6 +86,7 @@ class Fleet:
         if member is None:
             return []
         self.busy.discard(worker_id)
+        self.shunned.discard(worker_id)
         self._source.remove_worker(worker_id)
         self._rebuild()
         return list(member.slots.values())
@@ -94,6 +97,13 @@ class Fleet:
             self.busy.add(worker_id)
         else:
             self.busy.discard(worker_id)
+
+    def shun(self, worker_id: int, shunned: bool) -> None:
+        """Avoid a worker while there are others, or take it back; unknown ones are ignored."""
+        if shunned and worker_id in self.members:
+            self.shunned.add(worker_id)
+        else:
+            self.shunned.discard(worker_id)
 
     def _rebuild(self) -> None:
         self.candidates = array("I")

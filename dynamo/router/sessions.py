@@ -32,8 +32,9 @@ class Sessions:
     """Which worker each session belongs to, for ``ttl_s`` after its last request.
 
     ``hard``: an overloaded worker refuses its sessions' requests. Soft: they go elsewhere, and the
-    session with them. Either way a session moves when its worker is gone, or when the request's
-    own constraints exclude it; a pin in the request beats the bond. All calls O(1) amortised.
+    session with them. Either way a session moves when its worker is gone or shunned, or when the
+    request's own constraints exclude it; a pin in the request beats the bond. All calls O(1)
+    amortised.
     """
 
     def __init__(self, ttl_s: float, limit: int, hard: bool = True) -> None:
@@ -51,7 +52,7 @@ class Sessions:
     def eligible(self, fleet: Fleet, routing: Routing, now_s: float) -> array[int]:
         """Candidate slots: the bound one if it can be had. Raises as :func:`eligible`."""
         bond = self._bond(routing.session_id, now_s)
-        if bond is None or pinned_worker(routing) is not None:
+        if bond is None or bond.worker_id in fleet.shunned or pinned_worker(routing) is not None:
             return eligible(fleet, routing)
         rank = bond.dp_rank if routing.dp_rank is None else routing.dp_rank
         bound = msgspec.structs.replace(routing, backend_instance_id=bond.worker_id, dp_rank=rank)

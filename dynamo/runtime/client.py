@@ -15,6 +15,7 @@ from dynamo.errors import (
     ConnectionTimeout,
     Disconnected,
     DynamoError,
+    EngineShutdown,
     NoInstances,
     WorkerUnavailable,
 )
@@ -28,22 +29,26 @@ from dynamo.runtime.requests import ClientStream, ResponseStream, StreamSink
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
 
-__all__ = ["Client", "OnInstances"]
+__all__ = ["Client", "OnInhibited", "OnInstances"]
+
+OnInhibited = Callable[[int, bool], None]
+"""(instance id, whether it is avoided from now on, or no longer)."""
 
 OnInstances = Callable[[list[EndpointRecord], list[int]], None]
 """(records that came or changed, ids that went), called on the loop."""
 
 _decode = msgspec.json.Decoder(EndpointRecord).decode
-_LOST = (CannotConnect, ConnectionTimeout, Disconnected)
+_AVOIDED = (CannotConnect, ConnectionTimeout, Disconnected, EngineShutdown)
 _log = logging.getLogger(__name__)
 
 
 class Client:
     """Follows the instances of ``namespace/component/endpoint``. Made by ``Endpoint.client()``.
 
-    An instance whose connection failed or broke (a death is often seen there first) is avoided by
-    :meth:`random` and :meth:`round_robin` for ``DYN_RUNTIME_INHIBITED_DURATION_SECS`` or until
-    discovery tells of it anew.
+    An instance whose connection failed or broke (a death is often seen there first), or whose
+    engine shuts down, is *inhibited* for ``DYN_RUNTIME_INHIBITED_DURATION_SECS`` or until discovery
+    tells of it anew: :meth:`random` and :meth:`round_robin` avoid it while there are others, and
+    so do routers that ask for :meth:`on_inhibited`. Spec 8.2.
     """
 
     def __init__(self, runtime: DistributedRuntime, path: str) -> None:
@@ -52,8 +57,9 @@ class Client:
         self._requests = runtime.requests
         self._records: dict[int, EndpointRecord] = {}
         self._addresses: dict[int, str] = {}
-        self._inhibited: dict[int, float] = {}
+        self._inhibited: dict[int, asyncio.TimerHandle] = {}
         self._listeners: list[OnInstances] = []
+        self._on_inhibited: list[OnInhibited] = []
         self._changed = asyncio.Event()
         self._turn = 0
         self._loop = asyncio.get_running_loop()
@@ -67,6 +73,9 @@ class Client:
         """Stop following; streams in flight go on."""
         self._watch.close()
         self._listeners.clear()
+        self._on_inhibited.clear()
+        for instance_id in tuple(self._inhibited):
+            self._relent(instance_id)
 
     def instance_ids(self) -> list[int]:
         """The ids of all live instances."""
@@ -77,14 +86,8 @@ class Client:
         return list(self._records.values())
 
     def is_inhibited(self, instance_id: int) -> bool:
-        """Whether a connection to the instance failed just now."""
-        until = self._inhibited.get(instance_id)
-        if until is None:
-            return False
-        if until > self._loop.time():
-            return True
-        del self._inhibited[instance_id]
-        return False
+        """Whether the instance is avoided."""
+        return instance_id in self._inhibited
 
     async def wait_for_instances(self) -> list[int]:
         """The ids as soon as there is one."""
@@ -98,6 +101,10 @@ class Client:
         self._listeners.append(callback)
         if self._records:
             self._tell(callback, self.instances(), [])
+
+    def on_inhibited(self, callback: OnInhibited) -> None:
+        """Call ``callback`` when an instance is inhibited and when that ends."""
+        self._on_inhibited.append(callback)
 
     def open(
         self,
@@ -150,9 +157,24 @@ class Client:
         return self._call(instance_id, request, annotated, context)
 
     def inhibit(self, instance_id: int) -> None:
-        """Avoid the instance for a while."""
+        """Avoid the instance for a while; nothing to do if it is gone."""
+        if instance_id not in self._records:
+            return
+        before = self._inhibited.get(instance_id)
         duration_s = self._runtime.system.inhibited_duration_s
-        self._inhibited[instance_id] = self._loop.time() + duration_s
+        self._inhibited[instance_id] = self._loop.call_later(duration_s, self._relent, instance_id)
+        if before is not None:
+            before.cancel()
+            return
+        for callback in tuple(self._on_inhibited):
+            callback(instance_id, True)
+
+    def _relent(self, instance_id: int) -> None:
+        timer = self._inhibited.pop(instance_id, None)
+        if timer is not None:
+            timer.cancel()
+            for callback in tuple(self._on_inhibited):
+                callback(instance_id, False)
 
     def _usable(self) -> list[int]:
         if not self._records:
@@ -186,7 +208,7 @@ class Client:
             self._remove(record.instance_id)
         self._records[record.instance_id] = record
         self._addresses[record.instance_id] = address
-        self._inhibited.pop(record.instance_id, None)
+        self._relent(record.instance_id)
         self._changed.set()
         self._tell_all([record], [])
 
@@ -194,7 +216,7 @@ class Client:
         if self._records.pop(instance_id, None) is None:
             return
         address = self._addresses.pop(instance_id)
-        self._inhibited.pop(instance_id, None)
+        self._relent(instance_id)
         self._tell_all([], [instance_id])
         self._requests.release(address)
 
@@ -222,8 +244,8 @@ class _Guard:
         self.on_end = sink.on_end
 
     def on_error(self, error: DynamoError) -> None:
-        """Pass it on; a lost connection inhibits the instance."""
-        if isinstance(error, _LOST):
+        """Pass it on; a lost connection or an engine that shuts down inhibits the instance."""
+        if isinstance(error, _AVOIDED):
             self._client.inhibit(self._instance_id)
         self._sink.on_error(error)
 

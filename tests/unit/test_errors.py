@@ -7,7 +7,9 @@ import pytest
 from dynamo import errors
 
 CLASSES = [
-    getattr(errors, name) for name in errors.__all__ if isinstance(getattr(errors, name), type)
+    kind
+    for kind in (getattr(errors, name) for name in errors.__all__)
+    if isinstance(kind, type) and issubclass(kind, errors.DynamoError)
 ]
 
 
@@ -26,3 +28,26 @@ def test_codes_are_unique_and_unknown_ones_survive() -> None:
 def test_only_other_workers_failures_are_worth_a_retry() -> None:
     assert errors.Disconnected("").retryable and errors.EngineShutdown("").retryable
     assert not errors.InvalidArgument("").retryable and not errors.Cancelled("").retryable
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "kind"),
+    [
+        (418, 418, "I'm a Teapot"),
+        (499, 499, "Client Closed Request"),
+        (503, 503, "Service Unavailable"),
+        (0, 500, "Internal Server Error"),
+        (200, 500, "Internal Server Error"),
+        (599, 599, "Error"),
+    ],
+)
+def test_a_status_chosen_by_the_engine_crosses(given: int, status: int, kind: str) -> None:
+    sent = errors.HttpFailure("text", given)
+    again = errors.from_code(sent.wire_code(), sent.message)
+    assert type(again) is errors.HttpFailure
+    assert (again.status, again.kind, again.message) == (status, kind, "text")
+
+
+@pytest.mark.parametrize("code", ["http.", "http.x", "http.²", "http.-4", "other.418"])
+def test_a_garbled_status_is_a_plain_failure(code: str) -> None:
+    assert errors.from_code(code, "x").status == 500

@@ -103,7 +103,7 @@ def parse_open(body: bytes) -> tuple[str, dict[str, str], bytes]:
 
 def pack_error(stream: int, error: DynamoError, limit_bytes: int) -> bytes:
     """An ERROR frame; a message too long for one frame is cut."""
-    code = error.code.encode()
+    code = error.wire_code().encode()
     text = error.message.encode(errors="replace")[: limit_bytes - len(code) - 1]
     return pack(ERROR, stream, bytes((len(code),)) + code + text)
 

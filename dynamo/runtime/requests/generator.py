@@ -31,8 +31,8 @@ def generator_handler(generate: Callable[..., Any], tasks: Tasks) -> PushHandler
 
     One task of ``tasks`` per request. The request is decoded to plain values, each item is encoded
     as MessagePack. asyncio.CancelledError raised by the generator means Cancelled, ValueError
-    InvalidArgument, anything else EngineFailure. After a kill the generator is closed at its next
-    item.
+    InvalidArgument, HttpError HttpFailure, anything else EngineFailure. After a kill the generator
+    is closed at its next item.
     """
     with_context = _takes_context(generate)
 
@@ -180,7 +180,7 @@ async def _serve(
         if task is not None and task.cancelling():
             stream.cut(EngineShutdown("the worker shut down"))
             raise
-        stream.error(Cancelled("the handler cancelled the request"))
+        stream.error(Cancelled("Request cancelled"))
     except Exception as error:  # noqa: BLE001 - it becomes the stream's error
         if not stream.closed:
             _log.warning("%s: the handler failed", stream.endpoint, exc_info=error)

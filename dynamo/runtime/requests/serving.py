@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from dynamo.config.requests import RequestPlaneSettings
-from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
+from dynamo.errors import DynamoError, EngineFailure, HttpError, HttpFailure, InvalidArgument
 from dynamo.runtime.requests.connection import Connection
 from dynamo.runtime.requests.frames import (
     KILL,
@@ -118,9 +118,12 @@ class ServingConnection(Connection):
 
 
 def as_error(error: BaseException) -> DynamoError:
-    """What a handler's exception means to the caller: ValueError is his fault, others are ours."""
+    """What a handler's exception means to the caller: ValueError is his fault, HttpError says it,
+    others are ours."""
     if isinstance(error, DynamoError):
         return error
+    if isinstance(error, HttpError):
+        return HttpFailure(error.message, error.code)
     if isinstance(error, ValueError):
         return InvalidArgument(str(error))
     return EngineFailure(f"{type(error).__name__}: {error}")

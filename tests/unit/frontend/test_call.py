@@ -18,9 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import (
+    Cancelled,
     Disconnected,
     DynamoError,
     EngineFailure,
+    HttpFailure,
     InvalidArgument,
     ModelNotFound,
     NoInstances,
@@ -372,6 +374,11 @@ async def test_the_router_refuses(
         (InvalidArgument("ValueError: boom"), 400, "ValueError: boom"),
         (Overloaded("at capacity"), 503, OVERLOADED["message"]),
         (EngineFailure("secret"), 500, "Internal server error"),
+        (HttpFailure("short and stout", 418), 418, "short and stout"),
+        (HttpFailure("secret", 503), 503, "Service temporarily unavailable"),
+        (HttpFailure("secret", 500), 500, "Internal server error"),
+        (HttpFailure("no error at all", 200), 500, "Internal server error"),
+        (Cancelled("Request cancelled"), 499, "Request cancelled"),
     ],
 )
 async def test_a_first_error_from_the_worker_is_a_status(
@@ -382,6 +389,29 @@ async def test_a_first_error_from_the_worker_is_a_status(
     assert site.status == status
     assert site.answer["message"] == message and site.answer["code"] == status
     assert site.streams[0].killed == 0
+    site.settled()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "error_type"),
+    [
+        (404, "Not Found", "not_found"),
+        (418, "I'm a Teapot", "validation"),
+        (429, "Too Many Requests", "overload"),
+        (499, "Client Closed Request", "cancelled"),
+        (500, "Internal Server Error", "internal"),
+        (501, "Not Implemented", "not_implemented"),
+        (503, "Service Unavailable", "unavailable"),
+    ],
+)
+async def test_a_status_of_the_engine_is_named_and_counted(
+    site: Site, status: int, kind: str, error_type: str
+) -> None:
+    site.chat()
+    site.streams[0].sink.on_error(HttpFailure("text", status))
+    assert (site.status, site.answer["type"], site.answer["code"]) == (status, kind, status)
+    assert ("details" in site.answer) == (status in (500, 501))
+    assert site.ended(error_type, "unary") == 1
     site.settled()
 
 

@@ -131,3 +131,13 @@ def test_sessions_are_counted() -> None:
     here = 'dynamo_component="backend",dynamo_namespace="ns"'
     assert f'router_sessions{{{here},worker_id="7"}} 1' in page
     assert f'router_session_requests_total{{{here},outcome="kept",worker_id="7"}} 1' in page
+
+
+def test_a_session_leaves_a_worker_that_does_not_answer() -> None:
+    made = picker()
+    home = where(made)
+    made.fleet.shun(home, True)
+    moved = where(made)
+    assert moved != home
+    made.fleet.shun(home, False)
+    assert where(made) == moved

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import CannotConnect, Disconnected, DynamoError, EngineFailure
+from dynamo.config.system import SystemSettings
+from dynamo.errors import CannotConnect, Disconnected, DynamoError, EngineFailure, EngineShutdown
 from dynamo.protocols.control import EndpointRecord
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.client import _Guard
@@ -104,7 +105,12 @@ class Sink:
 
 @pytest.mark.parametrize(
     ("error", "inhibits"),
-    [(CannotConnect("x"), True), (Disconnected("x"), True), (EngineFailure("x"), False)],
+    [
+        (CannotConnect("x"), True),
+        (Disconnected("x"), True),
+        (EngineShutdown("x"), True),
+        (EngineFailure("x"), False),
+    ],
 )
 async def test_which_errors_inhibit(
     runtime: DistributedRuntime, client: Client, error: DynamoError, inhibits: bool
@@ -112,12 +118,43 @@ async def test_which_errors_inhibit(
     await put(runtime, 1, {"uds": "/a"})
     await put(runtime, 2, {"uds": "/b"})
     sink = Sink()
+    told: list[tuple[int, bool]] = []
+    client.on_inhibited(lambda instance_id, avoided: told.append((instance_id, avoided)))
+    _Guard(client, 1, sink).on_error(error)
     _Guard(client, 1, sink).on_error(error)
     assert sink.error is error
     assert client.is_inhibited(1) is inhibits
     assert client._usable() == ([2] if inhibits else [1, 2])
+    assert told == ([(1, True)] if inhibits else [])
     await put(runtime, 1, {"uds": "/c"})
     assert not client.is_inhibited(1)
+    assert told == ([(1, True), (1, False)] if inhibits else [])
+
+
+async def test_an_inhibition_ends_by_itself_and_with_the_instance():
+    settings = RuntimeSettings(discovery_backend="mem")
+    runtime = DistributedRuntime(None, settings, system=SystemSettings(inhibited_duration_s=0.01))
+    client = await runtime.endpoint("ns.comp.gen").client()
+    told: list[bool] = []
+    over = asyncio.Event()
+
+    def heard(instance_id: int, avoided: bool) -> None:
+        told.append(avoided)
+        if not avoided:
+            over.set()
+
+    client.on_inhibited(heard)
+    client.inhibit(1)
+    assert told == []
+    await put(runtime, 1, {"uds": "/a"})
+    client.inhibit(1)
+    async with asyncio.timeout(5):
+        await over.wait()
+    assert told == [True, False] and not client.is_inhibited(1)
+    client.inhibit(1)
+    await runtime.discovery.delete(PREFIX + "1")
+    assert told == [True, False, True, False] and not client.is_inhibited(1)
+    await runtime.close()
 
 
 async def test_waiting_ends_with_the_first_instance(runtime: DistributedRuntime, client: Client):

@@ -17,6 +17,8 @@ from dynamo.errors import (
     DynamoError,
     EngineFailure,
     EngineShutdown,
+    HttpError,
+    HttpFailure,
     NoInstances,
     WorkerUnavailable,
 )
@@ -109,6 +111,10 @@ async def test_errors_arrive_as_they_are_named(deployment: Deployment):
             raise ValueError("boom")
         if request["how"] == "cancel":
             raise asyncio.CancelledError
+        if request["how"] == "status":
+            raise HttpError(418, "short and stout")
+        if request["how"] == "shutdown":
+            raise EngineShutdown("the GPU fell off the bus")
         raise KeyError("lost")
 
     worker = deployment.runtime()
@@ -124,6 +130,13 @@ async def test_errors_arrive_as_they_are_named(deployment: Deployment):
         await call("cancel")
     with pytest.raises(EngineFailure, match="KeyError: 'lost'"):
         await call("other")
+    with pytest.raises(HttpFailure, match="^short and stout$") as status:
+        await call("status")
+    assert status.value.status == 418
+    assert not client.is_inhibited(worker.instance_id)
+    with pytest.raises(EngineShutdown, match="fell off"):
+        await call("shutdown")
+    assert client.is_inhibited(worker.instance_id)
     with pytest.raises(WorkerUnavailable) as found:
         await client.direct({}, 12345)
     assert str(found.value) == "Unavailable: instance_id=12345 not found for endpoint ns/comp/gen"
@@ -344,8 +357,6 @@ async def test_a_failed_connection_inhibits(deployment: Deployment):
         assert [item async for item in await client.random({"text": "x"})]
     client.inhibit(good.instance_id)
     assert set(client._usable()) == {bad.instance_id, good.instance_id}
-    client._inhibited[bad.instance_id] = 0.0
-    assert not client.is_inhibited(bad.instance_id)
 
 
 async def test_events_reach_subscribers_through_discovery(deployment: Deployment):
