@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -84,9 +83,7 @@ class Leg:
         if count:
             if self.tokens:
                 gap_s = now - self.last_at
-                itl = call.model.itl
-                itl.counts[bisect_left(itl.bounds, gap_s / count)] += count
-                itl.total += gap_s
+                call.model.itl.observe(gap_s / count, count)
             else:
                 self._first_token(now)
             self.tokens += count
