@@ -8,6 +8,7 @@ is kept, so that a worker that comes back finds its model ready, and requests in
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import msgspec
 
@@ -29,7 +30,10 @@ _PREFIX = "v1/mdc/"
 
 
 class Models:
-    """Watches the cards. :meth:`find` is the hot path: one dict look-up."""
+    """Watches the cards. :meth:`find` is the hot path: one dict look-up.
+
+    ``on_loaded`` is called after each model that was loaded.
+    """
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class Models:
         self._owners: dict[str, ModelEntry] = {}
         self._rejected: dict[str, ModelCard] = {}
         self._watch: Watch | None = None
+        self.on_loaded: Callable[[], None] = _nobody
 
     async def start(self) -> None:
         """Watch; the cards that exist have been seen when this returns, not yet loaded."""
@@ -170,9 +175,14 @@ class Models:
     async def _load(self, entry: ModelEntry) -> None:
         try:
             await entry.load(self._runtime, self._router)
+            self.on_loaded()
         except DynamoError as error:
             self._reject(entry.name, "load", error.message)
 
     def _reject(self, model: str, reason: str, text: str) -> None:
         log.error("model card rejected (%s): %s", reason, text)
         self._metrics.cards_rejected.labels(model, reason).value += 1
+
+
+def _nobody() -> None:
+    """Where nobody listens."""
