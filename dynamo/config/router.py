@@ -133,6 +133,12 @@ class RouterSettings:
         env="DYN_ROUTER_ASSUME_KV_REUSE",
         help="count a block that several requests of one worker share once",
     )
+    track_prefill_tokens: bool = knob(
+        True,
+        "--router-track-prefill-tokens",
+        env="DYN_ROUTER_TRACK_PREFILL_TOKENS",
+        help="count prompt tokens to compute as load; without, only active blocks weigh",
+    )
     max_index_blocks: int = knob(
         8_388_608,
         env="DYN_ROUTER_MAX_INDEX_BLOCKS",

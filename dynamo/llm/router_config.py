@@ -109,6 +109,7 @@ _SETTINGS = {
     "router_track_active_blocks": "track_active_blocks",
     "router_track_output_blocks": "track_output_blocks",
     "router_assume_kv_reuse": "assume_kv_reuse",
+    "router_track_prefill_tokens": "track_prefill_tokens",
     "router_ttl_secs": "ttl_s",
     "router_approximate_cache_policy": "approximate_cache_policy",
     "router_max_tree_size": "max_tree_size",

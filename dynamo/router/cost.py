@@ -35,11 +35,13 @@ def terms_of(settings: RouterSettings, block_size: int) -> Terms:
     ignores_overlap = settings.overlap_score_weight == 0
     weights = Weights(
         block_size,
-        prefill_scale=settings.prefill_weight,
+        prefill_scale=settings.prefill_weight if settings.track_prefill_tokens else 0.0,
         credit=0.0 if ignores_overlap else settings.overlap_score_credit,
         decay=settings.overlap_score_credit_decay,
     )
-    return Terms(weights, settings.temperature, settings.assume_kv_reuse)
+    return Terms(
+        weights, settings.temperature, settings.assume_kv_reuse, settings.track_prefill_tokens
+    )
 
 
 def overridden(terms: Terms, override: Mapping[str, Any]) -> Terms:

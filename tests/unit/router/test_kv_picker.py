@@ -131,6 +131,13 @@ def test_untracked_blocks_leave_only_prefill() -> None:
     assert picker._costs[0] == 12 / BLOCK
 
 
+def test_untracked_prefill_leaves_only_blocks() -> None:
+    picker = make(1, track_prefill_tokens=False)
+    picker.pick("a", PROMPT)
+    picker.pick(None, PROMPT)
+    assert (picker.active.load(0), picker._costs[0]) == ((0, 3, 1), 3.0)
+
+
 def test_without_kv_reuse_every_request_counts_whole() -> None:
     picker = make(1, assume_kv_reuse=False)
     picker.pick("a", PROMPT)
