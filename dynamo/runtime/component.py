@@ -106,6 +106,7 @@ class Endpoint:
 
         Returns when the process has left: its lease was revoked, ``shutdown()`` or a signal came,
         and the streams in flight have ended. ``graceful_shutdown=False`` cuts them instead.
+        A cancelled caller does not wait: the endpoint is taken down and its streams are cut.
         ValueError: served already. ``metrics_labels`` and ``health_check_payload`` are accepted
         and have no effect yet.
         """
@@ -118,8 +119,10 @@ class Endpoint:
         await serving.add(self.path, handler, graceful_shutdown)
         try:
             await serving.retired.wait()
-        finally:
             await serving.remove(self.path)
+        except BaseException:
+            await serving.remove(self.path, cut=True)
+            raise
 
     async def client(self, router_mode: Any = None) -> Client:
         """Follow the instances of this endpoint; those that exist are known on return.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
 from dynamo.config import from_env
@@ -147,18 +148,19 @@ class DistributedRuntime:
         self.serving.leave()
 
     async def close(self) -> None:
-        """Leave gracefully, then close everything. Idempotent."""
+        """Leave gracefully, then close everything. Idempotent. When it is cancelled it waits for
+        no stream any more, but still revokes the lease and closes everything."""
         if self._closed:
             return
         self._closed = True
-        await self.serving.close()
-        for follower in self._followers:
-            follower.close()
-        self._publishers.close()
-        await self.requests.close()
-        await self.discovery.close()
-        await self.status.close()
-        await self.tasks.close()
+        async with AsyncExitStack() as rest:
+            for close in (self.tasks.close, self.status.close, self.discovery.close):
+                rest.push_async_callback(close)
+            rest.push_async_callback(self.requests.close)
+            rest.callback(self._publishers.close)
+            for follower in reversed(self._followers):
+                rest.callback(follower.close)
+            await self.serving.close()
 
 
 def _settings(

@@ -111,15 +111,18 @@ class Serving:
         self.health.set(path[2], False)
         await self._discovery.delete(self._key(path))
 
-    async def remove(self, path: EndpointPath) -> None:
-        """Stop serving ``path``: withdraw it, let its streams finish. Idempotent."""
+    async def remove(self, path: EndpointPath, cut: bool = False) -> None:
+        """Stop serving ``path``: withdraw it, let its streams finish or ``cut`` them. Idempotent;
+        when it is cancelled the endpoint is down and its streams are cut all the same."""
         if path not in self._served:
             return
         self._served.discard(path)
         try:
             await self.withdraw(path)
-            await self.server.drain(self._system.shutdown_timeout_s, "/".join(path))
+            if not cut:
+                await self.server.drain(self._system.shutdown_timeout_s, "/".join(path))
         finally:
+            self.server.cut("/".join(path))
             self._forget(path)
 
     def leave(self) -> None:
@@ -130,11 +133,17 @@ class Serving:
             self._tasks.spawn(self._retire(), name="retire")
 
     async def close(self) -> None:
-        """Leave, wait for it, close the listener."""
+        """Leave, wait for it, close the listener. When it is cancelled it waits no longer and cuts
+        what is in flight."""
         self.leave()
-        await self.retired.wait()
-        await self.server.close()
-        await self._tasks.close()
+        try:
+            await self.retired.wait()
+        except asyncio.CancelledError:
+            self.cut()
+            raise
+        finally:
+            await self.server.close()
+            await self._tasks.close()
 
     def cut(self) -> None:
         """Stop waiting: whatever is in flight is cut by :meth:`close`."""

@@ -112,6 +112,14 @@ class RequestServer:
             cut += sum(map(_cut, leaving))
         return cut
 
+    def cut(self, endpoint: str) -> int:
+        """End the streams of ``endpoint`` with EngineShutdown, refuse new ones; their number."""
+        served = self._endpoints.get(endpoint)
+        if served is None:
+            return 0
+        served.draining = True
+        return _cut(served)
+
     async def close(self) -> None:
         """Stop listening, cut what is in flight, flush and close all connections. Idempotent."""
         self.draining = True

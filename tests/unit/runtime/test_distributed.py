@@ -130,7 +130,7 @@ async def test_errors_arrive_as_they_are_named(deployment: Deployment):
         await call("cancel")
     with pytest.raises(EngineFailure, match="KeyError: 'lost'"):
         await call("other")
-    with pytest.raises(HttpFailure, match="^short and stout$") as status:
+    with pytest.raises(HttpFailure, match=r"^short and stout$") as status:
         await call("status")
     assert status.value.status == 418
     assert not client.is_inhibited(worker.instance_id)
@@ -336,6 +336,67 @@ async def test_cancelling_serve_endpoint_takes_it_down(deployment: Deployment):
     with pytest.raises(ValueError, match="already served"):
         await worker.endpoint("ns.comp.gen").serve_endpoint(echo)
     again.cancel()
+
+
+async def hanging(request: Any) -> AsyncIterator[str]:
+    yield "begun"
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+async def test_a_cancelled_worker_task_waits_for_no_stream(deployment: Deployment, leaving: bool):
+    worker = deployment.runtime(shutdown_timeout_s=900.0)
+    served = deployment.serve(worker, "ns.comp.gen", hanging)
+    client = await deployment.client("ns.comp.gen")
+    stream = await client.random({}, annotated=False)
+    assert await stream.__anext__() == "begun"
+    if leaving:
+        worker.shutdown()
+        await until_count(client, 0)
+    async with asyncio.timeout(5):
+        served.cancel()
+        await asyncio.wait([served])
+        assert served.cancelled()
+        with pytest.raises(EngineShutdown):
+            await stream.__anext__()
+        await until_count(client, 0)
+        await worker.close()
+
+
+async def test_a_close_that_is_cancelled_still_closes(deployment: Deployment):
+    worker = deployment.runtime(shutdown_timeout_s=900.0)
+    deployment.serve(worker, "ns.comp.gen", hanging)
+    client = await deployment.client("ns.comp.gen")
+    address = client.instances()[0].transport.get("uds")
+    stream = await client.random({}, annotated=False)
+    assert await stream.__anext__() == "begun"
+    lease = worker.lease
+    assert lease is not None
+    async with asyncio.timeout(5):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await worker.close()
+        with pytest.raises(EngineShutdown):
+            await stream.__anext__()
+    assert lease.lost.is_set() and len(worker.tasks) == 0
+    assert address is None or not Path(address).exists()
+    with pytest.raises(RuntimeError, match="closed"):
+        worker.tasks.spawn(asyncio.sleep(0))
+
+
+async def test_a_close_cancelled_before_its_first_step(deployment: Deployment):
+    worker = deployment.runtime(grace_period_s=900.0)
+    deployment.serve(worker, "ns.comp.gen", echo)
+    await deployment.client("ns.comp.gen")
+    lease = worker.lease
+    assert lease is not None
+    closing = deployment.tasks.spawn(worker.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    async with asyncio.timeout(5):
+        await asyncio.wait([closing])
+        await lease.lost.wait()
+    assert closing.cancelled()
 
 
 async def test_a_failed_connection_inhibits(deployment: Deployment):
