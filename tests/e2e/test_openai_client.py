@@ -48,7 +48,7 @@ def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
     assert chunks[-1].choices == [] and chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 16
     finishes = [c.choices[0].finish_reason for c in chunks if c.choices]
-    assert finishes[-1] == "length" and set(finishes[:-1]) == {None}
+    assert finishes[-1] == "length" and set(finishes[:-1]) <= {None}
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
 
