@@ -149,7 +149,8 @@ class Call:
         if self._open_legs or self.closed:
             return
         if self.streaming:
-            self._begin()
+            if not self._begun:
+                self._begin()
             self.exchange.end(self.generation.end())
         else:
             self.exchange.respond(200, self.generation.unary(), headers=self.headers)
@@ -162,12 +163,14 @@ class Call:
         self._dirty = False
         if self.closed:
             return
-        self._begin()
-        if self.exchange.above_high_water:
+        if not self._begun:
+            self._begin()
+        exchange = self.exchange
+        if exchange.above_high_water:
             self._held_bytes = self._held_bytes or 1
             return
         self._held_bytes = 0
-        self.exchange.write(self.generation.flush())
+        exchange.write(self.generation.flush())
 
     def fail(self, error: DynamoError, by_worker: bool = False) -> None:
         """End the call with ``error``: as a status if nothing was sent yet, else in the stream."""
@@ -206,8 +209,6 @@ class Call:
     # -- own steps
 
     def _begin(self) -> None:
-        if self._begun:
-            return
         self._begun = True
         exchange = self.exchange
         exchange.on_drain = self.flush

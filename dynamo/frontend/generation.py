@@ -77,9 +77,14 @@ class GenerationStream:
 
     # --- engine side
 
-    def push(self, index: int, output: EngineOutput) -> None:
-        """Take one engine output of choice ``index`` without writing. Raises EngineFailure."""
-        self._choices[index].push(output)
+    def push(self, index: int, output: EngineOutput) -> bool:
+        """Take one engine output of choice ``index`` without writing; whether the choice is done.
+
+        Raises EngineFailure.
+        """
+        choice = self._choices[index]
+        choice.push(output)
+        return choice.finish_reason is not None
 
     def close(self, index: int) -> None:
         """The engine's stream of choice ``index`` has ended."""

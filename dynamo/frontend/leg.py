@@ -69,10 +69,9 @@ class Leg:
             return
         now = time.monotonic()
         call.heard_at = now
-        generation = call.generation
         try:
             output = _decode(payload)
-            generation.push(self.index, output)
+            done = call.generation.push(self.index, output)
         except DynamoError as error:
             call.fail(error, by_worker=True)
             return
@@ -90,7 +89,7 @@ class Leg:
             self.last_at = now
         if call.streaming:
             call.has_news(len(payload))
-        if output.finish_reason is None and generation.is_done(self.index):
+        if done and output.finish_reason is None:
             self._enough()
 
     def on_end(self) -> None:

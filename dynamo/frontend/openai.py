@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -87,10 +88,10 @@ class OpenAIRoutes:
 
     def install(self, routes: Routes) -> None:
         """Put the routes into the table."""
-        routes.post("/v1/chat/completions", lambda exchange: self._serve(exchange, _CHAT))
-        routes.post("/v1/completions", lambda exchange: self._serve(exchange, _COMPLETION))
+        routes.post("/v1/chat/completions", partial(self._serve, _CHAT))
+        routes.post("/v1/completions", partial(self._serve, _COMPLETION))
 
-    def _serve(self, exchange: Exchange, kind: _Kind) -> None:
+    def _serve(self, kind: _Kind, exchange: Exchange) -> None:
         flow = self._flow
         model = "unknown"
         try:
@@ -175,7 +176,8 @@ class OpenAIRoutes:
             call.located()
             return
         legs = call.legs = self._book(call, entry, prepared.requests, routing)
-        generation.worker_id = self._worker_id(legs[0].decision)
+        if request.nvext is not None:
+            generation.worker_id = self._worker_id(legs[0].decision)
         booked = time.monotonic()
         metrics.route_stage.observe(booked - begun)
         metrics.plane_queue.observe(booked - call.exchange.received_at)
