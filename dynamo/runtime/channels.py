@@ -10,6 +10,7 @@ import msgspec
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.control import EventChannelRecord
 from dynamo.runtime.discovery import Discovery, KeyEvent
+from dynamo.runtime.discovery.remains import event_socket_name
 from dynamo.runtime.events import EventPublisher, EventSubscriber, ZmqPublisher, ZmqSubscriber
 from dynamo.runtime.paths import socket_path
 from dynamo.runtime.serving import Serving, advertised_host
@@ -70,7 +71,7 @@ class Publishers:
 
     def _address(self, channel: Channel) -> str:
         if self._settings.request_plane == "uds":
-            name = f"{self._instance_id:x}.{len(self._made)}.events.sock"
+            name = event_socket_name(self._instance_id, len(self._made))
             return f"ipc://{socket_path(self._settings, name)}"
         return f"tcp://{self._settings.tcp_rpc_host}:*"
 

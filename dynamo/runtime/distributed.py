@@ -14,8 +14,9 @@ from dynamo.observability.metrics import Registry
 from dynamo.runtime.channels import OnEvent, OnGap, OnPublisher, Publishers, Subscription
 from dynamo.runtime.component import Endpoint, Namespace, parse_endpoint
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
+from dynamo.runtime.discovery.remains import Remains
 from dynamo.runtime.events import EventPublisher
-from dynamo.runtime.paths import store_dir
+from dynamo.runtime.paths import socket_dirs, store_dir
 from dynamo.runtime.requests import RequestClient, RequestServer
 from dynamo.runtime.serving import Serving
 from dynamo.runtime.system_status import EngineRoute, StatusServer
@@ -178,4 +179,4 @@ def _settings(
 def _discovery(settings: RuntimeSettings) -> Discovery:
     if settings.discovery_backend == "mem":
         return MemoryDiscovery()
-    return FileDiscovery(store_dir(settings))
+    return FileDiscovery(store_dir(settings), Remains(lambda: socket_dirs(settings)))

@@ -20,6 +20,7 @@ __all__ = [
     "SOCKET_PATH_MAX_BYTES",
     "private_dir",
     "run_dir",
+    "socket_dirs",
     "socket_path",
     "state_dir",
     "store_dir",
@@ -91,6 +92,15 @@ def socket_path(settings: RuntimeSettings, name: str) -> str:
     private_dir(short)
     _record(home / _FALLBACK_RECORD, str(short))
     return path
+
+
+def socket_dirs(settings: RuntimeSettings) -> list[Path]:
+    """Where :func:`socket_path` has put sockets: the run directory, and its fallback if any."""
+    home = run_dir(settings)
+    try:
+        return [home, Path(os.fsdecode((home / _FALLBACK_RECORD).read_bytes().strip()))]
+    except FileNotFoundError:
+        return [home]
 
 
 def _fits(path: str) -> bool:

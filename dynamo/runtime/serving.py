@@ -20,6 +20,7 @@ from dynamo.observability import names
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import EndpointRecord, instance_key
 from dynamo.runtime.discovery import Discovery, Lease
+from dynamo.runtime.discovery.remains import request_socket_name
 from dynamo.runtime.health import Health
 from dynamo.runtime.paths import socket_path
 from dynamo.runtime.requests import EndpointStats, PushHandler, RequestServer
@@ -180,7 +181,7 @@ class Serving:
                 return
             settings = self._settings
             if settings.request_plane == "uds":
-                path = socket_path(settings, f"{self._instance_id:x}.sock")
+                path = socket_path(settings, request_socket_name(self._instance_id))
                 await self.server.start(f"uds:{path}")
                 self._transport = {"uds": path}
                 return

@@ -26,6 +26,7 @@ from dynamo.runtime.discovery.layout import (
 from dynamo.runtime.discovery.mirror import Mirror
 from dynamo.runtime.discovery.owned import OwnedLease
 from dynamo.runtime.discovery.process import host_id, start_ticks
+from dynamo.runtime.discovery.remains import Remains
 from dynamo.runtime.discovery.views import PrefixWatch, Views
 from dynamo.runtime.paths import private_dir
 
@@ -40,11 +41,12 @@ class FileDiscovery:
 
     A process that only registers itself pays for nothing but its own lease file; the live copy of
     the store starts with the first ``watch`` or ``list``. Files are small and local, so they are
-    read and written on the loop.
+    read and written on the loop. ``remains`` clears up what dead processes left elsewhere.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, remains: Remains | None = None) -> None:
         self._root = root
+        self._remains = remains
         self._views = Views()
         self._inotify: Inotify | None = None
         self._mirror: Mirror | None = None
@@ -129,7 +131,7 @@ class FileDiscovery:
     def _mirrored(self) -> None:
         if self._mirror is None:
             inotify = self._open()
-            self._mirror = Mirror(self._root, inotify, self._views)
+            self._mirror = Mirror(self._root, inotify, self._views, self._remains)
             self._mirror.start()
 
     def _overflowed(self) -> None:

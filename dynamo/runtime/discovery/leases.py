@@ -37,6 +37,9 @@ class LeaseListener(Protocol):
     def lease_ended(self, lease_id: int) -> None:
         """The lease is over; its keys may be removed."""
 
+    def holder_died(self, lease_id: int) -> None:
+        """The process that held the lease was here and is dead; told after ``lease_ended``."""
+
     def bad_file(self, path: Path, problem: str) -> None:
         """A file that is no lease."""
 
@@ -144,6 +147,7 @@ class LeaseTable:
         seen = _Seen(record, now - age_s, modified_ns)
         if record.host == self._host and not self._watch_process(seen):
             (self._directory / f"{record.lease_id:x}").unlink(missing_ok=True)
+            self._listener.holder_died(record.lease_id)
             return
         self._seen[record.lease_id] = seen
         if age_s < record.ttl_s:
@@ -155,7 +159,7 @@ class LeaseTable:
         record = seen.record
         try:
             seen.process = ProcessEnd(
-                record.pid, record.pid_start, lambda: self._end(record.lease_id)
+                record.pid, record.pid_start, lambda: self._died(record.lease_id)
             )
         except ProcessLookupError:
             return False
@@ -170,6 +174,10 @@ class LeaseTable:
             _log.info("lease %x is heard of again", seen.record.lease_id)
             self._listener.lease_alive(seen.record.lease_id)
             self._arm()
+
+    def _died(self, lease_id: int) -> None:
+        self._end(lease_id)
+        self._listener.holder_died(lease_id)
 
     def _end(self, lease_id: int, unlink: bool = True) -> None:
         seen = self._seen.pop(lease_id, None)

@@ -27,6 +27,7 @@ from dynamo.runtime.discovery.layout import (
     sweep,
 )
 from dynamo.runtime.discovery.leases import LeaseTable
+from dynamo.runtime.discovery.remains import Remains
 from dynamo.runtime.discovery.views import Views
 
 __all__ = ["Mirror"]
@@ -41,12 +42,15 @@ _log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Keeps ``views`` equal to the live keys under ``root``."""
+    """Keeps ``views`` equal to the live keys under ``root``, and clears up after the dead."""
 
-    def __init__(self, root: Path, inotify: Inotify, views: Views) -> None:
+    def __init__(
+        self, root: Path, inotify: Inotify, views: Views, remains: Remains | None = None
+    ) -> None:
         self._root = root
         self._inotify = inotify
         self._views = views
+        self._remains = remains
         self._leases = LeaseTable(root / "leases", self, inotify.drain)
         self._entries: dict[str, Stored] = {}
         self._keys_of: dict[int, set[str]] = {}
@@ -60,6 +64,8 @@ class Mirror:
         for directory in ("leases", *(f"v1/{bucket}" for bucket in BUCKETS)):
             sweep(self._root / directory)
         self.rescan()
+        if self._remains is not None:
+            self._remains.sweep(self._leases.is_known)
 
     def close(self) -> None:
         """Stop following the store; the views stay as they are."""
@@ -94,6 +100,11 @@ class Mirror:
             self._replace(key, None)
         for key in keys:
             remove_if_lease(key_path(self._root, key), lease_id)
+
+    def holder_died(self, lease_id: int) -> None:
+        """Remove the sockets of the dead process."""
+        if self._remains is not None:
+            self._remains.remove(lease_id)
 
     def bad_file(self, path: Path, problem: str) -> None:
         """Report a file once for as long as it stays as it is."""

@@ -1,0 +1,75 @@
+"""What a process that was killed leaves beside the store: the sockets of its instance."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+__all__ = ["Remains", "event_socket_name", "request_socket_name"]
+
+_SOCKET = re.compile(r"([0-9a-f]{1,16})(?:\.\d+\.events)?\.sock")
+_ABANDONED_AFTER_S = 60.0
+_log = logging.getLogger(__name__)
+
+
+def request_socket_name(instance_id: int) -> str:
+    """The file name of an instance's request-plane socket."""
+    return f"{instance_id:x}.sock"
+
+
+def event_socket_name(instance_id: int, number: int) -> str:
+    """The file name of an instance's ``number``-th event socket."""
+    return f"{instance_id:x}.{number}.events.sock"
+
+
+class Remains:
+    """Removes sockets of dead instances from ``directories()``, and touches nothing else there.
+
+    The lease of an instance has its id, so a dead lease names the sockets.
+    """
+
+    def __init__(self, directories: Callable[[], Sequence[Path]]) -> None:
+        self._directories = directories
+
+    def remove(self, instance_id: int) -> None:
+        """The process of this instance is dead: unlink its sockets. O(files in the directories)."""
+        for path, owner in self._sockets():
+            if owner == instance_id:
+                path.unlink(missing_ok=True)
+
+    def sweep(self, is_known: Callable[[int], bool]) -> None:
+        """Unlink sockets without a lease that are a minute old and that nobody listens on: of
+        processes that were killed after their lease was revoked, or while nobody watched."""
+        for path, owner in self._sockets():
+            if not is_known(owner) and _is_abandoned(path):
+                _log.info("removing %s: nobody listens on it", path)
+                path.unlink(missing_ok=True)
+
+    def _sockets(self) -> Iterator[tuple[Path, int]]:
+        for directory in self._directories():
+            try:
+                paths = list(directory.iterdir())
+            except FileNotFoundError:
+                continue
+            for path in paths:
+                found = _SOCKET.fullmatch(path.name)
+                if found is not None and path.is_socket():
+                    yield path, int(found[1], 16)
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        if time.time() - path.lstat().st_mtime < _ABANDONED_AFTER_S:
+            return False  # it may be bound and not listening yet
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            probe.connect(str(path))
+    except ConnectionRefusedError:
+        return True
+    except OSError as error:
+        _log.debug("leaving %s: %s", path, error)
+    return False
