@@ -17,7 +17,7 @@ class MockerSettings:
         "random",
         "--reply",
         choices=("random", "echo"),
-        help="random: max_tokens random tokens; echo: the prompt back, then stop",
+        help="random: max_tokens random tokens; echo: the prompt, or the last turn of a chat",
     )
     speedup_ratio: float = knob(
         1.0, "--speedup-ratio", minimum=0, help="how much faster than real; 0 = no delay at all"

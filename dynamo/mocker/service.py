@@ -65,7 +65,7 @@ class MockerService:
         if rank.prefill_only:
             return random_reply(1, request.sampling_options.seed)
         if self._echo:
-            return echo_reply(prompt, limit)
+            return echo_reply(prompt, limit, request.stop_conditions)
         return random_reply(limit, request.sampling_options.seed)
 
     def _enter(self, stream: ServerStream, submit: Callable[[Callable[[], None]], None]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from dynamo.mocker.reply import echo_reply, random_reply
 from dynamo.mocker.timing import Timing
 from dynamo.protocols.codec import tokens
+from dynamo.protocols.engine import StopConditions
 
 
 def test_the_polynomial() -> None:
@@ -39,3 +40,31 @@ def test_echo_says_the_prompt_and_stops() -> None:
     assert (list(whole.ids), whole.length, whole.finish_reason) == ([5, 6, 7], 3, "stop")
     cut = echo_reply(tokens([5, 6, 7]), 2)
     assert (list(cut.ids), cut.length, cut.finish_reason) == ([5, 6], 2, "length")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "hidden", "shown", "limit", "said", "reason"),
+    [
+        ([5, 6, 2, 8], [2], None, 10, [5, 6, 2], "stop"),
+        ([5, 2, 6, 7, 2, 8, 9], [2], None, 10, [6, 7, 2], "stop"),
+        ([5, 2, 6, 7, 3, 8, 9], [2, 3], None, 10, [6, 7, 3], "stop"),
+        ([5, 2, 6, 7, 2, 8, 9], [2], None, 2, [6, 7], "length"),
+        ([5, 6, 2], [2], None, 3, [5, 6, 2], "stop"),
+        ([2, 2, 9], [2], None, 10, [2], "stop"),
+        ([2, 9], [2], None, 10, [2], "stop"),
+        ([5, 6, 7], [2], [6, 7], 10, [5, 6], "stop"),
+        ([5, 6, 7], None, [9], 10, [5, 6, 7], "stop"),
+        ([5, 6, 7], [], [7], 2, [5, 6], "length"),
+    ],
+)
+def test_echo_of_a_conversation_is_its_last_turn(
+    prompt: list[int],
+    hidden: list[int] | None,
+    shown: list[int] | None,
+    limit: int,
+    said: list[int],
+    reason: str,
+) -> None:
+    stops = StopConditions(stop_token_ids=shown, stop_token_ids_hidden=hidden)
+    reply = echo_reply(tokens(prompt), limit, stops)
+    assert (list(reply.ids), reply.length, reply.finish_reason) == (said, len(said), reason)
