@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 from load import Load, Prompts, Stopwatch, run_wrk
 from results import Figure
-from rows import LONG_PROMPT_TOKENS, Row
+from rows import DRIFT_PERCENT, LONG_PROMPT_TOKENS, SOAK_REQUESTS, Row
 from systems import System
 
 _SETTLE_S = 0.2  # metrics and KV events of the last request
@@ -124,20 +125,34 @@ class Measurer:
     # -- time to first token
 
     def _ttft(self, row: Row, load: Load) -> list[Figure]:
+        figures = self._ttft_figures(load, True, {50: row.bar, 99: row.bar})
+        return figures + self._ttft_figures(load, False, {50: None})
+
+    def _ttft_figures(
+        self, load: Load, acknowledges_at_once: bool, bars: dict[int, float | None]
+    ) -> list[Figure]:
         asks = max(20, int(self._pair.seconds * 40))
-        cuts = {50: Figure("ttft-p50", "TTFT p50: 60 words, 1 connection", "ms", [], [], row.bar)}
-        cuts[99] = Figure("ttft-p99", "TTFT p99: 60 words, 1 connection", "ms", [], [], row.bar)
-        watches = [Stopwatch(system.port) for system in self._pair.both]
-        try:
+        client = "" if acknowledges_at_once else ", client with delayed ACKs"
+        cuts = {
+            cut: Figure(
+                f"ttft-p{cut}{'' if acknowledges_at_once else '-delayed-acks'}",
+                f"TTFT p{cut}: {load.words} words, 1 connection{client}",
+                *("ms", [], [], bar),
+            )
+            for cut, bar in bars.items()
+        }
+        with contextlib.ExitStack() as stack:
+            watches = [
+                stack.enter_context(contextlib.closing(Stopwatch(one.port, acknowledges_at_once)))
+                for one in self._pair.both
+            ]
             self._time_asks(watches, load, asks // 4)
             for _ in range(self._pair.rounds):
                 timed = self._time_asks(watches, load, asks)
                 for cut, figure in cuts.items():
                     _add_quantile(figure, cut, timed)
-                self._pair.say(f"ttft: p50 {cuts[50].ratios[-1]:.2f} p99 {cuts[99].ratios[-1]:.2f}")
-        finally:
-            for watch in watches:
-                watch.close()
+        for figure in cuts.values():
+            self._pair.say(f"{figure.key}: {median(figure.ratios):.2f}")
         return list(cuts.values())
 
     def _time_asks(
@@ -157,13 +172,15 @@ class Measurer:
 
     def _soak(self, row: Row, load: Load) -> list[Figure]:
         total = self._pair.soak_requests
+        judged = total >= SOAK_REQUESTS
         size = Figure(
             row.key, f"frontend RSS after {total:,} requests, prompts never repeated", "MB",
-            [], [], row.bar,
+            [], [], row.bar if judged else None,
         )  # fmt: skip
         drift = Figure(
-            "rss-drift", "… growth of our RSS in the last half of them", "%", [], [], 3.0
-        )
+            "rss-drift", "growth of our RSS in the last half of them", "%",
+            [], [], DRIFT_PERCENT if judged else None,
+        )  # fmt: skip
         seen = {system.name: [system.rss_bytes()] for system in self._pair.both}
         for number in range(_SLICES):
             for system in self._pair.both:
@@ -183,6 +200,8 @@ class Measurer:
             f"theirs: {_drift_percent(theirs):.1f} %; at the start ours {ours[0] / 1e6:.0f} MB, "
             f"theirs {theirs[0] / 1e6:.0f} MB"
         ]
+        if not judged:
+            size.notes = [f"judged only after {SOAK_REQUESTS:,} requests (--soak)"]
         return [size, drift]
 
 

@@ -11,6 +11,8 @@ from load import Load
 Kind = Literal["cpu", "ttft", "long", "soak", "startup", "decision"]
 FAST, TRICKLE = 1000.0, 10.0
 LONG_PROMPT_TOKENS = 22_600
+SOAK_REQUESTS = 200_000  # what the bars about memory are about
+DRIFT_PERCENT = 3.0
 
 
 @dataclass(frozen=True)
