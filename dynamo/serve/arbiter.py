@@ -127,6 +127,12 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
             if not self._stopping and watcher.autostart:
                 await watcher._start()
 
+    def manage_watchers(self) -> Any:
+        """circus's regular look at its watchers; left out while a command is at work on them."""
+        if self._exclusive_running_command is None and not self._restarting:
+            return super().manage_watchers()
+        return None
+
     def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
         """A watcher has started a process."""
         self._alive[process.pid] = (watcher, process)

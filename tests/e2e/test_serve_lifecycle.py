@@ -98,6 +98,7 @@ def test_a_draining_sibling_does_not_hold_up_a_restart(serving: Serving) -> None
         assert time.monotonic() - began_s < 1.0 and psutil.pid_exists(slow)
         assert control.wait(15) == 0
     assert serving.stop() == 0
+    assert "Traceback" not in serving.text()
 
 
 def test_what_a_worker_started_ends_with_it(serving: Serving) -> None:
