@@ -12,6 +12,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 import msgspec
 
@@ -25,6 +26,7 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 _DICT_NAMES = frozenset(dir(dict))
+_LOOP_NAMES = frozenset(("depth", "first", "index", "index0", "last", "length", "revindex"))
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -210,12 +212,16 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As the sandbox does, without its detour for ``message.role`` on a dict."""
-        if type(obj) is dict and attribute not in _DICT_NAMES:
+        """As the sandbox does, without its detour for ``message.role`` on a dict and
+        ``loop.first``."""
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_NAMES:
             try:
                 return obj[attribute]
             except KeyError:
                 return self.undefined(obj=obj, name=attribute)
+        if kind is jinja2.runtime.LoopContext and attribute in _LOOP_NAMES:
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
 

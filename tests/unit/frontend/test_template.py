@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jinja2.sandbox
 import pytest
 from text_kit import EXAMPLE
 
@@ -186,3 +187,16 @@ def test_bad_templates_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "chat_template.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"chat_template\.json has no `chat_template`"):
         load_template(tmp_path)
+
+
+def test_loop_attributes_are_those_of_the_stock_sandbox() -> None:
+    source = (
+        "{% for m in messages %}{{ [loop.first, loop.last, loop.index, loop.index0, loop.length,"
+        " loop.revindex, loop.revindex0, loop.depth, loop.depth0, loop.previtem, loop.nextitem] }}"
+        "{{ [loop.nothing, loop._iterable, loop.__class__] }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": text} for text in ("a", "b", "c")]
+    stock = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(source)
+    expected = stock.render(messages=messages)
+    assert "True" in expected and "'b'" in expected
+    assert template(source).render(messages) == expected
