@@ -82,6 +82,15 @@ class Family(Generic[C]):
             child = self._children[values] = self._make()
         return child
 
+    def extended(self, values: tuple[str, ...], extra: Sequence[tuple[str, str]]) -> C:
+        """The child for these label values and for ``extra`` labels of its own (name, value)."""
+        if not extra:
+            return self.labels(*values)
+        key = (*values, *(text for pair in extra for text in pair))
+        if key not in self._children:
+            self._children[key] = self._make()
+        return self._children[key]
+
     def remove(self, *values: str) -> None:
         """Forget the child (a worker that is gone)."""
         self._children.pop(values, None)
@@ -136,8 +145,10 @@ def _render(family: Family[Counter] | Family[Gauge] | Family[Histogram], out: li
         return
     name = family.name
     out.append(f"# HELP {name} {_escape(family.help)}\n# TYPE {name} {family.kind}\n")
+    count = len(family.labelnames)
     for values, child in children:
-        pairs = zip(family.labelnames, values, strict=True)
+        extra = zip(values[count::2], values[count + 1 :: 2], strict=True)
+        pairs = [*zip(family.labelnames, values, strict=False), *extra]
         inner = ",".join(f'{key}="{_escape(value, quote=True)}"' for key, value in pairs)
         if isinstance(child, Histogram):
             _render_histogram(name, inner, child, out)

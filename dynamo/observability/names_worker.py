@@ -6,9 +6,14 @@ from dynamo.observability.names import MetricSpec
 
 __all__ = [
     "ENGINE_REQUEST",
+    "ENQUEUE_REJECTED",
+    "FIRST_RESPONSE",
+    "PERMIT_WAIT",
+    "POOL_ACTIVE",
     "POOL_CAPACITY",
     "PUBLISHER_DROPPED",
     "QUEUE_CAPACITY",
+    "QUEUE_DEPTH",
     "REJECTIONS",
     "REQUEST_QUEUE",
     "VLLM_GPU_USAGE",
@@ -32,6 +37,27 @@ REJECTIONS = MetricSpec(
 )
 POOL_CAPACITY = MetricSpec(
     "gauge", "dynamo_work_handler_pool_capacity", "Requests the engine takes"
+)
+POOL_ACTIVE = MetricSpec("gauge", "dynamo_work_handler_pool_active_tasks", "Requests being served")
+QUEUE_DEPTH = MetricSpec(
+    "gauge", "dynamo_work_handler_queue_depth", "Requests in line behind the next one"
+)
+ENQUEUE_REJECTED = MetricSpec(
+    "counter", "dynamo_work_handler_enqueue_rejected_total", "Requests that found the line full"
+)
+PERMIT_WAIT = MetricSpec(
+    "histogram",
+    "dynamo_work_handler_permit_wait_seconds",
+    "Seconds in line",
+    (),
+    (0.0001, 0.001, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60),
+)
+FIRST_RESPONSE = MetricSpec(
+    "histogram",
+    "dynamo_work_handler_time_to_first_response_seconds",
+    "Seconds from the request to its first response item",
+    (),
+    (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )
 QUEUE_CAPACITY = MetricSpec("gauge", "dynamo_work_handler_queue_capacity", "Places in the line")
 PUBLISHER_DROPPED = MetricSpec(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dynamo.errors import InvalidArgument
 from dynamo.observability.metrics import Registry
 from dynamo.runtime.client import Client
+from dynamo.runtime.meters import MetricsLabels
 from dynamo.runtime.requests import PushHandler, generator_handler
 from dynamo.runtime.serving import EndpointPath
 
@@ -99,7 +100,7 @@ class Endpoint:
         self,
         handler: Callable[..., Any],
         graceful_shutdown: bool = True,
-        metrics_labels: Sequence[tuple[str, str]] | None = None,
+        metrics_labels: MetricsLabels | None = None,
         health_check_payload: dict[str, Any] | None = None,
     ) -> None:
         """Serve ``async def handler(request[, context])``, an async generator of plain values.
@@ -107,16 +108,21 @@ class Endpoint:
         Returns when the process has left: its lease was revoked, ``shutdown()`` or a signal came,
         and the streams in flight have ended. ``graceful_shutdown=False`` cuts them instead.
         A cancelled caller does not wait: the endpoint is taken down and its streams are cut.
-        ValueError: served already. ``metrics_labels`` and ``health_check_payload`` are accepted
-        and have no effect yet.
+        ``metrics_labels`` are added to those of the endpoint's metrics. ValueError: served already,
+        or they are no labels. ``health_check_payload`` is accepted and has no effect yet.
         """
         push = generator_handler(handler, self.runtime.tasks)
-        await self.serve_push(push, graceful_shutdown)
+        await self.serve_push(push, graceful_shutdown, metrics_labels)
 
-    async def serve_push(self, handler: PushHandler, graceful_shutdown: bool = True) -> None:
+    async def serve_push(
+        self,
+        handler: PushHandler,
+        graceful_shutdown: bool = True,
+        metrics_labels: MetricsLabels | None = None,
+    ) -> None:
         """:meth:`serve_endpoint` for a handler of encoded payloads, called from the read."""
         serving = await self.runtime.start_serving()
-        await serving.add(self.path, handler, graceful_shutdown)
+        await serving.add(self.path, handler, graceful_shutdown, metrics_labels or ())
         try:
             await serving.retired.wait()
             await serving.remove(self.path)

@@ -16,14 +16,14 @@ import msgspec
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.errors import EngineShutdown
-from dynamo.observability import names
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import EndpointRecord, instance_key
 from dynamo.runtime.discovery import Discovery, Lease
 from dynamo.runtime.discovery.remains import request_socket_name
 from dynamo.runtime.health import Health
+from dynamo.runtime.meters import MetricsLabels, endpoint_stats, export_pool, export_uptime
 from dynamo.runtime.paths import socket_path
-from dynamo.runtime.requests import EndpointStats, PushHandler, RequestServer
+from dynamo.runtime.requests import PushHandler, RequestServer
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["EndpointPath", "Serving", "advertised_host"]
@@ -60,8 +60,7 @@ class Serving:
         self._leaving = False
         self._transport: dict[str, str] | None = None
         self._served: set[EndpointPath] = set()
-        uptime = names.gauge(metrics, names.Worker.UPTIME).labels(str(instance_id))
-        uptime.function = lambda: self.health.uptime_s
+        export_uptime(metrics, instance_id, self.health)
 
     def is_serving(self) -> bool:
         """Whether any endpoint is served."""
@@ -79,13 +78,19 @@ class Serving:
                 self._tasks.spawn(self._watch_lease(self.lease), name="lease")
             return self.lease
 
-    async def add(self, path: EndpointPath, handler: PushHandler, graceful: bool) -> None:
-        """Serve ``path`` and register this process as an instance. ValueError: served already."""
+    async def add(
+        self,
+        path: EndpointPath,
+        handler: PushHandler,
+        graceful: bool,
+        metrics_labels: MetricsLabels = (),
+    ) -> None:
+        """Serve ``path`` and register this process as an instance. ValueError: served already, or
+        ``metrics_labels`` (added to those of its metrics) are no labels."""
+        stats = endpoint_stats(self._metrics, path, self._instance_id, metrics_labels)
         await self.granted()
         await self._listen()
-        self.server.register(
-            "/".join(path), handler, stats=self._stats(path), graceful_shutdown=graceful
-        )
+        self.server.register("/".join(path), handler, stats=stats, graceful_shutdown=graceful)
         self._served.add(path)
         try:
             await self.publish(path)
@@ -179,6 +184,7 @@ class Serving:
         async with self._lock:
             if self._transport is not None:
                 return
+            export_pool(self._metrics, self.server)
             settings = self._settings
             if settings.request_plane == "uds":
                 path = socket_path(settings, request_socket_name(self._instance_id))
@@ -199,19 +205,6 @@ class Serving:
 
     def _key(self, path: EndpointPath) -> str:
         return "v1/instances/" + instance_key(*path, self._instance_id)
-
-    def _stats(self, path: EndpointPath) -> EndpointStats:
-        namespace, component, endpoint = path
-        labels = (component, endpoint, namespace, str(self._instance_id))
-        worker, metrics = names.Worker, self._metrics
-        return EndpointStats(
-            requests=names.counter(metrics, worker.REQUESTS).labels(*labels),
-            inflight=names.gauge(metrics, worker.INFLIGHT).labels(*labels),
-            request_bytes=names.counter(metrics, worker.REQUEST_BYTES).labels(*labels),
-            response_bytes=names.counter(metrics, worker.RESPONSE_BYTES).labels(*labels),
-            cancellations=names.counter(metrics, worker.CANCELLATION).labels(*labels),
-            duration_s=names.histogram(metrics, worker.DURATION).labels(*labels),
-        )
 
 
 def advertised_host(host: str) -> str:

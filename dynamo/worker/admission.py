@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 
 from dynamo.errors import Overloaded
 from dynamo.observability import names_worker as names
 from dynamo.observability.metrics import Registry
-from dynamo.observability.names import counter, gauge
+from dynamo.observability.names import counter, gauge, histogram
 
 __all__ = ["AdmissionGate"]
 
@@ -24,7 +25,7 @@ class AdmissionGate:
     def __init__(self, limit: int | None, queue_limit: int, registry: Registry) -> None:
         self._limit, self._queue_limit = _UNLIMITED if limit is None else (limit, queue_limit)
         self._running = 0
-        self._line: deque[Callable[[], None]] = deque()
+        self._line: deque[tuple[Callable[[], None], float]] = deque()
         self._export(registry)
 
     @property
@@ -44,11 +45,13 @@ class AdmissionGate:
         """
         if self._running < self._limit:
             self._running += 1
+            self._waits.observe(0.0)
             start()
         elif len(self._line) < self._queue_limit:
-            self._line.append(start)
+            self._line.append((start, time.monotonic()))
         else:
             self._refused.value += 1
+            self._rejected.value += 1
             raise Overloaded("Server overloaded: worker at capacity")
 
     def leave(self) -> None:
@@ -56,21 +59,27 @@ class AdmissionGate:
         self._running -= 1
         if self._line and self._running < self._limit:
             self._running += 1
-            self._line.popleft()()
+            start, since = self._line.popleft()
+            self._waits.observe(time.monotonic() - since)
+            start()
 
     def give_up(self, start: Callable[[], None]) -> bool:
         """Step out of the line; False if ``start`` was called already. O(line)."""
-        try:
-            self._line.remove(start)
-        except ValueError:
-            return False
-        return True
+        for place, (waiting, _) in enumerate(self._line):
+            if waiting == start:
+                del self._line[place]
+                return True
+        return False
 
     def _export(self, registry: Registry) -> None:
         self._refused = counter(registry, names.REJECTIONS).labels()
+        self._rejected = counter(registry, names.ENQUEUE_REJECTED).labels()
+        self._waits = histogram(registry, names.PERMIT_WAIT).labels()
         for spec, read in (
             (names.ENGINE_REQUEST, lambda: self._running),
+            (names.POOL_ACTIVE, lambda: self._running),
             (names.REQUEST_QUEUE, lambda: max(0, len(self._line) - 1)),
+            (names.QUEUE_DEPTH, lambda: max(0, len(self._line) - 1)),
             (names.POOL_CAPACITY, lambda: self._limit),
             (names.QUEUE_CAPACITY, lambda: max(1, self._queue_limit - 1)),
         ):

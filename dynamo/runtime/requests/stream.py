@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Protocol
 
 from dynamo.config.requests import RequestPlaneSettings
-from dynamo.errors import DynamoError, EngineFailure
+from dynamo.errors import Cancelled, DynamoError, EngineFailure, EngineShutdown, Overloaded
 from dynamo.observability.metrics import Counter, Gauge, Histogram
 from dynamo.runtime.context import CancelKind, Context
 from dynamo.runtime.requests.frames import DATA, END, pack, pack_error
@@ -23,6 +23,7 @@ __all__ = [
     "ServerStream",
 ]
 
+_NO_FAILURE = (Cancelled, EngineShutdown, Overloaded)
 REQUEST_ID = "request-id"
 """The header that carries ``Context.id()``."""
 
@@ -41,6 +42,8 @@ class EndpointStats:
     response_bytes: Counter = field(default_factory=Counter)
     cancellations: Counter = field(default_factory=Counter)
     duration_s: Histogram = field(default_factory=_durations)
+    first_response_s: Histogram = field(default_factory=_durations)
+    failed: Callable[[str], None] = lambda error_type: None
 
 
 class PushHandler(Protocol):
@@ -92,6 +95,7 @@ class ServerStream:
     """
 
     __slots__ = (
+        "_answered",
         "_cancelled",
         "_connection",
         "_context",
@@ -120,6 +124,7 @@ class ServerStream:
         self._context: Context | None = None
         self._gate: asyncio.Event | None = None
         self._level: CancelKind | None = None
+        self._answered = False
         self._cancelled = False
         self._paused = False
         self._started = perf_counter()
@@ -160,7 +165,11 @@ class ServerStream:
             text = f"response item of {len(payload)} bytes exceeds"
             self.error(EngineFailure(f"{text} DYN_TCP_MAX_MESSAGE_SIZE={limit}"))
             return
-        self._served.stats.response_bytes.value += len(payload)
+        stats = self._served.stats
+        stats.response_bytes.value += len(payload)
+        if not self._answered:
+            self._answered = True
+            stats.first_response_s.observe(perf_counter() - self._started)
         connection.write(pack(DATA, self._number, payload))
 
     def end(self) -> None:
@@ -172,6 +181,8 @@ class ServerStream:
     def error(self, error: DynamoError) -> None:
         """The response ends with ``error``. Idempotent."""
         if not self.closed:
+            if not isinstance(error, _NO_FAILURE):
+                self._served.stats.failed("generate")
             limit = self._connection.settings.max_message_size_bytes
             self._connection.write(pack_error(self._number, error, limit))
             self._finish()

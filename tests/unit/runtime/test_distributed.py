@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
@@ -464,12 +465,47 @@ async def test_counters_tell_what_was_served(deployment: Deployment):
     text = worker.metrics.render().decode().replace(".0\n", "\n")
     labels = (
         f'dynamo_component="comp",dynamo_endpoint="gen",dynamo_namespace="ns",'
-        f'worker_id="{worker.instance_id}"'
+        f'worker_id="{worker.instance_id:x}"'
     )
     assert f"dynamo_component_requests_total{{{labels}}} 2\n" in text
     assert f"dynamo_component_inflight_requests{{{labels}}} 0\n" in text
     assert f"dynamo_component_request_duration_seconds_count{{{labels}}} 2\n" in text
-    assert f'dynamo_component_uptime_seconds{{worker_id="{worker.instance_id}"}}' in text
+    assert f'dynamo_component_uptime_seconds{{worker_id="{worker.instance_id:x}"}}' in text
+    assert "dynamo_work_handler_time_to_first_response_seconds_count 2\n" in text
+    assert "dynamo_work_handler_pool_active_tasks 0\n" in text
+    assert "dynamo_component_errors_total" not in text
+    assert "work_handler" not in client._runtime.metrics.render().decode()
+
+
+async def test_labels_of_ones_own_and_failures_are_counted(deployment: Deployment):
+    async def fail(request: Any) -> AsyncIterator[int]:
+        raise KeyError(request)
+        yield 0
+
+    worker = deployment.runtime()
+    deployment.serve(worker, "ns.comp.gen", fail, metrics_labels=[("model", 'a"b'), ("gpu", "0")])
+    deployment.serve(worker, "ns.comp.plain", echo)
+    client = await deployment.client("ns.comp.gen")
+    with pytest.raises(EngineFailure):
+        await (await client.random("x")).__anext__()
+    text = worker.metrics.render().decode()
+    ours = f'worker_id="{worker.instance_id:x}"'
+    extra = 'model="a\\"b",gpu="0"'
+    assert f'dynamo_endpoint="gen",dynamo_namespace="ns",{ours},{extra}}} 1\n' in text
+    assert f'{ours},error_type="generate",{extra}}} 1\n' in text
+    assert f'{ours},{extra},le="600"}} 1\n' in text
+    assert f'dynamo_endpoint="plain",dynamo_namespace="ns",{ours}}} 0\n' in text
+    assert list(text_string_to_metric_families(text))
+
+
+@pytest.mark.parametrize(
+    "labels", [[("a-b", "x")], [("le", "x")], [("worker_id", "x")], [("a", "x"), ("a", "y")]]
+)
+async def test_what_is_no_label_is_refused(labels: list[tuple[str, str]]):
+    runtime = DistributedRuntime(None, RuntimeSettings(discovery_backend="mem"))
+    with pytest.raises(ValueError, match="metrics_labels"):
+        await runtime.endpoint("ns.comp.gen").serve_endpoint(echo, metrics_labels=labels)
+    await runtime.close()
 
 
 @pytest.mark.parametrize("path", ["bad", "a.b", "a.b.c.d", "a..c", "", "dyn://a.b", "a/x.b.c"])

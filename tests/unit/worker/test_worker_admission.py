@@ -26,6 +26,10 @@ def test_exactly_n_plus_q_then_refused() -> None:
         "dynamo_work_handler_queue_capacity 1",
         "dynamo_work_handler_pool_capacity 2",
         "dynamo_rejection_request_total 1",
+        "dynamo_work_handler_enqueue_rejected_total 1",
+        "dynamo_work_handler_pool_active_tasks 2",
+        "dynamo_work_handler_queue_depth 1",
+        "dynamo_work_handler_permit_wait_seconds_count 2",
     ):
         assert line in text
     gate.leave()
