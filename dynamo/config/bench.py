@@ -96,9 +96,7 @@ class BenchSettings:
         metavar="ttft:MS,itl:MS,latency:MS",
         help="count the requests that meet all these limits, e.g. ttft:2000,itl:25",
     )
-    timeout_s: float = knob(
-        600.0, "--timeout", minimum=1.0, help="seconds until a request fails"
-    )
+    timeout_s: float = knob(600.0, "--timeout", minimum=1.0, help="seconds until a request fails")
     seed: int = knob(0, "--seed", minimum=0, help="seed of prompts and arrivals")
     json: bool = knob(False, "--json", help="print the result as JSON instead of a table")
     output: str | None = knob(None, "--output", help="also write the JSON result to this file")
