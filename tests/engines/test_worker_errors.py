@@ -1,0 +1,71 @@
+"""What a worker's handler raises is what the client of the frontend reads. Spec 5.4."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployment import MODEL, Deployment
+
+WORKER = Path(__file__).with_name("worker_failing.py")
+UNAVAILABLE = (503, "Service temporarily unavailable", "Service Unavailable")
+
+
+def start(deployment: Deployment, name: str = "failing") -> None:
+    with (deployment.logs / f"{name}.log").open("wb") as log:
+        command = [sys.executable, str(WORKER), str(MODEL)]
+        process = subprocess.Popen(command, env=deployment.env, stdout=log, stderr=log)
+    deployment.processes.append(process)
+
+
+def complete(deployment: Deployment, token: int, **more: Any) -> tuple[int, bytes]:
+    body = {"model": "tiny", "prompt": [token, 9, 9], "max_tokens": 4, **more}
+    status, _, answer = deployment.request("POST", "/v1/completions", body)
+    return status, answer
+
+
+@pytest.fixture
+def failing(deployment: Deployment) -> Deployment:
+    start(deployment)
+    deployment.frontend("--router-mode", "kv")
+    deployment.wait_for_workers(1)
+    return deployment
+
+
+def test_every_exception_has_its_status(failing: Deployment) -> None:
+    for token, expected in {
+        1: (400, "n is odd", "Bad Request"),
+        2: (418, "short and stout", "I'm a Teapot"),
+        3: UNAVAILABLE,
+        4: (500, "Internal server error", "Internal Server Error"),
+        5: (500, "Internal server error", "Internal Server Error"),
+        6: (499, "Request cancelled", "Client Closed Request"),
+        7: UNAVAILABLE,
+    }.items():
+        for stream in (False, True):
+            status, answer = complete(failing, token, stream=stream)
+            said = json.loads(answer)
+            assert (status, said["message"], said["type"]) == expected
+            assert said["code"] == status and b"secret" not in answer
+    # The only worker is tried all the same, though its engine has just said that it shuts down.
+    assert complete(failing, 8)[0] == 200
+
+
+def test_who_shuts_down_is_avoided_while_there_are_others(failing: Deployment) -> None:
+    start(failing, "second")
+    failing.wait_for_workers(2)
+    extra = {"nvext": {"extra_fields": ["worker_id"]}}
+
+    def where() -> int:
+        status, answer = complete(failing, 8, **extra)
+        assert status == 200
+        return int(json.loads(answer)["nvext"]["worker_id"]["decode_worker_id"])
+
+    assert len({where() for _ in range(40)}) == 2
+    leaving = where()
+    assert complete(failing, 7, nvext={"backend_instance_id": leaving})[0] == 503
+    assert leaving not in {where() for _ in range(20)}
