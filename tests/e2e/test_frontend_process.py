@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +14,10 @@ from typing import Any
 
 import pytest
 from deployment import Deployment
+from jsonschema import Draft202012Validator
 from prometheus_client.parser import text_string_to_metric_families
+from referencing import Registry
+from referencing.jsonschema import DRAFT202012
 
 CHAT = "/v1/chat/completions"
 
@@ -195,6 +199,31 @@ def test_the_frontend_ignores_the_status_port_of_workers(deployment: Deployment)
         deployment.frontend(DYN_SYSTEM_PORT=str(taken.getsockname()[1]))
         deployment.wait_for_workers(0)
     assert deployment.request("GET", "/live")[0] == 200
+
+
+def test_the_document_of_the_api_is_whole(started: Deployment) -> None:
+    text = started.request("GET", "/openapi.json")[2].decode()
+    document = json.loads(text)
+    assert document["openapi"].startswith("3.1") and set(document["info"]) >= {"title", "version"}
+    for schema in document["components"]["schemas"].values():
+        Draft202012Validator.check_schema(schema)
+    for reference in set(re.findall(r'"\$ref":"#/([^"]+)"', text)):
+        node = document
+        for step in reference.split("/"):
+            node = node[step]
+    store = {"$id": "urn:api", **document}
+    body = {"$ref": "urn:api#/components/schemas/ChatCompletionRequest"}
+    registry = Registry().with_resource("urn:api", DRAFT202012.create_resource(store))
+    chats = Draft202012Validator(body, registry=registry)
+    assert chats.is_valid(chat(5)) and not chats.is_valid({**chat(5), "temperature": 3})
+    for path, operations in document["paths"].items():
+        assert re.findall(r"{(\w+)}", path) == [
+            one["name"] for one in operations.get("get", {}).get("parameters", ())
+        ]
+        for method, operation in operations.items():
+            assert operation["responses"]
+            status = started.request(method.upper(), path.replace("{model}", "tiny"), {})[0]
+            assert status not in (404, 405), path
 
 
 def test_informational_routes(started: Deployment) -> None:
