@@ -6,10 +6,10 @@ from array import array
 from collections import Counter
 
 import pytest
-from dynamo._fast.radix import RadixTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo._fast.radix import RadixTree
 from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, KvQueryAnswer, Removed, Stored
 from dynamo.router import indexer as indexer_module
 from dynamo.router.indexer import Indexer, Recovery
