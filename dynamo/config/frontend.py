@@ -89,6 +89,13 @@ class FrontendSettings:
         exclusive_minimum=True,
         help="seconds an engine may be silent in the middle of a request; default: any",
     )
+    sse_keep_alive_ms: float | None = knob(
+        None,
+        env="DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS",
+        minimum=0,
+        exclusive_minimum=True,
+        help="send a comment on streams that were silent for so many milliseconds; default: never",
+    )
     slow_client_limit_mb: int = knob(
         8,
         env="DYN_HTTP_SLOW_CLIENT_LIMIT_MB",

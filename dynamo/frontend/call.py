@@ -20,6 +20,7 @@ from dynamo.frontend.generation import GenerationStream
 from dynamo.frontend.http import Exchange
 from dynamo.frontend.leg import Leg
 from dynamo.frontend.metrics import ModelMetrics
+from dynamo.frontend.sse import KEEP_ALIVE
 
 if TYPE_CHECKING:
     from dynamo.frontend.flow import Flow
@@ -171,6 +172,16 @@ class Call:
             return
         self._held_bytes = 0
         exchange.write(self.generation.flush())
+
+    def keep_alive(self) -> None:
+        """The engine has been silent for a while: tell whoever waits for a stream that it lives.
+
+        It begins the answer if need be; an error that follows is an event then. Spec 5.8.
+        """
+        if self.streaming and not self.closed and not self.exchange.above_high_water:
+            if not self._begun:
+                self._begin()
+            self.exchange.write(KEEP_ALIVE)
 
     def fail(self, error: DynamoError, by_worker: bool = False) -> None:
         """End the call with ``error``: as a status if nothing was sent yet, else in the stream."""

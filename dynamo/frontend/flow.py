@@ -40,12 +40,16 @@ class Flow:
         self._timer: asyncio.TimerHandle | None = None
         if self._silence_s is not None:
             self._sweep()
+        self._keep_alive_timer: asyncio.TimerHandle | None = None
+        if settings.sse_keep_alive_ms is not None:
+            self._keep_alive(settings.sse_keep_alive_ms / 1e3)
 
     def close(self) -> None:
-        """Stop looking for silent engines."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Stop looking for silent engines and streams."""
+        for timer in (self._timer, self._keep_alive_timer):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._keep_alive_timer = None
 
     def fail_all(self, error: DynamoError) -> None:
         """End every request with ``error``: the time for draining is over."""
@@ -58,3 +62,9 @@ class Flow:
         for call in [one for one in self.live if one.heard_at < limit_s]:
             call.fail(BackendSilent(f"the engine was silent for {self._silence_s:g} s"))
         self._timer = self._loop.call_later(min(1.0, self._silence_s / 4), self._sweep)
+
+    def _keep_alive(self, interval_s: float) -> None:
+        before = time.monotonic() - interval_s
+        for call in [one for one in self.live if one.heard_at < before]:
+            call.keep_alive()
+        self._keep_alive_timer = self._loop.call_later(interval_s, self._keep_alive, interval_s)

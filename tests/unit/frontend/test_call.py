@@ -631,6 +631,21 @@ async def test_a_slow_client_gathers_one_delta_and_is_cut_off_at_the_bound(site:
     assert site.ended("cancelled", "stream") == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_waiting_client_hears_that_its_stream_lives(stream: bool) -> None:
+    site = Site(sse_keep_alive_ms=10)
+    site.chat(stream=stream)
+    beats = b": keep-alive\n\n"
+    await asyncio.sleep(0.1)
+    assert (site.bench.transport.out.count(beats) > 1) is stream
+    site.streams[0].say(ids(site, "good"), finish_reason="stop")
+    site.streams[0].sink.on_end()
+    await turn()
+    assert site.status == 200
+    site.settled()
+    site.flow.close()
+
+
 async def test_a_silent_engine_ends_the_request() -> None:
     site = Site(backend_stream_timeout_s=0.05)
     site.chat()
