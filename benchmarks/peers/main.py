@@ -128,7 +128,15 @@ class Comparison:
         ):
             pair = Pair(ours, theirs, self._wrk, args.seconds, args.rounds, args.soak, self._say)
             measurer = Measurer(pair)
-            return {row.key: measurer.measure(row) for row in rows}
+            return {row.key: self._measured(measurer, row) for row in rows}
+
+    def _measured(self, measurer: Measurer, row: Row) -> list[Figure]:
+        """A row that fails says so in its place; the others are still worth having."""
+        try:
+            return measurer.measure(row)
+        except (LoadError, OSError) as error:
+            notes = [f"not measured: {error}"]
+            return [Figure(row.key, row.title, "", [], limit=row.bar, valid=False, notes=notes)]
 
     def _alone(self, row: Row, directory: Path) -> Figure:
         self._say(row.title)
