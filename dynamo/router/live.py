@@ -87,7 +87,7 @@ class LiveRouter:
         self._runtime = runtime
         self._settings = settings
         self._client = client
-        place = Place(namespace, component, model, str(runtime.instance_id))
+        place = Place(namespace, component, model, f"{runtime.instance_id:x}")
         registry = runtime.metrics
         index = make_index(settings)
         kv_mode = settings.mode == "kv"
