@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from dynamo.errors import ConfigError
 
-__all__ = ["Knob", "describe", "environ", "from_env", "knob", "load", "to_env"]
+__all__ = ["Knob", "describe", "environ", "from_env", "knob", "load", "preset", "to_env"]
 
 T = TypeVar("T")
 _TRUE = frozenset(("true", "1", "yes", "on"))
@@ -63,6 +63,11 @@ def knob(
 def environ() -> dict[str, str]:
     """A copy of the process environment, for handing to a child process."""
     return dict(os.environ)
+
+
+def preset(variable: str, value: str) -> None:
+    """Give a library's own ``variable`` a value, unless the user has given it one."""
+    os.environ.setdefault(variable, value)
 
 
 def load(

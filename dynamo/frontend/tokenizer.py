@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import fastokens
 import tokenizers
 
+from dynamo.config import preset
 from dynamo.errors import ConfigError
 from dynamo.frontend.model_files import ModelFiles, TokenizerFile, read_model_files
 from dynamo.frontend.pieces import PieceTable
@@ -131,6 +132,8 @@ class _FastEncoder:
     inline_limit_bytes = _FAST_INLINE_BYTES
 
     def __init__(self, path: Path) -> None:
+        # A long prompt on several threads is a little sooner done and costs 15 % more CPU.
+        preset("FASTOKENS_BPE_THREADS", "1")
         self._native = fastokens.Tokenizer.from_file(str(path))
         self._native.no_truncation()
         self._native.no_padding()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dynamo.config import describe, from_env, knob, load, to_env
+from dynamo.config import describe, environ, from_env, knob, load, preset, to_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 
@@ -114,3 +114,13 @@ def test_from_env_raises_instead_of_exiting() -> None:
 def test_describe_lists_every_knob() -> None:
     rows = describe(Settings)
     assert len(rows) == 6 and rows[1] == ("--share", "DYN_SHARE", 0.5, "0..1")
+
+
+def test_a_preset_yields_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_TEST_PRESET", "theirs")
+    preset("DYN_TEST_PRESET", "ours")
+    assert environ()["DYN_TEST_PRESET"] == "theirs"
+    monkeypatch.delenv("DYN_TEST_PRESET")
+    preset("DYN_TEST_PRESET", "ours")
+    assert environ()["DYN_TEST_PRESET"] == "ours"
+    monkeypatch.delenv("DYN_TEST_PRESET")
