@@ -7,10 +7,12 @@ gives way to others after each one; all tokens of an iteration leave in one writ
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo.errors import DynamoError
+from dynamo.mocker.alarm import Alarm
 from dynamo.mocker.blocks import BlockPool, Holding
 from dynamo.mocker.meters import Meters
 from dynamo.mocker.reply import Reply
@@ -120,24 +122,27 @@ class Rank:
 
     async def run(self) -> None:
         """Iterate for ever; cancel to end."""
-        loop = asyncio.get_running_loop()
+        with Alarm() as alarm:
+            await self._iterate(alarm)
+
+    async def _iterate(self, alarm: Alarm) -> None:
         timing, pool, scheduler = self.shape.timing, self.pool, self.scheduler
-        due = loop.time()
+        due = time.monotonic()
         self._report(due)
         while True:
             self._work.clear()
             batch = scheduler.schedule()
             if not batch.producing and not batch.prefill_tokens:
-                self._report(loop.time())
+                self._report(time.monotonic())
                 await self._work.wait()
-                due = loop.time()
+                due = time.monotonic()
                 continue
             usage = pool.used / pool.capacity
             spent_s = timing.iteration_s(batch.prefill_tokens, batch.decodes, usage)
-            due = max(due, loop.time() - _LAG_LIMIT_S) + spent_s
+            due = max(due, time.monotonic() - _LAG_LIMIT_S) + spent_s
             if spent_s:
-                await asyncio.sleep(max(0.0, due - loop.time()))
-            self._finish(batch, loop.time())
+                await alarm.until(due)
+            self._finish(batch, time.monotonic())
             if not spent_s:
                 await asyncio.sleep(0)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import urllib.request
 import venv
 from pathlib import Path
 
 import pytest
+from deployment import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ("dynamo", "examples", "README.md", "LICENSE", "pyproject.toml", "setup.py")
@@ -42,10 +46,46 @@ def test_wheel_runs_where_there_is_no_checkout(tmp_path: Path) -> None:
     assert "0." in _run([dynamo, "--version"], tmp_path)
     graph = str(source / "examples/quickstart.yaml")
     assert "dynamo_Frontend" in _run([dynamo, "serve", graph, "--dry-run"], tmp_path)
+    assert _serves([dynamo, "serve", graph], tmp_path) == ["tiny"]
+
+
+def _serves(command: list[str], cwd: Path) -> list[str]:
+    """Serve until the first line for a human, ask for the models, press Ctrl-C."""
+    port = free_port()
+    serve = subprocess.Popen(
+        [*command, f"--Frontend.http-port={port}"],
+        cwd=cwd,
+        env={**_environment(), "DYN_LOCAL_STATE_DIR": str(cwd / "state")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert serve.stdout is not None
+    try:
+        seen = []
+        for line in serve.stdout:
+            seen.append(line)
+            if "ready:" in line:
+                break
+        assert "ready:" in seen[-1], "".join(seen)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10) as answer:
+            models = json.load(answer)["data"]
+    finally:
+        serve.send_signal(signal.SIGINT)
+        serve.stdout.read()
+        serve.stdout.close()
+        assert serve.wait(timeout=60) == 0
+    assert not (cwd / "state/dynamo.json").exists()
+    return [model["id"] for model in models]
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(("DYN_", "PYTHONPATH"))}
 
 
 def _run(command: list[str], cwd: Path) -> str:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("DYN_", "PYTHONPATH"))}
-    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=500)
+    result = subprocess.run(
+        command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=500
+    )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return result.stdout
