@@ -37,7 +37,7 @@ class Meters:
             gauge(self._registry, spec).labels(*self._labels).function = read
 
     def iteration(self, now: float, batch: Batch, preemptions: int) -> None:
-        """An iteration ended at ``now`` (monotonic seconds); call before its tokens are handed out."""
+        """An iteration ended at ``now`` (monotonic); call before its tokens are handed out."""
         if batch.decodes:
             self._itl.observe(now - self._now, batch.decodes)
         self._now = now
