@@ -205,8 +205,9 @@ class Call:
         received = self.exchange.received_at
         now = time.monotonic()
         first = self._first_at or now
-        overlap = sum(leg.decision.overlap_blocks for leg in self.legs)
-        blocks = sum(leg.decision.prompt_blocks for leg in self.legs)
+        decisions = [leg.decision for leg in self.legs if leg.decision is not None]
+        overlap = sum(one.overlap_blocks for one in decisions)
+        blocks = sum(one.prompt_blocks for one in decisions)
         return {
             "request_received_ms": int((time.time() - (now - received)) * 1e3),
             "prefill_wait_time_ms": (self._dispatched_at - received) * 1e3,
@@ -267,6 +268,8 @@ class Call:
         if usage.cached_tokens is not None:
             model.cached.observe(usage.cached_tokens)
         for leg in self.legs:
+            if leg.decision is None:
+                continue
             last = metrics.worker(leg.decision.worker_id, leg.decision.dp_rank)
             last.isl.value = self._prompt_tokens
             if leg.tokens:

@@ -30,7 +30,7 @@ _NEVER = 0.0
 class Leg:
     """Choice ``index`` of ``call``, booked at ``picker`` under ``booking``.
 
-    ``decision`` and ``stream`` are set by who dispatches it. Times are monotonic seconds.
+    ``decision`` and ``stream`` are there once it is dispatched. Times are monotonic seconds.
     """
 
     __slots__ = (
@@ -47,7 +47,7 @@ class Leg:
         "tokens",
     )
 
-    decision: Decision
+    decision: Decision | None
     stream: ClientStream | None
 
     def __init__(self, call: Call, index: int, picker: Picker, booking: str) -> None:
@@ -55,12 +55,17 @@ class Leg:
         self.index = index
         self.picker = picker
         self.booking = booking
+        self.decision = None
         self.stream = None
         self.open = True
         self.first_at = _NEVER
         self.last_at = _NEVER
         self.tokens = 0
         self._released = False
+
+    def decided(self, decision: Decision) -> None:
+        """It goes there, and is booked."""
+        self.decision = decision
 
     def on_data(self, payload: bytes) -> None:
         """One engine output: to text, and into this turn's news of the call."""
@@ -113,6 +118,8 @@ class Leg:
             self.stream.kill()
         self.open = False
         self.stream = None  # it knows the leg
+        if self.decision is None:  # never booked
+            return
         if self.tokens:
             self.picker.add_output_tokens(self.booking, self.tokens)
         self.picker.free(self.booking)

@@ -8,6 +8,7 @@ import time
 
 from dynamo.config.router import RouterSettings
 from dynamo.frontend.accepted import AcceptedWorkers
+from dynamo.frontend.dispatch import Dispatch
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocessor import Preprocessor
 from dynamo.protocols.card import ModelCard
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelEntry:
-    """``preprocessor``, ``client`` and ``picker`` are there when ``ready``.
+    """``preprocessor``, ``client``, ``picker`` and ``dispatch`` are there when ``ready``.
 
     ``workers`` are the cards by their keys; a model may be without workers for a while.
     """
@@ -30,6 +31,7 @@ class ModelEntry:
     preprocessor: Preprocessor
     client: Client
     picker: Picker
+    dispatch: Dispatch
 
     def __init__(self, card: ModelCard, metrics: FrontendMetrics) -> None:
         self.card = card
@@ -97,6 +99,7 @@ class ModelEntry:
             self._accepted.on_change(self._workers_changed)
             self._live = await self._start_router(runtime, settings, self._accepted)
             self.picker = self._live.picker
+            self.dispatch = Dispatch(self.picker, self.client)
             self.client.on_inhibited(self._live.picker.fleet.shun)
             self.ready = not self._closed
         finally:

@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.frontend.call import Call, Caption
 from dynamo.frontend.failures import error_response, explained, labels
@@ -26,8 +24,6 @@ from dynamo.frontend.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.request_headers import request_id, routed
 from dynamo.frontend.routes import Routes
 from dynamo.frontend.validation import parse_chat, parse_completion
-from dynamo.protocols.codec import encode
-from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.protocols.openai import GenerationRequest
 from dynamo.router.picker import Decision
 from dynamo.runtime.requests.stream import REQUEST_ID
@@ -175,48 +171,24 @@ class OpenAIRoutes:
             generation.worker_id = self._worker_id(decision)
             call.located()
             return
-        legs = call.legs = self._book(call, entry, prepared.requests, routing)
-        if request.nvext is not None:
-            generation.worker_id = self._worker_id(legs[0].decision)
+        legs = call.legs = [
+            # Numbered, because clients may send the same id twice at once.
+            Leg(call, index, entry.picker, f"{call.caption.request_id}/{next(self._numbers)}")
+            for index in range(len(prepared.requests))
+        ]
+        headers = {REQUEST_ID: call.caption.request_id}
+        for leg, engine_request in zip(legs, prepared.requests, strict=True):
+            entry.dispatch.send(leg, engine_request, routing, headers)
+        first = legs[0].decision
+        if request.nvext is not None and first is not None:
+            generation.worker_id = self._worker_id(first)
         booked = time.monotonic()
         metrics.route_stage.observe(booked - begun)
         metrics.plane_queue.observe(booked - call.exchange.received_at)
-        headers = {REQUEST_ID: call.caption.request_id}
-        for leg, engine_request in zip(legs, prepared.requests, strict=True):
-            _instruct(engine_request, routing, leg.decision)
-            leg.stream = entry.client.open(
-                leg.decision.worker_id, encode(engine_request), leg, headers
-            )
         call.dispatched(prepared.prompt_tokens)
         sent_s = time.monotonic() - booked
         metrics.dispatch_stage.observe(sent_s)
         metrics.plane_send.observe(sent_s)
-
-    def _book(
-        self,
-        call: Call,
-        entry: ModelEntry,
-        requests: list[PreprocessedRequest],
-        routing: Routing | None,
-    ) -> list[Leg]:
-        picker, request_id = entry.picker, call.caption.request_id
-        legs: list[Leg] = []
-        try:
-            for index, one in enumerate(requests):
-                # Numbered, because clients may send the same id twice at once.
-                leg = Leg(call, index, picker, f"{request_id}/{next(self._numbers)}")
-                leg.decision = picker.pick(
-                    leg.booking,
-                    one.token_ids,
-                    routing=routing,
-                    override=one.router_config_override,
-                )
-                legs.append(leg)
-        except BaseException:
-            for leg in legs:
-                leg.release()
-            raise
-        return legs
 
     def _worker_id(self, decision: Decision) -> dict[str, Any]:
         shown: dict[str, Any] = {
@@ -226,14 +198,6 @@ class OpenAIRoutes:
         if self._models.kv_mode:
             shown["prefill_dp_rank"] = shown["decode_dp_rank"] = decision.dp_rank
         return shown
-
-
-def _instruct(request: PreprocessedRequest, routing: Routing | None, decision: Decision) -> None:
-    """Tell the worker what the router decided. Spec 7.4."""
-    request.estimated_prefix_hit_num_blocks = decision.overlap_blocks or None
-    if decision.dp_rank:
-        routing = msgspec.structs.replace(routing or Routing(), dp_rank=decision.dp_rank)
-    request.routing = routing
 
 
 def _is_location_query(request: GenerationRequest) -> bool:

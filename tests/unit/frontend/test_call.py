@@ -29,6 +29,7 @@ from dynamo.errors import (
     Overloaded,
 )
 from dynamo.frontend.admission import Admission
+from dynamo.frontend.dispatch import Dispatch
 from dynamo.frontend.flow import Flow
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.openai import OpenAIRoutes
@@ -89,6 +90,7 @@ class Site:
             metrics=self.metrics.model("tiny"),
             picker=self,
             client=self,
+            dispatch=Dispatch(self, self),
         )
         self.kv_mode = True
         self.tasks = Tasks("test")

@@ -21,9 +21,9 @@ WORDS = st.sampled_from(["hello", " world", " ", "  ", "😀", "é", "你好", "
 
 @functools.cache
 def other_model(family: str) -> Tokenizer:
-    directory = Path(tempfile.mkdtemp(prefix="detokenizer-"))
-    {"llama": write_llama_like, "metaspace": write_metaspace}[family](directory)
-    return load_tokenizer(directory)
+    with tempfile.TemporaryDirectory(prefix="detokenizer-") as directory:
+        {"llama": write_llama_like, "metaspace": write_metaspace}[family](Path(directory))
+        return load_tokenizer(directory)
 
 
 def stream(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> list[str]:
