@@ -33,6 +33,16 @@ class Dispatch:
     ) -> None:
         """Put ``leg`` on its way. Raises what :meth:`Picker.pick` raises; the leg is released by
         its call then."""
+        self.decode(leg, request, routing, headers)
+
+    def decode(
+        self,
+        leg: Leg,
+        request: PreprocessedRequest,
+        routing: Routing | None,
+        headers: dict[str, str],
+    ) -> None:
+        """The last stretch: to the worker that generates."""
         decision = self.picker.pick(
             leg.booking,
             request.token_ids,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -20,17 +20,26 @@ from dynamo.runtime.requests import ClientStream
 if TYPE_CHECKING:
     from dynamo.frontend.call import Call
 
-__all__ = ["Leg"]
+__all__ = ["Leg", "Pending"]
 
 log = logging.getLogger(__name__)
 _decode = decoder(EngineOutput).decode
 _NEVER = 0.0
 
 
+class Pending(Protocol):
+    """What a leg waits for before its worker gets the request."""
+
+    def cancel(self) -> None:
+        """Nobody waits any more: nothing is booked or running afterwards. Idempotent."""
+        ...
+
+
 class Leg:
     """Choice ``index`` of ``call``, booked at ``picker`` under ``booking``.
 
-    ``decision`` and ``stream`` are there once it is dispatched. Times are monotonic seconds.
+    ``decision`` and ``stream`` are there once it is dispatched; until then ``pending`` may be what
+    it waits for. Times are monotonic seconds.
     """
 
     __slots__ = (
@@ -42,6 +51,7 @@ class Leg:
         "index",
         "last_at",
         "open",
+        "pending",
         "picker",
         "stream",
         "tokens",
@@ -57,6 +67,7 @@ class Leg:
         self.booking = booking
         self.decision = None
         self.stream = None
+        self.pending: Pending | None = None
         self.open = True
         self.first_at = _NEVER
         self.last_at = _NEVER
@@ -114,6 +125,9 @@ class Leg:
         if self._released:
             return
         self._released = True
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.cancel()
         if self.open and self.stream is not None:
             self.stream.kill()
         self.open = False
