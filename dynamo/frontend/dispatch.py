@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from dynamo.errors import DynamoError
 from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.picker import Decision, Picker
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from dynamo.frontend.leg import Leg
 
 __all__ = ["Dispatch"]
+
+log = logging.getLogger(__name__)
 
 
 class Dispatch:
@@ -42,7 +46,10 @@ class Dispatch:
         routing: Routing | None,
         headers: dict[str, str],
     ) -> None:
-        """The last stretch: to the worker that generates."""
+        """The last stretch: to the worker that generates.
+
+        ``leg`` is still open. Raises what :meth:`Picker.pick` raises.
+        """
         decision = self.picker.pick(
             leg.booking,
             request.token_ids,
@@ -52,6 +59,29 @@ class Dispatch:
         leg.decided(decision)
         _instruct(request, routing, decision)
         leg.stream = self.client.open(decision.worker_id, encode(request), leg, headers)
+
+
+    def decode_later(
+        self,
+        leg: Leg,
+        request: PreprocessedRequest,
+        routing: Routing | None,
+        headers: dict[str, str],
+    ) -> None:
+        """:meth:`decode` from a callback, where nobody catches: an error ends the call.
+
+        A leg that has ended meanwhile is left alone; what it waited for is over either way.
+        """
+        leg.pending = None
+        if not leg.open or leg.call.closed:
+            return
+        try:
+            self.decode(leg, request, routing, headers)
+        except DynamoError as error:
+            leg.call.fail(error)
+        except Exception:
+            log.exception("request %s failed", leg.booking)
+            leg.call.fail(DynamoError("a bug in the frontend"))
 
 
 def _instruct(request: PreprocessedRequest, routing: Routing | None, decision: Decision) -> None:

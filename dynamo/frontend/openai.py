@@ -179,6 +179,8 @@ class OpenAIRoutes:
         headers = {REQUEST_ID: call.caption.request_id}
         for leg, engine_request in zip(legs, prepared.requests, strict=True):
             entry.dispatch.send(leg, engine_request, routing, headers)
+            if call.closed:  # what the leg was to wait for failed at once
+                return
         first = legs[0].decision
         if request.nvext is not None and first is not None:
             generation.worker_id = self._worker_id(first)
