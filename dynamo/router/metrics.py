@@ -17,18 +17,21 @@ from dynamo.router.predicted import PredictedCache, PredictionCounts
 
 __all__ = ["DecisionMetrics", "EventMetrics", "Place", "WorkerMetrics", "gates", "predictions"]
 
-_PHASE = "aggregated"
-_WORKER_TYPE = "decode"
-
 
 @dataclass(frozen=True)
 class Place:
-    """Whose metrics these are: the component routed to, and the process that routes."""
+    """Whose metrics these are: the component routed to, and the process that routes.
+
+    ``phase`` and ``worker_type`` are label values: what the routed requests do there (aggregated,
+    prefill, decode), and what the workers are (prefill, decode).
+    """
 
     namespace: str
     component: str
     model: str = ""
     router_id: str = "0"
+    phase: str = "aggregated"
+    worker_type: str = "decode"
 
     @property
     def router(self) -> tuple[str, ...]:
@@ -42,7 +45,7 @@ class Place:
             self.component,
             self.namespace,
             self.model,
-            _PHASE,
+            self.phase,
             self.router_id,
             self.router_id,
         )
@@ -184,14 +187,14 @@ class WorkerMetrics:
             if active is None:
                 continue
             for part, family in enumerate(self._loads):
-                child = family.labels(str(rank), str(member.worker_id), _WORKER_TYPE)
+                child = family.labels(str(rank), str(member.worker_id), self._place.worker_type)
                 child.function = _reader(active, slot, part)
 
     def removed(self, member: Member) -> None:
         """Forget the worker's rows."""
         for rank in member.slots:
             for family in self._loads:
-                family.remove(str(rank), str(member.worker_id), _WORKER_TYPE)
+                family.remove(str(rank), str(member.worker_id), self._place.worker_type)
             self._registered.remove(*self._registration(member, rank))
 
     def _registration(self, member: Member, rank: int) -> tuple[str, ...]:
@@ -202,7 +205,7 @@ class WorkerMetrics:
             place.namespace,
             str(member.worker_id),
             place.router_id,
-            _WORKER_TYPE,
+            place.worker_type,
         )
 
 
