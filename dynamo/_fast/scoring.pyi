@@ -8,8 +8,8 @@ __all__ = ["Weights", "choose", "costs"]
 class Weights:
     """The coefficients of the cost; immutable. Spec 3.1.
 
-    ``block_size`` in tokens. ``credit``, ``host`` and ``disk`` are the share of a block of prefill
-    that a cached block on that tier saves; ``decay`` weakens the device credit of a worker whose
+    ``block_size`` in tokens. ``credit``, ``host``, ``disk`` and ``shared`` are the share of a
+    block of prefill that a cached block on that tier saves; ``decay`` weakens the device credit of a worker whose
     active prefill is above the least loaded candidate's. Raises ValueError when a value is not
     finite, ``block_size`` < 1 or ``decay`` < 0.
     """
@@ -20,6 +20,7 @@ class Weights:
     decay: float
     host: float
     disk: float
+    shared: float
     def __init__(
         self,
         block_size: int,
@@ -29,6 +30,7 @@ class Weights:
         decay: float = 0.0,
         host: float = 0.75,
         disk: float = 0.25,
+        shared: float = 0.0,
     ) -> None: ...
 
 def costs(
@@ -41,12 +43,13 @@ def costs(
     device: Buffer | None = None,
     host: Buffer | None = None,
     disk: Buffer | None = None,
+    shared: Buffer | None = None,
 ) -> None:
     """Write the cost of ``candidates[i]`` (u32 slots) to ``out[i]`` (f64). Spec 3.1, 3.2.
 
     The other columns are indexed by slot: ``prefill_tokens`` (i64) active prefill tokens,
-    ``decode_blocks`` (i64) active blocks with this request's added, ``device``/``host``/``disk``
-    (u32) overlap blocks, host counted beyond device and disk beyond host. Raises IndexError for a
+    ``decode_blocks`` (i64) active blocks with this request's added, ``device``/``host``/``disk``/
+    ``shared`` (u32) overlap blocks: host and shared counted beyond device, disk beyond host. Raises IndexError for a
     slot that a column does not have, ValueError when ``out`` is too short. O(candidates).
     """
 

@@ -18,13 +18,15 @@ cdef class Weights:
     cdef readonly double decay
     cdef readonly double host
     cdef readonly double disk
+    cdef readonly double shared
 
     def __init__(self, int64_t block_size, *, double prefill_scale=1.0, double credit=1.0,
-                 double decay=0.0, double host=0.75, double disk=0.25):
+                 double decay=0.0, double host=0.75, double disk=0.25, double shared=0.0):
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         for name, value in (("prefill_scale", prefill_scale), ("credit", credit),
-                            ("decay", decay), ("host", host), ("disk", disk)):
+                            ("decay", decay), ("host", host), ("disk", disk),
+                            ("shared", shared)):
             if not isfinite(<double>value):
                 raise ValueError(f"{name} must be finite, got {value}")
         if decay < 0:
@@ -35,15 +37,17 @@ cdef class Weights:
         self.decay = decay
         self.host = host
         self.disk = disk
+        self.shared = shared
 
 
 def costs(Weights weights not None, int64_t isl_tokens, const uint32_t[::1] candidates not None,
           const int64_t[::1] prefill_tokens not None, const int64_t[::1] decode_blocks not None,
           double[::1] out not None, const uint32_t[::1] device=None,
-          const uint32_t[::1] host=None, const uint32_t[::1] disk=None):
+          const uint32_t[::1] host=None, const uint32_t[::1] disk=None,
+          const uint32_t[::1] shared=None):
     """Write the cost of ``candidates[i]`` to ``out[i]``; columns are indexed by slot."""
     cdef Py_ssize_t count = candidates.shape[0]
-    cdef Py_ssize_t width = _width(prefill_tokens, decode_blocks, device, host, disk)
+    cdef Py_ssize_t width = _width(prefill_tokens, decode_blocks, device, host, disk, shared)
     cdef Py_ssize_t i
     cdef uint32_t slot
     cdef int64_t least = 0
@@ -71,6 +75,8 @@ def costs(Weights weights not None, int64_t isl_tokens, const uint32_t[::1] cand
             overlap += weights.host * host[slot]
         if disk is not None:
             overlap += weights.disk * disk[slot]
+        if shared is not None:
+            overlap += weights.shared * shared[slot]
         prefill = <double>(prefill_tokens[slot] + isl_tokens) / size - overlap
         if prefill < 0:
             prefill = 0.0
@@ -102,7 +108,7 @@ def choose(const double[::1] costs not None, Py_ssize_t count, double temperatur
 
 cdef Py_ssize_t _width(const int64_t[::1] prefill_tokens, const int64_t[::1] decode_blocks,
                        const uint32_t[::1] device, const uint32_t[::1] host,
-                       const uint32_t[::1] disk) noexcept:
+                       const uint32_t[::1] disk, const uint32_t[::1] shared) noexcept:
     """Slots that every given column has."""
     cdef Py_ssize_t width = min(prefill_tokens.shape[0], decode_blocks.shape[0])
     if device is not None:
@@ -111,6 +117,8 @@ cdef Py_ssize_t _width(const int64_t[::1] prefill_tokens, const int64_t[::1] dec
         width = min(width, host.shape[0])
     if disk is not None:
         width = min(width, disk.shape[0])
+    if shared is not None:
+        width = min(width, shared.shape[0])
     return width
 
 

@@ -14,7 +14,7 @@ from dynamo._fast import scoring
 from tests.oracle import scoring as oracle
 
 small = st.integers(0, 10_000)
-loads = st.lists(st.builds(oracle.Load, small, small, small, small, small), min_size=1, max_size=40)
+loads = st.lists(st.builds(oracle.Load, *[small] * 6), min_size=1, max_size=40)
 weight = st.floats(0, 4)
 
 
@@ -36,19 +36,20 @@ def compiled_costs(
         array("I", [load.device for load in columns]),
         array("I", [load.host for load in columns]),
         array("I", [load.disk for load in columns]),
+        array("I", [load.shared for load in columns]),
     )
     return out.tolist()
 
 
-@given(loads, st.integers(0, 100_000), st.integers(1, 512), weight, weight, weight, weight, weight)
-def test_costs_equal_the_twin(given_loads, isl, size, scale, credit, decay, host, disk) -> None:
-    named = {
-        "prefill_scale": scale,
-        "credit": credit,
-        "decay": decay,
-        "host": host,
-        "disk": disk,
-    }
+@given(
+    loads,
+    st.integers(0, 100_000),
+    st.integers(1, 512),
+    st.fixed_dictionaries(
+        dict.fromkeys(("prefill_scale", "credit", "decay", "host", "disk", "shared"), weight)
+    ),
+)
+def test_costs_equal_the_twin(given_loads, isl, size, named) -> None:
     expected = oracle.costs(oracle.Weights(size, **named), isl, given_loads)
     got = compiled_costs(scoring.Weights(size, **named), isl, given_loads)
     assert got == pytest.approx(expected, rel=1e-12, abs=1e-9)
@@ -81,6 +82,22 @@ def test_choice_equals_the_twin(values, temperature, step) -> None:
 def test_verified_numbers(isl: int, size: int, device: int, expected: float) -> None:
     load = oracle.Load(0, isl // size, device)
     assert compiled_costs(scoring.Weights(size), isl, [load]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ((2, 0, 0, 0), 4 + 6 - 2),
+        ((2, 2, 0, 0), 4 + 6 - 2 - 0.75 * 2),
+        ((2, 2, 1, 0), 4 + 6 - 2 - 0.75 * 2 - 0.25),
+        ((2, 0, 0, 4), 4 + 6 - 2 - 0.5 * 4),
+        ((0, 6, 0, 6), 4 + 0),
+    ],
+)
+def test_every_tier_has_its_credit(held: tuple[int, ...], expected: float) -> None:
+    """24 tokens in blocks of 4, four blocks active; credits never go below no prefill."""
+    load = oracle.Load(0, 4, *held)
+    assert compiled_costs(scoring.Weights(4, shared=0.5), 24, [load]) == [expected]
 
 
 def test_seed_worked_example() -> None:

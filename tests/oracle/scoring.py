@@ -19,6 +19,7 @@ class Weights:
     decay: float = 0.0
     host: float = 0.75
     disk: float = 0.25
+    shared: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Load:
     device: int = 0
     host: int = 0
     disk: int = 0
+    shared: int = 0
 
 
 def cost(weights: Weights, isl_tokens: int, load: Load, least_prefill_tokens: int) -> float:
@@ -39,7 +41,10 @@ def cost(weights: Weights, isl_tokens: int, load: Load, least_prefill_tokens: in
     request_blocks = max(isl_tokens // weights.block_size, 1)
     decay = 1 / (1 + weights.decay * excess_blocks / request_blocks)
     credit_blocks = (
-        weights.credit * decay * load.device + weights.host * load.host + weights.disk * load.disk
+        weights.credit * decay * load.device
+        + weights.host * load.host
+        + weights.disk * load.disk
+        + weights.shared * load.shared
     )
     adjusted_prefill_blocks = max(raw_prefill_blocks - credit_blocks, 0)
     return weights.prefill_scale * adjusted_prefill_blocks + load.decode_blocks
