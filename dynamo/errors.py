@@ -24,6 +24,7 @@ __all__ = [
     "ModelNotFound",
     "NoInstances",
     "Overloaded",
+    "RouterQueueLimitExceeded",
     "StatefileError",
     "StreamIncomplete",
     "UnknownEndpoint",
@@ -146,6 +147,12 @@ class Overloaded(Unavailable):
 
     code = "overloaded"
     kind = "service_unavailable"
+
+
+class RouterQueueLimitExceeded(Overloaded):
+    """Nobody else may wait for a worker: the router's queue is full. Spec 3.9."""
+
+    code = "router_queue_limit_exceeded"
 
 
 class Cancelled(DynamoError):

@@ -15,6 +15,7 @@ from dynamo.errors import (
     ModelNotFound,
     NoInstances,
     Overloaded,
+    RouterQueueLimitExceeded,
     Unavailable,
     WorkerUnavailable,
 )
@@ -52,6 +53,10 @@ _LABELS: tuple[tuple[type[DynamoError], Labels], ...] = (
     (ModelNotFound, Labels("not_found", "NotFound", "model.not_found")),
     (InvalidArgument, _BAD_REQUEST),
     (Cancelled, Labels("cancelled", "Cancelled", "client.disconnected")),
+    (
+        RouterQueueLimitExceeded,
+        Labels("overload", "CapacityExhausted", "capacity.router_queue_full"),
+    ),
     (Overloaded, Labels("overload", "CapacityExhausted", "capacity.pool_exhausted")),
     (BackendSilent, Labels("response_timeout", "Timeout", "backend.silent")),
     (NoInstances, Labels("unavailable", "Unavailable", "instances.none")),
@@ -81,6 +86,8 @@ def labels(error: DynamoError, by_worker: bool = False) -> Labels:
 
 def explained(error: DynamoError, model: str) -> DynamoError:
     """The same kind of error in the words that clients know."""
+    if isinstance(error, RouterQueueLimitExceeded):
+        return error
     if isinstance(error, Overloaded):
         return Overloaded(_OVERLOADED)
     if isinstance(error, NoInstances):

@@ -11,7 +11,7 @@ from dynamo.errors import (
     EngineShutdown,
     HttpError,
     InvalidArgument,
-    Overloaded,
+    RouterQueueLimitExceeded,
     StreamIncomplete,
     WorkerUnavailable,
 )
@@ -33,12 +33,6 @@ __all__ = [
 
 DynamoException = DynamoError
 """Root of the tree."""
-
-
-class RouterQueueLimitExceeded(Overloaded):
-    """The router's line is full."""
-
-    code = "router_queue_limit_exceeded"
 
 
 class Unknown(DynamoError):

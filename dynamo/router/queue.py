@@ -1,0 +1,171 @@
+"""Who is next among requests that wait for a worker. Pure: time is handed in. Spec 3.9."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+from dynamo.errors import RouterQueueLimitExceeded
+from dynamo.protocols.engine import Routing
+
+__all__ = ["POLICIES", "POLICY_CLASS", "Claim", "Waiter", "WaitingQueue", "claim_of"]
+
+T = TypeVar("T")
+POLICY_CLASS = "default"
+"""The one class of requests that there is, as metrics and errors call it."""
+_SLACK = 64
+
+
+class Claim(NamedTuple):
+    """What a request says for itself: ``strict`` beats everything, ``jump_s`` are seconds that it
+    may claim to have come earlier."""
+
+    strict: int = 0
+    jump_s: float = 0.0
+
+
+def claim_of(routing: Routing | None) -> Claim:
+    """The claim in the request's hints. ``priority`` is the newer name of ``priority_jump`` and
+    wins; what is no finite number claims nothing."""
+    if routing is None:
+        return Claim()
+    jump_s = routing.priority_jump if routing.priority is None else float(routing.priority)
+    if jump_s is None or not math.isfinite(jump_s):
+        jump_s = 0.0
+    return Claim(routing.strict_priority or 0, jump_s)
+
+
+class Waiter(Generic[T]):
+    """One who waits, with ``item``: ``isl_tokens`` of prompt, ``cached_tokens`` of it held by a worker."""
+
+    __slots__ = ("_entry", "arrived_s", "cached_tokens", "claim", "isl_tokens", "item", "number")
+
+    def __init__(
+        self,
+        item: T,
+        claim: Claim,
+        isl_tokens: int,
+        cached_tokens: int,
+        arrived_s: float,
+        number: int,
+    ) -> None:
+        self.item = item
+        self.claim = claim
+        self.isl_tokens = isl_tokens
+        self.cached_tokens = cached_tokens
+        self.arrived_s = arrived_s
+        self.number = number
+        self._entry: tuple[int, float, int, int, Waiter[T]] | None = None
+
+
+class WaitingQueue(Generic[T]):
+    """Ordered by strict priority, then the score of ``policy``, then arrival; ``limit`` of them.
+
+    ``policy`` is one of :data:`POLICIES`. ``isl_tokens`` and ``cached_tokens`` are sums over all who
+    wait. Joining and leaving are O(log waiting) amortised: who left is forgotten lazily.
+    """
+
+    def __init__(self, policy: str, limit: int) -> None:
+        self.limit = limit
+        self.isl_tokens = 0
+        self.cached_tokens = 0
+        self._score = POLICIES[policy]
+        self._heap: list[tuple[int, float, int, int, Waiter[T]]] = []
+        self._waiting = 0
+        self._numbers = 0
+        self._versions = 0
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    @property
+    def full(self) -> bool:
+        """Whether nobody else may join."""
+        return self._waiting >= self.limit
+
+    def refuse(self) -> RouterQueueLimitExceeded:
+        """What to tell who comes when it is full."""
+        return RouterQueueLimitExceeded(
+            f'router policy class "{POLICY_CLASS}" queue requests limit reached '
+            f"(current={self._waiting}, limit={self.limit})"
+        )
+
+    def join(
+        self, item: T, claim: Claim, isl_tokens: int, cached_tokens: int, now_s: float
+    ) -> Waiter[T]:
+        """Stand in line. Raises RouterQueueLimitExceeded when it is full."""
+        if self.full:
+            raise self.refuse()
+        self._numbers += 1
+        waiter = Waiter(item, claim, isl_tokens, cached_tokens, now_s, self._numbers)
+        self._waiting += 1
+        self.isl_tokens += isl_tokens
+        self.cached_tokens += cached_tokens
+        self._enter(waiter)
+        return waiter
+
+    def leave(self, waiter: Waiter[T]) -> bool:
+        """Go, served or not; whether ``waiter`` was still in line."""
+        if waiter._entry is None:
+            return False
+        waiter._entry = None
+        self._waiting -= 1
+        self.isl_tokens -= waiter.isl_tokens
+        self.cached_tokens -= waiter.cached_tokens
+        if len(self._heap) > 2 * self._waiting + _SLACK:
+            self._compact()
+        return True
+
+    def head(self) -> Waiter[T] | None:
+        """Who is next; they stay until they leave."""
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            if entry[-1]._entry is entry:
+                return entry[-1]
+            heapq.heappop(heap)
+        return None
+
+    def recount(self, waiter: Waiter[T], cached_tokens: int) -> None:
+        """Workers hold more or less of the prompt than they did; the score may change with it."""
+        if waiter._entry is None:
+            return
+        self.cached_tokens += cached_tokens - waiter.cached_tokens
+        waiter.cached_tokens = cached_tokens
+        if -self._score(waiter) != waiter._entry[1]:
+            self._enter(waiter)
+
+    def _enter(self, waiter: Waiter[T]) -> None:
+        self._versions += 1
+        key = (-waiter.claim.strict, -self._score(waiter), waiter.number, self._versions, waiter)
+        waiter._entry = key
+        heapq.heappush(self._heap, key)
+        if len(self._heap) > 2 * self._waiting + _SLACK:
+            self._compact()
+
+    def _compact(self) -> None:
+        self._heap = [entry for entry in self._heap if entry[-1]._entry is entry]
+        heapq.heapify(self._heap)
+
+
+def _first_come(waiter: Waiter[T]) -> float:
+    return max(waiter.claim.jump_s, 0.0) - waiter.arrived_s
+
+
+def _last_come(waiter: Waiter[T]) -> float:
+    return waiter.claim.jump_s + waiter.arrived_s
+
+
+def _shortest_work(waiter: Waiter[T]) -> float:
+    return (1.0 + waiter.claim.jump_s) / max(waiter.isl_tokens - waiter.cached_tokens, 1)
+
+
+POLICIES: dict[str, Callable[[Waiter[T]], float]] = {
+    "fcfs": _first_come,
+    "lcfs": _last_come,
+    "wspt": _shortest_work,
+}
+"""Score by policy, the highest first: who came first, who came last, and the least work for the
+weight (weighted shortest processing time)."""
