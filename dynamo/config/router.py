@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dynamo.config.disagg import DisaggSettings
 from dynamo.config.knob import knob
 
 __all__ = ["ROUTER_MODES", "RouterSettings"]
@@ -20,7 +21,7 @@ ROUTER_MODES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterSettings:
+class RouterSettings(DisaggSettings):
     """router: mode, cost, load tracking, KV events"""
 
     mode: str = knob(
@@ -74,6 +75,43 @@ class RouterSettings:
         env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY",
         minimum=0,
         help="how fast the credit falls on a worker with excess active prefill",
+    )
+    host_cache_hit_weight: float = knob(
+        0.75,
+        "--router-host-cache-hit-weight",
+        env="DYN_ROUTER_HOST_CACHE_HIT_WEIGHT",
+        minimum=0.0,
+        maximum=1.0,
+        help="share of a block of prefill that a block in host memory saves",
+    )
+    disk_cache_hit_weight: float = knob(
+        0.25,
+        "--router-disk-cache-hit-weight",
+        env="DYN_ROUTER_DISK_CACHE_HIT_WEIGHT",
+        minimum=0.0,
+        maximum=1.0,
+        help="share of a block of prefill that a block on disk saves",
+    )
+    shared_cache_multiplier: float | None = knob(
+        None,
+        "--shared-cache-multiplier",
+        env="DYN_SHARED_CACHE_MULTIPLIER",
+        minimum=0,
+        help="share of a block of prefill that a block in the shared cache saves; default: none",
+    )
+    shared_cache_type: str = knob(
+        "none",
+        "--shared-cache-type",
+        env="DYN_SHARED_CACHE_TYPE",
+        choices=("none", "hicache"),
+        help="hicache: blocks that any worker reports on an external tier count for all workers",
+    )
+    decode_active_request_weight: float = knob(
+        0.0,
+        "--router-decode-active-request-weight",
+        env="DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT",
+        minimum=0,
+        help="blocks that each running request of a worker adds to its cost",
     )
     kv_events: bool = knob(
         True,

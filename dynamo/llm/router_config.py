@@ -74,7 +74,7 @@ class KvRouterConfig:
 
 @dataclasses.dataclass
 class RouterConfig:
-    """A mode, the settings of the kv mode, busy thresholds and session affinity."""
+    """A mode, the settings of the kv mode, busy thresholds, disaggregation, session affinity."""
 
     mode: RouterMode = RouterMode.RoundRobin
     config: KvRouterConfig | None = None
@@ -97,6 +97,7 @@ class RouterConfig:
             admission_control="token-capacity" if limited else "none",
             session_affinity_ttl_s=self.session_affinity_ttl_secs,
             session_affinity_mode=self.session_affinity_mode,
+            enforce_disagg=self.enforce_disagg,
             **limits,
         )
         return dataclasses.replace(made, mode=str(self.mode))
@@ -117,6 +118,11 @@ _SETTINGS = {
     "overlap_score_credit": "overlap_score_credit",
     "overlap_score_credit_decay": "overlap_score_credit_decay",
     "prefill_load_scale": "prefill_load_scale",
+    "decode_active_request_weight": "decode_active_request_weight",
+    "host_cache_hit_weight": "host_cache_hit_weight",
+    "disk_cache_hit_weight": "disk_cache_hit_weight",
+    "shared_cache_multiplier": "shared_cache_multiplier",
+    "shared_cache_type": "shared_cache_type",
 }
 """Field of :class:`KvRouterConfig` → field of ``RouterSettings``."""
 

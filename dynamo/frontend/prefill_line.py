@@ -1,0 +1,239 @@
+"""Who waits for a prefill worker, in which order, and which workers have a free slot.
+
+Pure: time is handed in, nothing is sent. ``T`` is whatever waits; it is only hashed. O(log waiting)
+for each step, and O(workers) to look for a free slot.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from dynamo.errors import Overloaded
+
+__all__ = ["Capacity", "PrefillLine", "Rank", "Turn"]
+
+T = TypeVar("T")
+Rank = tuple[bool, int, float, int]
+"""(never sent yet, minus the strict priority, arrival less the head start, number): small first."""
+
+_SURPLUS = 64
+
+
+class Capacity(NamedTuple):
+    """A worker has a free slot below both; one that does nothing always has one.
+
+    ``tokens`` are prompt tokens that it was sent and has not computed yet, as far as we booked.
+    """
+
+    tokens: int
+    requests: int
+
+
+@dataclass(slots=True)
+class _Lane:
+    capacity: Capacity
+    tokens: int = 0
+    requests: int = 0
+    suspended: bool = False
+
+    @property
+    def free(self) -> bool:
+        if self.suspended:
+            return False
+        below = self.tokens < self.capacity.tokens and self.requests < self.capacity.requests
+        return below or not self.requests
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting(Generic[T]):
+    rank: Rank
+    ticket: T
+    pin: int | None
+    gone: bool = False
+
+    def __lt__(self, other: _Waiting[T]) -> bool:
+        return self.rank < other.rank
+
+
+class Turn(NamedTuple, Generic[T]):
+    """``ticket`` may go to one of ``workers`` (None: to any)."""
+
+    ticket: T
+    workers: list[int] | None
+
+
+class PrefillLine(Generic[T]):
+    """Tickets are waiting (:meth:`enter`), then running (:meth:`start`), then gone.
+
+    Tickets pinned to a worker wait for that one; others overtake them meanwhile.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lanes: dict[int, _Lane] = {}
+        self._waiting: dict[T, _Waiting[T]] = {}
+        self._running: dict[T, tuple[int, int]] = {}
+        self._heaps: dict[int | None, list[_Waiting[T]]] = {}
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        """Tickets that wait."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Tickets at a worker."""
+        return len(self._running)
+
+    @property
+    def workers(self) -> list[int]:
+        """The workers that may get something sooner or later."""
+        return [one for one, lane in self._lanes.items() if not lane.suspended]
+
+    # -- workers
+
+    def set_worker(self, worker_id: int, capacity: Capacity) -> None:
+        """The worker is there, or has another capacity."""
+        lane = self._lanes.get(worker_id)
+        if lane is not None:
+            lane.capacity = capacity
+            return
+        held = [tokens for at, tokens in self._running.values() if at == worker_id]
+        self._lanes[worker_id] = _Lane(capacity, sum(held), len(held))
+
+    def suspend(self, worker_id: int, suspended: bool = True) -> None:
+        """The worker does not answer (or does again): it gets nothing meanwhile."""
+        lane = self._lanes.get(worker_id)
+        if lane is not None:
+            lane.suspended = suspended
+
+    def remove_worker(self, worker_id: int) -> list[T]:
+        """The worker is gone; who waited for no other, in order. What runs there is its own."""
+        self._lanes.pop(worker_id, None)
+        return self._take(worker_id)
+
+    def running_at(self, worker_id: int) -> list[T]:
+        """The tickets at a worker, oldest first."""
+        return [ticket for ticket, (at, _) in self._running.items() if at == worker_id]
+
+    # -- tickets
+
+    def enter(
+        self,
+        ticket: T,
+        now_s: float,
+        *,
+        strict: int = 0,
+        jump_s: float = 0.0,
+        pin: int | None = None,
+    ) -> None:
+        """Wait behind those of the same ``strict`` priority that came up to ``jump_s`` earlier.
+
+        Raises Overloaded when ``limit`` tickets wait already and none could go at once.
+        """
+        if len(self._waiting) >= self.limit and (self._waiting or not self._has_slot(pin)):
+            raise Overloaded(f"the prefill queue is full: {self.limit} requests wait")
+        self._put(ticket, (True, -strict, now_s - jump_s, next(self._numbers)), pin)
+
+    def give_back(self, ticket: T, pin: int | None = None) -> None:
+        """To the head of the line: it has been sent and was not computed. Never refused.
+
+        Several stand in the order in which they were first sent back.
+        """
+        self.finish(ticket)
+        self._put(ticket, (False, 0, 0.0, next(self._numbers)), pin)
+
+    def next(self) -> Turn[T] | None:
+        """Take the first ticket that a free slot is there for out of the line.
+
+        :meth:`start`, :meth:`give_back` or nothing (it leaves) must follow.
+        """
+        free = [one for one, lane in self._lanes.items() if lane.free]
+        heads = [self._head(pin) for pin in (None, *free)] if free else []
+        entry = min((head for head in heads if head is not None), default=None)
+        if entry is None:
+            return None
+        self._drop(entry.ticket)
+        if entry.pin is not None:
+            return Turn(entry.ticket, [entry.pin])
+        return Turn(entry.ticket, None if len(free) == len(self._lanes) else free)
+
+    def start(self, ticket: T, worker_id: int, tokens: int) -> None:
+        """It was sent to the worker, which has ``tokens`` prompt tokens of it to compute."""
+        self._running[ticket] = (worker_id, tokens)
+        lane = self._lanes.get(worker_id)
+        if lane is not None:
+            lane.tokens += tokens
+            lane.requests += 1
+
+    def finish(self, ticket: T) -> None:
+        """It is no longer at its worker. Idempotent."""
+        worker_id, tokens = self._running.pop(ticket, (-1, 0))
+        lane = self._lanes.get(worker_id)
+        if lane is not None:
+            lane.tokens -= tokens
+            lane.requests -= 1
+
+    def leave(self, ticket: T) -> None:
+        """Nobody wants it any more, wherever it is. Idempotent."""
+        self._drop(ticket)
+        self.finish(ticket)
+
+    def take_all(self) -> list[T]:
+        """Empty the line: everyone who waits, in order."""
+        everyone = sorted(self._waiting.values())
+        self._waiting.clear()
+        self._heaps.clear()
+        return [entry.ticket for entry in everyone]
+
+    # -- own steps
+
+    def _has_slot(self, pin: int | None) -> bool:
+        if pin is not None:
+            return pin in self._lanes and self._lanes[pin].free
+        return any(lane.free for lane in self._lanes.values())
+
+    def _put(self, ticket: T, rank: Rank, pin: int | None) -> None:
+        entry = self._waiting[ticket] = _Waiting(rank, ticket, pin)
+        heapq.heappush(self._heaps.setdefault(pin, []), entry)
+
+    def _drop(self, ticket: T) -> None:
+        entry = self._waiting.pop(ticket, None)
+        if entry is None:
+            return
+        entry.gone = True
+        heap = self._heaps[entry.pin]
+        if len(heap) > 2 * len(self._waiting) + _SURPLUS:
+            heap[:] = [one for one in heap if not one.gone]
+            heapq.heapify(heap)
+
+    def _head(self, pin: int | None) -> _Waiting[T] | None:
+        heap = self._heaps.get(pin)
+        while heap and heap[0].gone:
+            heapq.heappop(heap)
+        if heap:
+            return heap[0]
+        self._heaps.pop(pin, None)
+        return None
+
+    def _take(self, pin: int) -> list[T]:
+        entries = sorted(one for one in self._heaps.pop(pin, ()) if not one.gone)
+        for entry in entries:
+            entry.gone = True
+            del self._waiting[entry.ticket]
+        return [entry.ticket for entry in entries]
+
+    def _entries(self) -> Iterator[_Waiting[T]]:
+        return (one for heap in self._heaps.values() for one in heap if not one.gone)
+
+    def _check(self) -> None:
+        """Assert what must always hold; for tests."""
+        assert sorted(map(id, self._entries())) == sorted(map(id, self._waiting.values()))
+        assert not self._waiting.keys() & self._running.keys()
+        for worker_id, lane in self._lanes.items():
+            held = [tokens for at, tokens in self._running.values() if at == worker_id]
+            assert (sum(held), len(held)) == (lane.tokens, lane.requests)
