@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo.config.disagg import DisaggSettings
@@ -177,6 +178,58 @@ class RouterSettings(DisaggSettings):
         env="DYN_ROUTER_TRACK_PREFILL_TOKENS",
         help="count prompt tokens to compute as load; without, only active blocks weigh",
     )
+    prefill_load_model: str = knob(
+        "none",
+        "--router-prefill-load-model",
+        env="DYN_ROUTER_PREFILL_LOAD_MODEL",
+        choices=("none", "fitted", "aic", "ais"),
+        help="let prompt load fade while it is computed, by times learnt (fitted) or estimated by "
+        "AIConfigurator (aic, ais)",
+    )
+    prefill_load_predictor: Callable[[int, int], float | None] | None = None
+    """For programs: (tokens, cached tokens) to seconds or None; wins over the model."""
+    ais_backend: str | None = knob(
+        None,
+        "--ais-backend",
+        "--aic-backend",
+        env="DYN_AIS_BACKEND",
+        help="AIConfigurator: the workers' engine (vllm, sglang, trtllm)",
+    )
+    ais_system: str | None = knob(
+        None,
+        "--ais-system",
+        "--aic-system",
+        env="DYN_AIS_SYSTEM",
+        help="AIConfigurator: the workers' GPU, like h200_sxm",
+    )
+    ais_model_path: str | None = knob(
+        None,
+        "--ais-model-path",
+        "--aic-model-path",
+        env="DYN_AIS_MODEL_PATH",
+        help="AIConfigurator: the model, by name or directory",
+    )
+    ais_backend_version: str | None = knob(
+        None,
+        "--ais-backend-version",
+        "--aic-backend-version",
+        env="DYN_AIS_BACKEND_VERSION",
+        help="AIConfigurator: the engine's version; default: the newest it knows",
+    )
+    ais_tp_size: int = knob(
+        1,
+        "--ais-tp-size",
+        "--aic-tp-size",
+        env="DYN_AIS_TP_SIZE",
+        minimum=1,
+        help="AIConfigurator: GPUs of a worker",
+    )
+    replica_sync: bool = knob(
+        False,
+        "--router-replica-sync",
+        env="DYN_ROUTER_REPLICA_SYNC",
+        help="kv mode: count as load what other routers of the same workers have sent there",
+    )
     max_index_blocks: int = knob(
         8_388_608,
         env="DYN_ROUTER_MAX_INDEX_BLOCKS",
@@ -196,6 +249,34 @@ class RouterSettings(DisaggSettings):
         minimum=0,
         exclusive_minimum=True,
         help="device-aware-weighted: requests that a GPU worker takes for one of a CPU worker",
+    )
+    queue_threshold: float | None = knob(
+        None,
+        "--router-queue-threshold",
+        env="DYN_ROUTER_QUEUE_THRESHOLD",
+        minimum=0,
+        exclusive_minimum=True,
+        help="requests wait while every worker has more active prefill tokens than this fraction "
+        "of its max_num_batched_tokens",
+    )
+    queue_policy: str = knob(
+        "fcfs",
+        "--router-queue-policy",
+        env="DYN_ROUTER_QUEUE_POLICY",
+        choices=("fcfs", "lcfs", "wspt"),
+        help="who of equal strict priority is next: first come, last come, or least work by weight",
+    )
+    queue_limit: int = knob(
+        4096,
+        env="DYN_ROUTER_QUEUE_LIMIT",
+        minimum=1,
+        help="requests that may wait; beyond, they are refused as overload",
+    )
+    overlap_refresh_after_s: float = knob(
+        10.0,
+        env="DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS",
+        minimum=0,
+        help="look anew at what is cached for requests that wait longer; 0: not before their turn",
     )
     session_affinity_ttl_s: float | None = knob(
         None,

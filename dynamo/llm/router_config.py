@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any
 
 from dynamo.config import from_env
@@ -43,7 +44,7 @@ class KvRouterConfig:
     router_track_output_blocks: bool = False
     router_assume_kv_reuse: bool = True
     router_track_prefill_tokens: bool = True
-    router_prefill_load_model: str = "none"
+    router_prefill_load_model: str | Callable[[int, int], float | None] = "none"
     router_ttl_secs: float = 120.0
     router_approximate_cache_policy: str = "ttl"
     router_max_tree_size: int = 1_048_576
@@ -69,7 +70,11 @@ class KvRouterConfig:
     def settings(self, **more: Any) -> RouterSettings:
         """The router's settings in kv mode. Raises ConfigError for a value out of range."""
         given = {setting: getattr(self, name) for name, setting in _SETTINGS.items()}
-        return from_env(RouterSettings, {}, mode="kv", **given, **more)
+        model = self.router_prefill_load_model
+        if isinstance(model, str):
+            return from_env(RouterSettings, {}, mode="kv", prefill_load_model=model, **given, **more)
+        made = from_env(RouterSettings, {}, mode="kv", **given, **more)
+        return dataclasses.replace(made, prefill_load_predictor=model)
 
 
 @dataclasses.dataclass
@@ -107,6 +112,7 @@ _SETTINGS = {
     "overlap_score_weight": "overlap_score_weight",
     "router_temperature": "temperature",
     "use_kv_events": "kv_events",
+    "router_replica_sync": "replica_sync",
     "router_track_active_blocks": "track_active_blocks",
     "router_track_output_blocks": "track_output_blocks",
     "router_assume_kv_reuse": "assume_kv_reuse",
@@ -118,6 +124,8 @@ _SETTINGS = {
     "overlap_score_credit": "overlap_score_credit",
     "overlap_score_credit_decay": "overlap_score_credit_decay",
     "prefill_load_scale": "prefill_load_scale",
+    "router_queue_threshold": "queue_threshold",
+    "router_queue_policy": "queue_policy",
     "decode_active_request_weight": "decode_active_request_weight",
     "host_cache_hit_weight": "host_cache_hit_weight",
     "disk_cache_hit_weight": "disk_cache_hit_weight",
@@ -127,6 +135,8 @@ _SETTINGS = {
 """Field of :class:`KvRouterConfig` → field of ``RouterSettings``."""
 
 WITHOUT_EFFECT = tuple(
-    field.name for field in dataclasses.fields(KvRouterConfig) if field.name not in _SETTINGS
+    field.name
+    for field in dataclasses.fields(KvRouterConfig)
+    if field.name not in (*_SETTINGS, "router_prefill_load_model")
 )
 """What is accepted for compatibility."""

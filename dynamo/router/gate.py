@@ -18,7 +18,8 @@ __all__ = ["Gate"]
 class Gate:
     """Stands before the choice; ``sessions`` is None without session affinity.
 
-    ``booked`` gives the active prefill tokens of a slot where the router tracks them.
+    ``booked`` gives the active prefill tokens of a slot where the router tracks them. ``on_change``
+    is called when load has gone or workers have come, gone or changed.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Gate:
     ) -> None:
         self.fleet = fleet
         self.busy = BusyWatch(fleet, thresholds_of(settings), booked)
+        self.on_change: Callable[[], None] | None = None
         self.sessions: Sessions | None = None
         if settings.session_affinity_ttl_s is not None:
             hard = settings.session_affinity_mode == "hard"
@@ -50,7 +52,11 @@ class Gate:
     def load_changed(self, worker_id: int) -> None:
         """The worker's booked load or configuration is another."""
         self.busy.look(worker_id)
+        if self.on_change is not None:
+            self.on_change()
 
     def forget(self, worker_id: int) -> None:
         """The worker is gone."""
         self.busy.forget(worker_id)
+        if self.on_change is not None:
+            self.on_change()

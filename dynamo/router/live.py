@@ -21,6 +21,8 @@ from dynamo.protocols.load import KvMetrics
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.indexer import Indexer, Recovery
 from dynamo.router.kv import KvPicker
+from dynamo.router.line import Line, line_for
+from dynamo.router.line_metrics import LineMetrics
 from dynamo.router.metrics import (
     DecisionMetrics,
     EventMetrics,
@@ -68,8 +70,9 @@ _decode_card = msgspec.json.Decoder(_CardPart).decode
 class LiveRouter:
     """Keeps ``picker`` true to the workers of ``namespace.component.endpoint``.
 
-    ``client`` follows that endpoint. :meth:`start` returns when the workers that exist already can
-    be picked; their caches become known shortly after. End with :meth:`close`.
+    ``client`` follows that endpoint; ``phase`` is what metrics call the requests routed there.
+    :meth:`start` returns when the workers that exist already can be picked; their caches become
+    known shortly after. End with :meth:`close`.
     """
 
     def __init__(
@@ -82,12 +85,14 @@ class LiveRouter:
         settings: RouterSettings,
         client: InstanceSource,
         model: str = "",
+        phase: str = "aggregated",
     ) -> None:
         self.path = (namespace, component, endpoint)
         self._runtime = runtime
         self._settings = settings
         self._client = client
-        place = Place(namespace, component, model, f"{runtime.instance_id:x}")
+        kind = "prefill" if phase == "prefill" else "decode"
+        place = Place(namespace, component, model, f"{runtime.instance_id:x}", phase, kind)
         registry = runtime.metrics
         index = make_index(settings)
         kv_mode = settings.mode == "kv"
@@ -98,6 +103,9 @@ class LiveRouter:
             metrics=DecisionMetrics(registry, place) if kv_mode else None,
         )
         gates(registry, place, self.picker.gate)
+        self.line: Line | None = None
+        if settings.queue_threshold is not None and phase != "prefill":
+            self.line = line_for(settings, self.picker, LineMetrics(registry, model, kind))
         self.indexer: Indexer | None = None
         self._rows = WorkerMetrics(registry, place) if kv_mode else None
         if index is not None and not settings.predicts:
@@ -142,8 +150,10 @@ class LiveRouter:
                 self._age(self.picker.predicted)
 
     async def close(self) -> None:
-        """Stop following. Idempotent."""
+        """Stop following, turn away who waits. Idempotent."""
         self._closed = True
+        if self.line is not None:
+            self.line.close()
         for timer in (self._sweep_timer, self._age_timer):
             if timer is not None:
                 timer.cancel()

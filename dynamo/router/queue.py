@@ -38,7 +38,7 @@ def claim_of(routing: Routing | None) -> Claim:
 
 
 class Waiter(Generic[T]):
-    """One who waits, with ``item``: ``isl_tokens`` of prompt, ``cached_tokens`` of it held by a worker."""
+    """One who waits: ``isl_tokens`` of prompt, of which a worker holds ``cached_tokens``."""
 
     __slots__ = ("_entry", "arrived_s", "cached_tokens", "claim", "isl_tokens", "item", "number")
 
@@ -63,8 +63,8 @@ class Waiter(Generic[T]):
 class WaitingQueue(Generic[T]):
     """Ordered by strict priority, then the score of ``policy``, then arrival; ``limit`` of them.
 
-    ``policy`` is one of :data:`POLICIES`. ``isl_tokens`` and ``cached_tokens`` are sums over all who
-    wait. Joining and leaving are O(log waiting) amortised: who left is forgotten lazily.
+    ``policy`` is one of :data:`POLICIES`. ``isl_tokens`` and ``cached_tokens`` are sums over all
+    who wait. Joining and leaving are O(log waiting) amortised: who left is forgotten lazily.
     """
 
     def __init__(self, policy: str, limit: int) -> None:

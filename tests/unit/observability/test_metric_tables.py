@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.observability import names, names_router, names_worker
+from dynamo.observability import names, names_queue, names_router, names_worker
 from dynamo.observability.metrics import Registry
 from dynamo.observability.names import MetricSpec
 
@@ -16,6 +16,8 @@ OURS = {
     "dynamo_frontend_http_connections",
     "dynamo_frontend_http_refused_total",
     "dynamo_frontend_model_cards_rejected_total",
+    "dynamo_frontend_router_queue_left_total",
+    "dynamo_frontend_router_queue_wait_seconds",
     "dynamo_component_router_approximate_lru_fallbacks",
     "dynamo_component_router_busy_workers",
     "dynamo_component_router_index_blocks",
@@ -39,7 +41,8 @@ def found(room: Any) -> Iterator[MetricSpec]:
             yield from found(value)
 
 
-SPECS = {spec.name: spec for room in (names, names_router, names_worker) for spec in found(room)}
+ROOMS = (names, names_queue, names_router, names_worker)
+SPECS = {spec.name: spec for room in ROOMS for spec in found(room)}
 TABLE = [
     line.split("\t")
     for line in Path(__file__).with_name("dynamo_metrics.tsv").read_text().splitlines()

@@ -1,0 +1,359 @@
+"""The line before the workers: requests wait while all of them have enough prefill to do.
+
+It stands between callers and a :class:`KvPicker`. Waiting puts the decision off: it is made with
+what is cached and booked when the request's turn comes. Spec 3.9; seed: router guide, queue
+threshold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+from dynamo.config.router import RouterSettings
+from dynamo.errors import Cancelled, DynamoError, InvalidArgument, Overloaded, Unavailable
+from dynamo.protocols.codec import Tokens
+from dynamo.protocols.engine import Routing
+from dynamo.router.busy import UNKNOWN_BATCH_TOKENS
+from dynamo.router.kv import KvPicker
+from dynamo.router.line_metrics import LineMetrics
+from dynamo.router.picker import Decision, Picker
+from dynamo.router.queue import Waiter, WaitingQueue, claim_of
+from dynamo.runtime import Context
+
+__all__ = ["TICK_S", "Later", "Line", "OnDecision", "OnError", "Ticket", "line_for"]
+
+TICK_S = 0.1
+"""While somebody waits, look this often for what nobody tells: busy reports, decaying load."""
+_AT_ONCE = 32
+
+logger = logging.getLogger(__name__)
+OnDecision = Callable[[Decision], None]
+OnError = Callable[[DynamoError], None]
+
+
+class Handle(Protocol):
+    """A call to come."""
+
+    def cancel(self) -> None:
+        """It shall not come."""
+        ...
+
+
+Later = Callable[[float, Callable[[], None]], Handle]
+"""(delay in seconds, what to call) to a handle."""
+
+
+class Ticket:
+    """A request in line. ``cancel`` it when nobody wants its decision any more."""
+
+    __slots__ = ("line", "on_decision", "on_error", "override", "request_id", "routing", "seen_s",
+                 "tokens", "waiter")  # fmt: skip
+
+    waiter: Waiter[Ticket]
+
+    def __init__(
+        self,
+        line: Line,
+        request_id: str,
+        tokens: Tokens,
+        routing: Routing | None,
+        override: Mapping[str, Any] | None,
+        on_decision: OnDecision,
+        on_error: OnError,
+    ) -> None:
+        self.line = line
+        self.request_id = request_id
+        self.tokens = tokens
+        self.routing = routing
+        self.override = override
+        self.on_decision = on_decision
+        self.on_error = on_error
+        self.seen_s = 0.0
+
+    def cancel(self) -> None:
+        """Leave the line: nothing is booked, nobody is called. Idempotent, also after the end."""
+        self.line.leave(self)
+
+
+class Line:
+    """Lets requests through to ``picker``, or has them wait for it, in the order of a policy.
+
+    A request waits if others do, or if every (worker, dp_rank) that may take it has more active
+    prefill tokens than ``threshold`` of its ``max_num_batched_tokens``. The head of the line waits
+    until one has less, and everybody behind it with it. ``clock`` is the picker's own, ``later``
+    calls back on the loop's thread.
+    """
+
+    def __init__(
+        self,
+        picker: KvPicker,
+        settings: RouterSettings,
+        metrics: LineMetrics | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        later: Later | None = None,
+    ) -> None:
+        assert settings.queue_threshold is not None, "without a threshold there is no line"
+        self._picker = picker
+        self._threshold = settings.queue_threshold
+        self._refresh_s = settings.overlap_refresh_after_s
+        self._queue: WaitingQueue[Ticket] = WaitingQueue(
+            settings.queue_policy, settings.queue_limit
+        )
+        self._tickets: dict[str, Ticket] = {}
+        self._metrics = metrics or LineMetrics()
+        self._metrics.show(self._queue)
+        self._clock = clock
+        self._later = later or _on_loop
+        self._soon: Handle | None = None
+        self._tick_timer: Handle | None = None
+        self._closed = False
+        picker.gate.on_change = self.wake
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def request(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        *,
+        routing: Routing | None = None,
+        override: Mapping[str, Any] | None = None,
+        on_decision: OnDecision,
+        on_error: OnError,
+    ) -> Decision | Ticket:
+        """The decision, booked, if there is no need to wait; else a ticket.
+
+        Of a ticket, exactly one of ``on_decision`` (booked by then) and ``on_error`` is called,
+        later and from the loop, unless it is cancelled. Raises what :meth:`Picker.pick` raises, and
+        RouterQueueLimitExceeded.
+        """
+        self._metrics.received.value += 1
+        try:
+            if self._closed:
+                raise Unavailable("Service is shutting down")
+            if not self._queue and self._admits(routing):
+                return self._picker.pick(request_id, tokens, routing=routing, override=override)
+            return self._join(
+                Ticket(self, request_id, tokens, routing, override, on_decision, on_error)
+            )
+        except Overloaded as error:
+            self._metrics.refused(error)
+            raise
+
+    async def place(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        *,
+        routing: Routing | None = None,
+        override: Mapping[str, Any] | None = None,
+        context: Context | None = None,
+    ) -> Decision:
+        """:meth:`request` for a task, which waits for its turn. Raises the same, and Cancelled when
+        ``context`` ends first; a task that is cancelled leaves nothing booked."""
+        future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        found = self.request(
+            request_id,
+            tokens,
+            routing=routing,
+            override=override,
+            on_decision=partial(self._settle, future, request_id),
+            on_error=partial(_fail, future),
+        )
+        if not isinstance(found, Ticket):
+            return found
+
+        def left(kind: str) -> None:
+            found.cancel()
+            _fail(future, Cancelled("the request left the router's queue"))
+
+        if context is not None:
+            context.on_cancel(left)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            found.cancel()
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._picker.free(request_id)
+            raise
+        finally:
+            if context is not None:
+                context.off_cancel(left)
+
+    def wake(self) -> None:
+        """Load or workers have changed: soon see who may go."""
+        if self._queue and self._soon is None:
+            self._soon = self._later(0.0, self._drain)
+
+    def leave(self, ticket: Ticket) -> None:
+        """See :meth:`Ticket.cancel`."""
+        if self._remove(ticket):
+            self._metrics.left.value += 1
+            self.wake()
+
+    def close(self) -> None:
+        """Turn away who waits and who comes from now on. Idempotent."""
+        self._closed = True
+        for timer in (self._soon, self._tick_timer):
+            if timer is not None:
+                timer.cancel()
+        self._soon = self._tick_timer = None
+        for ticket in list(self._tickets.values()):
+            self._tell(ticket, Unavailable("Service is shutting down"))
+
+    def _admits(self, routing: Routing | None) -> bool:
+        """Whether a slot that may take the request has room. Raises as :meth:`Gate.slots`."""
+        picker = self._picker
+        load, threshold = picker.active.load, self._threshold
+        owners, members = picker.fleet.owners, picker.fleet.members
+        for slot in picker.gate.slots(routing, self._clock()):
+            owner = owners[slot]
+            assert owner is not None, "a candidate slot has an owner"
+            batch = members[owner[0]].config.max_num_batched_tokens or UNKNOWN_BATCH_TOKENS
+            if load(slot)[0] <= threshold * batch:
+                return True
+        return False
+
+    def _join(self, ticket: Ticket) -> Ticket:
+        request_id = ticket.request_id
+        if request_id in self._tickets or request_id in self._picker.active:
+            raise InvalidArgument(f"Request {request_id} already exists")
+        if self._queue.full:
+            raise self._queue.refuse()
+        cached = self._cached_tokens(ticket)
+        now_s = self._clock()
+        self._metrics.joined(len(self._queue))
+        claim, isl = claim_of(ticket.routing), len(ticket.tokens)
+        ticket.waiter = self._queue.join(ticket, claim, isl, cached, now_s)
+        ticket.seen_s = now_s
+        self._tickets[request_id] = ticket
+        self.wake()  # it may be first now, and have other workers to go to than who was
+        if self._tick_timer is None:
+            self._tick_timer = self._later(TICK_S, self._tick)
+        return ticket
+
+    def _cached_tokens(self, ticket: Ticket) -> int:
+        """Tokens of the prompt that the best of its workers holds. Raises what its pick would."""
+        survey = self._picker.survey(ticket.tokens, ticket.routing, ticket.override)
+        if survey.error is not None:
+            raise survey.error
+        return max(survey.overlaps[slot] for slot in survey.slots) * self._picker.block_size
+
+    def _drain(self) -> None:
+        """Let go who may, from the head on, a few in a turn of the loop."""
+        self._soon = None
+        for _ in range(_AT_ONCE):
+            head = self._queue.head()
+            if head is None or not self._serve(head.item):
+                return
+        self.wake()
+
+    def _serve(self, ticket: Ticket) -> bool:
+        """Send or turn away the head; False: it must wait on."""
+        request_id = ticket.request_id
+        try:
+            if not self._admits(ticket.routing):
+                return False
+            decision = self._picker.pick(
+                request_id, ticket.tokens, routing=ticket.routing, override=ticket.override
+            )
+        except DynamoError as error:
+            self._tell(ticket, error)
+            return True
+        except Exception:
+            logger.exception("request %s could not be routed", request_id)
+            self._tell(ticket, DynamoError("a bug in the router"))
+            return True
+        self._remove(ticket)
+        self._metrics.waited.observe(self._clock() - ticket.waiter.arrived_s)
+        try:
+            ticket.on_decision(decision)
+        except Exception:
+            logger.exception("request %s did not take its decision", request_id)
+            self._picker.free(request_id)
+        return True
+
+    def _tell(self, ticket: Ticket, error: DynamoError) -> None:
+        """It shall not wait any more: nobody can take it."""
+        self._remove(ticket)
+        if isinstance(error, Overloaded):
+            self._metrics.refused(error)
+        try:
+            ticket.on_error(error)
+        except Exception:
+            logger.exception("request %s did not take its error", ticket.request_id)
+
+    def _remove(self, ticket: Ticket) -> bool:
+        if not self._queue.leave(ticket.waiter):
+            return False
+        del self._tickets[ticket.request_id]
+        if not self._queue and self._tick_timer is not None:
+            self._tick_timer.cancel()
+            self._tick_timer = None
+        return True
+
+    def _tick(self) -> None:
+        self._tick_timer = None
+        self._refresh()
+        self._drain()
+        if self._queue and not self._closed:
+            self._tick_timer = self._later(TICK_S, self._tick)
+
+    def _refresh(self) -> None:
+        """Look anew, a few at a time, at what is cached for those that wait long."""
+        if not self._refresh_s:
+            return
+        before_s = self._clock() - self._refresh_s
+        tickets = self._tickets  # in the order of looking
+        for ticket in [one for one in islice(tickets.values(), _AT_ONCE) if one.seen_s <= before_s]:
+            ticket.seen_s = self._clock()
+            del tickets[ticket.request_id]
+            tickets[ticket.request_id] = ticket
+            try:
+                self._queue.recount(ticket.waiter, self._cached_tokens(ticket))
+            except DynamoError:
+                continue  # its turn will tell
+
+    def _settle(
+        self, future: asyncio.Future[Decision], request_id: str, decision: Decision
+    ) -> None:
+        if future.done():
+            self._picker.free(request_id)
+        else:
+            future.set_result(decision)
+
+
+def line_for(
+    settings: RouterSettings, picker: Picker, metrics: LineMetrics | None = None
+) -> Line | None:
+    """The line before ``picker``, None where there is none: without a threshold, and, with a
+    warning, where no prefill load is known."""
+    if settings.queue_threshold is None:
+        return None
+    if not isinstance(picker, KvPicker):
+        logger.warning(
+            "--router-queue-threshold has no effect in mode %s, only in kv", settings.mode
+        )
+        return None
+    if not settings.track_prefill_tokens:
+        logger.warning(
+            "--router-queue-threshold has no effect with --no-router-track-prefill-tokens"
+        )
+        return None
+    return Line(picker, settings, metrics)
+
+
+def _on_loop(delay_s: float, callback: Callable[[], None]) -> Handle:
+    return asyncio.get_running_loop().call_later(delay_s, callback)
+
+
+def _fail(future: asyncio.Future[Decision], error: DynamoError) -> None:
+    if not future.done():
+        future.set_exception(error)
