@@ -72,8 +72,10 @@ class KvRouterConfig:
         given = {setting: getattr(self, name) for name, setting in _SETTINGS.items()}
         model = self.router_prefill_load_model
         if isinstance(model, str):
-            return from_env(RouterSettings, {}, mode="kv", prefill_load_model=model, **given, **more)
+            more["prefill_load_model"] = model
         made = from_env(RouterSettings, {}, mode="kv", **given, **more)
+        if isinstance(model, str):
+            return made
         return dataclasses.replace(made, prefill_load_predictor=model)
 
 

@@ -1,15 +1,19 @@
 """Load that the router itself has booked: from the pick to the end of each request. Spec 3.5.
 
-Pure: time is handed in. Blocks and tokens are summed per slot by ``dynamo._fast.sequences``.
+Pure: time is handed in. Blocks and tokens are summed per slot by ``dynamo._fast.sequences``; how
+far a running prefill probably is, where that is modelled, by :mod:`dynamo.router.prefill_load`.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo._fast.sequences import ActiveSequences
 from dynamo.errors import InvalidArgument
+from dynamo.router.prefill_load import PrefillLoad, PrefillModel
 
 __all__ = ["ActiveLoad", "Booking"]
 
@@ -31,12 +35,25 @@ class Booking:
 
 
 class ActiveLoad:
-    """Bookings by request id. Every call but ``book`` may be repeated and tolerates unknown ids."""
+    """Bookings by request id. Every call but ``book`` may be repeated and tolerates unknown ids.
 
-    def __init__(self, block_size: int, track_blocks: bool = True, track_output: bool = False):
+    With ``prefill_model`` all active prefill tokens it tells are those not computed yet, as far as
+    the model knows; without, a prompt counts in full until its first token. Spec 3.6.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        track_blocks: bool = True,
+        track_output: bool = False,
+        prefill_model: PrefillModel | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.block_size = block_size
         self.track_blocks = track_blocks
         self.track_output = track_output
+        self._prefills = None if prefill_model is None else PrefillLoad(prefill_model)
+        self._clock = clock
         self._sequences = ActiveSequences()
         self._bookings: dict[str, Booking] = {}
 
@@ -60,6 +77,8 @@ class ActiveLoad:
         if not self.track_blocks:
             sequence_hashes, unique_blocks = None, 0
         self._sequences.project_into(sequence_hashes, unique_blocks, prefill_tokens, decode_blocks)
+        if self._prefills is not None:
+            self._prefills.relieve(prefill_tokens, self._clock())
 
     def book(
         self,
@@ -81,6 +100,10 @@ class ActiveLoad:
             booking.slot, sequence_hashes, unique_blocks, prefill_tokens
         )
         self._bookings[request_id] = booking
+        if self._prefills is not None:
+            cached = booking.isl_tokens - prefill_tokens
+            now_s = booking.booked_at_s
+            self._prefills.begin(booking.slot, request_id, prefill_tokens, cached, now_s)
 
     def mark_prefill_complete(self, request_id: str, now_s: float) -> Booking | None:
         """Release the prefill tokens; the booking the first time, else None."""
@@ -89,6 +112,8 @@ class ActiveLoad:
             return None
         booking.first_token_at_s = now_s
         self._sequences.end_prefill(booking.handle)
+        if self._prefills is not None:
+            self._prefills.first_token(booking.slot, request_id, now_s)
         return booking
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
@@ -108,6 +133,8 @@ class ActiveLoad:
         booking = self._bookings.pop(request_id, None)
         if booking is not None:
             self._sequences.release(booking.handle)
+            if self._prefills is not None and booking.first_token_at_s is None:
+                self._prefills.abandon(booking.slot, request_id, self._clock())
         return booking
 
     def drop_slot(self, slot: int) -> int:
@@ -130,7 +157,10 @@ class ActiveLoad:
 
     def load(self, slot: int) -> tuple[int, int, int]:
         """(active prefill tokens, active blocks, active requests) of ``slot``."""
-        return self._sequences.load(slot)
+        prefill, blocks, requests = self._sequences.load(slot)
+        if prefill and self._prefills is not None:
+            prefill -= self._prefills.done_tokens(slot, self._clock())
+        return prefill, blocks, requests
 
     def memory_bytes(self) -> int:
         """Bytes held by the compiled tables."""

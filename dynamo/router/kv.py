@@ -27,7 +27,9 @@ from dynamo.router.gate import Gate
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
 from dynamo.router.predicted import PredictedCache
+from dynamo.router.prefill_model import prefill_model
 from dynamo.router.prompt import Hasher, Prompt
+from dynamo.router.sync_own import OwnRequests
 from dynamo.router.taints import favour
 
 __all__ = ["KvPicker", "Survey"]
@@ -73,7 +75,11 @@ class KvPicker:
         self.fleet = Fleet(DenseSlots() if index is None else index)
         self.block_size = block_size
         self.active = ActiveLoad(
-            block_size, settings.track_active_blocks, settings.track_output_blocks
+            block_size,
+            settings.track_active_blocks,
+            settings.track_output_blocks,
+            prefill_model(settings),
+            clock,
         )
         self.gate = Gate(self.fleet, settings, self._booked_prefill)
         self.index = index

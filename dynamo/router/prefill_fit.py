@@ -1,0 +1,122 @@
+"""Seconds of prefill, learnt from what workers took: a small regression that outliers don't move.
+
+    seconds = a * prefills + b * tokens + c * (tokens x (cached prefix + tokens / 2))
+
+The second term is the work of a token, the third that of its attention to all before it. None of
+the three is negative. Times that are far from the others count for little, whichever way.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from dynamo.router.prefill_load import Stretch
+
+__all__ = ["MIN_SAMPLES", "PrefillFit"]
+
+MIN_SAMPLES = 8
+"""Fewer say nothing yet: prefills stay unmodelled."""
+
+_WINDOW = 128
+_REFIT_SAMPLES = 8
+_REFIT_S = 1.0
+_ROUNDS = 8
+_LEAST_SPREAD = 0.02
+_LEAST_S = 1e-6
+
+logger = logging.getLogger(__name__)
+
+Row = tuple[float, float, float]
+
+
+class PrefillFit:
+    """A :class:`dynamo.router.prefill_load.PrefillModel` of one pool of like workers.
+
+    Remembers the last 128 stretches; fits anew after 8 more, at most once a second (about a
+    millisecond). ``terms`` are a, b and c; None until there are enough samples.
+    """
+
+    def __init__(self) -> None:
+        self.terms: Row | None = None
+        self._samples: deque[Stretch] = deque(maxlen=_WINDOW)
+        self._new = 0
+        self._fitted_s = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def predict(self, tokens: int, cached_tokens: int) -> float | None:
+        """Seconds for one prompt, or None. O(1)."""
+        if self.terms is None:
+            return None
+        a, b, c = self.terms
+        return a + b * tokens + c * tokens * (cached_tokens + tokens / 2)
+
+    def observe(self, stretch: Stretch, now_s: float) -> None:
+        """Remember, and fit when it is time."""
+        self.remember(stretch)
+        enough = len(self._samples) >= MIN_SAMPLES and self._new >= _REFIT_SAMPLES
+        if not enough or now_s - self._fitted_s < _REFIT_S:
+            return
+        self._fitted_s = now_s
+        first = self.terms is None
+        self.fit()
+        level = logging.INFO if first else logging.DEBUG
+        text = "prefill load model: %.3g s + %.3g s a token + %.3g s a token and token before it"
+        logger.log(level, text, *(self.terms or ()))
+
+    def remember(self, stretch: Stretch) -> None:
+        """One more sample."""
+        self._samples.append(stretch)
+        self._new += 1
+
+    def fit(self) -> None:
+        """Learn from what is remembered, which must not be nothing."""
+        self._new = 0
+        self.terms = _fit(self._samples)
+
+
+def _fit(samples: Sequence[Stretch]) -> Row:
+    """Relative errors, weighted down by how unusual they are, from the median rate on."""
+    features = [(float(one.prefills), float(one.tokens), one.attention) for one in samples]
+    seconds = [max(one.seconds, _LEAST_S) for one in samples]
+    rate = median(took / row[1] for took, row in zip(seconds, features, strict=True))
+    terms: Row = (0.0, rate, 0.0)
+    for _ in range(_ROUNDS):
+        expected = [max(_dot(terms, row), _LEAST_S) for row in features]
+        off = [math.log(took / wish) for took, wish in zip(seconds, expected, strict=True)]
+        spread = max(1.4826 * median(map(abs, off)), _LEAST_SPREAD)
+        weights = [
+            1 / (1 + (error / spread) ** 2) / max(took, wish) ** 2
+            for error, took, wish in zip(off, seconds, expected, strict=True)
+        ]
+        terms = _least_squares(features, seconds, weights, terms)
+    return terms
+
+
+def _dot(left: Row, right: Row) -> float:
+    return left[0] * right[0] + left[1] * right[1] + left[2] * right[2]
+
+
+def _least_squares(
+    features: Sequence[Row], seconds: Sequence[float], weights: Sequence[float], start: Row
+) -> Row:
+    """Weighted, none negative: coordinate descent on the normal equations of three unknowns."""
+    normal = [[0.0] * 3 for _ in range(3)]
+    wanted = [0.0] * 3
+    for row, took, weight in zip(features, seconds, weights, strict=True):
+        for i in range(3):
+            wanted[i] += weight * row[i] * took
+            for j in range(i, 3):
+                normal[i][j] += weight * row[i] * row[j]
+    terms = list(start)
+    for _ in range(100):
+        for i in range(3):
+            rest = sum(normal[min(i, j)][max(i, j)] * terms[j] for j in range(3) if j != i)
+            if normal[i][i] > 0:
+                terms[i] = max((wanted[i] - rest) / normal[i][i], 0.0)
+    return terms[0], terms[1], terms[2]

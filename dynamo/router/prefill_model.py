@@ -1,0 +1,105 @@
+"""Where expected prefill times come from: learnt, asked of AIConfigurator, or the caller's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+from dynamo.config.router import RouterSettings
+from dynamo.errors import ConfigError
+from dynamo.router.prefill_fit import PrefillFit
+from dynamo.router.prefill_load import PrefillModel, Stretch, Unfitted
+
+__all__ = ["prefill_model"]
+
+_FLAG = "--router-prefill-load-model"
+_TOKENS = (128, 512, 2048, 8192, 32768)
+_CACHED = (0, 2048, 16384)
+
+logger = logging.getLogger(__name__)
+
+
+def prefill_model(settings: RouterSettings) -> PrefillModel | None:
+    """What ``settings`` ask for, new for each pool of workers; None: prompts count in full.
+
+    Raises ConfigError when it cannot be had. AIConfigurator is asked once a process, at the first
+    call, which takes seconds.
+    """
+    if settings.mode != "kv":
+        return None
+    if settings.prefill_load_predictor is not None:
+        return Unfitted(settings.prefill_load_predictor)
+    if settings.prefill_load_model == "none":
+        return None
+    if not settings.track_prefill_tokens:
+        raise ConfigError(
+            f"{_FLAG}={settings.prefill_load_model} needs --router-track-prefill-tokens"
+        )
+    if settings.prefill_load_model == "fitted":
+        return PrefillFit()
+    return _of_aiconfigurator(settings)
+
+
+def _of_aiconfigurator(settings: RouterSettings) -> PrefillModel:
+    named = {
+        "--ais-backend": settings.ais_backend,
+        "--ais-system": settings.ais_system,
+        "--ais-model-path": settings.ais_model_path,
+    }
+    missing = [flag for flag, value in named.items() if value is None]
+    if missing:
+        raise ConfigError(f"{_FLAG}={settings.prefill_load_model} needs {', '.join(missing)}")
+    return _estimated(
+        settings.ais_model_path,
+        settings.ais_system,
+        settings.ais_backend,
+        settings.ais_backend_version,
+        settings.ais_tp_size,
+    )
+
+
+@cache
+def _estimated(
+    model: str, system: str, backend: str, version: str | None, tp_size: int
+) -> PrefillModel:
+    """The terms that fit AIConfigurator's answers, so that a decision never has to ask it."""
+    estimate = _estimator()
+    fit = PrefillFit()
+    for tokens, cached in product(_TOKENS, _CACHED):
+        try:
+            found = estimate(
+                model,
+                system,
+                mode="static_ctx",
+                backend_name=backend,
+                backend_version=version,
+                isl=tokens + cached,
+                prefix=cached,
+                osl=2,
+                batch_size=1,
+                tp_size=tp_size,
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"AIConfigurator has no estimate for {model} on {system} with {backend}: {error}"
+            ) from error
+        attention = tokens * (cached + tokens / 2)
+        fit.remember(Stretch(1, tokens, attention, found.ttft / 1e3))
+    fit.fit()
+    logger.info("prefill load model: AIConfigurator for %s on %s with %s", model, system, backend)
+    return Unfitted(fit.predict)
+
+
+def _estimator() -> Callable[..., Any]:
+    try:
+        from aiconfigurator.cli import cli_estimate
+    except ImportError as error:
+        raise ConfigError(
+            f"{_FLAG}=aic needs AIConfigurator ({error}): pip install 'dynamo-appliance[aic]', "
+            "or take --router-prefill-load-model=fitted"
+        ) from None
+    estimate: Callable[..., Any] = cli_estimate
+    return estimate
