@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -17,6 +18,15 @@
 namespace dynamo::radix {
 
 enum class Stored { OK, NO_PARENT, OWN_PARENT };
+
+// Where a block lies: 0 device, 1 host, 2 disk, 3 external. A slot names its tier in its top bits, so
+// the groups of 64 slots of a lower tier come after all groups of the device.
+inline constexpr uint32_t TIERS = 4;
+inline constexpr uint32_t TIER_SHIFT = 28;
+inline constexpr uint32_t FIRST_LOWER_GROUP = (1u << TIER_SHIFT) / SLOTS_PER_WORD;
+
+inline uint32_t tier_of(uint32_t slot) noexcept { return slot >> TIER_SHIFT; }
+inline uint32_t number_of(uint32_t slot) noexcept { return slot & ((1u << TIER_SHIFT) - 1); }
 
 inline uint64_t load64(const uint8_t *column, size_t index) noexcept {
     uint64_t value;
@@ -48,47 +58,81 @@ public:
 
     size_t memory_bytes() const noexcept {
         size_t bytes = nodes_.memory_bytes() + holders_.memory_bytes() + aliases_.memory_bytes() +
-                       held_.capacity() * sizeof(Held) + active_.capacity() * sizeof(Active);
-        for (const Held &held : held_) bytes += held.memory_bytes();
+                       active_.capacity() * sizeof(Active) + joiners_.capacity() * sizeof(Joiner) +
+                       joined_.capacity() * sizeof(uint64_t);
+        for (const auto &tier : held_) {
+            bytes += tier.capacity() * sizeof(Held);
+            for (const Held &held : tier) bytes += held.memory_bytes();
+        }
         return bytes;
     }
 
+    // How many hashes the slot holds.
+    size_t held(uint32_t slot) const noexcept {
+        return is_open(slot) ? held_of(slot).size() : 0;
+    }
+
+    bool is_open(uint32_t slot) const noexcept {
+        return tier_of(slot) < TIERS && number_of(slot) < held_[tier_of(slot)].size();
+    }
+
     void open_slot(uint32_t slot) {
-        if (slot >= held_.size()) held_.resize(slot + 1);
-        active_.reserve(held_.size() / SLOTS_PER_WORD + 1);
+        auto &tier = held_[tier_of(slot)];
+        if (number_of(slot) >= tier.size()) tier.resize(number_of(slot) + 1);
+        active_.reserve(held_[0].size() / SLOTS_PER_WORD + 1);
+        lower_ = lower_ || tier_of(slot) != 0;
     }
 
     // Adds the chain under `parent_hash` (none: the root) for `slot`; `*added` counts the hashes
     // that the slot did not have. An event that is refused changes nothing. O(count).
     Stored store(uint32_t slot, bool has_parent, uint64_t parent_hash, const uint8_t *block_hashes,
                  const uint8_t *tokens_hashes, size_t count, size_t *added) {
-        Held &held = held_[slot];
         uint32_t node = ROOT;
-        if (has_parent) {
-            const auto *parent = held.find(mix(parent_hash));
-            if (parent == nullptr) return Stored::NO_PARENT;
-            node = parent->value;
-        }
-        if (names_its_own_parent(has_parent, parent_hash, block_hashes, count))
-            return Stored::OWN_PARENT;
+        Stored outcome = begin(slot, has_parent, parent_hash, block_hashes, count, &node);
         size_t before = blocks_;
+        if (outcome == Stored::OK) store_part(slot, &node, block_hashes, tokens_hashes, count);
+        *added = blocks_ - before;
+        return outcome;
+    }
+
+    // Whether the chain can be stored, and the node that it hangs under.
+    Stored begin(uint32_t slot, bool has_parent, uint64_t parent_hash, const uint8_t *block_hashes,
+                 size_t count, uint32_t *node) const noexcept {
+        *node = ROOT;
+        if (has_parent) {
+            *node = find_block(slot, mix(parent_hash));
+            if (*node == NOBODY) return Stored::NO_PARENT;
+        }
+        return names_its_own_parent(has_parent, parent_hash, block_hashes, count)
+                   ? Stored::OWN_PARENT
+                   : Stored::OK;
+    }
+
+    // Stores the chain under `*node`, which becomes its last; false if the cap refused the rest.
+    bool store_part(uint32_t slot, uint32_t *node, const uint8_t *block_hashes,
+                    const uint8_t *tokens_hashes, size_t count) {
+        Held &held = held_of(slot);
         for (size_t i = 0; i < std::min(count, AHEAD); i++)
             held.prefetch(mix(load64(block_hashes, i)));
         for (size_t i = 0; i < count; i++) {
             if (i + AHEAD < count) held.prefetch(mix(load64(block_hashes, i + AHEAD)));
-            node = store_one(slot, node, mix(load64(block_hashes, i)), load64(tokens_hashes, i));
-            if (node == NOBODY) {
-                dropped_ += count - i;
-                break;
+            uint64_t key = mix(load64(block_hashes, i));
+            uint32_t next = store_one(held, slot, *node, key, load64(tokens_hashes, i));
+            if (next == NOBODY) {
+                drop(count - i);
+                return false;
             }
+            *node = next;
         }
-        *added = blocks_ - before;
-        return Stored::OK;
+        return true;
     }
+
+    // Counts blocks that the cap refused.
+    void drop(size_t count) noexcept { dropped_ += count; }
 
     // Takes the hashes from `slot`; returns how many it did not have. Amortised O(count).
     size_t remove(uint32_t slot, const uint8_t *block_hashes, size_t count) noexcept {
-        Held &held = held_[slot];
+        Held &held = held_of(slot);
         size_t unknown = 0;
         for (size_t i = 0; i < std::min(count, AHEAD); i++)
             held.prefetch(mix(load64(block_hashes, i)));
@@ -110,7 +154,7 @@ public:
     // Takes everything from `slot`; returns how many hashes that were. O(what it held).
     size_t clear(uint32_t slot) noexcept {
         Held held;
-        held.swap(held_[slot]);
+        held.swap(held_of(slot));
         size_t count = held.size();
         for (const auto &entry : held)
             if (entry.value != 0) release(slot, entry.value);
@@ -118,8 +162,16 @@ public:
         return count;
     }
 
-    // Writes, per slot, how many leading blocks of the sequence it holds; `depths` has a place for
-    // every slot and arrives as zeros. Returns how many slots hold at least one.
+    // The same for every tier of `number`.
+    size_t clear_all(uint32_t number) noexcept {
+        size_t count = 0;
+        for (uint32_t tier = 0; tier < TIERS; tier++)
+            if (is_open(tier << TIER_SHIFT | number)) count += clear(tier << TIER_SHIFT | number);
+        return count;
+    }
+
+    // Writes, per device slot, how many leading blocks of the sequence it holds; `depths` has a place
+    // for every slot and arrives as zeros. Returns how many slots hold at least one.
     // O(depth + slots), plus O(holders / 64) per level where more than 64 slots share blocks.
     size_t match(const uint8_t *tokens_hashes, size_t count, uint32_t *depths, bool early_exit) {
         active_.clear();
@@ -127,6 +179,7 @@ public:
         if (node == NOBODY) return 0;
         size_t left = 0;
         Holders::Reader(holders_, nodes_[node]).each([&](const Word &word) {
+            if (word.group >= FIRST_LOWER_GROUP) return;
             active_.push_back(Active{word.mask, word.group});
             left += static_cast<size_t>(__builtin_popcountll(word.mask));
         });
@@ -142,7 +195,14 @@ public:
         return matched;
     }
 
-    void dump(Dump *out) const;
+    // Writes, per slot number, how many blocks behind the first `depths[number]` it holds without a
+    // hole in `tier`; `extensions` arrives as zeros. Returns for how many slots that is any.
+    // O(depth + slots), and at once if the tier was never used.
+    size_t extend(const uint8_t *tokens_hashes, size_t count, const uint32_t *depths,
+                  uint32_t *extensions, uint32_t tier);
+
+    // The device's blocks, or those of all tiers.
+    void dump(Dump *out, bool all_tiers) const;
     std::string complaint() const;
 
 private:
@@ -156,6 +216,28 @@ private:
         uint64_t mask;
         uint32_t group;
     };
+
+    // Slots of a lower tier whose depth is where their extension may begin.
+    struct Joiner {
+        uint32_t depth, number;
+    };
+
+    Held &held_of(uint32_t slot) noexcept { return held_[tier_of(slot)][number_of(slot)]; }
+    const Held &held_of(uint32_t slot) const noexcept {
+        return held_[tier_of(slot)][number_of(slot)];
+    }
+
+    // The node that the slot, or failing that another tier of the same owner, knows by this id.
+    uint32_t find_block(uint32_t slot, uint64_t key) const noexcept {
+        const auto *entry = held_of(slot).find(key);
+        if (entry != nullptr) return entry->value;
+        for (uint32_t tier = 0; lower_ && tier < TIERS; tier++) {
+            uint32_t other = tier << TIER_SHIFT | number_of(slot);
+            entry = is_open(other) ? held_of(other).find(key) : nullptr;
+            if (entry != nullptr) return entry->value;
+        }
+        return NOBODY;
+    }
 
     // A bijection, so that the table can keep the mixed hash alone: external ids may be anything,
     // also 0, 1, 2, ...
@@ -188,8 +270,8 @@ private:
     }
 
     // Returns the block's node, or NOBODY if the cap refuses it.
-    uint32_t store_one(uint32_t slot, uint32_t parent, uint64_t key, uint64_t tokens_hash) {
-        Held &held = held_[slot];
+    uint32_t store_one(Held &held, uint32_t slot, uint32_t parent, uint64_t key,
+                       uint64_t tokens_hash) {
         held.make_room();
         auto *entry = held.seek(key);
         bool is_new = !held.is_at(entry, key);
@@ -276,9 +358,12 @@ private:
     uint64_t multiplier_, inverse_;
     Nodes nodes_;
     Holders holders_;
-    std::vector<Held> held_;           // per slot: mixed external hash -> node
+    std::array<std::vector<Held>, TIERS> held_;  // per slot: mixed external hash -> node
     OrderedTable<uint64_t> aliases_;   // (slot, node) -> external ids beyond the first
     std::vector<Active> active_;       // scratch of match()
+    std::vector<Joiner> joiners_;      // scratch of extend()
+    std::vector<uint64_t> joined_;     // the same
+    bool lower_ = false;               // whether a tier below the device was ever used
     size_t blocks_ = 0;
     size_t dropped_ = 0;
     size_t cap_ = MAX_BLOCKS;
@@ -291,3 +376,4 @@ private:
 
 #include "radix_audit.hpp"
 #include "radix_dump.hpp"
+#include "radix_extend.hpp"

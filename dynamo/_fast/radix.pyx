@@ -56,11 +56,25 @@ cdef extern from "radix.hpp" namespace "dynamo::radix":
         ) except +
         size_t remove(uint32_t slot, const uint8_t *block_hashes, size_t count) noexcept
         size_t clear(uint32_t slot) noexcept
+        size_t clear_all(uint32_t number) noexcept
+        size_t held(uint32_t slot) noexcept
+        cpp_bool is_open(uint32_t slot) noexcept
         size_t match(
             const uint8_t *tokens_hashes, size_t count, uint32_t *depths, cpp_bool early_exit
         ) except +
-        void dump(Dump *out) except +
+        size_t extend(
+            const uint8_t *tokens_hashes,
+            size_t count,
+            const uint32_t *depths,
+            uint32_t *extensions,
+            uint32_t tier,
+        ) except +
+        void dump(Dump *out, cpp_bool all_tiers) except +
         string complaint() except +
+
+cdef enum:
+    TIERS = 4
+    TIER_SHIFT = 28
 
 cdef array.array HASHES = new_array("Q")
 cdef array.array DEPTHS = new_array("I")
@@ -81,6 +95,9 @@ cdef class RadixTree:
     Each pair gets a *slot*, a small dense integer. Columns of hashes are buffers of 64-bit integers
     or raw little-endian bytes. ``max_blocks`` bounds the blocks held and the nodes that carry them
     (0: no bound); what it refuses is counted by ``dropped()``.
+
+    Blocks lie in storage tiers: 0 device, 1 host, 2 disk, 3 external. A pair has a slot per tier;
+    that of the device is the dense one, and the only one that ``match_into`` tells of.
     """
 
     cdef Index _index
@@ -95,13 +112,17 @@ cdef class RadixTree:
         self._owners = []
         self._free_slots = []
 
-    def slot(self, worker, dp_rank):
-        """The slot of (worker, dp_rank), given on first use; the lowest free one. O(1)."""
+    def slot(self, worker, dp_rank, uint32_t tier=0):
+        """The slot of (worker, dp_rank), given on first use; the lowest free one. O(1).
+
+        A ``tier`` above 0 has a slot of its own for ``store``, ``remove`` and ``clear``. A parent
+        that a tier does not hold is looked for in the pair's other tiers.
+        """
         owner = (worker, dp_rank)
         slot = self._slots.get(owner)
         if slot is None:
             slot = self._open(owner)
-        return slot
+        return slot if tier == 0 else self._open_tier(slot, tier)
 
     def slots(self):
         """Every registered (worker, dp_rank, slot), in order of registration."""
@@ -156,12 +177,17 @@ cdef class RadixTree:
         self._expect(slot)
         return self._index.clear(slot)
 
+    def clear_all(self, uint32_t slot):
+        """The same for all tiers of the pair whose device slot this is."""
+        self._expect(slot)
+        return self._index.clear_all(slot & ((1 << TIER_SHIFT) - 1))
+
     def remove_worker(self, worker):
-        """Take all blocks from all ranks of ``worker`` and free its slots; returns how many."""
+        """Take all blocks from all ranks and tiers of ``worker``, free its slots; how many."""
         cdef size_t removed = 0
         for owner in [owner for owner in self._slots if owner[0] == worker]:
             slot = self._slots.pop(owner)
-            removed += self._index.clear(slot)
+            removed += self._index.clear_all(slot)
             self._owners[slot] = None
             heappush(self._free_slots, slot)
         return removed
@@ -176,18 +202,48 @@ cdef class RadixTree:
         cdef Py_buffer view
         cdef Py_buffer out
         cdef Py_ssize_t count = open_u64(tokens_hashes, "tokens_hashes", &view)
-        cdef size_t capacity = <size_t> len(self._owners)
         try:
-            if <size_t> open_u32(depths, "depths", &out, True) < capacity:
-                PyBuffer_Release(&out)
-                raise ValueError(f"depths must have at least {capacity} places")
+            self._open_column(depths, "depths", &out, True)
             try:
-                memset(out.buf, 0, capacity * 4)
+                memset(out.buf, 0, <size_t> len(self._owners) * 4)
                 return self._index.match(
                     <const uint8_t *> view.buf, <size_t> count, <uint32_t *> out.buf, early_exit
                 )
             finally:
                 PyBuffer_Release(&out)
+        finally:
+            PyBuffer_Release(&view)
+
+    def extend_into(self, tokens_hashes, depths, extensions, uint32_t tier):
+        """Write to ``extensions[slot]`` how many blocks behind ``depths[slot]`` lie in ``tier``.
+
+        Only those without a hole count; whether another tier holds them too does not matter. Both
+        columns are uint32 with at least ``capacity()`` places and indexed by the device's slots.
+        Returns the number of slots above 0. O(matched depth + slots); O(slots) for an unused tier.
+        """
+        if tier == 0 or tier >= TIERS:
+            raise ValueError(f"tier must be 1 to {TIERS - 1}, got {tier}")
+        cdef Py_buffer view
+        cdef Py_buffer known
+        cdef Py_buffer out
+        cdef Py_ssize_t count = open_u64(tokens_hashes, "tokens_hashes", &view)
+        try:
+            self._open_column(depths, "depths", &known, False)
+            try:
+                self._open_column(extensions, "extensions", &out, True)
+                try:
+                    memset(out.buf, 0, <size_t> len(self._owners) * 4)
+                    return self._index.extend(
+                        <const uint8_t *> view.buf,
+                        <size_t> count,
+                        <const uint32_t *> known.buf,
+                        <uint32_t *> out.buf,
+                        tier,
+                    )
+                finally:
+                    PyBuffer_Release(&out)
+            finally:
+                PyBuffer_Release(&known)
         finally:
             PyBuffer_Release(&view)
 
@@ -203,24 +259,22 @@ cdef class RadixTree:
     def dump(self):
         """Chains that rebuild the index: (worker, dp_rank, parent_hash, block and tokens hashes).
 
-        Parents come first. Blocks behind a hole, which no match reaches, are left out. O(blocks).
+        Parents come first. Blocks behind a hole, which no match reaches, are left out, and so are
+        lower tiers. O(blocks).
         """
-        cdef Dump columns
-        cdef Run run
-        self._index.dump(&columns)
-        return [
-            (
-                *self._owners[run.slot],
-                run.parent_hash if run.has_parent else None,
-                slice_of(columns.block_hashes, run.begin, run.end),
-                slice_of(columns.tokens_hashes, run.begin, run.end),
-            )
-            for run in columns.runs
-        ]
+        return [chain[:5] for chain in self._dump(False)]
+
+    def dump_tiers(self):
+        """The same for all tiers; the tier is the sixth element. Parents may be in another tier."""
+        return self._dump(True)
 
     def blocks(self):
-        """Blocks held, counted once per slot."""
+        """Blocks held, counted once per slot and tier."""
         return self._index.blocks()
+
+    def held(self, uint32_t slot):
+        """Blocks held by one slot, 0 if there is no such slot. O(1)."""
+        return self._index.held(slot)
 
     def nodes(self):
         """Distinct prefixes that carry them."""
@@ -245,9 +299,43 @@ cdef class RadixTree:
         assert registered == len(self._owners), "slots leak"
 
     cdef int _expect(self, uint32_t slot) except -1:
-        if slot >= <size_t> len(self._owners) or self._owners[slot] is None:
+        cdef size_t number = slot & ((1 << TIER_SHIFT) - 1)
+        if number >= <size_t> len(self._owners) or self._owners[number] is None:
+            raise ValueError(f"slot {slot} is not registered")
+        if number != slot and not self._index.is_open(slot):
             raise ValueError(f"slot {slot} is not registered")
         return 0
+
+    cdef int _open_column(
+        self, object column, str name, Py_buffer *view, bint writable
+    ) except -1:
+        cdef Py_ssize_t capacity = len(self._owners)
+        if open_u32(column, name, view, writable) < capacity:
+            PyBuffer_Release(view)
+            raise ValueError(f"{name} must have at least {capacity} places")
+        return 0
+
+    cdef object _open_tier(self, uint32_t number, uint32_t tier):
+        if tier >= TIERS:
+            raise ValueError(f"tier must be 0 to {TIERS - 1}, got {tier}")
+        cdef uint32_t slot = tier << TIER_SHIFT | number
+        self._index.open_slot(slot)
+        return slot
+
+    cdef list _dump(self, bint all_tiers):
+        cdef Dump columns
+        cdef Run run
+        self._index.dump(&columns, all_tiers)
+        return [
+            (
+                *self._owners[run.slot & ((1 << TIER_SHIFT) - 1)],
+                run.parent_hash if run.has_parent else None,
+                slice_of(columns.block_hashes, run.begin, run.end),
+                slice_of(columns.tokens_hashes, run.begin, run.end),
+                run.slot >> TIER_SHIFT,
+            )
+            for run in columns.runs
+        ]
 
     cdef object _open(self, tuple owner):
         cdef uint32_t slot

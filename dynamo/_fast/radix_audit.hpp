@@ -28,7 +28,8 @@ private:
     void check_tables() {
         check_table(nodes_.siblings().complaint(), "siblings");
         check_table(index_.aliases_.complaint(), "aliases");
-        for (const auto &held : index_.held_) check_table(held.complaint(), "held blocks");
+        for (const auto &tier : index_.held_)
+            for (const auto &held : tier) check_table(held.complaint(), "held blocks");
     }
 
     void check_nodes() {
@@ -86,26 +87,33 @@ private:
     // Every external id names a live node that its slot holds, and every holder has an id for it.
     void check_holdings() {
         size_t blocks = 0, aliases = 0, holders = 0;
-        for (uint32_t slot = 0; slot < index_.held_.size(); slot++) {
-            const auto &held = index_.held_[slot];
-            const OrderedTable<uint64_t>::Entry *last = nullptr;
-            for (const auto &entry : held) {
-                if (entry.value == 0) continue;
-                blocks++;
-                complain(last != nullptr && last->key == entry.key, "an id appears twice", slot);
-                last = &entry;
-                complain(entry.value >= nodes_.end() || nodes_[entry.value].parent == FREE,
-                         "an id names a free node", slot);
-                if (!complaint_.empty()) return;
-                complain(!holders_.holds(nodes_[entry.value], slot), "an id whose slot is no holder", slot);
-            }
-        }
+        for (uint32_t tier = 0; tier < TIERS; tier++)
+            for (uint32_t number = 0; number < index_.held_[tier].size(); number++)
+                blocks += check_slot(tier << TIER_SHIFT | number);
+        if (!complaint_.empty()) return;
         for (const auto &entry : index_.aliases_) aliases += entry.value;
         for (uint32_t node = 1; node < nodes_.end(); node++)
             if (nodes_[node].parent != FREE) holders += holders_of(node);
         complain(blocks != index_.blocks_, "blocks are miscounted", blocks);
         complain(blocks != holders + aliases, "ids and holders differ", holders);
         complain(blocks > index_.cap_ || nodes_.size() > index_.cap_, "the cap is exceeded");
+    }
+
+    // Returns how many ids the slot has.
+    size_t check_slot(uint32_t slot) {
+        size_t blocks = 0;
+        const OrderedTable<uint64_t>::Entry *last = nullptr;
+        for (const auto &entry : index_.held_of(slot)) {
+            if (entry.value == 0) continue;
+            blocks++;
+            complain(last != nullptr && last->key == entry.key, "an id appears twice", slot);
+            last = &entry;
+            complain(entry.value >= nodes_.end() || nodes_[entry.value].parent == FREE,
+                     "an id names a free node", slot);
+            if (!complaint_.empty()) break;
+            complain(!holders_.holds(nodes_[entry.value], slot), "an id whose slot is no holder", slot);
+        }
+        return blocks;
     }
 
     const Index &index_;

@@ -15,7 +15,13 @@ from typing import NamedTuple, Protocol
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
 from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, KvQueryAnswer, Removed, Stored
 
-__all__ = ["EventCounts", "Indexer", "Recovery"]
+__all__ = ["TIERS", "EventCounts", "Indexer", "Recovery"]
+
+TIERS = {"device": 0, "host_pinned": 1, "disk": 2, "external": 3}
+"""``KvEvent.storage_tier`` to the index's tier. Blocks of others are ignored (and counted).
+
+*Cleared* on the device means that there is nothing at all, on another tier only that one.
+"""
 
 MAX_HELD_EVENTS = 16_384
 """Live events kept per stream while a question is open; beyond, a full dump is asked for."""
@@ -198,14 +204,14 @@ class Indexer:
             self._recover(stream, None, None)
 
     def _restart(self, stream: _Stream) -> None:
-        self._index.clear(stream.slot)
+        self._index.clear_all(stream.slot)
         stream.last = None
         stream.overflowed = False
         stream.fruitless = 0
         self._drain(stream)
 
     def _rebuild(self, stream: _Stream, answer: KvQueryAnswer) -> None:
-        self._index.clear(stream.slot)
+        self._index.clear_all(stream.slot)
         for event in answer.events:
             self._change(stream, event)
         stream.last = answer.last_event_id
@@ -213,27 +219,30 @@ class Indexer:
     def _take(self, stream: _Stream, event: KvEvent) -> None:
         stream.last = event.event_id
         stream.fruitless = 0
-        if event.storage_tier == "device":
-            self._change(stream, event)
-        else:
-            self._counts.applied(_TYPES[type(event.data)], "ignored_tier")
+        self._change(stream, event)
 
     def _change(self, stream: _Stream, event: KvEvent) -> None:
         data = event.data
+        tier = TIERS.get(event.storage_tier)
         try:
-            status = self._apply_to_index(stream.slot, data)
+            status = "ignored_tier" if tier is None else self._apply_to_index(stream, data, tier)
         except ParentNotFound:
             status = "parent_block_not_found"
         except (InvalidSequence, ValueError):  # ValueError: a torn column
             status = "invalid_block"
         self._counts.applied(_TYPES[type(data)], status)
 
-    def _apply_to_index(self, slot: int, data: Stored | Removed | Cleared) -> str:
+    def _apply_to_index(self, stream: _Stream, data: Stored | Removed | Cleared, tier: int) -> str:
+        slot = stream.slot
+        if tier != 0:
+            slot = self._index.slot(stream.worker_id, stream.dp_rank, tier)
         if isinstance(data, Stored):
             self._index.store(slot, data.parent_hash, data.block_hashes, data.tokens_hashes)
         elif isinstance(data, Removed):
             if self._index.remove(slot, data.block_hashes):
                 return "block_not_found"
+        elif tier == 0:
+            self._index.clear_all(slot)
         else:
             self._index.clear(slot)
         return "ok"

@@ -10,6 +10,8 @@ __all__ = ["InvalidSequence", "ParentNotFound", "RadixTree"]
 
 Path = tuple[int, ...]
 Chain = tuple[int, int, int | None, list[int], list[int]]
+TIER_SHIFT = 28
+TIERS = 4
 
 
 class ParentNotFound(Exception):
@@ -29,12 +31,12 @@ class RadixTree:
         self._held: defaultdict[int, dict[int, Path]] = defaultdict(dict)
         self._dropped = 0
 
-    def slot(self, worker: int, dp_rank: int) -> int:
+    def slot(self, worker: int, dp_rank: int, tier: int = 0) -> int:
         owner = (worker, dp_rank)
         if owner not in self._owners:
             taken = set(self._owners.values())
             self._owners[owner] = next(slot for slot in count() if slot not in taken)
-        return self._owners[owner]
+        return self._owners[owner] | tier << TIER_SHIFT
 
     def store(
         self,
@@ -44,12 +46,10 @@ class RadixTree:
         tokens_hashes: Sequence[int],
     ) -> int:
         held = self._held[slot]
-        if parent_hash is not None and parent_hash not in held:
-            raise ParentNotFound
+        path = () if parent_hash is None else self._find(slot, parent_hash)
         parents = [parent_hash, *block_hashes]
         if any(parent == block for parent, block in zip(parents, block_hashes, strict=False)):
             raise InvalidSequence
-        path = () if parent_hash is None else held[parent_hash]
         before = len(held)
         for done, (block, local) in enumerate(zip(block_hashes, tokens_hashes, strict=True)):
             path = (*path, local)
@@ -73,7 +73,10 @@ class RadixTree:
 
     def remove_worker(self, worker: int) -> int:
         owners = [owner for owner in self._owners if owner[0] == worker]
-        return sum(self.clear(self._owners.pop(owner)) for owner in owners)
+        numbers = [self._owners.pop(owner) for owner in owners]
+        return sum(
+            self.clear(number | tier << TIER_SHIFT) for number in numbers for tier in range(TIERS)
+        )
 
     def match(
         self, tokens_hashes: Sequence[int], early_exit: bool = False
@@ -87,8 +90,19 @@ class RadixTree:
             depths = {owner: min(depth, second + 1) for owner, depth in depths.items()}
         return {owner: depth for owner, depth in depths.items() if depth}
 
+    def extend(self, tokens_hashes: Sequence[int], depths: Sequence[int], tier: int) -> list[int]:
+        """Per slot: how far the tier goes on behind ``depths[slot]``."""
+        extensions = [0] * len(depths)
+        for number in self._owners.values():
+            paths = set(self._held[number | tier << TIER_SHIFT].values())
+            end = depths[number]
+            while end < len(tokens_hashes) and tuple(tokens_hashes[: end + 1]) in paths:
+                end += 1
+            extensions[number] = end - depths[number]
+        return extensions
+
     def dump(self) -> list[Chain]:
-        """One chain per reachable block, shallow ones first."""
+        """One chain per block of the device that is reachable there, shallow ones first."""
         chains: list[Chain] = []
         for (worker, rank), slot in self._owners.items():
             held = self._held[slot]
@@ -125,6 +139,13 @@ class RadixTree:
             for owner, slot in self._owners.items()
             for path in self._held[slot].values()
         )
+
+    def _find(self, slot: int, block: int) -> Path:
+        number = slot % (1 << TIER_SHIFT)
+        for place in (slot, *(number | tier << TIER_SHIFT for tier in range(TIERS))):
+            if block in self._held[place]:
+                return self._held[place][block]
+        raise ParentNotFound
 
     def _prefixes(self) -> set[Path]:
         return {

@@ -185,13 +185,26 @@ def test_events_of_strangers_are_counted_and_dropped(bench: Bench) -> None:
     assert bench.counts.seen == {"unknown_worker": 1}
 
 
-def test_other_tiers_advance_the_id_and_are_counted(bench: Bench) -> None:
+def test_an_unknown_tier_advances_the_id_and_is_counted(bench: Bench) -> None:
     event = stored(1, 1)
-    event.storage_tier = "host_pinned"
-    bench.live(event, stored(2, 2))
+    event.storage_tier = "tape"
+    bench.live(event)
+    bench.live(stored(2, 2))
     assert bench.depth(1) == 0
     assert bench.depth(2) == 1
     assert bench.counts.seen["stored ignored_tier"] == 1
+
+
+def test_lower_tiers_are_kept_apart_until_everything_is_cleared(bench: Bench) -> None:
+    below, gone = stored(2, 2, 3, parent=1), KvEvent(3, Cleared(), storage_tier="disk")
+    below.storage_tier = "host_pinned"
+    bench.live(stored(1, 1), below, gone)
+    depths, further = array("I", [1]), array("I", [0])
+    assert bench.depth(1, 2, 3) == 1
+    assert bench.index.extend_into(array("Q", [1001, 1002, 1003]), depths, further, 1) == 1
+    assert further[0] == 2
+    bench.live(KvEvent(4, Cleared()))
+    assert bench.index.blocks() == 0
 
 
 def test_unknown_blocks_and_parents_and_torn_columns_are_counted(bench: Bench) -> None:
