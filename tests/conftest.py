@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from boxes import Etcd, Nats, binary
 from deployment import Deployment
 
 
@@ -28,3 +29,25 @@ def shared_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depl
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture(scope="session")
+def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    """One etcd for the tests that neither stop nor compact it."""
+    if binary("etcd") is None:
+        pytest.skip("etcd is not here: apt-get install etcd-server")
+    server = Etcd(tmp_path_factory.mktemp("etcd"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nats]:
+    """One nats-server for the tests that do not stop it."""
+    if binary("nats-server") is None:
+        pytest.skip("nats-server is not here: apt-get install nats-server")
+    server = Nats(tmp_path_factory.mktemp("nats"))
+    server.start()
+    yield server
+    server.kill()

@@ -20,8 +20,8 @@ class RuntimeSettings:
         "file",
         "--discovery-backend",
         env="DYN_DISCOVERY_BACKEND",
-        choices=("file", "mem"),
-        help="where instances are registered",
+        choices=("file", "mem", "etcd"),
+        help="where instances are registered; etcd for more than one box (ETCD_ENDPOINTS)",
     )
     file_kv: str | None = knob(
         None,

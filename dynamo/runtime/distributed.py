@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
 from dynamo.config import from_env
+from dynamo.config.etcd import EtcdSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.observability.metrics import Registry
@@ -16,6 +17,7 @@ from dynamo.runtime.component import Endpoint, Namespace, parse_endpoint
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
 from dynamo.runtime.discovery.remains import Remains
 from dynamo.runtime.events import EventPublisher
+from dynamo.runtime.extras import extra
 from dynamo.runtime.paths import socket_dirs, store_dir
 from dynamo.runtime.requests import RequestClient, RequestServer
 from dynamo.runtime.serving import Serving
@@ -179,4 +181,8 @@ def _settings(
 def _discovery(settings: RuntimeSettings) -> Discovery:
     if settings.discovery_backend == "mem":
         return MemoryDiscovery()
+    if settings.discovery_backend == "etcd":
+        room = extra("etcd", "dynamo.runtime.discovery.etcd")
+        etcd: Discovery = room.EtcdDiscovery(from_env(EtcdSettings))
+        return etcd
     return FileDiscovery(store_dir(settings), Remains(lambda: socket_dirs(settings)))

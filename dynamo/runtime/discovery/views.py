@@ -53,10 +53,11 @@ class PrefixWatch:
 class Views:
     """Holds each live key once, so that every change is told exactly once.
 
-    ``set`` is O(watches).
+    ``set`` is O(watches). With ``opened=False`` no watch is primed before :meth:`open`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, opened: bool = True) -> None:
+        self._opened = opened
         self._live: dict[str, bytes] = {}
         self._watches: list[PrefixWatch] = []
 
@@ -85,6 +86,12 @@ class Views:
         asyncio.get_running_loop().call_soon(self._prime, watch)
         return watch
 
+    def open(self) -> None:
+        """What exists is known by now: prime the watches that waited for it. Idempotent."""
+        self._opened = True
+        for watch in tuple(self._watches):
+            self._prime(watch)
+
     def forget(self, watch: PrefixWatch) -> None:
         """Drop ``watch``."""
         if watch in self._watches:
@@ -96,5 +103,5 @@ class Views:
             watch.close()
 
     def _prime(self, watch: PrefixWatch) -> None:
-        if watch in self._watches:
+        if self._opened and not watch.primed and watch in self._watches:
             watch.prime(self.list(watch.prefix))

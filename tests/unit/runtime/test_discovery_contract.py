@@ -5,25 +5,33 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from boxes import Etcd
 
+from dynamo.config.etcd import EtcdSettings
 from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.runtime.discovery import Discovery, FileDiscovery, KeyEvent, MemoryDiscovery
+from dynamo.runtime.discovery.etcd import EtcdDiscovery
 from dynamo.runtime.discovery.memory import MemoryStore
 
 Make = Callable[[], Discovery]
 KEY = "v1/instances/ns/comp/ep/1f"
 
 
-@pytest.fixture(params=["file", "mem"])
+@pytest.fixture(params=["file", "mem", "etcd"])
 async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Make]:
     """Makes any number of views of one store, closed at the end."""
     opened: list[Discovery] = []
     memory = MemoryStore()
 
     def build() -> Discovery:
-        one: Discovery = (
-            MemoryDiscovery(memory) if request.param == "mem" else FileDiscovery(tmp_path / "s")
-        )
+        one: Discovery
+        if request.param == "mem":
+            one = MemoryDiscovery(memory)
+        elif request.param == "file":
+            one = FileDiscovery(tmp_path / "s")
+        else:
+            server: Etcd = request.getfixturevalue("etcd_server")
+            one = EtcdDiscovery(EtcdSettings(endpoints=server.url))
         opened.append(one)
         return one
 

@@ -1,0 +1,37 @@
+"""Where etcd is and how to prove who we are; read from the environment alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.config.knob import knob
+
+__all__ = ["EtcdSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EtcdSettings:
+    """etcd: endpoints, credentials, TLS"""
+
+    endpoints: str = knob(
+        "http://localhost:2379",
+        env="ETCD_ENDPOINTS",
+        help="members of the etcd cluster, separated by commas: host:port, http:// or https://",
+    )
+    username: str | None = knob(
+        None, env="ETCD_AUTH_USERNAME", help="user of etcd, with ETCD_AUTH_PASSWORD"
+    )
+    password: str | None = knob(None, env="ETCD_AUTH_PASSWORD", help="password of that user")
+    ca: str | None = knob(
+        None, env="ETCD_AUTH_CA", help="PEM file of the authority that signed etcd's certificate"
+    )
+    client_cert: str | None = knob(
+        None, env="ETCD_AUTH_CLIENT_CERT", help="PEM file of our own certificate"
+    )
+    client_key: str | None = knob(None, env="ETCD_AUTH_CLIENT_KEY", help="PEM file of its key")
+    start_timeout_s: float = knob(
+        5.0,
+        env="DYN_ETCD_START_TIMEOUT",
+        minimum=0.1,
+        help="seconds a starting process keeps trying to reach etcd",
+    )

@@ -1,0 +1,166 @@
+"""Discovery in etcd, for deployments of more than one box. The extra ``dynamo-appliance[etcd]``.
+
+Keys are those of the other stores, each under a real etcd lease of its process. Beside them lie
+``v1/leases/<hex>``, which lives as long as the lease, and ``v1/revoked/<hex>``, which says for an
+hour that a lease was revoked on purpose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+
+from dynamo.config.etcd import EtcdSettings
+from dynamo.errors import ConfigError, InvalidArgument, WorkerUnavailable
+from dynamo.protocols.control import LeaseRecord
+from dynamo.runtime.discovery.base import OnKeyEvent
+from dynamo.runtime.discovery.etcd_lease import RETRY_S, EtcdLease, tombstone_key
+from dynamo.runtime.discovery.etcd_link import EtcdLink, NoLease, Unreachable
+from dynamo.runtime.discovery.etcd_mirror import ROOT, EtcdMirror, is_record
+from dynamo.runtime.discovery.layout import split_key
+from dynamo.runtime.discovery.process import host_id, start_ticks
+from dynamo.runtime.discovery.views import PrefixWatch, Views
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["EtcdDiscovery"]
+
+TOMBSTONE_TTL_S = 3600.0
+LARGEST_VALUE_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
+
+
+class EtcdDiscovery:
+    """A :class:`Discovery` over the cluster that ``settings`` names.
+
+    A process that only registers itself holds its lease and one watch on it; the live copy of the
+    store starts with the first ``watch``.
+    """
+
+    def __init__(self, settings: EtcdSettings) -> None:
+        self._settings = settings
+        self._link = EtcdLink(settings)
+        self._views = Views(opened=False)
+        self._tasks = Tasks("etcd discovery")
+        self._mirror: EtcdMirror | None = None
+        self._owned: dict[int, EtcdLease] = {}
+
+    async def start(self) -> None:
+        """See :class:`Discovery`; tries for ``DYN_ETCD_START_TIMEOUT`` seconds."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.start_timeout_s
+        told = False
+        while True:
+            try:
+                await self._link.exists(ROOT)
+                return
+            except Unreachable as error:
+                if loop.time() + RETRY_S >= deadline:
+                    raise ConfigError(
+                        f"cannot reach etcd at {self._settings.endpoints}: {error}; start it, or "
+                        "set ETCD_ENDPOINTS, or choose --discovery-backend file for one box"
+                    ) from error
+                if not told:
+                    _log.warning("waiting for etcd at %s: %s", self._settings.endpoints, error)
+                    told = True
+            await asyncio.sleep(RETRY_S)
+
+    async def close(self) -> None:
+        """See :class:`Discovery`."""
+        self._views.close()
+        await self._tasks.close()
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
+        for lease in list(self._owned.values()):
+            await lease.revoke()
+        await self._link.close()
+
+    async def grant(self, ttl_s: float, lease_id: int | None = None) -> EtcdLease:
+        """See :class:`Discovery`; waits as long as etcd is away."""
+        chosen = lease_id or secrets.randbits(62) + 1
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                granted = await self._link.grant(chosen, ttl_s)
+                break
+            except Unreachable as error:  # it may have been granted all the same
+                _log.warning("no lease from etcd yet: %s", error)
+                await asyncio.sleep(RETRY_S)
+        if chosen in self._owned or not (granted or attempts > 1):
+            raise InvalidArgument(f"lease {chosen:x} exists")
+        pid = os.getpid()
+        record = LeaseRecord(chosen, pid, start_ticks(pid) or 0, ttl_s, host_id())
+        lease = self._owned[chosen] = EtcdLease(self._link, record, self._forget)
+        return lease
+
+    async def put(self, key: str, value: bytes, lease_id: int) -> None:
+        """See :class:`Discovery`. A key under a lease of this process outlives outages, and the
+        call waits for etcd; under another's lease an absent etcd is WorkerUnavailable."""
+        split_key(key)
+        if len(value) > LARGEST_VALUE_BYTES:
+            raise InvalidArgument(f"{len(value)} bytes are too much for the key {key!r} in etcd")
+        owned = self._owned.get(lease_id)
+        if owned is not None:
+            await owned.put(key, value)
+            return
+        try:
+            await self._link.write({key: value}, lease_id)
+        except NoLease as error:
+            raise WorkerUnavailable(f"lease {lease_id:x} is gone") from error
+        except Unreachable as error:
+            raise _away(error) from error
+
+    async def delete(self, key: str) -> None:
+        """See :class:`Discovery`. A key of this process goes as soon as etcd is there."""
+        for lease in self._owned.values():
+            if key in lease.keys:
+                await lease.delete(key)
+                return
+        try:
+            await self._link.write({key: None}, 0)
+        except Unreachable as error:
+            raise _away(error) from error
+
+    async def list(self, prefix: str) -> dict[str, bytes]:
+        """See :class:`Discovery`. Without etcd: what the live copy knew last, if there is one."""
+        try:
+            found = (await self._link.list(prefix)).keys
+        except Unreachable as error:
+            if self._mirror is None or not self._mirror.relisted:
+                raise _away(error) from error
+            return self._views.list(prefix)
+        return {key: value for key, value in found.items() if is_record(key)}
+
+    async def revoke(self, lease_id: int) -> None:
+        """See :class:`Discovery`. Leaves a tombstone, so that an owner that is cut off now does not
+        take its lease for one that ran out."""
+        owned = self._owned.get(lease_id)
+        if owned is not None:
+            await owned.revoke()
+            return
+        try:
+            grave = secrets.randbits(62) + 1
+            await self._link.grant(grave, TOMBSTONE_TTL_S)
+            await self._link.write({tombstone_key(lease_id): b""}, grave)
+            await self._link.revoke(lease_id)
+        except NoLease:
+            _log.debug("lease %x was gone already", lease_id)
+        except Unreachable as error:
+            raise _away(error) from error
+
+    def watch(self, prefix: str, on_event: OnKeyEvent) -> PrefixWatch:
+        """See :class:`Discovery`. Waits for the first listing; stands through outages."""
+        if self._mirror is None:
+            self._mirror = EtcdMirror(self._link, self._views)
+            self._tasks.spawn(self._mirror.follow(), name="mirror")
+        return self._views.watch(prefix, on_event)
+
+    def _forget(self, lease: EtcdLease) -> None:
+        self._owned.pop(lease.id, None)
+
+
+def _away(error: Unreachable) -> WorkerUnavailable:
+    return WorkerUnavailable(f"etcd cannot be reached: {error}")

@@ -1,0 +1,198 @@
+"""A lease of this process in etcd: kept alive, made again after an outage, lost when revoked.
+
+Gone is not revoked. A lease that etcd no longer knows was revoked if a tombstone says so
+(``v1/revoked/<hex>``, which :meth:`EtcdDiscovery.revoke` writes), or if it cannot have run out: the
+way to etcd was never seen broken since it was kept alive, and that is less than its ttl ago. In
+every other case it ran out while etcd could not be reached, and is granted again with all its keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from dynamo.errors import ConfigError, WorkerUnavailable
+from dynamo.protocols.control import LeaseRecord
+from dynamo.runtime.discovery.etcd_link import (
+    Compacted,
+    EtcdLink,
+    NoLease,
+    Unreachable,
+    boot_time_s,
+)
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["EtcdLease", "marker_key", "tombstone_key"]
+
+RETRY_S = 0.25
+REVOKE_TIMEOUT_S = 2.0
+_CALLS_PER_TTL = 3
+_log = logging.getLogger(__name__)
+
+
+def marker_key(lease_id: int) -> str:
+    """The key that lives exactly as long as the lease; its owner watches it."""
+    return f"v1/leases/{lease_id:x}"
+
+
+def tombstone_key(lease_id: int) -> str:
+    """The key that says the lease was revoked on purpose."""
+    return f"v1/revoked/{lease_id:x}"
+
+
+class EtcdLease:
+    """Keeps the lease ``record.lease_id``, which was just granted, and the keys put under it.
+
+    ``keys`` is what is to stand in etcd; ``_unwritten`` names those that do not stand there yet.
+    """
+
+    def __init__(
+        self, link: EtcdLink, record: LeaseRecord, on_end: Callable[[EtcdLease], None]
+    ) -> None:
+        self.id = record.lease_id
+        self.ttl_s = record.ttl_s
+        self.lost = asyncio.Event()
+        self.keys: dict[str, bytes] = {marker_key(self.id): msgspec.json.encode(record)}
+        self.grants = 1
+        self._unwritten: set[str] = set(self.keys)
+        self._link = link
+        self._on_end = on_end
+        self._heard_at_s = boot_time_s()
+        self._heard_breaks = link.breaks
+        self._writing = asyncio.Lock()
+        self._nudge = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._away = False
+        self._tasks = Tasks(f"lease {self.id:x}")
+        self._tasks.spawn(self._keep(), name="keep alive")
+        self._tasks.spawn(self._look_out(), name="look out")
+        self._nudge.set()
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Write ``key``; waits as long as etcd is away. WorkerUnavailable: the lease is lost."""
+        self.keys[key] = value
+        await self._change(key)
+        while key in self._unwritten:
+            if self.lost.is_set():
+                raise WorkerUnavailable(f"lease {self.id:x} is gone")
+            self._settled.clear()
+            await self._settled.wait()
+
+    async def delete(self, key: str) -> None:
+        """Remove ``key``; if etcd is away, as soon as it is back."""
+        self.keys.pop(key, None)
+        await self._change(key)
+
+    async def revoke(self) -> None:
+        """End the lease; an etcd that is away removes it after its ttl."""
+        if self.lost.is_set():
+            return
+        await self._tasks.close()
+        try:
+            async with asyncio.timeout(REVOKE_TIMEOUT_S):
+                await self._link.revoke(self.id)
+        except (Unreachable, TimeoutError) as error:
+            _log.warning(
+                "etcd cannot be told that lease %x ends, it runs out in %g s: %s",
+                self.id,
+                self.ttl_s,
+                error,
+            )
+        except NoLease:
+            _log.debug("lease %x was gone already", self.id)
+        finally:
+            self._end()
+
+    async def _change(self, key: str) -> None:
+        self._unwritten.add(key)
+        try:
+            await self._write()
+        except (Unreachable, NoLease):
+            self._nudge.set()
+
+    async def _write(self) -> None:
+        async with self._writing:
+            while self._unwritten and not self.lost.is_set():
+                values = {key: self.keys.get(key) for key in self._unwritten}
+                await self._link.write(values, self.id)
+                for key, value in values.items():
+                    if self.keys.get(key) == value:
+                        self._unwritten.discard(key)
+                self._settled.set()
+
+    async def _keep(self) -> None:
+        pause_s = self.ttl_s / _CALLS_PER_TTL
+        while not self.lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S if self._away else pause_s):
+                    await self._nudge.wait()
+            self._nudge.clear()
+            try:
+                await self._renew(pause_s)
+            except (Unreachable, ConfigError) as error:
+                self._is_away(True, error)
+            else:
+                self._is_away(False)
+
+    async def _renew(self, timeout_s: float) -> None:
+        sent_at_s, breaks = boot_time_s(), self._link.breaks
+        try:
+            await self._link.keep_alive(self.id, max(1.0, timeout_s))
+            self._heard_at_s, self._heard_breaks = sent_at_s, breaks
+            await self._write()
+        except NoLease:
+            if await self._was_revoked():
+                self._end()
+            else:
+                await self._grant_again()
+
+    async def _was_revoked(self) -> bool:
+        since_s = boot_time_s() - self._heard_at_s
+        unbroken = self._link.breaks == self._heard_breaks
+        if await self._link.exists(tombstone_key(self.id)):
+            return True
+        return unbroken and since_s < self.ttl_s
+
+    async def _grant_again(self) -> None:
+        sent_at_s, breaks = boot_time_s(), self._link.breaks
+        await self._link.grant(self.id, self.ttl_s)
+        self.grants += 1
+        self._heard_at_s, self._heard_breaks = sent_at_s, breaks
+        self._unwritten.update(self.keys)
+        with contextlib.suppress(NoLease):
+            await self._write()
+            _log.warning(
+                "lease %x had run out while etcd could not be reached: registered again, %d keys",
+                self.id,
+                len(self.keys) - 1,
+            )
+
+    async def _look_out(self) -> None:
+        """Look at once when the marker goes, or when etcd may have been away."""
+        key = marker_key(self.id)
+        while not self.lost.is_set():
+            try:
+                async for step in self._link.watch(key, prefix=False):
+                    if not step.changes or any(change.value is None for change in step.changes):
+                        self._nudge.set()
+            except (Unreachable, Compacted, ConfigError) as error:
+                _log.debug("lease %x: %s", self.id, error)
+                self._nudge.set()
+            await asyncio.sleep(RETRY_S)
+
+    def _is_away(self, away: bool, error: Exception | None = None) -> None:
+        if away and not self._away:
+            _log.warning("etcd cannot be reached, lease %x may run out: %s", self.id, error)
+        elif self._away and not away:
+            _log.info("etcd is back, lease %x stands", self.id)
+        self._away = away
+
+    def _end(self) -> None:
+        if not self.lost.is_set():
+            self.lost.set()
+            self._settled.set()
+            self._on_end(self)

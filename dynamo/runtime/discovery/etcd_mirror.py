@@ -1,0 +1,108 @@
+"""A live copy of the keys in etcd: listed once, then watched from that revision on.
+
+While etcd is away the copy stands as it was last known. After an outage the keys of workers that
+were cut off too come back a moment after they went, or are gone for a moment and written again:
+for :data:`SETTLE_S` after etcd is back nothing is taken away, so that routing does not flicker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from dynamo.errors import ConfigError
+from dynamo.runtime.discovery.etcd_link import Change, Compacted, EtcdLink, Unreachable
+from dynamo.runtime.discovery.layout import BUCKETS
+from dynamo.runtime.discovery.views import Views
+
+__all__ = ["ROOT", "EtcdMirror", "is_record"]
+
+ROOT = "v1/"
+SETTLE_S = 3.0
+RETRY_S = 0.25
+_PREFIXES = tuple(f"{ROOT}{bucket}/" for bucket in BUCKETS)
+_log = logging.getLogger(__name__)
+
+
+def is_record(key: str) -> bool:
+    """Whether the key is one that processes tell each other of."""
+    return key.startswith(_PREFIXES)
+
+
+class EtcdMirror:
+    """Keeps ``views`` like the store; run :meth:`follow` as a task."""
+
+    def __init__(self, link: EtcdLink, views: Views) -> None:
+        self.relisted = 0
+        self._link = link
+        self._views = views
+        self._revision = 0
+        self._settled_at_s = 0.0
+        self._going: dict[str, asyncio.TimerHandle] = {}
+        self._away = False
+        self._loop = asyncio.get_running_loop()
+
+    async def follow(self) -> None:
+        """List, watch, and do so again whenever something breaks. Runs until it is cancelled."""
+        while True:
+            try:
+                if not self._revision:
+                    await self._list()
+                async for step in self._link.watch(ROOT, True, self._revision):
+                    self._is_back()
+                    for change in step.changes:
+                        self._apply(change)
+                    self._revision = step.revision
+            except Compacted as error:
+                _log.info("etcd has forgotten what came since (%s): listing again", error)
+                self._revision = 0
+            except (Unreachable, ConfigError) as error:
+                self._is_away(error)
+                await asyncio.sleep(RETRY_S)
+
+    def close(self) -> None:
+        """Take nothing away any more."""
+        for timer in self._going.values():
+            timer.cancel()
+        self._going.clear()
+
+    async def _list(self) -> None:
+        listing = await self._link.list(ROOT)
+        self._is_back()
+        found = {key: value for key, value in listing.keys.items() if is_record(key)}
+        for key in self._views.list(""):
+            if key not in found:
+                self._apply(Change(key, None))
+        for key, value in found.items():
+            self._apply(Change(key, value))
+        self._revision = listing.revision
+        self.relisted += 1
+        self._views.open()
+
+    def _apply(self, change: Change) -> None:
+        key, value = change
+        if not is_record(key):
+            return
+        going = self._going.pop(key, None)
+        if going is not None:
+            going.cancel()
+        wait_s = self._settled_at_s - self._loop.time()
+        if value is None and wait_s > 0:
+            self._going[key] = self._loop.call_later(wait_s, self._gone, key)
+        else:
+            self._views.set(key, value)
+
+    def _gone(self, key: str) -> None:
+        self._going.pop(key, None)
+        self._views.set(key, None)
+
+    def _is_away(self, error: Exception) -> None:
+        if not self._away:
+            self._away = True
+            _log.warning("etcd cannot be reached, going on with what is known: %s", error)
+
+    def _is_back(self) -> None:
+        if self._away:
+            self._away = False
+            self._settled_at_s = self._loop.time() + SETTLE_S
+            _log.info("etcd is back")
