@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from dynamo.observability.names import MetricSpec
 
-__all__ = ["Predictions", "RouterGate", "RouterIndex"]
+__all__ = ["Hits", "EventSources", "Predictions", "Replicas", "RouterGate", "RouterIndex"]
 
 _ROUTED = ("dynamo_component", "dynamo_namespace", "router_id", "worker_id")
+_MODELLED = ("dynamo_component", "dynamo_namespace", "model", "phase", "router_id", "worker_id")
+_TYPED = (*_ROUTED, "worker_type")
 _COMPONENT = ("dynamo_component", "dynamo_namespace", "worker_id")
 
 
 class RouterIndex:
-    """What the prefix index holds, and what it gave."""
+    """What the prefix index holds."""
 
-    SELECTED_CACHED_TOKENS = MetricSpec(
-        "counter",
-        "dynamo_component_router_kv_selected_cached_prefix_tokens_total",
-        "Prompt tokens that the chosen workers held",
-        ("dynamo_component", "dynamo_namespace", "model", "phase", "router_id", "worker_id"),
-    )
     BLOCKS = MetricSpec(
         "gauge",
         "dynamo_component_router_index_blocks",
@@ -36,6 +32,42 @@ class RouterIndex:
         "dynamo_component_router_index_dropped_blocks",
         "Blocks that the cap of the prefix index refused",
         _ROUTED,
+    )
+
+
+class Hits:
+    """What the prefix index gave, and what the choice left lying."""
+
+    SELECTED_TOKENS = MetricSpec(
+        "counter",
+        "dynamo_component_router_kv_selected_cached_prefix_tokens_total",
+        "Prompt tokens that the chosen workers held",
+        _MODELLED,
+    )
+    BEST_TOKENS = MetricSpec(
+        "counter",
+        "dynamo_component_router_kv_best_eligible_cached_prefix_tokens_total",
+        "Prompt tokens that the eligible worker with most of them held",
+        _MODELLED,
+    )
+    REUSED_TOKENS = MetricSpec(
+        "counter",
+        "dynamo_component_router_kv_worker_reused_tokens_total",
+        "Prompt tokens that engines report as taken from their cache",
+        _MODELLED,
+    )
+    NON_MAX = MetricSpec(
+        "counter",
+        "dynamo_component_router_non_max_overlap_selections_total",
+        "Requests sent elsewhere than where most of their prompt is cached",
+        _TYPED,
+    )
+    LOST_BLOCKS = MetricSpec(
+        "histogram",
+        "dynamo_component_router_overlap_blocks_lost",
+        "Cached blocks that these requests did without",
+        _TYPED,
+        tuple(0.25 * 2**power for power in range(16)),
     )
 
 
@@ -88,6 +120,49 @@ class Predictions:
         "gauge",
         "dynamo_component_router_approximate_lru_fallbacks",
         "Workers' ranks of unknown capacity, whose predicted blocks age instead",
+        _COMPONENT,
+    )
+
+
+class EventSources:
+    """Workers whose KV events are of no use to the router."""
+
+    MISMATCHED_WORKERS = MetricSpec(
+        "gauge",
+        "dynamo_component_router_kv_event_source_mismatch_workers",
+        "Workers that serve prompts without KV events, or whose blocks are of another size",
+        (
+            "dynamo_component",
+            "dynamo_namespace",
+            "model",
+            "target_component",
+            "target_endpoint",
+            "target_namespace",
+            "worker_id",
+            "worker_type",
+        ),
+    )
+
+
+class Replicas:
+    """Other routers of the same workers, whose load is counted too. Spec 3.8."""
+
+    KNOWN = MetricSpec(
+        "gauge",
+        "dynamo_component_router_replicas",
+        "Other routers that tell of their load",
+        _COMPONENT,
+    )
+    REQUESTS = MetricSpec(
+        "gauge",
+        "dynamo_component_router_replica_requests",
+        "Running requests of other routers that are counted as load",
+        _COMPONENT,
+    )
+    RESYNCS = MetricSpec(
+        "counter",
+        "dynamo_component_router_replica_resyncs_total",
+        "Times that a router was asked for all its requests because something was missed",
         _COMPONENT,
     )
 

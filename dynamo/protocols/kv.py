@@ -67,9 +67,11 @@ class KvQuery(msgspec.Struct, omit_defaults=True):
 
 class KvQueryAnswer(msgspec.Struct, omit_defaults=True):
     """``kind``: events | tree_dump | invalid_range | too_new. For a dump the events recreate the
-    tree (parents first) and ``last_event_id`` is the state they describe."""
+    tree (parents first) and ``last_event_id`` is the state they describe. ``block_size``: tokens of
+    the worker's blocks, where it knows."""
 
     kind: str
     events: list[KvEvent] = []
     last_event_id: int = 0
     newest_available: int | None = None
+    block_size: int | None = None

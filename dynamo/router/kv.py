@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import choose, costs
@@ -21,43 +21,30 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.active import ActiveLoad, Booking
-from dynamo.router.cost import Terms, formula, overridden, terms_of
+from dynamo.router.cost import Terms, add_requests, cached_tokens, overridden, terms_of
+from dynamo.router.decision_log import log_candidates, log_selected
+from dynamo.router.decision_log import logger as decision_logger
 from dynamo.router.fleet import DenseSlots, Fleet
 from dynamo.router.gate import Gate
+from dynamo.router.holdings import Holdings
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
 from dynamo.router.predicted import PredictedCache
 from dynamo.router.prefill_model import prefill_model
 from dynamo.router.prompt import Hasher, Prompt
 from dynamo.router.sync_own import OwnRequests
+from dynamo.router.survey import Survey
 from dynamo.router.taints import favour
 
-__all__ = ["KvPicker", "Survey"]
-
-logger = logging.getLogger(__name__)
-
-
-class Survey(NamedTuple):
-    """What one decision weighs. Columns by slot; ``costs`` of the eligible ``slots`` only.
-
-    ``chosen`` is None when ``error`` says why there is none.
-    """
-
-    prompt: Prompt
-    terms: Terms
-    slots: array[int]
-    overlaps: array[int]
-    prefill: array[int]
-    decode: array[int]
-    costs: dict[int, float]
-    chosen: int | None
-    error: DynamoError | None
+__all__ = ["KvPicker"]
 
 
 class KvPicker:
     """Cost-based choice. ``index`` is None where prefix overlap must not matter.
 
     ``served`` counts, by worker, the prompts of at least one block that got a first token.
+    ``on_first_served`` hears of each worker's first of them.
+    ``own_requests``, where set, is told of everything booked, for other replicas of the router.
     ``clock`` gives seconds and is only ever subtracted. Decision cost: O(prompt + slots × log
     prompt).
     """
@@ -86,11 +73,14 @@ class KvPicker:
         track_blocks = settings.track_active_blocks
         self._hasher = Hasher(block_size, index is not None, predicted is not None, track_blocks)
         self._terms = terms_of(settings, block_size)
+        self._held = Holdings(index, settings.shared_cache_type != "none")
         self._metrics = metrics
         self._uniform = (random or Random()).random
         self._clock = clock
         self.predicted = predicted
         self.served: dict[int, int] = {}
+        self.own_requests: OwnRequests | None = None
+        self.on_first_served: Callable[[int], None] = _nobody
         self._resize()
 
     def pick(
@@ -108,14 +98,16 @@ class KvPicker:
         prompt = self._look(tokens, routing, terms, times)
         slot = self._choose(prompt, slots, terms, routing)
         decision = self._decision(slot, prompt)
-        if logger.isEnabledFor(logging.DEBUG):
-            self._log(terms, slots, decision)
+        if decision_logger.isEnabledFor(logging.INFO):
+            self._log(request_id, self._survey(prompt, terms, slots, slot), decision)
         if request_id is None:
             return decision
         self._book(request_id, slot, decision, prompt, routing, terms)
         times.append(self._clock())
         if self._metrics is not None:
-            self._metrics.decided(times, prompt.isl_tokens, decision, self.block_size)
+            found = self._held.effective(terms.weights, slot)
+            best = self._held.best(terms.weights, slots)
+            self._metrics.decided(times, prompt, found, best, self.block_size)
         return decision
 
     def survey(
@@ -136,9 +128,7 @@ class KvPicker:
             chosen = self._choose(prompt, slots, terms, routing)
         except DynamoError as failure:
             error = failure
-        costs = {} if error else dict(zip(slots, self._costs, strict=False))
-        columns = self._depths[:], self._prefill[:], self._decode[:]
-        return Survey(prompt, terms, slots, *columns, costs, chosen, error)
+        return self._survey(prompt, terms, slots, chosen, error)
 
     def assume(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
         """Somebody else sent the prompt there: without events, predict that it is cached."""
@@ -155,9 +145,14 @@ class KvPicker:
         booking = self.active.mark_prefill_complete(request_id, self._clock())
         if booking is None:
             return
+        if self.own_requests is not None:
+            self.own_requests.prefill_completed(request_id)
         self.gate.load_changed(booking.worker_id)
         if booking.isl_tokens >= self.block_size:
-            self.served[booking.worker_id] = self.served.get(booking.worker_id, 0) + 1
+            served = self.served.get(booking.worker_id, 0)
+            self.served[booking.worker_id] = served + 1
+            if not served:
+                self.on_first_served(booking.worker_id)
         if self._metrics is not None:
             self._metrics.first_token(booking)
 
@@ -168,6 +163,8 @@ class KvPicker:
     def free(self, request_id: str) -> None:
         """The request has ended, however it did."""
         booking = self.active.free(request_id)
+        if self.own_requests is not None:
+            self.own_requests.freed(request_id)
         if self.predicted is not None:
             self.predicted.ended(request_id, self._clock())
         if booking is None:
@@ -196,7 +193,11 @@ class KvPicker:
 
     def expire(self, age_s: float) -> list[str]:
         """Drop the load of requests older than ``age_s``, which somebody forgot to free."""
-        return self.active.expire(self._clock() - age_s)
+        expired = self.active.expire(self._clock() - age_s)
+        if self.own_requests is not None:
+            for request_id in expired:
+                self.own_requests.freed(request_id)
+        return expired
 
     def _booked_prefill(self, slot: int) -> int:
         return self.active.load(slot)[0]
@@ -207,7 +208,7 @@ class KvPicker:
         width = 16
         while width < max(self.fleet.width, known):
             width *= 2
-        self._depths = array("I", bytes(4 * width))
+        self._held.resize(width)
         self._prefill = array("q", bytes(8 * width))
         self._decode = array("q", bytes(8 * width))
         self._costs = array("d", bytes(8 * width))
@@ -219,8 +220,7 @@ class KvPicker:
         prompt = self._hasher.hash(tokens, routing, terms.assume_kv_reuse, self._clock, times)
         if self.predicted is not None:
             self.predicted.expire(times[0])
-        if self.index is not None:
-            self.index.match_into(prompt.hashes, self._depths)
+        self._held.look(prompt.hashes)
         times.append(self._clock())
         return prompt
 
@@ -235,8 +235,13 @@ class KvPicker:
             self._prefill,
             self._decode,
             self._costs,
-            self._depths,
+            self._held.device,
+            self._held.host,
+            self._held.disk,
+            self._held.shared,
         )
+        if terms.request_weight:
+            add_requests(terms.request_weight, slots, self._costs, self.active.load)
         if routing is not None and routing.preferred_taints:
             favour(self._costs, slots, self.fleet, routing.preferred_taints)
         return slots[choose(self._costs, len(slots), terms.temperature, self._uniform())]
@@ -244,7 +249,7 @@ class KvPicker:
     def _decision(self, slot: int, prompt: Prompt) -> Decision:
         owner = self.fleet.owners[slot]
         assert owner is not None, "a candidate slot has an owner"
-        return Decision(*owner, self._depths[slot], prompt.blocks)
+        return Decision(*owner, self._held.device[slot], prompt.blocks)
 
     def _book(
         self,
@@ -255,36 +260,43 @@ class KvPicker:
         routing: Routing | None,
         terms: Terms,
     ) -> None:
-        overlap = decision.overlap_blocks
-        prefill = max(prompt.isl_tokens - overlap * self.block_size, 0)
+        cached = cached_tokens(terms.weights, self._held.effective(terms.weights, slot))
+        prefill = max(prompt.isl_tokens - cached, 0)
         expected = routing.expected_output_tokens if routing is not None else None
         booking = Booking(
             slot,
             decision.worker_id,
             decision.dp_rank,
             prompt.isl_tokens,
-            overlap,
+            decision.overlap_blocks,
             self._clock(),
             expected,
         )
-        self.active.book(
-            request_id,
-            booking,
-            prompt.shared,
-            prompt.unique_blocks,
-            prefill if terms.track_prefill_tokens else 0,
-        )
+        if not terms.track_prefill_tokens:
+            prefill = 0
+        self.active.book(request_id, booking, prompt.shared, prompt.unique_blocks, prefill)
+        if self.own_requests is not None:
+            self.own_requests.booked(request_id, booking, prompt, prefill)
         now_s = booking.booked_at_s
         self.gate.settled(routing, decision.worker_id, decision.dp_rank, now_s)
         if self.predicted is not None:
             self.predicted.routed(request_id, slot, prompt.chained, prompt.hashes, now_s)
 
-    def _log(self, terms: Terms, slots: array[int], decision: Decision) -> None:
-        """The decision as the router guide shows it. Spec 3.4."""
-        for slot, cost in zip(slots, self._costs, strict=False):
-            owner = self.fleet.owners[slot]
-            assert owner is not None, "a candidate slot has an owner"
-            logger.debug(
-                formula(owner[0], terms.weights, cost, self._decode[slot], self._depths[slot])
-            )
-        logger.debug("[ROUTING] Best: worker_%s dp_rank=%d with %d/%d blocks overlap", *decision)
+    def _survey(
+        self,
+        prompt: Prompt,
+        terms: Terms,
+        slots: array[int],
+        chosen: int | None,
+        error: DynamoError | None = None,
+    ) -> Survey:
+        costs = {} if error else dict(zip(slots, self._costs, strict=False))
+        columns = self._held.copy(), self._prefill[:], self._decode[:]
+        return Survey(prompt, terms, slots, *columns, costs, chosen, error)
+
+    def _log(self, request_id: str | None, survey: Survey, decision: Decision) -> None:
+        if decision_logger.isEnabledFor(logging.DEBUG):
+            log_candidates(survey, self.fleet.owners, self.active, decision)
+        if request_id is not None:
+            worker_type = "decode" if self._metrics is None else self._metrics.worker_type
+            log_selected(request_id, decision, survey, worker_type)

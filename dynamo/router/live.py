@@ -5,9 +5,7 @@ Events are applied in the callback that receives them; only questions to workers
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from typing import Protocol
 
 import msgspec
@@ -30,19 +28,20 @@ from dynamo.router.metrics import (
     WorkerMetrics,
     gates,
     predictions,
+    useless_sources,
 )
-from dynamo.router.predicted import STEP_BLOCKS, PredictedCache
 from dynamo.router.recovery import KV_QUERY, Questions
+from dynamo.router.sync import ReplicaSync
+from dynamo.router.upkeep import Upkeep
+from dynamo.router.worker_cards import WorkerCards
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.channels import Subscription
 from dynamo.runtime.client import OnInstances
-from dynamo.runtime.discovery import KeyEvent, Watch
 
 __all__ = ["KV_EVENTS", "KV_METRICS", "InstanceSource", "LiveRouter"]
 
 KV_EVENTS = "kv-events"
 KV_METRICS = "kv_metrics"
-SWEEP_S = 30.0
 
 logger = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
@@ -55,16 +54,6 @@ class InstanceSource(Protocol):
     def on_change(self, callback: OnInstances) -> None:
         """Call ``callback`` for the instances known by now and for every change."""
         ...
-
-
-class _CardPart(msgspec.Struct):
-    """What the router reads of a model card."""
-
-    instance_id: int
-    runtime_config: RuntimeConfig = msgspec.field(default_factory=RuntimeConfig)
-
-
-_decode_card = msgspec.json.Decoder(_CardPart).decode
 
 
 class LiveRouter:
@@ -88,6 +77,7 @@ class LiveRouter:
         phase: str = "aggregated",
     ) -> None:
         self.path = (namespace, component, endpoint)
+        self.block_size = block_size
         self._runtime = runtime
         self._settings = settings
         self._client = client
@@ -116,26 +106,30 @@ class LiveRouter:
             policy = settings.approximate_cache_policy
             predictions(registry, place, index, predicted, policy)
         self._questions: Questions | None = None
-        self._configs: dict[int, RuntimeConfig] = {}
         self._devices: dict[int, str] = {}
-        self._cards: Watch | None = None
+        self._cards = WorkerCards(self._on_card)
         self._events: Subscription | None = None
         self._loads: Subscription | None = None
-        self._sweep_timer: asyncio.TimerHandle | None = None
-        self._age_timer: asyncio.TimerHandle | None = None
-        self._quiet: set[int] = set()
+        self._upkeep: Upkeep | None = None
+        self._sync: ReplicaSync | None = None
+        if isinstance(self.picker, KvPicker):
+            expiry_s = settings.active_request_expiry_s
+            useless = useless_sources(registry, place, endpoint)
+            self._upkeep = Upkeep(self.picker, self.indexer, expiry_s, useless)
+            if settings.replica_sync:
+                self._sync = ReplicaSync(runtime, place, self.picker)
         self._closed = False
 
     async def start(self) -> None:
         """Follow workers, cards and events. Raises ConfigError when discovery cannot be opened."""
-        namespace, component, endpoint = self.path
+        namespace, component, _ = self.path
         await self._runtime.start()
-        prefix = f"v1/mdc/{namespace}/{component}/{endpoint}/"
-        self._cards = self._runtime.discovery.watch(prefix, self._on_card)
-        await self._cards.ready()
+        await self._cards.start(self._runtime.discovery, self.path)
         if self.indexer is not None:
             query = await self._runtime.endpoint(f"{namespace}.{component}.{KV_QUERY}").client()
-            self._questions = Questions(query, self.indexer)
+            self._questions = Questions(
+                query, self.indexer, self.block_size, self._on_foreign_blocks
+            )
             self._events = self._runtime.subscribe(
                 namespace, component, KV_EVENTS, self._on_events, self._on_gap
             )
@@ -144,21 +138,19 @@ class LiveRouter:
             self._loads = self._runtime.subscribe(namespace, component, KV_METRICS, self._on_loads)
             await self._loads.ready()
         self._client.on_change(self._on_instances)
-        if isinstance(self.picker, KvPicker):
-            self._arm(self.picker)
-            if self.picker.predicted is not None:
-                self._age(self.picker.predicted)
+        if self._sync is not None:
+            await self._sync.start()
+        if self._upkeep is not None:
+            self._upkeep.start()
 
     async def close(self) -> None:
         """Stop following, turn away who waits. Idempotent."""
         self._closed = True
         if self.line is not None:
             self.line.close()
-        for timer in (self._sweep_timer, self._age_timer):
-            if timer is not None:
-                timer.cancel()
-        if self._cards is not None:
-            self._cards.close()
+        if self._upkeep is not None:
+            self._upkeep.close()
+        self._cards.close()
         for subscription in (self._events, self._loads):
             if subscription is not None:
                 subscription.close()
@@ -166,6 +158,8 @@ class LiveRouter:
             await self._questions.close()
         for worker_id in list(self.picker.fleet.members):
             self._remove(worker_id)
+        if self._sync is not None:
+            self._sync.close()
 
     def _on_instances(self, added: list[EndpointRecord], removed: list[int]) -> None:
         if self._closed:
@@ -176,23 +170,19 @@ class LiveRouter:
             self._devices[record.instance_id] = record.device_type
             self._add(record.instance_id)
 
-    def _on_card(self, event: KeyEvent) -> None:
-        if event.value is None:
-            self._configs.pop(int(event.key.rpartition("/")[2], 16), None)
-            return
-        try:
-            card = _decode_card(event.value)
-        except msgspec.MsgspecError as error:
-            logger.warning("skipping the model card %s: %s", event.key, error)
-            return
-        if self._configs.get(card.instance_id) == card.runtime_config:
-            return
-        self._configs[card.instance_id] = card.runtime_config
-        if card.instance_id in self.picker.fleet.members:
-            self._add(card.instance_id)
+    def _on_card(self, worker_id: int) -> None:
+        if worker_id in self._devices:
+            self._add(worker_id)
 
     def _add(self, worker_id: int) -> None:
-        config = self._configs.get(worker_id) or RuntimeConfig()
+        if self._upkeep is not None:
+            self._upkeep.forget(worker_id)
+        card = self._cards.get(worker_id)
+        size = self.block_size if card is None else card.kv_cache_block_size
+        if self.indexer is not None and size != self.block_size:
+            self._refuse(worker_id, size)
+            return
+        config = RuntimeConfig() if card is None else card.runtime_config
         self._hide(worker_id)
         self.picker.add_worker(worker_id, config, self._devices.get(worker_id, "cpu"))
         member = self.picker.fleet.members[worker_id]
@@ -201,14 +191,53 @@ class LiveRouter:
         if self.indexer is not None:
             for rank, slot in member.slots.items():
                 self.indexer.add(worker_id, rank, slot, config.enable_local_indexer)
+        if self._sync is not None:
+            self._sync.worker_added(worker_id)
 
     def _remove(self, worker_id: int) -> None:
+        self._devices.pop(worker_id, None)
+        if self._upkeep is not None:
+            self._upkeep.forget(worker_id)
+        self._drop(worker_id)
+
+    def _drop(self, worker_id: int) -> None:
         self._hide(worker_id)
         if self.indexer is not None:
             self.indexer.remove(worker_id)
         self.picker.remove_worker(worker_id)
-        self._devices.pop(worker_id, None)
-        self._quiet.discard(worker_id)
+
+    def _refuse(self, worker_id: int, block_size: int) -> None:
+        """Its blocks would never match: no prefix would ever be found there."""
+        self._drop(worker_id)
+        self._unusable(worker_id)
+        logger.error(
+            "worker %d has KV blocks of %d tokens, this router hashes blocks of %d: it gets no "
+            "requests. Start the router with --kv-cache-block-size %d, or the worker with blocks "
+            "of %d tokens",
+            worker_id,
+            block_size,
+            self.block_size,
+            block_size,
+            self.block_size,
+        )
+
+    def _on_foreign_blocks(self, worker_id: int, block_size: int) -> None:
+        """Its card says one size, its events have another: it serves, its cache stays unknown."""
+        if self.indexer is not None:
+            self.indexer.remove(worker_id)
+        self._unusable(worker_id)
+        logger.error(
+            "worker %d publishes KV blocks of %d tokens, but is registered with blocks of %d: its "
+            "cache stays unknown. Give its KvEventPublisher and register_model the same size",
+            worker_id,
+            block_size,
+            self.block_size,
+        )
+
+    def _unusable(self, worker_id: int) -> None:
+        self._counts.warning("block_size")
+        if self._upkeep is not None:
+            self._upkeep.unusable(worker_id)
 
     def _hide(self, worker_id: int) -> None:
         member = self.picker.fleet.members.get(worker_id)
@@ -241,33 +270,3 @@ class LiveRouter:
     def _on_recovery(self, recovery: Recovery) -> None:
         if self._questions is not None and not self._closed:
             self._questions.ask(recovery)
-
-    def _arm(self, picker: KvPicker) -> None:
-        loop = asyncio.get_running_loop()
-        self._sweep_timer = loop.call_later(SWEEP_S, self._sweep, picker)
-
-    def _age(self, predicted: PredictedCache) -> None:
-        """Forget old predictions also while nobody asks, a step at a time."""
-        more = predicted.expire(time.perf_counter()) >= STEP_BLOCKS
-        pause_s = 0.01 if more else 1.0
-        self._age_timer = asyncio.get_running_loop().call_later(pause_s, self._age, predicted)
-
-    def _sweep(self, picker: KvPicker) -> None:
-        """Drop forgotten load, look for lost last events, name workers that publish nothing."""
-        self._arm(picker)
-        expired = picker.expire(self._settings.active_request_expiry_s)
-        if expired:
-            logger.warning("dropped the load of %d requests that never ended", len(expired))
-        if self.indexer is None:
-            return
-        self.indexer.verify()
-        for worker_id in picker.fleet.members:
-            if not picker.served.get(worker_id) or not self.indexer.silent(worker_id):
-                self._quiet.discard(worker_id)
-            elif worker_id not in self._quiet:
-                self._quiet.add(worker_id)
-                logger.warning(
-                    "worker %d has served prompts but published no KV event: "
-                    "its cache stays unknown (does its engine publish them?)",
-                    worker_id,
-                )

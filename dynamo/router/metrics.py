@@ -6,16 +6,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dynamo._fast.radix import RadixTree
-from dynamo.observability.metrics import Counter, Registry
+from dynamo.observability.metrics import Counter, Gauge, Registry
 from dynamo.observability.names import Frontend, Router, counter, gauge, histogram
-from dynamo.observability.names_router import Predictions, RouterGate, RouterIndex
+from dynamo.observability.names_router import Hits, EventSources, Predictions, RouterGate, RouterIndex
 from dynamo.router.active import ActiveLoad, Booking
 from dynamo.router.fleet import Member
 from dynamo.router.gate import Gate
-from dynamo.router.picker import Decision
 from dynamo.router.predicted import PredictedCache, PredictionCounts
+from dynamo.router.prompt import Prompt
 
-__all__ = ["DecisionMetrics", "EventMetrics", "Place", "WorkerMetrics", "gates", "predictions"]
+__all__ = [
+    "DecisionMetrics",
+    "EventMetrics",
+    "Place",
+    "WorkerMetrics",
+    "gates",
+    "predictions",
+    "useless_sources",
+]
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,11 @@ class Place:
     def router(self) -> tuple[str, ...]:
         """Label values of the per-router families."""
         return self.component, self.namespace, self.router_id, self.router_id
+
+    @property
+    def typed(self) -> tuple[str, ...]:
+        """Label values of the families that tell prefill workers from others."""
+        return (*self.router, self.worker_type)
 
     @property
     def modelled(self) -> tuple[str, ...]:
@@ -61,6 +74,7 @@ class DecisionMetrics:
             Router.FIND_MATCHES_MS,
             Router.SCHEDULING_MS,
         )
+        self.worker_type = place.worker_type
         self._steps = [histogram(registry, step).labels(place.router_id) for step in steps]
         self._total = histogram(registry, Router.TOTAL_MS).labels(place.router_id)
         self._started = counter(registry, Router.STARTED).labels(*place.router)
@@ -70,21 +84,37 @@ class DecisionMetrics:
         self._osl = histogram(registry, Router.OSL).labels(*place.router)
         self._ttft = histogram(registry, Router.TTFT).labels(*place.router)
         self._itl = histogram(registry, Router.ITL).labels(*place.router)
-        cached = counter(registry, RouterIndex.SELECTED_CACHED_TOKENS)
-        self._cached = cached.labels(*place.modelled)
+        self._cached, self._best, self._reused = (
+            counter(registry, spec).labels(*place.modelled)
+            for spec in (Hits.SELECTED_TOKENS, Hits.BEST_TOKENS, Hits.REUSED_TOKENS)
+        )
+        self._elsewhere = counter(registry, Hits.NON_MAX).labels(*place.typed)
+        self._lost = histogram(registry, Hits.LOST_BLOCKS).labels(*place.typed)
 
     def decided(
-        self, times: Sequence[float], isl_tokens: int, decision: Decision, block_size: int
+        self, times: Sequence[float], prompt: Prompt, found: float, best: float, block_size: int
     ) -> None:
-        """A request was booked; ``times`` are the borders of the four steps, seconds."""
+        """A request was booked; ``times`` are the borders of the four steps, seconds.
+
+        ``found`` effective blocks of it are where it goes, ``best`` is the most that any eligible
+        worker has.
+        """
         for step, begin, end in zip(self._steps, times, times[1:], strict=False):
             step.observe((end - begin) * 1e3)
         self._total.observe((times[-1] - times[0]) * 1e3)
         self._started.value += 1
-        self._isl.observe(isl_tokens)
-        self._cached.value += decision.overlap_blocks * block_size
-        if decision.prompt_blocks:
-            self._hit_rate.observe(decision.overlap_blocks / decision.prompt_blocks)
+        self._isl.observe(prompt.isl_tokens)
+        self._cached.value += found * block_size
+        self._best.value += best * block_size
+        if best > found:
+            self._elsewhere.value += 1
+            self._lost.observe(best - found)
+        if prompt.blocks:
+            self._hit_rate.observe(found / prompt.blocks)
+
+    def reused(self, tokens: int) -> None:
+        """An engine said how many prompt tokens it did not have to compute."""
+        self._reused.value += tokens
 
     def first_token(self, booking: Booking) -> None:
         """The first token came."""
@@ -167,6 +197,20 @@ def predictions(
         (Predictions.MEMORY_BYTES, cache.memory_bytes),
     ):
         gauge(registry, spec).labels(*here, place.router_id).function = read
+
+
+def useless_sources(registry: Registry, place: Place, endpoint: str) -> Gauge:
+    """How many workers' KV events are missing or of no use."""
+    return gauge(registry, EventSources.MISMATCHED_WORKERS).labels(
+        place.component,
+        place.namespace,
+        place.model,
+        place.component,
+        endpoint,
+        place.namespace,
+        place.router_id,
+        place.worker_type,
+    )
 
 
 class WorkerMetrics:

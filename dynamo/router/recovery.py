@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import msgspec
 
@@ -29,11 +30,23 @@ _decode_answer = codec.decoder(KvQueryAnswer).decode
 
 
 class Questions:
-    """Open questions to workers; one task each. ``client`` follows the ``kv_query`` endpoint."""
+    """Open questions to workers; one task each. ``client`` follows the ``kv_query`` endpoint.
 
-    def __init__(self, client: Client, indexer: Indexer) -> None:
+    An answer about blocks of another size than ``block_size`` goes to ``on_foreign_blocks`` (worker
+    id, its size) instead of the indexer.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        indexer: Indexer,
+        block_size: int,
+        on_foreign_blocks: Callable[[int, int], None],
+    ) -> None:
         self._client = client
         self._indexer = indexer
+        self._block_size = block_size
+        self._on_foreign_blocks = on_foreign_blocks
         self._tasks = Tasks("kv recovery")
 
     def ask(self, recovery: Recovery) -> None:
@@ -50,7 +63,8 @@ class Questions:
         failure: Exception | None = None
         for pause_s in (*BACKOFF_S, None):
             try:
-                self._indexer.recovered(recovery, await self._question(recovery))
+                answer = await self._question(recovery)
+                self._answered(recovery, answer)
                 return
             except (DynamoError, TimeoutError, msgspec.MsgspecError) as error:
                 failure = error
@@ -67,6 +81,12 @@ class Questions:
             failure,
         )
         self._indexer.abandoned(recovery)
+
+    def _answered(self, recovery: Recovery, answer: KvQueryAnswer) -> None:
+        if answer.block_size in (None, self._block_size):
+            self._indexer.recovered(recovery, answer)
+        elif self._indexer.stands(recovery):
+            self._on_foreign_blocks(recovery.worker_id, answer.block_size)
 
     async def _question(self, recovery: Recovery) -> KvQueryAnswer:
         query = KvQuery(recovery.dp_rank, recovery.start, recovery.end)

@@ -164,4 +164,14 @@ def test_configurations_become_settings() -> None:
     assert (made.active_decode_blocks_threshold, made.session_affinity_ttl_s) == (0.8, 60)
     with pytest.raises(ConfigError):
         KvRouterConfig(router_temperature=-1).settings()
-    assert "router_replica_sync" in WITHOUT_EFFECT
+    made = KvRouterConfig(
+        host_cache_hit_weight=0.5,
+        disk_cache_hit_weight=0.1,
+        decode_active_request_weight=2.0,
+        shared_cache_multiplier=0.3,
+        shared_cache_type="hicache",
+    ).settings()
+    assert (made.host_cache_hit_weight, made.disk_cache_hit_weight) == (0.5, 0.1)
+    assert (made.shared_cache_multiplier, made.shared_cache_type) == (0.3, "hicache")
+    assert made.decode_active_request_weight == 2.0
+    assert "router_replica_sync" not in WITHOUT_EFFECT

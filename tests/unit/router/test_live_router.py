@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from dynamo.protocols.kv import (
 from dynamo.protocols.load import KvMetrics
 from dynamo.router import live as live_module
 from dynamo.router import recovery as recovery_module
+from dynamo.router import upkeep as upkeep_module
 from dynamo.router.kv import KvPicker
 from dynamo.router.live import KV_EVENTS, LiveRouter
 from dynamo.runtime import DistributedRuntime
@@ -57,6 +57,7 @@ class Worker:
         self.answers: list[KvQueryAnswer] = [KvQueryAnswer("tree_dump")]
         self.queries: list[KvQuery] = []
         self.asked = asyncio.Event()
+        self.block_size = BLOCK
         self._serving: list[asyncio.Task[None]] = []
 
     @property
@@ -81,6 +82,7 @@ class Worker:
 
     async def _publish_card(self, config: RuntimeConfig) -> None:
         card = ModelCard("m", "m", "/m", "ns", "backend", "generate", self.id)
+        card.kv_cache_block_size = self.block_size
         card.runtime_config = config
         lease = await self.runtime.granted()
         key = "v1/mdc/" + instance_key("ns", "backend", "generate", self.id)
@@ -183,10 +185,10 @@ async def test_a_lost_last_event_is_found_by_the_sweep(box: Box) -> None:
     assert indexer is not None
     await until(lambda: bool(worker.queries) and not indexer.recovering())
     worker.answers = [KvQueryAnswer("events", [stored(1, 0, 2)], 1), KvQueryAnswer("too_new")]
-    assert isinstance(live.picker, KvPicker)
-    live._sweep(live.picker)
+    assert live._upkeep is not None
+    live._upkeep.sweep()
     await until(lambda: overlap(live) == 2)
-    live._sweep(live.picker)
+    live._upkeep.sweep()
     await until(lambda: len(worker.queries) == 3 and not indexer.recovering())
     assert worker.queries[1:] == [KvQuery(0, 1, None), KvQuery(0, 2, None)]
     assert overlap(live) == 2
@@ -262,7 +264,10 @@ async def test_foreign_payloads_are_counted(box: Box, caplog: pytest.LogCaptureF
     assert 'event_type="stored",status="ok"' in page
 
 
-async def test_a_silent_worker_is_named_once(box: Box, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_silent_worker_is_named_once(
+    box: Box, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep_module, "SILENCE_S", 0.05)
     worker = await box.worker()
     live = await box.route()
     await until(lambda: bool(worker.queries) and overlap(live) == 0)
@@ -271,10 +276,18 @@ async def test_a_silent_worker_is_named_once(box: Box, caplog: pytest.LogCapture
     picker.pick("a", PROMPT)
     picker.mark_prefill_complete("a")
     picker.free("a")
-    with caplog.at_level(logging.WARNING, live_module.__name__):
-        live._sweep(picker)
-        live._sweep(picker)
+    await until(lambda: "published no KV event" in caplog.text)  # soon after its first token
+    assert live._upkeep is not None
+    live._upkeep.sweep()
     assert caplog.text.count("published no KV event") == 1
+    name = "dynamo_component_router_kv_event_source_mismatch_workers"
+    page = box.runtime.metrics.render().decode()
+    assert [line[-2:] for line in page.splitlines() if line.startswith(name)] == [" 1"]
+    worker.publish(stored(1, 0, 1))
+    await until(lambda: overlap(live) == 1)
+    live._upkeep.sweep()
+    page = box.runtime.metrics.render().decode()
+    assert [line[-2:] for line in page.splitlines() if line.startswith(name)] == [" 0"]
 
 
 @pytest.mark.parametrize("mode", ["round-robin", "random"])
@@ -333,3 +346,54 @@ async def test_reported_load_makes_workers_busy(box: Box, mode: str) -> None:
     loads.publish(b"\xc1")
     report(85)
     await until(lambda: bool(live.picker.fleet.busy))
+
+
+def mismatched(box: Box) -> list[str]:
+    """The gauge of workers whose events are of no use."""
+    name = "dynamo_component_router_kv_event_source_mismatch_workers"
+    page = box.runtime.metrics.render().decode()
+    return [line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(name)]
+
+
+async def test_a_worker_with_other_blocks_is_refused(
+    box: Box, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = await box.route()
+    worker = Worker(box.settings)
+    box.workers.append(worker)
+    worker.block_size = 16
+    await worker.start(RuntimeConfig())
+    await until(lambda: "it gets no requests" in caplog.text)
+    assert "blocks of 16 tokens, this router hashes blocks of 4" in caplog.text
+    assert "--kv-cache-block-size 16" in caplog.text
+    assert overlap(live) == -1 and worker.queries == []
+    assert mismatched(box) == ["1"]
+    assert 'warning_kind="block_size"' in box.runtime.metrics.render().decode()
+    good = await box.worker(RuntimeConfig())
+    await until(lambda: list(live.picker.fleet.members) == [good.id])
+    await worker.runtime.close()
+    await until(lambda: mismatched(box) == ["0"])
+
+
+@pytest.mark.parametrize("settings", [{"kv_events": False}, {"overlap_score_weight": 0.0}])
+async def test_where_no_events_are_followed_blocks_may_differ(
+    box: Box, settings: dict[str, object]
+) -> None:
+    live = await box.route(**settings)
+    worker = Worker(box.settings)
+    box.workers.append(worker)
+    worker.block_size = 16
+    await worker.start(RuntimeConfig())
+    await until(lambda: list(live.picker.fleet.members) == [worker.id])
+
+
+async def test_events_of_other_blocks_than_registered_are_not_used(
+    box: Box, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await box.worker(RuntimeConfig())
+    worker.answers = [KvQueryAnswer("tree_dump", [stored(0, 0, 2)], 5, block_size=16)]
+    live = await box.route()
+    await until(lambda: "its cache stays unknown" in caplog.text)
+    worker.publish(stored(6, 2, 3))
+    assert "publishes KV blocks of 16 tokens, but is registered with blocks of 4" in caplog.text
+    assert overlap(live) == 0 and mismatched(box) == ["1"]

@@ -1,0 +1,108 @@
+"""What a live router does by the clock: stale load goes, predictions age, the silent are named."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from dynamo.observability.metrics import Gauge
+from dynamo.router.indexer import Indexer
+from dynamo.router.kv import KvPicker
+from dynamo.router.predicted import STEP_BLOCKS, PredictedCache
+
+__all__ = ["Upkeep"]
+
+SWEEP_S = 30.0
+SILENCE_S = 2.0
+"""After the first token of its first prompt: by then a worker has published what it stored."""
+
+logger = logging.getLogger(__name__)
+
+
+class Upkeep:
+    """Timers of one router. ``indexer`` is None where no events are followed.
+
+    ``useless`` counts the workers whose KV events are missing, or of another block size.
+    """
+
+    def __init__(
+        self, picker: KvPicker, indexer: Indexer | None, expiry_s: float, useless: Gauge
+    ) -> None:
+        self._picker = picker
+        self._indexer = indexer
+        self._expiry_s = expiry_s
+        self._useless = useless
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._silent: set[int] = set()
+        self._unusable: set[int] = set()
+        self._closed = False
+        useless.function = lambda: len(self._silent | self._unusable)
+
+    def start(self) -> None:
+        """Arm the timers."""
+        if self._indexer is not None:
+            self._picker.on_first_served = self._on_first_served
+        self._arm("sweep", SWEEP_S)
+        if self._picker.predicted is not None:
+            self._age(self._picker.predicted)
+
+    def close(self) -> None:
+        """Disarm them. Idempotent."""
+        self._closed = True
+        for timer in self._timers.values():
+            timer.cancel()
+
+    def forget(self, worker_id: int) -> None:
+        """The worker is gone."""
+        self._silent.discard(worker_id)
+        self._unusable.discard(worker_id)
+
+    def unusable(self, worker_id: int) -> None:
+        """What the worker publishes cannot be used; somebody else has said why."""
+        self._unusable.add(worker_id)
+
+    def sweep(self) -> None:
+        """Drop forgotten load, look for lost last events, name workers that publish nothing."""
+        expired = self._picker.expire(self._expiry_s)
+        if expired:
+            logger.warning("dropped the load of %d requests that never ended", len(expired))
+        if self._indexer is not None:
+            self._indexer.verify()
+            self.look(self._indexer)
+
+    def look(self, indexer: Indexer) -> None:
+        """Name, once, each worker that has served prompts and published nothing."""
+        for worker_id in self._picker.fleet.members:
+            if not self._picker.served.get(worker_id) or not indexer.silent(worker_id):
+                self._silent.discard(worker_id)
+            elif worker_id not in self._silent | self._unusable:
+                self._silent.add(worker_id)
+                logger.warning(
+                    "worker %d has served prompts but published no KV event: "
+                    "its cache stays unknown (does its engine publish them?)",
+                    worker_id,
+                )
+
+    def _arm(self, name: str, delay_s: float) -> None:
+        timer = asyncio.get_running_loop().call_later(delay_s, self._ring, name)
+        self._timers[name] = timer
+
+    def _ring(self, name: str) -> None:
+        if name == "sweep":
+            self._arm("sweep", SWEEP_S)
+            self.sweep()
+        elif self._indexer is not None:
+            del self._timers[name]
+            self.look(self._indexer)
+
+    def _on_first_served(self, worker_id: int) -> None:
+        if not self._closed:
+            self._arm(f"silence of {worker_id}", SILENCE_S)
+
+    def _age(self, predicted: PredictedCache) -> None:
+        """Forget old predictions also while nobody asks, a step at a time."""
+        more = predicted.expire(time.perf_counter()) >= STEP_BLOCKS
+        pause_s = 0.01 if more else 1.0
+        loop = asyncio.get_running_loop()
+        self._timers["age"] = loop.call_later(pause_s, self._age, predicted)

@@ -1,0 +1,63 @@
+"""What the workers' model cards tell a router: capacity, ranks, taints, size of a KV block."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.runtime.discovery import Discovery, KeyEvent, Watch
+
+__all__ = ["CardPart", "WorkerCards"]
+
+logger = logging.getLogger(__name__)
+
+
+class CardPart(msgspec.Struct):
+    """What the router reads of a model card; defaults are those of the whole card."""
+
+    instance_id: int
+    kv_cache_block_size: int = 64
+    runtime_config: RuntimeConfig = msgspec.field(default_factory=RuntimeConfig)
+
+
+_decode = msgspec.json.Decoder(CardPart).decode
+
+
+class WorkerCards:
+    """The cards of one endpoint's workers, by worker. A worker may have several (one an adapter):
+    the last one told counts. ``on_change`` hears of each that came or changed."""
+
+    def __init__(self, on_change: Callable[[int], None]) -> None:
+        self._on_change = on_change
+        self._cards: dict[int, CardPart] = {}
+        self._watch: Watch | None = None
+
+    async def start(self, discovery: Discovery, path: tuple[str, str, str]) -> None:
+        """Follow the cards; those that exist are known on return."""
+        self._watch = discovery.watch("v1/mdc/" + "/".join(path) + "/", self._on_key)
+        await self._watch.ready()
+
+    def close(self) -> None:
+        """Stop following. Idempotent."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def get(self, worker_id: int) -> CardPart | None:
+        """The worker's card; None without one."""
+        return self._cards.get(worker_id)
+
+    def _on_key(self, event: KeyEvent) -> None:
+        if event.value is None:
+            self._cards.pop(int(event.key.split("/")[5], 16), None)
+            return
+        try:
+            card = _decode(event.value)
+        except msgspec.MsgspecError as error:
+            logger.warning("skipping the model card %s: %s", event.key, error)
+            return
+        if self._cards.get(card.instance_id) != card:
+            self._cards[card.instance_id] = card
+            self._on_change(card.instance_id)
