@@ -1,6 +1,7 @@
 """One generation request, from its arrival to its end, through one exit door.
 
-A call has a leg for each engine request (``n`` choices, lists of prompts). What a worker sends is
+A call has a leg for each engine request (``n`` choices, lists of prompts), which may wait for a
+worker. What a worker sends is
 detokenized in the read that brought it and written at the end of the loop turn: no task, queue or
 generator is made for a request or a token. However a call ends (finished, failed, client gone,
 worker gone, silence, shutdown), :meth:`Call._close` runs exactly once: engines stopped, load freed,
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynamo.errors import Cancelled, DynamoError
@@ -21,6 +22,7 @@ from dynamo.frontend.http import Exchange
 from dynamo.frontend.leg import Leg
 from dynamo.frontend.metrics import ModelMetrics
 from dynamo.frontend.sse import KEEP_ALIVE
+from dynamo.router.picker import Decision
 
 if TYPE_CHECKING:
     from dynamo.frontend.flow import Flow
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Call", "Caption"]
 
 log = logging.getLogger(__name__)
+_NEVER = float("inf")
 _NO_CACHE = ("cache-control", "no-cache")
 
 
@@ -41,18 +44,27 @@ class Caption(NamedTuple):
 
 
 class Call:
-    """``dispatched`` gives it legs; ``generation`` turns their outputs into bytes."""
+    """``dispatched`` gives it legs; ``generation`` turns their outputs into bytes.
+
+    ``heard_at`` is when an engine last gave a sign of life, infinite while none has anything to do;
+    ``describe``, where set, says what ``nvext.worker_id`` shows of the first decision.
+    """
 
     __slots__ = (
+        "_accepted",
         "_begun",
         "_dirty",
         "_dispatched_at",
         "_first_at",
         "_held_bytes",
         "_open_legs",
+        "_placed_legs",
+        "_prepared_at",
         "_prompt_tokens",
+        "_queue_depth",
         "caption",
         "closed",
+        "describe",
         "exchange",
         "flow",
         "generation",
@@ -74,12 +86,17 @@ class Call:
         self.streaming = stream
         self.legs: Sequence[Leg] = ()
         self.closed = False
-        self.heard_at = float("inf")
+        self.heard_at = _NEVER
+        self.describe: Callable[[Decision], dict[str, Any]] | None = None
+        self._accepted = False
         self._begun = False
         self._dirty = False
         self._held_bytes = 0
         self._open_legs = 0
+        self._placed_legs = 0
+        self._prepared_at = 0.0
         self._prompt_tokens = 0
+        self._queue_depth = 0
         self._dispatched_at = 0.0
         self._first_at = 0.0
         exchange.on_disconnect = self._client_left
@@ -99,17 +116,26 @@ class Call:
         echoed = self.caption.echoed_id
         return [] if echoed is None else [("x-request-id", echoed)]
 
+    @property
+    def quiet_since(self) -> float:
+        """When the client last had news of an engine or began to wait for one; infinite before."""
+        waits = self._accepted and self.heard_at == _NEVER
+        return self.exchange.received_at if waits else self.heard_at
+
+    def prepared(self) -> None:
+        """The engine requests are ready; next, workers are chosen."""
+        self._prepared_at = time.monotonic()
+        self.flow.metrics.preprocess_stage.observe(self._prepared_at - self.exchange.received_at)
+
     def dispatched(self, prompt_tokens: int) -> None:
-        """The engine requests of ``legs`` are on their way."""
-        self._dispatched_at = self.heard_at = time.monotonic()
+        """The engine requests of ``legs`` are on their way, or wait for a worker."""
+        self._accepted = True
         self._prompt_tokens = prompt_tokens
         self._open_legs = len(self.legs)
-        model, metrics = self.model, self.flow.metrics
-        model.inflight.value += 1
-        model.queued.value += 1
-        metrics.awaiting_first.value += 1
-        metrics.plane_inflight.value += len(self.legs)
-        model.isl.observe(prompt_tokens)
+        self.model.queued.value += 1
+        self.model.isl.observe(prompt_tokens)
+        if not self._placed_legs:
+            self.flow.metrics.routing.value += 1
 
     def located(self) -> None:
         """The request only asked where it would go."""
@@ -119,12 +145,39 @@ class Call:
 
     # -- told by the legs
 
+    def placed(self, decision: Decision, waiting: int) -> None:
+        """A leg is booked and goes out now, with ``waiting`` others left in the router's line."""
+        now = self.heard_at = time.monotonic()
+        metrics = self.flow.metrics
+        metrics.plane_inflight.value += 1
+        self._placed_legs += 1
+        self._queue_depth = max(self._queue_depth, waiting)
+        if self._placed_legs > 1:
+            return
+        self._dispatched_at = now
+        if self.describe is not None:
+            self.generation.worker_id = self.describe(decision)
+        metrics.route_stage.observe(now - self._prepared_at)
+        metrics.plane_queue.observe(now - self.exchange.received_at)
+        metrics.awaiting_first.value += 1
+        self.model.inflight.value += 1
+        if self._accepted:
+            metrics.routing.value -= 1
+
+    def sent(self) -> None:
+        """The leg just placed has been written to its worker's connection."""
+        seconds = time.monotonic() - self.heard_at
+        metrics = self.flow.metrics
+        metrics.dispatch_stage.observe(seconds)
+        metrics.plane_send.observe(seconds)
+
     def first_token(self, now: float) -> None:
         """A leg has its first token."""
         if self._first_at:
             return
         self._first_at = now
-        self._no_longer_queued()
+        self.model.queued.value -= 1
+        self.flow.metrics.awaiting_first.value -= 1
         self.model.ttft.observe(now - self.exchange.received_at)
         roundtrip_s = now - self._dispatched_at
         metrics = self.flow.metrics
@@ -147,7 +200,11 @@ class Call:
     def leg_done(self) -> None:
         """A leg has ended well; after the last one the answer is complete."""
         self._open_legs -= 1
-        if self._open_legs or self.closed:
+        if self.closed:
+            return
+        if self._open_legs:
+            if self._placed_legs == len(self.legs) - self._open_legs:
+                self.heard_at = _NEVER  # those left wait for a worker
             return
         if self.streaming:
             if not self._begun:
@@ -215,7 +272,7 @@ class Call:
             "ttft_ms": (first - received) * 1e3,
             "total_time_ms": (now - received) * 1e3,
             "kv_hit_rate": overlap / blocks if blocks else 0.0,
-            "router_queue_depth": 0,
+            "router_queue_depth": self._queue_depth,
         }
 
     # -- own steps
@@ -232,10 +289,6 @@ class Call:
             self.flow.metrics.disconnected.value += 1
             self._close(labels(Cancelled()))
 
-    def _no_longer_queued(self) -> None:
-        self.model.queued.value -= 1
-        self.flow.metrics.awaiting_first.value -= 1
-
     def _close(self, failure: Labels | None) -> None:
         """The exit door."""
         self.closed = True
@@ -244,7 +297,8 @@ class Call:
         for leg in self.legs:
             leg.release()
         model.active.value -= 1
-        if self._dispatched_at:
+        self._no_longer_counted()
+        if self._accepted and self._placed_legs:
             self._count_generation()
         self.legs = ()  # they know the call: without a cycle nothing is left for the collector
         if failure is not None:
@@ -254,12 +308,20 @@ class Call:
         model.duration.observe(time.monotonic() - self.exchange.received_at)
         flow.admission.leave()
 
+    def _no_longer_counted(self) -> None:
+        """Take the call out of the gauges of what goes on now."""
+        model, metrics = self.model, self.flow.metrics
+        waits = not self._first_at
+        if self._placed_legs:
+            model.inflight.value -= 1
+            metrics.plane_inflight.value -= self._placed_legs
+            metrics.awaiting_first.value -= waits
+        if self._accepted:
+            model.queued.value -= waits
+            metrics.routing.value -= not self._placed_legs
+
     def _count_generation(self) -> None:
         model, metrics = self.model, self.flow.metrics
-        model.inflight.value -= 1
-        metrics.plane_inflight.value -= len(self.legs)
-        if not self._first_at:
-            self._no_longer_queued()
         usage = self.generation.usage()
         tokens = usage.completion_tokens
         model.osl.observe(tokens)

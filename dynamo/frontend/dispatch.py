@@ -1,8 +1,10 @@
-"""The way of one engine request from a call's leg to a worker: choose, book, instruct, open."""
+"""The way of one engine request from a leg to a worker: wait, choose, book, instruct, open."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,6 +12,8 @@ import msgspec
 from dynamo.errors import DynamoError
 from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.router.kv import KvPicker
+from dynamo.router.line import Line, Ticket
 from dynamo.router.picker import Decision, Picker
 from dynamo.runtime import Client
 
@@ -22,11 +26,16 @@ log = logging.getLogger(__name__)
 
 
 class Dispatch:
-    """Sends requests to the workers behind ``client`` that ``picker`` chooses."""
+    """Sends requests to the workers behind ``client`` that ``picker`` chooses.
 
-    def __init__(self, picker: Picker, client: Client) -> None:
+    With a ``line`` before the picker they may have to wait for a worker.
+    """
+
+    def __init__(self, picker: Picker, client: Client, line: Line | None = None) -> None:
         self.picker = picker
         self.client = client
+        self.line = line
+        self.tracks_output = isinstance(picker, KvPicker) and picker.active.track_output
 
     def send(
         self,
@@ -35,8 +44,8 @@ class Dispatch:
         routing: Routing | None,
         headers: dict[str, str],
     ) -> None:
-        """Put ``leg`` on its way. Raises what :meth:`Picker.pick` raises; the leg is released by
-        its call then."""
+        """Put ``leg`` on its way. Raises what :meth:`decode` raises; the leg is released by its
+        call then."""
         self.decode(leg, request, routing, headers)
 
     def decode(
@@ -46,20 +55,30 @@ class Dispatch:
         routing: Routing | None,
         headers: dict[str, str],
     ) -> None:
-        """The last stretch: to the worker that generates.
+        """The last stretch: to the worker that generates, at once or when it is its turn.
 
-        ``leg`` is still open. Raises what :meth:`Picker.pick` raises.
+        ``leg`` is still open. Raises what :meth:`Picker.pick` raises, and
+        RouterQueueLimitExceeded; what fails later ends the call.
         """
-        decision = self.picker.pick(
+        line, override = self.line, request.router_config_override
+        if line is None:
+            decision = self.picker.pick(
+                leg.booking, request.token_ids, routing=routing, override=override
+            )
+            self._open(leg, request, routing, headers, decision)
+            return
+        found = line.request(
             leg.booking,
             request.token_ids,
             routing=routing,
-            override=request.router_config_override,
+            override=override,
+            on_decision=partial(self._its_turn, line, leg, request, routing, headers),
+            on_error=leg.call.fail,
         )
-        leg.decided(decision)
-        _instruct(request, routing, decision)
-        leg.stream = self.client.open(decision.worker_id, encode(request), leg, headers)
-
+        if isinstance(found, Ticket):
+            leg.pending = found
+        else:
+            self._open(leg, request, routing, headers, found, len(line))
 
     def decode_later(
         self,
@@ -73,15 +92,45 @@ class Dispatch:
         A leg that has ended meanwhile is left alone; what it waited for is over either way.
         """
         leg.pending = None
-        if not leg.open or leg.call.closed:
-            return
-        try:
-            self.decode(leg, request, routing, headers)
-        except DynamoError as error:
-            leg.call.fail(error)
-        except Exception:
-            log.exception("request %s failed", leg.booking)
-            leg.call.fail(DynamoError("a bug in the frontend"))
+        if leg.open and not leg.call.closed:
+            _or_fail(leg, partial(self.decode, leg, request, routing, headers))
+
+    def _its_turn(
+        self,
+        line: Line,
+        leg: Leg,
+        request: PreprocessedRequest,
+        routing: Routing | None,
+        headers: dict[str, str],
+        decision: Decision,
+    ) -> None:
+        waiting = len(line)
+        _or_fail(leg, partial(self._open, leg, request, routing, headers, decision, waiting))
+
+    def _open(
+        self,
+        leg: Leg,
+        request: PreprocessedRequest,
+        routing: Routing | None,
+        headers: dict[str, str],
+        decision: Decision,
+        waiting: int = 0,
+    ) -> None:
+        leg.decided(decision, waiting)
+        _instruct(request, routing, decision)
+        leg.stream = self.client.open(decision.worker_id, encode(request), leg, headers)
+        leg.call.sent()
+
+
+def _or_fail(leg: Leg, step: Callable[[], None]) -> None:
+    """Run ``step``; its error ends the leg's call."""
+    try:
+        step()
+    except DynamoError as error:
+        leg.call.fail(error)
+    except Exception:
+        log.exception("request %s failed", leg.booking)
+        leg.call.fail(DynamoError("a bug in the frontend"))
 
 
 def _instruct(request: PreprocessedRequest, routing: Routing | None, decision: Decision) -> None:

@@ -65,6 +65,6 @@ class Flow:
 
     def _keep_alive(self, interval_s: float) -> None:
         before = time.monotonic() - interval_s
-        for call in [one for one in self.live if one.heard_at < before]:
+        for call in [one for one in self.live if one.quiet_since < before]:
             call.keep_alive()
         self._keep_alive_timer = self._loop.call_later(interval_s, self._keep_alive, interval_s)

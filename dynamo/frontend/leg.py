@@ -20,7 +20,7 @@ from dynamo.runtime.requests import ClientStream
 if TYPE_CHECKING:
     from dynamo.frontend.call import Call
 
-__all__ = ["Leg", "Pending"]
+__all__ = ["Leg", "Pending", "TrackedLeg"]
 
 log = logging.getLogger(__name__)
 _decode = decoder(EngineOutput).decode
@@ -39,11 +39,13 @@ class Leg:
     """Choice ``index`` of ``call``, booked at ``picker`` under ``booking``.
 
     ``decision`` and ``stream`` are there once it is dispatched; until then ``pending`` may be what
-    it waits for. Times are monotonic seconds.
+    it waits for (the silence of an engine does not count then, unless who waits for one keeps
+    ``call.heard_at``). Times are monotonic seconds.
     """
 
     __slots__ = (
         "_released",
+        "_reported",
         "booking",
         "call",
         "decision",
@@ -72,11 +74,14 @@ class Leg:
         self.first_at = _NEVER
         self.last_at = _NEVER
         self.tokens = 0
+        self._reported = 0
         self._released = False
 
-    def decided(self, decision: Decision) -> None:
-        """It goes there, and is booked."""
+    def decided(self, decision: Decision, waiting: int = 0) -> None:
+        """It goes there, and is booked; ``waiting`` others are left in the router's line."""
+        self.pending = None
         self.decision = decision
+        self.call.placed(decision, waiting)
 
     def on_data(self, payload: bytes) -> None:
         """One engine output: to text, and into this turn's news of the call."""
@@ -134,9 +139,15 @@ class Leg:
         self.stream = None  # it knows the leg
         if self.decision is None:  # never booked
             return
-        if self.tokens:
-            self.picker.add_output_tokens(self.booking, self.tokens)
+        self._report()
         self.picker.free(self.booking)
+
+    def _report(self) -> None:
+        """Tell the picker of tokens that it does not know of yet."""
+        count = self.tokens - self._reported
+        if count:
+            self._reported = self.tokens
+            self.picker.add_output_tokens(self.booking, count)
 
     def _first_token(self, now: float) -> None:
         self.first_at = now
@@ -153,3 +164,15 @@ class Leg:
         self.open = False
         self.release()
         self.call.leg_done()
+
+
+class TrackedLeg(Leg):
+    """A leg whose tokens are load as they come: where the picker tracks output blocks."""
+
+    __slots__ = ()
+
+    def on_data(self, payload: bytes) -> None:
+        """As any leg; the tokens are reported at once."""
+        super().on_data(payload)
+        if not self._released:
+            self._report()

@@ -23,7 +23,6 @@ from dynamo.protocols.card import ModelCard
 __all__ = ["UNKNOWN_MODEL", "FrontendMetrics", "ModelMetrics", "Outcomes", "WorkerLast"]
 
 UNKNOWN_MODEL = "unknown_model"
-_WORKER_TYPE = "decode"
 
 
 class WorkerLast(NamedTuple):
@@ -61,6 +60,7 @@ class FrontendMetrics:
         self.roundtrip_stage = stages.labels("transport_roundtrip")
         waiting = self._gauge(Frontend.STAGE_REQUESTS)
         self.preprocessing = waiting.labels("aggregated", "preprocess")
+        self.routing = waiting.labels("aggregated", "route")
         self.awaiting_first = waiting.labels("aggregated", "transport_roundtrip")
         self.plane_inflight = gauge(registry, RequestPlane.INFLIGHT).labels()
         self.plane_queue = histogram(registry, RequestPlane.QUEUE_SECONDS).labels()
@@ -71,7 +71,7 @@ class FrontendMetrics:
             self._gauge(Frontend.WORKER_LAST_TTFT),
             self._gauge(Frontend.WORKER_LAST_ITL),
         )
-        self._workers: dict[tuple[int, int], WorkerLast] = {}
+        self._workers: dict[tuple[int, int, str], WorkerLast] = {}
         self._unknown = Outcomes(self, UNKNOWN_MODEL)
 
     def tokenized(self, seconds: float) -> None:
@@ -99,22 +99,22 @@ class FrontendMetrics:
         """Of ``name`` if it is or was served, else of all unknown models together."""
         return self._models.get(name) or self._unknown
 
-    def worker(self, worker_id: int, dp_rank: int) -> WorkerLast:
-        """The gauges of a worker's latest request."""
-        found = self._workers.get((worker_id, dp_rank))
+    def worker(self, worker_id: int, dp_rank: int, kind: str = "decode") -> WorkerLast:
+        """The gauges of a worker's latest request; ``kind`` is its label ``worker_type``."""
+        found = self._workers.get((worker_id, dp_rank, kind))
         if found is None:
-            labels = (str(dp_rank), str(worker_id), _WORKER_TYPE)
-            found = self._workers[worker_id, dp_rank] = WorkerLast(
+            labels = (str(dp_rank), str(worker_id), kind)
+            found = self._workers[worker_id, dp_rank, kind] = WorkerLast(
                 *(family.labels(*labels) for family in self._last)
             )
         return found
 
     def forget_worker(self, worker_id: int) -> None:
         """The worker is gone, with all its ranks."""
-        for known_id, rank in [key for key in self._workers if key[0] == worker_id]:
-            del self._workers[known_id, rank]
+        for key in [key for key in self._workers if key[0] == worker_id]:
+            del self._workers[key]
             for family in self._last:
-                family.remove(str(rank), str(worker_id), _WORKER_TYPE)
+                family.remove(str(key[1]), str(worker_id), key[2])
 
     def show_card(self, card: ModelCard, ready: bool) -> None:
         """The model's gauges, from its card."""

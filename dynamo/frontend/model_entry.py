@@ -99,7 +99,7 @@ class ModelEntry:
             self._accepted.on_change(self._workers_changed)
             self._live = await self._start_router(runtime, settings, self._accepted)
             self.picker = self._live.picker
-            self.dispatch = Dispatch(self.picker, self.client)
+            self.dispatch = Dispatch(self.picker, self.client, self._live.line)
             self.client.on_inhibited(self._live.picker.fleet.shun)
             self.ready = not self._closed
         finally:

@@ -19,7 +19,7 @@ from dynamo.frontend.failures import error_response, explained, labels
 from dynamo.frontend.flow import Flow
 from dynamo.frontend.generation import ChatStream, CompletionStream, GenerationStream
 from dynamo.frontend.http import Exchange
-from dynamo.frontend.leg import Leg
+from dynamo.frontend.leg import Leg, TrackedLeg
 from dynamo.frontend.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.request_headers import request_id, routed
 from dynamo.frontend.routes import Routes
@@ -152,9 +152,7 @@ class OpenAIRoutes:
                 f"Validation: prompts times n must not exceed {_MAX_CHOICES} choices, "
                 f"got {len(prepared.requests)}"
             )
-        metrics = self._flow.metrics
-        begun = time.monotonic()
-        metrics.preprocess_stage.observe(begun - call.exchange.received_at)
+        call.prepared()
         generation = call.generation = kind.stream(
             request,
             prepared,
@@ -165,15 +163,17 @@ class OpenAIRoutes:
         )
         if request.nvext is not None:
             generation.timing = call.timing
+            call.describe = self._worker_id
         routing = routed(prepared.requests[0].routing, call.exchange.headers)
         if _is_location_query(request):
             decision = entry.picker.pick(None, prepared.prompts[0].token_ids, routing=routing)
             generation.worker_id = self._worker_id(decision)
             call.located()
             return
+        make_leg = TrackedLeg if entry.dispatch.tracks_output else Leg
         legs = call.legs = [
             # Numbered, because clients may send the same id twice at once.
-            Leg(call, index, entry.picker, f"{call.caption.request_id}/{next(self._numbers)}")
+            make_leg(call, index, entry.picker, f"{call.caption.request_id}/{next(self._numbers)}")
             for index in range(len(prepared.requests))
         ]
         headers = {REQUEST_ID: call.caption.request_id}
@@ -181,16 +181,7 @@ class OpenAIRoutes:
             entry.dispatch.send(leg, engine_request, routing, headers)
             if call.closed:  # what the leg was to wait for failed at once
                 return
-        first = legs[0].decision
-        if request.nvext is not None and first is not None:
-            generation.worker_id = self._worker_id(first)
-        booked = time.monotonic()
-        metrics.route_stage.observe(booked - begun)
-        metrics.plane_queue.observe(booked - call.exchange.received_at)
         call.dispatched(prepared.prompt_tokens)
-        sent_s = time.monotonic() - booked
-        metrics.dispatch_stage.observe(sent_s)
-        metrics.plane_send.observe(sent_s)
 
     def _worker_id(self, decision: Decision) -> dict[str, Any]:
         shown: dict[str, Any] = {
