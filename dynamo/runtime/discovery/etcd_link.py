@@ -70,10 +70,15 @@ class Change(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a watch saw, up to ``revision``; the first one says only that the watch stands."""
+    """What a watch saw, up to ``revision``; the first one says only that the watch stands.
+
+    ``store`` is the cluster's id and its count of elections: another id, or fewer elections than
+    before, is another store under the old address.
+    """
 
     revision: int
     changes: list[Change]
+    store: tuple[int, int]
 
 
 class Listing(NamedTuple):
@@ -104,7 +109,6 @@ class EtcdLink:
         self._channels: dict[str, Any] = {}
         self._current = 0
         self._token: str | None = None
-        self._store: tuple[int, int] | None = None
 
     async def close(self) -> None:
         """Close all connections; calls in flight must have ended."""
@@ -204,18 +208,12 @@ class EtcdLink:
             self._token = None
             raise Unreachable(f"the watch was cancelled: {answer.cancel_reason}")
         header = answer.header
-        if answer.created:
-            if header.revision < after or self._is_another_store(header):
-                raise Compacted("the store began anew")
-            return Step(after, [])
-        return Step(header.revision, [_change(event) for event in answer.events])
-
-    def _is_another_store(self, header: Any) -> bool:
-        """A restored or emptied cluster: another id, or fewer elections than before."""
-        before, self._store = self._store, (header.cluster_id, header.raft_term)
-        return before is not None and (
-            before[0] != header.cluster_id or before[1] > header.raft_term
-        )
+        store = (header.cluster_id, header.raft_term)
+        if not answer.created:
+            return Step(header.revision, [_change(event) for event in answer.events], store)
+        if header.revision < after:
+            raise Compacted("the store began anew")
+        return Step(after, [], store)
 
     async def _call(
         self, method: Callable[[Any], Any], request: Any, timeout_s: float = CALL_TIMEOUT_S

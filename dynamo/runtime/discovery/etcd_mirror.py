@@ -37,6 +37,7 @@ class EtcdMirror:
         self._link = link
         self._views = views
         self._revision = 0
+        self._store: tuple[int, int] | None = None
         self._settled_at_s = 0.0
         self._going: dict[str, asyncio.TimerHandle] = {}
         self._away = False
@@ -49,6 +50,7 @@ class EtcdMirror:
                 if not self._revision:
                     await self._list()
                 async for step in self._link.watch(ROOT, True, self._revision):
+                    self._compare(step.store)
                     self._is_back()
                     for change in step.changes:
                         self._apply(change)
@@ -78,6 +80,11 @@ class EtcdMirror:
         self._revision = listing.revision
         self.relisted += 1
         self._views.open()
+
+    def _compare(self, store: tuple[int, int]) -> None:
+        before, self._store = self._store, store
+        if before is not None and (before[0] != store[0] or before[1] > store[1]):
+            raise Compacted("the store began anew")
 
     def _apply(self, change: Change) -> None:
         key, value = change

@@ -532,8 +532,8 @@ async def test_the_public_constructor(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert two.settings.discovery_backend == "mem"
     assert two.namespace("a").component("b").endpoint("c").path == ("a", "b", "c")
     await two.namespace("a").component("b").create_service()
-    with pytest.raises(ConfigError, match="must be one of file, mem, got 'etcd'"):
-        DistributedRuntime(loop, "etcd")
+    with pytest.raises(ConfigError, match="must be one of file, mem, etcd, got 'kubernetes'"):
+        DistributedRuntime(loop, "kubernetes")
     for runtime in (one, two):
         await runtime.close()
         await runtime.close()
