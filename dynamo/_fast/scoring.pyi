@@ -2,7 +2,7 @@ from typing import final
 
 from typing_extensions import Buffer
 
-__all__ = ["Weights", "choose", "costs"]
+__all__ = ["Weights", "choose", "costs", "most"]
 
 @final
 class Weights:
@@ -51,6 +51,19 @@ def costs(
     ``decode_blocks`` (i64) active blocks with this request's added, ``device``/``host``/``disk``/
     ``shared`` (u32) overlap blocks: host and shared counted beyond device, disk beyond host. Raises IndexError for a
     slot that a column does not have, ValueError when ``out`` is too short. O(candidates).
+    """
+
+def most(
+    weights: Weights,
+    candidates: Buffer,
+    device: Buffer,
+    host: Buffer | None = None,
+    disk: Buffer | None = None,
+) -> float:
+    """The most blocks that one of ``candidates`` (u32 slots) need not compute, 0 without any.
+
+    Device blocks count in full, host and disk blocks (u32 columns by slot) by their weight. Raises
+    IndexError for a slot that a column does not have. O(candidates).
     """
 
 def choose(costs: Buffer, count: int, temperature: float, uniform: float) -> int:

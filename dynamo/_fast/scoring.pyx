@@ -4,7 +4,7 @@ cimport cython
 from libc.math cimport exp, isfinite
 from libc.stdint cimport int64_t, uint32_t
 
-__all__ = ["Weights", "choose", "costs"]
+__all__ = ["Weights", "choose", "costs", "most"]
 
 
 @cython.final
@@ -81,6 +81,33 @@ def costs(Weights weights not None, int64_t isl_tokens, const uint32_t[::1] cand
         if prefill < 0:
             prefill = 0.0
         out[i] = weights.prefill_scale * prefill + <double>decode_blocks[slot]
+
+
+def most(Weights weights not None, const uint32_t[::1] candidates not None,
+         const uint32_t[::1] device not None, const uint32_t[::1] host=None,
+         const uint32_t[::1] disk=None):
+    """The most blocks that one of the candidates need not compute, lower tiers by their share."""
+    cdef Py_ssize_t width = device.shape[0]
+    cdef Py_ssize_t i
+    cdef uint32_t slot
+    cdef double blocks
+    cdef double best = 0.0
+    if host is not None:
+        width = min(width, host.shape[0])
+    if disk is not None:
+        width = min(width, disk.shape[0])
+    for i in range(candidates.shape[0]):
+        slot = candidates[i]
+        if slot >= width:
+            raise IndexError(f"slot {slot} is beyond the columns of {width}")
+        blocks = <double>device[slot]
+        if host is not None:
+            blocks += weights.host * host[slot]
+        if disk is not None:
+            blocks += weights.disk * disk[slot]
+        if blocks > best:
+            best = blocks
+    return best
 
 
 def choose(const double[::1] costs not None, Py_ssize_t count, double temperature, double uniform):

@@ -6,15 +6,28 @@ Pure. The arithmetic itself is ``dynamo._fast.scoring``. Spec 3.1-3.4.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from array import array
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamo._fast.scoring import Weights
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 
-__all__ = ["Terms", "formula", "overridden", "terms_of"]
+__all__ = [
+    "Held",
+    "Load",
+    "Parts",
+    "Terms",
+    "add_requests",
+    "cached_tokens",
+    "effective_blocks",
+    "formula",
+    "overridden",
+    "parts",
+    "terms_of",
+]
 
 _LARGEST = 1e12
 """Beyond this a cost could overflow and stop being comparable."""
@@ -22,12 +35,13 @@ _LARGEST = 1e12
 
 @dataclass(frozen=True)
 class Terms:
-    """Everything that shapes one decision."""
+    """Everything that shapes one decision; ``request_weight`` blocks for each running request."""
 
     weights: Weights
     temperature: float = 0.0
     assume_kv_reuse: bool = True
     track_prefill_tokens: bool = True
+    request_weight: float = 0.0
 
 
 def terms_of(settings: RouterSettings, block_size: int) -> Terms:
@@ -38,9 +52,16 @@ def terms_of(settings: RouterSettings, block_size: int) -> Terms:
         prefill_scale=settings.prefill_weight if settings.track_prefill_tokens else 0.0,
         credit=0.0 if ignores_overlap else settings.overlap_score_credit,
         decay=settings.overlap_score_credit_decay,
+        host=settings.host_cache_hit_weight,
+        disk=settings.disk_cache_hit_weight,
+        shared=settings.shared_cache_multiplier or 0.0,
     )
     return Terms(
-        weights, settings.temperature, settings.assume_kv_reuse, settings.track_prefill_tokens
+        weights,
+        settings.temperature,
+        settings.assume_kv_reuse,
+        settings.track_prefill_tokens,
+        settings.decode_active_request_weight,
     )
 
 
@@ -57,10 +78,14 @@ def overridden(terms: Terms, override: Mapping[str, Any]) -> Terms:
         scale = weight
         credit = 0.0 if weight == 0 else credit
     temperature = _number(override, "router_temperature", terms.temperature)
-    if scale < 0:
-        raise InvalidArgument("prefill_load_scale must be finite and non-negative")
-    if temperature < 0:
-        raise InvalidArgument("router_temperature must be finite and non-negative")
+    requests = _number(override, "decode_active_request_weight", terms.request_weight)
+    for name, value in (
+        ("prefill_load_scale", scale),
+        ("router_temperature", temperature),
+        ("decode_active_request_weight", requests),
+    ):
+        if value < 0:
+            raise InvalidArgument(f"{name} must be finite and non-negative")
     track_prefill = _flag(override, "track_prefill_tokens", terms.track_prefill_tokens)
     return Terms(
         Weights(
@@ -70,22 +95,107 @@ def overridden(terms: Terms, override: Mapping[str, Any]) -> Terms:
             decay=old.decay,
             host=old.host,
             disk=old.disk,
+            shared=_number(override, "shared_cache_multiplier", old.shared),
         ),
         temperature,
         _flag(override, "assume_kv_reuse", terms.assume_kv_reuse),
         track_prefill,
+        requests,
     )
 
 
-def formula(
-    worker_id: int, weights: Weights, cost: float, decode_blocks: int, cached_blocks: int
-) -> str:
-    """One candidate's cost as the router guide shows it. Spec 3.4."""
-    scale = weights.prefill_scale
-    prefill_blocks = (cost - decode_blocks) / scale if scale else 0.0
+class Held(NamedTuple):
+    """Blocks of a prompt that one rank can use: on the device from the prompt's begin, further ones
+    in host memory, further ones on disk; ``shared`` ones beyond the device's, wherever they lie."""
+
+    device: int
+    host: int = 0
+    disk: int = 0
+    shared: int = 0
+
+
+class Load(NamedTuple):
+    """What runs on one rank. ``excess_tokens`` of its active prefill are beyond the least loaded
+    candidate's; ``decode_blocks`` has the prompt added."""
+
+    prefill_tokens: int
+    excess_tokens: int
+    decode_blocks: int
+    requests: int
+
+
+class Parts(NamedTuple):
+    """Of what a cost consists: ``prefill_scale * prefill_blocks + decode_blocks +
+    request_blocks``, times the factor of preferred taints. All in blocks."""
+
+    raw_prefill_blocks: float
+    credit_decay: float
+    credit_blocks: float
+    prefill_blocks: float
+    decode_blocks: int
+    request_blocks: float
+
+
+def parts(terms: Terms, isl_tokens: int, held: Held, load: Load) -> Parts:
+    """The cost of one rank taken apart, as ``dynamo._fast.scoring.costs`` adds it up."""
+    weights = terms.weights
+    size = weights.block_size
+    excess = weights.decay * load.excess_tokens / size / max(isl_tokens // size, 1)
+    decay = 1.0 / (1.0 + excess)
+    credit = (
+        weights.credit * decay * held.device
+        + weights.host * held.host
+        + weights.disk * held.disk
+        + weights.shared * held.shared
+    )
+    raw = (load.prefill_tokens + isl_tokens) / size
+    return Parts(
+        raw,
+        decay,
+        credit,
+        max(raw - credit, 0.0),
+        load.decode_blocks,
+        terms.request_weight * load.requests,
+    )
+
+
+def effective_blocks(weights: Weights, held: Held) -> float:
+    """Blocks that need not be computed, those that must be loaded first counted for less."""
+    return held.device + weights.host * held.host + weights.disk * held.disk
+
+
+def cached_tokens(weights: Weights, blocks: float) -> int:
+    """Tokens of a prompt that are no prefill load, for effective ``blocks``. Halves round up.
+
+    Spec 3.5.
+    """
+    return int(blocks * weights.block_size + 0.5)
+
+
+def add_requests(
+    weight: float,
+    slots: array[int],
+    costs: array[float],
+    load: Callable[[int], tuple[int, int, int]],
+) -> None:
+    """Add ``weight`` blocks to the cost of each slot for each of its running requests."""
+    for place, slot in enumerate(slots):
+        costs[place] += weight * load(slot)[2]
+
+
+def formula(worker_id: int, scale: float, cost: float, found: Parts, cached_blocks: float) -> str:
+    """One candidate's cost as the router guide shows it. Spec 3.4.
+
+    Running requests and the factor of taints stand there only where they play a part.
+    """
+    terms = f"{scale:.1f} * {found.prefill_blocks:.3f} + {found.decode_blocks:.1f}"
+    plain = scale * found.prefill_blocks + found.decode_blocks + found.request_blocks
+    if found.request_blocks:
+        terms += f" + {found.request_blocks:.1f}"
+    if plain and abs(cost - plain) > 1e-9 * plain:
+        terms = f"({terms}) * {cost / plain:.3f}"
     return (
-        f"Formula for worker_{worker_id}: {cost:.3f} = {scale:.1f} * {prefill_blocks:.3f}"
-        f" + {decode_blocks:.1f} (cached_blocks: {cached_blocks})"
+        f"Formula for worker_{worker_id}: {cost:.3f} = {terms} (cached_blocks: {cached_blocks:g})"
     )
 
 

@@ -15,7 +15,8 @@ from dynamo.errors import DynamoError
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.filters import exclusion
-from dynamo.router.kv import KvPicker, Survey
+from dynamo.router.kv import KvPicker
+from dynamo.router.survey import Survey
 
 __all__ = ["Candidate", "Explanation", "explain", "table"]
 

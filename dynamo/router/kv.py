@@ -300,3 +300,7 @@ class KvPicker:
         if request_id is not None:
             worker_type = "decode" if self._metrics is None else self._metrics.worker_type
             log_selected(request_id, decision, survey, worker_type)
+
+
+def _nobody(worker_id: int) -> None:
+    """Hears that a worker has served its first prompt, and does nothing."""

@@ -205,12 +205,14 @@ def test_forgotten_requests_expire() -> None:
 def test_the_decision_is_explained_at_debug(caplog: pytest.LogCaptureFixture) -> None:
     picker = make(2)
     cache(picker, 2, PROMPT, 3)
-    with caplog.at_level(logging.DEBUG, "dynamo.router.kv"):
+    with caplog.at_level(logging.DEBUG, "dynamo.router.decision_log"):
         picker.pick("a", PROMPT)
     assert [record.getMessage() for record in caplog.records] == [
         "Formula for worker_1: 6.500 = 1.0 * 3.500 + 3.0 (cached_blocks: 0)",
         "Formula for worker_2: 3.500 = 1.0 * 0.500 + 3.0 (cached_blocks: 3)",
         "[ROUTING] Best: worker_2 dp_rank=0 with 3/3 blocks overlap",
+        "Selected worker router_mode=kv request_id=a worker_id=2 worker_type=decode dp_rank=0 "
+        "logit=3.5 overlap_blocks=3 host_pinned_blocks=0 disk_blocks=0",
     ]
 
 

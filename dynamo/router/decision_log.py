@@ -1,0 +1,53 @@
+"""What the log says of a decision: who was chosen (INFO), and what everybody would cost (DEBUG).
+
+``DYN_LOG=info,dynamo.router.decision_log=warn`` silences both. Spec 3.4.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from dynamo.router.active import ActiveLoad
+from dynamo.router.cost import formula
+from dynamo.router.picker import Decision
+from dynamo.router.survey import Survey
+
+__all__ = ["log_candidates", "log_selected", "logger"]
+
+logger = logging.getLogger(__name__)
+
+Owners = Sequence[tuple[int, int] | None]
+
+
+def log_candidates(
+    survey: Survey, owners: Owners, active: ActiveLoad, decision: Decision
+) -> None:
+    """The cost of every candidate as the router guide shows it, and the choice."""
+    weights = survey.terms.weights
+    for slot, cost in survey.costs.items():
+        owner = owners[slot]
+        assert owner is not None, "a candidate slot has an owner"
+        found = survey.parts(slot, active.load(slot)[2])
+        cached = survey.held.effective(weights, slot)
+        logger.debug(formula(owner[0], weights.prefill_scale, cost, found, cached))
+    logger.debug("[ROUTING] Best: worker_%s dp_rank=%d with %d/%d blocks overlap", *decision)
+
+
+def log_selected(request_id: str, decision: Decision, survey: Survey, worker_type: str) -> None:
+    """One line, and the same as fields where the log is JSON."""
+    assert survey.chosen is not None, "somebody was chosen"
+    held = survey.held.of(survey.chosen)
+    fields = {
+        "router_mode": "kv",
+        "request_id": request_id,
+        "worker_id": decision.worker_id,
+        "worker_type": worker_type,
+        "dp_rank": decision.dp_rank,
+        "logit": round(survey.costs[survey.chosen], 3),
+        "overlap_blocks": decision.overlap_blocks,
+        "host_pinned_blocks": held.host,
+        "disk_blocks": held.disk,
+    }
+    text = " ".join(f"{name}={value}" for name, value in fields.items())
+    logger.info("Selected worker %s", text, extra=fields)

@@ -1,0 +1,75 @@
+"""What every slot holds of one prompt, by storage tier: columns of blocks, indexed by slot.
+
+Nothing is looked up below the device before some worker has told of a block there. Spec 2.1, 3.1.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from dynamo._fast.radix import RadixTree
+from dynamo._fast.scoring import Weights, most
+from dynamo.router.cost import Held, effective_blocks
+
+__all__ = ["DISK", "EXTERNAL", "HOST", "Holdings"]
+
+HOST, DISK, EXTERNAL = 1, 2, 3
+"""Tiers of the prefix index, beside 0, the device."""
+
+
+class Holdings:
+    """``device`` is always there; ``host``, ``disk`` and ``shared`` are None while nothing can be.
+
+    ``shares``: blocks on an external tier, whoever told of them, count for every slot, those beyond
+    the device's. ``shared_ranges`` are the places of all of them in the prompt, ends exclusive.
+    """
+
+    def __init__(self, index: RadixTree | None, shares: bool = False) -> None:
+        self._index = index
+        self.shares = shares
+        self.resize(16)
+
+    def resize(self, width: int) -> None:
+        """Columns of ``width`` places."""
+        self._width = width
+        self.device = array("I", bytes(4 * width))
+        self.host: array[int] | None = None
+        self.disk: array[int] | None = None
+        self.shared: array[int] | None = None
+        self.shared_ranges: list[tuple[int, int]] = []
+
+    def look(self, hashes: array[int]) -> None:
+        """Fill the columns for the prompt of these block hashes. O(blocks held + slots)."""
+        index = self._index
+        if index is None:
+            return
+        index.match_into(hashes, self.device)
+
+    def of(self, slot: int) -> Held:
+        """What one slot holds."""
+        return Held(
+            self.device[slot],
+            0 if self.host is None else self.host[slot],
+            0 if self.disk is None else self.disk[slot],
+            0 if self.shared is None else self.shared[slot],
+        )
+
+    def effective(self, weights: Weights, slot: int) -> float:
+        """Blocks that the slot need not compute, those on lower tiers by their weight. O(1)."""
+        if self.host is None and self.disk is None:
+            return self.device[slot]
+        return effective_blocks(weights, self.of(slot))
+
+    def best(self, weights: Weights, slots: array[int]) -> float:
+        """The most that one of the slots has of this. O(slots)."""
+        return most(weights, slots, self.device, self.host, self.disk)
+
+    def copy(self) -> Holdings:
+        """As it is now."""
+        made = Holdings(None, self.shares)
+        made.device = self.device[:]
+        made.host = None if self.host is None else self.host[:]
+        made.disk = None if self.disk is None else self.disk[:]
+        made.shared = None if self.shared is None else self.shared[:]
+        made.shared_ranges = self.shared_ranges
+        return made

@@ -1,0 +1,42 @@
+"""What one decision of the kv mode weighs, kept for those who explain it."""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+from dynamo.errors import DynamoError
+from dynamo.router.cost import Load, Parts, Terms, parts
+from dynamo.router.holdings import Holdings
+from dynamo.router.prompt import Prompt
+
+__all__ = ["Survey"]
+
+
+class Survey(NamedTuple):
+    """Columns by slot; ``costs`` of the eligible ``slots`` only.
+
+    ``chosen`` is None when ``error`` says why there is none.
+    """
+
+    prompt: Prompt
+    terms: Terms
+    slots: array[int]
+    held: Holdings
+    prefill: array[int]
+    decode: array[int]
+    costs: dict[int, float]
+    chosen: int | None = None
+    error: DynamoError | None = None
+
+    @property
+    def overlaps(self) -> array[int]:
+        """Leading blocks on the device."""
+        return self.held.device
+
+    def parts(self, slot: int, requests: int) -> Parts:
+        """What the cost of ``slot`` consists of, ``requests`` running there. O(slots)."""
+        tokens = self.prefill[slot]
+        least = min((self.prefill[one] for one in self.slots), default=tokens)
+        load = Load(tokens, max(tokens - least, 0), self.decode[slot], requests)
+        return parts(self.terms, self.prompt.isl_tokens, self.held.of(slot), load)
