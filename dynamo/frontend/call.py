@@ -26,6 +26,7 @@ from dynamo.router.picker import Decision
 
 if TYPE_CHECKING:
     from dynamo.frontend.flow import Flow
+    from dynamo.frontend.prefill_ticket import Prefilled
 
 __all__ = ["Call", "Caption"]
 
@@ -59,6 +60,7 @@ class Call:
         "_held_bytes",
         "_open_legs",
         "_placed_legs",
+        "_prefilled",
         "_prepared_at",
         "_prompt_tokens",
         "_queue_depth",
@@ -87,13 +89,14 @@ class Call:
         self.legs: Sequence[Leg] = ()
         self.closed = False
         self.heard_at = _NEVER
-        self.describe: Callable[[Decision], dict[str, Any]] | None = None
+        self.describe: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
         self._accepted = False
         self._begun = False
         self._dirty = False
         self._held_bytes = 0
         self._open_legs = 0
         self._placed_legs = 0
+        self._prefilled: Prefilled | None = None
         self._prepared_at = 0.0
         self._prompt_tokens = 0
         self._queue_depth = 0
@@ -156,13 +159,18 @@ class Call:
             return
         self._dispatched_at = now
         if self.describe is not None:
-            self.generation.worker_id = self.describe(decision)
+            self.generation.worker_id = self.describe(decision, self._prefilled)
         metrics.route_stage.observe(now - self._prepared_at)
         metrics.plane_queue.observe(now - self.exchange.received_at)
         metrics.awaiting_first.value += 1
         self.model.inflight.value += 1
         if self._accepted:
             metrics.routing.value -= 1
+
+    def prefilled(self, done: Prefilled) -> None:
+        """A prefill worker has computed a leg's prompt; the first of them is shown."""
+        self.heard_at = time.monotonic()
+        self._prefilled = self._prefilled or done
 
     def sent(self) -> None:
         """The leg just placed has been written to its worker's connection."""
@@ -197,14 +205,18 @@ class Call:
             if self._held_bytes > self.flow.held_limit_bytes:
                 self.fail(Overwhelmed("the client reads too slowly"))
 
+    def waits(self) -> None:
+        """A leg stands in line for a worker: while all that are left do, no engine is silent."""
+        if self._accepted and self._placed_legs == len(self.legs) - self._open_legs:
+            self.heard_at = _NEVER
+
     def leg_done(self) -> None:
         """A leg has ended well; after the last one the answer is complete."""
         self._open_legs -= 1
         if self.closed:
             return
         if self._open_legs:
-            if self._placed_legs == len(self.legs) - self._open_legs:
-                self.heard_at = _NEVER  # those left wait for a worker
+            self.waits()
             return
         if self.streaming:
             if not self._begun:

@@ -19,6 +19,7 @@ from dynamo.runtime import Client
 
 if TYPE_CHECKING:
     from dynamo.frontend.leg import Leg
+    from dynamo.frontend.prefill import PrefillRouter
 
 __all__ = ["Dispatch"]
 
@@ -28,13 +29,15 @@ log = logging.getLogger(__name__)
 class Dispatch:
     """Sends requests to the workers behind ``client`` that ``picker`` chooses.
 
-    With a ``line`` before the picker they may have to wait for a worker.
+    With a ``line`` before the picker they may have to wait for a worker. ``prefill`` may have other
+    workers compute their prompts first.
     """
 
     def __init__(self, picker: Picker, client: Client, line: Line | None = None) -> None:
         self.picker = picker
         self.client = client
         self.line = line
+        self.prefill: PrefillRouter | None = None
         self.tracks_output = isinstance(picker, KvPicker) and picker.active.track_output
 
     def send(
@@ -44,8 +47,11 @@ class Dispatch:
         routing: Routing | None,
         headers: dict[str, str],
     ) -> None:
-        """Put ``leg`` on its way. Raises what :meth:`decode` raises; the leg is released by its
-        call then."""
+        """Put ``leg`` on its way. Raises what :meth:`decode` and :meth:`PrefillRouter.take` raise;
+        the leg is released by its call then."""
+        prefill = self.prefill
+        if prefill is not None and prefill.take(leg, request, routing, headers):
+            return
         self.decode(leg, request, routing, headers)
 
     def decode(
@@ -77,6 +83,7 @@ class Dispatch:
         )
         if isinstance(found, Ticket):
             leg.pending = found
+            leg.call.waits()
         else:
             self._open(leg, request, routing, headers, found, len(line))
 

@@ -98,7 +98,8 @@ class KvRouter:
         **accepted: Any,
     ) -> tuple[int, int, int]:
         """(worker_id, dp_rank, overlap blocks). With ``request_id`` its load is booked until
-        :meth:`free`; ``update_indexer`` predicts its blocks there when events are off."""
+        :meth:`free`, and with a queue threshold it waits for its turn; ``update_indexer`` predicts
+        its blocks there when events are off."""
         picker = await self._ready()
         tokens = codec.tokens(token_ids)
         if request_id is not None and request_id in picker.active:
@@ -106,7 +107,11 @@ class KvRouter:
                 f"failed to book scheduler state: Request {request_id} already exists"
             )
         routing = None if lora_name is None else Routing(lora_name=lora_name)
-        decision = picker.pick(request_id, tokens, routing=routing, override=router_config_override)
+        if request_id is None:
+            decision = picker.pick(None, tokens, routing=routing, override=router_config_override)
+        else:
+            override = router_config_override
+            decision = await self._routed.place(request_id, tokens, routing, override)
         if update_indexer and request_id is None:
             picker.assume(tokens, decision.worker_id, decision.dp_rank)
         return decision.worker_id, decision.dp_rank, decision.overlap_blocks

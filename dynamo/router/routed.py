@@ -1,15 +1,16 @@
-"""Requests to one endpoint through a router of their own: pick, send, account, free."""
+"""Requests to one endpoint through a router of their own: wait, pick, send, account, free."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
 
 from dynamo.config.router import RouterSettings
+from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.live import LiveRouter
 from dynamo.router.picker import Decision, Picker
@@ -64,15 +65,16 @@ class RoutedEndpoint:
         """The chosen worker's items, as plain values; load is freed however it ends.
 
         The first item carries ``routing_data.worker_id``, the one with the finish reason
-        ``routing_data.timing``. Raises what the pick raises, and the worker's errors.
+        ``routing_data.timing``. Raises what :meth:`place` raises, and the worker's errors.
         """
         booking = f"{context.id() if context else 'request'}/{next(self._numbers)}"
         begun_s = time.monotonic()
-        decision = self.picker.pick(
+        decision = await self.place(
             booking,
             request.token_ids,
-            routing=request.routing,
-            override=request.router_config_override,
+            request.routing,
+            request.router_config_override,
+            context,
         )
         told = False
         first_s: float | None = None
@@ -95,6 +97,23 @@ class RoutedEndpoint:
                 await items.aclose()
         finally:
             self.picker.free(booking)
+
+    async def place(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        routing: Routing | None = None,
+        override: Mapping[str, Any] | None = None,
+        context: Context | None = None,
+    ) -> Decision:
+        """A worker, booked under ``request_id``, when it is the request's turn: at once unless a
+        queue threshold is set. Raises as :meth:`Picker.pick` and :meth:`Line.place`."""
+        line = self._live.line if self._live is not None else None
+        if line is None:
+            return self.picker.pick(request_id, tokens, routing=routing, override=override)
+        return await line.place(
+            request_id, tokens, routing=routing, override=override, context=context
+        )
 
     def _first_token(self, booking: str) -> float:
         self.picker.mark_prefill_complete(booking)
