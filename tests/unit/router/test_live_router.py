@@ -2,134 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import pytest_asyncio
+from live_kit import CHAINED, PROMPT, Box, Worker, stored, until
 
-from dynamo._fast.hashing import block_hashes, sequence_hashes
-from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import NoInstances, Overloaded
 from dynamo.protocols import codec
-from dynamo.protocols.card import ModelCard, RuntimeConfig
-from dynamo.protocols.control import instance_key
+from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.kv import (
     KvEvent,
-    KvEventBatch,
     KvQuery,
     KvQueryAnswer,
     Removed,
-    Stored,
 )
 from dynamo.protocols.load import KvMetrics
 from dynamo.router import live as live_module
 from dynamo.router import recovery as recovery_module
 from dynamo.router import upkeep as upkeep_module
 from dynamo.router.kv import KvPicker
-from dynamo.router.live import KV_EVENTS, LiveRouter
-from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.requests import ServerStream
-
-BLOCK = 4
-PROMPT = array("I", range(16))
-LOCAL = block_hashes(PROMPT, BLOCK)
-CHAINED = sequence_hashes(LOCAL)
-DEADLINE_S = 10
-
-
-def stored(event_id: int, first: int, last: int, rank: int = 0) -> KvEvent:
-    """Blocks first..last-1 of the prompt."""
-    parent = CHAINED[first - 1] if first else None
-    blocks = CHAINED[first:last].tobytes(), LOCAL[first:last].tobytes()
-    return KvEvent(event_id, Stored(*blocks, parent), rank)
-
-
-class Worker:
-    """A worker with a scripted local indexer."""
-
-    def __init__(self, settings: RuntimeSettings) -> None:
-        self.runtime = DistributedRuntime(None, settings)
-        self.answers: list[KvQueryAnswer] = [KvQueryAnswer("tree_dump")]
-        self.queries: list[KvQuery] = []
-        self.asked = asyncio.Event()
-        self.block_size = BLOCK
-        self._serving: list[asyncio.Task[None]] = []
-
-    @property
-    def id(self) -> int:
-        return self.runtime.instance_id
-
-    async def start(self, config: RuntimeConfig | None = None, answers: bool = True) -> None:
-        """Serve generate and, if it answers, kv_query; publish the card when given."""
-        tasks = self.runtime.tasks
-        self.publisher = await self.runtime.publisher("ns", "backend", KV_EVENTS)
-        if config is not None:
-            await self._publish_card(config)
-        endpoints = {"generate": self._generate}
-        if answers:
-            endpoints["kv_query"] = self._answer
-        for name, handler in endpoints.items():
-            endpoint = self.runtime.endpoint(f"ns.backend.{name}")
-            self._serving.append(tasks.spawn(endpoint.serve_push(handler), name=name))
-
-    def publish(self, *events: KvEvent) -> None:
-        self.publisher.publish(codec.encode(KvEventBatch(self.id, list(events))))
-
-    async def _publish_card(self, config: RuntimeConfig) -> None:
-        card = ModelCard("m", "m", "/m", "ns", "backend", "generate", self.id)
-        card.kv_cache_block_size = self.block_size
-        card.runtime_config = config
-        lease = await self.runtime.granted()
-        key = "v1/mdc/" + instance_key("ns", "backend", "generate", self.id)
-        await self.runtime.discovery.put(key, msgspec.json.encode(card), lease.id)
-
-    def _generate(self, stream: ServerStream, payload: bytes) -> None:
-        stream.end()
-
-    def _answer(self, stream: ServerStream, payload: bytes) -> None:
-        self.queries.append(codec.decoder(KvQuery).decode(payload))
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        stream.send(codec.encode(answer))
-        stream.end()
-        self.asked.set()
-
-
-class Box:
-    """Workers and one live router that share a discovery."""
-
-    def __init__(self, settings: RuntimeSettings) -> None:
-        self.settings = settings
-        self.runtime = DistributedRuntime(None, settings)
-        self.workers: list[Worker] = []
-        self.live: LiveRouter | None = None
-
-    async def worker(self, config: RuntimeConfig | None = None, answers: bool = True) -> Worker:
-        worker = Worker(self.settings)
-        self.workers.append(worker)
-        await worker.start(config, answers)
-        return worker
-
-    async def route(self, **settings: object) -> LiveRouter:
-        chosen = RouterSettings(**{"mode": "kv", **settings})  # type: ignore[arg-type]
-        client = await self.runtime.endpoint("ns.backend.generate").client()
-        self.live = LiveRouter(
-            self.runtime, "ns", "backend", "generate", BLOCK, chosen, client, "tiny"
-        )
-        await self.live.start()
-        return self.live
-
-    async def close(self) -> None:
-        if self.live is not None:
-            await self.live.close()
-            await self.live.close()
-        await self.runtime.close()
-        for worker in self.workers:
-            await worker.runtime.close()
+from dynamo.router.live import LiveRouter
 
 
 @pytest_asyncio.fixture
@@ -138,13 +33,6 @@ async def box(tmp_path: Path) -> AsyncIterator[Box]:
     made = Box(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
     yield made
     await made.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait, in loop turns, until a condition holds; there is no event for index content."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - the index tells nobody when it changes
-            await asyncio.sleep(0.005)
 
 
 def overlap(live: LiveRouter) -> int:

@@ -1,0 +1,205 @@
+"""Two routers of the same workers over real planes: what one books the other counts as load."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from live_kit import BLOCK, PROMPT, Box, Worker, until
+
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.router import sync
+from dynamo.router.kv import KvPicker
+from dynamo.router.live import LiveRouter
+from dynamo.runtime import DistributedRuntime
+
+Load = tuple[int, int, int]
+
+
+class Replicas:
+    """Routers with a runtime each, as processes have."""
+
+    def __init__(self, settings: RuntimeSettings) -> None:
+        self.settings = settings
+        self.boxes: list[Box] = []
+        self.workers: list[Worker] = []
+
+    async def worker(self) -> Worker:
+        worker = Worker(self.settings)
+        self.workers.append(worker)
+        await worker.start(RuntimeConfig())
+        return worker
+
+    async def router(self, workers: int = 1, **settings: object) -> LiveRouter:
+        box = Box(self.settings)
+        self.boxes.append(box)
+        live = await box.route(replica_sync=True, **settings)
+        await until(lambda: len(live.picker.fleet.members) == workers)
+        return live
+
+    def page(self, number: int) -> str:
+        return self.boxes[number].runtime.metrics.render().decode()
+
+    async def close(self) -> None:
+        for box in self.boxes:
+            await box.close()
+        for worker in self.workers:
+            await worker.runtime.close()
+
+
+@pytest_asyncio.fixture
+async def replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Replicas]:
+    monkeypatch.setattr(sync, "BEAT_S", 0.05)
+    monkeypatch.setattr(sync, "ASK_AGAIN_S", 0.01)
+    made = Replicas(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
+    yield made
+    await made.close()
+
+
+def kv(live: LiveRouter) -> KvPicker:
+    assert isinstance(live.picker, KvPicker)
+    return live.picker
+
+
+def load(live: LiveRouter, worker: Worker) -> Load:
+    picker = kv(live)
+    return picker.active.load(picker.fleet.members[worker.id].slots[0])
+
+
+async def hear_each_other(*lives: LiveRouter) -> None:
+    """Until each knows the others, and misses nothing."""
+    for live in lives:
+        peers = live._sync.peers if live._sync is not None else None
+        assert peers is not None
+        await until(lambda peers=peers: len(peers) == len(lives) - 1 and peers.is_whole())
+
+
+async def test_load_is_shared_from_the_decision_to_the_end(replicas: Replicas) -> None:
+    worker = await replicas.worker()
+    first, second = await replicas.router(), await replicas.router()
+    await hear_each_other(first, second)
+    first.picker.pick("a", PROMPT)
+    assert load(first, worker) == (16, 4, 1)
+    await until(lambda: load(second, worker) == (16, 4, 1))
+    second.picker.pick("a", PROMPT)  # the same id there is another request
+    assert load(second, worker) == (32, 4, 2)  # its blocks are shared
+    await until(lambda: load(first, worker) == (32, 4, 2))
+    first.picker.mark_prefill_complete("a")
+    await until(lambda: load(second, worker) == (16, 4, 2))
+    assert "router_replica_requests{" in replicas.page(1)
+    second.picker.free("a")
+    first.picker.free("a")
+    await until(lambda: load(first, worker) == load(second, worker) == (0, 0, 0))
+    kv(first).active._check()
+
+
+async def test_who_comes_late_learns_what_runs(replicas: Replicas) -> None:
+    worker = await replicas.worker()
+    first = await replicas.router()
+    first.picker.pick("a", PROMPT)
+    first.picker.mark_prefill_complete("a")
+    first.picker.pick("b", array("I", range(100, 110)))
+    second = await replicas.router()
+    await until(lambda: load(second, worker) == (10, 6, 2) == load(first, worker))
+    third = await replicas.router()
+    await until(lambda: load(third, worker) == (10, 6, 2))
+    assert "dynamo_component_router_replica_resyncs_total" in replicas.page(1)
+
+
+async def test_a_replica_that_leaves_takes_its_load_along(replicas: Replicas) -> None:
+    worker = await replicas.worker()
+    first, second = await replicas.router(), await replicas.router()
+    await hear_each_other(first, second)
+    first.picker.pick("a", PROMPT)
+    await until(lambda: load(second, worker) == (16, 4, 1))
+    await replicas.boxes[0].runtime.close()
+    await until(lambda: load(second, worker) == (0, 0, 0))
+    assert second._sync is not None and len(second._sync.peers) == 0
+
+
+async def test_lost_messages_are_made_good(replicas: Replicas) -> None:
+    worker = await replicas.worker()
+    first, second = await replicas.router(), await replicas.router()
+    await hear_each_other(first, second)
+    first.picker.pick("a", PROMPT)
+    await until(lambda: load(second, worker) == (16, 4, 1))
+    assert first._sync is not None and second._sync is not None
+    first.picker.free("a")
+    first.picker.pick("b", PROMPT)
+    assert len(first._sync.own.news()) == 1  # on the way, and lost
+    await until(lambda: second._sync.peers.gaps == 1 and second._sync.peers.is_whole())
+    assert load(second, worker) == (16, 4, 1)
+    first.picker.free("b")
+    await until(lambda: load(second, worker) == (0, 0, 0))
+
+
+async def test_load_of_a_worker_that_is_not_known_yet(replicas: Replicas) -> None:
+    await replicas.worker()
+    first, second = await replicas.router(), await replicas.router()
+    await hear_each_other(first, second)
+    late = await replicas.worker()
+    await until(lambda: late.id in first.picker.fleet.members)
+    assert second._sync is not None
+    await until(lambda: late.id in second.picker.fleet.members)
+    for number in range(4):
+        first.picker.pick(str(number), PROMPT)
+    both = [load(first, worker) for worker in replicas.workers]
+    await until(lambda: [load(second, worker) for worker in replicas.workers] == both)
+    second._remove(late.id)  # as if discovery had told it late
+    second._devices[late.id] = "cpu"
+    second._add(late.id)
+    assert [load(second, worker) for worker in replicas.workers] == both
+
+
+async def test_predictions_are_shared(replicas: Replicas) -> None:
+    worker = await replicas.worker()
+    first = await replicas.router(kv_events=False)
+    second = await replicas.router(kv_events=False)
+    await hear_each_other(first, second)
+    assert second.picker.pick(None, PROMPT).overlap_blocks == 0
+    first.picker.pick("a", PROMPT)
+    await until(lambda: second.picker.pick(None, PROMPT).overlap_blocks == 4)
+    first.picker.free("a")
+    await until(lambda: load(second, worker) == (0, 0, 0))
+    assert second.picker.pick(None, PROMPT).overlap_blocks == 4
+
+
+async def test_forgotten_requests_expire_everywhere(replicas: Replicas) -> None:
+    worker = await replicas.worker()
+    first, second = await replicas.router(), await replicas.router()
+    await hear_each_other(first, second)
+    first.picker.pick("a", PROMPT)
+    await until(lambda: load(second, worker) == (16, 4, 1))
+    assert kv(first).expire(0.0) == ["a"]
+    await until(lambda: load(second, worker) == (0, 0, 0))
+
+
+async def test_replicas_with_other_blocks_are_not_heard(
+    replicas: Replicas, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await replicas.worker()
+    first, second = await replicas.router(), await replicas.router()
+    await hear_each_other(first, second)
+    assert first._sync is not None
+    first._sync.own.block_size = 2 * BLOCK
+    first.picker.pick("a", PROMPT)
+    await until(lambda: "its load is ignored" in caplog.text)
+    assert load(second, worker) == (0, 0, 0)
+
+
+async def test_without_the_flag_nothing_is_told(replicas: Replicas) -> None:
+    await replicas.worker()
+    box = Box(replicas.settings)
+    replicas.boxes.append(box)
+    live = await box.route()
+    assert live._sync is None and kv(live).own_requests is None
+    other = DistributedRuntime(None, replicas.settings)
+    heard = other.subscribe("ns", "backend", sync.ACTIVE_SEQUENCES, lambda *_: None)
+    await other.start()
+    await heard.ready()
+    assert heard.publishers() == []
+    await other.close()
