@@ -340,6 +340,13 @@ class RouterSettings(DisaggSettings):
         """Whether prefix overlap matters at all: kv mode, weight not zero."""
         return self.mode == "kv" and self.overlap_score_weight != 0
 
+    def block_size_for(self, worker_tokens: int) -> int:
+        """The block size to route with, for workers with blocks of so many tokens. Another one than
+        theirs is of no use where KV events are followed: their hashes would never match."""
+        if self.uses_index and self.kv_events:
+            return self.kv_cache_block_size or worker_tokens
+        return worker_tokens
+
     @property
     def predicts(self) -> bool:
         """Whether the index is fed by own decisions instead of the workers' events."""
