@@ -8,23 +8,19 @@ is reached (``lru``). Pure: time is handed in. Spec 2.5.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 from dynamo._fast.radix import RadixTree
+from dynamo._fast.recency import Recency
 from dynamo.observability.metrics import Counter
-from dynamo.router.visits import Visit, VisitLine
 
 __all__ = ["STEP_BLOCKS", "PredictedCache", "PredictionCounts"]
 
 STEP_BLOCKS = 4096
-"""About so many blocks are forgotten in one call (a millisecond), the rest in later ones."""
+"""So many blocks are forgotten in one call (half a millisecond), the rest in later ones."""
 
-_BLOCK_BYTES = 140
-"""Measured (100 to 140): an entry of ``_held`` with its integer and its share of the table."""
-
-_NOTHING: Mapping[int, int] = {}
+_LEASE_BYTES = 250
+"""A running request in the table of leases: its key, its entry, its numbers."""
 
 
 @dataclass
@@ -41,13 +37,12 @@ class PredictedCache:
     """Keeps ``index`` within what is believed to be cached.
 
     ``ttl_s`` is one for all, so the order of decisions is the order of expiry: no heap is needed,
-    the oldest visit stands in front of its line. ``max_blocks`` bounds (block, slot) pairs; beyond
-    it the oldest go until ``prune_ratio`` of it is left. Requests of one instant go in order of
-    arrival, each deepest block first. A block is never
-    forgotten before what hangs under it: touching a block touches all before it.
+    the oldest block stands in front of its line. ``max_blocks`` bounds (block, slot) pairs; beyond
+    it the oldest go until ``prune_ratio`` of it is left. Of one prompt the deepest block goes
+    first: a block is never forgotten before what hangs under it.
 
-    Under ``lru`` a slot with a known capacity has a line of its own: its visits do not age, and are
-    held back while their request runs. Costs: O(blocks of the prompt) a decision, amortised.
+    Under ``lru`` a slot with a known capacity has a line of its own: its blocks do not age, and
+    those of running requests stay. Costs: O(blocks of the prompt) a decision.
     """
 
     def __init__(
@@ -58,32 +53,29 @@ class PredictedCache:
         self._max_blocks = max_blocks
         self._target_blocks = int(max_blocks * prune_ratio)
         self._lru = lru
-        self._held: dict[int, dict[int, int]] = {}
-        self._aging = VisitLine()
-        self._lines: dict[int, VisitLine] = {}
+        self._recency = Recency()
+        self._slots: set[int] = set()
         self._capacities: dict[int, int] = {}
-        self._running: dict[str, tuple[Visit, array[int]]] = {}
-        self._number = 0
-        self._blocks = 0
+        self._leases: dict[str, tuple[int, int]] = {}
         self._pruning = False
         self.counts = PredictionCounts()
 
     def add_slot(self, slot: int, capacity_blocks: int | None) -> None:
         """A slot can be chosen; under ``lru`` one of unknown capacity falls back to ``ttl``."""
-        self._held.setdefault(slot, {})
-        if self._lru and capacity_blocks:
+        bounded = self._lru and bool(capacity_blocks)
+        self._slots.add(slot)
+        self._recency.open(slot, bounded)
+        if bounded and capacity_blocks is not None:
             self._capacities[slot] = capacity_blocks
-            self._lines.setdefault(slot, VisitLine())
-            self._shrink(slot, self._lines[slot])
+            self._shrink(slot, STEP_BLOCKS)
 
     def drop_slot(self, slot: int) -> None:
         """The slot's worker is gone, and with it (from the index too) its blocks."""
-        self._blocks -= len(self._held.pop(slot, ()))
+        self._slots.discard(slot)
         self._capacities.pop(slot, None)
-        self._lines.pop(slot, None)
-        gone = [key for key, (visit, _) in self._running.items() if visit.slot == slot]
-        for key in gone:
-            del self._running[key]
+        self._recency.close(slot)
+        for request_id in [key for key, (where, _) in self._leases.items() if where == slot]:
+            del self._leases[request_id]
 
     def routed(
         self,
@@ -94,133 +86,77 @@ class PredictedCache:
         now_s: float,
     ) -> None:
         """A prompt of these blocks goes to ``slot``: they will be there, for a fresh time."""
-        if not len(chained) or slot not in self._held:
+        if not len(chained) or slot not in self._slots:
             return
         self._index.store(slot, None, chained, hashes)
-        visit = self._own(slot, chained, now_s)
-        line = self._lines.get(slot, self._aging)
-        if line is self._aging or request_id is None:
-            line.append(visit)
+        if request_id is None or slot not in self._capacities:
+            self._recency.touch(slot, chained, now_s)
         else:
-            self._running[request_id] = visit, hashes
-        if line is not self._aging:
-            self._shrink(slot, line)
-        owned = self._blocks if line is self._aging else len(self._held[slot])
-        if line.listed > 4 * owned:
-            line.tidy(2 * len(chained), self._owned)
-        self._pruning |= self._blocks > self._max_blocks
+            self.ended(request_id, now_s)
+            self._leases[request_id] = slot, self._recency.pin(slot, chained, now_s)
+        if slot in self._capacities:
+            self._shrink(slot, STEP_BLOCKS + len(chained))
+        self._pruning |= self._recency.blocks() > self._max_blocks
         if self._pruning:
             self._prune(STEP_BLOCKS + len(chained))
 
     def ended(self, request_id: str, now_s: float) -> None:
         """The request runs no more: under ``lru`` its blocks may go again, as the newest ones."""
-        found = self._running.pop(request_id, None)
+        found = self._leases.pop(request_id, None)
         if found is not None:
-            visit, hashes = found
-            self.routed(None, visit.slot, visit.blocks, hashes, now_s)
+            slot, lease = found
+            self._recency.release(lease, now_s)
+            self._shrink(slot, STEP_BLOCKS)
 
     def expire(self, now_s: float) -> int:
         """Forget what was last touched more than the TTL ago; how many blocks. O(1) if none.
 
-        Once the answer reaches ``STEP_BLOCKS`` there may be more.
+        When the answer is ``STEP_BLOCKS`` there may be more.
         """
-        before_s = now_s - self._ttl_s
-        dropped = 0
-        front = self._aging.front()
-        while front is not None and front.touched_s <= before_s and dropped < STEP_BLOCKS:
-            dropped += self._forget_front(self._aging)
-            front = self._aging.front()
+        dropped = self._forget(self._recency.age(now_s - self._ttl_s, STEP_BLOCKS))
         self.counts.expired.value += dropped
         return dropped
 
     def blocks(self) -> int:
         """How many (block, slot) pairs are believed to be cached."""
-        return self._blocks
+        return self._recency.blocks()
 
     def leases(self) -> int:
         """How many running requests hold their blocks (``lru``)."""
-        return len(self._running)
+        return self._recency.leases()
 
     def fallbacks(self) -> int:
         """How many slots age although ``lru`` was asked for."""
-        return len(self._held) - len(self._lines) if self._lru else 0
+        return len(self._slots) - len(self._capacities) if self._lru else 0
 
     def memory_bytes(self) -> int:
-        """Bytes held beside the index, estimated."""
-        running = sum(len(visit.blocks) for visit, _ in self._running.values())
-        listed = sum(line.listed for line in self._all_lines())
-        return _BLOCK_BYTES * self._blocks + 8 * listed + 16 * running
+        """Bytes held beside the index."""
+        return self._recency.memory_bytes() + _LEASE_BYTES * len(self._leases)
 
-    def _own(self, slot: int, chained: array[int], now_s: float) -> Visit:
-        self._number += 1
-        number, held = self._number, self._held[slot]
-        before = len(held)
-        for block in chained:
-            held[block] = number
-        self._blocks += len(held) - before
-        return Visit(number, slot, now_s, chained)
+    def _forget(self, chains: list[tuple[int, array[int]]]) -> int:
+        for slot, blocks in chains:
+            self._index.remove(slot, blocks)
+        return sum(len(blocks) for _, blocks in chains)
 
-    def _owned(self, visit: Visit) -> array[int]:
-        held, number = self._held.get(visit.slot, _NOTHING), visit.number
-        return array("Q", [block for block in visit.blocks if held.get(block) == number])
-
-    def _forget_front(self, line: VisitLine, most: int = STEP_BLOCKS) -> int:
-        """Undo the oldest visit, or only ``most`` blocks of it, deepest first; how many."""
-        visit = line.pop_front()
-        owned = self._owned(visit)
-        if most < len(owned):
-            line.push_front(visit._replace(blocks=owned[: len(owned) - most]))
-            owned = owned[len(owned) - most :]
-        if len(owned):
-            held = self._held[visit.slot]
-            for block in owned:
-                del held[block]
-            self._blocks -= len(owned)
-            self._index.remove(visit.slot, owned[::-1])
-        return len(owned)
-
-    def _shrink(self, slot: int, line: VisitLine) -> None:
-        """Down to the slot's capacity, as far as running requests allow."""
-        held = self._held[slot]
-        excess = len(held) - self._capacities[slot]
-        if excess <= 0 or line.front() is None:
+    def _shrink(self, slot: int, most: int) -> None:
+        """Towards the slot's capacity, as far as running requests allow."""
+        excess = self._recency.blocks_of(slot) - self._capacities[slot]
+        if excess <= 0:
             return
-        self.counts.evictions.value += 1
-        while excess > 0 and line.front() is not None:
-            dropped = self._forget_front(line, excess)
-            self.counts.evicted.value += dropped
-            excess -= dropped
+        dropped = self._forget(self._recency.evict(slot, min(excess, most)))
+        self.counts.evicted.value += dropped
+        self.counts.evictions.value += dropped > 0
 
     def _prune(self, most: int) -> None:
-        """Towards the target, by at most ``most`` blocks, the oldest first over all lines."""
-        excess = self._blocks - self._target_blocks
-        left = min(excess, most)
-        while left > 0:
-            fronts = [(line.front(), line) for line in self._all_lines()]
-            waiting = [(visit.number, line) for visit, line in fronts if visit is not None]
-            if not waiting:
-                break  # all of it belongs to running requests
-            dropped = self._forget_front(min(waiting, key=itemgetter(0))[1], left)
-            self.counts.pruned.value += dropped
-            left -= dropped
-        self._pruning = self._blocks > self._target_blocks
-
-    def _all_lines(self) -> Iterator[VisitLine]:
-        yield self._aging
-        yield from self._lines.values()
+        """Towards the target, the oldest first over all lines; pinned blocks stay."""
+        excess = self._recency.blocks() - self._target_blocks
+        dropped = self._forget(self._recency.prune(min(excess, most)))
+        self.counts.pruned.value += dropped
+        self._pruning = dropped > 0 and self._recency.blocks() > self._target_blocks
 
     def _check(self) -> None:
-        assert self._blocks == sum(map(len, self._held.values())) == self._index.blocks()
-        assert set(self._lines) == set(self._capacities)
-        owned: set[tuple[int, int]] = set()
-        for line in self._all_lines():
-            assert line.listed == sum(len(visit.blocks) for visit in line)
-            numbers = [visit.number for visit in line]
-            assert numbers == sorted(numbers)
-            for visit in line:
-                held = self._held.get(visit.slot, {})
-                owned |= {(visit.slot, b) for b in visit.blocks if held.get(b) == visit.number}
-        for visit, _ in self._running.values():
-            held = self._held[visit.slot]
-            owned |= {(visit.slot, b) for b in visit.blocks if held.get(b) == visit.number}
-        assert len(owned) == self._blocks, "a block without a visit never goes"
+        self._recency._check()
+        held = sum(self._recency.blocks_of(slot) for slot in self._slots)
+        assert self._recency.blocks() == held == self._index.blocks()
+        assert self._recency.leases() == len(self._leases)
+        assert all(self._recency.has_own_line(slot) for slot in self._capacities)
