@@ -274,13 +274,16 @@ class Call:
         received = self.exchange.received_at
         now = time.monotonic()
         first = self._first_at or now
-        decisions = [leg.decision for leg in self.legs if leg.decision is not None]
+        done = self._prefilled
+        found = [leg.decision for leg in self.legs if leg.decision is not None]
+        decisions = found if done is None else [done]
+        begun, ended = (self._dispatched_at, first) if done is None else (done.sent_s, done.done_s)
         overlap = sum(one.overlap_blocks for one in decisions)
         blocks = sum(one.prompt_blocks for one in decisions)
         return {
             "request_received_ms": int((time.time() - (now - received)) * 1e3),
-            "prefill_wait_time_ms": (self._dispatched_at - received) * 1e3,
-            "prefill_time_ms": (first - self._dispatched_at) * 1e3,
+            "prefill_wait_time_ms": (begun - received) * 1e3,
+            "prefill_time_ms": (ended - begun) * 1e3,
             "ttft_ms": (first - received) * 1e3,
             "total_time_ms": (now - received) * 1e3,
             "kv_hit_rate": overlap / blocks if blocks else 0.0,

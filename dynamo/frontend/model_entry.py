@@ -10,9 +10,13 @@ from dynamo.config.router import RouterSettings
 from dynamo.frontend.accepted import AcceptedWorkers
 from dynamo.frontend.dispatch import Dispatch
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.prefill import PrefillRouter
+from dynamo.frontend.prefill_metrics import PrefillMetrics
+from dynamo.frontend.prefill_pool import PrefillPool
 from dynamo.frontend.preprocessor import Preprocessor
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
+from dynamo.router.busy import Thresholds
 from dynamo.router.live import LiveRouter
 from dynamo.router.picker import Picker
 from dynamo.runtime import Client, DistributedRuntime
@@ -25,7 +29,8 @@ log = logging.getLogger(__name__)
 class ModelEntry:
     """``preprocessor``, ``client``, ``picker`` and ``dispatch`` are there when ``ready``.
 
-    ``workers`` are the cards by their keys; a model may be without workers for a while.
+    ``workers`` are the cards by their keys; a model may be without workers for a while. ``prefill``
+    has those of its prefill workers.
     """
 
     preprocessor: Preprocessor
@@ -40,6 +45,7 @@ class ModelEntry:
         self.workers: dict[str, ModelCard] = {}
         self.types = frozenset(one.strip() for one in card.model_type.split("|"))
         self.metrics = metrics.model(self.name)
+        self.prefill = PrefillPool(self.name, metrics)
         self.ready = False
         self.loading = False
         self._all_metrics = metrics
@@ -53,7 +59,8 @@ class ModelEntry:
         return self.ready and bool(self.workers)
 
     def agrees_with(self, card: ModelCard) -> str:
-        """Why ``card`` can't be a worker of this model: ``checksum``, ``endpoint`` or "" (it can).
+        """Why ``card`` can't be a worker of this model: ``checksum``, ``endpoint``, ``block_size`` or
+        "" (it can).
 
         Workers of one name must tokenize alike and be reached in one place.
         """
@@ -64,7 +71,17 @@ class ModelEntry:
             card.endpoint,
         ):
             return "endpoint"
+        if mine.kv_cache_block_size != card.kv_cache_block_size:
+            return "block_size"
         return "" if mine.checksum == card.checksum else "checksum"
+
+    def prefill_agrees_with(self, card: ModelCard) -> str:
+        """The same of a prefill worker, which may be another component."""
+        if card.namespace != self.card.namespace:
+            return "endpoint"
+        if card.checksum != self.card.checksum:
+            return "checksum"
+        return self.prefill.disagreement(card)
 
     def add_worker(self, key: str, card: ModelCard) -> None:
         """The worker whose ``card`` is at ``key`` may be sent requests."""
@@ -101,6 +118,7 @@ class ModelEntry:
             self.picker = self._live.picker
             self.dispatch = Dispatch(self.picker, self.client, self._live.line)
             self.client.on_inhibited(self._live.picker.fleet.shun)
+            self._open_prefill(runtime, settings)
             self.ready = not self._closed
         finally:
             self.loading = False
@@ -110,10 +128,16 @@ class ModelEntry:
         self.show()
         log.info("model %s is ready after %.2f s", self.name, time.monotonic() - begun)
 
+    async def limit(self, thresholds: Thresholds) -> None:
+        """Above which load a worker is busy, from now on."""
+        if self._live is not None:
+            await self._live.limit(thresholds)
+
     async def close(self) -> None:
         """Let go of workers and router."""
         self._closed = True
         self.ready = False
+        await self.prefill.close()
         live, self._live = self._live, None
         if live is not None:
             await live.close()
@@ -122,6 +146,13 @@ class ModelEntry:
     def show(self) -> None:
         """Bring the model's gauges up to date."""
         self._all_metrics.show_card(self.card, self.served)
+
+    def _open_prefill(self, runtime: DistributedRuntime, settings: RouterSettings) -> None:
+        metrics = PrefillMetrics(self._all_metrics, self.name)
+        block_size = settings.kv_cache_block_size or self.card.kv_cache_block_size
+        router = PrefillRouter(self.name, block_size, settings, metrics, self.dispatch)
+        self.dispatch.prefill = router
+        self.prefill.open(runtime, settings, router)
 
     async def _start_router(
         self, runtime: DistributedRuntime, settings: RouterSettings, workers: AcceptedWorkers

@@ -17,6 +17,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.frontend.model_entry import ModelEntry
+from dynamo.frontend.prefill_cards import PrefillCards
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
 from dynamo.runtime import DistributedRuntime
@@ -53,6 +54,7 @@ class Models:
         self._names: dict[str, ModelEntry] = {}
         self._owners: dict[str, ModelEntry] = {}
         self._rejected: dict[str, ModelCard] = {}
+        self._prefill = PrefillCards(self._entries, self._reject)
         self._watch: Watch | None = None
         self.on_loaded: Callable[[], None] = _nobody
 
@@ -80,6 +82,14 @@ class Models:
             raise NoInstances
         return entry
 
+    def named(self, name: str) -> ModelEntry | None:
+        """The model that is known under ``name``, served now or not."""
+        return self._names.get(name)
+
+    def entries(self) -> list[ModelEntry]:
+        """Every model that is known, served now or not."""
+        return list(self._entries.values())
+
     def listed(self) -> list[tuple[str, int, int | None]]:
         """(name, created in seconds, context length in tokens) of every model served now."""
         return [
@@ -94,7 +104,7 @@ class Models:
             one
             for entry in self._entries.values()
             if entry.ready
-            for one in entry.client.instances()
+            for one in (*entry.client.instances(), *entry.prefill.instances())
         ]
 
     def count(self) -> None:
@@ -115,11 +125,22 @@ class Models:
             return
         if not card.namespace.startswith(self._prefix):
             return
-        if card.worker_type == "Prefill":
-            log.info("%s is a prefill worker, which this version does not route to", event.key)
-        elif card.model_input != "Tokens":
+        if card.worker_type == "Prefill" or "Prefill" in card.model_type:
+            self._remove(event.key)
+            self._prefill.add(event.key, card)
+            return
+        self._prefill.remove(event.key)
+        if card.model_input != "Tokens":
             text = f"{event.key} takes {card.model_input}, this frontend sends tokens"
             self._reject(card.display_name, "model_input", text)
+        elif self._router.block_size_for(card.kv_cache_block_size) != card.kv_cache_block_size:
+            forced, own = self._router.kv_cache_block_size, card.kv_cache_block_size
+            text = (
+                f"{event.key} has KV blocks of {own} tokens, this frontend hashes blocks of "
+                f"{forced}: give it --kv-cache-block-size {own}, or leave that flag out, or start "
+                f"the worker with blocks of {forced} tokens"
+            )
+            self._reject(card.display_name, "block_size", text)
         else:
             self._add(event.key, card)
 
@@ -132,6 +153,9 @@ class Models:
         if entry is not None and reason:
             if entry.workers:
                 text = f"{key}: other workers of {name} have another {reason}; it gets no requests"
+                if reason == "block_size":
+                    sizes = entry.card.kv_cache_block_size, card.kv_cache_block_size
+                    text += "; they have KV blocks of {} tokens, it has {}".format(*sizes)
                 self._reject(name, reason, text)
                 self._rejected[key] = card
                 return
@@ -141,6 +165,7 @@ class Models:
             entry = self._entries[name] = ModelEntry(card, self._metrics)
             for alias in (name, *card.model_aliases):
                 self._names.setdefault(alias, entry)
+            self._prefill.joined(entry)
         entry.add_worker(key, card)
         self._owners[key] = entry
         log.info("model %s: worker %x joined (%d)", name, card.instance_id, len(entry.workers))
@@ -149,6 +174,7 @@ class Models:
             self._tasks.spawn(self._load(entry), name=f"load {name}")
 
     def _remove(self, key: str) -> None:
+        self._prefill.remove(key)
         self._rejected.pop(key, None)
         entry = self._owners.pop(key, None)
         if entry is None:

@@ -20,6 +20,8 @@ from dynamo.frontend.flow import Flow
 from dynamo.frontend.generation import ChatStream, CompletionStream, GenerationStream
 from dynamo.frontend.http import Exchange
 from dynamo.frontend.leg import Leg, TrackedLeg
+from dynamo.frontend.location import located, shown
+from dynamo.frontend.prefill_ticket import Prefilled
 from dynamo.frontend.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.request_headers import request_id, routed
 from dynamo.frontend.routes import Routes
@@ -165,9 +167,10 @@ class OpenAIRoutes:
             generation.timing = call.timing
             call.describe = self._worker_id
         routing = routed(prepared.requests[0].routing, call.exchange.headers)
-        if _is_location_query(request):
-            decision = entry.picker.pick(None, prepared.prompts[0].token_ids, routing=routing)
-            generation.worker_id = self._worker_id(decision)
+        phase = _location_query(request)
+        if phase is not None:
+            tokens, ranks = prepared.prompts[0].token_ids, self._models.kv_mode
+            generation.worker_id = located(entry.dispatch, tokens, routing, phase, ranks)
             call.located()
             return
         make_leg = TrackedLeg if entry.dispatch.tracks_output else Leg
@@ -183,18 +186,15 @@ class OpenAIRoutes:
                 return
         call.dispatched(prepared.prompt_tokens)
 
-    def _worker_id(self, decision: Decision) -> dict[str, Any]:
-        shown: dict[str, Any] = {
-            "prefill_worker_id": decision.worker_id,
-            "decode_worker_id": decision.worker_id,
-        }
-        if self._models.kv_mode:
-            shown["prefill_dp_rank"] = shown["decode_dp_rank"] = decision.dp_rank
-        return shown
+    def _worker_id(self, decision: Decision, prefilled: Prefilled | None) -> dict[str, Any]:
+        return shown(decision, prefilled, self._models.kv_mode)
 
 
-def _is_location_query(request: GenerationRequest) -> bool:
+def _location_query(request: GenerationRequest) -> str | None:
+    """The phase after ``query_instance_id:``, often ""; None if the request asks for an answer."""
     nvext = request.nvext
-    if nvext is None or not nvext.annotations:
-        return False
-    return any(one.partition(":")[0] == _LOCATE for one in nvext.annotations)
+    for annotation in (nvext.annotations if nvext is not None else None) or ():
+        name, _, phase = annotation.partition(":")
+        if name == _LOCATE:
+            return phase
+    return None

@@ -94,6 +94,11 @@ class PrefillLine(Generic[T]):
         """The workers that may get something sooner or later."""
         return [one for one, lane in self._lanes.items() if not lane.suspended]
 
+    @property
+    def known_workers(self) -> list[int]:
+        """All workers, those that do not answer included."""
+        return list(self._lanes)
+
     # -- workers
 
     def set_worker(self, worker_id: int, capacity: Capacity) -> None:
@@ -140,7 +145,7 @@ class PrefillLine(Generic[T]):
         self._put(ticket, (True, -strict, now_s - jump_s, next(self._numbers)), pin)
 
     def give_back(self, ticket: T, pin: int | None = None) -> None:
-        """To the head of the line: it has been sent and was not computed. Never refused.
+        """To the head of the line: it was sent and has not been computed. Never refused.
 
         Several stand in the order in which they were first sent back.
         """
@@ -148,22 +153,20 @@ class PrefillLine(Generic[T]):
         self._put(ticket, (False, 0, 0.0, next(self._numbers)), pin)
 
     def next(self) -> Turn[T] | None:
-        """Take the first ticket that a free slot is there for out of the line.
-
-        :meth:`start`, :meth:`give_back` or nothing (it leaves) must follow.
-        """
+        """The first ticket that there is a free slot for. It waits until :meth:`start` (or
+        :meth:`leave`), and is the next one until then."""
         free = [one for one, lane in self._lanes.items() if lane.free]
         heads = [self._head(pin) for pin in (None, *free)] if free else []
         entry = min((head for head in heads if head is not None), default=None)
         if entry is None:
             return None
-        self._drop(entry.ticket)
         if entry.pin is not None:
             return Turn(entry.ticket, [entry.pin])
         return Turn(entry.ticket, None if len(free) == len(self._lanes) else free)
 
     def start(self, ticket: T, worker_id: int, tokens: int) -> None:
         """It was sent to the worker, which has ``tokens`` prompt tokens of it to compute."""
+        self._drop(ticket)
         self._running[ticket] = (worker_id, tokens)
         lane = self._lanes.get(worker_id)
         if lane is not None:

@@ -1,14 +1,17 @@
-"""Load that workers report to routers. Topic ``kv_metrics``, spec 7.6."""
+"""Load that workers report to routers, and routers to the planner. Spec 7.6."""
 
 from __future__ import annotations
 
 import msgspec
 
-__all__ = ["KvMetrics"]
+__all__ = ["KvMetrics", "PrefillQueue"]
 
 
 class KvMetrics(msgspec.Struct, omit_defaults=True):
-    """State of one (worker, dp_rank) after a scheduler step; a missing value is unknown."""
+    """Topic ``kv_metrics``: one (worker, dp_rank) after a scheduler step.
+
+    A missing value is unknown.
+    """
 
     worker_id: int
     dp_rank: int = 0
@@ -18,3 +21,16 @@ class KvMetrics(msgspec.Struct, omit_defaults=True):
     kv_total_blocks: int | None = None
     num_requests_running: int | None = None
     num_requests_waiting: int | None = None
+
+
+class PrefillQueue(msgspec.Struct, omit_defaults=True):
+    """Topic ``prefill_queue`` of the prefill workers' component, one publisher for each frontend.
+
+    ``size`` requests of ``model`` wait for a slot (what a planner reads), ``active`` are at one of
+    ``workers`` prefill workers.
+    """
+
+    model: str
+    size: int = 0
+    active: int = 0
+    workers: int = 0

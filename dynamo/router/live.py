@@ -16,6 +16,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.kv import KvEventBatch
 from dynamo.protocols.load import KvMetrics
+from dynamo.router.busy import Thresholds
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.indexer import Indexer, Recovery
 from dynamo.router.kv import KvPicker
@@ -134,14 +135,17 @@ class LiveRouter:
                 namespace, component, KV_EVENTS, self._on_events, self._on_gap
             )
             await self._events.ready()
-        if self.picker.gate.busy.thresholds.any:
-            self._loads = self._runtime.subscribe(namespace, component, KV_METRICS, self._on_loads)
-            await self._loads.ready()
+        await self._follow_loads()
         self._client.on_change(self._on_instances)
         if self._sync is not None:
             await self._sync.start()
         if self._upkeep is not None:
             self._upkeep.start()
+
+    async def limit(self, thresholds: Thresholds) -> None:
+        """Above which load a worker is busy, from now on. Loads are followed when they matter."""
+        self.picker.gate.thresholds = thresholds
+        await self._follow_loads()
 
     async def close(self) -> None:
         """Stop following, turn away who waits. Idempotent."""
@@ -160,6 +164,12 @@ class LiveRouter:
             self._remove(worker_id)
         if self._sync is not None:
             self._sync.close()
+
+    async def _follow_loads(self) -> None:
+        if self._loads is None and self.picker.gate.busy.thresholds.any:
+            namespace, component, _ = self.path
+            self._loads = self._runtime.subscribe(namespace, component, KV_METRICS, self._on_loads)
+            await self._loads.ready()
 
     def _on_instances(self, added: list[EndpointRecord], removed: list[int]) -> None:
         if self._closed:

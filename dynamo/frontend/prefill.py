@@ -1,0 +1,361 @@
+"""Prompts go through a prefill worker first, while there is one. Spec 7.5, SP 7.
+
+A request waits in the line until a prefill worker has a free slot, is computed there, and goes on
+to a decode worker with what that worker needs to fetch the KV blocks. Where that fails, the decode
+worker computes the prompt itself, unless ``--enforce-disagg`` forbids it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from dynamo.config.router import RouterSettings
+from dynamo.errors import (
+    Disconnected,
+    DynamoError,
+    HttpFailure,
+    InvalidArgument,
+    NoInstances,
+    Overloaded,
+    Unavailable,
+    WorkerUnavailable,
+)
+from dynamo.frontend.dispatch import Dispatch
+from dynamo.frontend.leg import Leg
+from dynamo.frontend.prefill_line import Capacity, PrefillLine, Turn
+from dynamo.frontend.prefill_metrics import PrefillMetrics
+from dynamo.frontend.prefill_ticket import (
+    Order,
+    Prefilled,
+    PrefillTicket,
+    after_prefill,
+    to_prefill,
+    wanted_place,
+)
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.codec import Tokens, encode
+from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.router.picker import Decision, Picker
+from dynamo.runtime import Client
+
+__all__ = ["PrefillRouter"]
+
+log = logging.getLogger(__name__)
+_UNKNOWN_BATCH_TOKENS = 8192
+_UNKNOWN_REQUESTS = 1 << 30
+
+
+class PrefillRouter:
+    """The prefill side of one model. ``dispatch`` takes requests on to the decode workers.
+
+    It is *active* while a prefill worker is there that answers; whoever knows the workers calls
+    :meth:`attach`, :meth:`add_worker`, :meth:`suspend`, :meth:`remove_worker`. ``on_change`` is
+    called when the line or the workers may have changed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        block_size: int,
+        settings: RouterSettings,
+        metrics: PrefillMetrics,
+        dispatch: Dispatch,
+    ) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.line: PrefillLine[PrefillTicket] = PrefillLine(settings.prefill_queue_limit)
+        self.on_change: Callable[[], None] = _nobody
+        self._settings = settings
+        self._conditions = settings.conditions
+        self._metrics = metrics
+        self._dispatch = dispatch
+        self._picker: Picker | None = None
+        self._client: Client | None = None
+        self._draining = False
+        self._known = False
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def active(self) -> bool:
+        """Whether a prompt can be computed by a prefill worker now."""
+        return self._picker is not None and bool(self.line.workers)
+
+    # -- requests
+
+    def take(
+        self,
+        leg: Leg,
+        request: PreprocessedRequest,
+        routing: Routing | None,
+        headers: dict[str, str],
+    ) -> bool:
+        """See to it that the prompt is computed, then decoded; False: the decode worker is to do
+        both, at once.
+
+        Raises InvalidArgument for a pin to an unknown worker, Overloaded when the line is full,
+        Unavailable when there is no prefill worker and decode-only serving is forbidden.
+        """
+        if not self.active:
+            self._absent()
+            return False
+        if self._local(request, routing):
+            return False
+        now_s = time.monotonic()
+        pin = self._pin(routing)
+        ticket = PrefillTicket(self, Order(leg, request, routing, headers), pin, now_s)
+        strict = (routing.strict_priority or 0) if routing is not None else 0
+        jump_s = max(routing.priority_jump or 0.0, 0.0) if routing is not None else 0.0
+        try:
+            self.line.enter(ticket, now_s, strict=strict, jump_s=jump_s, pin=pin)
+        except Overloaded:
+            self._metrics.refused("queue_full")
+            raise
+        leg.pending = ticket
+        self._drain()
+        return True
+
+    def locate(self, tokens: Tokens, routing: Routing | None) -> Decision | None:
+        """Where the prompt would be computed now; None without a prefill worker. Raises as
+        :meth:`Picker.pick`."""
+        if self._picker is None or not self.active:
+            return None
+        return self._picker.pick(None, tokens, routing=wanted_place(routing))
+
+    # -- workers
+
+    def attach(self, picker: Picker, client: Client) -> None:
+        """From now on ``picker`` chooses among the workers behind ``client``."""
+        self._picker, self._client = picker, client
+        self._known = True
+        self._metrics.show(self.line)
+        client.on_inhibited(self.suspend)
+
+    def detach(self) -> None:
+        """No prefill worker is left: who waits goes without, who is served may end."""
+        self._picker = self._client = None
+        for worker_id in self.line.known_workers:
+            self.remove_worker(worker_id)
+
+    def add_worker(self, worker_id: int, config: RuntimeConfig) -> None:
+        """The worker may be sent requests, within its capacity."""
+        ranks = max(config.data_parallel_size, 1)
+        slots = self._settings.prefill_slots
+        if slots is not None:
+            capacity = Capacity(_UNKNOWN_REQUESTS, slots * ranks)
+        else:
+            tokens = config.max_num_batched_tokens or _UNKNOWN_BATCH_TOKENS
+            capacity = Capacity(tokens * ranks, (config.max_num_seqs or _UNKNOWN_REQUESTS) * ranks)
+        self.line.set_worker(worker_id, capacity)
+        self._settle()
+
+    def suspend(self, worker_id: int, suspended: bool) -> None:
+        """The worker did not answer (or may be tried again)."""
+        self.line.suspend(worker_id, suspended)
+        self._settle()
+
+    def remove_worker(self, worker_id: int) -> None:
+        """The worker is gone. What it still computes it may finish, for a while."""
+        stranded = self.line.remove_worker(worker_id)
+        for ticket in stranded:
+            self._go_without(ticket, "no_worker")
+        if self.line.running_at(worker_id):
+            self._loop.call_later(self._settings.prefill_drain_timeout_s, self._lose, worker_id)
+        self._settle()
+
+    # -- told by the tickets
+
+    def cancelled(self, ticket: PrefillTicket) -> None:
+        """The client has gone: nothing runs or waits for it."""
+        self.line.leave(ticket)
+        ticket.release()
+        self._drain()
+
+    def computed(self, ticket: PrefillTicket) -> None:
+        """On to the decode worker."""
+        decision, output, order = ticket.decision, ticket.output, ticket.order
+        assert decision is not None and output is not None, "a sent ticket has both at its end"
+        now_s = time.monotonic()
+        ticket.stream = None
+        self.line.finish(ticket)
+        ticket.release()
+        tokens = len(order.request.token_ids)
+        self._metrics.computed(*decision[:2], tokens, now_s - ticket.sent_s)
+        done = Prefilled(*decision[:4], ticket.sent_s, now_s)
+        order.leg.call.prefilled(done)
+        request = after_prefill(order.request, output)
+        self._dispatch.decode_later(order.leg, request, order.routing, order.headers)
+        self._drain()
+
+    def failed(self, ticket: PrefillTicket, error: DynamoError) -> None:
+        """Again with another worker, without, or not at all: it depends on the error."""
+        self.line.finish(ticket)
+        ticket.release()
+        ticket.output = None
+        if isinstance(error, WorkerUnavailable):
+            self._again(ticket, error)
+        elif isinstance(error, InvalidArgument) or _is_clients(error):
+            self.line.leave(ticket)
+            ticket.order.leg.call.fail(error, by_worker=True)
+        else:
+            reason = "overloaded" if isinstance(error, Overloaded) else "engine_error"
+            self._go_without(ticket, reason, error)
+        self._drain()
+
+    # -- own steps
+
+    def _absent(self) -> None:
+        if self._settings.enforce_disagg:
+            raise self._refusal("none is registered")
+        if self._known:
+            self._metrics.fell_back("no_worker")
+
+    def _local(self, request: PreprocessedRequest, routing: Routing | None) -> bool:
+        if self._conditions is None:
+            return False
+        tokens = len(request.token_ids)
+        reason = self._conditions.local_reason(tokens, 0, len(self.line))
+        if not reason and self._settings.uses_index:
+            cached = self._cached_at_decode(request, routing)
+            reason = self._conditions.local_reason(tokens, cached, len(self.line))
+        if reason:
+            self._metrics.kept_local(reason)
+        return bool(reason)
+
+    def _cached_at_decode(self, request: PreprocessedRequest, routing: Routing | None) -> int:
+        """Prompt tokens that the decode worker would find, if it tells what it has cached."""
+        try:
+            found = self._dispatch.picker.pick(None, request.token_ids, routing=routing)
+        except DynamoError:
+            return 0  # decoding will say why
+        return found.overlap_blocks * self.block_size
+
+    def _pin(self, routing: Routing | None) -> int | None:
+        pin = routing.prefill_worker_id if routing is not None else None
+        if pin is not None and self._picker is not None and pin not in self._picker.fleet.members:
+            raise InvalidArgument(
+                f"InvalidRequest: nvext.prefill_worker_id={pin} does not identify a known worker"
+            )
+        return pin
+
+    def _drain(self) -> None:
+        """Send whoever there is a free slot for."""
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while (turn := self.line.next()) is not None and self._send(turn):
+                pass
+        finally:
+            self._draining = False
+        self.on_change()
+
+    def _settle(self) -> None:
+        """The workers have changed."""
+        if not self.active:
+            for ticket in self.line.take_all():
+                self._go_without(ticket, "no_worker")
+        self._drain()
+
+    def _send(self, turn: Turn[PrefillTicket]) -> bool:
+        """Whether the line may go on; the ticket has left its head then."""
+        ticket, order = turn.ticket, turn.ticket.order
+        picker, client = self._picker, self._client
+        if picker is None or client is None:
+            return False
+        tokens = order.request.token_ids
+        try:
+            decision = picker.pick(
+                ticket.booking,
+                tokens,
+                routing=wanted_place(order.routing, None if ticket.pin else turn.workers),
+                override=order.request.router_config_override,
+            )
+        except Overloaded as error:
+            if turn.workers is not None and self.line.running:
+                return False  # those who have a slot are busy; a better one may come
+            self._refuse(ticket, error)
+            return True
+        except NoInstances as error:
+            self._go_without(ticket, "no_worker", error)
+            return True
+        except DynamoError as error:
+            self._unsuitable(ticket, error)
+            return True
+        ticket.picker, ticket.decision = picker, decision
+        ticket.sent_s = time.monotonic()
+        new_tokens = max(len(tokens) - decision.overlap_blocks * self.block_size, 1)
+        self.line.start(ticket, decision.worker_id, new_tokens)
+        self._metrics.sent(ticket.sent_s - ticket.arrived_s)
+        order.leg.call.heard_at = ticket.sent_s
+        payload = encode(to_prefill(order.request, order.routing, decision))
+        try:
+            ticket.stream = client.open(decision.worker_id, payload, ticket, order.headers)
+        except WorkerUnavailable as error:
+            self.failed(ticket, error)
+        return True
+
+    def _unsuitable(self, ticket: PrefillTicket, error: DynamoError) -> None:
+        """No prefill worker meets the request's constraints: a pin is the client's word, of
+        others (taints) a decode worker may think differently."""
+        if ticket.pin is not None:
+            self.line.leave(ticket)
+            ticket.order.leg.call.fail(error)
+        else:
+            self._go_without(ticket, "constraints", error)
+
+    def _again(self, ticket: PrefillTicket, error: DynamoError) -> None:
+        ticket.attempts += 1
+        if ticket.attempts > self._settings.prefill_retries:
+            self._go_without(ticket, "retries", error)
+        elif not self.active:
+            self._go_without(ticket, "no_worker", error)
+        else:
+            log.info("prefill of %s goes back to the head: %s", ticket.booking, error)
+            self._metrics.requeued()
+            ticket.order.leg.call.heard_at = float("inf")
+            self.line.give_back(ticket, ticket.pin)
+
+    def _go_without(
+        self, ticket: PrefillTicket, reason: str, error: DynamoError | None = None
+    ) -> None:
+        """The decode worker computes the prompt itself, if it may."""
+        self.line.leave(ticket)
+        leg, request, routing, headers = ticket.order
+        if self._settings.enforce_disagg:
+            self._refuse(ticket, self._refusal(str(error or "the last one has left")))
+            return
+        if error is not None:
+            log.warning("no prefill for %s (%s): %s", ticket.booking, reason, error)
+        self._metrics.fell_back(reason)
+        self._dispatch.decode_later(leg, request, routing, headers)
+
+    def _refuse(self, ticket: PrefillTicket, error: DynamoError) -> None:
+        self.line.leave(ticket)
+        if isinstance(error, Overloaded):
+            self._metrics.refused("overloaded")
+        ticket.order.leg.call.fail(error)
+
+    def _refusal(self, why: str) -> Unavailable:
+        self._metrics.refused("enforced")
+        return Unavailable(
+            f"No prefill worker can take a request for model `{self.model}` ({why}), and "
+            "--enforce-disagg forbids serving it with decode workers alone. Please retry shortly."
+        )
+
+    def _lose(self, worker_id: int) -> None:
+        """A worker that left has not finished in time: it hangs, or its host is gone."""
+        if self._picker is not None and worker_id in self._picker.fleet.members:
+            return  # it has come back
+        for ticket in self.line.running_at(worker_id):
+            self.failed(ticket, Disconnected(f"prefill worker {worker_id} left without an answer"))
+
+
+def _is_clients(error: DynamoError) -> bool:
+    return isinstance(error, HttpFailure) and error.status < 500
+
+
+def _nobody() -> None:
+    """Where nobody listens."""
