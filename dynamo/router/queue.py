@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
@@ -15,6 +14,7 @@ __all__ = ["POLICIES", "POLICY_CLASS", "Claim", "Waiter", "WaitingQueue", "claim
 T = TypeVar("T")
 POLICY_CLASS = "default"
 """The one class of requests that there is, as metrics and errors call it."""
+_MOST_S = 10**9
 _SLACK = 64
 
 
@@ -28,13 +28,13 @@ class Claim(NamedTuple):
 
 def claim_of(routing: Routing | None) -> Claim:
     """The claim in the request's hints. ``priority`` is the newer name of ``priority_jump`` and
-    wins; what is no finite number claims nothing."""
+    wins; beyond 1e9 seconds all are alike."""
     if routing is None:
         return Claim()
-    jump_s = routing.priority_jump if routing.priority is None else float(routing.priority)
-    if jump_s is None or not math.isfinite(jump_s):
-        jump_s = 0.0
-    return Claim(routing.strict_priority or 0, jump_s)
+    jump_s = routing.priority_jump if routing.priority is None else routing.priority
+    if jump_s is None or jump_s != jump_s:  # NaN
+        jump_s = 0
+    return Claim(routing.strict_priority or 0, float(max(-_MOST_S, min(jump_s, _MOST_S))))
 
 
 class Waiter(Generic[T]):
