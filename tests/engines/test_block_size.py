@@ -1,0 +1,58 @@
+"""Workers whose KV blocks are of another size than the frontend's are refused, loudly."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from deployment import Deployment
+
+
+def until(condition: Callable[[], object], deployment: Deployment) -> None:
+    """Until ``condition``, which asks the processes."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            if condition():
+                return
+        except OSError:
+            pass  # not listening yet
+        time.sleep(0.05)
+    raise AssertionError(deployment.tail())
+
+
+def rejected(deployment: Deployment) -> bool:
+    page = deployment.request("GET", "/metrics")[2].decode()
+    return any("rejected" in line and 'reason="block_size"' in line for line in page.splitlines())
+
+
+def models(deployment: Deployment) -> list[str]:
+    return [one["id"] for one in json.loads(deployment.request("GET", "/v1/models")[2])["data"]]
+
+
+def test_a_forced_size_that_no_worker_has(deployment: Deployment) -> None:
+    deployment.mocker("--speedup-ratio", "0", "--block-size", "16")
+    deployment.frontend("--router-mode", "kv", "--kv-cache-block-size", "32")
+    until(lambda: rejected(deployment), deployment)
+    assert models(deployment) == []
+    text = "has KV blocks of 16 tokens, this frontend hashes blocks of 32"
+    assert text in deployment.tail() and "--kv-cache-block-size 16" in deployment.tail()
+
+
+def test_two_workers_that_differ(deployment: Deployment) -> None:
+    deployment.mocker("--speedup-ratio", "0", "--block-size", "16")
+    deployment.frontend("--router-mode", "kv")
+    deployment.wait_for_workers(1)
+    deployment.mocker("--speedup-ratio", "0", "--block-size", "32")
+    until(lambda: rejected(deployment), deployment)
+    assert "they have KV blocks of 16 tokens, it has 32" in deployment.tail()
+    assert models(deployment) == ["tiny"]
+
+
+def test_the_standalone_router_refuses_too(deployment: Deployment) -> None:
+    deployment.mocker("--speedup-ratio", "0", "--block-size", "16")
+    path = f"{deployment.namespace}.backend.generate"
+    deployment.start("dynamo.router", "--endpoint", path)  # blocks of 128
+    text = "has KV blocks of 16 tokens, this router hashes blocks of 128: it gets no requests"
+    until(lambda: text in deployment.tail(), deployment)

@@ -1,0 +1,186 @@
+"""Frontends that share their load: real processes, real mockers, and a real death."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from deployment import Deployment, free_port
+
+FLAGS = ("--router-mode", "kv", "--router-replica-sync")
+LONG_TOKENS = 3000
+JSON = {"content-type": "application/json"}
+_ROW = re.compile(r"(\w+)\{([^}]*)\} (\S+)")
+
+
+class Replica:
+    """One frontend of a deployment."""
+
+    def __init__(self, deployment: Deployment, *flags: str) -> None:
+        self.port = free_port()
+        self.deployment = deployment
+        command = ("dynamo.frontend", "--http-port", str(self.port), *flags)
+        self.process = deployment.start(*command)
+
+    def request(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, path, data, JSON)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def complete(self, prompt: str, max_tokens: int, **more: Any) -> Any:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, **more}
+        status, answer = self.request("POST", "/v1/completions", body)
+        assert status == 200, answer
+        return json.loads(answer)
+
+    def metric(self, name: str) -> dict[str, float]:
+        """Labels → value."""
+        page = self.request("GET", "/metrics")[1].decode()
+        return {labels: float(value) for one, labels, value in _ROW.findall(page) if one == name}
+
+    def ready(self, workers: int = 2) -> bool:
+        rows = self.metric("dynamo_frontend_worker_active_decode_blocks")
+        return len(rows) == workers
+
+    def loads(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Booked prefill tokens and blocks by worker."""
+        return (
+            self.metric("dynamo_frontend_worker_active_prefill_tokens"),
+            self.metric("dynamo_frontend_worker_active_decode_blocks"),
+        )
+
+    def others(self) -> float:
+        """Running requests of other replicas."""
+        return sum(self.metric("dynamo_component_router_replica_requests").values())
+
+    def is_idle(self) -> bool:
+        return not any(sum(row.values()) for row in self.loads())
+
+    def explained(self, prompt: str) -> Any:
+        status, answer = self.request("POST", "/v1/route", {"model": "tiny", "prompt": prompt})
+        assert status == 200, answer
+        return json.loads(answer)
+
+
+class Streams:
+    """Long completions that are under way at a replica, until they are hung up."""
+
+    def __init__(self, replica: Replica, prompts: list[str]) -> None:
+        self.connections = []
+        for prompt in prompts:
+            connection = http.client.HTTPConnection("127.0.0.1", replica.port, timeout=60)
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": LONG_TOKENS, "stream": True}
+            body["ignore_eos"] = True
+            connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+            answer = connection.getresponse()
+            assert answer.status == 200
+            assert answer.readline().startswith(b"data:")  # the first token is here
+            self.connections.append((connection, answer))
+
+    def hang_up(self) -> None:
+        for connection, answer in self.connections:
+            answer.close()
+            connection.close()
+        self.connections.clear()
+
+
+def until(condition: Callable[[], object], deployment: Deployment, timeout_s: float = 20.0) -> None:
+    """Until ``condition``, which asks the processes."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if condition():
+                return
+        except OSError:
+            pass  # not listening yet
+        time.sleep(0.05)
+    raise AssertionError(deployment.tail())
+
+
+@pytest.fixture
+def pair(deployment: Deployment) -> Iterator[tuple[Replica, Replica]]:
+    """Two replicas before two workers that take their time."""
+    deployment.mocker("--speedup-ratio", "1", "--num-workers", "2", "--block-size", "16")
+    made = Replica(deployment, *FLAGS), Replica(deployment, *FLAGS)
+    for one in made:
+        until(one.ready, deployment)
+    yield made
+
+
+def prompts(count: int) -> list[str]:
+    """Of about 100 tokens, the first half alike."""
+    shared = "one two three four five six seven eight nine ten " * 5
+    return [shared + f"{number} and so on and on " * 8 for number in range(count)]
+
+
+def test_load_is_seen_everywhere_and_dies_with_its_replica(
+    deployment: Deployment, pair: tuple[Replica, Replica]
+) -> None:
+    first, second = pair
+    streams = Streams(first, prompts(5))
+    until(lambda: second.others() == 5, deployment)
+    until(lambda: second.loads() == first.loads(), deployment)
+    assert sum(second.loads()[1].values()) > 0
+    rows = second.explained(prompts(1)[0])["candidates"]
+    assert sum(row["active_decode_blocks"] for row in rows) > 0, rows
+    late = Replica(deployment, *FLAGS)
+    until(lambda: late.ready() and late.others() == 5, deployment)
+    until(lambda: late.loads() == first.loads(), deployment)
+    own = Streams(late, prompts(2))
+    until(lambda: second.others() == 7 and second.loads() == late.loads(), deployment)
+    first.process.kill()
+    first.process.wait()
+    until(lambda: second.others() == 2 and late.others() == 0, deployment)
+    until(lambda: second.loads() == late.loads(), deployment)
+    own.hang_up()
+    until(lambda: second.is_idle() and late.is_idle(), deployment)
+    assert second.others() == 0
+    streams.hang_up()
+
+
+def test_everything_comes_to_zero_after_traffic_at_both(
+    deployment: Deployment, pair: tuple[Replica, Replica]
+) -> None:
+    texts = prompts(40)
+    with ThreadPoolExecutor(16) as pool:
+        work = [pool.submit(pair[i % 2].complete, text, 5) for i, text in enumerate(texts)]
+        for one in work:
+            one.result()
+    until(lambda: all(one.is_idle() and not one.others() for one in pair), deployment)
+
+
+def test_where_would_it_go_asked_at_one_and_sent_through_the_other(
+    deployment: Deployment, pair: tuple[Replica, Replica]
+) -> None:
+    first, second = pair
+    text = prompts(1)[0]
+    nvext = {"extra_fields": ["worker_id"]}
+    home = first.complete(text, 2, nvext=nvext)["nvext"]["worker_id"]["decode_worker_id"]
+    until(lambda: best_overlap(second, text) > 0, deployment)
+    ask = {"annotations": ["query_instance_id:"]}
+    for replica in pair:
+        body = {"model": "tiny", "prompt": text, "stream": True, "nvext": ask}
+        status, answer = replica.request("POST", "/v1/completions", body)
+        chunk, done = answer.strip().split(b"\n\n")
+        assert status == 200 and done == b"data: [DONE]"
+        found = json.loads(chunk.removeprefix(b"data: "))["nvext"]
+        assert found["worker_id"]["decode_worker_id"] == home
+        assert len(found["token_ids"]) > 50
+        assert replica.is_idle(), "asking books nothing"
+    pin = {"backend_instance_id": home, **nvext}
+    assert second.complete(text, 2, nvext=pin)["nvext"]["worker_id"]["decode_worker_id"] == home
+
+
+def best_overlap(replica: Replica, text: str) -> int:
+    return max(row["overlap_blocks"] for row in replica.explained(text)["candidates"])
