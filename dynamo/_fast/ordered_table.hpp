@@ -79,6 +79,17 @@ public:
         if (size_ >= full_ || entries_[places_ - 2].value != 0) make_more_room();
     }
 
+    // Whether `count` inserts need no more room, unless they crowd at the very end of the table.
+    bool has_room(size_t count) const noexcept { return size_ + count <= full_; }
+
+    // A copy in which they have: for a table that must not change while it grows.
+    OrderedTable grown(size_t count) const {
+        size_t homes = homes_;
+        do homes += homes / GROWTH + MIN_HOMES;
+        while (size_ + count > full_at(homes));
+        return rebuilt(homes, TAIL);
+    }
+
     // `at` is what seek(key) found, after room was made. Later entries of the run move one on.
     void insert(Entry *at, Key key, uint32_t value) noexcept {
         Entry moving{key, value};
@@ -142,16 +153,22 @@ private:
         while (entries_[places_ - 2].value != 0) rebuild(homes_, (places_ - homes_) * 2);
     }
 
+    static size_t full_at(size_t homes) noexcept { return homes * 17 / 20; }
+
     void rebuild(size_t homes, size_t tail) {
+        OrderedTable next = rebuilt(homes, tail);
+        swap(next);
+    }
+
+    OrderedTable rebuilt(size_t homes, size_t tail) const {
         OrderedTable next;
         next.entries_ = allocate(homes + tail);
         if (next.entries_ == nullptr) throw std::bad_alloc();
         next.homes_ = homes;
         next.places_ = homes + tail;
-        next.full_ = homes * 17 / 20;
+        next.full_ = full_at(homes);
         next.scarce_ = homes > MIN_HOMES * 4 ? homes / 4 : 0;
-        if (!next.take_from(*this)) return rebuild(homes, tail * 2);
-        swap(next);
+        return next.take_from(*this) ? std::move(next) : rebuilt(homes, tail * 2);
     }
 
     __attribute__((noinline)) void shrink() noexcept {

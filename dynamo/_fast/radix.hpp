@@ -127,6 +127,25 @@ public:
         return true;
     }
 
+    // Holds in `slot` what other tiers of its owner hold under these ids; returns how many ids are
+    // not known there. Amortised O(count).
+    size_t adopt(uint32_t slot, const uint8_t *block_hashes, size_t count) {
+        Held &held = held_of(slot);
+        size_t unknown = 0;
+        for (size_t i = 0; i < count; i++) {
+            uint64_t key = mix(load64(block_hashes, i));
+            uint32_t node = find_block(slot, key);
+            if (node == NOBODY) {
+                unknown++;
+            } else if (store_one(held, slot, nodes_[node].parent, key, nodes_[node].tokens_hash) ==
+                       NOBODY) {
+                drop(count - i);
+                break;
+            }
+        }
+        return unknown;
+    }
+
     // Counts blocks that the cap refused.
     void drop(size_t count) noexcept { dropped_ += count; }
 
@@ -161,6 +180,36 @@ public:
         blocks_ -= count;
         return count;
     }
+
+    // The same, `limit` at a time: takes the hashes from `*from` on, in the table's order, and says
+    // whether there are more. `*from` begins at 0.
+    bool clear_some(uint32_t slot, uint64_t *from, size_t limit) noexcept {
+        Held &held = held_of(slot);
+        auto *at = held.seek(*from);
+        for (size_t taken = 0; held.size() != 0; taken++) {
+            if (taken == limit) return true;
+            while (at != held.end() && at->value == 0) at++;
+            if (at == held.end()) return *from = 0, true;  // moved to the front by a shrinking table
+            *from = at->key;
+            uint32_t node = at->value;
+            const auto *table = held.begin();
+            held.erase(at);
+            blocks_--;
+            release(slot, node);
+            if (held.begin() != table) at = held.seek(*from);
+        }
+        return false;
+    }
+
+    // For a slot's table that grows aside: whether `count` more hashes fit, a copy in which they do,
+    // and putting the copy in its place (`*table` is the old one then).
+    using Held = OrderedTable<uint64_t>;
+
+    bool has_room(uint32_t slot, size_t count) const noexcept {
+        return held_of(slot).has_room(count);
+    }
+    Held grown(uint32_t slot, size_t count) const { return held_of(slot).grown(count); }
+    void exchange(uint32_t slot, Held *table) noexcept { held_of(slot).swap(*table); }
 
     // The same for every tier of `number`.
     size_t clear_all(uint32_t number) noexcept {
@@ -201,13 +250,24 @@ public:
     size_t extend(const uint8_t *tokens_hashes, size_t count, const uint32_t *depths,
                   uint32_t *extensions, uint32_t tier);
 
+    // Where in the sequence, begins and ends in turn, there are blocks that any slot of `tier` holds.
+    // O(depth), times holders/64 where many slots share blocks.
+    void ranges(const uint8_t *tokens_hashes, size_t count, uint32_t tier,
+                std::vector<uint32_t> *out) const;
+
+    // A bit for each lower tier that was ever used.
+    uint32_t tiers() const noexcept {
+        uint32_t used = 0;
+        for (uint32_t tier = 1; lower_ && tier < TIERS; tier++)
+            used |= uint32_t{!held_[tier].empty()} << tier;
+        return used;
+    }
+
     // The device's blocks, or those of all tiers.
     void dump(Dump *out, bool all_tiers) const;
     std::string complaint() const;
 
 private:
-    using Held = OrderedTable<uint64_t>;
-
     static constexpr size_t AHEAD = 8;  // table places fetched before they are needed
     static constexpr size_t MAX_BLOCKS = 0xFFFFFF00u;
 

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 cimport cython
 from cpython cimport array
 from cpython.buffer cimport PyBuffer_Release
+from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 from libcpp cimport bool as cpp_bool
@@ -20,7 +21,7 @@ from dynamo._fast.columns cimport open_u32, open_u64
 
 __all__ = ["InvalidSequence", "ParentNotFound", "RadixTree"]
 
-cdef extern from "radix.hpp" namespace "dynamo::radix":
+cdef extern from "radix_shared.hpp" namespace "dynamo::radix":
     cdef enum class Stored:
         OK
         NO_PARENT
@@ -38,7 +39,8 @@ cdef extern from "radix.hpp" namespace "dynamo::radix":
         vector[uint64_t] block_hashes
         vector[uint64_t] tokens_hashes
 
-    cdef cppclass Index:
+    cdef cppclass SharedIndex:
+        void share() noexcept
         void set_cap(size_t blocks) noexcept
         size_t blocks() noexcept
         size_t nodes() noexcept
@@ -69,6 +71,11 @@ cdef extern from "radix.hpp" namespace "dynamo::radix":
             uint32_t *extensions,
             uint32_t tier,
         ) except +
+        size_t adopt(uint32_t slot, const uint8_t *block_hashes, size_t count) except +
+        void ranges(
+            const uint8_t *tokens_hashes, size_t count, uint32_t tier, vector[uint32_t] *out
+        ) except +
+        uint32_t tiers() noexcept
         void dump(Dump *out, cpp_bool all_tiers) except +
         string complaint() except +
 
@@ -100,7 +107,7 @@ cdef class RadixTree:
     that of the device is the dense one, and the only one that ``match_into`` tells of.
     """
 
-    cdef Index _index
+    cdef SharedIndex _index
     cdef dict _slots
     cdef list _owners
     cdef list _free_slots
@@ -169,6 +176,19 @@ cdef class RadixTree:
         cdef Py_ssize_t count = open_u64(block_hashes, "block_hashes", &blocks)
         try:
             return self._index.remove(slot, <const uint8_t *> blocks.buf, <size_t> count)
+        finally:
+            PyBuffer_Release(&blocks)
+
+    def adopt(self, uint32_t slot, block_hashes):
+        """Add blocks that other tiers of the slot's owner hold under these ids.
+
+        Returns how many of the ids are not known there. Amortised O(blocks).
+        """
+        self._expect(slot)
+        cdef Py_buffer blocks
+        cdef Py_ssize_t count = open_u64(block_hashes, "block_hashes", &blocks)
+        try:
+            return self._index.adopt(slot, <const uint8_t *> blocks.buf, <size_t> count)
         finally:
             PyBuffer_Release(&blocks)
 
@@ -247,6 +267,26 @@ cdef class RadixTree:
         finally:
             PyBuffer_Release(&view)
 
+    def ranges(self, tokens_hashes, uint32_t tier):
+        """Where in the sequence blocks lie in ``tier``, whoever holds them: (begin, end) pairs.
+
+        Ends are exclusive. O(depth of what anybody holds).
+        """
+        if tier == 0 or tier >= TIERS:
+            raise ValueError(f"tier must be 1 to {TIERS - 1}, got {tier}")
+        cdef Py_buffer view
+        cdef vector[uint32_t] borders
+        cdef Py_ssize_t count = open_u64(tokens_hashes, "tokens_hashes", &view)
+        try:
+            self._index.ranges(<const uint8_t *> view.buf, <size_t> count, tier, &borders)
+        finally:
+            PyBuffer_Release(&view)
+        return [(borders[i], borders[i + 1]) for i in range(0, borders.size(), 2)]
+
+    def tiers(self):
+        """The lower tiers that were ever used, as bits: 2 host, 4 disk, 8 external. O(1)."""
+        return self._index.tiers()
+
     def match(self, tokens_hashes, bint early_exit=False):
         """The same as a dict from (worker, dp_rank) to depth, without those that have none."""
         cdef array.array depths = array.clone(DEPTHS, len(self._owners), False)
@@ -287,6 +327,11 @@ cdef class RadixTree:
     def dropped(self):
         """Blocks refused by the cap so far."""
         return self._index.dropped()
+
+    def _share(self):
+        """Let other threads change the index from now on; a capsule of its address for them."""
+        self._index.share()
+        return PyCapsule_New(&self._index, "dynamo.radix.SharedIndex", NULL)
 
     def _check(self):
         """Assert every invariant. O(blocks + nodes)."""

@@ -45,4 +45,22 @@ inline size_t Index::extend(const uint8_t *tokens_hashes, size_t count, const ui
     return extended;
 }
 
+inline void Index::ranges(const uint8_t *tokens_hashes, size_t count, uint32_t tier,
+                          std::vector<uint32_t> *out) const {
+    const uint32_t first_group = tier * FIRST_LOWER_GROUP;
+    uint32_t node = ROOT, depth = 0;
+    bool inside = false;
+    for (; depth < count; depth++) {
+        node = nodes_.find_child(node, load64(tokens_hashes, depth));
+        if (node == NOBODY) break;
+        bool held = false;
+        Holders::Reader(holders_, nodes_[node]).each([&](const Word &word) {
+            held = held || (word.group >= first_group && word.group - first_group < FIRST_LOWER_GROUP);
+        });
+        if (held != inside) out->push_back(depth);
+        inside = held;
+    }
+    if (inside) out->push_back(depth);
+}
+
 }  // namespace dynamo::radix

@@ -109,9 +109,39 @@ def test_dumps_name_the_tier(tree: RadixTree) -> None:
     assert [list(blocks) for _, _, _, blocks, _ in tree.dump()] == [[1, 2]]
 
 
+def test_a_tier_takes_over_what_another_one_knows(tree: RadixTree) -> None:
+    disk = tree.slot(1, 0, DISK)
+    assert tree.adopt(disk, column(4, 77, 2)) == 1
+    assert tree.held(disk) == 2
+    tree.clear(tree.slot(1, 0, HOST))
+    assert tree.ranges(column(11, 12, 13, 14), DISK) == [(1, 2), (3, 4)]
+    assert tree.ranges(column(11, 12, 99), DISK) == [(1, 2)]
+    assert tree.ranges(column(11, 12), HOST) == []
+    assert tree.adopt(tree.slot(2, 0), column(1)) == 1
+    tree._check()
+
+
+def test_the_cap_holds_for_what_is_taken_over() -> None:
+    tree = RadixTree(3)
+    tree.store(tree.slot(1, 0), None, column(1, 2), column(11, 12))
+    assert tree.adopt(tree.slot(1, 0, HOST), column(1, 2)) == 0
+    assert (tree.blocks(), tree.dropped()) == (3, 1)
+    tree._check()
+
+
+def test_tiers_that_were_used() -> None:
+    tree = RadixTree()
+    tree.slot(1, 0)
+    assert tree.tiers() == 0
+    tree.slot(1, 0, DISK)
+    assert tree.tiers() == 1 << DISK
+
+
 def test_slots_that_cannot_be(tree: RadixTree) -> None:
     with pytest.raises(ValueError, match="tier"):
         tree.slot(1, 0, 4)
+    with pytest.raises(ValueError, match="tier"):
+        tree.ranges(column(1), 0)
     with pytest.raises(ValueError, match="tier"):
         tree.extend_into(column(1), array("I", [0]), array("I", [0]), 0)
     with pytest.raises(ValueError, match="at least 1"):
@@ -150,7 +180,7 @@ def test_random_histories(seed: int, same_names: bool) -> None:
         tier = source.choice([0, 0, 1, 2])
         place, chain = slot(tier), path()
         blocks = ids(chain)
-        match source.choices(range(5), [8, 6, 6, 0.3, 0.2])[0]:
+        match source.choices(range(6), [8, 6, 6, 0.3, 0.2, 2])[0]:
             case 0:
                 begin = source.randrange(len(chain))
                 parent = blocks[begin - 1] if begin else None
@@ -159,11 +189,15 @@ def test_random_histories(seed: int, same_names: bool) -> None:
                 assert fast.remove(place, column(*blocks)) == twin.remove(place, blocks)
             case 2:
                 compare(fast, twin, chain)
+                for lower in (1, 2, 3):
+                    assert fast.ranges(column(*chain), lower) == twin.ranges(chain, lower)
             case 3:
                 assert fast.clear(place) == twin.clear(place)
             case 4:
                 worker = source.randrange(3)
                 assert fast.remove_worker(worker) == twin.remove_worker(worker)
+            case 5:
+                assert fast.adopt(place, column(*blocks)) == twin.adopt(place, blocks)
         fast._check()
         assert (fast.blocks(), fast.nodes()) == (twin.blocks(), twin.nodes())
         if step % 50 == 49:

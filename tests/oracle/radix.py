@@ -101,6 +101,34 @@ class RadixTree:
             extensions[number] = end - depths[number]
         return extensions
 
+    def adopt(self, slot: int, block_hashes: Sequence[int]) -> int:
+        unknown = 0
+        for block in block_hashes:
+            try:
+                self._held[slot][block] = self._find(slot, block)
+            except ParentNotFound:
+                unknown += 1
+        return unknown
+
+    def ranges(self, tokens_hashes: Sequence[int], tier: int) -> list[tuple[int, int]]:
+        """Runs of blocks that any slot of the tier holds, up to where nobody holds anything."""
+        known = self._prefixes()
+        paths = {
+            path
+            for number in self._owners.values()
+            for path in self._held[number | tier << TIER_SHIFT].values()
+        }
+        found: list[tuple[int, int]] = []
+        for place in range(len(tokens_hashes)):
+            path = tuple(tokens_hashes[: place + 1])
+            if path not in known:
+                break
+            if path in paths and found and found[-1][1] == place:
+                found[-1] = (found[-1][0], place + 1)
+            elif path in paths:
+                found.append((place, place + 1))
+        return found
+
     def dump(self) -> list[Chain]:
         """One chain per block of the device that is reachable there, shallow ones first."""
         chains: list[Chain] = []
