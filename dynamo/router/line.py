@@ -52,10 +52,16 @@ Later = Callable[[float, Callable[[], None]], Handle]
 class Ticket:
     """A request in line. ``cancel`` it when nobody wants its decision any more."""
 
-    __slots__ = ("line", "on_decision", "on_error", "override", "request_id", "routing", "seen_s",
-                 "tokens", "waiter")  # fmt: skip
-
-    waiter: Waiter[Ticket]
+    __slots__ = (
+        "line",
+        "on_decision",
+        "on_error",
+        "override",
+        "request_id",
+        "routing",
+        "seen_s",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -105,7 +111,7 @@ class Line:
         self._queue: WaitingQueue[Ticket] = WaitingQueue(
             settings.queue_policy, settings.queue_limit
         )
-        self._tickets: dict[str, Ticket] = {}
+        self._waiters: dict[str, Waiter[Ticket]] = {}  # in the order of looking at their caches
         self._metrics = metrics or LineMetrics()
         self._metrics.show(self._queue)
         self._clock = clock
@@ -205,8 +211,8 @@ class Line:
             if timer is not None:
                 timer.cancel()
         self._soon = self._tick_timer = None
-        for ticket in list(self._tickets.values()):
-            self._tell(ticket, Unavailable("Service is shutting down"))
+        for waiter in list(self._waiters.values()):
+            self._tell(waiter.item, Unavailable("Service is shutting down"))
 
     def _admits(self, routing: Routing | None) -> bool:
         """Whether a slot that may take the request has room. Raises as :meth:`Gate.slots`."""
@@ -223,7 +229,7 @@ class Line:
 
     def _join(self, ticket: Ticket) -> Ticket:
         request_id = ticket.request_id
-        if request_id in self._tickets or request_id in self._picker.active:
+        if request_id in self._waiters or request_id in self._picker.active:
             raise InvalidArgument(f"Request {request_id} already exists")
         if self._queue.full:
             raise self._queue.refuse()
@@ -231,9 +237,8 @@ class Line:
         now_s = self._clock()
         self._metrics.joined(len(self._queue))
         claim, isl = claim_of(ticket.routing), len(ticket.tokens)
-        ticket.waiter = self._queue.join(ticket, claim, isl, cached, now_s)
+        self._waiters[request_id] = self._queue.join(ticket, claim, isl, cached, now_s)
         ticket.seen_s = now_s
-        self._tickets[request_id] = ticket
         self.wake()  # it may be first now, and have other workers to go to than who was
         if self._tick_timer is None:
             self._tick_timer = self._later(TICK_S, self._tick)
@@ -251,11 +256,11 @@ class Line:
         self._soon = None
         for _ in range(_AT_ONCE):
             head = self._queue.head()
-            if head is None or not self._serve(head.item):
+            if head is None or not self._serve(head.item, head.arrived_s):
                 return
         self.wake()
 
-    def _serve(self, ticket: Ticket) -> bool:
+    def _serve(self, ticket: Ticket, arrived_s: float) -> bool:
         """Send or turn away the head; False: it must wait on."""
         request_id = ticket.request_id
         try:
@@ -272,7 +277,7 @@ class Line:
             self._tell(ticket, DynamoError("a bug in the router"))
             return True
         self._remove(ticket)
-        self._metrics.waited.observe(self._clock() - ticket.waiter.arrived_s)
+        self._metrics.waited.observe(self._clock() - arrived_s)
         try:
             ticket.on_decision(decision)
         except Exception:
@@ -291,9 +296,11 @@ class Line:
             logger.exception("request %s did not take its error", ticket.request_id)
 
     def _remove(self, ticket: Ticket) -> bool:
-        if not self._queue.leave(ticket.waiter):
+        waiter = self._waiters.get(ticket.request_id)
+        if waiter is None or waiter.item is not ticket:
             return False
-        del self._tickets[ticket.request_id]
+        del self._waiters[ticket.request_id]
+        self._queue.leave(waiter)
         if not self._queue and self._tick_timer is not None:
             self._tick_timer.cancel()
             self._tick_timer = None
@@ -311,13 +318,14 @@ class Line:
         if not self._refresh_s:
             return
         before_s = self._clock() - self._refresh_s
-        tickets = self._tickets  # in the order of looking
-        for ticket in [one for one in islice(tickets.values(), _AT_ONCE) if one.seen_s <= before_s]:
+        for waiter in list(islice(self._waiters.values(), _AT_ONCE)):
+            ticket = waiter.item
+            if ticket.seen_s > before_s:
+                return
             ticket.seen_s = self._clock()
-            del tickets[ticket.request_id]
-            tickets[ticket.request_id] = ticket
+            self._waiters[ticket.request_id] = self._waiters.pop(ticket.request_id)
             try:
-                self._queue.recount(ticket.waiter, self._cached_tokens(ticket))
+                self._queue.recount(waiter, self._cached_tokens(ticket))
             except DynamoError:
                 continue  # its turn will tell
 

@@ -107,10 +107,11 @@ class WaitingQueue(Generic[T]):
         return waiter
 
     def leave(self, waiter: Waiter[T]) -> bool:
-        """Go, served or not; whether ``waiter`` was still in line."""
+        """Go, served or not, and let go of the item; whether ``waiter`` was still in line."""
         if waiter._entry is None:
             return False
         waiter._entry = None
+        del waiter.item
         self._waiting -= 1
         self.isl_tokens -= waiter.isl_tokens
         self.cached_tokens -= waiter.cached_tokens

@@ -507,7 +507,7 @@ class Machine(RuleBasedStateMachine):
             return
         world = self.world
         assert len(world.line) == len(self.waiting()) <= 6
-        assert set(world.line._tickets) == self.waiting()
+        assert set(world.line._waiters) == self.waiting()
         assert not self.left & set(world.outcomes)
         for name in self.waiting() | self.left:
             assert name not in world.picker.active
