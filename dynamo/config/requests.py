@@ -31,6 +31,12 @@ class RequestPlaneSettings:
     connect_timeout_s: float = knob(
         3.0, env="DYN_TCP_CONNECT_TIMEOUT", minimum=0.01, help="seconds a connection may take"
     )
+    tcp_user_timeout_s: float = knob(
+        6.0,
+        env="DYN_TCP_USER_TIMEOUT",
+        minimum=0.1,
+        help="seconds that sent bytes may go unacknowledged before a TCP connection counts as cut",
+    )
     high_water_bytes: int = knob(
         256 * 1024,
         env="DYN_REQUEST_PLANE_HIGH_WATER",

@@ -41,7 +41,9 @@ class RuntimeSettings:
         help="transport between frontend and workers: UNIX socket or TCP",
     )
     tcp_rpc_host: str = knob(
-        "127.0.0.1", env="DYN_TCP_RPC_HOST", help="address a worker listens on with tcp"
+        "127.0.0.1",
+        env="DYN_TCP_RPC_HOST",
+        help="address a worker listens on with tcp; 0.0.0.0 advertises the one towards the others",
     )
     tcp_rpc_port: int = knob(
         0,
@@ -51,7 +53,16 @@ class RuntimeSettings:
         help="port a worker listens on with tcp; 0 lets the system choose",
     )
     event_plane: str = knob(
-        "zmq", "--event-plane", env="DYN_EVENT_PLANE", choices=("zmq",), help="KV event transport"
+        "zmq",
+        "--event-plane",
+        env="DYN_EVENT_PLANE",
+        choices=("zmq", "nats"),
+        help="KV event transport: between the processes, or over a NATS server (NATS_SERVER)",
+    )
+    event_plane_host: str | None = knob(
+        None,
+        env="DYN_EVENT_PLANE_HOST",
+        help="address zmq publishers listen on with tcp; default: DYN_TCP_RPC_HOST",
     )
     lease_ttl_s: float = knob(
         10.0,

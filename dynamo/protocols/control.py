@@ -40,7 +40,8 @@ class EndpointRecord(msgspec.Struct, tag_field="type", tag="Endpoint", kw_only=T
 class EventChannelRecord(msgspec.Struct, tag_field="type", tag="EventChannel", kw_only=True):
     """``v1/event_channels/namespace/<ns>/component/<c>/topic/<topic>/<publisher hex>``.
 
-    ``transport`` is ``{"kind": "Zmq", "endpoint": "ipc://… or tcp://…"}``.
+    ``transport`` is ``{"kind": "Zmq", "endpoint": "ipc://… or tcp://…"}``, or ``{"kind": "Nats",
+    "endpoint": subject}``.
     """
 
     namespace: str

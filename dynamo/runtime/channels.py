@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,9 +12,16 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.control import EventChannelRecord
 from dynamo.runtime.discovery import Discovery, KeyEvent
 from dynamo.runtime.discovery.remains import event_socket_name
-from dynamo.runtime.events import EventPublisher, EventSubscriber, ZmqPublisher, ZmqSubscriber
+from dynamo.runtime.events import (
+    EventPlane,
+    EventPublisher,
+    EventSubscriber,
+    ZmqPublisher,
+    ZmqSubscriber,
+)
 from dynamo.runtime.paths import socket_path
-from dynamo.runtime.serving import Serving, advertised_host
+from dynamo.runtime.reach import advertised_host, bracketed
+from dynamo.runtime.serving import Serving
 
 __all__ = ["Channel", "OnEvent", "OnGap", "OnPublisher", "Publishers", "Subscription"]
 
@@ -29,6 +37,9 @@ OnGap = Callable[[int, int, int], None]
 OnPublisher = Callable[[int, bool], None]
 """(publisher id, whether it came or went)."""
 
+ZMQ, NATS = "Zmq", "Nats"
+"""What a record's transport may be."""
+
 _decode = msgspec.json.Decoder(EventChannelRecord).decode
 _log = logging.getLogger(__name__)
 
@@ -37,8 +48,14 @@ class Publishers:
     """The publishers of this process, one per channel."""
 
     def __init__(
-        self, settings: RuntimeSettings, discovery: Discovery, serving: Serving, instance_id: int
+        self,
+        settings: RuntimeSettings,
+        discovery: Discovery,
+        serving: Serving,
+        instance_id: int,
+        nats: EventPlane | None = None,
     ) -> None:
+        self._nats = nats
         self._settings = settings
         self._discovery = discovery
         self._serving = serving
@@ -64,37 +81,46 @@ class Publishers:
         self._made.clear()
 
     def _make(self, channel: Channel) -> EventPublisher:
-        topic = channel[2]
-        publisher = ZmqPublisher(topic, self._instance_id, self._address(channel))
+        publisher: EventPublisher
+        if self._nats is not None:
+            publisher = self._nats.publisher(channel, self._instance_id)
+        else:
+            publisher = ZmqPublisher(channel[2], self._instance_id, self._address())
         self._made[channel] = publisher
         return publisher
 
-    def _address(self, channel: Channel) -> str:
+    def _address(self) -> str:
         if self._settings.request_plane == "uds":
             name = event_socket_name(self._instance_id, len(self._made))
             return f"ipc://{socket_path(self._settings, name)}"
-        return f"tcp://{self._settings.tcp_rpc_host}:*"
+        host = self._settings.event_plane_host or self._settings.tcp_rpc_host
+        return f"tcp://{bracketed(host)}:*"
 
     async def _register(self, channel: Channel, publisher: EventPublisher, lease_id: int) -> None:
         namespace, component, topic = channel
         address = publisher.address
         if address.startswith("tcp://"):
             host, _, port = address.removeprefix("tcp://").rpartition(":")
-            address = f"tcp://{advertised_host(host)}:{port}"
+            host = advertised_host(host.strip("[]"), self._settings)
+            address = f"tcp://{bracketed(host)}:{port}"
         record = EventChannelRecord(
             namespace=namespace,
             component=component,
             topic=topic,
             instance_id=self._instance_id,
             lease_id=lease_id,
-            transport={"kind": "Zmq", "endpoint": address},
+            transport={"kind": ZMQ if self._nats is None else NATS, "endpoint": address},
         )
         key = f"{_prefix(channel)}{self._instance_id:x}"
         await self._discovery.put(key, msgspec.json.encode(record), lease_id)
 
 
 class Subscription:
-    """Hears all publishers of ``channel``, those of today and those to come."""
+    """Hears all publishers of ``channel``, those of today and those to come.
+
+    Each is followed over its own transport; one that needs NATS is skipped, with a warning, by a
+    process without it.
+    """
 
     def __init__(
         self,
@@ -103,16 +129,20 @@ class Subscription:
         on_event: OnEvent,
         on_gap: OnGap | None = None,
         on_publisher: OnPublisher | None = None,
+        nats: EventPlane | None = None,
     ) -> None:
         self.channel = channel
-        self.subscriber: EventSubscriber = ZmqSubscriber(channel[2], on_event, on_gap)
+        self._on_event = on_event
+        self._on_gap = on_gap
         self._on_publisher = on_publisher
-        self._addresses: dict[str, tuple[int, str]] = {}
+        self._nats = nats
+        self._subscribers: dict[str, EventSubscriber] = {}
+        self._followed: dict[str, _Followed] = {}
         self._watch = discovery.watch(_prefix(channel), self._on_key)
 
     def publishers(self) -> list[int]:
         """The ids of the publishers that are known now."""
-        return [publisher for publisher, _ in self._addresses.values()]
+        return [followed.publisher_id for followed in self._followed.values()]
 
     async def ready(self) -> None:
         """Wait until the publishers that exist already are being connected."""
@@ -121,7 +151,8 @@ class Subscription:
     def close(self) -> None:
         """Stop listening; no callback comes after this."""
         self._watch.close()
-        self.subscriber.close()
+        for subscriber in self._subscribers.values():
+            subscriber.close()
 
     def _on_key(self, event: KeyEvent) -> None:
         if event.value is None:
@@ -129,27 +160,55 @@ class Subscription:
             return
         try:
             record = _decode(event.value)
-            address = record.transport["endpoint"]
+            kind, address = record.transport["kind"], record.transport["endpoint"]
         except (msgspec.MsgspecError, KeyError) as error:
             _log.warning("skipping the event channel %s: %s", event.key, error)
             return
-        known = (record.instance_id, address)
-        if self._addresses.get(event.key) == known:
+        followed = _Followed(record.instance_id, kind, address)
+        if self._followed.get(event.key) == followed:
             return
         self._drop(event.key)
-        self._addresses[event.key] = known
-        self.subscriber.connect(address, record.instance_id)
+        subscriber = self._subscriber(kind)
+        if subscriber is None:
+            _log.warning(
+                "worker %x publishes %s over %s, which this process does not speak: start both "
+                "with the same --event-plane",
+                record.instance_id,
+                self.channel[2],
+                kind,
+            )
+            return
+        self._followed[event.key] = followed
+        subscriber.connect(address, record.instance_id)
         if self._on_publisher is not None:
             self._on_publisher(record.instance_id, True)
 
+    def _subscriber(self, kind: str) -> EventSubscriber | None:
+        subscriber = self._subscribers.get(kind)
+        if subscriber is None:
+            topic = self.channel[2]
+            if kind == ZMQ:
+                subscriber = ZmqSubscriber(topic, self._on_event, self._on_gap)
+            elif kind == NATS and self._nats is not None:
+                subscriber = self._nats.subscriber(topic, self._on_event, self._on_gap)
+            else:
+                return None
+            self._subscribers[kind] = subscriber
+        return subscriber
+
     def _drop(self, key: str) -> None:
-        known = self._addresses.pop(key, None)
-        if known is None:
+        followed = self._followed.pop(key, None)
+        if followed is None:
             return
-        publisher_id, address = known
-        self.subscriber.disconnect(address)
+        self._subscribers[followed.kind].disconnect(followed.address)
         if self._on_publisher is not None:
-            self._on_publisher(publisher_id, False)
+            self._on_publisher(followed.publisher_id, False)
+
+
+class _Followed(NamedTuple):
+    publisher_id: int
+    kind: str
+    address: str
 
 
 def _prefix(channel: Channel) -> str:

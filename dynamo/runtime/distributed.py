@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from dynamo.config import from_env
 from dynamo.config.etcd import EtcdSettings
+from dynamo.config.nats import NatsSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.observability.metrics import Registry
@@ -16,7 +17,7 @@ from dynamo.runtime.channels import OnEvent, OnGap, OnPublisher, Publishers, Sub
 from dynamo.runtime.component import Endpoint, Namespace, parse_endpoint
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
 from dynamo.runtime.discovery.remains import Remains
-from dynamo.runtime.events import EventPublisher
+from dynamo.runtime.events import EventPlane, EventPublisher
 from dynamo.runtime.extras import extra
 from dynamo.runtime.paths import socket_dirs, store_dir
 from dynamo.runtime.requests import RequestClient, RequestServer
@@ -73,7 +74,10 @@ class DistributedRuntime:
             settings, self.system, self.discovery, self.instance_id, self.metrics
         )
         self.status = StatusServer(self.system, self.serving.health, self.metrics)
-        self._publishers = Publishers(settings, self.discovery, self.serving, self.instance_id)
+        self._nats = _nats(settings)
+        self._publishers = Publishers(
+            settings, self.discovery, self.serving, self.instance_id, self._nats
+        )
         self._followers: list[_Follower] = []
         self._started = False
         self._closed = False
@@ -103,6 +107,8 @@ class DistributedRuntime:
         if not self._started:
             self._started = True
             await self.discovery.start()
+            if self._nats is not None:
+                await self._nats.start()
 
     async def start_serving(self) -> Serving:
         """Open discovery and, if it is wanted, the status server."""
@@ -138,7 +144,9 @@ class DistributedRuntime:
     ) -> Subscription:
         """Hear every publisher of the topic, those of today and those to come."""
         channel = (namespace, component, topic)
-        return self.track(Subscription(self.discovery, channel, on_event, on_gap, on_publisher))
+        return self.track(
+            Subscription(self.discovery, channel, on_event, on_gap, on_publisher, self._nats)
+        )
 
     def track(self, follower: F) -> F:
         """Close ``follower`` with the runtime."""
@@ -159,6 +167,8 @@ class DistributedRuntime:
         async with AsyncExitStack() as rest:
             for close in (self.tasks.close, self.status.close, self.discovery.close):
                 rest.push_async_callback(close)
+            if self._nats is not None:
+                rest.push_async_callback(self._nats.close)
             rest.push_async_callback(self.requests.close)
             rest.callback(self._publishers.close)
             for follower in reversed(self._followers):
@@ -186,3 +196,12 @@ def _discovery(settings: RuntimeSettings) -> Discovery:
         etcd: Discovery = room.EtcdDiscovery(from_env(EtcdSettings))
         return etcd
     return FileDiscovery(store_dir(settings), Remains(lambda: socket_dirs(settings)))
+
+
+def _nats(settings: RuntimeSettings) -> EventPlane | None:
+    if settings.event_plane != "nats":
+        return None
+    plane: EventPlane = extra("nats", "dynamo.runtime.events.nats").NatsPlane(
+        from_env(NatsSettings)
+    )
+    return plane

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 
 import msgspec
 
@@ -23,15 +22,15 @@ from dynamo.runtime.discovery.remains import request_socket_name
 from dynamo.runtime.health import Health
 from dynamo.runtime.meters import MetricsLabels, endpoint_stats, export_pool, export_uptime
 from dynamo.runtime.paths import socket_path
+from dynamo.runtime.reach import advertised_host, bracketed
 from dynamo.runtime.requests import PushHandler, RequestServer
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["EndpointPath", "Serving", "advertised_host"]
+__all__ = ["EndpointPath", "Serving"]
 
 EndpointPath = tuple[str, str, str]
 """(namespace, component, endpoint)."""
 
-_ANY_HOST = ("", "0.0.0.0", "::")
 _log = logging.getLogger(__name__)
 
 
@@ -192,11 +191,9 @@ class Serving:
                 self._transport = {"uds": path}
                 return
             host = settings.tcp_rpc_host
-            shown = f"[{host}]" if ":" in host else host
-            address = await self.server.start(f"tcp:{shown}:{settings.tcp_rpc_port}")
+            address = await self.server.start(f"tcp:{bracketed(host)}:{settings.tcp_rpc_port}")
             port = address.rpartition(":")[2]
-            host = advertised_host(host)
-            self._transport = {"tcp": f"[{host}]:{port}" if ":" in host else f"{host}:{port}"}
+            self._transport = {"tcp": f"{bracketed(advertised_host(host, settings))}:{port}"}
 
     def _forget(self, path: EndpointPath) -> None:
         self._served.discard(path)
@@ -205,15 +202,3 @@ class Serving:
 
     def _key(self, path: EndpointPath) -> str:
         return "v1/instances/" + instance_key(*path, self._instance_id)
-
-
-def advertised_host(host: str) -> str:
-    """The address under which others reach a listener on ``host``."""
-    if host not in _ANY_HOST:
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: picks the outgoing address, sends nothing
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["FIRST_SEQUENCE", "EventPublisher", "EventSubscriber", "OnEvent", "OnGap"]
+__all__ = [
+    "FIRST_SEQUENCE",
+    "EventPlane",
+    "EventPublisher",
+    "EventSubscriber",
+    "OnEvent",
+    "OnGap",
+]
 
 FIRST_SEQUENCE = 0
 """The number of a publisher's first event; each later one is one more."""
@@ -57,3 +64,21 @@ class EventSubscriber(Protocol):
 
     def close(self) -> None:
         """Stop listening; no callback comes after this. Idempotent."""
+
+
+class EventPlane(Protocol):
+    """A transport that needs a server: one connection for all publishers and subscribers."""
+
+    async def start(self) -> None:
+        """Connect. Raises ConfigError."""
+
+    async def close(self) -> None:
+        """Disconnect, after all publishers and subscribers. Idempotent."""
+
+    def publisher(self, channel: tuple[str, str, str], publisher_id: int) -> EventPublisher:
+        """A publisher on the channel (namespace, component, topic)."""
+
+    def subscriber(
+        self, topic: str, on_event: OnEvent, on_gap: OnGap | None = None
+    ) -> EventSubscriber:
+        """A subscriber that knows no publisher yet."""

@@ -1,46 +1,32 @@
 """The event plane over ZeroMQ PUB and SUB: ipc on one host, tcp between hosts. Spec 7.6.
 
-A message has four frames: topic · publisher id (u64 big-endian) · sequence (u64 big-endian) ·
-``0x01 | u32 big-endian length | MessagePack Envelope``.
+A message has four frames: topic · publisher id (u64 big-endian) · sequence (u64 big-endian) · the
+packed envelope. Over tcp both ends exchange heartbeats: a silently cut link is dialled anew.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import struct
-import time
 from pathlib import Path
 
 import msgspec
 import zmq
 
 from dynamo.runtime.events.base import FIRST_SEQUENCE, OnEvent, OnGap
+from dynamo.runtime.events.envelope import pack, unpack
+from dynamo.runtime.events.numbered import Numbered
 
-__all__ = ["Envelope", "ZmqPublisher", "ZmqSubscriber"]
+__all__ = ["ZmqPublisher", "ZmqSubscriber"]
 
 HIGH_WATER_MESSAGES = 100_000
 MESSAGES_PER_TURN = 256
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
-_VERSION = 1
-_HEAD = struct.Struct(">BI")
+CONNECT_TIMEOUT_MS = 3000
+HEARTBEAT_MS = 2000
+HEARTBEAT_TIMEOUT_MS = 4000
 _U64 = struct.Struct(">Q")
-_log = logging.getLogger(__name__)
-
-
-class Envelope(msgspec.Struct):
-    """What the fourth frame holds; ``published_at`` is milliseconds since the epoch."""
-
-    publisher_id: int
-    sequence: int
-    published_at: int
-    topic: str
-    payload: bytes
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Envelope).decode
 
 
 class ZmqPublisher:
@@ -60,6 +46,7 @@ class ZmqPublisher:
         self._sequence = FIRST_SEQUENCE
         self._socket = _socket(zmq.PUB)
         self._socket.setsockopt(zmq.XPUB_NODROP, 1)
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))
         try:
             self._socket.bind(address)
         except zmq.ZMQError:
@@ -72,9 +59,7 @@ class ZmqPublisher:
         if self._socket.closed:
             raise RuntimeError(f"the publisher of {self.topic} is closed")
         sequence = self._sequence
-        now_ms = time.time_ns() // 1_000_000
-        body = _encode(Envelope(self.publisher_id, sequence, now_ms, self.topic, payload))
-        packed = _HEAD.pack(_VERSION, len(body)) + body
+        packed = pack(self.publisher_id, sequence, self.topic, payload)
         self._send((*self._frames, _U64.pack(sequence), packed))
         self._sequence = sequence + 1
         self.published += 1
@@ -99,7 +84,7 @@ class ZmqPublisher:
             self._socket.setsockopt(zmq.XPUB_NODROP, 1)
 
 
-class ZmqSubscriber:
+class ZmqSubscriber(Numbered):
     """An EventSubscriber on one SUB socket that connects to all publishers.
 
     The socket's file descriptor tells only that *something* changed, and any call on the
@@ -109,20 +94,14 @@ class ZmqSubscriber:
     """
 
     def __init__(self, topic: str, on_event: OnEvent, on_gap: OnGap | None = None) -> None:
-        self.topic = topic
-        self.received = 0
-        self.gaps = 0
-        self.malformed = 0
+        super().__init__(topic, on_event, on_gap)
         self._topic = topic.encode()
-        self._on_event = on_event
-        self._on_gap = on_gap
-        self._expected: dict[int, int] = {}
-        self._addresses: dict[str, int | None] = {}
         self._loop = asyncio.get_running_loop()
         self._soon: asyncio.Handle | None = None
         self._socket = _socket(zmq.SUB)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         self._socket.setsockopt(zmq.SUBSCRIBE, self._topic)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._drain)
@@ -131,6 +110,7 @@ class ZmqSubscriber:
         """See EventSubscriber. With ``publisher_id`` its state goes away at disconnect."""
         if address not in self._addresses and not self._socket.closed:
             self._addresses[address] = publisher_id
+            self._socket.setsockopt(zmq.IPV6, int("[" in address))
             self._socket.connect(address)
             self._look()
 
@@ -138,9 +118,7 @@ class ZmqSubscriber:
         """See EventSubscriber."""
         if address not in self._addresses or self._socket.closed:
             return
-        publisher_id = self._addresses.pop(address)
-        if publisher_id is not None:
-            self._expected.pop(publisher_id, None)
+        self._forget(self._addresses.pop(address))
         self._socket.disconnect(address)
         self._look()
 
@@ -175,33 +153,12 @@ class ZmqSubscriber:
         try:
             topic, publisher, number, packed = frames
             (publisher_id,), (sequence,) = _U64.unpack(publisher), _U64.unpack(number)
-            version, size = _HEAD.unpack_from(packed)
-            if version != _VERSION or size != len(packed) - _HEAD.size:
-                raise ValueError(f"version {version}, {size} bytes announced")
-            payload = _decode(memoryview(packed)[_HEAD.size :]).payload
+            payload = unpack(packed).payload
         except (ValueError, struct.error, msgspec.MsgspecError) as error:
             self._count_malformed(error)
             return
         if topic == self._topic:
             self._deliver(publisher_id, sequence, payload)
-
-    def _deliver(self, publisher_id: int, sequence: int, payload: bytes) -> None:
-        self.received += 1
-        expected = self._expected.get(publisher_id, FIRST_SEQUENCE)
-        self._expected[publisher_id] = sequence + 1
-        try:
-            if sequence != expected:
-                self.gaps += 1
-                if self._on_gap is not None:
-                    self._on_gap(publisher_id, expected, sequence)
-            self._on_event(publisher_id, sequence, payload)
-        except Exception:  # noqa: BLE001 - one event must not end the subscription
-            _log.exception("%s: event %d of %x failed", self.topic, sequence, publisher_id)
-
-    def _count_malformed(self, error: Exception) -> None:
-        self.malformed += 1
-        if self.malformed & (self.malformed - 1) == 0:
-            _log.warning("%s: %d malformed events, last: %s", self.topic, self.malformed, error)
 
 
 def _socket(kind: int) -> zmq.Socket[bytes]:
@@ -209,4 +166,7 @@ def _socket(kind: int) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS)
     return socket

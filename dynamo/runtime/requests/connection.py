@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
             return
         self._peer = str(transport.get_extra_info("peername") or transport)
-        _tune(transport.get_extra_info("socket"))
+        _tune(transport.get_extra_info("socket"), self.settings.tcp_user_timeout_s)
         high = self.settings.high_water_bytes
         self._transport.set_write_buffer_limits(high=high, low=high // 4)
         self._flush()
@@ -131,12 +131,15 @@ class Connection(asyncio.Protocol):
         return 0 if transport.is_closing() else transport.get_write_buffer_size()
 
 
-def _tune(sock: socket.socket | None) -> None:
-    """No Nagle delay, and a dead peer host is noticed in half a minute."""
+def _tune(sock: socket.socket | None, user_timeout_s: float) -> None:
+    """No Nagle delay; a peer that is cut off is noticed after ``user_timeout_s`` if something is
+    under way to it, and some seconds later if nothing is."""
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    timeout_ms = int(user_timeout_s * 1000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)

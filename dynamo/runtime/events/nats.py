@@ -1,0 +1,126 @@
+"""The event plane over NATS: a subject for each publisher. The extra ``dynamo-appliance[nats]``.
+
+NATS keeps nothing for those who are away, and drops what is too much: the numbers in the envelope
+show every loss as a gap.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import msgspec
+
+from dynamo.config.nats import NatsSettings
+from dynamo.runtime.events.base import FIRST_SEQUENCE, OnEvent, OnGap
+from dynamo.runtime.events.envelope import pack, unpack
+from dynamo.runtime.events.nats_link import NatsLink
+from dynamo.runtime.events.numbered import Numbered
+
+__all__ = ["NatsPlane", "NatsPublisher", "NatsSubscriber"]
+
+_FOREIGN = re.compile(r"[^A-Za-z0-9_-]")
+
+
+class NatsPlane:
+    """The publishers and subscribers of one process, over one connection."""
+
+    def __init__(self, settings: NatsSettings) -> None:
+        self._settings = settings
+        self._link: NatsLink | None = None
+
+    @property
+    def link(self) -> NatsLink:
+        """The connection; made when it is first used."""
+        if self._link is None:
+            self._link = NatsLink(self._settings)
+        return self._link
+
+    async def start(self) -> None:
+        """Connect. Raises ConfigError."""
+        await self.link.start()
+
+    async def close(self) -> None:
+        """Close the connection, after all publishers and subscribers. Idempotent."""
+        if self._link is not None:
+            await self._link.close()
+
+    def publisher(self, channel: tuple[str, str, str], publisher_id: int) -> NatsPublisher:
+        """A publisher on a subject of its own."""
+        words = [_FOREIGN.sub("_", word) for word in channel]
+        subject = ".".join(("dynamo", "events", *words, f"{publisher_id:x}"))
+        return NatsPublisher(self.link, channel[2], publisher_id, subject)
+
+    def subscriber(
+        self, topic: str, on_event: OnEvent, on_gap: OnGap | None = None
+    ) -> NatsSubscriber:
+        """A subscriber of any number of them."""
+        return NatsSubscriber(self.link, topic, on_event, on_gap)
+
+
+class NatsPublisher:
+    """An EventPublisher; ``address`` is its subject, ``dropped`` counts what found no room."""
+
+    def __init__(self, link: NatsLink, topic: str, publisher_id: int, address: str) -> None:
+        self.topic = topic
+        self.publisher_id = publisher_id
+        self.address = address
+        self.published = 0
+        self.dropped = 0
+        self._link = link
+        self._sequence = FIRST_SEQUENCE
+        self._closed = False
+
+    def publish(self, payload: bytes) -> int:
+        """See EventPublisher. RuntimeError when closed."""
+        if self._closed:
+            raise RuntimeError(f"the publisher of {self.topic} is closed")
+        sequence = self._sequence
+        packed = pack(self.publisher_id, sequence, self.topic, payload)
+        if not self._link.send(self.address, packed):
+            self.dropped += 1
+        self._sequence = sequence + 1
+        self.published += 1
+        return sequence
+
+    def close(self) -> None:
+        """See EventPublisher."""
+        self._closed = True
+
+
+class NatsSubscriber(Numbered):
+    """An EventSubscriber; an address is a subject."""
+
+    def __init__(
+        self, link: NatsLink, topic: str, on_event: OnEvent, on_gap: OnGap | None = None
+    ) -> None:
+        super().__init__(topic, on_event, on_gap)
+        self._link = link
+        self._closed = False
+
+    def connect(self, address: str, publisher_id: int | None = None) -> None:
+        """See EventSubscriber."""
+        if address not in self._addresses and not self._closed:
+            self._addresses[address] = publisher_id
+            self._link.listen(address, self._take)
+
+    def disconnect(self, address: str) -> None:
+        """See EventSubscriber."""
+        if address in self._addresses:
+            self._forget(self._addresses.pop(address))
+            self._link.leave(address)
+
+    def close(self) -> None:
+        """See EventSubscriber."""
+        self._closed = True
+        for address in list(self._addresses):
+            self.disconnect(address)
+
+    def _take(self, packed: bytes) -> None:
+        try:
+            event = unpack(packed)
+        except (ValueError, struct.error, msgspec.MsgspecError) as error:
+            self._count_malformed(error)
+            return
+        if event.topic == self.topic:
+            self._deliver(event.publisher_id, event.sequence, event.payload)

@@ -1,0 +1,262 @@
+"""One connection to NATS for all publishers and subscribers of a process.
+
+A connection that breaks, or leaves a ping unanswered, is given up and a new one made, with the
+same subscriptions: the library's own reconnecting waits for the dead socket to drain, which a
+silently cut link keeps it from for a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import nats
+import nats.errors
+
+from dynamo.config.nats import NatsSettings
+from dynamo.errors import ConfigError
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["NatsLink", "OnMessage"]
+
+OnMessage = Callable[[bytes], None]
+
+HIGH_WATER_MESSAGES = 100_000
+HIGH_WATER_BYTES = 64 * 1024 * 1024
+MESSAGES_PER_TURN = 256
+CONNECT_TIMEOUT_S = 3.0
+PING_S = 2.0
+PING_TIMEOUT_S = 4.0
+RETRY_S = 0.25
+CLOSE_TIMEOUT_S = 1.0
+_FAILURES = (nats.errors.Error, OSError, TimeoutError)
+_log = logging.getLogger(__name__)
+
+
+class NatsLink:
+    """Sends without waiting and hands on what arrives. Use it from the loop's thread.
+
+    ``connected`` counts the connections made; ``lost`` the messages dropped on either side because
+    a queue was full. Messages sent while NATS is away wait, up to the high-water marks.
+    """
+
+    def __init__(self, settings: NatsSettings) -> None:
+        self.connected = 0
+        self.lost = 0
+        self._settings = settings
+        self._options = _options(settings)
+        self._servers = [one.strip() for one in settings.servers.split(",") if one.strip()]
+        self._tasks = Tasks("nats")
+        self._queue: deque[tuple[str, bytes]] = deque()
+        self._queued_bytes = 0
+        self._more = asyncio.Event()
+        self._wanted: dict[str, OnMessage] = {}
+        self._changed = asyncio.Event()
+        self._client: Any = None
+        self._taken = 0
+
+    async def start(self) -> None:
+        """Connect; tries for ``DYN_NATS_START_TIMEOUT`` seconds. Raises ConfigError."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.start_timeout_s
+        client: Any = None
+        while client is None:
+            try:
+                client = await self._connect()
+            except _FAILURES as error:
+                refused = isinstance(error, nats.errors.AuthorizationError)
+                if refused or loop.time() + RETRY_S >= deadline:
+                    raise ConfigError(
+                        f"cannot use NATS at {self._settings.servers}: {_text(error)}; start it, "
+                        "or set NATS_SERVER and NATS_AUTH_*, or choose --event-plane zmq"
+                    ) from error
+                _log.warning("waiting for NATS at %s: %s", self._settings.servers, _text(error))
+                await asyncio.sleep(RETRY_S)
+        self._tasks.spawn(self._run(client), name="connection")
+
+    async def close(self) -> None:
+        """Send what waits, if NATS takes it, and close. Idempotent."""
+        client = self._client
+        if client is not None and self._queue:
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._empty(client)
+                    await client.flush()
+            except _FAILURES as error:
+                _log.debug("events are lost at the end: %s", _text(error))
+        await self._tasks.close()
+
+    def send(self, subject: str, data: bytes) -> bool:
+        """Queue one message; False: the queue is full and the message lost."""
+        full = len(self._queue) >= HIGH_WATER_MESSAGES
+        if full or self._queued_bytes + len(data) > HIGH_WATER_BYTES:
+            self.lost += 1
+            return False
+        self._queue.append((subject, data))
+        self._queued_bytes += len(data)
+        self._more.set()
+        return True
+
+    def listen(self, subject: str, on_message: OnMessage) -> None:
+        """Hand on what is sent to ``subject`` from soon on."""
+        self._wanted[subject] = on_message
+        self._changed.set()
+
+    def leave(self, subject: str) -> None:
+        """The reverse of :meth:`listen`; nothing is handed on after this."""
+        self._wanted.pop(subject, None)
+        self._changed.set()
+
+    async def _run(self, client: Any) -> None:
+        told = False
+        while True:
+            if client is not None:
+                told = False
+                await self._session(client)
+                client = None
+            try:
+                client = await self._connect()
+            except _FAILURES as error:
+                if not told:
+                    _log.warning("NATS is away: %s", _text(error))
+                    told = True
+                await asyncio.sleep(RETRY_S)
+
+    async def _connect(self) -> Any:
+        client = nats.NATS()
+
+        async def on_error(error: Exception) -> None:
+            if isinstance(error, nats.errors.SlowConsumerError):
+                self._slow(error)
+            else:
+                _log.debug("nats: %s", _text(error))
+
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await client.connect(
+                servers=self._servers,
+                allow_reconnect=False,
+                connect_timeout=CONNECT_TIMEOUT_S,
+                max_reconnect_attempts=1,
+                reconnect_time_wait=RETRY_S,
+                error_cb=on_error,
+                **self._options,
+            )
+        return client
+
+    async def _session(self, client: Any) -> None:
+        """Use the connection until it breaks."""
+        self._client = client
+        self.connected += 1
+        if self.connected > 1:
+            _log.info("NATS is back")
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._subscribe(client))
+                group.create_task(self._pump(client))
+                group.create_task(self._ping(client))
+        except* _FAILURES as errors:
+            _log.warning("the connection to NATS broke: %s", _text(errors.exceptions[0]))
+        finally:
+            self._client = None
+            await self._discard(client)
+
+    async def _subscribe(self, client: Any) -> None:
+        held: dict[str, Any] = {}
+        while True:
+            self._changed.clear()
+            for subject in [one for one in held if one not in self._wanted]:
+                await held.pop(subject).unsubscribe()
+            for subject in [one for one in self._wanted if one not in held]:
+                held[subject] = await client.subscribe(
+                    subject,
+                    cb=self._taker(client, subject),
+                    pending_msgs_limit=HIGH_WATER_MESSAGES,
+                    pending_bytes_limit=HIGH_WATER_BYTES,
+                )
+            await self._changed.wait()
+
+    def _taker(self, client: Any, subject: str) -> Callable[[Any], Any]:
+        async def take(message: Any) -> None:
+            on_message = self._wanted.get(subject)
+            if on_message is None or client is not self._client:
+                return
+            on_message(message.data)
+            self._taken += 1
+            if self._taken % MESSAGES_PER_TURN == 0:
+                await asyncio.sleep(0)
+
+        return take
+
+    async def _pump(self, client: Any) -> None:
+        while True:
+            await self._empty(client)
+            self._more.clear()
+            if not self._queue:
+                await self._more.wait()
+
+    async def _empty(self, client: Any) -> None:
+        while self._queue:
+            subject, data = self._queue.popleft()
+            self._queued_bytes -= len(data)
+            try:
+                await client.publish(subject, data)
+            except nats.errors.MaxPayloadError:
+                self.lost += 1
+                _log.warning(
+                    "an event of %d bytes for %s is more than NATS takes (max_payload)",
+                    len(data),
+                    subject,
+                )
+
+    async def _ping(self, client: Any) -> None:
+        while True:
+            await asyncio.sleep(PING_S)
+            await client.flush(timeout=PING_TIMEOUT_S)
+
+    async def _discard(self, client: Any) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await client.close()
+        except _FAILURES as error:
+            _log.debug("nats: %s", _text(error))
+
+    def _slow(self, error: Any) -> None:
+        self.lost += 1
+        if self.lost & (self.lost - 1) == 0:
+            _log.warning("%d events lost, this process is too slow: %s", self.lost, _text(error))
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _options(settings: NatsSettings) -> dict[str, Any]:
+    """What the library calls our settings. Raises ConfigError."""
+    options = {
+        "user": settings.username,
+        "password": settings.password,
+        "token": settings.token,
+        "nkeys_seed": settings.nkey,
+        "user_credentials": settings.credentials_file,
+    }
+    chosen: dict[str, Any] = {name: value for name, value in options.items() if value}
+    if settings.ca or settings.client_cert or settings.insecure or "tls://" in settings.servers:
+        chosen["tls"] = _tls(settings)
+    return chosen
+
+
+def _tls(settings: NatsSettings) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=settings.ca)
+        if settings.client_cert is not None:
+            context.load_cert_chain(settings.client_cert, settings.client_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"NATS_TLS_*: {error}") from error
+    if settings.insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
