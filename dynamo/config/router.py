@@ -114,6 +114,14 @@ class RouterSettings(DisaggSettings):
         minimum=0,
         help="blocks that each running request of a worker adds to its cost",
     )
+    duplicate_cost: float = knob(
+        0.0,
+        "--router-duplicate-cost",
+        env="DYN_ROUTER_DUPLICATE_COST",
+        minimum=0,
+        help="blocks of prefill that a block costs where it would be computed although another "
+        "worker holds it, times the cached share of the prompt",
+    )
     kv_events: bool = knob(
         True,
         "--router-kv-events",
@@ -128,6 +136,15 @@ class RouterSettings(DisaggSettings):
         minimum=0,
         exclusive_minimum=True,
         help="without KV events: how long a block is believed to stay cached",
+    )
+    predicted_ttl_s: float | None = knob(
+        None,
+        "--router-predicted-ttl-secs",
+        env="DYN_ROUTER_PREDICTED_TTL_SECS",
+        minimum=0,
+        exclusive_minimum=True,
+        help="with KV events: how long a prompt is believed cached where it was sent, whatever "
+        "the worker has told so far; default: not at all",
     )
     max_tree_size: int = knob(
         1_048_576,

@@ -61,6 +61,7 @@ class KvRouterConfig:
     overlap_score_credit_decay: float = 0.0
     prefill_load_scale: float = 1.0
     decode_active_request_weight: float = 0.0
+    router_duplicate_cost: float = 0.0
     router_policy_config: str | None = None
     durable_kv_events: bool = False
     router_reset_states: bool = False
@@ -121,6 +122,8 @@ _SETTINGS = {
     "router_track_prefill_tokens": "track_prefill_tokens",
     "router_ttl_secs": "ttl_s",
     "router_approximate_cache_policy": "approximate_cache_policy",
+    "router_predicted_ttl_secs": "predicted_ttl_s",
+    "router_duplicate_cost": "duplicate_cost",
     "router_max_tree_size": "max_tree_size",
     "router_prune_target_ratio": "prune_target_ratio",
     "overlap_score_credit": "overlap_score_credit",

@@ -42,6 +42,7 @@ class Terms:
     assume_kv_reuse: bool = True
     track_prefill_tokens: bool = True
     request_weight: float = 0.0
+    duplicate_cost: float = 0.0
 
 
 def terms_of(settings: RouterSettings, block_size: int) -> Terms:
@@ -62,6 +63,7 @@ def terms_of(settings: RouterSettings, block_size: int) -> Terms:
         settings.assume_kv_reuse,
         settings.track_prefill_tokens,
         settings.decode_active_request_weight,
+        settings.duplicate_cost,
     )
 
 
@@ -101,6 +103,7 @@ def overridden(terms: Terms, override: Mapping[str, Any]) -> Terms:
         _flag(override, "assume_kv_reuse", terms.assume_kv_reuse),
         track_prefill,
         requests,
+        terms.duplicate_cost,
     )
 
 

@@ -24,6 +24,7 @@ from dynamo.router.active import ActiveLoad, Booking
 from dynamo.router.cost import Terms, add_requests, cached_tokens, overridden, terms_of
 from dynamo.router.decision_log import log_candidates, log_selected
 from dynamo.router.decision_log import logger as decision_logger
+from dynamo.router.duplicates import add_duplicates
 from dynamo.router.fleet import DenseSlots, Fleet
 from dynamo.router.gate import Gate
 from dynamo.router.holdings import Holdings
@@ -32,8 +33,9 @@ from dynamo.router.picker import Decision
 from dynamo.router.predicted import PredictedCache
 from dynamo.router.prefill_model import prefill_model
 from dynamo.router.prompt import Hasher, Prompt
-from dynamo.router.sync_own import OwnRequests
+from dynamo.router.recent import make_recent
 from dynamo.router.survey import Survey
+from dynamo.router.sync_own import OwnRequests
 from dynamo.router.taints import favour
 
 __all__ = ["KvPicker"]
@@ -70,8 +72,10 @@ class KvPicker:
         )
         self.gate = Gate(self.fleet, settings, self._booked_prefill)
         self.index = index
+        self._recent = make_recent(settings)
+        chain = predicted is not None or self._recent is not None
         track_blocks = settings.track_active_blocks
-        self._hasher = Hasher(block_size, index is not None, predicted is not None, track_blocks)
+        self._hasher = Hasher(block_size, index is not None, chain, track_blocks)
         self._terms = terms_of(settings, block_size)
         self._held = Holdings(index, settings.shared_cache_type != "none")
         self._metrics = metrics
@@ -178,9 +182,11 @@ class KvPicker:
         member = self.fleet.add(worker_id, config, device_type)
         self._resize()
         self.gate.load_changed(worker_id)
-        if self.predicted is not None:
-            for slot in member.slots.values():
+        for slot in member.slots.values():
+            if self.predicted is not None:
                 self.predicted.add_slot(slot, config.total_kv_blocks)
+            if self._recent is not None:
+                self._recent.add_slot(slot)
 
     def remove_worker(self, worker_id: int) -> None:
         """A worker is gone: its blocks leave the index, its load is dropped."""
@@ -189,6 +195,8 @@ class KvPicker:
             self.active.drop_slot(slot)
             if self.predicted is not None:
                 self.predicted.drop_slot(slot)
+            if self._recent is not None:
+                self._recent.drop_slot(slot)
         self.served.pop(worker_id, None)
 
     def expire(self, age_s: float) -> list[str]:
@@ -221,6 +229,8 @@ class KvPicker:
         if self.predicted is not None:
             self.predicted.expire(times[0])
         self._held.look(prompt.hashes)
+        if self._recent is not None:
+            self._recent.raise_into(prompt.hashes, self._held.device, times[0])
         times.append(self._clock())
         return prompt
 
@@ -242,6 +252,8 @@ class KvPicker:
         )
         if terms.request_weight:
             add_requests(terms.request_weight, slots, self._costs, self.active.load)
+        if terms.duplicate_cost:
+            add_duplicates(terms, slots, self._held, prompt.blocks, self._costs)
         if routing is not None and routing.preferred_taints:
             favour(self._costs, slots, self.fleet, routing.preferred_taints)
         return slots[choose(self._costs, len(slots), terms.temperature, self._uniform())]
@@ -281,6 +293,8 @@ class KvPicker:
         self.gate.settled(routing, decision.worker_id, decision.dp_rank, now_s)
         if self.predicted is not None:
             self.predicted.routed(request_id, slot, prompt.chained, prompt.hashes, now_s)
+        if self._recent is not None:
+            self._recent.routed(slot, prompt.chained, prompt.hashes, now_s)
 
     def _survey(
         self,

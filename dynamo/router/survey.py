@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from dynamo.errors import DynamoError
 from dynamo.router.cost import Load, Parts, Terms, parts
+from dynamo.router.duplicates import duplicate_blocks
 from dynamo.router.holdings import Holdings
 from dynamo.router.prompt import Prompt
 
@@ -35,8 +36,15 @@ class Survey(NamedTuple):
         return self.held.device
 
     def parts(self, slot: int, requests: int) -> Parts:
-        """What the cost of ``slot`` consists of, ``requests`` running there. O(slots)."""
+        """What the cost of ``slot`` consists of, ``requests`` running there. O(slots).
+
+        Its prefill blocks have the price of duplicates in them.
+        """
         tokens = self.prefill[slot]
         least = min((self.prefill[one] for one in self.slots), default=tokens)
         load = Load(tokens, max(tokens - least, 0), self.decode[slot], requests)
-        return parts(self.terms, self.prompt.isl_tokens, self.held.of(slot), load)
+        found = parts(self.terms, self.prompt.isl_tokens, self.held.of(slot), load)
+        if not self.terms.duplicate_cost or not self.slots:
+            return found
+        copies = duplicate_blocks(self.terms, self.slots, self.held, self.prompt.blocks, slot)
+        return found._replace(prefill_blocks=found.prefill_blocks + copies)
