@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
+    "STORAGE_TIERS",
     "Cleared",
     "KvEvent",
     "KvEventBatch",
@@ -19,10 +20,15 @@ __all__ = [
 ]
 
 
+STORAGE_TIERS = ("device", "host_pinned", "disk", "external")
+"""Where a block lies: nearest first, the place in this tuple is its number."""
+
+
 class Stored(msgspec.Struct, tag_field="kind", tag="stored", omit_defaults=True):
     """A chain of blocks under ``parent_hash`` (None = root): equal-length u64le columns.
 
-    ``block_hashes`` are the engine's own 64-bit ids, ``tokens_hashes`` the local block hashes.
+    ``block_hashes`` are the engine's own 64-bit ids, ``tokens_hashes`` the local block hashes. Off
+    the device ``tokens_hashes`` may be empty: the ids are of blocks that other tiers hold.
     """
 
     block_hashes: bytes
@@ -38,7 +44,7 @@ class Removed(msgspec.Struct, tag_field="kind", tag="removed"):
 
 
 class Cleared(msgspec.Struct, tag_field="kind", tag="cleared"):
-    """The (worker, dp_rank) has no blocks at all."""
+    """The (worker, dp_rank) has no blocks at all; off the device: none on that tier."""
 
 
 class KvEvent(msgspec.Struct, omit_defaults=True):

@@ -20,9 +20,7 @@ logger = logging.getLogger(__name__)
 Owners = Sequence[tuple[int, int] | None]
 
 
-def log_candidates(
-    survey: Survey, owners: Owners, active: ActiveLoad, decision: Decision
-) -> None:
+def log_candidates(survey: Survey, owners: Owners, active: ActiveLoad, decision: Decision) -> None:
     """The cost of every candidate as the router guide shows it, and the choice."""
     weights = survey.terms.weights
     for slot, cost in survey.costs.items():

@@ -5,12 +5,12 @@ Pure; nothing is booked. Spec 3.1, 3.10.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import msgspec
 
-from dynamo._fast.scoring import Weights
 from dynamo.errors import DynamoError
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
@@ -24,6 +24,10 @@ __all__ = ["Candidate", "Explanation", "explain", "table"]
 class Candidate(msgspec.Struct, kw_only=True):
     """One rank. The load is what runs there without the prompt; ``decode_blocks`` has it added.
 
+    ``overlap_blocks`` lie on the device from the prompt's begin, ``host_pinned_blocks`` and then
+    ``disk_blocks`` go on behind; ``shared_blocks`` are those of the shared cache behind the
+    device's.
+
     ``cost`` is None for a rank that may not be chosen; ``excluded`` says why.
     """
 
@@ -33,9 +37,15 @@ class Candidate(msgspec.Struct, kw_only=True):
     active_prefill_tokens: int
     active_decode_blocks: int
     active_requests: int
+    host_pinned_blocks: int = 0
+    disk_blocks: int = 0
+    shared_blocks: int = 0
+    raw_prefill_blocks: float
+    credit_decay: float = 1.0
     credit_blocks: float
     prefill_blocks: float
     decode_blocks: int
+    request_blocks: float = 0.0
     cost: float | None = None
     chosen: bool = False
     excluded: str = ""
@@ -49,6 +59,10 @@ class Explanation(msgspec.Struct, kw_only=True):
     block_size: int
     prefill_load_scale: float
     overlap_score_credit: float
+    host_cache_hit_weight: float = 0.75
+    disk_cache_hit_weight: float = 0.25
+    shared_cache_multiplier: float = 0.0
+    decode_active_request_weight: float = 0.0
     temperature: float
     candidates: list[Candidate]
     error: str = ""
@@ -74,6 +88,10 @@ def explain(
         block_size=weights.block_size,
         prefill_load_scale=weights.prefill_scale,
         overlap_score_credit=weights.credit,
+        host_cache_hit_weight=weights.host,
+        disk_cache_hit_weight=weights.disk,
+        shared_cache_multiplier=weights.shared,
+        decode_active_request_weight=survey.terms.request_weight,
         temperature=survey.terms.temperature,
         candidates=rows,
         error=_text(survey.error),
@@ -81,36 +99,67 @@ def explain(
 
 
 def table(explanation: Explanation) -> str:
-    """The rows as text for people."""
+    """The rows as text for people; columns of lower tiers only where they hold something."""
     found = explanation
+    shown = [
+        column for column in _COLUMNS if column.always or any(map(column.of, found.candidates))
+    ]
     lines = [
         f"prompt: {found.isl_tokens} tokens, {found.prompt_blocks} full blocks of "
-        f"{found.block_size}; cost = {found.prefill_load_scale:g} * prefill blocks + decode blocks",
-        f"{'':2}{'worker':>20}{'rank':>5}{'overlap':>8}{'credit':>8}{'active prefill':>15}"
-        f"{'active decode':>14}{'requests':>9}{'prefill':>9}{'decode':>8}{'cost':>10}  note",
+        f"{found.block_size}; {_formula(found)}",
+        "  " + "".join(f"{column.title:>{column.width}}" for column in shown) + "  note",
     ]
     for row in found.candidates:
-        cost = "-" if row.cost is None else f"{row.cost:.3f}"
-        lines.append(
-            f"{'->' if row.chosen else '':2}{row.worker_id:>20}{row.dp_rank:>5}"
-            f"{row.overlap_blocks:>8}{row.credit_blocks:>8.2f}{row.active_prefill_tokens:>15}"
-            f"{row.active_decode_blocks:>14}{row.active_requests:>9}{row.prefill_blocks:>9.3f}"
-            f"{row.decode_blocks:>8}{cost:>10}  {'chosen' if row.chosen else row.excluded}"
-        )
+        cells = "".join(f"{column.text(row):>{column.width}}" for column in shown)
+        note = "chosen" if row.chosen else row.excluded
+        lines.append(f"{'->' if row.chosen else '':2}{cells}  {note}")
     if found.error:
         lines.append(f"no worker: {found.error}")
     return "\n".join(lines)
 
 
+class _Column(NamedTuple):
+    title: str
+    width: int
+    of: Callable[[Candidate], float | None]
+    form: str = "d"
+    always: bool = True
+
+    def text(self, row: Candidate) -> str:
+        value = self.of(row)
+        return "-" if value is None else format(value, self.form)
+
+
+_COLUMNS = (
+    _Column("worker", 20, attrgetter("worker_id")),
+    _Column("rank", 5, attrgetter("dp_rank")),
+    _Column("overlap", 8, attrgetter("overlap_blocks")),
+    _Column("host", 6, attrgetter("host_pinned_blocks"), always=False),
+    _Column("disk", 6, attrgetter("disk_blocks"), always=False),
+    _Column("shared", 7, attrgetter("shared_blocks"), always=False),
+    _Column("credit", 8, attrgetter("credit_blocks"), ".2f"),
+    _Column("active prefill", 15, attrgetter("active_prefill_tokens")),
+    _Column("active decode", 14, attrgetter("active_decode_blocks")),
+    _Column("requests", 9, attrgetter("active_requests")),
+    _Column("prefill", 9, attrgetter("prefill_blocks"), ".3f"),
+    _Column("decode", 8, attrgetter("decode_blocks")),
+    _Column("cost", 10, attrgetter("cost"), ".3f"),
+)
+
+
+def _formula(found: Explanation) -> str:
+    text = f"cost = {found.prefill_load_scale:g} * prefill blocks + decode blocks"
+    if found.decode_active_request_weight:
+        text += f" + {found.decode_active_request_weight:g} * requests"
+    return text
+
+
 def _row(picker: KvPicker, survey: Survey, routing: Routing | None, slot: int) -> Candidate:
     owner = picker.fleet.owners[slot]
     assert owner is not None, "a candidate slot has an owner"
-    prefill_tokens, blocks, requests = picker.active.load(slot)
-    overlap = survey.overlaps[slot]
-    weights, prompt = survey.terms.weights, survey.prompt
-    least = min((survey.prefill[one] for one in survey.slots), default=0)
-    credit = _credit(weights, overlap, prefill_tokens - least, prompt.blocks)
-    raw = (prefill_tokens + prompt.isl_tokens) / weights.block_size
+    _, blocks, requests = picker.active.load(slot)
+    held = survey.held.of(slot)
+    found = survey.parts(slot, requests)
     excluded = ""
     if slot not in survey.costs:
         member = picker.fleet.members[owner[0]]
@@ -118,22 +167,23 @@ def _row(picker: KvPicker, survey: Survey, routing: Routing | None, slot: int) -
     return Candidate(
         worker_id=owner[0],
         dp_rank=owner[1],
-        overlap_blocks=overlap,
-        active_prefill_tokens=prefill_tokens,
+        overlap_blocks=held.device,
+        host_pinned_blocks=held.host,
+        disk_blocks=held.disk,
+        shared_blocks=held.shared,
+        active_prefill_tokens=survey.prefill[slot],
         active_decode_blocks=blocks,
         active_requests=requests,
-        credit_blocks=credit,
-        prefill_blocks=max(raw - credit, 0.0),
-        decode_blocks=survey.decode[slot],
+        raw_prefill_blocks=found.raw_prefill_blocks,
+        credit_decay=found.credit_decay,
+        credit_blocks=found.credit_blocks,
+        prefill_blocks=found.prefill_blocks,
+        decode_blocks=found.decode_blocks,
+        request_blocks=found.request_blocks,
         cost=survey.costs.get(slot),
         chosen=slot == survey.chosen,
         excluded=excluded,
     )
-
-
-def _credit(weights: Weights, overlap: int, excess_tokens: int, prompt_blocks: int) -> float:
-    excess = weights.decay * excess_tokens / weights.block_size / max(prompt_blocks, 1)
-    return weights.credit * overlap / (1 + excess) if overlap else 0.0
 
 
 def _text(error: DynamoError | None) -> str:

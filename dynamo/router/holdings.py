@@ -44,6 +44,9 @@ class Holdings:
         if index is None:
             return
         index.match_into(hashes, self.device)
+        tiers = index.tiers()
+        if tiers:
+            self._look_below(index, hashes, tiers)
 
     def of(self, slot: int) -> Held:
         """What one slot holds."""
@@ -73,3 +76,20 @@ class Holdings:
         made.shared = None if self.shared is None else self.shared[:]
         made.shared_ranges = self.shared_ranges
         return made
+
+    def _look_below(self, index: RadixTree, hashes: array[int], tiers: int) -> None:
+        reached = self.device
+        if tiers >> HOST & 1:
+            self.host = self.host or array("I", bytes(4 * self._width))
+            index.extend_into(hashes, reached, self.host, HOST)
+            reached = array("I", map(int.__add__, reached, self.host))
+        if tiers >> DISK & 1:
+            self.disk = self.disk or array("I", bytes(4 * self._width))
+            index.extend_into(hashes, reached, self.disk, DISK)
+        if tiers >> EXTERNAL & 1 and self.shares:
+            self.shared_ranges = ranges = index.ranges(hashes, EXTERNAL)
+            self.shared = array("I", [_beyond(depth, ranges) for depth in self.device])
+
+
+def _beyond(depth: int, ranges: list[tuple[int, int]]) -> int:
+    return sum(end - max(begin, depth) for begin, end in ranges if end > depth)

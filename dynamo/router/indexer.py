@@ -236,7 +236,10 @@ class Indexer:
         slot = stream.slot
         if tier != 0:
             slot = self._index.slot(stream.worker_id, stream.dp_rank, tier)
-        if isinstance(data, Stored):
+        if isinstance(data, Stored) and tier != 0 and not data.tokens_hashes:
+            if self._index.adopt(slot, data.block_hashes):
+                return "block_not_found"
+        elif isinstance(data, Stored):
             self._index.store(slot, data.parent_hash, data.block_hashes, data.tokens_hashes)
         elif isinstance(data, Removed):
             if self._index.remove(slot, data.block_hashes):

@@ -7,34 +7,43 @@ from typing import Any
 
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols.codec import Tokens
+from dynamo.protocols.kv import STORAGE_TIERS
+from dynamo.router.cost import cached_tokens
 from dynamo.router.kv import KvPicker
 
 __all__ = ["events_of", "overlap_scores", "potential_loads"]
 
 
 def overlap_scores(picker: KvPicker, tokens: Tokens) -> dict[str, Any]:
-    """Leading blocks of the prompt by worker. Blocks on host, disk or shared are not known."""
+    """Leading blocks of the prompt by worker and tier; those on lower tiers have the higher ones
+    in them, ``…_extension_blocks`` have not."""
     survey = picker.survey(tokens)
+    shares, ranges = survey.held.shares, survey.held.shared_ranges
     workers = []
     for worker_id, rank, slot in _owners(picker):
-        device = survey.overlaps[slot]
+        held = survey.held.of(slot)
         workers.append(
             {
                 "worker_id": worker_id,
                 "dp_rank": rank,
-                "device_blocks": device,
-                "host_pinned_blocks": device,
-                "disk_blocks": device,
-                "host_pinned_extension_blocks": 0,
-                "disk_extension_blocks": 0,
-                "shared_beyond_device_blocks": None,
+                "device_blocks": held.device,
+                "host_pinned_blocks": held.device + held.host,
+                "disk_blocks": held.device + held.host + held.disk,
+                "host_pinned_extension_blocks": held.host,
+                "disk_extension_blocks": held.disk,
+                "shared_beyond_device_blocks": held.shared if shares else None,
             }
         )
     return {
         "block_size": picker.block_size,
         "num_blocks": survey.prompt.blocks,
         "workers": workers,
-        "shared_cache": {"enabled": False, "total_hit_blocks": 0, "ranges": [], "error": None},
+        "shared_cache": {
+            "enabled": shares,
+            "total_hit_blocks": sum(end - begin for begin, end in ranges),
+            "ranges": [list(pair) for pair in ranges],
+            "error": None,
+        },
     }
 
 
@@ -43,7 +52,8 @@ def potential_loads(picker: KvPicker, tokens: Tokens) -> list[dict[str, int]]:
     survey = picker.survey(tokens)
     loads = []
     for worker_id, rank, slot in _owners(picker):
-        cached = survey.overlaps[slot] * picker.block_size
+        weights = survey.terms.weights
+        cached = cached_tokens(weights, survey.held.effective(weights, slot))
         fresh = max(survey.prompt.isl_tokens - cached, 0)
         loads.append(
             {
@@ -60,14 +70,14 @@ def potential_loads(picker: KvPicker, tokens: Tokens) -> list[dict[str, int]]:
 def events_of(index: RadixTree) -> str:
     """JSON list of events that rebuild ``index`` when applied in order, parents first. Spec 2.1."""
     events = []
-    for number, (worker, rank, parent, blocks, local) in enumerate(index.dump()):
+    for number, (worker, rank, parent, blocks, local, tier) in enumerate(index.dump_tiers()):
         pairs = zip(blocks, local, strict=True)
         chain = [{"block_hash": block, "tokens_hash": tokens} for block, tokens in pairs]
         stored = {"stored": {"parent_hash": parent, "blocks": chain}}
         events.append(
             {
                 "worker_id": worker,
-                "storage_tier": "device",
+                "storage_tier": STORAGE_TIERS[tier],
                 "residency_domain": "worker",
                 "event": {"event_id": number, "data": stored, "dp_rank": rank},
             }

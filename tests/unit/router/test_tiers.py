@@ -1,0 +1,195 @@
+"""Blocks below the device in decisions: what counts where, what it saves, what is booked."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+from typing import Any
+
+import pytest
+
+from dynamo._fast.hashing import block_hashes, sequence_hashes
+from dynamo.config.router import RouterSettings
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, Removed, Stored
+from dynamo.router.explain import explain, table
+from dynamo.router.factory import make_index
+from dynamo.router.indexer import Indexer
+from dynamo.router.kv import KvPicker
+from dynamo.router.overlaps import overlap_scores, potential_loads
+
+BLOCK = 4
+PROMPT = array("I", range(100, 126))  # 26 tokens, six full blocks
+LOCAL = block_hashes(PROMPT, BLOCK)
+IDS = sequence_hashes(LOCAL)
+
+
+class Nobody:
+    """Counts nothing."""
+
+    def applied(self, event_type: str, status: str) -> None:
+        assert status == "ok", (event_type, status)
+
+    def warning(self, kind: str, count: int = 1) -> None:
+        raise AssertionError(kind)
+
+
+class Box:
+    """A picker over workers 1..n whose index follows KV events."""
+
+    def __init__(self, workers: int = 2, **settings: Any) -> None:
+        chosen = RouterSettings(mode="kv", **settings)
+        index = make_index(chosen)
+        assert index is not None
+        self.picker = KvPicker(chosen, BLOCK, index, None, Random(1))
+        self.indexer = Indexer(index, lambda recovery: None, Nobody())
+        self.told: dict[int, int] = {}
+        for worker_id in range(1, workers + 1):
+            self.picker.add_worker(worker_id, RuntimeConfig())
+            slot = self.picker.fleet.members[worker_id].slots[0]
+            self.indexer.add(worker_id, 0, slot, answers=False)
+
+    def tell(self, worker_id: int, data: Stored | Removed | Cleared, tier: str) -> None:
+        self.told[worker_id] = number = self.told.get(worker_id, 0) + 1
+        self.indexer.apply(KvEventBatch(worker_id, [KvEvent(number, data, 0, tier)]))
+
+    def store(self, worker_id: int, begin: int, end: int, tier: str = "device") -> None:
+        """Blocks ``begin`` to ``end`` of the prompt now lie there."""
+        parent = IDS[begin - 1] if begin else None
+        data = Stored(IDS[begin:end].tobytes(), LOCAL[begin:end].tobytes(), parent)
+        self.tell(worker_id, data, tier)
+
+    def costs(self) -> dict[int, float | None]:
+        return {row.worker_id: row.cost for row in explain(self.picker, PROMPT).candidates}
+
+
+def test_lower_tiers_go_on_where_the_device_ends() -> None:
+    box = Box()
+    box.store(1, 0, 2)
+    box.store(1, 0, 4, "host_pinned")
+    box.store(1, 4, 5, "disk")
+    assert box.costs() == {1: 6.5 - 2 - 0.75 * 2 - 0.25 + 6, 2: 6.5 + 6}
+    assert box.picker.pick(None, PROMPT) == (1, 0, 2, 6)
+    (row, _) = overlap_scores(box.picker, PROMPT)["workers"]
+    assert row == {
+        "worker_id": 1,
+        "dp_rank": 0,
+        "device_blocks": 2,
+        "host_pinned_blocks": 4,
+        "disk_blocks": 5,
+        "host_pinned_extension_blocks": 2,
+        "disk_extension_blocks": 1,
+        "shared_beyond_device_blocks": None,
+    }
+
+
+def test_a_hole_ends_what_a_tier_adds() -> None:
+    box = Box(1)
+    box.store(1, 0, 1)
+    box.store(1, 1, 6, "host_pinned")
+    box.store(1, 1, 6, "disk")
+    box.tell(1, Removed(IDS[2:3].tobytes()), "host_pinned")
+    found = box.picker.survey(PROMPT).held
+    assert found.of(0) == (1, 1, 4, 0)
+    box.tell(1, Removed(IDS[0:1].tobytes()), "device")
+    assert box.picker.survey(PROMPT).held.of(0) == (0, 0, 0, 0)
+
+
+def test_blocks_that_moved_down_still_count_for_less() -> None:
+    box = Box(1)
+    box.store(1, 0, 6)
+    before = box.costs()[1]
+    box.store(1, 0, 6, "host_pinned")
+    assert box.costs()[1] == before
+    box.tell(1, Removed(IDS.tobytes()), "device")
+    assert box.costs()[1] == 6.5 - 0.75 * 6 + 6
+
+
+def test_what_an_engine_offloads_by_id_alone_is_found() -> None:
+    box = Box(1)
+    box.store(1, 0, 6)
+    box.tell(1, Stored(IDS[:3].tobytes(), b""), "host_pinned")
+    box.tell(1, Removed(IDS[1:].tobytes()), "device")
+    assert box.picker.survey(PROMPT).held.of(0) == (1, 2, 0, 0)
+
+
+def test_clearing_the_device_clears_everything() -> None:
+    box = Box(1)
+    for tier in ("device", "host_pinned", "disk"):
+        box.store(1, 0, 3, tier)
+    box.tell(1, Cleared(), "host_pinned")
+    assert box.picker.survey(PROMPT).held.of(0) == (3, 0, 0, 0)
+    box.tell(1, Cleared(), "device")
+    assert box.picker.survey(PROMPT).held.of(0) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("given", "counts"), [("none", False), ("hicache", True)])
+def test_shared_blocks_count_for_everybody(given: str, counts: bool) -> None:
+    box = Box(shared_cache_type=given, shared_cache_multiplier=0.5)
+    box.store(1, 0, 2)
+    box.store(2, 0, 4, "external")
+    shared = (0.5 * 2, 0.5 * 4) if counts else (0.0, 0.0)
+    assert box.costs() == {1: 12.5 - 2 - shared[0], 2: 12.5 - shared[1]}
+    scores = overlap_scores(box.picker, PROMPT)
+    beyond = [row["shared_beyond_device_blocks"] for row in scores["workers"]]
+    assert beyond == ([2, 4] if counts else [None, None])
+    ranges = [[0, 4]] if counts else []
+    hits = 4 if counts else 0
+    assert scores["shared_cache"] == {
+        "enabled": counts,
+        "total_hit_blocks": hits,
+        "ranges": ranges,
+        "error": None,
+    }
+
+
+def test_shared_blocks_go_with_the_worker_that_told_of_them() -> None:
+    box = Box(shared_cache_type="hicache", shared_cache_multiplier=1.0)
+    box.store(2, 0, 4, "external")
+    assert box.costs()[1] == 8.5
+    box.indexer.remove(2)
+    box.picker.remove_worker(2)
+    assert box.costs() == {1: 12.5}
+    assert overlap_scores(box.picker, PROMPT)["shared_cache"]["ranges"] == []
+
+
+def test_the_multiplier_of_one_request() -> None:
+    box = Box(1, shared_cache_type="hicache")
+    box.store(1, 0, 6, "external")
+    assert box.costs()[1] == 12.5
+    found = explain(box.picker, PROMPT, override={"shared_cache_multiplier": 0.25})
+    assert found.candidates[0].cost == 12.5 - 0.25 * 6
+
+
+def test_what_is_booked_is_what_must_be_computed() -> None:
+    """26 tokens; 2 + 0.75 * 1 + 0.25 * 2 blocks of 4 tokens are 13 tokens that are not."""
+    box = Box(1)
+    box.store(1, 0, 2)
+    box.store(1, 2, 3, "host_pinned")
+    box.store(1, 3, 5, "disk")
+    box.picker.pick("a", PROMPT)
+    assert box.picker.active.load(0) == (13, 6, 1)
+    (load,) = potential_loads(box.picker, PROMPT)
+    assert load["potential_prefill_tokens"] == 13 + 13
+
+
+def test_weights_decide() -> None:
+    """Two blocks on the device against four in host memory."""
+    for weight, winner in ((0.75, 2), (0.25, 1)):
+        box = Box(host_cache_hit_weight=weight)
+        box.store(1, 0, 2)
+        box.store(2, 0, 4, "host_pinned")
+        assert box.picker.pick(None, PROMPT).worker_id == winner
+
+
+def test_the_table_shows_tiers_where_there_are_any() -> None:
+    box = Box(1, shared_cache_type="hicache", shared_cache_multiplier=0.5)
+    box.store(1, 0, 2)
+    assert "host" not in table(explain(box.picker, PROMPT))
+    box.store(1, 2, 3, "host_pinned")
+    box.store(1, 3, 5, "external")
+    found = explain(box.picker, PROMPT)
+    (row,) = found.candidates
+    assert (row.overlap_blocks, row.host_pinned_blocks, row.disk_blocks) == (2, 1, 0)
+    assert (row.shared_blocks, row.credit_blocks) == (2, 2 + 0.75 + 1.0)
+    assert "host" in table(found) and "shared" in table(found)
