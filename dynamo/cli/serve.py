@@ -18,7 +18,7 @@ from dynamo.config import environ, from_env, load, to_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.runtime.paths import run_dir, socket_path, state_dir, store_dir
+from dynamo.runtime.paths import leave_sockets, run_dir, socket_path, state_dir, store_dir
 from dynamo.serve.gpus import Inventory, inventory_of
 from dynamo.serve.graph import Graph, parse_graph
 from dynamo.serve.guard import hold_signals, run_guarded
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         made = prepare(graph, settings, runtime)
         if settings.dry_run:
             _show(made, settings, graph)
+            leave_sockets(runtime)
             return 0
         return _serve(made, settings, runtime)
     except DynamoError as error:
@@ -206,6 +207,7 @@ def _serve(made: Plan, settings: ServeSettings, runtime: RuntimeSettings) -> int
 
     def clean_up() -> None:
         home.clear()
+        leave_sockets(runtime)
         home.disown()
 
     return run_guarded(body, clean_up)

@@ -15,9 +15,11 @@ from pathlib import Path
 from dynamo.config import environ
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
+from dynamo.runtime.short_dirs import hold, let_go
 
 __all__ = [
     "SOCKET_PATH_MAX_BYTES",
+    "leave_sockets",
     "private_dir",
     "run_dir",
     "socket_dirs",
@@ -52,9 +54,7 @@ def private_dir(path: Path) -> Path:
 
 def state_dir(settings: RuntimeSettings) -> Path:
     """The root of statefiles and run directories: ``DYN_LOCAL_STATE_DIR``, ~/.dynamo/state."""
-    given = settings.state_dir
-    root = Path(given).expanduser() if given else Path.home() / ".dynamo" / "state"
-    return private_dir(root.absolute())
+    return private_dir(_state_path(settings))
 
 
 def run_dir(settings: RuntimeSettings, namespace: str | None = None) -> Path:
@@ -76,22 +76,28 @@ def socket_path(settings: RuntimeSettings, name: str) -> str:
     """A path for the UNIX socket ``name`` that fits into 107 bytes.
 
     In the run directory if it fits, else in a private directory under ``XDG_RUNTIME_DIR`` or the
-    temp directory, which the run directory's ``sockets.path`` then names. Raises ConfigError if
-    even that is too long.
+    temp directory, which the run directory's ``sockets.path`` then names, until every process that
+    asked has ended or called :func:`leave_sockets`. Raises ConfigError if even that is too long.
     """
     home = run_dir(settings)
     path = str(home / name)
     if _fits(path):
         return path
-    digest = hashlib.sha256(os.fsencode(home)).hexdigest()[:12]
-    base = environ().get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    short = Path(base).absolute() / f"dynamo-{os.geteuid()}-{digest}"
+    short = _short(home)
     path = str(short / name)
     if not _fits(path):
         raise ConfigError(f"socket path {path} is longer than {SOCKET_PATH_MAX_BYTES} bytes")
     private_dir(short)
+    hold(short)
     _record(home / _FALLBACK_RECORD, str(short))
     return path
+
+
+def leave_sockets(settings: RuntimeSettings) -> None:
+    """This process binds no more sockets: what :func:`socket_path` made for them beside the run
+    directory goes with its last user. Idempotent."""
+    home = _state_path(settings) / settings.namespace
+    let_go(_short(home), home / _FALLBACK_RECORD)
 
 
 def socket_dirs(settings: RuntimeSettings) -> list[Path]:
@@ -101,6 +107,18 @@ def socket_dirs(settings: RuntimeSettings) -> list[Path]:
         return [home, Path(os.fsdecode((home / _FALLBACK_RECORD).read_bytes().strip()))]
     except FileNotFoundError:
         return [home]
+
+
+def _state_path(settings: RuntimeSettings) -> Path:
+    given = settings.state_dir
+    root = Path(given).expanduser() if given else Path.home() / ".dynamo" / "state"
+    return root.absolute()
+
+
+def _short(home: Path) -> Path:
+    digest = hashlib.sha256(os.fsencode(home)).hexdigest()[:12]
+    base = environ().get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(base).absolute() / f"dynamo-{os.geteuid()}-{digest}"
 
 
 def _fits(path: str) -> bool:

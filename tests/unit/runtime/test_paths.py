@@ -2,13 +2,16 @@
 
 import os
 import stat
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
-from dynamo.runtime import paths
+from dynamo.runtime import DistributedRuntime, paths
 
 
 def _mode(path: Path) -> int:
@@ -62,16 +65,12 @@ def test_another_users_directory_is_refused(tmp_path: Path):
 
 
 def test_short_socket_stays_in_the_run_directory():
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="d") as root:
         settings = RuntimeSettings(state_dir=root)
         assert paths.socket_path(settings, "a.sock") == f"{root}/dynamo/a.sock"
 
 
 def test_long_socket_falls_back_and_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="x") as short:
         monkeypatch.setenv("XDG_RUNTIME_DIR", short)
         deep = tmp_path / ("d" * 100)
@@ -86,3 +85,55 @@ def test_long_socket_falls_back_and_is_recorded(tmp_path: Path, monkeypatch: pyt
         assert Path(paths.socket_path(other, "worker.sock")).parent != path.parent
         with pytest.raises(ConfigError, match="longer than 107"):
             paths.socket_path(settings, "n" * 108)
+
+
+HOLDER = """
+import sys
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.runtime import paths
+print(paths.socket_path(RuntimeSettings(state_dir=sys.argv[1]), "a.sock"), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_directory_of_short_sockets_goes_with_its_last_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with tempfile.TemporaryDirectory(prefix="x") as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        deep = tmp_path / ("d" * 100)
+        settings = RuntimeSettings(state_dir=str(deep))
+        record = deep / "dynamo" / "sockets.path"
+        path = Path(paths.socket_path(settings, "worker.sock"))
+        path.touch()
+        paths.leave_sockets(settings)
+        assert path.exists() and record.exists(), "somebody's socket is there"
+        path.unlink()
+        command = [sys.executable, "-c", HOLDER, str(deep)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline().decode().strip() == str(path.parent / "a.sock")
+            paths.leave_sockets(settings)
+            assert path.parent.is_dir(), "another process is about to bind there"
+            other.kill()
+        paths.leave_sockets(settings)
+        assert list(Path(short).iterdir()) == [] and not record.exists()
+        paths.leave_sockets(settings)
+        assert Path(paths.socket_path(settings, "worker.sock")) == path  # and it may come back
+        assert path.parent.is_dir() and record.exists()
+        paths.leave_sockets(settings)
+        assert list(Path(short).iterdir()) == []
+
+
+async def test_a_runtime_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with tempfile.TemporaryDirectory(prefix="x") as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        settings = RuntimeSettings(state_dir=str(tmp_path / ("d" * 100)))
+        first, second = DistributedRuntime(None, settings), DistributedRuntime(None, settings)
+        for runtime in (first, second):
+            await runtime.publisher("dynamo", "backend", "topic")
+        assert len(list(Path(short).iterdir())) == 1
+        await first.close()
+        assert len(list(Path(short).iterdir())) == 1
+        await second.close()
+        assert list(Path(short).iterdir()) == []
