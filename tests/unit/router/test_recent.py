@@ -62,6 +62,7 @@ def test_what_was_believed_counts_no_more_after_the_time() -> None:
     box = Box(predicted_ttl_s=5.0)
     prompt = array("I", range(40))
     box.picker.pick("a", prompt)
+    box.picker.free("a")
     box.now_s += 4.9
     assert box.picker.pick(None, prompt).overlap_blocks == 10
     box.now_s += 0.2
