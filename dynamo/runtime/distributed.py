@@ -19,7 +19,7 @@ from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDisc
 from dynamo.runtime.discovery.remains import Remains
 from dynamo.runtime.events import EventPlane, EventPublisher
 from dynamo.runtime.extras import extra
-from dynamo.runtime.paths import socket_dirs, store_dir
+from dynamo.runtime.paths import leave_sockets, socket_dirs, store_dir
 from dynamo.runtime.requests import RequestClient, RequestServer
 from dynamo.runtime.serving import Serving
 from dynamo.runtime.system_status import EngineRoute, StatusServer
@@ -165,6 +165,7 @@ class DistributedRuntime:
             return
         self._closed = True
         async with AsyncExitStack() as rest:
+            rest.callback(leave_sockets, self.settings)
             for close in (self.tasks.close, self.status.close, self.discovery.close):
                 rest.push_async_callback(close)
             if self._nats is not None:
