@@ -98,6 +98,23 @@ class MockerSettings:
         choices=("agg", "prefill", "decode"),
         help="compute prompts and output, prompts alone, or output alone",
     )
+    taints: tuple[str, ...] = knob(
+        (), "--taint", repeat=True, help="what requests may ask for or avoid; may be repeated"
+    )
+    kv_transfer_bandwidth_gb_s: float = knob(
+        64.0,
+        "--kv-transfer-bandwidth",
+        minimum=0,
+        exclusive_minimum=True,
+        metavar="GB/S",
+        help="how fast a decode worker gets the KV blocks of a prefill worker, in 10^9 bytes/s",
+    )
+    kv_bytes_per_token: int | None = knob(
+        None,
+        "--kv-bytes-per-token",
+        minimum=1,
+        help="size of a token's KV; default: from the model's config.json, else 131072",
+    )
     extra_engine_args: str | None = knob(
         None,
         "--extra-engine-args",

@@ -37,6 +37,11 @@ class ModelDirectory:
         self._config = self._read("config.json")
 
     @property
+    def config(self) -> dict[str, Any]:
+        """What config.json says."""
+        return self._config
+
+    @property
     def name(self) -> str:
         """The name a model has when none is given."""
         return self.path.name

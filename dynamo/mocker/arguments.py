@@ -13,6 +13,7 @@ from dynamo.errors import ConfigError
 from dynamo.mocker.engine import EngineShape
 from dynamo.mocker.scheduler import Limits
 from dynamo.mocker.timing import Timing
+from dynamo.mocker.transfer import KV_BYTES_PER_TOKEN, Transfer
 
 __all__ = ["engine_shape", "stagger_delay_s", "with_extra_arguments"]
 
@@ -66,6 +67,11 @@ def engine_shape(settings: MockerSettings) -> EngineShape:
         ),
         timing=Timing(settings.speedup_ratio, settings.decode_speedup_ratio),
         prefill_only=settings.disaggregation_mode == "prefill",
+        transfer=Transfer(
+            settings.kv_bytes_per_token or KV_BYTES_PER_TOKEN,
+            settings.kv_transfer_bandwidth_gb_s * 1e9,
+            settings.speedup_ratio,
+        ),
     )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from dynamo.errors import DynamoError
 from dynamo.mocker.alarm import Alarm
@@ -19,6 +20,7 @@ from dynamo.mocker.reply import Reply
 from dynamo.mocker.responder import Responder
 from dynamo.mocker.scheduler import Batch, Limits, Scheduler, Sequence
 from dynamo.mocker.timing import Timing
+from dynamo.mocker.transfer import Transfer, cached_tokens
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.protocols.kv import Removed, Stored
 from dynamo.protocols.load import KvMetrics
@@ -29,6 +31,7 @@ __all__ = ["EngineShape", "Rank"]
 
 _REPORT_INTERVAL_S = 0.05
 _LAG_LIMIT_S = 0.1
+_SHORTEST_S = 0.0005  # the loop's timers count milliseconds: shorter is none, not one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,7 @@ class EngineShape:
     limits: Limits
     timing: Timing
     prefill_only: bool = False
+    transfer: Transfer = field(default_factory=Transfer)
 
 
 class Rank:
@@ -58,7 +62,9 @@ class Rank:
         tasks: Tasks,
         on_events: Callable[[int, list[Stored | Removed]], None],
         on_load: Callable[[KvMetrics], None],
+        worker_id: int = 0,
     ) -> None:
+        self.worker_id = worker_id
         self.number = number
         self.shape = shape
         self.pool = BlockPool(shape.blocks, shape.block_size, shape.prefix_caching)
@@ -106,6 +112,8 @@ class Rank:
         )
         responder = Responder(stream, self, on_done)
         sequence = responder.sequence = Sequence(holding, reply, responder)
+        if request.prefill_result is not None and not self.prefill_only:
+            sequence.expect(cached_tokens(request.prefill_result))
         self.scheduler.add(sequence)
         self._work.set()
         stream.context.on_cancel(responder.cancel)
@@ -114,6 +122,21 @@ class Rank:
         """Forget ``sequence``; its blocks are free."""
         self.scheduler.abort(sequence)
         self._work.set()
+
+    def transfer(self, sequence: Sequence) -> None:
+        """The prompt's blocks have a place here: fetch them from the prefill worker."""
+        delay_s = self.shape.transfer.seconds(sequence.prompt_tokens)
+        if delay_s >= _SHORTEST_S:
+            sequence.held = True
+            asyncio.get_running_loop().call_later(delay_s, self.hold, sequence, False)
+
+    def handover(self, sequence: Sequence) -> dict[str, Any] | None:
+        """What a decode worker needs to fetch the prompt's blocks; None where it need not."""
+        if not self.prefill_only:
+            return None
+        return self.shape.transfer.handover(
+            self.worker_id, self.number, sequence.prompt_tokens, self.shape.block_size
+        )
 
     def hold(self, sequence: Sequence, held: bool) -> None:
         """Let ``sequence`` wait for a slow reader, or go on."""

@@ -6,7 +6,7 @@ import asyncio
 import struct
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from dynamo.mocker.meters import Meters
 from dynamo.mocker.scheduler import Sequence
@@ -19,7 +19,6 @@ from dynamo.runtime.tasks import Tasks
 __all__ = ["Desk", "Responder", "token_item"]
 
 _PREFIX = codec.encode({"token_ids": [0]})[:-1]
-_TRANSFER = {"kv_transfer": "mocker"}
 _U16 = struct.Struct(">BH")
 _U32 = struct.Struct(">BI")
 
@@ -39,10 +38,15 @@ class Desk(Protocol):
 
     meters: Meters
     tasks: Tasks
-    prefill_only: bool
 
     def abort(self, sequence: Sequence) -> None:
         """Forget ``sequence``; its blocks are free."""
+
+    def transfer(self, sequence: Sequence) -> None:
+        """Fetch the prompt's blocks, which have a place here now."""
+
+    def handover(self, sequence: Sequence) -> dict[str, Any] | None:
+        """What a decode worker needs to fetch the prompt's blocks; None where it need not."""
 
     def hold(self, sequence: Sequence, held: bool) -> None:
         """Let ``sequence`` wait for a slow reader, or go on."""
@@ -61,6 +65,10 @@ class Responder:
         self._on_done = on_done
         self._done = False
         self._started = asyncio.get_running_loop().time()
+
+    def placed(self) -> None:
+        """The blocks of a prompt that was computed elsewhere have a place."""
+        self._desk.transfer(self.sequence)
 
     def token(self, token_id: int) -> None:
         """Send one token; wait if the reader is behind."""
@@ -93,7 +101,7 @@ class Responder:
                 token_ids=token_ids,
                 finish_reason=reason,
                 completion_usage=self._usage(),
-                disaggregated_params=_TRANSFER if self._desk.prefill_only else None,
+                disaggregated_params=self._desk.handover(self.sequence),
             )
             stream.send(codec.encode(item))
             stream.end()

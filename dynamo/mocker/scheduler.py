@@ -32,7 +32,11 @@ class Limits:
 
 
 class Output(Protocol):
-    """Where a sequence's tokens go. Called from :meth:`Scheduler.commit`."""
+    """Where a sequence's tokens go. Called from :meth:`Scheduler.commit`, but for ``placed``."""
+
+    def placed(self) -> None:
+        """The prompt, computed elsewhere, has its blocks; hold the sequence until it is here.
+        Called from :meth:`Scheduler.schedule`."""
 
     def token(self, token_id: int) -> None:
         """One more token, not the last."""
@@ -47,6 +51,7 @@ class Sequence:
     __slots__ = (
         "cached_tokens",
         "computed",
+        "expected",
         "generated",
         "held",
         "holding",
@@ -68,10 +73,16 @@ class Sequence:
         self.prompt_tokens = len(holding.tokens)
         self.generated = 0
         self.computed = 0
+        self.expected = False
         self.room = 0
         self.running = False
         self.held = False
         self.cached_tokens: int | None = None
+
+    def expect(self, cached_tokens: int | None) -> None:
+        """The prompt is computed elsewhere, where ``cached_tokens`` of it were found cached."""
+        self.expected = True
+        self.cached_tokens = cached_tokens
 
 
 @dataclass(slots=True)
@@ -168,7 +179,7 @@ class Scheduler:
 
     def _computed(self, sequence: Sequence, count: int, missing: int, batch: Batch) -> None:
         sequence.computed += count
-        if missing == 1 and sequence.generated:
+        if missing == 1 and (sequence.generated or sequence.expected):
             batch.decodes += 1
         else:
             batch.prefill_tokens += count
@@ -195,11 +206,26 @@ class Scheduler:
             sequence.computed = found * self.pool.block_size
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = sequence.computed
+            if sequence.expected and self._place(sequence):
+                continue  # on its way
             budget -= self._advance(sequence, budget, batch)
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Give a prompt that was computed elsewhere its blocks; whether it is still on its way.
+
+        One that finds no place, or loses it later, is computed here.
+        """
+        if not self.pool.grow(sequence.holding, len(sequence.holding.tokens)):
+            sequence.expected = False
+            return False
+        sequence.computed = len(sequence.holding.tokens) - 1
+        sequence.output.placed()
+        return sequence.held
 
     def _preempt(self, batch: Batch) -> Sequence:
         victim = self.running[-1 if self.limits.preempt_newest else 0]
         self._stop(victim)
+        victim.expected = False
         if victim in batch.producing:
             batch.producing.remove(victim)
         self.waiting.appendleft(victim)

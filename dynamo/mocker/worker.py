@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dynamo.config.mocker import MockerSettings
@@ -63,6 +63,8 @@ def make_plan(
     if settings.model_path is None:
         raise ConfigError("--model-path is missing; give the directory of a model's tokenizer")
     model = ModelDirectory(settings.model_path)
+    if mocker.kv_bytes_per_token is None:
+        shape = replace(shape, transfer=shape.transfer.of(model.config))
     template = settings.custom_jinja_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"--custom-jinja-template {template}: no such file")
@@ -97,6 +99,7 @@ class MockerWorker:
                 runtime.tasks,
                 self.events.record if self.publishes else lambda _rank, _changes: None,
                 self.load.report,
+                runtime.instance_id,
             )
             for rank in range(plan.mocker.data_parallel_size)
         ]
@@ -143,6 +146,7 @@ class MockerWorker:
                 data_parallel_size=plan.mocker.data_parallel_size,
                 context_length=plan.context_length,
                 enable_local_indexer=self.publishes,
+                taints=list(plan.mocker.taints),
             ),
         )
 
