@@ -1,0 +1,101 @@
+"""The router's queue through a real frontend before one slow mocker."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from deployment import Deployment
+from prometheus_client.parser import text_string_to_metric_families
+
+Answer = tuple[int, Any, float]
+
+
+def body(text: str, **nvext: Any) -> dict[str, Any]:
+    prompt = f"{text} " * 120  # more than 8 tokens: 0.001 of the worker's 8192
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 1, "nvext": nvext}
+
+
+class Clients:
+    """Requests at once, each on a connection of its own."""
+
+    def __init__(self, deployment: Deployment, pool: ThreadPoolExecutor) -> None:
+        self.deployment = deployment
+        self.pool = pool
+
+    def send(
+        self, text: str, headers: dict[str, str] | None = None, **nvext: Any
+    ) -> Future[Answer]:
+        return self.pool.submit(self._ask, body(text, **nvext), headers)
+
+    def _ask(self, request: dict[str, Any], headers: dict[str, str] | None) -> Answer:
+        status, _, answer = self.deployment.request("POST", "/v1/completions", request, headers)
+        return status, json.loads(answer), time.monotonic()
+
+    def leaver(self, text: str) -> http.client.HTTPConnection:
+        """A client that waits for its answer until it is closed."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.deployment.port, timeout=30)
+        head = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body(text)), head)
+        return connection
+
+    def sample(self, name: str, **labels: str) -> float:
+        text = self.deployment.request("GET", "/metrics")[2].decode()
+        for family in text_string_to_metric_families(text):
+            for one in family.samples:
+                if one.name == name and labels.items() <= one.labels.items():
+                    return float(one.value)
+        return 0.0
+
+    def until(self, name: str, value: float, **labels: str) -> None:
+        """Until the metric reads ``value``."""
+        seen: Callable[[], float] = lambda: self.sample(name, **labels)  # noqa: E731
+        deadline = time.monotonic() + 20
+        while (last := seen()) != value:
+            assert time.monotonic() < deadline, f"{name} is {last}, not {value}"
+
+
+def test_order_leaving_and_the_bound(deployment: Deployment) -> None:
+    deployment.mocker("--speedup-ratio", "0.02")  # a second for each prompt
+    flags = ("--router-mode", "kv", "--router-queue-threshold", "0.001")
+    deployment.frontend(*flags, DYN_ROUTER_QUEUE_LIMIT="3")
+    deployment.wait_for_workers(1)
+    area = "dynamo_frontend_router"
+    labels = {"model": "tiny", "policy_class": "default", "worker_type": "decode"}
+    with ThreadPoolExecutor(8) as pool:
+        clients = Clients(deployment, pool)
+        running = clients.send("alpha")
+        clients.until(f"{area}_admission_received_total", 1, **labels)
+        usual = clients.send("bravo", extra_fields=["timing"])
+        clients.until(f"{area}_queue_pending_requests", 1, **labels)
+        leaver = clients.leaver("charlie")
+        clients.until(f"{area}_queue_pending_requests", 2, **labels)
+        hasty = clients.send("delta", agent_hints={"latency_sensitivity": 30.0})
+        clients.until(f"{area}_queue_pending_requests", 3, **labels)
+        status, refused, _ = clients.send("echo").result()
+        assert (status, refused["code"], refused["type"]) == (503, 503, "service_unavailable")
+        assert "queue requests limit reached (current=3, limit=3)" in refused["message"]
+        assert not running.done(), "the test was too slow for the worker"
+        leaver.close()
+        clients.until(f"{area}_queue_left_total", 1, **labels)
+        strict = clients.send("foxtrot", {"x-dynamo-request-strict-priority": "2"})
+        clients.until(f"{area}_queue_backpressure_total", 3, reason="backlog", **labels)
+
+        answers = [one.result() for one in (running, strict, hasty, usual)]
+        assert [status for status, _, _ in answers] == [200] * 4
+        times = [at for _, _, at in answers]
+        assert times == sorted(times)
+        timing = answers[3][1]["nvext"]["timing"]
+        assert timing["router_queue_depth"] == 0
+        assert timing["prefill_wait_time_ms"] > 2 * timing["prefill_time_ms"]
+        assert clients.sample(f"{area}_queue_backpressure_total", reason="prefill_load") == 1
+        assert clients.sample(f"{area}_admission_rejected_total", reason="queue_limit") == 1
+        assert clients.sample(f"{area}_queue_wait_seconds_count") == 3
+        clients.until(f"{area}_queue_pending_requests", 0)
+        clients.until(f"{area}_queue_pending_isl_tokens", 0)
+        clients.until("dynamo_frontend_worker_active_prefill_tokens", 0)
+        clients.until("dynamo_frontend_worker_active_decode_blocks", 0)

@@ -1,0 +1,61 @@
+"""Requests wait in ``python -m dynamo.router``, too, and their callers may leave."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from deployment import Deployment
+from mocker_kit import caller
+
+from dynamo.errors import Cancelled, RouterQueueLimitExceeded
+from dynamo.runtime import Context
+
+
+async def test_callers_wait_for_their_turn_and_may_leave(deployment: Deployment) -> None:
+    deployment.mocker("--speedup-ratio", "0.05", "--block-size", "4")
+    path = f"{deployment.namespace}.backend.generate"
+    knobs = ("--router-queue-threshold", "0.001")
+    flags = ("--endpoint", path, "--block-size", "4", *knobs)
+    deployment.start("dynamo.router", *flags, DYN_ROUTER_QUEUE_LIMIT="3")
+    async with caller(deployment) as here:
+        endpoint = here.runtime.endpoint(f"{deployment.namespace}.router.generate")
+        client = await endpoint.client()
+        await client.wait_for_instances()
+        ended: list[str] = []
+        began: dict[str, asyncio.Event] = {}
+
+        async def generate(name: str, first: int, context: Context, strict: int = 0) -> None:
+            request: dict[str, Any] = {
+                "token_ids": list(range(first, first + 40)),
+                "model": "m",
+                "stop_conditions": {"max_tokens": 1},
+                "routing": {"strict_priority": strict},
+            }
+            items = await client.random(request, annotated=False, context=context)
+            began[name].set()
+            assert [item async for item in items]
+            ended.append(name)
+
+        async def start(name: str, group: asyncio.TaskGroup | None) -> asyncio.Task[None]:
+            """Returns when the request is on its way; later ones come after it."""
+            began[name] = asyncio.Event()
+            work = generate(name, 100 * len(began), contexts[name], int(name == "strict"))
+            task = asyncio.create_task(work) if group is None else group.create_task(work)
+            await began[name].wait()
+            return task
+
+        contexts = {name: Context(name) for name in ("a", "b", "left", "strict", "over", "late")}
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            for name in ("a", "b"):
+                await start(name, group)
+            left = await start("left", None)
+            await start("strict", group)
+            with pytest.raises(RouterQueueLimitExceeded, match=r"current=3, limit=3"):
+                await (await start("over", None))
+            contexts["left"].kill()
+            with pytest.raises(Cancelled):
+                await left
+            await start("late", group)  # there is room: the router has heard of it
+        assert ended == ["a", "strict", "b", "late"]
