@@ -110,6 +110,11 @@ class FrontendSettings:
     disable_nvext: bool = knob(
         False, env="DYN_DISABLE_FRONTEND_NVEXT", help="drop nvext from requests"
     )
+    disable_admin_api: bool = knob(
+        False,
+        env="DYN_DISABLE_FRONTEND_ADMIN_API",
+        help="serve no routes that change how the frontend works (/busy_threshold)",
+    )
     force_usage: bool = knob(
         False,
         env="DYN_ENABLE_FORCE_INCLUDE_USAGE",

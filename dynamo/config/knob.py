@@ -217,13 +217,14 @@ def _number(name: str, raw: Any, kind: Callable[[Any], Any], spec: Knob) -> Any:
     low, high = spec.minimum, spec.maximum
     above = low is None or (value > low if spec.exclusive_minimum else value >= low)
     if not math.isfinite(value) or not above or (high is not None and value > high):
-        raise ConfigError(f"{name} must be {_range(spec)}, got {raw}")
+        raise ConfigError(f"{name} must be {_range(spec, kind is int)}, got {raw}")
     return value
 
 
-def _range(spec: Knob) -> str:
+def _range(spec: Knob, whole: bool) -> str:
     if spec.minimum is not None and spec.maximum is not None:
         return f"between {spec.minimum} and {spec.maximum}"
     if spec.minimum is not None:
-        return f"a finite value {'>' if spec.exclusive_minimum else '>='} {spec.minimum}"
+        finite = "" if whole else "a finite value "
+        return f"{finite}{'>' if spec.exclusive_minimum else '>='} {spec.minimum}"
     return "a finite value" if spec.maximum is None else f"a finite value <= {spec.maximum}"

@@ -143,6 +143,6 @@ def _or_fail(leg: Leg, step: Callable[[], None]) -> None:
 def _instruct(request: PreprocessedRequest, routing: Routing | None, decision: Decision) -> None:
     """Tell the worker what the router decided. Spec 7.4."""
     request.estimated_prefix_hit_num_blocks = decision.overlap_blocks or None
-    if decision.dp_rank:
+    if decision.dp_rank or (routing is not None and routing.dp_rank):
         routing = msgspec.structs.replace(routing or Routing(), dp_rank=decision.dp_rank)
     request.routing = routing

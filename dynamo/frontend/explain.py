@@ -1,12 +1,18 @@
-"""POST /v1/route: where a chat or completion request would go now, and why. Sends nothing."""
+"""/v1/route: where a chat or completion request would go now, and why. Sends nothing.
+
+POST takes the body of the request in question, GET ``?prompt=…`` and ``model=…``, which may be left
+out where there is only one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 
-from dynamo.errors import DynamoError, InvalidArgument
+from dynamo.errors import DynamoError, InvalidArgument, NoInstances
 from dynamo.frontend.failures import error_response, explained
 from dynamo.frontend.http import Exchange
 from dynamo.frontend.models import Models
@@ -40,36 +46,53 @@ class ExplainRoutes:
     def install(self, routes: Routes) -> None:
         """Put the route into the table."""
         routes.post("/v1/route", self._route)
+        routes.get("/v1/route", self._route)
 
     def _route(self, exchange: Exchange) -> None:
         self._tasks.spawn(self._answer(exchange), name="route")
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
-            body = await self._explanation(exchange)
+            posted = exchange.method == "POST"
+            body = exchange.body if posted else self._asked(exchange.query)
+            found = await self._explanation(body, exchange.headers)
         except DynamoError as error:
             status, text = error_response(explained(error, "unknown"), self._overload_status)
             exchange.respond(status, text)
         else:
-            exchange.respond(200, body)
+            exchange.respond(200, found)
 
-    async def _explanation(self, exchange: Exchange) -> bytes:
+    def _asked(self, query: str) -> bytes:
+        """The completion request that the query stands for. Raises InvalidArgument."""
+        given = {name: values[-1] for name, values in parse_qs(query).items()}
+        unknown = ", ".join(f"`{name}`" for name in sorted(given.keys() - {"model", "prompt"}))
+        if unknown or "prompt" not in given:
+            what = f"not {unknown}" if unknown else "`prompt` is missing"
+            raise InvalidArgument(f"The query takes `prompt` and `model`: {what}")
+        names = [entry.name for entry in self._models.entries() if entry.served]
+        if not names:
+            raise NoInstances
+        if "model" not in given and len(names) > 1:
+            raise InvalidArgument(f"The query needs `model`, one of: {', '.join(names)}")
+        return msgspec.json.encode({"model": names[0], **given})
+
+    async def _explanation(self, body: bytes, headers: Mapping[str, str]) -> bytes:
         try:
-            is_chat = _shape(exchange.body).messages is not None
+            is_chat = _shape(body).messages is not None
         except msgspec.MsgspecError as error:
             raise InvalidArgument(f"Failed to deserialize the JSON body: {error}") from None
         if is_chat:
-            chat = parse_chat(exchange.body, ignore_unsupported=True)
+            chat = parse_chat(body, ignore_unsupported=True)
             entry = self._models.find(chat.model, "Chat")
             prepared = await entry.preprocessor.chat_off_loop(chat)
         else:
-            completion = parse_completion(exchange.body, ignore_unsupported=True)
+            completion = parse_completion(body, ignore_unsupported=True)
             entry = self._models.find(completion.model, "Completions")
             prepared = await entry.preprocessor.completion_off_loop(completion)
         if not isinstance(entry.picker, KvPicker):
             raise InvalidArgument("only --router-mode kv weighs candidates, so there is no table")
         request = prepared.requests[0]
-        routing = routed(request.routing, exchange.headers)
+        routing = routed(request.routing, headers)
         override = request.router_config_override
         found = explain(entry.picker, request.token_ids, routing, override)
         return msgspec.json.encode(found)

@@ -21,6 +21,7 @@ from dynamo.errors import (
 )
 from dynamo.frontend.http import error_body, reason_phrase
 from dynamo.frontend.sse import public_message
+from dynamo.router.filters import NoneAllowed
 
 __all__ = ["BackendSilent", "Labels", "Overwhelmed", "error_response", "explained", "labels"]
 
@@ -90,7 +91,7 @@ def explained(error: DynamoError, model: str) -> DynamoError:
         return error
     if isinstance(error, Overloaded):
         return Overloaded(_OVERLOADED)
-    if isinstance(error, NoInstances):
+    if isinstance(error, NoInstances) and not isinstance(error, NoneAllowed):
         return NoInstances(
             f"Model `{model}` is not ready to serve requests yet. The deployment may still be "
             "starting up or is not fully provisioned. Please retry shortly."

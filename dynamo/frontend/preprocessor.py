@@ -224,6 +224,7 @@ class Preprocessor:
             mdc_sum=self.card.checksum or None,
             annotations=(nvext.annotations or []) if nvext is not None else [],
             routing=routing(request, self.card.lora_name),
+            router_config_override=nvext.router_config_override if nvext is not None else None,
             backend_instance_id=nvext.backend_instance_id if nvext is not None else None,
         )
 

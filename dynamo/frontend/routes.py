@@ -24,11 +24,11 @@ class Routes:
         if path.endswith("/"):
             self._prefixes.append((path, methods))
         else:
-            self._exact[path] = methods
+            self._exact.setdefault(path, {}).update(methods)
 
     def post(self, path: str, route: Route) -> None:
         """POST of a JSON body to ``path``."""
-        self._exact[path] = {"POST": route}
+        self._exact.setdefault(path, {})["POST"] = route
 
     def paths(self) -> list[tuple[str, tuple[str, ...]]]:
         """Every path and its methods."""

@@ -68,10 +68,16 @@ def routing(request: GenerationRequest, lora_name: str | None) -> Routing | None
             return None
         return Routing(lora_name=lora_name, cache_namespace=request.cache_salt)
     hints = nvext.agent_hints
+    constraints = nvext.routing_constraints
     return Routing(
         backend_instance_id=nvext.backend_instance_id,
         prefill_worker_id=nvext.prefill_worker_id,
         decode_worker_id=nvext.decode_worker_id,
+        dp_rank=nvext.dp_rank,
+        prefill_dp_rank=nvext.prefill_dp_rank,
+        allowed_worker_ids=nvext.allowed_worker_ids,
+        required_taints=constraints.required_taints if constraints else None,
+        preferred_taints=constraints.preferred_taints if constraints else None,
         priority_jump=hints.latency_sensitivity if hints else None,
         priority=hints.priority if hints else None,
         strict_priority=hints.strict_priority if hints else None,

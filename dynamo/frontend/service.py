@@ -16,6 +16,7 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, Unavailable
 from dynamo.frontend.admission import Admission
+from dynamo.frontend.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.explain import ExplainRoutes
 from dynamo.frontend.flow import Flow
 from dynamo.frontend.http import HttpLimits, HttpServer, Turn
@@ -25,6 +26,7 @@ from dynamo.frontend.models import Models
 from dynamo.frontend.openai import OpenAIRoutes
 from dynamo.frontend.routes import Routes
 from dynamo.observability.loop_delay import LoopDelay
+from dynamo.router.prefill_model import prefill_model
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.tasks import Tasks
 
@@ -36,11 +38,12 @@ _SPARE_FILES = 256
 
 
 class Frontend:
-    """One HTTP frontend on ``runtime``. Make it on the running loop."""
+    """One HTTP frontend on ``runtime``. Make it on the running loop. Raises ConfigError."""
 
     def __init__(
         self, runtime: DistributedRuntime, settings: FrontendSettings, router: RouterSettings
     ) -> None:
+        prefill_model(router)  # raises ConfigError now, and not when the first model comes
         self._runtime = runtime
         self._settings = settings
         self._tasks = Tasks("frontend")
@@ -53,6 +56,8 @@ class Frontend:
         routes = Routes()
         OpenAIRoutes(self._flow, self.models, self._tasks).install(routes)
         ExplainRoutes(self.models, self._tasks, self._flow.overload_status).install(routes)
+        if not settings.disable_admin_api:
+            BusyThresholdRoutes(self.models, self._tasks).install(routes)
         InfoRoutes(self.models, self._admission, runtime.metrics).install(routes)
         self._server = HttpServer(routes, _limits(settings), metrics.refused, turn)
         metrics.http_connections.function = lambda: self._server.connections

@@ -20,6 +20,7 @@ __all__ = [
     "CompletionRequest",
     "GenerationRequest",
     "NvExt",
+    "RoutingConstraints",
     "StreamOptions",
     "StrictChatCompletionRequest",
     "StrictCompletionRequest",
@@ -76,6 +77,14 @@ class AgentHints(msgspec.Struct, omit_defaults=True):
     speculative_prefill: bool | None = None
 
 
+class RoutingConstraints(msgspec.Struct, omit_defaults=True):
+    """Which workers may (``required_taints``: all of them) and should (``preferred_taints``: name
+    to weight, negative to avoid) take the request."""
+
+    required_taints: Annotated[list[str], Meta(max_length=64)] | None = None
+    preferred_taints: Annotated[dict[str, float], Meta(max_length=64)] | None = None
+
+
 class NvExt(msgspec.Struct, omit_defaults=True):
     """Dynamo's extension object ``nvext``. Spec 5.6."""
 
@@ -85,6 +94,11 @@ class NvExt(msgspec.Struct, omit_defaults=True):
     backend_instance_id: WorkerId | None = None
     prefill_worker_id: WorkerId | None = None
     decode_worker_id: WorkerId | None = None
+    dp_rank: WorkerId | None = None
+    prefill_dp_rank: WorkerId | None = None
+    routing_constraints: RoutingConstraints | None = None
+    allowed_worker_ids: Annotated[list[WorkerId], Meta(min_length=1, max_length=1024)] | None = None
+    router_config_override: dict[str, Any] | None = None
     token_data: list[TokenId] | None = None
     max_thinking_tokens: Count | None = None
     extra_fields: list[str] | None = None

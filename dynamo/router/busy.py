@@ -13,7 +13,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.load import KvMetrics
 from dynamo.router.fleet import Fleet, Member
 
-__all__ = ["UNKNOWN_BATCH_TOKENS", "BusyWatch", "Thresholds", "is_busy", "thresholds_of"]
+__all__ = ["UNKNOWN_BATCH_TOKENS", "BusyWatch", "Thresholds", "configured", "is_busy"]
 
 UNKNOWN_BATCH_TOKENS = 10_000_000
 """Taken for ``max_num_batched_tokens`` where a worker does not tell it."""
@@ -33,10 +33,8 @@ class Thresholds:
         return self != Thresholds()
 
 
-def thresholds_of(settings: RouterSettings) -> Thresholds:
-    """What the settings ask for: nothing, unless admission control is on."""
-    if settings.admission_control != "token-capacity":
-        return Thresholds()
+def configured(settings: RouterSettings) -> Thresholds:
+    """What the settings name; in force with admission control only."""
     return Thresholds(
         settings.active_decode_blocks_threshold,
         settings.active_prefill_tokens_threshold,

@@ -12,7 +12,26 @@ from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.protocols.engine import Routing
 from dynamo.router.fleet import Fleet, Member
 
-__all__ = ["eligible", "exclusion", "pinned_worker"]
+__all__ = [
+    "NoneAllowed",
+    "PinnedWorkerNotAllowed",
+    "PinnedWorkerOverloaded",
+    "eligible",
+    "exclusion",
+    "pinned_worker",
+]
+
+
+class PinnedWorkerNotAllowed(InvalidArgument):
+    """The request names a worker that its own allow-list leaves out."""
+
+
+class PinnedWorkerOverloaded(Overloaded):
+    """The worker that the request names is busy."""
+
+
+class NoneAllowed(NoInstances):
+    """There are workers, but not those that the request allows."""
 
 
 def pinned_worker(routing: Routing) -> tuple[str, int] | None:
@@ -27,8 +46,9 @@ def pinned_worker(routing: Routing) -> tuple[str, int] | None:
 def eligible(fleet: Fleet, routing: Routing | None) -> array[int]:
     """Candidate slots (u32), never empty. O(1) without constraints, else O(workers).
 
-    Raises NoInstances when there is no worker, InvalidArgument when the request asks for what
-    does not exist, Overloaded when only busy workers are left.
+    Raises NoInstances when there is no worker (NoneAllowed: none of the allow-list),
+    InvalidArgument when the request asks for what does not exist or contradicts itself
+    (PinnedWorkerNotAllowed), Overloaded when only busy workers are left (PinnedWorkerOverloaded).
     """
     if not fleet.candidates:
         raise NoInstances("no endpoints: no worker is registered")
@@ -78,7 +98,9 @@ def _constrains(routing: Routing) -> bool:
 
 def _pinned(fleet: Fleet, routing: Routing, field: str, worker_id: int) -> Member:
     if routing.allowed_worker_ids is not None and worker_id not in routing.allowed_worker_ids:
-        raise InvalidArgument(f"pinned worker {worker_id} is not in the request's allow-list")
+        raise PinnedWorkerNotAllowed(
+            f"pinned worker {worker_id} is not in the request's allow-list"
+        )
     member = fleet.members.get(worker_id)
     if member is None:
         raise InvalidArgument(
@@ -91,7 +113,7 @@ def _pinned(fleet: Fleet, routing: Routing, field: str, worker_id: int) -> Membe
     if routing.required_taints:
         _tainted([member], routing.required_taints)
     if worker_id in fleet.busy:
-        raise Overloaded(f"pinned worker {worker_id} is overloaded")
+        raise PinnedWorkerOverloaded(f"pinned worker {worker_id} is overloaded")
     return member
 
 
@@ -108,7 +130,7 @@ def _allowed(fleet: Fleet, routing: Routing) -> list[Member]:
     ]
     members = [member for member in allowed if member is not None]
     if not members:
-        raise NoInstances("no endpoints: none of the request's allowed workers is registered")
+        raise NoneAllowed("no endpoints: none of the request's allowed workers is registered")
     return members
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.engine import Routing
-from dynamo.router.busy import BusyWatch, thresholds_of
+from dynamo.router.busy import BusyWatch, Thresholds, configured
 from dynamo.router.filters import eligible
 from dynamo.router.fleet import Fleet
 from dynamo.router.sessions import Sessions
@@ -29,13 +29,26 @@ class Gate:
         booked: Callable[[int], int] | None = None,
     ) -> None:
         self.fleet = fleet
-        self.busy = BusyWatch(fleet, thresholds_of(settings), booked)
+        self.admission_control = settings.admission_control == "token-capacity"
+        self._thresholds = configured(settings) if self.admission_control else Thresholds()
+        self.busy = BusyWatch(fleet, self._thresholds, booked)
         self.on_change: Callable[[], None] | None = None
         self.sessions: Sessions | None = None
         if settings.session_affinity_ttl_s is not None:
             hard = settings.session_affinity_mode == "hard"
             ttl_s, limit = settings.session_affinity_ttl_s, settings.session_limit
             self.sessions = Sessions(ttl_s, limit, hard)
+
+    @property
+    def thresholds(self) -> Thresholds:
+        """Above which load a worker is busy. To set them is O(ranks)."""
+        return self._thresholds
+
+    @thresholds.setter
+    def thresholds(self, thresholds: Thresholds) -> None:
+        self._thresholds = thresholds
+        if self.admission_control:
+            self.busy.thresholds = thresholds
 
     def slots(self, routing: Routing | None, now_s: float) -> array[int]:
         """Candidate slots, never empty. Raises as :func:`dynamo.router.filters.eligible`."""

@@ -16,8 +16,8 @@ from dynamo.router.prefill_load import PrefillModel, Stretch, Unfitted
 __all__ = ["prefill_model"]
 
 _FLAG = "--router-prefill-load-model"
-_TOKENS = (128, 512, 2048, 8192, 32768)
-_CACHED = (0, 2048, 16384)
+_TOKENS = (256, 2048, 8192, 32768)
+_CACHED = (0, 16384)
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def _estimated(
 
 def _estimator() -> Callable[..., Any]:
     try:
-        from aiconfigurator.cli import cli_estimate
+        from aiconfigurator.cli.api import cli_estimate
     except ImportError as error:
         raise ConfigError(
             f"{_FLAG}=aic needs AIConfigurator ({error}): pip install 'dynamo-appliance[aic]', "

@@ -74,7 +74,7 @@ def test_spellings_unset_and_lists() -> None:
         (["--share", "nan"], {}, "--share must be between 0 and 1, got nan"),
         ([], {"DYN_SHARE": "x"}, "DYN_SHARE must be a number, got 'x'"),
         (["--count", "1.5"], {}, "--count must be an integer, got '1.5'"),
-        (["--count", "0"], {}, "--count must be a finite value >= 1, got 0"),
+        (["--count", "0"], {}, "--count must be >= 1, got 0"),
         (["--mode", "best"], {}, "--mode must be one of kv, round-robin, got 'best'"),
         ([], {"DYN_HIDDEN": "0"}, "DYN_HIDDEN must be a finite value > 0, got 0"),
         (["--unknown"], {}, "unrecognized arguments: --unknown"),

@@ -12,13 +12,21 @@ from dynamo.errors import Overloaded
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.load import KvMetrics
-from dynamo.router.busy import BusyWatch, Thresholds, is_busy, thresholds_of
+from dynamo.router.busy import BusyWatch, Thresholds, is_busy
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.fleet import DenseSlots, Fleet
+from dynamo.router.gate import Gate
 
 BLOCKS = Thresholds(decode_blocks_share=0.8)
 TOKENS = Thresholds(prefill_tokens=100)
 BATCH = Thresholds(prefill_batch_share=0.5)
+
+
+def one_worker() -> Fleet:
+    """Worker 1 with one rank."""
+    fleet = Fleet(DenseSlots())
+    fleet.add(1, RuntimeConfig())
+    return fleet
 
 
 @pytest.mark.parametrize(
@@ -88,10 +96,28 @@ def test_thresholds_change_while_running() -> None:
 def test_thresholds_count_only_with_admission_control() -> None:
     given = ["--active-decode-blocks-threshold", "0.5", "--active-prefill-tokens-threshold", "7"]
     (settings,) = load("router", "", [RouterSettings], given, {})
-    assert not thresholds_of(settings).any
+    assert not Gate(one_worker(), settings).thresholds.any
     given += ["--admission-control", "token-capacity"]
     (settings,) = load("router", "", [RouterSettings], given, {})
-    assert thresholds_of(settings) == Thresholds(0.5, 7, None)
+    gate = Gate(one_worker(), settings)
+    assert gate.thresholds == gate.busy.thresholds == Thresholds(0.5, 7, None)
+
+
+def test_without_admission_control_thresholds_are_kept_only() -> None:
+    gate = Gate(one_worker(), RouterSettings(mode="kv"), lambda slot: 100)
+    gate.thresholds = Thresholds(prefill_tokens=5)
+    assert gate.thresholds.any and not gate.busy.thresholds.any
+    gate.load_changed(1)
+    assert not gate.fleet.busy
+
+
+def test_thresholds_are_in_force_at_once() -> None:
+    settings = RouterSettings(mode="kv", admission_control="token-capacity")
+    gate = Gate(one_worker(), settings, lambda slot: 100)
+    gate.thresholds = Thresholds(prefill_tokens=99)
+    assert gate.fleet.busy == {1}
+    gate.thresholds = Thresholds(prefill_tokens=100)
+    assert not gate.fleet.busy
 
 
 @pytest.mark.parametrize(
@@ -101,7 +127,14 @@ def test_thresholds_count_only_with_admission_control() -> None:
             ["--active-decode-blocks-threshold", "1.5"],
             "--active-decode-blocks-threshold must be between 0.0 and 1.0",
         ),
-        (["--active-prefill-tokens-threshold", "-1"], "must be a finite value >= 0"),
+        (
+            ["--active-prefill-tokens-threshold", "-1"],
+            "--active-prefill-tokens-threshold must be >= 0",
+        ),
+        (
+            ["--active-prefill-tokens-threshold-frac", "inf"],
+            "--active-prefill-tokens-threshold-frac must be a finite value >= 0",
+        ),
         (["--router-session-affinity-ttl-secs", "0"], "must be between 1 and 31536000"),
         (["--router-ttl-secs", "0"], "must be a finite value > 0"),
         (["--router-prune-target-ratio", "1.5"], "must be between 0.0 and 1.0"),

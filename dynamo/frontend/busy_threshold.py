@@ -1,0 +1,115 @@
+"""GET and POST /busy_threshold: how much load makes a worker busy, while the frontend runs.
+
+Spec 5.3; seeds: request rejection, router guide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from dynamo.frontend.http import Exchange
+from dynamo.frontend.models import Models
+from dynamo.frontend.routes import Routes
+from dynamo.router.busy import Thresholds
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["BusyThresholdRoutes"]
+
+_PATH = "/busy_threshold"
+_IDLE = [("warning", '199 - "kept, not in force: needs --admission-control token-capacity"')]
+
+log = logging.getLogger(__name__)
+
+
+class _Change(msgspec.Struct):
+    """What to set; absent or null leaves a value as it is."""
+
+    model: str
+    active_decode_blocks_threshold: float | None = None
+    active_prefill_tokens_threshold: Annotated[int, Meta(ge=0)] | None = None
+    active_prefill_tokens_threshold_frac: float | None = None
+
+
+_FIELDS = {
+    "active_decode_blocks_threshold": "decode_blocks_share",
+    "active_prefill_tokens_threshold": "prefill_tokens",
+    "active_prefill_tokens_threshold_frac": "prefill_batch_share",
+}
+"""Name in a body → field of :class:`Thresholds`."""
+
+_change = msgspec.json.Decoder(_Change).decode
+
+
+class BusyThresholdRoutes:
+    """For operators. Holds nothing: the thresholds are those of each model's router."""
+
+    def __init__(self, models: Models, tasks: Tasks) -> None:
+        self._models = models
+        self._tasks = tasks
+
+    def install(self, routes: Routes) -> None:
+        """Put the routes into the table."""
+        routes.get(_PATH, self._list)
+        routes.post(_PATH, self._set)
+
+    def _list(self, exchange: Exchange) -> None:
+        """Models without any threshold are left out."""
+        rows = [
+            _shown(entry.name, entry.picker.gate.thresholds)
+            for entry in self._models.entries()
+            if entry.ready and entry.picker.gate.thresholds.any
+        ]
+        exchange.respond(200, msgspec.json.encode({"thresholds": rows}))
+
+    def _set(self, exchange: Exchange) -> None:
+        self._tasks.spawn(self._answer(exchange), name="busy threshold")
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            change = _change(exchange.body)
+        except msgspec.ValidationError as error:
+            _refuse(exchange, 422, str(error))
+            return
+        except msgspec.DecodeError as error:
+            _refuse(exchange, 400, str(error))
+            return
+        wrong = _out_of_range(change)
+        entry = self._models.named(change.model)
+        if wrong:
+            _refuse(exchange, 400, wrong)
+        elif entry is None or not entry.ready:
+            text = f"Model '{change.model}' not found. "
+            _refuse(exchange, 404, text + "Thresholds can only be set for discovered models.")
+        else:
+            given = {field: getattr(change, name) for name, field in _FIELDS.items()}
+            given = {field: value for field, value in given.items() if value is not None}
+            gate = entry.picker.gate
+            if given:
+                await entry.limit(dataclasses.replace(gate.thresholds, **given))
+                log.info("busy thresholds of %s: %s", entry.name, gate.thresholds)
+            note = _IDLE if gate.thresholds.any and not gate.admission_control else []
+            body = msgspec.json.encode(_shown(change.model, gate.thresholds))
+            exchange.respond(200, body, headers=note)
+
+
+def _shown(model: str, thresholds: Thresholds) -> dict[str, Any]:
+    return {"model": model, **{key: getattr(thresholds, field) for key, field in _FIELDS.items()}}
+
+
+def _out_of_range(change: _Change) -> str:
+    share = change.active_decode_blocks_threshold
+    if share is not None and not 0 <= share <= 1:
+        return f"active_decode_blocks_threshold must be between 0.0 and 1.0, got {share}"
+    fraction = change.active_prefill_tokens_threshold_frac
+    if fraction is not None and fraction < 0:
+        return f"active_prefill_tokens_threshold_frac must be >= 0.0, got {fraction}"
+    return ""
+
+
+def _refuse(exchange: Exchange, status: int, text: str) -> None:
+    exchange.respond(status, msgspec.json.encode({"error": text}))
