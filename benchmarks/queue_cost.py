@@ -1,0 +1,127 @@
+"""What the router's queue costs a request that need not wait.
+
+Three ways for the same request, in turns within one run: a picker without a word about queues, the
+picker as it is without a threshold, and behind a line that is empty. A request is decided, gets its
+first token and ends. The figure is the middle of the rounds, in µs, and as a ratio to the first.
+
+    python benchmarks/queue_cost.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+from dynamo.config.router import RouterSettings
+from dynamo.observability.metrics import Registry
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.router.factory import make_index
+from dynamo.router.gate import Gate
+from dynamo.router.kv import KvPicker
+from dynamo.router.line import Line
+from dynamo.router.line_metrics import LineMetrics
+from dynamo.router.metrics import DecisionMetrics, Place
+
+BLOCK, WORKERS, RUNNING = 16, 16, 128
+Request = Callable[[str, "array[int]"], None]
+
+
+class Unaware(Gate):
+    """A gate as it was before somebody could wait behind it."""
+
+    def load_changed(self, worker_id: int) -> None:
+        """Nobody else is told."""
+        self.busy.look(worker_id)
+
+
+def picker_of(settings: RouterSettings, prompts: list[array[int]]) -> KvPicker:
+    """A picker with workers that are busy with other requests."""
+    metrics = DecisionMetrics(Registry(), Place("ns", "backend"))
+    made = KvPicker(settings, BLOCK, make_index(settings), metrics, Random(1))
+    for worker in range(WORKERS):
+        made.add_worker(worker, RuntimeConfig(max_num_batched_tokens=8192))
+    for number in range(RUNNING):
+        made.pick(f"running {number}", prompts[number % len(prompts)])
+        made.mark_prefill_complete(f"running {number}")
+    return made
+
+
+def direct(picker: KvPicker, request_id: str, tokens: array[int]) -> None:
+    """Without a line."""
+    picker.pick(request_id, tokens)
+    picker.mark_prefill_complete(request_id)
+    picker.free(request_id)
+
+
+def lined(
+    line: Line, picker: KvPicker, request_id: str, tokens: array[int], nobody: Callable[..., None]
+) -> None:
+    """Through a line, with the callback that a frontend makes for each request."""
+    line.request(request_id, tokens, on_decision=partial(nobody, request_id), on_error=nobody)
+    picker.mark_prefill_complete(request_id)
+    picker.free(request_id)
+
+
+def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
+    """The three, over one picker: what it holds in memory and where is the same for all."""
+    settings = RouterSettings(mode="kv", queue_threshold=1.0)
+    picker = picker_of(settings, prompts)
+    gate = picker.gate
+    line = Line(picker, settings, LineMetrics(Registry(), "m"))
+
+    def unaware() -> Request:
+        gate.__class__ = Unaware
+        return partial(direct, picker)
+
+    def without() -> Request:
+        gate.__class__, gate.on_change = Gate, None
+        return partial(direct, picker)
+
+    def waiting() -> Request:
+        gate.__class__, gate.on_change = Gate, line.wake
+        return partial(lined, line, picker, nobody=print)
+
+    return {
+        "no queue in the code": unaware,
+        "no threshold": without,
+        "threshold, nobody waits": waiting,
+    }
+
+
+def measure(tokens: int, rounds: int, each: int) -> None:
+    """One prompt length."""
+    source = Random(2)
+    prompts = [array("I", source.choices(range(150_000), k=tokens)) for _ in range(64)]
+    made = ways(prompts)
+    spent: dict[str, list[float]] = {name: [] for name in made}
+    for number in range(rounds):
+        for name in sorted(made, key=lambda _: source.random()):
+            request = made[name]()
+            begun = time.perf_counter()
+            for one in range(each):
+                request(f"{number}/{one}", prompts[one % 64])
+            spent[name].append((time.perf_counter() - begun) / each * 1e6)
+    base = statistics.median(spent["no queue in the code"])
+    print(f"{tokens} tokens, {WORKERS} workers:")
+    for name, times in spent.items():
+        middle = statistics.median(times)
+        print(f"  {name:24} {middle:7.2f} µs  × {middle / base:.3f}")
+
+
+def main() -> None:
+    """Short and long prompts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--each", type=int, default=500)
+    given = parser.parse_args()
+    for tokens in (256, 4096):
+        measure(tokens, given.rounds, given.each)
+
+
+if __name__ == "__main__":
+    main()
