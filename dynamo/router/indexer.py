@@ -124,7 +124,9 @@ class Indexer:
                     self._take(stream, event)
         since = recovery.start is not None and recovery.end is None
         nothing_new = since and answer.kind == "too_new"
-        if answer.kind != "tree_dump" and stream.last == before and not nothing_new:
+        if nothing_new and (answer.newest_available or 0) < (before or 0):
+            self._renew(stream)
+        elif answer.kind != "tree_dump" and stream.last == before and not nothing_new:
             self._fruitless(stream)
         elif stream.overflowed:
             stream.overflowed = False
@@ -150,6 +152,11 @@ class Indexer:
             if stream.answers and stream.asked is None and stream.last is not None:
                 self._recover(stream, stream.last + 1, None)
 
+    def renew(self, worker_id: int) -> None:
+        """The worker began anew under its id: what it told before is void, ask for everything."""
+        for stream in [one for key, one in self._streams.items() if key[0] == worker_id]:
+            self._renew(stream)
+
     def silent(self, worker_id: int) -> bool:
         """True if the worker is followed, but has no block and has never sent an event."""
         streams = [stream for key, stream in self._streams.items() if key[0] == worker_id]
@@ -158,6 +165,14 @@ class Indexer:
     def recovering(self) -> int:
         """How many streams wait for an answer."""
         return sum(stream.asked is not None for stream in self._streams.values())
+
+    def _renew(self, stream: _Stream) -> None:
+        self._counts.warning("began_anew")
+        stream.held.clear()
+        if stream.answers:
+            self._recover(stream, None, None)
+        else:
+            self._restart(stream)
 
     def _standing(self, recovery: Recovery) -> _Stream | None:
         stream = self._streams.get((recovery.worker_id, recovery.dp_rank))

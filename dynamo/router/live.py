@@ -274,7 +274,10 @@ class LiveRouter:
             self.picker.gate.busy.report(state)
 
     def _on_gap(self, publisher_id: int, expected: int, got: int) -> None:
-        """Messages were lost; event ids will tell which events, so only count."""
+        """Messages were lost; event ids will tell which events, so only count. One that counts from
+        an earlier number has begun anew, and its event ids with it."""
+        if got < expected and self.indexer is not None:
+            self.indexer.renew(publisher_id)
         self._counts.warning("sequence_gap", max(got - expected, 1))
 
     def _on_recovery(self, recovery: Recovery) -> None:

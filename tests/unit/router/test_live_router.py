@@ -25,6 +25,7 @@ from dynamo.router import recovery as recovery_module
 from dynamo.router import upkeep as upkeep_module
 from dynamo.router.kv import KvPicker
 from dynamo.router.live import LiveRouter
+from dynamo.runtime import distributed as distributed_module
 
 
 @pytest_asyncio.fixture
@@ -72,7 +73,10 @@ async def test_a_lost_last_event_is_found_by_the_sweep(box: Box) -> None:
     indexer = live.indexer
     assert indexer is not None
     await until(lambda: bool(worker.queries) and not indexer.recovering())
-    worker.answers = [KvQueryAnswer("events", [stored(1, 0, 2)], 1), KvQueryAnswer("too_new")]
+    worker.answers = [
+        KvQueryAnswer("events", [stored(1, 0, 2)], 1),
+        KvQueryAnswer("too_new", newest_available=1),
+    ]
     assert live._upkeep is not None
     live._upkeep.sweep()
     await until(lambda: overlap(live) == 2)
@@ -285,3 +289,49 @@ async def test_events_of_other_blocks_than_registered_are_not_used(
     worker.publish(stored(6, 2, 3))
     assert "publishes KV blocks of 16 tokens, but is registered with blocks of 4" in caplog.text
     assert overlap(live) == 0 and mismatched(box) == ["1"]
+
+
+async def test_a_worker_that_begins_anew_under_its_id(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed_module.secrets, "randbits", lambda bits: 0xABC)
+    first = await box.worker()
+    monkeypatch.undo()
+    live = await box.route()
+    await until(lambda: bool(first.queries) and overlap(live) == 0)
+    for number in range(4):
+        first.publish(stored(1 + number, number, number + 1))
+    await until(lambda: overlap(live) == 4)
+    await first.runtime.close()
+    monkeypatch.setattr(distributed_module.secrets, "randbits", lambda bits: 0xABC)
+    second = await box.worker()
+    monkeypatch.undo()
+    assert second.id == first.id
+    await until(lambda: bool(second.queries) and overlap(live) == 0)
+    second.publish(stored(1, 0, 2))
+    await until(lambda: overlap(live) == 2)
+
+
+async def test_a_publisher_that_counts_anew_is_asked_for_everything(box: Box) -> None:
+    """As when a death and a start under the same id are so close that discovery shows neither."""
+    worker = await box.worker()
+    live = await box.route()
+    indexer = live.indexer
+    assert indexer is not None
+    await until(lambda: bool(worker.queries) and not indexer.recovering())
+    for number in range(3):
+        worker.publish(stored(1 + number, number, number + 1))
+    await until(lambda: overlap(live) == 3)
+    worker.answers = [KvQueryAnswer("tree_dump", [stored(0, 0, 1)], 1)]
+    worker.publisher._sequence = 0  # type: ignore[attr-defined]
+    worker.publish(stored(1, 0, 1))
+    await until(lambda: overlap(live) == 1 and not indexer.recovering())
+    worker.publish(stored(2, 1, 2))
+    await until(lambda: overlap(live) == 2)
+    # and so the sweep notices, should the first message be lost as well
+    worker.answers = [
+        KvQueryAnswer("too_new", newest_available=1),
+        KvQueryAnswer("tree_dump", [stored(0, 0, 1)], 1),
+    ]
+    indexer.verify()
+    await until(lambda: overlap(live) == 1 and not indexer.recovering())
