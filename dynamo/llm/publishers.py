@@ -7,6 +7,8 @@ import logging
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,10 +16,10 @@ from dynamo._fast.hashing import block_hashes as hash_blocks
 from dynamo._fast.hashing import seed_for
 from dynamo.llm.hashing import mm_hashes_of
 from dynamo.llm.relay import EngineEventRelay
-from dynamo.llm.vllm_events import EngineEvent, EngineRemoved, EngineStored
+from dynamo.llm.vllm_events import EngineEvent, EngineRemoved, EngineStored, tier_of
 from dynamo.observability.names import counter
 from dynamo.observability.names_worker import PUBLISHER_DROPPED
-from dynamo.protocols.kv import Cleared, Removed, Stored
+from dynamo.protocols.kv import STORAGE_TIERS, Cleared, Removed, Stored
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import Component, DistributedRuntime, Endpoint
 from dynamo.worker.channels import connect_kv_events, connect_load
@@ -79,25 +81,32 @@ class KvEventPublisher:
         parent_hash: int | None = None,
         block_mm_infos: Sequence[Mapping[str, Any] | None] | None = None,
         lora_name: str | None = None,
+        medium: str | None = None,
     ) -> None:
         """These blocks exist now, as a chain under ``parent_hash`` (None: the root).
 
         ``num_block_tokens[i]`` tokens of ``token_ids`` belong to ``block_hashes[i]``. From a block
-        on that is not ``kv_block_size`` long everything is dropped, with a warning.
+        on that is not ``kv_block_size`` long everything is dropped, with a warning. ``medium`` is
+        where they lie: GPU (None), CPU, DISK, EXTERNAL or another name of these tiers; below the
+        device ``token_ids`` may be empty for blocks that another tier holds. ValueError: unknown.
         """
+        tier = _tier(medium)
+        if tier != STORAGE_TIERS[0] and not token_ids:
+            self._record(self.dp_rank, [Stored(_column(block_hashes), b"")], tier)
+            return
         stored = self._stored(
             token_ids, num_block_tokens, block_hashes, parent_hash, block_mm_infos, lora_name
         )
         if stored is not None:
-            self._record(self.dp_rank, [stored])
+            self._record(self.dp_rank, [stored], tier)
 
-    def publish_removed(self, block_hashes: Sequence[int]) -> None:
-        """These blocks are gone."""
-        self._record(self.dp_rank, [Removed(_column(block_hashes))])
+    def publish_removed(self, block_hashes: Sequence[int], medium: str | None = None) -> None:
+        """These blocks are gone from ``medium``. ValueError: unknown."""
+        self._record(self.dp_rank, [Removed(_column(block_hashes))], _tier(medium))
 
     def publish_all_cleared(self) -> None:
         """No block is left."""
-        self._record(self.dp_rank, [Cleared()])
+        self._record(self.dp_rank, [Cleared()], STORAGE_TIERS[0])
 
     def shutdown(self) -> None:
         """Stop relaying the engine's events. Idempotent."""
@@ -132,18 +141,24 @@ class KvEventPublisher:
         parent = None if parent_hash is None else parent_hash & _U64
         return Stored(_column(block_hashes[: len(local)]), local.tobytes(), parent)
 
-    def _record(self, dp_rank: int, changes: Iterable[Stored | Removed | Cleared]) -> None:
+    def _record(
+        self, dp_rank: int, changes: Iterable[Stored | Removed | Cleared], tier: str
+    ) -> None:
         if threading.get_ident() == self._thread:
-            self._outlet.record(dp_rank, changes)
+            self._outlet.record(dp_rank, changes, tier)
         else:
-            self._loop.call_soon_threadsafe(self._outlet.record, dp_rank, changes)
+            self._loop.call_soon_threadsafe(self._outlet.record, dp_rank, changes, tier)
 
     def _on_engine_events(self, dp_rank: int | None, events: list[EngineEvent]) -> None:
-        changes = [change for event in events if (change := self._translated(event)) is not None]
-        self._record(self.dp_rank if dp_rank is None else dp_rank, changes)
+        rank = self.dp_rank if dp_rank is None else dp_rank
+        for tier, group in groupby(events, key=attrgetter("storage_tier")):
+            changes = [change for event in group if (change := self._translated(event)) is not None]
+            self._record(rank, changes, tier)
 
     def _translated(self, event: EngineEvent) -> Stored | Removed | Cleared | None:
         if isinstance(event, EngineStored):
+            if not event.token_ids:
+                return self._by_id(event)
             lengths = [event.block_size] * len(event.block_hashes)
             return self._stored(
                 event.token_ids,
@@ -156,6 +171,15 @@ class KvEventPublisher:
         if isinstance(event, EngineRemoved):
             return Removed(_column(event.block_hashes))
         return Cleared()
+
+    def _by_id(self, event: EngineStored) -> Stored | None:
+        """Blocks that an engine moved down and names by their hashes alone."""
+        if event.storage_tier == STORAGE_TIERS[0] or event.block_size not in (
+            0,
+            self.kv_block_size,
+        ):
+            return None
+        return Stored(_column(event.block_hashes), b"")
 
 
 class WorkerMetricsPublisher:
@@ -207,6 +231,13 @@ def _outlet(endpoint: Endpoint, worker_id: int, delay_s: float) -> KvOutlet:
 
 def _endpoint(target: Endpoint | Component) -> Endpoint:
     return target if isinstance(target, Endpoint) else target.endpoint("generate")
+
+
+def _tier(medium: str | None) -> str:
+    tier = tier_of(medium)
+    if tier is None:
+        raise ValueError(f"unknown medium {medium!r}")
+    return tier
 
 
 def _column(hashes: Iterable[int]) -> bytes:

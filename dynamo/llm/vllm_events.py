@@ -3,7 +3,8 @@
 A message is MessagePack ``[timestamp, [event, …], dp_rank]``, or a map of these names; the last
 may be missing. An event is a map with ``type``, or an array with the type first and the fields in
 the order below. A hash is an integer, signed or not, or bytes of which the last eight count
-(big-endian).
+(big-endian). ``medium`` says where the blocks lie; on a medium below the device, events may name
+blocks by their hashes alone, without tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = ["EngineCleared", "EngineEvent", "EngineRemoved", "EngineStored", "decode_events"]
+__all__ = [
+    "EngineCleared",
+    "EngineEvent",
+    "EngineRemoved",
+    "EngineStored",
+    "decode_events",
+    "tier_of",
+]
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _FIELDS = {
@@ -29,37 +37,58 @@ _FIELDS = {
     "AllBlocksCleared": (),
 }
 _BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
-_ON_DEVICE = frozenset((None, "GPU", "DEVICE"))
+_MEDIA = {
+    "device": ("GPU",),
+    "host_pinned": ("CPU", "CPU_PINNED", "CPU_TIER1"),
+    "disk": ("CPU_TIER2", "NVME", "STORAGE"),
+    "external": ("NETWORK", "REMOTE", "SHARED"),
+}
+_TIER_OF = {name: tier for tier, media in _MEDIA.items() for name in (*media, tier.upper())}
 _decode = msgspec.msgpack.Decoder().decode
 
 
 class EngineStored(NamedTuple):
-    """Blocks of ``block_size`` tokens each, as a chain under ``parent_hash``."""
+    """Blocks of ``block_size`` tokens each, as a chain under ``parent_hash``.
+
+    Without ``token_ids`` they are known from another tier.
+    """
 
     block_hashes: list[int]
     parent_hash: int | None
     token_ids: list[int]
     block_size: int
     lora_name: str | None
+    storage_tier: str = "device"
 
 
 class EngineRemoved(NamedTuple):
-    """These blocks are gone."""
+    """These blocks are gone from the tier."""
 
     block_hashes: list[int]
+    storage_tier: str = "device"
 
 
 class EngineCleared(NamedTuple):
-    """The engine has no blocks any more."""
+    """The engine has no blocks any more; off the device: none on that tier."""
+
+    storage_tier: str = "device"
 
 
 EngineEvent = EngineStored | EngineRemoved | EngineCleared
 
 
-def decode_events(payload: bytes) -> tuple[int | None, list[EngineEvent]]:
-    """(dp_rank if it says, events on the device). ValueError: not such a message.
+def tier_of(medium: str | None) -> str | None:
+    """The storage tier that an engine calls ``medium`` (None: the device); None: no such medium.
 
-    Blocks in host memory or on disk are left out, and so are events of unknown types.
+    The tiers' own names are understood as well, in any case of letters. Spec 2.1.
+    """
+    return "device" if medium is None else _TIER_OF.get(medium.upper())
+
+
+def decode_events(payload: bytes) -> tuple[int | None, list[EngineEvent]]:
+    """(dp_rank if it says, events). ValueError: not such a message.
+
+    Events of unknown types and on unknown media are left out.
     """
     try:
         batch = _fields(_decode(payload), _BATCH_FIELDS)
@@ -79,19 +108,21 @@ def _event(raw: Any) -> EngineEvent | None:
     if names is None:
         return None
     event = _fields(raw if isinstance(raw, dict) else raw[1:], names)
-    if event.get("medium") not in _ON_DEVICE:
+    tier = tier_of(event.get("medium"))
+    if tier is None:
         return None
     if kind == "BlockRemoved":
-        return EngineRemoved([_hash(value) for value in event["block_hashes"]])
+        return EngineRemoved([_hash(value) for value in event["block_hashes"]], tier)
     if kind == "AllBlocksCleared":
-        return EngineCleared()
+        return EngineCleared(tier)
     parent = event.get("parent_block_hash")
     return EngineStored(
         [_hash(value) for value in event["block_hashes"]],
         None if parent is None else _hash(parent),
-        event["token_ids"],
+        event["token_ids"] or [],
         event["block_size"],
         event.get("lora_name"),
+        tier,
     )
 
 

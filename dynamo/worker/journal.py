@@ -10,7 +10,15 @@ import logging
 from collections import deque
 
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
-from dynamo.protocols.kv import Cleared, KvEvent, KvQuery, KvQueryAnswer, Removed, Stored
+from dynamo.protocols.kv import (
+    STORAGE_TIERS,
+    Cleared,
+    KvEvent,
+    KvQuery,
+    KvQueryAnswer,
+    Removed,
+    Stored,
+)
 
 __all__ = ["RING_EVENTS", "EventJournal"]
 
@@ -27,18 +35,22 @@ class EventJournal:
         self.refused = 0
         self._ring: deque[KvEvent] = deque(maxlen=ring_events)
         self._tree = RadixTree()
-        self._slot = self._tree.slot(0, dp_rank)
 
-    def record(self, data: Stored | Removed | Cleared) -> KvEvent | None:
-        """The event of this change, remembered; None (counted, logged) if it makes no sense."""
+    def record(
+        self, data: Stored | Removed | Cleared, storage_tier: str = STORAGE_TIERS[0]
+    ) -> KvEvent | None:
+        """The event of this change, remembered; None (counted, logged) if it makes no sense.
+
+        ``storage_tier`` is one of ``STORAGE_TIERS``.
+        """
         try:
-            self._apply(data)
-        except (ParentNotFound, InvalidSequence) as error:
+            self._apply(data, STORAGE_TIERS.index(storage_tier))
+        except (ParentNotFound, InvalidSequence, _UnknownBlocks) as error:
             self.refused += 1
             _log.warning("KV event of dp_rank %d dropped: %s", self.dp_rank, error)
             return None
         self.last_event_id += 1
-        event = KvEvent(self.last_event_id, data, self.dp_rank)
+        event = KvEvent(self.last_event_id, data, self.dp_rank, storage_tier)
         self._ring.append(event)
         return event
 
@@ -61,19 +73,37 @@ class EventJournal:
     def dump(self) -> KvQueryAnswer:
         """Stored events, parents first, that rebuild the index; ids count from 0. O(blocks)."""
         events = [
-            KvEvent(number, Stored(blocks.tobytes(), local.tobytes(), parent), rank)
-            for number, (_, rank, parent, blocks, local) in enumerate(self._tree.dump())
+            KvEvent(
+                number, Stored(blocks.tobytes(), local.tobytes(), parent), rank, STORAGE_TIERS[tier]
+            )
+            for number, chain in enumerate(self._tree.dump_tiers())
+            for _, rank, parent, blocks, local, tier in (chain,)
         ]
         return KvQueryAnswer("tree_dump", events, self.last_event_id)
 
     def blocks(self) -> int:
-        """Blocks that the events leave behind."""
+        """Blocks that the events leave behind, counted once per tier."""
         return self._tree.blocks()
 
-    def _apply(self, data: Stored | Removed | Cleared) -> None:
+    def _apply(self, data: Stored | Removed | Cleared, tier: int) -> None:
+        slot = self._tree.slot(0, self.dp_rank, tier)
         if isinstance(data, Stored):
-            self._tree.store(self._slot, data.parent_hash, data.block_hashes, data.tokens_hashes)
+            self._store(slot, data, tier)
         elif isinstance(data, Removed):
-            self._tree.remove(self._slot, data.block_hashes)
+            self._tree.remove(slot, data.block_hashes)
+        elif tier == 0:
+            self._tree.clear_all(slot)
         else:
-            self._tree.clear(self._slot)
+            self._tree.clear(slot)
+
+    def _store(self, slot: int, data: Stored, tier: int) -> None:
+        if tier == 0 or data.tokens_hashes:
+            self._tree.store(slot, data.parent_hash, data.block_hashes, data.tokens_hashes)
+            return
+        count = len(data.block_hashes) // 8
+        if count and self._tree.adopt(slot, data.block_hashes) == count:
+            raise _UnknownBlocks(f"none of {count} blocks is known on another tier")
+
+
+class _UnknownBlocks(Exception):
+    """Blocks without tokens that no other tier has, so that nobody can know what they hold."""

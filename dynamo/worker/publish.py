@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from dynamo.errors import InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.kv import (
+    STORAGE_TIERS,
     Cleared,
     KvEvent,
     KvEventBatch,
@@ -69,11 +70,19 @@ class KvOutlet:
         self._flush()
         self._publish = None
 
-    def record(self, dp_rank: int, changes: Iterable[Stored | Removed | Cleared]) -> None:
-        """Number, remember and publish ``changes``; what makes no sense is dropped and logged."""
+    def record(
+        self,
+        dp_rank: int,
+        changes: Iterable[Stored | Removed | Cleared],
+        storage_tier: str = STORAGE_TIERS[0],
+    ) -> None:
+        """Number, remember and publish ``changes``; what makes no sense is dropped and logged.
+
+        They all concern ``storage_tier``, one of ``STORAGE_TIERS``.
+        """
         journal = self.journal(dp_rank)
         for change in changes:
-            event = journal.record(change)
+            event = journal.record(change, storage_tier)
             if event is not None:
                 self._pending.append(event)
                 if len(self._pending) == RING_EVENTS:

@@ -172,6 +172,32 @@ async def test_other_threads_may_publish(endpoint: Endpoint, listener: Listener)
     assert listener.loads[-1].worker_id == endpoint.connection_id()
 
 
+async def test_blocks_below_the_device(endpoint: Endpoint, listener: Listener) -> None:
+    publisher = KvEventPublisher(endpoint, kv_block_size=B)
+    await listener.join(publisher)
+    publisher.publish_stored(TOKENS, [B, B], [11, 12])
+    publisher.publish_stored(TOKENS, [B, B], [11, 12], medium="CPU")
+    publisher.publish_stored([], [], [12], medium="NVME")
+    publisher.publish_removed([11], "CPU_PINNED")
+    publisher.publish_removed([12])
+    await listener.until(lambda: len(listener.events) == 5)
+    assert [(event.storage_tier, event.data) for event in listener.events] == [
+        ("device", Stored(u64(11, 12), local(TOKENS))),
+        ("host_pinned", Stored(u64(11, 12), local(TOKENS))),
+        ("disk", Stored(u64(12), b"")),
+        ("host_pinned", Removed(u64(11))),
+        ("device", Removed(u64(12))),
+    ]
+    dump = await listener.ask(KvQuery())
+    assert [(event.storage_tier, event.data) for event in dump.events] == [
+        ("device", Stored(u64(11), local(TOKENS[:B]))),
+        ("host_pinned", Stored(u64(12), local(TOKENS[B:]), 11)),
+        ("disk", Stored(u64(12), local(TOKENS[B:]), 11)),
+    ]
+    with pytest.raises(ValueError, match="unknown medium 'TAPE'"):
+        publisher.publish_removed([1], "TAPE")
+
+
 async def test_a_block_size_of_zero_is_refused(endpoint: Endpoint) -> None:
     with pytest.raises(ValueError, match="kv_block_size cannot be 0"):
         KvEventPublisher(endpoint)
@@ -197,12 +223,20 @@ async def test_the_events_of_an_engine_are_relayed(
     await send(0, ["BlockStored", [11, 12], None, TOKENS, B, None])
     await send(1, {"type": "BlockRemoved", "block_hashes": [12]})
     await engine.send_multipart([b"kv", b"\0" * 8, b"\xc1"])
-    await send(4, ["AllBlocksCleared"])
-    await listener.until(lambda: len(listener.events) == 3)
-    assert [event.data for event in listener.events] == [
-        Stored(u64(11, 12), local(TOKENS)),
-        Removed(u64(12)),
-        Cleared(),
+    await send(
+        4,
+        ["BlockStored", [11], None, [], 0, None, "CPU"],
+        ["BlockStored", [13], 11, TOKENS[:B], B, None, "DISK"],
+        ["BlockStored", [14], None, [], 2 * B, None, "CPU"],
+        ["AllBlocksCleared"],
+    )
+    await listener.until(lambda: len(listener.events) == 5)
+    assert [(event.storage_tier, event.data) for event in listener.events] == [
+        ("device", Stored(u64(11, 12), local(TOKENS))),
+        ("device", Removed(u64(12))),
+        ("host_pinned", Stored(u64(11), b"")),
+        ("disk", Stored(u64(13), local(TOKENS[:B]), 11)),
+        ("device", Cleared()),
     ]
     assert {event.dp_rank for event in listener.events} == {1}
     text = endpoint.metrics.render().decode()

@@ -7,7 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo.llm.vllm_events import EngineCleared, EngineRemoved, EngineStored, decode_events
+from dynamo.llm.vllm_events import (
+    EngineCleared,
+    EngineRemoved,
+    EngineStored,
+    decode_events,
+    tier_of,
+)
 
 BYTES_HASH = bytes(range(32))
 FOLDED = int.from_bytes(BYTES_HASH[-8:], "big")
@@ -62,6 +68,26 @@ SHAPES = {
     "a field of the future": ([1.5, [[*as_array(**stored()), "GPU", None, 7, 8]], 0], 0, STORED),
     "removed": ([1.5, [["BlockRemoved", [5, -1]]], 0], 0, EngineRemoved([5, 2**64 - 1])),
     "removed with medium": ([1.5, [["BlockRemoved", [5], "GPU"]], 0], 0, EngineRemoved([5])),
+    "on the host": (
+        [1.5, [stored(medium="CPU")], 0],
+        0,
+        STORED._replace(storage_tier="host_pinned"),
+    ),
+    "by hashes alone": (
+        [1.5, [["BlockStored", [BYTES_HASH], None, [], 0, None, "CPU"]], 0],
+        0,
+        EngineStored([FOLDED], None, [], 0, None, "host_pinned"),
+    ),
+    "removed from disk": (
+        [1.5, [["BlockRemoved", [5], "DISK"]], 0],
+        0,
+        EngineRemoved([5], "disk"),
+    ),
+    "a tier is cleared": (
+        [1.5, [{"type": "AllBlocksCleared", "medium": "SHARED"}], 0],
+        0,
+        EngineCleared("external"),
+    ),
     "cleared": ([1.5, [["AllBlocksCleared"]], 0], 0, EngineCleared()),
     "cleared as map": ([1.5, [{"type": "AllBlocksCleared"}], 0], 0, EngineCleared()),
 }
@@ -73,7 +99,7 @@ def test_every_shape(shape: str) -> None:
     assert decode_events(msgspec.msgpack.encode(message)) == (rank, [event])
 
 
-ELSEWHERE = (["BlockMoved", 1], stored(medium="CPU"), ["BlockRemoved", [1], "DISK"])
+UNKNOWN = (["BlockMoved", 1], stored(medium="TAPE"), ["BlockRemoved", [1], "CLOUD"])
 NONSENSE = (
     b"",
     b"\xc1",
@@ -82,8 +108,22 @@ NONSENSE = (
 )
 
 
-@pytest.mark.parametrize("event", ELSEWHERE)
-def test_what_does_not_concern_the_device_is_left_out(event: Any) -> None:
+@pytest.mark.parametrize(
+    ("media", "tier"),
+    [
+        ((None, "GPU", "DEVICE", "device"), "device"),
+        (("CPU", "CPU_PINNED", "CPU_TIER1", "host_pinned"), "host_pinned"),
+        (("CPU_TIER2", "DISK", "NVME", "STORAGE"), "disk"),
+        (("EXTERNAL", "NETWORK", "REMOTE", "SHARED", "Remote"), "external"),
+        (("TAPE", ""), None),
+    ],
+)
+def test_media_are_tiers(media: tuple[str | None, ...], tier: str | None) -> None:
+    assert {tier_of(medium) for medium in media} == {tier}
+
+
+@pytest.mark.parametrize("event", UNKNOWN)
+def test_what_is_unknown_is_left_out(event: Any) -> None:
     assert decode_events(msgspec.msgpack.encode([0, [event], 0])) == (0, [])
 
 

@@ -79,6 +79,52 @@ def test_cleared_leaves_nothing() -> None:
     assert journal.blocks() == 0 and journal.dump().events == []
 
 
+def test_every_tier_is_remembered() -> None:
+    journal = EventJournal(ring_events=2)
+    journal.record(stored(1, 2, 3))
+    journal.record(stored(3, 4, parent=2), "host_pinned")
+    journal.record(Stored(u64(1, 4), b""), "disk")
+    journal.record(Removed(u64(2)), "host_pinned")
+    held = {
+        tier: sorted(
+            block
+            for event in journal.dump().events
+            if event.storage_tier == tier and isinstance(event.data, Stored)
+            for block in array("Q", event.data.block_hashes)
+        )
+        for tier in ("device", "host_pinned", "disk")
+    }
+    assert held == {"device": [1, 2, 3], "host_pinned": [3, 4], "disk": [1, 4]}
+    assert journal.blocks() == 7
+    rest = journal.answer(KvQuery(start_event_id=3))
+    assert [(event.event_id, event.storage_tier) for event in rest.events] == [
+        (3, "disk"),
+        (4, "host_pinned"),
+    ]
+    again = EventJournal()
+    for event in journal.dump().events:
+        assert again.record(event.data, event.storage_tier) is not None
+    assert again.dump().events == journal.dump().events
+
+
+def test_ids_that_no_tier_knows_are_refused() -> None:
+    journal = EventJournal()
+    assert journal.record(Stored(u64(7), b""), "host_pinned") is None
+    journal.record(stored(7))
+    assert journal.record(Stored(u64(7, 8), b""), "host_pinned") is not None
+    assert (journal.refused, journal.blocks()) == (1, 2)
+
+
+def test_clearing_the_device_clears_every_tier() -> None:
+    journal = EventJournal()
+    for tier in ("device", "host_pinned", "disk"):
+        journal.record(stored(1), tier)
+    journal.record(Cleared(), "host_pinned")
+    assert journal.blocks() == 2
+    journal.record(Cleared())
+    assert journal.blocks() == 0
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 12), st.integers(0, 12)), max_size=40))
 def test_a_dump_rebuilds_what_the_events_left(steps: list[tuple[bool, int, int]]) -> None:
