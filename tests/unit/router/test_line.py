@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ class World:
         self.timers: list[Timer] = []
         self.registry = Registry()
         index = make_index(self.settings)
-        self.picker = KvPicker(self.settings, BLOCK, index, clock=self.clock)
+        self.picker = KvPicker(self.settings, BLOCK, index, None, Random(1), self.clock)
         metrics = LineMetrics(self.registry, "m")
         self.line = Line(self.picker, self.settings, metrics, self.clock, self.later)
         self.outcomes: dict[str, Decision | DynamoError] = {}
