@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamo.observability.names import MetricSpec
 
-__all__ = ["Hits", "EventSources", "Predictions", "Replicas", "RouterGate", "RouterIndex"]
+__all__ = ["EventSources", "Hits", "Predictions", "Replicas", "RouterGate", "RouterIndex"]
 
 _ROUTED = ("dynamo_component", "dynamo_namespace", "router_id", "worker_id")
 _MODELLED = ("dynamo_component", "dynamo_namespace", "model", "phase", "router_id", "worker_id")

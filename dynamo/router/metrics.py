@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from dynamo._fast.radix import RadixTree
 from dynamo.observability.metrics import Counter, Gauge, Registry
 from dynamo.observability.names import Frontend, Router, counter, gauge, histogram
-from dynamo.observability.names_router import Hits, EventSources, Predictions, RouterGate, RouterIndex
+from dynamo.observability.names_router import (
+    EventSources,
+    Hits,
+    Predictions,
+    RouterGate,
+    RouterIndex,
+)
 from dynamo.router.active import ActiveLoad, Booking
 from dynamo.router.fleet import Member
 from dynamo.router.gate import Gate
