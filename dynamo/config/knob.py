@@ -17,7 +17,17 @@ from typing import Any, NoReturn, TypeVar
 
 from dynamo.errors import ConfigError
 
-__all__ = ["Knob", "describe", "environ", "from_env", "knob", "load", "preset", "to_env"]
+__all__ = [
+    "Knob",
+    "deprecations",
+    "describe",
+    "environ",
+    "from_env",
+    "knob",
+    "load",
+    "preset",
+    "to_env",
+]
 
 T = TypeVar("T")
 _TRUE = frozenset(("true", "1", "yes", "on"))
@@ -123,6 +133,16 @@ def describe(group: type[Any]) -> list[tuple[str, str, Any, str]]:
         spec: Knob = field.metadata["knob"]
         rows.append((" ".join(spec.flags), " ".join(spec.env), field.default, spec.help))
     return rows
+
+
+def deprecations(settings: Any) -> list[str]:
+    """A line for each deprecated field of ``settings`` that is not at its default."""
+    return [
+        f"{(*spec.flags, *spec.env)[0]} is deprecated: {spec.deprecated}"
+        for field in _fields(type(settings))
+        if (spec := field.metadata["knob"]).deprecated
+        and getattr(settings, field.name) != field.default
+    ]
 
 
 class _Parser(argparse.ArgumentParser):

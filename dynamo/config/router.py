@@ -10,6 +10,7 @@ from dynamo.config.knob import knob
 
 __all__ = ["ROUTER_MODES", "RouterSettings"]
 
+_JETSTREAM = "there is no JetStream mode; a router asks the workers for what it missed"
 ROUTER_MODES = (
     "round-robin",
     "random",
@@ -344,6 +345,28 @@ class RouterSettings(DisaggSettings):
         env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
         minimum=0,
         help="the same as a fraction of the worker's max_num_batched_tokens",
+    )
+    durable_kv_events: bool = knob(
+        False,
+        "--router-durable-kv-events",
+        env="DYN_ROUTER_DURABLE_KV_EVENTS",
+        deprecated=_JETSTREAM,
+        help="accepted, no effect",
+    )
+    reset_states: bool = knob(
+        False,
+        "--router-reset-states",
+        env="DYN_ROUTER_RESET_STATES",
+        deprecated=_JETSTREAM,
+        help="accepted, no effect",
+    )
+    snapshot_threshold: int = knob(
+        1_000_000,
+        "--router-snapshot-threshold",
+        env="DYN_ROUTER_SNAPSHOT_THRESHOLD",
+        minimum=1,
+        deprecated=_JETSTREAM,
+        help="accepted, no effect",
     )
 
     @property

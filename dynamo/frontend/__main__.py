@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import uvloop
 
 from dynamo.config.frontend import FrontendSettings
-from dynamo.config.knob import load
+from dynamo.config.knob import deprecations, load
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
     )
     setup_logging("frontend", logs.level, logs.jsonl)
+    for line in deprecations(router):
+        log.warning("%s", line)
     try:
         uvloop.run(_serve(frontend, router, runtime))
     except ConfigError as error:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
 from collections.abc import Callable
 from typing import Any
 
-from dynamo.config import from_env
+from dynamo.config import deprecations, from_env
 from dynamo.config.router import RouterSettings
 
 __all__ = ["WITHOUT_EFFECT", "KvRouterConfig", "RouterConfig", "RouterMode"]
+
+_log = logging.getLogger(__name__)
 
 
 class RouterMode(enum.Enum):
@@ -75,6 +78,8 @@ class KvRouterConfig:
         if isinstance(model, str):
             more["prefill_load_model"] = model
         made = from_env(RouterSettings, {}, mode="kv", **given, **more)
+        for line in deprecations(made):
+            _log.warning("%s", line)
         if isinstance(model, str):
             return made
         return dataclasses.replace(made, prefill_load_predictor=model)
@@ -124,6 +129,9 @@ _SETTINGS = {
     "router_approximate_cache_policy": "approximate_cache_policy",
     "router_predicted_ttl_secs": "predicted_ttl_s",
     "router_duplicate_cost": "duplicate_cost",
+    "durable_kv_events": "durable_kv_events",
+    "router_reset_states": "reset_states",
+    "router_snapshot_threshold": "snapshot_threshold",
     "router_max_tree_size": "max_tree_size",
     "router_prune_target_ratio": "prune_target_ratio",
     "overlap_score_credit": "overlap_score_credit",
@@ -143,5 +151,6 @@ WITHOUT_EFFECT = tuple(
     field.name
     for field in dataclasses.fields(KvRouterConfig)
     if field.name not in (*_SETTINGS, "router_prefill_load_model")
+    or field.name in ("durable_kv_events", "router_reset_states", "router_snapshot_threshold")
 )
 """What is accepted for compatibility."""

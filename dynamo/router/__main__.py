@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from dynamo.config import load
+from dynamo.config import deprecations, load
 from dynamo.config.router import RouterSettings
 from dynamo.config.router_process import RouterProcessSettings
 from dynamo.config.runtime import RuntimeSettings
@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
     process, router, runtime, logs = load("python -m dynamo.router", __doc__, _GROUPS, argv)
     setup_logging("router", logs.level, logs.jsonl)
+    for line in deprecations(router):
+        _log.warning("%s", line)
     try:
         if process.endpoint is None:
             raise DynamoError("--endpoint (or DYN_ROUTER_ENDPOINT) is needed")
