@@ -1,0 +1,123 @@
+"""A router in the test's process whose KV events come through relays that lose, double and swap."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from deployment import Deployment
+
+from dynamo.config.router import RouterSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.system import SystemSettings
+from dynamo.protocols.control import EventChannelRecord
+from dynamo.router.live import LiveRouter
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.discovery import Discovery, FileDiscovery, KeyEvent
+from dynamo.runtime.paths import store_dir
+
+__all__ = ["Detour", "Relay", "detoured"]
+
+FATES = ["passes"] * 6 + ["lost", "lost", "doubled", "swapped"]
+
+
+class Relay:
+    """Between a publisher and its subscribers: each message passes, or is lost, doubled or swapped
+    with the next, by a seeded schedule; ``calm`` ends that."""
+
+    def __init__(self, address: str, listen: Path, seed: int) -> None:
+        context = zmq.asyncio.Context.instance()
+        self._in, self._out = context.socket(zmq.SUB), context.socket(zmq.PUB)
+        for socket in (self._in, self._out):
+            socket.setsockopt(zmq.LINGER, 0)
+        self._in.setsockopt(zmq.SUBSCRIBE, b"")
+        self._in.connect(address)
+        self.address = f"ipc://{listen}"
+        self._out.bind(self.address)
+        self._random = random.Random(seed)
+        self.calm = False
+        self.faults = {"lost": 0, "doubled": 0, "swapped": 0}
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+        self._in.close()
+        self._out.close()
+
+    async def _run(self) -> None:
+        kept: list[bytes] | None = None
+        while True:
+            message = await self._in.recv_multipart()
+            fate = "passes" if self.calm else self._random.choice(FATES)
+            if fate in self.faults:
+                self.faults[fate] += 1
+            if fate == "swapped" and kept is None:
+                kept = message
+                continue
+            if fate != "lost":
+                await self._out.send_multipart(message)
+            if fate == "doubled":
+                await self._out.send_multipart(message)
+            if kept is not None:
+                await self._out.send_multipart(kept)
+                kept = None
+
+
+class Detour:
+    """A discovery that sends those who look for KV events to relays."""
+
+    def __init__(self, discovery: Discovery, directory: Path, seed: int) -> None:
+        self._discovery = discovery
+        self._directory = directory
+        self._seed = seed
+        self.relays: dict[str, Relay] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._discovery, name)
+
+    def watch(self, prefix: str, callback: Any) -> Any:
+        def redirected(event: KeyEvent) -> None:
+            if event.value is not None:
+                record = msgspec.json.decode(event.value, type=EventChannelRecord)
+                record.transport["endpoint"] = self._relay(record.transport["endpoint"]).address
+                event = event._replace(value=msgspec.json.encode(record))
+            callback(event)
+
+        kv_events = prefix.endswith("/topic/kv-events/")
+        return self._discovery.watch(prefix, redirected if kv_events else callback)
+
+    def _relay(self, address: str) -> Relay:
+        if address not in self.relays:
+            name = self._directory / f"{len(self.relays)}"
+            self.relays[address] = Relay(address, name, self._seed)
+        return self.relays[address]
+
+
+@asynccontextmanager
+async def detoured(
+    deployment: Deployment, block_size: int, directory: Path, seed: int
+) -> AsyncIterator[tuple[LiveRouter, Detour]]:
+    """A router here, whose KV events come through relays."""
+    settings = RuntimeSettings(namespace=deployment.namespace, state_dir=str(deployment.state_dir))
+    detour = Detour(FileDiscovery(store_dir(settings)), directory, seed)
+    runtime = DistributedRuntime(settings=settings, system=SystemSettings(), discovery=detour)
+    await runtime.start()
+    path = deployment.namespace, "backend", "generate"
+    client = await runtime.endpoint(".".join(path)).client()
+    live = LiveRouter(runtime, *path, block_size, RouterSettings(mode="kv"), client)
+    await live.start()
+    try:
+        yield live, detour
+    finally:
+        await live.close()
+        await runtime.close()
+        for relay in detour.relays.values():
+            await relay.close()
