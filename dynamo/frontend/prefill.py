@@ -310,7 +310,7 @@ class PrefillRouter:
         ticket.attempts += 1
         if ticket.attempts > self._settings.prefill_retries:
             self._go_without(ticket, "retries", error)
-        elif not self.active:
+        elif not self.active or ticket.pin not in (None, *self.line.known_workers):
             self._go_without(ticket, "no_worker", error)
         else:
             log.info("prefill of %s goes back to the head: %s", ticket.booking, error)

@@ -100,6 +100,7 @@ class PrefillPool:
                 if wanted is not None:
                     await self._activate(wanted)
         except DynamoError as error:
+            self._active = None
             log.error("model %s: no prefill router: %s", self.name, error.message)
         finally:
             self._changing = False
@@ -146,8 +147,8 @@ class _Active:
         if self._workers is None:
             return
         self._workers.accept(card.instance_id)
-        if known and self._live is not None and card.instance_id in self._live.picker.fleet.members:
-            self._router.add_worker(card.instance_id, card.runtime_config)
+        if known:
+            self._add(card.instance_id)
 
     def refuse(self, worker_id: int) -> None:
         """Its card is gone."""
@@ -194,9 +195,14 @@ class _Active:
             self._router.remove_worker(worker_id)
             self._metrics.forget_worker(worker_id)
         for record in added:
-            card = self._cards.get(record.instance_id)
+            self._add(record.instance_id)
+
+    def _add(self, worker_id: int) -> None:
+        """Let it have prompts, if the picker does not refuse it (its blocks may be others)."""
+        card = self._cards.get(worker_id)
+        if self._live is not None and worker_id in self._live.picker.fleet.members:
             config = card.runtime_config if card is not None else RuntimeConfig()
-            self._router.add_worker(record.instance_id, config)
+            self._router.add_worker(worker_id, config)
 
 
 def prefill_settings(settings: RouterSettings) -> RouterSettings:

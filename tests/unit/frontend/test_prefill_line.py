@@ -1,0 +1,204 @@
+"""The prefill line against a readable twin: nothing is lost, order and slots hold."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dynamo.errors import Overloaded
+from dynamo.frontend.prefill_line import Capacity, PrefillLine
+
+LIMIT = 6
+WORKERS = (1, 2, 3)
+
+
+def served(line: PrefillLine[str], tokens: int = 10) -> list[tuple[str, int]]:
+    """Send whoever there is a slot for, to the first worker allowed."""
+    sent = []
+    while (turn := line.next()) is not None:
+        worker = (turn.workers or line.workers)[0]
+        line.start(turn.ticket, worker, tokens)
+        sent.append((turn.ticket, worker))
+    return sent
+
+
+def test_a_worker_gets_no_more_than_its_slots_and_the_rest_wait_in_order() -> None:
+    line: PrefillLine[str] = PrefillLine(LIMIT)
+    line.set_worker(1, Capacity(10**6, 2))
+    for number, name in enumerate("abcd"):
+        line.enter(name, float(number))
+    assert served(line) == [("a", 1), ("b", 1)]
+    assert len(line) == 2 and line.running == 2
+    line.finish("b")
+    assert served(line) == [("c", 1)]
+
+
+def test_tokens_are_slots_too_and_an_idle_worker_takes_any_prompt() -> None:
+    line: PrefillLine[str] = PrefillLine(LIMIT)
+    line.set_worker(1, Capacity(100, 10))
+    for number, name in enumerate("abc"):
+        line.enter(name, float(number))
+    assert served(line, 400) == [("a", 1)], "larger than the batch, but the worker is idle"
+    line.finish("a")
+    assert served(line, 60) == [("b", 1), ("c", 1)], "60 of 100: there is room for one more"
+
+
+def test_priority_goes_before_a_head_start_goes_before_arrival() -> None:
+    line: PrefillLine[str] = PrefillLine(LIMIT)
+    line.enter("old", 0.0)
+    line.enter("hinted", 5.0, jump_s=6.0)
+    line.enter("strict", 9.0, strict=1)
+    line.set_worker(1, Capacity(1, 1))
+    order = []
+    while (turn := line.next()) is not None:
+        line.leave(turn.ticket)
+        order.append(turn.ticket)
+    assert order == ["strict", "hinted", "old"]
+
+
+def test_what_a_dead_worker_had_is_at_the_head_in_order_before_any_priority() -> None:
+    line: PrefillLine[str] = PrefillLine(LIMIT)
+    line.set_worker(1, Capacity(10**6, 2))
+    for number, name in enumerate("ab"):
+        line.enter(name, float(number))
+    served(line)
+    line.enter("c", 2.0, strict=9)
+    assert line.remove_worker(1) == []
+    for ticket in line.running_at(1):
+        line.give_back(ticket)
+    line.set_worker(2, Capacity(10**6, 5))
+    assert [ticket for ticket, _ in served(line)] == ["a", "b", "c"]
+
+
+def test_the_pinned_wait_for_their_worker_and_others_overtake_them() -> None:
+    line: PrefillLine[str] = PrefillLine(LIMIT)
+    for worker in (1, 2):
+        line.set_worker(worker, Capacity(10**6, 1))
+    line.enter("x", 0.0, pin=1)
+    line.enter("y", 1.0, pin=1)
+    line.enter("z", 2.0)
+    assert served(line) == [("x", 1), ("z", 2)]
+    assert line.remove_worker(1) == ["y"], "it waited for no other"
+    assert len(line) == 0
+
+
+def test_a_full_line_refuses_but_not_who_can_go_at_once() -> None:
+    line: PrefillLine[str] = PrefillLine(0)
+    with pytest.raises(Overloaded, match="0 requests wait"):
+        line.enter("a", 0.0)
+    line.set_worker(1, Capacity(10, 1))
+    line.enter("a", 0.0)
+    assert served(line) == [("a", 1)]
+    with pytest.raises(Overloaded):
+        line.enter("b", 1.0)
+
+
+def test_the_suspended_get_nothing_until_they_are_back() -> None:
+    line: PrefillLine[str] = PrefillLine(LIMIT)
+    line.set_worker(1, Capacity(10, 1))
+    line.suspend(1)
+    line.enter("a", 0.0)
+    assert line.next() is None and line.workers == [] and line.known_workers == [1]
+    line.suspend(1, False)
+    assert served(line) == [("a", 1)]
+
+
+def test_who_leaves_in_masses_leaves_no_memory_behind() -> None:
+    line: PrefillLine[int] = PrefillLine(10)
+    for number in range(5000):
+        line.enter(number, float(number))
+        line.leave(number)
+    assert sum(map(len, line._heaps.values())) < 200
+
+
+class LineMachine(RuleBasedStateMachine):
+    """Any history of arrivals, departures, deaths and answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line: PrefillLine[int] = PrefillLine(LIMIT)
+        self.slots: dict[int, Capacity] = {}
+        self.waiting: list[int] = []  # in the order in which they must go, as all priorities agree
+        self.running: dict[int, tuple[int, int]] = {}
+        self.returned: list[int] = []
+        self.number = 0
+
+    @rule(worker=st.sampled_from(WORKERS), requests=st.integers(1, 3), tokens=st.integers(1, 100))
+    def come(self, worker: int, requests: int, tokens: int) -> None:
+        self.slots[worker] = Capacity(tokens, requests)
+        self.line.set_worker(worker, self.slots[worker])
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def die(self, worker: int) -> None:
+        assert self.line.remove_worker(worker) == []
+        self.slots.pop(worker, None)
+        back = [ticket for ticket, (at, _) in self.running.items() if at == worker]
+        assert self.line.running_at(worker) == back
+        for ticket in back:
+            self.line.give_back(ticket)
+            del self.running[ticket]
+        self.returned = [one for one in self.returned if one in self.waiting]
+        front = len(self.returned)
+        self.waiting[front:front] = back
+        self.returned += back
+
+    @rule()
+    def arrive(self) -> None:
+        self.number += 1
+        free = any(self.has_slot(worker) for worker in self.slots)
+        if len(self.waiting) >= LIMIT and (self.waiting or not free):
+            with pytest.raises(Overloaded):
+                self.line.enter(self.number, float(self.number))
+            return
+        self.line.enter(self.number, float(self.number))
+        self.waiting.append(self.number)
+
+    @precondition(lambda self: self.waiting or self.running)
+    @rule(data=st.data())
+    def depart(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from([*self.waiting, *self.running]))
+        self.line.leave(ticket)
+        self.running.pop(ticket, None)
+        if ticket in self.waiting:
+            self.waiting.remove(ticket)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from([*self.running]))
+        self.line.finish(ticket)
+        self.line.finish(ticket)
+        del self.running[ticket]
+
+    @rule(tokens=st.integers(1, 60), last=st.booleans())
+    def send(self, tokens: int, last: bool) -> None:
+        turn = self.line.next()
+        free = [worker for worker in self.slots if self.has_slot(worker)]
+        if not free or not self.waiting:
+            assert turn is None
+            return
+        assert turn is not None and turn.ticket == self.waiting[0]
+        assert turn.workers == (None if len(free) == len(self.slots) else free)
+        worker = free[-1 if last else 0]
+        self.line.start(turn.ticket, worker, tokens)
+        del self.waiting[0]
+        self.running[turn.ticket] = (worker, tokens)
+
+    def has_slot(self, worker: int) -> bool:
+        held = [tokens for at, tokens in self.running.values() if at == worker]
+        capacity = self.slots[worker]
+        return not held or (sum(held) < capacity.tokens and len(held) < capacity.requests)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.line._check()
+        assert len(self.line) == len(self.waiting) and self.line.running == len(self.running)
+
+    def teardown(self) -> None:
+        assert self.line.take_all() == self.waiting
+
+
+LineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLine = LineMachine.TestCase

@@ -1,0 +1,135 @@
+"""KV blocks from a prefill worker: bytes, seconds, and what the scheduler does meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo.mocker.blocks import BlockPool, Holding
+from dynamo.mocker.reply import random_reply
+from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
+from dynamo.mocker.transfer import (
+    KV_BYTES_PER_TOKEN,
+    Transfer,
+    cached_tokens,
+    kv_bytes_per_token,
+)
+from dynamo.protocols.codec import tokens
+
+B = 4
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_seconds_are_bytes_over_bandwidth_over_speed() -> None:
+    transfer = Transfer(bytes_per_token=128_000, bytes_per_s=64e9, speedup=2)
+    assert transfer.seconds(1000) == pytest.approx(0.001)
+    assert Transfer(speedup=0).seconds(10**6) == 0
+    params = transfer.handover(7, 1, 9, B)
+    assert params == {
+        "worker_id": 7,
+        "dp_rank": 1,
+        "prompt_tokens": 9,
+        "blocks": 3,
+        "kv_bytes": 1_152_000,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LLAMA_8B, KV_BYTES_PER_TOKEN),
+        ({**LLAMA_8B, "torch_dtype": "float32"}, 2 * KV_BYTES_PER_TOKEN),
+        ({**LLAMA_8B, "head_dim": 64}, KV_BYTES_PER_TOKEN // 2),
+        ({"text_config": {**LLAMA_8B, "num_hidden_layers": 16}}, KV_BYTES_PER_TOKEN // 2),
+        ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}, 512),
+        ({}, KV_BYTES_PER_TOKEN),
+    ],
+)
+def test_bytes_of_a_token_from_the_models_config(config: dict[str, object], expected: int) -> None:
+    assert kv_bytes_per_token(config) == expected
+
+
+def test_cached_tokens_as_the_prefill_worker_told() -> None:
+    assert cached_tokens({"prompt_tokens_details": {"cached_tokens": 16}}) == 16
+    assert cached_tokens({"disaggregated_params": {}}) is None
+    assert cached_tokens({"prompt_tokens_details": {"cached_tokens": "x"}}) is None
+
+
+class Told:
+    """Holds its sequence when its blocks have a place, as a transfer does."""
+
+    def __init__(self, holds: bool) -> None:
+        self.holds = holds
+        self.tokens = 0
+        self.places = 0
+        self.sequence: Sequence
+
+    def placed(self) -> None:
+        self.places += 1
+        self.sequence.held = self.holds
+
+    def token(self, token_id: int) -> None:
+        self.tokens += 1
+
+    def finish(self, token_id: int, reason: str) -> None:
+        self.tokens += 1
+
+
+def expected(length: int, holds: bool, max_tokens: int = 3) -> Told:
+    told = Told(holds)
+    holding = Holding(tokens(list(range(length))), B)
+    told.sequence = Sequence(holding, random_reply(max_tokens, 1), told)
+    told.sequence.expect(8)
+    return told
+
+
+def test_blocks_are_taken_at_once_and_nothing_is_computed_until_they_are_filled() -> None:
+    engine = Scheduler(BlockPool(100, B), Limits())
+    told = expected(10, holds=True)
+    engine.add(told.sequence)
+    batch = engine.schedule()
+    assert (batch.prefill_tokens, batch.decodes, batch.producing) == (0, 0, [])
+    assert engine.pool.used == 3 and told.places == 1
+    assert not engine.schedule().producing
+    told.sequence.held = False
+    batch = engine.schedule()
+    assert (batch.prefill_tokens, batch.decodes) == (0, 1), "one step, no prompt"
+    engine.commit(batch)
+    engine._check()
+    while engine.running:
+        engine.commit(engine.schedule())
+        engine._check()
+    assert told.tokens == 3 and told.sequence.cached_tokens == 8 and engine.pool.used == 0
+
+
+def test_a_transfer_without_time_does_not_hold_up_the_first_token() -> None:
+    engine = Scheduler(BlockPool(100, B), Limits())
+    told = expected(10, holds=False)
+    engine.add(told.sequence)
+    batch = engine.schedule()
+    assert batch.producing == [told.sequence] and batch.prefill_tokens == 0
+
+
+def test_who_loses_its_blocks_computes_its_prompt_itself() -> None:
+    engine = Scheduler(BlockPool(6, B), Limits(watermark=0))
+    first, second = expected(10, True, 12), expected(11, True, 4)
+    second.sequence.holding = Holding(tokens(list(range(100, 111))), B)
+    for told in (first, second):
+        engine.add(told.sequence)
+    engine.schedule()
+    assert engine.pool.used == 6
+    first.sequence.held = second.sequence.held = False
+    prefilled = 0
+    while engine.running or engine.waiting:
+        batch = engine.schedule()
+        prefilled += batch.prefill_tokens
+        engine.commit(batch)
+        engine._check()
+    assert engine.preemptions and prefilled >= 11, "the one preempted, prompt and output so far"
+    assert (first.tokens, second.tokens) == (12, 4)
+    assert first.places == second.places == 1
