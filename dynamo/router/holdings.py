@@ -39,14 +39,16 @@ class Holdings:
         self.shared_ranges: list[tuple[int, int]] = []
 
     def look(self, hashes: array[int]) -> None:
-        """Fill the columns for the prompt of these block hashes. O(blocks held + slots)."""
-        index = self._index
-        if index is None:
-            return
-        index.match_into(hashes, self.device)
-        tiers = index.tiers()
-        if tiers:
-            self._look_below(index, hashes, tiers)
+        """Fill ``device`` for the prompt of these block hashes. O(blocks held + slots)."""
+        if self._index is not None:
+            self._index.match_into(hashes, self.device)
+
+    def look_below(self, hashes: array[int]) -> None:
+        """Fill the other columns by what ``device`` says now. O(1) where no tier was ever used."""
+        if self._index is not None:
+            tiers = self._index.tiers()
+            if tiers:
+                self._look_below(self._index, hashes, tiers)
 
     def of(self, slot: int) -> Held:
         """What one slot holds."""

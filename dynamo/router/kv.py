@@ -231,6 +231,7 @@ class KvPicker:
         self._held.look(prompt.hashes)
         if self._recent is not None:
             self._recent.raise_into(prompt.hashes, self._held.device, times[0])
+        self._held.look_below(prompt.hashes)
         times.append(self._clock())
         return prompt
 

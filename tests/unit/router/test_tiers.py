@@ -143,6 +143,13 @@ def test_shared_blocks_count_for_everybody(given: str, counts: bool) -> None:
     }
 
 
+def test_a_tier_goes_on_behind_what_is_believed_of_the_device() -> None:
+    box = Box(1, predicted_ttl_s=60.0)
+    box.picker.pick("a", PROMPT[: 3 * BLOCK])
+    box.store(1, 0, 5, "host_pinned")
+    assert box.picker.survey(PROMPT).held.of(0) == (3, 2, 0, 0)
+
+
 def test_shared_blocks_go_with_the_worker_that_told_of_them() -> None:
     box = Box(shared_cache_type="hicache", shared_cache_multiplier=1.0)
     box.store(2, 0, 4, "external")
