@@ -307,7 +307,9 @@ async def test_no_etcd_at_start_is_said_soon_and_clearly() -> None:
     (port,) = free_ports(1)
     settings = EtcdSettings(endpoints=f"127.0.0.1:{port}", start_timeout_s=0.6)
     one = EtcdDiscovery(settings)
-    with pytest.raises(ConfigError, match=rf"cannot reach etcd at 127.0.0.1:{port}.*ETCD_ENDPOINTS"):
+    with pytest.raises(
+        ConfigError, match=rf"cannot reach etcd at 127.0.0.1:{port}.*ETCD_ENDPOINTS"
+    ):
         await one.start()
     await one.close()
 

@@ -68,7 +68,7 @@ class NatsLink:
             try:
                 client = await self._connect()
             except _FAILURES as error:
-                refused = isinstance(error, nats.errors.AuthorizationError)
+                refused = "authorization" in _text(error).lower()
                 if refused or loop.time() + RETRY_S >= deadline:
                     raise ConfigError(
                         f"cannot use NATS at {self._settings.servers}: {_text(error)}; start it, "
@@ -135,16 +135,20 @@ class NatsLink:
             else:
                 _log.debug("nats: %s", _text(error))
 
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await client.connect(
-                servers=self._servers,
-                allow_reconnect=False,
-                connect_timeout=CONNECT_TIMEOUT_S,
-                max_reconnect_attempts=1,
-                reconnect_time_wait=RETRY_S,
-                error_cb=on_error,
-                **self._options,
-            )
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await client.connect(
+                    servers=self._servers,
+                    allow_reconnect=False,
+                    connect_timeout=CONNECT_TIMEOUT_S,
+                    max_reconnect_attempts=1,
+                    reconnect_time_wait=RETRY_S,
+                    error_cb=on_error,
+                    **self._options,
+                )
+        except BaseException:
+            await self._discard(client)
+            raise
         return client
 
     async def _session(self, client: Any) -> None:

@@ -1,0 +1,309 @@
+"""The event plane over a real nats-server: order, gaps, outages, too much, who is let in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from boxes import Nats, free_ports, needs_nats
+
+from dynamo.config.nats import NatsSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError
+from dynamo.protocols.control import EventChannelRecord
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.discovery import MemoryDiscovery
+
+nats = pytest.importorskip("nats")
+pytestmark = needs_nats
+
+from dynamo.runtime.events import FIRST_SEQUENCE, nats_link  # noqa: E402
+from dynamo.runtime.events.nats import NatsPlane, NatsPublisher, NatsSubscriber  # noqa: E402
+
+CHANNEL = ("ns", "comp.with dots", "kv-events")
+PATIENCE_S = 20.0
+Make = Callable[[], NatsPlane]
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Nats]:
+    """A server of the test's own."""
+    server = Nats(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+class Listener:
+    """A subscriber that remembers, and can wait."""
+
+    def __init__(self, plane: NatsPlane, *publishers: NatsPublisher) -> None:
+        self.events: list[tuple[int, int, bytes]] = []
+        self.gaps: list[tuple[int, int, int]] = []
+        self.changed = asyncio.Event()
+        self.subscriber: NatsSubscriber = plane.subscriber(
+            CHANNEL[2], self.take, lambda *gap: self.gaps.append(gap)
+        )
+        for publisher in publishers:
+            self.subscriber.connect(publisher.address, publisher.publisher_id)
+
+    def take(self, publisher_id: int, sequence: int, payload: bytes) -> None:
+        self.events.append((publisher_id, sequence, payload))
+        self.changed.set()
+
+    async def have(self, count: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.events) < count:
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def joined(self, publisher: NatsPublisher) -> None:
+        """Publish until the last one arrives, then forget it all."""
+        async with asyncio.timeout(PATIENCE_S):
+            last = -1
+            while not self.events or self.events[-1][1] != last:
+                last = publisher.publish(b"hello?")
+                await asyncio.sleep(0.01)
+        self.events.clear()
+        self.gaps.clear()
+
+
+async def planes(server: Nats) -> AsyncIterator[Make]:
+    made: list[NatsPlane] = []
+
+    def build() -> NatsPlane:
+        made.append(NatsPlane(NatsSettings(servers=server.url)))
+        return made[-1]
+
+    yield build
+    for plane in made:
+        await plane.close()
+        await plane.close()
+
+
+@pytest.fixture
+async def make(nats_server: Nats) -> AsyncIterator[Make]:
+    """Planes on the shared server."""
+    async for build in planes(nats_server):
+        yield build
+
+
+@pytest.fixture
+async def make_own(own_server: Nats) -> AsyncIterator[Make]:
+    """Planes on the test's own server."""
+    async for build in planes(own_server):
+        yield build
+
+
+async def started(make: Make) -> tuple[NatsPlane, NatsPlane]:
+    one, two = make(), make()
+    await one.start()
+    await two.start()
+    return one, two
+
+
+async def test_events_arrive_in_order_with_numbers(make: Make) -> None:
+    one, two = await started(make)
+    publisher = one.publisher(CHANNEL, 0xFEDC_BA98_7654_3210)
+    assert publisher.address == "dynamo.events.ns.comp_with_dots.kv-events.fedcba9876543210"
+    listener = Listener(two, publisher, publisher)
+    await listener.joined(publisher)
+    first, *_ = [publisher.publish(b"%d" % i) for i in range(3000)]
+    await listener.have(3000)
+    assert listener.events == [(0xFEDC_BA98_7654_3210, first + i, b"%d" % i) for i in range(3000)]
+    assert listener.gaps == [] and publisher.dropped == 0
+    listener.subscriber.disconnect(publisher.address)
+    listener.events.clear()
+    publisher.publish(b"to nobody")
+    await asyncio.sleep(0.05)
+    assert listener.events == [] and listener.subscriber._expected == {}
+    publisher.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        publisher.publish(b"x")
+
+
+async def test_a_late_subscriber_hears_of_the_gap_first(make: Make) -> None:
+    one, two = await started(make)
+    publisher = one.publisher(CHANNEL, 7)
+    for _ in range(10):
+        publisher.publish(b"before anyone listened")
+    await asyncio.sleep(0.1)
+    listener = Listener(two, publisher)
+    async with asyncio.timeout(PATIENCE_S):
+        while not listener.events:
+            publisher.publish(b"x")
+            await asyncio.sleep(0.005)
+    first = listener.events[0][1]
+    assert first >= 10 and listener.gaps[0] == (7, FIRST_SEQUENCE, first)
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+async def test_an_outage_is_survived_and_what_was_lost_is_a_gap(
+    make_own: Make, own_server: Nats, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(nats_link, "PING_S", 0.2)
+    monkeypatch.setattr(nats_link, "PING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(nats_link, "HIGH_WATER_MESSAGES", 50)
+    one, two = await started(make_own)
+    publisher = one.publisher(CHANNEL, 7)
+    listener = Listener(two, publisher)
+    await listener.joined(publisher)
+    if how == "killed":
+        own_server.kill()
+        async with asyncio.timeout(PATIENCE_S):
+            while one.link._client is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    else:
+        own_server.freeze()
+    lost_from = publisher._sequence
+    for i in range(200):
+        publisher.publish(b"%d" % i)
+        if how == "frozen":
+            await asyncio.sleep(0.02)
+    assert publisher.dropped > 0 or how == "frozen"
+    if how == "killed":
+        own_server.start()
+    else:
+        own_server.thaw()
+    async with asyncio.timeout(PATIENCE_S):
+        while not listener.events or listener.events[-1][2] != b"again":
+            publisher.publish(b"again")
+            await asyncio.sleep(0.02)
+    assert listener.gaps and listener.gaps[0][1] >= lost_from
+    assert one.link.connected >= 2 and two.link.connected >= 2
+    numbers = [event[1] for event in listener.events]
+    assert numbers == sorted(set(numbers)), "nothing twice, nothing out of order"
+    await listener.joined(publisher)
+    publisher.publish(b"well again")
+    await listener.have(1)
+    assert listener.gaps == []
+
+
+async def test_too_much_for_a_subscriber_is_a_counted_gap(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = await started(make)
+    publisher = one.publisher(CHANNEL, 7)
+    with monkeypatch.context() as small:
+        small.setattr(nats_link, "HIGH_WATER_MESSAGES", 8)
+        slow = Listener(two, publisher)
+        await slow.joined(publisher)
+    quick = Listener(one, publisher)
+    await quick.joined(publisher)
+    slow.gaps.clear()
+    for _ in range(2000):
+        publisher.publish(b"y" * 20)
+    await quick.have(2000)
+    assert quick.gaps == []
+    async with asyncio.timeout(PATIENCE_S):
+        while not slow.gaps:
+            publisher.publish(b"again")
+            await asyncio.sleep(0.01)
+    assert two.link.lost > 0 and slow.subscriber.gaps > 0 and "too slow" in caplog.text
+
+
+async def test_an_event_that_nats_does_not_take_is_a_gap_alone(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = await started(make)
+    publisher = one.publisher(CHANNEL, 7)
+    listener = Listener(two, publisher)
+    await listener.joined(publisher)
+    number = publisher.publish(bytes(2 << 20))
+    publisher.publish(b"after")
+    await listener.have(1)
+    assert listener.gaps == [(7, number, number + 1)] and "max_payload" in caplog.text
+
+
+async def test_foreign_messages_are_counted_not_fatal(
+    make: Make, nats_server: Nats, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = await started(make)
+    publisher = one.publisher(CHANNEL, 7)
+    listener = Listener(two, publisher)
+    await listener.joined(publisher)
+    client = await nats.connect(nats_server.url)
+    for data in (b"", b"\x02\0\0\0\0", b"\x01\0\0\0\x09x", b"\x01\0\0\0\x01\xc1"):
+        await client.publish(publisher.address, data)
+    await client.flush()
+    await client.close()
+    publisher.publish(b"good")
+    await listener.have(1)
+    assert listener.subscriber.malformed == 4 and "malformed" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["user", "token"])
+async def test_who_is_let_in(tmp_path: Path, how: str) -> None:
+    flags = ("--user", "me", "--pass", "secret") if how == "user" else ("--auth", "secret")
+    server = Nats(tmp_path, "127.0.0.1", *flags)
+    server.start()
+    try:
+        stranger = NatsPlane(NatsSettings(servers=server.url, start_timeout_s=30))
+        with pytest.raises(ConfigError, match=r"cannot use NATS .*Authorization.*NATS_AUTH"):
+            await stranger.start()
+        await stranger.close()
+        given = {"username": "me", "password": "secret"} if how == "user" else {"token": "secret"}
+        plane = NatsPlane(NatsSettings(servers=server.url, **given))
+        await plane.start()
+        publisher = plane.publisher(CHANNEL, 1)
+        await Listener(plane, publisher).joined(publisher)
+        await plane.close()
+    finally:
+        server.kill()
+
+
+async def test_no_nats_at_start_is_said_soon_and_clearly() -> None:
+    (port,) = free_ports(1)
+    url = f"nats://127.0.0.1:{port}"
+    plane = NatsPlane(NatsSettings(servers=url, start_timeout_s=0.6))
+    with pytest.raises(ConfigError, match=rf"cannot use NATS at {url}.*NATS_SERVER"):
+        await plane.start()
+    await plane.close()
+
+
+async def test_a_subscription_follows_each_publisher_over_its_own_transport(
+    nats_server: Nats, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NATS_SERVER", nats_server.url)
+    store = MemoryDiscovery().store
+    runtimes = [
+        DistributedRuntime(
+            settings=RuntimeSettings(event_plane=plane, request_plane="tcp"),
+            discovery=MemoryDiscovery(store),
+        )
+        for plane in ("nats", "zmq", "nats", "zmq")
+    ]
+    over_nats, over_zmq, speaks_both, speaks_zmq = runtimes
+    heard: dict[str, set[int]] = {"both": set(), "zmq": set()}
+    for name, listener in (("both", speaks_both), ("zmq", speaks_zmq)):
+        await listener.start()
+        seen = heard[name]
+        listener.subscribe("ns", "c", "t", lambda who, *_, seen=seen: seen.add(who))
+    publishers = [await one.publisher("ns", "c", "t") for one in (over_nats, over_zmq)]
+    records = [
+        msgspec.json.decode(value, type=EventChannelRecord).transport["kind"]
+        for value in (await over_zmq.discovery.list("v1/event_channels/")).values()
+    ]
+    assert sorted(records) == ["Nats", "Zmq"]
+    ids = {over_nats.instance_id, over_zmq.instance_id}
+    async with asyncio.timeout(PATIENCE_S):
+        while heard != {"both": ids, "zmq": {over_zmq.instance_id}}:
+            for publisher in publishers:
+                publisher.publish(b"x")
+            await asyncio.sleep(0.01)
+    assert "over Nats, which this process does not speak" in caplog.text
+    for one in runtimes:
+        await one.close()
+
+
+async def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, "dynamo.runtime.events.nats")
+    monkeypatch.delitem(sys.modules, "dynamo.runtime.events.nats_link")
+    monkeypatch.setitem(sys.modules, "nats", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dynamo-appliance\[nats\]'"):
+        DistributedRuntime(settings=RuntimeSettings(event_plane="nats"))
