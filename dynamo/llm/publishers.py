@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from dynamo._fast.hashing import block_hashes as hash_blocks
 from dynamo._fast.hashing import seed_for
+from dynamo.llm.block_sizes import note_block_size
 from dynamo.llm.hashing import mm_hashes_of
 from dynamo.llm.relay import EngineEventRelay
 from dynamo.llm.vllm_events import EngineEvent, EngineRemoved, EngineStored, tier_of
@@ -64,6 +65,8 @@ class KvEventPublisher:
         runtime = target.runtime
         delay_s = (batching_timeout_ms or 0.0) / 1000
         self._outlet = _outlet(target, worker_id or runtime.instance_id, delay_s)
+        self._outlet.block_size = kv_block_size
+        note_block_size(target, "KvEventPublisher", kv_block_size)
         labels = (target.component, target.namespace, str(self._outlet.worker_id))
         self._dropped = counter(runtime.metrics, PUBLISHER_DROPPED).labels(*labels)
         self._relay: asyncio.Task[None] | None = None

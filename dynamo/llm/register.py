@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo.errors import InvalidArgument
+from dynamo.llm.block_sizes import note_block_size
 from dynamo.llm.model_card import ModelDirectory, slug_of
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
 from dynamo.protocols.card import ModelCard, RuntimeConfig
@@ -53,6 +54,7 @@ async def register_model(
     model = ModelDirectory(base_model_path or model_path)
     name = model_name or lora_name or model.name
     block_size = kv_cache_block_size or _DEFAULT_BLOCK_SIZE
+    note_block_size(endpoint, "register_model", block_size)
     runtime = endpoint.runtime
     config = runtime_config or RuntimeConfig()
     card = ModelCard(

@@ -50,10 +50,12 @@ class KvOutlet:
     """The KV events of one worker, all its ranks, numbered per rank.
 
     Until :meth:`open` the newest ``RING_EVENTS`` wait; a router that misses older ones asks.
+    ``block_size`` (tokens), where it is known, goes with each answer.
     """
 
     def __init__(self, worker_id: int, delay_s: float = 0.0) -> None:
         self.worker_id = worker_id
+        self.block_size: int | None = None
         self.journals: dict[int, EventJournal] = {}
         self._delay_s = delay_s
         self._publish: Publish | None = None
@@ -110,6 +112,7 @@ class KvOutlet:
             return
         journal = self.journals.get(query.dp_rank)
         answer = KvQueryAnswer("tree_dump") if journal is None else journal.answer(query)
+        answer.block_size = self.block_size
         stream.send(codec.encode(answer))
         stream.end()
 

@@ -129,7 +129,7 @@ async def test_a_router_may_ask_again(endpoint: Endpoint, listener: Listener) ->
     publisher.publish_removed([12])
     other.publish_stored(TOKENS, [B], [11])
     dump = await listener.ask(KvQuery(dp_rank=1))
-    assert (dump.kind, dump.last_event_id) == ("tree_dump", 2)
+    assert (dump.kind, dump.last_event_id, dump.block_size) == ("tree_dump", 2, B)
     assert dump.events[0].data == Stored(u64(11), local(TOKENS[:B]))
     again = await listener.ask(KvQuery(dp_rank=1, start_event_id=2))
     assert [event.data for event in again.events] == [Removed(u64(12))]
