@@ -11,12 +11,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from dynamo.config.router import RouterSettings
-from dynamo.errors import Cancelled, DynamoError, InvalidArgument, Overloaded, Unavailable
+from dynamo.errors import DynamoError, InvalidArgument, Overloaded, Unavailable
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.busy import UNKNOWN_BATCH_TOKENS
@@ -24,67 +23,15 @@ from dynamo.router.kv import KvPicker
 from dynamo.router.line_metrics import LineMetrics
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue import Waiter, WaitingQueue, claim_of
-from dynamo.runtime import Context
+from dynamo.router.ticket import Handle, Later, OnDecision, OnError, Ticket
 
-__all__ = ["TICK_S", "Later", "Line", "OnDecision", "OnError", "Ticket", "line_for"]
+__all__ = ["TICK_S", "Line", "line_for"]
 
 TICK_S = 0.1
 """While somebody waits, look this often for what nobody tells: busy reports, decaying load."""
 _AT_ONCE = 32
 
 logger = logging.getLogger(__name__)
-OnDecision = Callable[[Decision], None]
-OnError = Callable[[DynamoError], None]
-
-
-class Handle(Protocol):
-    """A call to come."""
-
-    def cancel(self) -> None:
-        """It shall not come."""
-        ...
-
-
-Later = Callable[[float, Callable[[], None]], Handle]
-"""(delay in seconds, what to call) to a handle."""
-
-
-class Ticket:
-    """A request in line. ``cancel`` it when nobody wants its decision any more."""
-
-    __slots__ = (
-        "line",
-        "on_decision",
-        "on_error",
-        "override",
-        "request_id",
-        "routing",
-        "seen_s",
-        "tokens",
-    )
-
-    def __init__(
-        self,
-        line: Line,
-        request_id: str,
-        tokens: Tokens,
-        routing: Routing | None,
-        override: Mapping[str, Any] | None,
-        on_decision: OnDecision,
-        on_error: OnError,
-    ) -> None:
-        self.line = line
-        self.request_id = request_id
-        self.tokens = tokens
-        self.routing = routing
-        self.override = override
-        self.on_decision = on_decision
-        self.on_error = on_error
-        self.seen_s = 0.0
-
-    def cancel(self) -> None:
-        """Leave the line: nothing is booked, nobody is called. Idempotent, also after the end."""
-        self.line.leave(self)
 
 
 class Line:
@@ -105,7 +52,7 @@ class Line:
         later: Later | None = None,
     ) -> None:
         assert settings.queue_threshold is not None, "without a threshold there is no line"
-        self._picker = picker
+        self.picker = picker
         self._threshold = settings.queue_threshold
         self._refresh_s = settings.overlap_refresh_after_s
         self._queue: WaitingQueue[Ticket] = WaitingQueue(
@@ -145,53 +92,13 @@ class Line:
             if self._closed:
                 raise Unavailable("Service is shutting down")
             if not self._queue and self._admits(routing):
-                return self._picker.pick(request_id, tokens, routing=routing, override=override)
+                return self.picker.pick(request_id, tokens, routing=routing, override=override)
             return self._join(
-                Ticket(self, request_id, tokens, routing, override, on_decision, on_error)
+                Ticket(self.leave, request_id, tokens, routing, override, on_decision, on_error)
             )
         except Overloaded as error:
             self._metrics.refused(error)
             raise
-
-    async def place(
-        self,
-        request_id: str,
-        tokens: Tokens,
-        *,
-        routing: Routing | None = None,
-        override: Mapping[str, Any] | None = None,
-        context: Context | None = None,
-    ) -> Decision:
-        """:meth:`request` for a task, which waits for its turn. Raises the same, and Cancelled when
-        ``context`` ends first; a task that is cancelled leaves nothing booked."""
-        future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
-        found = self.request(
-            request_id,
-            tokens,
-            routing=routing,
-            override=override,
-            on_decision=partial(self._settle, future, request_id),
-            on_error=partial(_fail, future),
-        )
-        if not isinstance(found, Ticket):
-            return found
-
-        def left(kind: str) -> None:
-            found.cancel()
-            _fail(future, Cancelled("the request left the router's queue"))
-
-        if context is not None:
-            context.on_cancel(left)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            found.cancel()
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self._picker.free(request_id)
-            raise
-        finally:
-            if context is not None:
-                context.off_cancel(left)
 
     def wake(self) -> None:
         """Load or workers have changed: soon see who may go."""
@@ -216,7 +123,7 @@ class Line:
 
     def _admits(self, routing: Routing | None) -> bool:
         """Whether a slot that may take the request has room. Raises as :meth:`Gate.slots`."""
-        picker = self._picker
+        picker = self.picker
         load, threshold = picker.active.load, self._threshold
         owners, members = picker.fleet.owners, picker.fleet.members
         for slot in picker.gate.slots(routing, self._clock()):
@@ -229,7 +136,7 @@ class Line:
 
     def _join(self, ticket: Ticket) -> Ticket:
         request_id = ticket.request_id
-        if request_id in self._waiters or request_id in self._picker.active:
+        if request_id in self._waiters or request_id in self.picker.active:
             raise InvalidArgument(f"Request {request_id} already exists")
         if self._queue.full:
             raise self._queue.refuse()
@@ -246,10 +153,10 @@ class Line:
 
     def _cached_tokens(self, ticket: Ticket) -> int:
         """Tokens of the prompt that the best of its workers holds. Raises what its pick would."""
-        survey = self._picker.survey(ticket.tokens, ticket.routing, ticket.override)
+        survey = self.picker.survey(ticket.tokens, ticket.routing, ticket.override)
         if survey.error is not None:
             raise survey.error
-        return max(survey.overlaps[slot] for slot in survey.slots) * self._picker.block_size
+        return max(survey.overlaps[slot] for slot in survey.slots) * self.picker.block_size
 
     def _drain(self) -> None:
         """Let go who may, from the head on, a few in a turn of the loop."""
@@ -266,7 +173,7 @@ class Line:
         try:
             if not self._admits(ticket.routing):
                 return False
-            decision = self._picker.pick(
+            decision = self.picker.pick(
                 request_id, ticket.tokens, routing=ticket.routing, override=ticket.override
             )
         except DynamoError as error:
@@ -282,7 +189,7 @@ class Line:
             ticket.on_decision(decision)
         except Exception:
             logger.exception("request %s did not take its decision", request_id)
-            self._picker.free(request_id)
+            self.picker.free(request_id)
         return True
 
     def _tell(self, ticket: Ticket, error: DynamoError) -> None:
@@ -329,14 +236,6 @@ class Line:
             except DynamoError:
                 continue  # its turn will tell
 
-    def _settle(
-        self, future: asyncio.Future[Decision], request_id: str, decision: Decision
-    ) -> None:
-        if future.done():
-            self._picker.free(request_id)
-        else:
-            future.set_result(decision)
-
 
 def line_for(
     settings: RouterSettings, picker: Picker, metrics: LineMetrics | None = None
@@ -360,8 +259,3 @@ def line_for(
 
 def _on_loop(delay_s: float, callback: Callable[[], None]) -> Handle:
     return asyncio.get_running_loop().call_later(delay_s, callback)
-
-
-def _fail(future: asyncio.Future[Decision], error: DynamoError) -> None:
-    if not future.done():
-        future.set_exception(error)

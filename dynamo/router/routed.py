@@ -14,6 +14,7 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.live import LiveRouter
 from dynamo.router.picker import Decision, Picker
+from dynamo.router.ticket import place
 from dynamo.runtime import Client, Context, DistributedRuntime
 
 __all__ = ["RoutedEndpoint"]
@@ -107,12 +108,13 @@ class RoutedEndpoint:
         context: Context | None = None,
     ) -> Decision:
         """A worker, booked under ``request_id``, when it is the request's turn: at once unless a
-        queue threshold is set. Raises as :meth:`Picker.pick` and :meth:`Line.place`."""
+        queue threshold is set. Raises as :meth:`Picker.pick` and
+        :func:`dynamo.router.ticket.place`."""
         line = self._live.line if self._live is not None else None
         if line is None:
             return self.picker.pick(request_id, tokens, routing=routing, override=override)
-        return await line.place(
-            request_id, tokens, routing=routing, override=override, context=context
+        return await place(
+            line, request_id, tokens, routing=routing, override=override, context=context
         )
 
     def _first_token(self, booking: str) -> float:

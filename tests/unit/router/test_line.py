@@ -31,10 +31,11 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.line import TICK_S, Line, Ticket, line_for
+from dynamo.router.line import TICK_S, Line, line_for
 from dynamo.router.line_metrics import LineMetrics
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Decision
+from dynamo.router.ticket import Ticket, place
 from dynamo.runtime import Context
 
 BLOCK, BATCH = 4, 100
@@ -363,7 +364,7 @@ def test_only_the_kv_mode_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
 
 async def placed(world: World, name: str, context: Context | None = None) -> Decision:
     prompt = array("I", range(7000, 7060))
-    return await world.line.place(name, prompt, context=context)
+    return await place(world.line, name, prompt, context=context)
 
 
 async def test_a_task_waits_for_its_turn() -> None:
