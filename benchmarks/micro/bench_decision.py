@@ -30,13 +30,14 @@ def prompt(source: Random) -> array[int]:
     return array("I", [source.randrange(150_000) for _ in range(TOKENS)])
 
 
-def box(cached: float) -> tuple[KvPicker, list[array[int]]]:
-    """A router with a full index and running requests, and prompts to route.
+def box(cached: float, **given: Any) -> tuple[KvPicker, list[array[int]]]:
+    """A router with a full index and running requests, and prompts to route; ``given`` are its
+    settings.
 
     ``cached`` is the share of each prompt that four of the workers hold.
     """
     source = Random(1)
-    settings = RouterSettings(mode="kv")
+    settings = RouterSettings(mode="kv", **given)
     index = RadixTree()
     metrics = DecisionMetrics(Registry(), Place("ns", "backend"))
     picker = KvPicker(settings, BLOCK, index, metrics, source)
@@ -59,6 +60,20 @@ def box(cached: float) -> tuple[KvPicker, list[array[int]]]:
 @pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
 def test_decision(benchmark: Any, cached: float) -> None:
     picker, prompts = box(cached)
+    numbers = count()
+
+    def decide() -> None:
+        number = next(numbers)
+        request_id = str(number)
+        picker.pick(request_id, prompts[number % len(prompts)])
+        picker.free(request_id)
+
+    benchmark(decide)
+
+
+def test_decision_with_a_prefill_model(benchmark: Any) -> None:
+    """As the first, every worker with prefills that fade."""
+    picker, prompts = box(0.0, prefill_load_predictor=lambda tokens, cached: tokens * 1e-4)
     numbers = count()
 
     def decide() -> None:

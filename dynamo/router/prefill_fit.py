@@ -24,7 +24,8 @@ MIN_SAMPLES = 8
 _WINDOW = 128
 _REFIT_SAMPLES = 8
 _REFIT_S = 1.0
-_ROUNDS = 8
+_ROUNDS = 6
+_DESCENT = 60
 _LEAST_SPREAD = 0.02
 _LEAST_S = 1e-6
 
@@ -87,7 +88,8 @@ def _fit(samples: Sequence[Stretch]) -> Row:
     rate = median(took / row[1] for took, row in zip(seconds, features, strict=True))
     terms: Row = (0.0, rate, 0.0)
     for _ in range(_ROUNDS):
-        expected = [max(_dot(terms, row), _LEAST_S) for row in features]
+        x, y, z = terms
+        expected = [max(x * a + y * b + z * c, _LEAST_S) for a, b, c in features]
         off = [math.log(took / wish) for took, wish in zip(seconds, expected, strict=True)]
         spread = max(1.4826 * median(map(abs, off)), _LEAST_SPREAD)
         weights = [
@@ -98,25 +100,25 @@ def _fit(samples: Sequence[Stretch]) -> Row:
     return terms
 
 
-def _dot(left: Row, right: Row) -> float:
-    return left[0] * right[0] + left[1] * right[1] + left[2] * right[2]
-
-
 def _least_squares(
     features: Sequence[Row], seconds: Sequence[float], weights: Sequence[float], start: Row
 ) -> Row:
     """Weighted, none negative: coordinate descent on the normal equations of three unknowns."""
-    normal = [[0.0] * 3 for _ in range(3)]
-    wanted = [0.0] * 3
-    for row, took, weight in zip(features, seconds, weights, strict=True):
-        for i in range(3):
-            wanted[i] += weight * row[i] * took
-            for j in range(i, 3):
-                normal[i][j] += weight * row[i] * row[j]
-    terms = list(start)
-    for _ in range(100):
-        for i in range(3):
-            rest = sum(normal[min(i, j)][max(i, j)] * terms[j] for j in range(3) if j != i)
-            if normal[i][i] > 0:
-                terms[i] = max((wanted[i] - rest) / normal[i][i], 0.0)
-    return terms[0], terms[1], terms[2]
+    aa = ab = ac = bb = bc = cc = at = bt = ct = 0.0
+    for (a, b, c), took, weight in zip(features, seconds, weights, strict=True):
+        wa, wb, wc = weight * a, weight * b, weight * c
+        aa += wa * a
+        ab += wa * b
+        ac += wa * c
+        bb += wb * b
+        bc += wb * c
+        cc += wc * c
+        at += wa * took
+        bt += wb * took
+        ct += wc * took
+    x, y, z = start
+    for _ in range(_DESCENT):
+        x = max((at - ab * y - ac * z) / aa, 0.0)
+        y = max((bt - ab * x - bc * z) / bb, 0.0)
+        z = max((ct - ac * x - bc * y) / cc, 0.0)
+    return x, y, z

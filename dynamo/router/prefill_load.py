@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from dynamo._fast.anchors import Anchors
+
 __all__ = ["Predictor", "PrefillLoad", "PrefillModel", "Stretch", "Unfitted"]
 
 Predictor = Callable[[int, int], float | None]
@@ -58,12 +60,15 @@ class Unfitted:
 class PrefillLoad:
     """Active prefills by slot, in order of age. Every call is O(1) but :meth:`relieve`.
 
-    A slot without active prefills costs nothing. Memory is bounded by what is booked.
+    Memory is bounded by what is booked. Of a slot's anchor ``base`` tokens count as done at
+    ``since``; an overtaking moves them by whole tokens, which is exact in floating point, so that
+    the load reported has no jump.
     """
 
     def __init__(self, model: PrefillModel) -> None:
         self._model = model
         self._lines: dict[int, _Line] = {}
+        self._anchors = Anchors()
 
     def begin(
         self, slot: int, request_id: str, tokens: int, cached_tokens: int, now_s: float
@@ -72,14 +77,13 @@ class PrefillLoad:
         if tokens <= 0:
             return
         expected_s = self._model.predict(tokens, cached_tokens)
-        if expected_s is not None and not 0 < expected_s < math.inf:
-            expected_s = None
+        rate = tokens / expected_s if expected_s is not None and 0 < expected_s < math.inf else 0.0
+        prefill = _Prefill(tokens, cached_tokens, rate if rate < math.inf else 0.0)
         line = self._lines.get(slot)
         if line is None:
-            line = self._lines[slot] = _Line(now_s)
-        line.prefills[request_id] = _Prefill(tokens, cached_tokens, expected_s)
-        if len(line.prefills) == 1:
-            line.anchor(now_s)
+            line = self._lines[slot] = _Line(prefill, now_s)
+            self._anchors.set(slot, 0.0, prefill.rate, now_s, tokens)
+        line.prefills[request_id] = prefill
 
     def first_token(self, slot: int, request_id: str, now_s: float) -> None:
         """The prompt is computed; one that is not known here is ignored."""
@@ -87,10 +91,14 @@ class PrefillLoad:
         prefill = line.prefills.pop(request_id, None) if line is not None else None
         if line is None or prefill is None:
             return
-        line.completed(prefill, now_s)
+        line.count(prefill)
+        oldest = line.oldest
+        if prefill is oldest:
+            self._next(slot, line, now_s)
+        elif oldest.rate and prefill.rate:
+            left = max(self._anchors.value(slot, now_s) - prefill.tokens, 0.0)
+            self._anchors.set(slot, left, oldest.rate, now_s, oldest.tokens)
         stretch = line.stretch(now_s)
-        if not line.prefills:
-            del self._lines[slot]
         if stretch is not None:
             self._model.observe(stretch, now_s)
 
@@ -101,95 +109,66 @@ class PrefillLoad:
         if line is None or prefill is None:
             return
         line.spoiled = True
-        if not line.prefills:
-            del self._lines[slot]
-        elif prefill is line.oldest:
-            line.anchor(now_s)
+        if prefill is line.oldest:
+            self._next(slot, line, now_s)
 
     def drop_slot(self, slot: int) -> None:
         """The worker is gone."""
-        self._lines.pop(slot, None)
+        if self._lines.pop(slot, None) is not None:
+            self._anchors.set(slot, 0.0, 0.0, 0.0, 0.0)
 
     def done_tokens(self, slot: int, now_s: float) -> int:
         """How many of the tokens booked on ``slot`` are computed, as far as is modelled."""
-        line = self._lines.get(slot)
-        return 0 if line is None else int(line.done(now_s))
+        return int(self._anchors.value(slot, now_s))
 
     def relieve(self, prefill_tokens: array[int], now_s: float) -> None:
-        """Take what is computed off a column (i64) by slot. O(slots with active prefills)."""
-        for slot, line in self._lines.items():
-            if line.rate and slot < len(prefill_tokens):
-                prefill_tokens[slot] -= int(line.done(now_s))
+        """Take what is computed off a column (i64) by slot. O(slots), compiled."""
+        self._anchors.relieve(prefill_tokens, now_s)
+
+    def _next(self, slot: int, line: _Line, now_s: float) -> None:
+        """The oldest that is left stands for the time from now on."""
+        if not line.prefills:
+            self.drop_slot(slot)
+            return
+        oldest = line.oldest = next(iter(line.prefills.values()))
+        self._anchors.set(slot, 0.0, oldest.rate, now_s, oldest.tokens)
 
 
 class _Prefill(NamedTuple):
+    """``rate`` in tokens a second; 0: unmodelled."""
+
     tokens: int
     cached_tokens: int
-    expected_s: float | None
+    rate: float
 
 
 class _Line:
-    """The active prefills of one slot. ``rate`` is the anchor's tokens a second, 0: unmodelled.
+    """The active prefills of one slot, and what it has computed since the last stretch."""
 
-    ``base`` of the anchor's tokens count as done at ``since_s``. A completion moves them by whole
-    tokens, which is exact in floating point, so that the load reported has no jump.
-    """
+    __slots__ = ("_attention", "_count", "_since_s", "_tokens", "oldest", "prefills", "spoiled")
 
-    __slots__ = (
-        "_attention",
-        "_count",
-        "_stretch_s",
-        "_tokens",
-        "base",
-        "oldest",
-        "prefills",
-        "rate",
-        "since_s",
-        "spoiled",
-    )
-
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, oldest: _Prefill, now_s: float) -> None:
         self.prefills: dict[str, _Prefill] = {}
-        self.oldest = _Prefill(0, 0, None)
-        self.base = self.rate = self.since_s = 0.0
-        self.spoiled = False
+        self.oldest = oldest
         self._restart(now_s)
 
-    def anchor(self, now_s: float) -> None:
-        """The oldest that is left stands for the time from now on."""
-        self.oldest = oldest = next(iter(self.prefills.values()))
-        self.base = 0.0
-        self.since_s = now_s
-        self.rate = 0.0 if oldest.expected_s is None else oldest.tokens / oldest.expected_s
-
-    def done(self, now_s: float) -> float:
-        """Tokens of the anchor, at most all."""
-        elapsed_s = max(now_s - self.since_s, 0.0)
-        return min(self.base + self.rate * elapsed_s, float(self.oldest.tokens))
-
-    def completed(self, prefill: _Prefill, now_s: float) -> None:
-        """``prefill``, which has left the line, got its first token."""
+    def count(self, prefill: _Prefill) -> None:
+        """One more is computed."""
         self._count += 1
         self._tokens += prefill.tokens
         self._attention += prefill.tokens * (prefill.cached_tokens + prefill.tokens / 2)
-        if prefill is self.oldest:
-            if self.prefills:
-                self.anchor(now_s)
-        elif self.rate and prefill.expected_s is not None:
-            self.base = max(self.done(now_s) - prefill.tokens, 0.0)
-            self.since_s = max(now_s, self.since_s)
 
     def stretch(self, now_s: float) -> Stretch | None:
         """What was computed since the last one, when that is worth a look."""
         if not self.spoiled and self.prefills and self._count < _STRETCH_PREFILLS:
             return None
-        spoiled, seconds = self.spoiled, now_s - self._stretch_s
+        spoiled, seconds = self.spoiled, now_s - self._since_s
         found = Stretch(self._count, self._tokens, self._attention, seconds)
         self._restart(now_s)
         return None if spoiled or seconds <= 0 else found
 
     def _restart(self, now_s: float) -> None:
-        self._stretch_s = now_s
+        self._since_s = now_s
         self._count = self._tokens = 0
         self._attention = 0.0
         self.spoiled = False

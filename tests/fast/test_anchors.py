@@ -1,0 +1,53 @@
+"""Numbers by slot that grow with time."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo._fast.anchors import Anchors
+
+
+def test_growth_up_to_the_limit() -> None:
+    anchors = Anchors()
+    anchors.set(2, 5.0, 10.0, 100.0, 20.0)
+    assert [anchors.value(2, now) for now in (99.0, 100.0, 100.5, 101.5, 1e9)] == [5, 5, 10, 20, 20]
+    assert (anchors.value(0, 1e9), anchors.value(99, 1e9), anchors.value(-1, 1e9)) == (0, 0, 0)
+
+
+def test_whole_parts_leave_a_column() -> None:
+    anchors = Anchors()
+    anchors.set(0, 0.0, 1.0, 0.0, 100.0)
+    anchors.set(3, 0.0, 2.0, 0.0, 5.0)
+    for width in (1, 4, 6):
+        column = array("q", [50] * width)
+        anchors.relieve(column, 2.9)
+        assert column.tolist() == ([48, 50, 50, 45] + [50] * width)[:width]
+    anchors.set(3, 0.0, 0.0, 0.0, 0.0)
+    column = array("q", [50] * 4)
+    anchors.relieve(column, 2.9)
+    assert column.tolist() == [48, 50, 50, 50]
+
+
+def test_what_is_refused() -> None:
+    anchors = Anchors()
+    for slot in (-1, 65_536):
+        with pytest.raises(IndexError):
+            anchors.set(slot, 0.0, 0.0, 0.0, 0.0)
+    for wrong in ((-1.0, 0.0, 0.0), (0.0, float("nan"), 0.0), (0.0, 0.0, -1.0)):
+        with pytest.raises(ValueError, match="must be >= 0"):
+            anchors.set(0, wrong[0], wrong[1], 0.0, wrong[2])
+    with pytest.raises((TypeError, ValueError)):
+        anchors.relieve(array("d", [0.0]), 0.0)
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e9), st.floats(0, 1e6), st.lists(st.floats(0, 1e6)))
+def test_it_only_grows(base: float, rate: float, limit: float, times: list[float]) -> None:
+    anchors = Anchors()
+    anchors.set(0, base, rate, 1.0, limit)
+    values = [anchors.value(0, now) for now in sorted(times)]
+    assert values == sorted(values)
+    assert all(value <= limit for value in values)
