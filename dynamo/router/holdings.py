@@ -10,6 +10,7 @@ from array import array
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import Weights, most
 from dynamo.router.cost import Held, effective_blocks
+from dynamo.router.recent import RecentPrompts
 
 __all__ = ["DISK", "EXTERNAL", "HOST", "Holdings"]
 
@@ -38,17 +39,21 @@ class Holdings:
         self.shared: array[int] | None = None
         self.shared_ranges: list[tuple[int, int]] = []
 
-    def look(self, hashes: array[int]) -> None:
-        """Fill ``device`` for the prompt of these block hashes. O(blocks held + slots)."""
-        if self._index is not None:
-            self._index.match_into(hashes, self.device)
+    def look(self, hashes: array[int], recent: RecentPrompts | None, now_s: float) -> None:
+        """Fill the columns for the prompt of these block hashes.
 
-    def look_below(self, hashes: array[int]) -> None:
-        """Fill the other columns by what ``device`` says now. O(1) where no tier was ever used."""
-        if self._index is not None:
-            tiers = self._index.tiers()
-            if tiers:
-                self._look_below(self._index, hashes, tiers)
+        What ``recent`` believes at ``now_s`` counts as if it were on the device already.
+        O(blocks held + slots).
+        """
+        index = self._index
+        if index is None:
+            return
+        index.match_into(hashes, self.device)
+        if recent is not None:
+            recent.raise_into(hashes, self.device, now_s)
+        tiers = index.tiers()
+        if tiers:
+            self._look_below(index, hashes, tiers)
 
     def of(self, slot: int) -> Held:
         """What one slot holds."""

@@ -228,33 +228,31 @@ class KvPicker:
         prompt = self._hasher.hash(tokens, routing, terms.assume_kv_reuse, self._clock, times)
         if self.predicted is not None:
             self.predicted.expire(times[0])
-        self._held.look(prompt.hashes)
-        if self._recent is not None:
-            self._recent.raise_into(prompt.hashes, self._held.device, times[0])
-        self._held.look_below(prompt.hashes)
+        self._held.look(prompt.hashes, self._recent, times[0])
         times.append(self._clock())
         return prompt
 
     def _choose(
         self, prompt: Prompt, slots: array[int], terms: Terms, routing: Routing | None
     ) -> int:
-        self.active.project_into(prompt.shared, prompt.unique_blocks, self._prefill, self._decode)
+        held, prefill, decode = self._held, self._prefill, self._decode
+        self.active.project_into(prompt.shared, prompt.unique_blocks, prefill, decode)
         costs(
             terms.weights,
             prompt.isl_tokens,
             slots,
-            self._prefill,
-            self._decode,
+            prefill,
+            decode,
             self._costs,
-            self._held.device,
-            self._held.host,
-            self._held.disk,
-            self._held.shared,
+            held.device,
+            held.host,
+            held.disk,
+            held.shared,
         )
         if terms.request_weight:
             add_requests(terms.request_weight, slots, self._costs, self.active.load)
         if terms.duplicate_cost:
-            add_duplicates(terms, slots, self._held, prompt.blocks, self._costs)
+            add_duplicates(terms, slots, held, prompt.blocks, self._costs)
         if routing is not None and routing.preferred_taints:
             favour(self._costs, slots, self.fleet, routing.preferred_taints)
         return slots[choose(self._costs, len(slots), terms.temperature, self._uniform())]

@@ -81,7 +81,9 @@ class DecisionMetrics:
             Router.SCHEDULING_MS,
         )
         self.worker_type = place.worker_type
-        self._steps = [histogram(registry, step).labels(place.router_id) for step in steps]
+        self._hashing, self._chaining, self._matching, self._scheduling = (
+            histogram(registry, step).labels(place.router_id) for step in steps
+        )
         self._total = histogram(registry, Router.TOTAL_MS).labels(place.router_id)
         self._started = counter(registry, Router.STARTED).labels(*place.router)
         self._ended = counter(registry, Router.REQUESTS).labels(*place.router)
@@ -105,9 +107,12 @@ class DecisionMetrics:
         ``found`` effective blocks of it are where it goes, ``best`` is the most that any eligible
         worker has.
         """
-        for step, begin, end in zip(self._steps, times, times[1:], strict=False):
-            step.observe((end - begin) * 1e3)
-        self._total.observe((times[-1] - times[0]) * 1e3)
+        begun, hashed, chained, matched, ended = times
+        self._hashing.observe((hashed - begun) * 1e3)
+        self._chaining.observe((chained - hashed) * 1e3)
+        self._matching.observe((matched - chained) * 1e3)
+        self._scheduling.observe((ended - matched) * 1e3)
+        self._total.observe((ended - begun) * 1e3)
         self._started.value += 1
         self._isl.observe(prompt.isl_tokens)
         self._cached.value += found * block_size
@@ -146,15 +151,15 @@ class EventMetrics:
         self._by_outcome: dict[tuple[str, str], Counter] = {}
         _show_index(registry, place, index)
 
-    def applied(self, event_type: str, status: str) -> None:
-        """Count one event."""
+    def applied(self, event_type: str, status: str, count: int = 1) -> None:
+        """Count events."""
         child = self._by_outcome.get((event_type, status))
         if child is None:
             place = self._place
             child = self._by_outcome[event_type, status] = self._applied.labels(
                 place.component, place.namespace, event_type, status, place.router_id
             )
-        child.value += 1
+        child.value += count
 
     def warning(self, kind: str, count: int = 1) -> None:
         """Count ``count`` oddities of one kind."""
