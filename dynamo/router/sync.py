@@ -26,14 +26,15 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.channels import Subscription
 from dynamo.runtime.events import EventPublisher
 
-__all__ = ["ACTIVE_SEQUENCES", "ReplicaSync"]
+__all__ = ["ACTIVE_SEQUENCES", "Board", "ReplicaSync", "decode_message"]
 
 ACTIVE_SEQUENCES = "active_sequences_events"
 BEAT_S = 1.0
 ASK_AGAIN_S = 0.2
 
 logger = logging.getLogger(__name__)
-_decode: msgspec.msgpack.Decoder[SequenceMessage] = msgspec.msgpack.Decoder(SequenceMessage)
+_decoder: msgspec.msgpack.Decoder[SequenceMessage] = msgspec.msgpack.Decoder(SequenceMessage)
+decode_message = _decoder.decode
 
 
 class ReplicaSync:
@@ -57,7 +58,7 @@ class ReplicaSync:
         predicts = picker.predicted is not None
         router_id = secrets.randbits(62) + 1
         self.own = OwnRequests(router_id, picker.block_size, predicts, self._on_news)
-        self.peers = Peers(_Board(picker), self._ask)
+        self.peers = Peers(Board(picker), self._ask)
         self._resyncs = show_replicas(runtime.metrics, place, self.peers)
 
     async def start(self) -> None:
@@ -136,7 +137,7 @@ class ReplicaSync:
         if publisher_id == self._runtime.instance_id:
             return
         try:
-            message = _decode.decode(payload)
+            message = decode_message(payload)
         except msgspec.MsgspecError as error:
             logger.warning("what replica %x tells cannot be read: %s", publisher_id, error)
             return
@@ -159,7 +160,7 @@ class ReplicaSync:
             )
 
 
-class _Board:
+class Board:
     """Books the load of other replicas at the picker, beside its own."""
 
     def __init__(self, picker: KvPicker) -> None:

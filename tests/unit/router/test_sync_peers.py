@@ -13,7 +13,7 @@ from dynamo.protocols.sync import AddRequest, SequenceBatch, SequenceEvent, Sequ
 from dynamo.router import sync_own, sync_peers
 from dynamo.router.active import Booking
 from dynamo.router.prompt import Prompt
-from dynamo.router.sync import _decode
+from dynamo.router.sync import decode_message
 from dynamo.router.sync_own import OwnRequests
 from dynamo.router.sync_peers import Peers
 
@@ -65,7 +65,7 @@ class Pair:
 
     def hear(self, *batches: SequenceBatch) -> None:
         for batch in batches:
-            message: SequenceMessage = _decode.decode(encode(batch))
+            message: SequenceMessage = decode_message(encode(batch))
             assert isinstance(message, SequenceBatch)
             self.peers.hear(PUBLISHER, message)
 

@@ -1,0 +1,68 @@
+"""What sharing load with replicas costs a request: told by one router, heard by another.
+
+4,096 tokens in blocks of 16, 16 workers; 16 requests a loop turn, as under load. ``told`` counts
+booking, first token and end of one request into messages, ``heard`` decodes and books them; the
+socket's share is in bench_request_plane's scale (about 10 µs a message, shared by a turn).
+
+    python -m pytest benchmarks/micro/bench_sync.py --benchmark-enable
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import count
+from typing import Any
+
+from dynamo.config.router import RouterSettings
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.codec import encode
+from dynamo.protocols.sync import SequenceBatch
+from dynamo.router.active import Booking
+from dynamo.router.kv import KvPicker
+from dynamo.router.prompt import Prompt
+from dynamo.router.sync import Board, decode_message
+from dynamo.router.sync_own import OwnRequests
+from dynamo.router.sync_peers import Peers
+
+BLOCK, BLOCKS, WORKERS, A_TURN = 16, 256, 16, 16
+
+
+HASHES = [array("Q", range(at * BLOCKS, (at + 1) * BLOCKS)) for at in range(64)]
+
+
+def life(own: OwnRequests, numbers: Any) -> list[bytes]:
+    """A loop turn in which so many requests begin, answer and end."""
+    for _ in range(A_TURN):
+        number = next(numbers)
+        hashes = HASHES[number % len(HASHES)]
+        prompt = Prompt(BLOCK * BLOCKS, BLOCKS, hashes, hashes, 0)
+        booking = Booking(0, number % WORKERS, 0, BLOCK * BLOCKS, 0, 0.0)
+        own.booked(str(number), booking, prompt, BLOCK * BLOCKS)
+        own.prefill_completed(str(number))
+        own.freed(str(number))
+    return [encode(batch) for batch in own.news()]
+
+
+def test_told(benchmark: Any) -> None:
+    own, numbers = OwnRequests(1, BLOCK, False, lambda: None), count()
+    benchmark(life, own, numbers)
+    benchmark.extra_info["us_a_request"] = benchmark.stats["mean"] * 1e6 / A_TURN
+
+
+def test_heard(benchmark: Any) -> None:
+    own, numbers = OwnRequests(1, BLOCK, False, lambda: None), count()
+    picker = KvPicker(RouterSettings(mode="kv"), BLOCK, None)
+    for worker in range(WORKERS):
+        picker.add_worker(worker, RuntimeConfig())
+    peers = Peers(Board(picker), lambda router_id: None)
+    peers.came(7)
+
+    def hear(payloads: list[bytes]) -> None:
+        for payload in payloads:
+            message = decode_message(payload)
+            assert isinstance(message, SequenceBatch)
+            peers.hear(7, message)
+
+    benchmark.pedantic(hear, setup=lambda: ((life(own, numbers),), {}), rounds=500)
+    assert peers.gaps == 0 and len(picker.active) == 0
+    benchmark.extra_info["us_a_request"] = benchmark.stats["mean"] * 1e6 / A_TURN
