@@ -96,6 +96,32 @@ async def test_load_is_booked_and_freed(box: Box) -> None:
     await router.close()
 
 
+async def test_a_booking_waits_for_its_turn(box: Box) -> None:
+    router = box.router(router_queue_threshold=1e-6)  # 10 of ten million tokens
+
+    async def book(name: str) -> None:
+        await router.best_worker([ord(name)] * 14, request_id=name)
+
+    await book("a")
+    await book("b")
+    waiting = asyncio.create_task(book("c"))
+    given_up = asyncio.create_task(book("d"))
+    await router.best_worker(PROMPT)  # only asks
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    given_up.cancel()
+    await router.mark_prefill_complete("a")
+    await waiting
+    await asyncio.wait([given_up])
+    with pytest.raises(DynamoError, match="Request d not found"):
+        await router.free("d")
+    last = asyncio.create_task(book("e"))
+    await asyncio.sleep(0)
+    await router.close()
+    with pytest.raises(DynamoError, match="shutting down"):
+        await last
+
+
 async def test_predicted_overlap(box: Box) -> None:
     router = box.router()
     await router.best_worker(PROMPT)
