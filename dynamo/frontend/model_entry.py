@@ -132,6 +132,7 @@ class ModelEntry:
         """Above which load a worker is busy, from now on."""
         if self._live is not None:
             await self._live.limit(thresholds)
+            await self.prefill.limit(thresholds)
 
     async def close(self) -> None:
         """Let go of workers and router."""

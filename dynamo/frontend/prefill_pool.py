@@ -13,6 +13,7 @@ from dynamo.frontend.prefill import PrefillRouter
 from dynamo.frontend.prefill_news import PREFILL_QUEUE, QueueNews
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
+from dynamo.router.busy import Thresholds
 from dynamo.router.live import LiveRouter
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.tasks import Tasks
@@ -38,6 +39,7 @@ class PrefillPool:
         self._runtime: DistributedRuntime | None = None
         self._settings: RouterSettings | None = None
         self._active: _Active | None = None
+        self._thresholds: Thresholds | None = None
         self._changing = False
         self._closed = False
 
@@ -47,6 +49,12 @@ class PrefillPool:
         """The model is loaded: workers known by now and later feed ``router``."""
         self._runtime, self._settings, self.router = runtime, settings, router
         self._change()
+
+    async def limit(self, thresholds: Thresholds) -> None:
+        """Above which load a prefill worker is busy, from now on."""
+        self._thresholds = thresholds
+        if self._active is not None:
+            await self._active.limit(thresholds)
 
     async def close(self) -> None:
         """Let go of everything. Idempotent."""
@@ -113,6 +121,8 @@ class PrefillPool:
         for card in self.cards.values():
             active.accept(card)
         await active.start(self._settings, self.name)
+        if self._thresholds is not None:
+            await active.limit(self._thresholds)
         log.info("model %s: prompts go to %s first", self.name, ".".join(place))
 
 
@@ -179,6 +189,11 @@ class _Active:
         router.attach(live.picker, client)
         router.on_change = self._news.look
         workers.on_change(self._changed)  # after the picker's own
+
+    async def limit(self, thresholds: Thresholds) -> None:
+        """Above which load a worker is busy."""
+        if self._live is not None:
+            await self._live.limit(thresholds)
 
     async def close(self) -> None:
         """Let go; what runs may end."""
