@@ -1,0 +1,76 @@
+"""A deployment over etcd, tcp and an event plane: frontends that are asked, workers that are told
+apart."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deployment import Deployment, free_port
+
+PATIENCE_S = 30.0
+
+
+class Fleet(Deployment):
+    """Mockers and frontends that find each other through ``etcd``; NATS or ZMQ for the events."""
+
+    def __init__(self, tmp_path: Path, etcd: str, nats: str | None, lease_ttl_s: float) -> None:
+        super().__init__(tmp_path)
+        self.ports: list[int] = []
+        self.env.update(
+            DYN_DISCOVERY_BACKEND="etcd",
+            ETCD_ENDPOINTS=etcd,
+            ETCD_LEASE_TTL=str(lease_ttl_s),
+            DYN_REQUEST_PLANE="tcp",
+            DYN_TCP_RPC_HOST="0.0.0.0",
+            DYN_EVENT_PLANE="zmq" if nats is None else "nats",
+            NATS_SERVER=nats or "",
+        )
+
+    def kv_frontend(self) -> int:
+        """One more frontend; its port."""
+        self.port = free_port()
+        self.ports.append(self.port)
+        self.frontend("--router-mode", "kv", "--http-host", "127.0.0.1")
+        return self.port
+
+    def worker(self) -> Any:
+        """One more mocker."""
+        return self.mocker("--speedup-ratio", "0", "--block-size", "16")
+
+    def ask(self, text: str, port: int | None = None, **nvext: Any) -> tuple[int, int | None]:
+        """A completion: the status, and which worker answered."""
+        body = {
+            "model": "tiny",
+            "prompt": text,
+            "max_tokens": 4,
+            "nvext": {"extra_fields": ["worker_id"], **nvext},
+        }
+        self.port = self.ports[0] if port is None else port
+        status, _, answer = self.request("POST", "/v1/completions", body)
+        if status != 200:
+            return status, None
+        return 200, int(json.loads(answer)["nvext"]["worker_id"]["decode_worker_id"])
+
+    def held(self, text: str, port: int | None = None) -> dict[int, int]:
+        """How many blocks of the prompt each worker holds, as the frontend's router knows it."""
+        self.port = self.ports[0] if port is None else port
+        body = {"model": "tiny", "prompt": text}
+        status, _, answer = self.request("POST", "/v1/route", body)
+        if status != 200:
+            return {}
+        return {row["worker_id"]: row["overlap_blocks"] for row in json.loads(answer)["candidates"]}
+
+    def until(
+        self, condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S
+    ) -> float:
+        """Ask until it is so; the seconds it took."""
+        started = time.monotonic()
+        while not condition():
+            waited_s = time.monotonic() - started
+            assert waited_s < patience_s, f"not after {waited_s:.0f} s: {what}\n{self.tail()}"
+            time.sleep(0.05)
+        return time.monotonic() - started
