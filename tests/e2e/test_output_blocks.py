@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from deployment import Deployment
@@ -16,37 +17,40 @@ def test_load_grows_and_fades_with_the_output(deployment: Deployment) -> None:
     deployment.frontend("--router-mode", "kv", "--router-track-output-blocks")
     deployment.wait_for_workers(1)
 
-    def generate(hints: dict[str, Any]) -> int:
+    def begin(hints: dict[str, Any]) -> http.client.HTTPConnection:
+        """A long answer, until the connection is closed."""
         body = {
             "model": "tiny",
             "prompt": "hello " * 120,
-            "max_tokens": 200,
+            "max_tokens": 3000,
+            "ignore_eos": True,
+            "stream": True,
             "nvext": {"agent_hints": hints},
         }
-        return deployment.request("POST", "/v1/completions", body)[0]
+        connection = http.client.HTTPConnection("127.0.0.1", deployment.port, timeout=30)
+        head = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), head)
+        return connection
 
-    def blocks() -> float:
+    def sample(name: str) -> float:
         text = deployment.request("GET", "/metrics")[2].decode()
-        for family in text_string_to_metric_families(text):
-            if family.name == "dynamo_frontend_worker_active_decode_blocks":
-                return sum(one.value for one in family.samples)
-        return 0.0
+        families = text_string_to_metric_families(text)
+        return sum(one.value for each in families if each.name == name for one in each.samples)
 
     def until(condition: Callable[[float], bool]) -> float:
         deadline = time.monotonic() + 20
-        while not condition(seen := blocks()):
-            assert time.monotonic() < deadline, f"{seen} blocks"
-        return seen
+        while not condition(blocks := sample("dynamo_frontend_worker_active_decode_blocks")):
+            assert time.monotonic() < deadline, f"{blocks} blocks"
+        return blocks
 
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(generate, {})
-        prompt = until(lambda seen: seen > 0)
-        until(lambda seen: seen >= prompt + 20)
-        assert not running.done() and running.result() == 200
-        until(lambda seen: seen == 0)
-        running = pool.submit(generate, {"osl": 100})
-        until(lambda seen: seen > 0)
-        until(lambda seen: 0 < seen < prompt / 2)
-        until(lambda seen: seen == 0)
-        assert not running.done(), "100 of 200 tokens are there"
-        assert running.result() == 200
+    running = begin({})
+    prompt = until(lambda blocks: blocks > 0)
+    until(lambda blocks: blocks >= prompt + 20)
+    running.close()
+    until(lambda blocks: blocks == 0)
+    running = begin({"osl": 300})
+    until(lambda blocks: blocks > 0)
+    until(lambda blocks: blocks < prompt / 2)
+    until(lambda blocks: blocks == 0)
+    assert sample("dynamo_frontend_inflight_requests") == 1, "it goes on, against expectation"
+    running.close()
