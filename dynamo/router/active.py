@@ -144,16 +144,14 @@ class ActiveLoad:
             self.free(key)
         return len(lost)
 
-    def expire(self, before_s: float) -> list[str]:
-        """End requests booked before ``before_s``; bookings stand in order of time."""
-        expired = []
+    def stale(self, before_s: float) -> list[str]:
+        """Who was booked before ``before_s``; bookings stand in order of time. O(them)."""
+        found = []
         for request_id, booking in self._bookings.items():
             if booking.booked_at_s >= before_s:
                 break
-            expired.append(request_id)
-        for request_id in expired:
-            self.free(request_id)
-        return expired
+            found.append(request_id)
+        return found
 
     def load(self, slot: int) -> tuple[int, int, int]:
         """(active prefill tokens, active blocks, active requests) of ``slot``."""

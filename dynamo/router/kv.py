@@ -201,11 +201,10 @@ class KvPicker:
 
     def expire(self, age_s: float) -> list[str]:
         """Drop the load of requests older than ``age_s``, which somebody forgot to free."""
-        expired = self.active.expire(self._clock() - age_s)
-        if self.own_requests is not None:
-            for request_id in expired:
-                self.own_requests.freed(request_id)
-        return expired
+        stale = self.active.stale(self._clock() - age_s)
+        for request_id in stale:
+            self.free(request_id)
+        return stale
 
     def _booked_prefill(self, slot: int) -> int:
         return self.active.load(slot)[0]

@@ -120,10 +120,10 @@ def test_a_lost_slot_takes_its_requests_along() -> None:
     load._check()
 
 
-def test_forgotten_requests_expire_oldest_first() -> None:
+def test_forgotten_requests_are_named_oldest_first() -> None:
     load = ActiveLoad(4)
     for name in "abc":
         book(load, name, 12)
-    assert load.expire(2.0) == ["a", "b"]
-    assert len(load) == 1
+    assert load.stale(2.0) == ["a", "b"]
+    assert len(load) == 3
     assert load.memory_bytes() > 0
