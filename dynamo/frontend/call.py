@@ -344,6 +344,7 @@ class Call:
         metrics.detokenize_tokens.value += tokens
         if usage.cached_tokens is not None:
             model.cached.observe(usage.cached_tokens)
+            self.legs[0].picker.reused(usage.cached_tokens)
         for leg in self.legs:
             if leg.decision is None:
                 continue

@@ -81,6 +81,9 @@ class InflightPicker:
     def add_output_tokens(self, request_id: str, count: int) -> None:
         """Nothing to do."""
 
+    def reused(self, tokens: int) -> None:
+        """Caches don't matter here."""
+
     def free(self, request_id: str) -> None:
         """The request has ended."""
         slot = self._slot_of.pop(request_id, None)

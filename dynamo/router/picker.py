@@ -51,6 +51,10 @@ class Picker(Protocol):
         """``count`` more tokens were generated."""
         ...
 
+    def reused(self, tokens: int) -> None:
+        """An engine said that it took ``tokens`` of some prompt from its cache."""
+        ...
+
     def free(self, request_id: str) -> None:
         """The request has ended, however it did."""
         ...

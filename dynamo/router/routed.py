@@ -93,6 +93,7 @@ class RoutedEndpoint:
                         self.picker.add_output_tokens(booking, count)
                     if item.get("finish_reason"):
                         data["timing"] = _timing(decision, begun_s, first_s)
+                        self.picker.reused(_reused(item))
                     yield {**item, "routing_data": data} if data else item
             finally:
                 await items.aclose()
@@ -130,6 +131,12 @@ def _instructed(request: PreprocessedRequest, decision: Decision) -> Preprocesse
         routing=routing,
         estimated_prefix_hit_num_blocks=decision.overlap_blocks or None,
     )
+
+
+def _reused(item: Mapping[str, Any]) -> int:
+    """Prompt tokens that the engine took from its cache, as far as it says."""
+    details = (item.get("completion_usage") or {}).get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
 
 
 def _place(decision: Decision) -> dict[str, int]:

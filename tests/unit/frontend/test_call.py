@@ -97,6 +97,7 @@ class Site:
         self.streams: list[Stream] = []
         self.booked: dict[str, int] = {}
         self.freed: list[str] = []
+        self.reused_tokens = 0
         self.prefilled: list[str] = []
         self.routings: list[Any] = []
         self.pick_error: DynamoError | None = None
@@ -128,6 +129,9 @@ class Site:
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
         self.booked[request_id] += count
+
+    def reused(self, tokens: int) -> None:
+        self.reused_tokens += tokens
 
     def free(self, request_id: str) -> None:
         assert request_id in self.booked
@@ -245,6 +249,7 @@ async def test_a_unary_answer(site: Site) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["prompt_tokens"] == 9
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert site.reused_tokens == 4
     assert re.fullmatch(r"chatcmpl-[0-9a-f-]{36}", answer["id"])
     assert "x-request-id" not in site.head
     assert stream.killed == 0

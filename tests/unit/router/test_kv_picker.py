@@ -228,6 +228,7 @@ def test_metrics_follow_a_request() -> None:
     picker.mark_prefill_complete("a")
     picker.add_output_tokens("a", 11)
     clock.now += 1.0
+    picker.reused(11)
     picker.free("a")
     page = registry.render().decode()
     router = 'dynamo_component="backend",dynamo_namespace="ns",router_id="7",worker_id="7"'
@@ -241,8 +242,35 @@ def test_metrics_follow_a_request() -> None:
     assert 'dynamo_router_overhead_total_ms_count{router_id="7"} 1' in page
     assert 'dynamo_router_overhead_seq_hashing_ms_count{router_id="7"} 1' in page
     modelled = 'dynamo_component="backend",dynamo_namespace="ns",model="tiny",phase="aggregated"'
-    cached = f"{prefix}_kv_selected_cached_prefix_tokens_total{{{modelled}"
-    assert f'{cached},router_id="7",worker_id="7"}} 12' in page
+    rest = f'{{{modelled},router_id="7",worker_id="7"}}'
+    assert f"{prefix}_kv_selected_cached_prefix_tokens_total{rest} 12" in page
+    assert f"{prefix}_kv_best_eligible_cached_prefix_tokens_total{rest} 12" in page
+    assert f"{prefix}_kv_worker_reused_tokens_total{rest} 11" in page
+
+
+def test_what_a_choice_leaves_lying_is_counted() -> None:
+    registry = Registry()
+    settings = RouterSettings(mode="kv")
+    place = Place("ns", "backend", "tiny", "7", "prefill", "prefill")
+    metrics = DecisionMetrics(registry, place)
+    picker = KvPicker(settings, BLOCK, make_index(settings), metrics, Random(1), Clock())
+    for worker_id in (1, 2, 3):
+        picker.add_worker(worker_id, RuntimeConfig())
+    cache(picker, 1, PROMPT, 1)
+    cache(picker, 2, PROMPT, 3)
+    picker.pick("best", PROMPT, routing=Routing(backend_instance_id=2))
+    picker.pick("other", PROMPT, routing=Routing(backend_instance_id=1))
+    picker.pick("worse", PROMPT, routing=Routing(allowed_worker_ids=[1, 3]))
+    page = registry.render().decode()
+    prefix = "dynamo_component_router"
+    labels = 'dynamo_component="backend",dynamo_namespace="ns",router_id="7",worker_id="7"'
+    typed = f'{{{labels},worker_type="prefill"}}'
+    assert f"{prefix}_non_max_overlap_selections_total{typed} 1" in page
+    assert f"{prefix}_overlap_blocks_lost_sum{typed} 1" in page
+    modelled = 'dynamo_component="backend",dynamo_namespace="ns",model="tiny",phase="prefill"'
+    rest = f'{{{modelled},router_id="7",worker_id="7"}}'
+    assert f"{prefix}_kv_selected_cached_prefix_tokens_total{rest} 16" in page
+    assert f"{prefix}_kv_best_eligible_cached_prefix_tokens_total{rest} 20" in page
 
 
 @pytest.mark.parametrize("mode", ["round-robin", "random", "least-loaded", "power-of-two", "kv"])
