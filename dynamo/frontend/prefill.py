@@ -285,16 +285,18 @@ class PrefillRouter:
             self._unsuitable(ticket, error)
             return True
         ticket.picker, ticket.decision = picker, decision
-        ticket.sent_s = time.monotonic()
-        new_tokens = max(len(tokens) - decision.overlap_blocks * self.block_size, 1)
-        self.line.start(ticket, decision.worker_id, new_tokens)
-        self._metrics.sent(ticket.sent_s - ticket.arrived_s)
-        order.leg.call.heard_at = ticket.sent_s
         payload = encode(to_prefill(order.request, order.routing, decision))
         try:
             ticket.stream = client.open(decision.worker_id, payload, ticket, order.headers)
-        except WorkerUnavailable as error:
-            self.failed(ticket, error)
+        except WorkerUnavailable:  # it is gone, and we are about to be told: the ticket stays first
+            ticket.release()
+            self.line.suspend(decision.worker_id)
+            self._settle()
+            return True
+        new_tokens = max(len(tokens) - decision.overlap_blocks * self.block_size, 1)
+        self.line.start(ticket, decision.worker_id, new_tokens)
+        ticket.sent_s = order.leg.call.heard_at = time.monotonic()
+        self._metrics.sent(ticket.sent_s - ticket.arrived_s)
         return True
 
     def _unsuitable(self, ticket: PrefillTicket, error: DynamoError) -> None:

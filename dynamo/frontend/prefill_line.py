@@ -102,10 +102,11 @@ class PrefillLine(Generic[T]):
     # -- workers
 
     def set_worker(self, worker_id: int, capacity: Capacity) -> None:
-        """The worker is there, or has another capacity."""
+        """The worker is there (again), or has another capacity."""
         lane = self._lanes.get(worker_id)
         if lane is not None:
             lane.capacity = capacity
+            lane.suspended = False
             return
         held = [tokens for at, tokens in self._running.values() if at == worker_id]
         self._lanes[worker_id] = _Lane(capacity, sum(held), len(held))

@@ -1,0 +1,203 @@
+"""Disaggregated serving with real processes: same answers, deaths, absence, late comers."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from deployment import Deployment
+from mocker_kit import caller
+
+from dynamo.protocols import codec
+from dynamo.protocols.load import PrefillQueue
+
+PROMPT = "Disaggregated serving computes the prompt in one place and the answer in another. " * 4
+_QUEUE = codec.decoder(PrefillQueue).decode
+
+
+def prefiller(deployment: Deployment, *flags: str) -> subprocess.Popen[bytes]:
+    return deployment.mocker("--disaggregation-mode", "prefill", "--block-size", "16", *flags)
+
+
+def decoder(deployment: Deployment, *flags: str) -> subprocess.Popen[bytes]:
+    return deployment.mocker("--disaggregation-mode", "decode", "--block-size", "16", *flags)
+
+
+def complete(deployment: Deployment, prompt: str = PROMPT, **more: Any) -> tuple[int, Any]:
+    """Status and body of one completion with a seed, and so with known tokens."""
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 6,
+        "seed": 3,
+        "nvext": {"extra_fields": ["worker_id", "timing"]},
+        **more,
+    }
+    status, _, answer = deployment.request("POST", "/v1/completions", body)
+    return status, json.loads(answer)
+
+
+def metric(deployment: Deployment, name: str) -> float:
+    """The sum over all label values."""
+    page = deployment.request("GET", "/metrics")[2].decode()
+    rows = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
+    return sum(map(float, rows))
+
+
+def until(deployment: Deployment, condition: Callable[[], bool], what: str) -> None:
+    """Wait for what only a scrape can tell."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come\n{deployment.tail()}"
+        time.sleep(0.02)
+
+
+def prefill_workers(deployment: Deployment, count: int) -> None:
+    def there() -> bool:
+        return metric(deployment, "dynamo_frontend_prefill_workers") == count
+
+    until(deployment, there, f"{count} prefill workers")
+
+
+def test_the_answer_is_that_of_an_aggregated_worker(deployment: Deployment) -> None:
+    """First with one worker for all, then with prefill workers that come later."""
+    fast = ("--speedup-ratio", "10")
+    decoder(deployment, *fast, "--kv-bytes-per-token", "16000000")
+    deployment.frontend("--router-mode", "kv")
+    deployment.wait_for_workers(1)
+    status, alone = complete(deployment)
+    assert status == 200
+    prefiller(deployment, *fast)
+    prefill_workers(deployment, 1)
+    status, apart = complete(deployment)
+    assert status == 200
+    assert apart["choices"] == alone["choices"]
+    assert apart["usage"] == alone["usage"]
+    ids, timing = apart["nvext"]["worker_id"], apart["nvext"]["timing"]
+    assert ids["decode_worker_id"] == alone["nvext"]["worker_id"]["decode_worker_id"]
+    assert ids["prefill_worker_id"] != ids["decode_worker_id"]
+    assert 0 < timing["prefill_wait_time_ms"] < timing["ttft_ms"]
+    transfer_ms = apart["usage"]["prompt_tokens"] * 16e6 / 64e9 / 10 * 1e3
+    after_ms = timing["ttft_ms"] - timing["prefill_wait_time_ms"] - timing["prefill_time_ms"]
+    assert after_ms >= transfer_ms, "the first token waits for the blocks"
+    _, again = complete(deployment)
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0 and cached % 16 == 0, "the prefill worker's cache, told by the decode worker"
+    assert again["nvext"]["timing"]["kv_hit_rate"] > 0, "the prefill router knows that cache"
+    for phase, keys in (
+        ("prefill", {"prefill_worker_id", "prefill_dp_rank"}),
+        ("decode", {"decode_worker_id", "decode_dp_rank"}),
+        ("", ids.keys()),
+    ):
+        nvext = {"annotations": [f"query_instance_id:{phase}"]}
+        body = {"model": "tiny", "prompt": PROMPT, "nvext": nvext}
+        event = deployment.request("POST", "/v1/completions", body)[2].split(b"\n")[0]
+        found = json.loads(event.removeprefix(b"data: "))["nvext"]["worker_id"]
+        assert found == {key: ids[key] for key in keys}
+    label = 'worker_type="prefill"'
+    page = deployment.request("GET", "/metrics")[2].decode()
+    assert re.search(rf"dynamo_frontend_worker_last_input_sequence_tokens{{.*{label}}} \d+", page)
+    assert metric(deployment, "dynamo_frontend_prefill_requests_total") == 2
+    assert metric(deployment, "dynamo_frontend_prefill_seconds_count") == 2
+    assert metric(deployment, "dynamo_frontend_prefill_queue_wait_seconds_count") == 2
+
+
+async def test_a_killed_prefill_worker_loses_nothing(deployment: Deployment) -> None:
+    """Requests run at both prefill workers and wait for them; one is killed, then the other."""
+    doomed = prefiller(deployment, "--speedup-ratio", "0.01")
+    other = prefiller(deployment, "--speedup-ratio", "0.01")
+    decoder(deployment, "--speedup-ratio", "10")
+    deployment.frontend("--router-mode", "kv", "--router-prefill-slots", "1")
+    await asyncio.to_thread(deployment.wait_for_workers, 3)
+    await asyncio.to_thread(prefill_workers, deployment, 2)
+    told: list[PrefillQueue] = []
+    with ThreadPoolExecutor(8) as pool:
+        async with caller(deployment, 2, "prefill") as here:
+            subscription = here.runtime.subscribe(
+                deployment.namespace,
+                "prefill",
+                "prefill_queue",
+                lambda _publisher, _sequence, payload: told.append(_QUEUE(payload)),
+            )
+            await subscription.ready()
+            await asyncio.to_thread(until, deployment, lambda: bool(told), "news")
+            answers = [pool.submit(complete, deployment, f"{n} {PROMPT}") for n in range(6)]
+            await asyncio.to_thread(
+                until,
+                deployment,
+                lambda: any(one.size == 4 for one in told),
+                "news of a queue of 4",
+            )
+            assert metric(deployment, "dynamo_frontend_prefill_queue_depth") == 4
+            doomed.send_signal(signal.SIGKILL)
+            requeues = "dynamo_frontend_prefill_requeues_total"
+            await asyncio.to_thread(
+                until, deployment, lambda: metric(deployment, requeues) == 1, "a requeue"
+            )
+            other.send_signal(signal.SIGKILL)
+            done = [await asyncio.to_thread(answer.result, 30) for answer in answers]
+            await asyncio.to_thread(
+                until, deployment, lambda: told[-1].size == 0, "news of an empty queue"
+            )
+    assert [status for status, _ in done] == [200] * 6, deployment.tail()
+    assert all(body["usage"]["completion_tokens"] == 6 for _, body in done)
+    assert {one.model for one in told} == {"tiny"} and told[0].workers == 2
+    assert metric(deployment, "dynamo_frontend_prefill_fallbacks_total") >= 4
+    status, body = await asyncio.to_thread(complete, deployment)
+    ids = body["nvext"]["worker_id"]
+    assert status == 200 and ids["prefill_worker_id"] == ids["decode_worker_id"]
+
+
+def test_enforced_there_is_no_answer_without_a_prefill_worker(deployment: Deployment) -> None:
+    decoder(deployment, "--speedup-ratio", "10")
+    deployment.frontend("--router-mode", "round-robin", "--enforce-disagg")
+    deployment.wait_for_workers(1)
+    status, body = complete(deployment)
+    assert status == 503 and "--enforce-disagg" in body["message"]
+    late = prefiller(deployment, "--speedup-ratio", "10")
+    prefill_workers(deployment, 1)
+    status, body = complete(deployment)
+    assert status == 200 and set(body["nvext"]["worker_id"]) == {
+        "prefill_worker_id",
+        "decode_worker_id",
+    }
+    late.send_signal(signal.SIGTERM)
+    prefill_workers(deployment, 0)
+    assert complete(deployment)[0] == 503
+    assert metric(deployment, "dynamo_frontend_prefill_refused_total") == 2
+
+
+def test_a_client_that_leaves_during_prefill_frees_the_slot(deployment: Deployment) -> None:
+    """The prefill worker would need a minute; the next client has its answer at once."""
+    prefiller(deployment, "--speedup-ratio", "0.0003")
+    decoder(deployment, "--speedup-ratio", "10")
+    deployment.frontend("--router-mode", "kv", DYN_ROUTER_PREFILL_SLOTS="1")
+    deployment.wait_for_workers(2)
+    prefill_workers(deployment, 1)
+    body = json.dumps({"model": "tiny", "prompt": PROMPT, "max_tokens": 4}).encode()
+    clients = []
+    for _ in range(2):
+        client = http.client.HTTPConnection("127.0.0.1", deployment.port, timeout=30)
+        client.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        clients.append(client)
+    names = [f"dynamo_frontend_prefill_{name}" for name in ("active_requests", "queue_depth")]
+
+    def state() -> list[float]:
+        return [metric(deployment, name) for name in names]
+
+    until(deployment, lambda: state() == [1, 1], "one at work and one waiting")
+    clients[0].close()
+    until(deployment, lambda: metric(deployment, names[1]) == 0, "the slot")
+    assert metric(deployment, names[0]) == 1
+    clients[1].close()
+    until(deployment, lambda: state() == [0, 0], "nothing left")
+    load = "dynamo_frontend_worker_active_prefill_tokens"
+    until(deployment, lambda: metric(deployment, load) == 0, "no load left")
