@@ -94,5 +94,7 @@ class ExplainRoutes:
         request = prepared.requests[0]
         routing = routed(request.routing, headers)
         override = request.router_config_override
-        found = explain(entry.picker, request.token_ids, routing, override)
+        found = explain(
+            entry.picker, request.token_ids, routing, override, entry.dispatch.line or ()
+        )
         return msgspec.json.encode(found)

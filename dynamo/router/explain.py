@@ -5,7 +5,7 @@ Pure; nothing is booked. Spec 3.1, 3.10.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -52,7 +52,10 @@ class Candidate(msgspec.Struct, kw_only=True):
 
 
 class Explanation(msgspec.Struct, kw_only=True):
-    """The candidates, cheapest first, then those left out; ``error`` if none could be chosen."""
+    """The candidates, cheapest first, then those left out; ``error`` if none could be chosen.
+
+    The prompt would wait behind ``queued_requests`` or overtake them.
+    """
 
     isl_tokens: int
     prompt_blocks: int
@@ -65,6 +68,7 @@ class Explanation(msgspec.Struct, kw_only=True):
     decode_active_request_weight: float = 0.0
     temperature: float
     candidates: list[Candidate]
+    queued_requests: int = 0
     error: str = ""
 
 
@@ -73,10 +77,12 @@ def explain(
     tokens: Tokens,
     routing: Routing | None = None,
     override: Mapping[str, Any] | None = None,
+    queued: Sized = (),
 ) -> Explanation:
     """What :meth:`KvPicker.pick` would weigh now. Raises InvalidArgument for a bad ``override``.
 
-    Ties and temperature draw anew with each call, so a later pick may differ.
+    ``queued`` are those who wait. Ties and temperature draw anew with each call, so a later pick
+    may differ.
     """
     survey = picker.survey(tokens, routing, override)
     rows = [_row(picker, survey, routing, slot) for slot in picker.fleet.candidates]
@@ -94,6 +100,7 @@ def explain(
         decode_active_request_weight=survey.terms.request_weight,
         temperature=survey.terms.temperature,
         candidates=rows,
+        queued_requests=len(queued),
         error=_text(survey.error),
     )
 
@@ -113,6 +120,8 @@ def table(explanation: Explanation) -> str:
         cells = "".join(f"{column.text(row):>{column.width}}" for column in shown)
         note = "chosen" if row.chosen else row.excluded
         lines.append(f"{'->' if row.chosen else '':2}{cells}  {note}")
+    if found.queued_requests:
+        lines.append(f"{found.queued_requests} requests wait in the queue")
     if found.error:
         lines.append(f"no worker: {found.error}")
     return "\n".join(lines)

@@ -12,6 +12,7 @@ import msgspec
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.router.line import Line
 from dynamo.router.live import LiveRouter
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.ticket import place
@@ -42,6 +43,11 @@ class RoutedEndpoint:
         self._settings = settings
         self._live: LiveRouter | None = None
         self._numbers = itertools.count(1)
+
+    @property
+    def line(self) -> Line | None:
+        """Where requests wait, if they may have to."""
+        return None if self._live is None else self._live.line
 
     async def start(self) -> None:
         """Follow the workers; those that exist can be picked on return."""
@@ -111,7 +117,7 @@ class RoutedEndpoint:
         """A worker, booked under ``request_id``, when it is the request's turn: at once unless a
         queue threshold is set. Raises as :meth:`Picker.pick` and
         :func:`dynamo.router.ticket.place`."""
-        line = self._live.line if self._live is not None else None
+        line = self.line
         if line is None:
             return self.picker.pick(request_id, tokens, routing=routing, override=override)
         return await place(

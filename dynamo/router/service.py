@@ -71,7 +71,8 @@ class RouterService:
     async def explain(self, request: Any) -> AsyncIterator[Any]:
         """The candidates' table; see :class:`dynamo.router.explain.Explanation`."""
         tokens, override = _asked(request)
-        yield explain(self._picker, tokens, override=override)
+        queued = self._routed.line or ()
+        yield explain(self._picker, tokens, override=override, queued=queued)
 
 
 def _decoded(request: dict[str, Any]) -> PreprocessedRequest:

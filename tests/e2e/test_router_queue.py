@@ -82,6 +82,8 @@ def test_order_leaving_and_the_bound(deployment: Deployment) -> None:
         assert (status, refused["code"], refused["type"]) == (503, 503, "service_unavailable")
         assert "queue requests limit reached (current=3, limit=3)" in refused["message"]
         assert not running.done(), "the test was too slow for the worker"
+        found = json.loads(deployment.request("POST", "/v1/route", body("echo"))[2])
+        assert found["queued_requests"] == 3
         leaver.close()
         clients.until(f"{area}_queue_left_total", 1, **labels)
         strict = clients.send("foxtrot", {"x-dynamo-request-strict-priority": "2"})

@@ -50,6 +50,9 @@ def test_the_table_of_a_decision() -> None:
     assert (loaded.active_prefill_tokens, loaded.active_decode_blocks) == (8, 2)
     assert (loaded.active_requests, loaded.prefill_blocks, loaded.decode_blocks) == (1, 5.5, 5)
     assert len(picker.active) == 1
+    assert "queue" not in table(found)
+    found = explain(picker, PROMPT, queued=["one", "another"])
+    assert found.queued_requests == 2 and "2 requests wait in the queue" in table(found)
 
 
 def test_why_the_others_were_left_out() -> None:
