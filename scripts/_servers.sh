@@ -1,0 +1,40 @@
+# Sourced by scripts/test: finds etcd and nats-server, or unpacks Debian's packages into build/debian.
+#
+# Unpacked and not installed: an installed package starts its server on this machine. The tests start
+# their own, on free loopback ports, and skip, naming the package, where there is none.
+
+servers_ready() {
+    local root target package
+    root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    target="$root/build/debian"
+    for package in etcd-server:etcd nats-server:nats-server; do
+        if ! _server_there "${package#*:}" "$target"; then
+            echo "scripts: unpacking ${package%:*} into build/debian for the tests" >&2
+            _server_unpack "${package%:*}" "$target" ||
+                echo "scripts: no ${package%:*}; the tests that need it will be skipped" >&2
+        fi
+    done
+}
+
+_server_there() {
+    PATH="$PATH:/usr/sbin:/usr/local/sbin:$2/usr/bin:$2/usr/sbin" command -v "$1" >/dev/null
+}
+
+_server_unpack() {
+    local work
+    command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || return
+    work="$(mktemp -d)" || return
+    (
+        cd "$work" || exit
+        # As root, apt-get would hand the download to a user that may not write here.
+        download=(timeout 120 apt-get -qq -o APT::Sandbox::User=root download "$1")
+        if ! "${download[@]}" >/dev/null 2>&1; then
+            [ "$(id -u)" != 0 ] || timeout 120 apt-get update -qq >&2
+            "${download[@]}" >&2 || exit
+        fi
+        mkdir -p "$2" && dpkg-deb -x ./*.deb "$2"
+    )
+    local status=$?
+    rm -rf "$work"
+    return $status
+}
