@@ -9,6 +9,7 @@ from dynamo.llm.register import register_llm, register_model, unregister_model
 from dynamo.llm.router_config import KvRouterConfig, RouterConfig, RouterMode
 from dynamo.llm.runtime_config import ModelRuntimeConfig
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
+from dynamo.protocols.openai import RoutingConstraints
 
 __all__ = [
     "HttpError",
@@ -22,6 +23,7 @@ __all__ = [
     "RadixTree",
     "RouterConfig",
     "RouterMode",
+    "RoutingConstraints",
     "WorkerMetricsPublisher",
     "WorkerType",
     "compute_block_hash_for_seq",

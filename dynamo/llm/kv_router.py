@@ -12,6 +12,7 @@ from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.llm.router_config import KvRouterConfig
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.protocols.openai import RoutingConstraints
 from dynamo.router.kv import KvPicker
 from dynamo.router.overlaps import events_of, overlap_scores, potential_loads
 from dynamo.router.routed import RoutedEndpoint
@@ -95,18 +96,21 @@ class KvRouter:
         request_id: str | None = None,
         update_indexer: bool = False,
         lora_name: str | None = None,
+        routing_constraints: RoutingConstraints | None = None,
+        allowed_worker_ids: Sequence[int] | None = None,
         **accepted: Any,
     ) -> tuple[int, int, int]:
         """(worker_id, dp_rank, overlap blocks). With ``request_id`` its load is booked until
         :meth:`free`, and with a queue threshold it waits for its turn; ``update_indexer`` predicts
-        its blocks there when events are off."""
+        its blocks there when events are off. Raises as
+        :func:`dynamo.router.filters.eligible`."""
         picker = await self._ready()
         tokens = codec.tokens(token_ids)
         if request_id is not None and request_id in picker.active:
             raise DynamoError(
                 f"failed to book scheduler state: Request {request_id} already exists"
             )
-        routing = None if lora_name is None else Routing(lora_name=lora_name)
+        routing = _routing(lora_name, routing_constraints, allowed_worker_ids)
         if request_id is None:
             decision = picker.pick(None, tokens, routing=routing, override=router_config_override)
         else:
@@ -150,3 +154,20 @@ class KvRouter:
                 assert isinstance(picker, KvPicker), "its settings say kv"
                 self._picker = picker
             return self._picker
+
+
+def _routing(
+    lora_name: str | None,
+    constraints: RoutingConstraints | None,
+    allowed_worker_ids: Sequence[int] | None,
+) -> Routing | None:
+    if lora_name is None and constraints is None and allowed_worker_ids is None:
+        return None
+    constraints = constraints or RoutingConstraints()
+    required, preferred = constraints.required_taints, constraints.preferred_taints
+    return Routing(
+        lora_name=lora_name,
+        allowed_worker_ids=None if allowed_worker_ids is None else list(allowed_worker_ids),
+        required_taints=None if required is None else list(required),
+        preferred_taints=None if preferred is None else dict(preferred),
+    )

@@ -66,6 +66,15 @@ class KvRouterConfig:
     decode_active_request_weight: float = 0.0
     router_duplicate_cost: float = 0.0
     router_policy_config: str | None = None
+    conditional_disagg_enabled: bool = False
+    conditional_disagg_policy: str | None = None
+    conditional_disagg_eff_isl_threshold: int | None = None
+    conditional_disagg_eff_isl_ratio_threshold: float | None = None
+    conditional_disagg_prefill_busy_threshold: float | None = None
+    conditional_disagg_decode_busy_threshold: float | None = None
+    router_tracking_hash: str = "public-xxh3-v1"
+    router_tracking_key_file: str | None = None
+    router_tracking_key_id: str | None = None
     durable_kv_events: bool = False
     router_reset_states: bool = False
     router_snapshot_threshold: int = 1_000_000
@@ -137,6 +146,7 @@ _SETTINGS = {
     "overlap_score_credit": "overlap_score_credit",
     "overlap_score_credit_decay": "overlap_score_credit_decay",
     "prefill_load_scale": "prefill_load_scale",
+    "conditional_disagg_enabled": "conditional_disagg",
     "router_queue_threshold": "queue_threshold",
     "router_queue_policy": "queue_policy",
     "decode_active_request_weight": "decode_active_request_weight",

@@ -13,7 +13,14 @@ import pytest_asyncio
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError, DynamoError, InvalidArgument
-from dynamo.llm import KvRouter, KvRouterConfig, RadixTree, RouterConfig, RouterMode
+from dynamo.llm import (
+    KvRouter,
+    KvRouterConfig,
+    RadixTree,
+    RouterConfig,
+    RouterMode,
+    RoutingConstraints,
+)
 from dynamo.llm.router_config import WITHOUT_EFFECT
 from dynamo.runtime import DistributedRuntime
 
@@ -164,6 +171,17 @@ async def test_generate(box: Box) -> None:
             pass
     with pytest.raises(InvalidArgument, match="not a preprocessed request"):
         await router.generate_from_request({"model": "m"})
+    await router.close()
+
+
+async def test_only_allowed_workers(box: Box) -> None:
+    router = box.router()
+    for worker in box.workers:
+        allowed = [worker.instance_id, 12345]
+        assert (await router.best_worker(PROMPT, allowed_worker_ids=allowed))[0] in allowed[:1]
+    with pytest.raises(InvalidArgument, match="no worker has the required taints: gpu"):
+        constraints = RoutingConstraints(required_taints=["gpu"])
+        await router.best_worker(PROMPT, routing_constraints=constraints)
     await router.close()
 
 
