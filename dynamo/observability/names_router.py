@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo.observability.names import MetricSpec
+from dynamo.observability.names import MetricSpec, Router
 
 __all__ = ["EventSources", "Hits", "Predictions", "Replicas", "RouterGate", "RouterIndex"]
 
@@ -68,6 +68,20 @@ class Hits:
         "Cached blocks that these requests did without",
         _TYPED,
         tuple(0.25 * 2**power for power in range(16)),
+    )
+    SHARED_BEYOND = MetricSpec(
+        "histogram",
+        "dynamo_component_router_shared_cache_beyond_blocks",
+        "Blocks in the shared cache beyond those on the chosen device",
+        _ROUTED,
+        tuple(2.0**power for power in range(12)),
+    )
+    SHARED_HIT_RATE = MetricSpec(
+        "histogram",
+        "dynamo_component_router_shared_cache_hit_rate",
+        "Share of the prompt that is in the shared cache",
+        _ROUTED,
+        Router.HIT_RATE.buckets,
     )
 
 

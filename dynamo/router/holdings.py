@@ -70,6 +70,11 @@ class Holdings:
             return self.device[slot]
         return effective_blocks(weights, self.of(slot))
 
+    @property
+    def shared_blocks(self) -> int:
+        """Blocks of the prompt in the shared cache."""
+        return sum(end - begin for begin, end in self.shared_ranges)
+
     def best(self, weights: Weights, slots: array[int]) -> float:
         """The most that one of the slots has of this. O(slots)."""
         return most(weights, slots, self.device, self.host, self.disk)

@@ -112,6 +112,9 @@ class KvPicker:
             found = self._held.effective(terms.weights, slot)
             best = self._held.best(terms.weights, slots)
             self._metrics.decided(times, prompt, found, best, self.block_size)
+            if self._held.shares:
+                beyond = self._held.of(slot).shared
+                self._metrics.shared(self._held.shared_blocks, beyond, prompt.blocks)
         return decision
 
     def survey(

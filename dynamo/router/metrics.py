@@ -98,6 +98,8 @@ class DecisionMetrics:
         )
         self._elsewhere = counter(registry, Hits.NON_MAX).labels(*place.typed)
         self._lost = histogram(registry, Hits.LOST_BLOCKS).labels(*place.typed)
+        self._beyond = histogram(registry, Hits.SHARED_BEYOND).labels(*place.router)
+        self._shared_rate = histogram(registry, Hits.SHARED_HIT_RATE).labels(*place.router)
 
     def decided(
         self, times: Sequence[float], prompt: Prompt, found: float, best: float, block_size: int
@@ -122,6 +124,12 @@ class DecisionMetrics:
             self._lost.observe(best - found)
         if prompt.blocks:
             self._hit_rate.observe(found / prompt.blocks)
+
+    def shared(self, blocks: int, beyond: int, prompt_blocks: int) -> None:
+        """``blocks`` of a booked prompt are shared, ``beyond`` of them behind the chosen device's."""
+        if prompt_blocks:
+            self._beyond.observe(beyond)
+            self._shared_rate.observe(blocks / prompt_blocks)
 
     def reused(self, tokens: int) -> None:
         """An engine said how many prompt tokens it did not have to compute."""

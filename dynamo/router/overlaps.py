@@ -40,7 +40,7 @@ def overlap_scores(picker: KvPicker, tokens: Tokens) -> dict[str, Any]:
         "workers": workers,
         "shared_cache": {
             "enabled": shares,
-            "total_hit_blocks": sum(end - begin for begin, end in ranges),
+            "total_hit_blocks": survey.held.shared_blocks,
             "ranges": [list(pair) for pair in ranges],
             "error": None,
         },

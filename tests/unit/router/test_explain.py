@@ -74,6 +74,18 @@ def test_why_the_others_were_left_out() -> None:
     assert text.count("chosen") == 1 and "lacks the taints: a" in text
 
 
+def test_a_worker_that_just_failed_is_left_out_while_there_are_others() -> None:
+    picker = make(2)
+    picker.fleet.shun(2, True)
+    found = explain(picker, PROMPT)
+    assert [(row.worker_id, row.excluded) for row in found.candidates] == [
+        (1, ""),
+        (2, "has just failed to answer"),
+    ]
+    picker.fleet.shun(1, True)
+    assert all(row.cost is not None for row in explain(picker, PROMPT).candidates)
+
+
 def test_a_pin_leaves_one() -> None:
     found = explain(make(), PROMPT, Routing(backend_instance_id=2))
     assert [row.excluded for row in found.candidates] == ["", "pinned to worker 2"] * 1 + [

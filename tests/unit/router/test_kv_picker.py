@@ -63,6 +63,37 @@ def test_the_longest_cached_prefix_wins_among_idle_workers() -> None:
     assert list(picker._costs[:3]) == [6.5, 4.5, 3.5]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "cached", "cost"),
+    [(14, 4, 0, 6.5), (18, 4, 3, 5.5), (12, 16, 0, 0.75), (131, 16, 0, 16.1875), (80, 16, 0, 10.0)],
+)
+def test_measured_costs(tokens: int, block_size: int, cached: int, cost: float) -> None:
+    """Spec 3.1: fractional prefill, whole blocks of decode."""
+    settings = RouterSettings(mode="kv")
+    index = make_index(settings)
+    assert index is not None
+    picker = KvPicker(settings, block_size, index)
+    picker.add_worker(1, RuntimeConfig())
+    prompt = array("I", range(tokens))
+    local = block_hashes(prompt, block_size)[:cached]
+    index.store(index.slot(1, 0), None, sequence_hashes(local), local)
+    assert list(picker.survey(prompt).costs.values()) == [cost]
+
+
+def test_running_requests_weigh_where_asked_for() -> None:
+    picker = make(2, decode_active_request_weight=2.0)
+    for number in range(3):
+        routing = Routing(backend_instance_id=1)
+        picker.pick(str(number), array("I"), routing=routing)
+    assert list(picker.survey(PROMPT).costs.values()) == [6.5 + 6.0, 6.5]
+    plain = {"decode_active_request_weight": 0}
+    assert list(picker.survey(PROMPT, override=plain).costs.values()) == [6.5, 6.5]
+    near = Routing(preferred_taints={"near": 0.5})
+    picker.add_worker(1, RuntimeConfig(taints=["near"]))
+    factor = math.exp(-math.tanh(0.5))
+    assert picker.survey(PROMPT, near).costs[0] == pytest.approx(12.5 * factor)
+
+
 def test_load_outweighs_overlap() -> None:
     picker = make()
     cache(picker, 3, PROMPT, 3)

@@ -10,12 +10,14 @@ import pytest
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
+from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, Removed, Stored
 from dynamo.router.explain import explain, table
 from dynamo.router.factory import make_index
 from dynamo.router.indexer import Indexer
 from dynamo.router.kv import KvPicker
+from dynamo.router.metrics import DecisionMetrics, Place
 from dynamo.router.overlaps import overlap_scores, potential_loads
 
 BLOCK = 4
@@ -141,6 +143,22 @@ def test_shared_blocks_count_for_everybody(given: str, counts: bool) -> None:
         "ranges": ranges,
         "error": None,
     }
+
+
+def test_what_the_shared_cache_gives_is_counted() -> None:
+    registry = Registry()
+    settings = RouterSettings(mode="kv", shared_cache_type="hicache")
+    metrics = DecisionMetrics(registry, Place("ns", "backend", "tiny", "7"))
+    picker = KvPicker(settings, BLOCK, make_index(settings), metrics, Random(1))
+    picker.add_worker(1, RuntimeConfig())
+    assert picker.index is not None
+    picker.index.store(picker.index.slot(1, 0), None, IDS[:2], LOCAL[:2])
+    picker.index.store(picker.index.slot(1, 0, 3), None, IDS[:3], LOCAL[:3])
+    picker.pick("a", PROMPT)
+    page = registry.render().decode()
+    labels = 'dynamo_component="backend",dynamo_namespace="ns",router_id="7",worker_id="7"'
+    assert f"dynamo_component_router_shared_cache_beyond_blocks_sum{{{labels}}} 1" in page
+    assert f"dynamo_component_router_shared_cache_hit_rate_sum{{{labels}}} 0.5" in page
 
 
 def test_a_tier_goes_on_behind_what_is_believed_of_the_device() -> None:
