@@ -126,7 +126,7 @@ class DecisionMetrics:
             self._hit_rate.observe(found / prompt.blocks)
 
     def shared(self, blocks: int, beyond: int, prompt_blocks: int) -> None:
-        """``blocks`` of a booked prompt are shared, ``beyond`` of them behind the chosen device's."""
+        """``blocks`` of a prompt are shared, ``beyond`` of them behind the chosen slot's."""
         if prompt_blocks:
             self._beyond.observe(beyond)
             self._shared_rate.observe(blocks / prompt_blocks)
