@@ -47,7 +47,20 @@ MODES: dict[str, dict[str, str]] = {
     "least-loaded": {"router-mode": "least-loaded"},
     "power-of-two": {"router-mode": "power-of-two"},
 }
-"""Flags of the frontend."""
+"""Flags of the frontend, by the name in the table."""
+
+OTHERS: dict[str, dict[str, str]] = {
+    "kv, cache first, own decisions believed for 5 s": {
+        **MODES["kv, cache first"],
+        "router-predicted-ttl-secs": "5",
+    },
+    "kv, cache first, lru without events": {
+        **MODES["kv, cache first"],
+        "no-router-kv-events": "true",
+        "router-approximate-cache-policy": "lru",
+    },
+}
+"""The same, only when named in --modes."""
 
 
 def main() -> None:
@@ -78,7 +91,7 @@ def arguments() -> argparse.Namespace:
     add("--requests", type=int, default=1500, help="of the trace, for each round")
     add("--rates", default="50,85,115", help="offered requests/s, comma-separated")
     add("--rounds", type=int, default=3)
-    add("--modes", default="all", help=f"semicolon-separated: {'; '.join(MODES)}")
+    add("--modes", default="all", help=f"semicolon-separated: {'; '.join(MODES | OTHERS)}")
     add("--goodput", default="ttft:500,itl:50", help="limits in ms that make a request good")
     add("--block-tokens", type=int, default=64, help="tokens for each block of the trace")
     add("--output-scale", type=float, default=0.0625)
@@ -113,7 +126,7 @@ def run(mode: str, rate: float, round_number: int, trace: str, options: argparse
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = [f"--Frontend.{name}={value}" for name, value in MODES[mode].items()]
+    flags = [f"--Frontend.{name}={value}" for name, value in (MODES | OTHERS)[mode].items()]
     flags += [
         f"--Frontend.http-port={port}",
         f"--Worker.block-size={options.block_tokens}",
@@ -213,10 +226,10 @@ def note(options: argparse.Namespace) -> str:
     limits = options.goodput.replace(":", " ≤ ").replace(",", " ms and mean ")
     return (
         f"{options.rounds} rounds of {options.requests} requests each of {name},"
-        f" {options.block_tokens} tokens for each of its blocks, outputs × {options.output_scale:g};"
-        f" eight mock engines of {options.blocks_per_worker:,} such blocks,"
-        f" {options.batched_tokens:,} tokens an iteration, at {options.engine_speedup:g} of their"
-        f" speed. Median (least–most) of the rounds. Good: {limits} ms."
+        f" {options.block_tokens} tokens for each of its blocks, outputs by"
+        f" {options.output_scale:g}; eight mock engines of {options.blocks_per_worker:,} such"
+        f" blocks, {options.batched_tokens:,} tokens an iteration, at {options.engine_speedup:g}"
+        f" of their speed. Median (least–most) of the rounds. Good: {limits} ms."
     )
 
 
