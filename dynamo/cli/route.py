@@ -7,8 +7,9 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +25,26 @@ EPILOG = """examples:
   dynamo route --prompt-file prompt.txt --explain
   cat chat-request.json | dynamo route --prompt-file -
 """
+
+
+_SHOWN = 500
+_T = TypeVar("_T")
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    """Of /v1/models."""
+
+    data: list[_Model]
+
+
+class _Refusal(msgspec.Struct):
+    """Of an error."""
+
+    message: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,15 +98,22 @@ def _body(settings: RouteSettings) -> dict[str, Any]:
 
 
 def _first_model(settings: RouteSettings) -> str:
-    rows = json.loads(_fetch(settings, "/v1/models", None))["data"]
+    rows = _decoded(settings, _fetch(settings, "/v1/models", None), _Models).data
     if not rows:
         raise Unavailable("the frontend has no model")
-    return str(rows[0]["id"])
+    return rows[0].id
 
 
 def _ask(settings: RouteSettings, body: dict[str, Any]) -> Explanation:
     answer = _fetch(settings, "/v1/route", json.dumps(body).encode())
-    return msgspec.json.decode(answer, type=Explanation)
+    return _decoded(settings, answer, Explanation)
+
+
+def _decoded(settings: RouteSettings, answer: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(answer, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise DynamoError(f"{settings.url} is no frontend of this product") from None
 
 
 def _fetch(settings: RouteSettings, path: str, body: bytes | None) -> bytes:
@@ -100,6 +128,15 @@ def _fetch(settings: RouteSettings, path: str, body: bytes | None) -> bytes:
     except urllib.error.HTTPError as error:
         with error:
             text = error.read().decode(errors="replace")
-        raise DynamoError(f"{url} answered {error.code}: {text}") from None
-    except (OSError, ValueError) as error:
-        raise Unavailable(f"can't reach {url}: {error}") from None
+        raise DynamoError(f"{url} answered {error.code}: {_message(text)}") from None
+    except (OSError, ValueError, HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise Unavailable(f"can't reach {url}: {reason}; name a frontend with --url") from None
+
+
+def _message(text: str) -> str:
+    """The message in the body of an error, or the body."""
+    try:
+        return msgspec.json.decode(text, type=_Refusal).message
+    except msgspec.MsgspecError:
+        return text[:_SHOWN]

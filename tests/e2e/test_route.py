@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -51,5 +53,38 @@ def test_what_cannot_be_asked(shared_deployment: Deployment, tmp_path: Path) -> 
     assert route(shared_deployment, "--prompt-file", str(tmp_path / "none")).returncode == 2
     wrong = route(shared_deployment, "--prompt-file", "-", "--model", "nope", stdin="hello")
     assert (wrong.returncode, "404" in wrong.stderr) == (1, True)
+    assert "Model not found: nope" in wrong.stderr and "{" not in wrong.stderr
     nobody = route(shared_deployment, "--url", "http://127.0.0.1:9", "--prompt-file", "-")
     assert (nobody.returncode, "can't reach" in nobody.stderr) == (1, True)
+
+
+def test_the_table_says_why(shared_deployment: Deployment) -> None:
+    body = {"prompt": TEXT, "nvext": {"allowed_worker_ids": [1]}}
+    asked = route(shared_deployment, "--prompt-file", "-", "--explain", stdin=json.dumps(body))
+    assert asked.returncode == 1
+    head, titles, *rows, last = asked.stdout.splitlines()
+    assert "full blocks of 16; cost = 1 * prefill blocks + decode blocks" in head
+    for title in ("overlap", "active prefill", "active decode", "credit", "cost", "note"):
+        assert title in titles
+    assert [row.endswith("not in the request's allow-list") for row in rows] == [True, True]
+    assert last == "no worker: no endpoints: none of the request's allowed workers is registered"
+
+
+def test_a_server_that_is_no_frontend() -> None:
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>hello</html>")
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        command = [sys.executable, "-m", "dynamo", "route", "--url", url, "--prompt-file", "-"]
+        asked = subprocess.run(command, input="x", capture_output=True, text=True, timeout=60)
+        server.shutdown()
+    assert asked.returncode == 1
+    assert asked.stderr == f"dynamo route: {url} is no frontend of this product\n"
