@@ -227,6 +227,19 @@ public:
         return unknown;
     }
 
+    // As Index::adopt.
+    size_t adopt(uint32_t slot, const uint8_t *block_hashes, size_t count) {
+        open(slot);
+        size_t unknown = 0;
+        for (size_t at = 0; at < count; at += BITE) {
+            size_t part = std::min(BITE, count - at);
+            grow(slot, part);
+            Gate::Bite hold(gate_);
+            unknown += index_.adopt(slot, block_hashes + 8 * at, part);
+        }
+        return unknown;
+    }
+
     void clear(uint32_t slot) {
         open(slot);
         uint64_t from = 0;

@@ -130,6 +130,14 @@ class RouterSettings(DisaggSettings):
         env="DYN_ROUTER_USE_KV_EVENTS",
         help="follow the workers' KV events; without, caches are predicted from own decisions",
     )
+    event_threads: int = knob(
+        1,
+        "--router-event-threads",
+        env="DYN_ROUTER_EVENT_THREADS",
+        minimum=1,
+        maximum=64,
+        help="with KV events: above 1, so many threads receive and apply them beside the event loop",
+    )
     ttl_s: float = knob(
         120.0,
         "--router-ttl-secs",

@@ -134,6 +134,7 @@ _SETTINGS = {
     "router_track_output_blocks": "track_output_blocks",
     "router_assume_kv_reuse": "assume_kv_reuse",
     "router_track_prefill_tokens": "track_prefill_tokens",
+    "router_event_threads": "event_threads",
     "router_ttl_secs": "ttl_s",
     "router_approximate_cache_policy": "approximate_cache_policy",
     "router_predicted_ttl_secs": "predicted_ttl_s",

@@ -104,6 +104,7 @@ class Registry:
     """The metrics of one process."""
 
     def __init__(self) -> None:
+        self.before_render: list[Callable[[], None]] = []
         self._families: dict[str, Family[Counter] | Family[Gauge] | Family[Histogram]] = {}
 
     def counter(self, name: str, help: str, labelnames: Sequence[str] = ()) -> Family[Counter]:
@@ -132,7 +133,12 @@ class Registry:
         return family  # type: ignore[return-value]
 
     def render(self) -> bytes:
-        """Prometheus text exposition format, families without children left out. O(children)."""
+        """Prometheus text exposition format, families without children left out. O(children).
+
+        ``before_render`` holds what brings counts up to date that are kept elsewhere.
+        """
+        for bring_up_to_date in self.before_render:
+            bring_up_to_date()
         out: list[str] = []
         for family in list(self._families.values()):
             _render(family, out)

@@ -15,13 +15,16 @@ from typing import NamedTuple, Protocol
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
 from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, KvQueryAnswer, Removed, Stored
 
-__all__ = ["TIERS", "EventCounts", "Indexer", "Recovery"]
+__all__ = ["TIERS", "EventCounts", "Indexer", "Recovery", "Threads"]
 
 TIERS = {"device": 0, "host_pinned": 1, "disk": 2, "external": 3}
 """``KvEvent.storage_tier`` to the index's tier. Blocks of others are ignored (and counted).
 
 *Cleared* on the device means that there is nothing at all, on another tier only that one.
 """
+
+MAX_EVENT_ID = 1 << 61
+"""Streams whose ids are beyond stay on the loop."""
 
 MAX_HELD_EVENTS = 16_384
 """Live events kept per stream while a question is open; beyond, a full dump is asked for."""
@@ -42,8 +45,8 @@ class Recovery(NamedTuple):
 class EventCounts(Protocol):
     """Where events and oddities are counted."""
 
-    def applied(self, event_type: str, status: str) -> None:
-        """One event was applied, or failed with ``status``."""
+    def applied(self, event_type: str, status: str, count: int = 1) -> None:
+        """Events were applied, or failed with ``status``."""
         ...
 
     def warning(self, kind: str, count: int = 1) -> None:
@@ -51,9 +54,25 @@ class EventCounts(Protocol):
         ...
 
 
+class Threads(Protocol):
+    """Threads that apply what is next in order in the streams given to them.
+
+    :class:`dynamo._fast.ingest.Ingest` tells what each of these does.
+    """
+
+    def follow(self, worker: int, dp_rank: int, slot: int) -> None: ...
+    def give(self, worker: int, dp_rank: int, last: int | None) -> bool: ...
+    def take(self, worker: int, dp_rank: int) -> tuple[int | None, bool] | None: ...
+    def heard(self, worker: int, dp_rank: int) -> bool: ...
+    def forget(self, worker: int, dp_rank: int) -> None: ...
+
+
 @dataclass(eq=False)
 class _Stream:
-    """Events of one (worker, dp_rank). ``last`` is None when any id may come next."""
+    """Events of one (worker, dp_rank). ``last`` is None when any id may come next.
+
+    While it is ``given`` to threads, they know the last id and they alone change its blocks.
+    """
 
     worker_id: int
     dp_rank: int
@@ -65,21 +84,28 @@ class _Stream:
     overflowed: bool = False
     fruitless: int = 0
     heard: bool = False
+    given: bool = False
 
 
 class Indexer:
     """Keeps ``index`` true to the events of all registered streams.
 
     ``on_recovery`` is called, synchronously, with each question; give its answer to
-    :meth:`recovered`, or :meth:`abandoned` when none can be had.
+    :meth:`recovered`, or :meth:`abandoned` when none can be had. With ``threads`` a stream is
+    theirs as long as its events come in order, and this class's as soon as they do not.
     """
 
     def __init__(
-        self, index: RadixTree, on_recovery: Callable[[Recovery], None], counts: EventCounts
+        self,
+        index: RadixTree,
+        on_recovery: Callable[[Recovery], None],
+        counts: EventCounts,
+        threads: Threads | None = None,
     ) -> None:
         self._index = index
         self._ask = on_recovery
         self._counts = counts
+        self._threads = threads
         self._streams: dict[tuple[int, int], _Stream] = {}
 
     def add(self, worker_id: int, dp_rank: int, slot: int, answers: bool = True) -> None:
@@ -88,26 +114,38 @@ class Indexer:
             return
         stream = _Stream(worker_id, dp_rank, slot, answers)
         self._streams[worker_id, dp_rank] = stream
+        if self._threads is not None:
+            self._threads.follow(worker_id, dp_rank, slot)
         if answers:
             self._recover(stream, None, None)
+        self._settle(stream)
 
     def remove(self, worker_id: int) -> None:
         """Forget the streams of a worker whose slots the fleet has freed."""
         for key in [key for key in self._streams if key[0] == worker_id]:
             del self._streams[key]
+            if self._threads is not None:
+                self._threads.forget(*key)
 
-    def apply(self, batch: KvEventBatch) -> None:
-        """Take live events of one worker. O(blocks named)."""
+    def apply(self, batch: KvEventBatch, dp_rank: int | None = None) -> None:
+        """Take live events of one worker, or those of one of its ranks. O(blocks named)."""
+        touched: dict[int, _Stream] = {}
         for event in batch.events:
+            if dp_rank is not None and event.dp_rank != dp_rank:
+                continue
             stream = self._streams.get((batch.worker_id, event.dp_rank))
             if stream is None:  # not discovered yet: its dump will tell
                 self._counts.warning("unknown_worker")
                 continue
+            self._reclaim(stream)
+            touched[event.dp_rank] = stream
             stream.heard = True
             if stream.asked is not None:
                 self._hold(stream, event)
             else:
                 self._next(stream, event)
+        for stream in touched.values():
+            self._settle(stream)
 
     def recovered(self, recovery: Recovery, answer: KvQueryAnswer) -> None:
         """Take the worker's answer; one to a question that no longer stands is ignored."""
@@ -133,6 +171,7 @@ class Indexer:
             self._recover(stream, None, None)
         else:
             self._drain(stream)
+        self._settle(stream)
 
     def abandoned(self, recovery: Recovery) -> None:
         """No answer can be had: forget the stream's blocks and go on with what is held."""
@@ -141,6 +180,7 @@ class Indexer:
             self._counts.warning("recovery_failed")
             stream.asked = None
             self._restart(stream)
+            self._settle(stream)
 
     def stands(self, recovery: Recovery) -> bool:
         """Whether the answer to this question is still waited for."""
@@ -149,22 +189,48 @@ class Indexer:
     def verify(self) -> None:
         """Ask every worker for what came since; finds a lost last event, which shows no gap."""
         for stream in list(self._streams.values()):
+            self._reclaim(stream)
             if stream.answers and stream.asked is None and stream.last is not None:
                 self._recover(stream, stream.last + 1, None)
+            self._settle(stream)
 
     def renew(self, worker_id: int) -> None:
         """The worker began anew under its id: what it told before is void, ask for everything."""
         for stream in [one for key, one in self._streams.items() if key[0] == worker_id]:
+            self._reclaim(stream)
             self._renew(stream)
+            self._settle(stream)
 
     def silent(self, worker_id: int) -> bool:
         """True if the worker is followed, but has no block and has never sent an event."""
         streams = [stream for key, stream in self._streams.items() if key[0] == worker_id]
-        return bool(streams) and not any(stream.heard or stream.last for stream in streams)
+        return bool(streams) and not any(self._spoke(stream) for stream in streams)
 
     def recovering(self) -> int:
         """How many streams wait for an answer."""
         return sum(stream.asked is not None for stream in self._streams.values())
+
+    def _spoke(self, stream: _Stream) -> bool:
+        if stream.heard or stream.last or self._threads is None:
+            return stream.heard or bool(stream.last)
+        return self._threads.heard(stream.worker_id, stream.dp_rank)
+
+    def _reclaim(self, stream: _Stream) -> None:
+        """Make the stream ours, with what the threads know of it."""
+        if stream.given and self._threads is not None:
+            stream.given = False
+            stream.fruitless = 0
+            known = self._threads.take(stream.worker_id, stream.dp_rank)
+            if known is not None:
+                stream.last, heard = known
+                stream.heard = stream.heard or heard
+
+    def _settle(self, stream: _Stream) -> None:
+        """Give the stream to the threads if nothing is open."""
+        if self._threads is None or stream.given or stream.asked is not None or stream.held:
+            return
+        if (stream.last or 0) < MAX_EVENT_ID:
+            stream.given = self._threads.give(stream.worker_id, stream.dp_rank, stream.last)
 
     def _renew(self, stream: _Stream) -> None:
         self._counts.warning("began_anew")

@@ -17,6 +17,7 @@ from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.kv import KvEventBatch
 from dynamo.protocols.load import KvMetrics
 from dynamo.router.busy import Thresholds
+from dynamo.router.event_threads import EventThreads
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.indexer import Indexer, Recovery
 from dynamo.router.kv import KvPicker
@@ -36,7 +37,7 @@ from dynamo.router.sync import ReplicaSync
 from dynamo.router.upkeep import Upkeep
 from dynamo.router.worker_cards import WorkerCards
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.channels import Subscription
+from dynamo.runtime.channels import ZMQ, Subscription
 from dynamo.runtime.client import OnInstances
 
 __all__ = ["KV_EVENTS", "KV_METRICS", "InstanceSource", "LiveRouter"]
@@ -98,11 +99,18 @@ class LiveRouter:
         if settings.queue_threshold is not None and phase != "prefill":
             self.line = line_for(settings, self.picker, LineMetrics(registry, model, kind))
         self.indexer: Indexer | None = None
+        self._threads: EventThreads | None = None
         self._rows = WorkerMetrics(registry, place) if kv_mode else None
         if index is not None and not settings.predicts:
             self._counts = EventMetrics(registry, place, index)
-            self.indexer = Indexer(index, self._on_recovery, self._counts)
+            if settings.event_threads > 1:
+                topic, threads = KV_EVENTS, settings.event_threads
+                self._threads = EventThreads(index, threads, topic, self._counts)
+            ingest = None if self._threads is None else self._threads.ingest
+            self.indexer = Indexer(index, self._on_recovery, self._counts, ingest)
         predicted = self.picker.predicted if isinstance(self.picker, KvPicker) else None
+        if settings.predicts and settings.event_threads > 1:
+            logger.warning("without KV events --router-event-threads has no effect")
         if index is not None and predicted is not None:
             policy = settings.approximate_cache_policy
             predictions(registry, place, index, predicted, policy)
@@ -131,8 +139,13 @@ class LiveRouter:
             self._questions = Questions(
                 query, self.indexer, self.block_size, self._on_foreign_blocks
             )
+            on_events, over = self._on_events, None
+            if self._threads is not None:
+                self._threads.start(self.indexer)
+                self._runtime.metrics.before_render.append(self._threads.flush)
+                on_events, over = self._threads.push, {ZMQ: self._threads.subscriber}
             self._events = self._runtime.subscribe(
-                namespace, component, KV_EVENTS, self._on_events, self._on_gap
+                namespace, component, KV_EVENTS, on_events, self._on_gap, over=over
             )
             await self._events.ready()
         await self._follow_loads()
@@ -158,6 +171,11 @@ class LiveRouter:
         for subscription in (self._events, self._loads):
             if subscription is not None:
                 subscription.close()
+        if self._threads is not None:
+            self._threads.close()
+            before_render = self._runtime.metrics.before_render
+            if self._threads.flush in before_render:
+                before_render.remove(self._threads.flush)
         if self._questions is not None:
             await self._questions.close()
         for worker_id in list(self.picker.fleet.members):
@@ -192,6 +210,8 @@ class LiveRouter:
         if self.indexer is not None and size != self.block_size:
             self._refuse(worker_id, size)
             return
+        if self._upkeep is not None and card is not None and card.worker_type == "Decode":
+            self._upkeep.excuse(worker_id)
         config = RuntimeConfig() if card is None else card.runtime_config
         self._hide(worker_id)
         self.picker.add_worker(worker_id, config, self._devices.get(worker_id, "cpu"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -23,7 +23,7 @@ from dynamo.runtime.paths import socket_path
 from dynamo.runtime.reach import advertised_host, bracketed
 from dynamo.runtime.serving import Serving
 
-__all__ = ["Channel", "OnEvent", "OnGap", "OnPublisher", "Publishers", "Subscription"]
+__all__ = ["ZMQ", "Channel", "OnEvent", "OnGap", "OnPublisher", "Publishers", "Subscription"]
 
 Channel = tuple[str, str, str]
 """(namespace, component, topic)."""
@@ -119,7 +119,7 @@ class Subscription:
     """Hears all publishers of ``channel``, those of today and those to come.
 
     Each is followed over its own transport; one that needs NATS is skipped, with a warning, by a
-    process without it.
+    process without it. ``over``: the subscriber to use instead of our own, by transport.
     """
 
     def __init__(
@@ -130,13 +130,14 @@ class Subscription:
         on_gap: OnGap | None = None,
         on_publisher: OnPublisher | None = None,
         nats: EventPlane | None = None,
+        over: Mapping[str, EventSubscriber] | None = None,
     ) -> None:
         self.channel = channel
         self._on_event = on_event
         self._on_gap = on_gap
         self._on_publisher = on_publisher
         self._nats = nats
-        self._subscribers: dict[str, EventSubscriber] = {}
+        self._subscribers: dict[str, EventSubscriber] = dict(over or {})
         self._followed: dict[str, _Followed] = {}
         self._watch = discovery.watch(_prefix(channel), self._on_key)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +19,7 @@ from dynamo.runtime.channels import OnEvent, OnGap, OnPublisher, Publishers, Sub
 from dynamo.runtime.component import Endpoint, Namespace, parse_endpoint
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
 from dynamo.runtime.discovery.remains import Remains
-from dynamo.runtime.events import EventPlane, EventPublisher
+from dynamo.runtime.events import EventPlane, EventPublisher, EventSubscriber
 from dynamo.runtime.extras import extra
 from dynamo.runtime.paths import leave_sockets, socket_dirs, store_dir
 from dynamo.runtime.requests import RequestClient, RequestServer
@@ -28,6 +30,7 @@ from dynamo.runtime.tasks import Tasks
 __all__ = ["DistributedRuntime"]
 
 F = TypeVar("F", bound="_Follower")
+_log = logging.getLogger(__name__)
 
 
 class _Follower(Protocol):
@@ -106,6 +109,11 @@ class DistributedRuntime:
         """Open discovery. Done by whatever needs it first; idempotent. Raises ConfigError."""
         if not self._started:
             self._started = True
+            if self.settings.discovery_backend == "etcd" and self.settings.request_plane == "uds":
+                _log.warning(
+                    "etcd discovery with UNIX sockets: workers of other boxes cannot be reached; "
+                    "set DYN_REQUEST_PLANE=tcp and DYN_TCP_RPC_HOST=0.0.0.0"
+                )
             await self.discovery.start()
             if self._nats is not None:
                 await self._nats.start()
@@ -141,11 +149,12 @@ class DistributedRuntime:
         on_event: OnEvent,
         on_gap: OnGap | None = None,
         on_publisher: OnPublisher | None = None,
+        over: Mapping[str, EventSubscriber] | None = None,
     ) -> Subscription:
         """Hear every publisher of the topic, those of today and those to come."""
         channel = (namespace, component, topic)
         return self.track(
-            Subscription(self.discovery, channel, on_event, on_gap, on_publisher, self._nats)
+            Subscription(self.discovery, channel, on_event, on_gap, on_publisher, self._nats, over)
         )
 
     def track(self, follower: F) -> F:

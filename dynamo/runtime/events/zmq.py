@@ -17,7 +17,7 @@ from dynamo.runtime.events.base import FIRST_SEQUENCE, OnEvent, OnGap
 from dynamo.runtime.events.envelope import pack, unpack
 from dynamo.runtime.events.numbered import Numbered
 
-__all__ = ["ZmqPublisher", "ZmqSubscriber"]
+__all__ = ["ZmqPublisher", "ZmqSubscriber", "subscribing_socket"]
 
 HIGH_WATER_MESSAGES = 100_000
 MESSAGES_PER_TURN = 256
@@ -98,11 +98,7 @@ class ZmqSubscriber(Numbered):
         self._topic = topic.encode()
         self._loop = asyncio.get_running_loop()
         self._soon: asyncio.Handle | None = None
-        self._socket = _socket(zmq.SUB)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        self._socket.setsockopt(zmq.SUBSCRIBE, self._topic)
+        self._socket = subscribing_socket(topic)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._drain)
 
@@ -159,6 +155,16 @@ class ZmqSubscriber(Numbered):
             return
         if topic == self._topic:
             self._deliver(publisher_id, sequence, payload)
+
+
+def subscribing_socket(topic: str) -> zmq.Socket[bytes]:
+    """A SUB socket as every subscriber has it, not yet connected."""
+    socket = _socket(zmq.SUB)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+    socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+    return socket
 
 
 def _socket(kind: int) -> zmq.Socket[bytes]:

@@ -1,0 +1,140 @@
+"""KV events on threads: what the router promises on the loop holds there, too."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from live_kit import CHAINED, Box, stored, until
+from test_live_router import (
+    overlap,
+    test_a_dump_on_discovery_then_live_events,
+    test_a_gap_is_recovered_from_the_worker,
+    test_a_lost_last_event_is_found_by_the_sweep,
+    test_a_publisher_that_counts_anew_is_asked_for_everything,
+    test_a_silent_worker_is_named_once,
+    test_foreign_payloads_are_counted,
+    test_ranks_come_from_the_card,
+    test_without_local_indexer_nobody_is_asked,
+    test_workers_come_and_go,
+)
+
+from dynamo.config.knob import from_env
+from dynamo.config.router import RouterSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError
+from dynamo.protocols import codec
+from dynamo.protocols.kv import KvEvent, KvEventBatch, Removed
+from dynamo.router.live import LiveRouter
+
+__all__ = [
+    "test_a_dump_on_discovery_then_live_events",
+    "test_a_gap_is_recovered_from_the_worker",
+    "test_a_lost_last_event_is_found_by_the_sweep",
+    "test_a_publisher_that_counts_anew_is_asked_for_everything",
+    "test_a_silent_worker_is_named_once",
+    "test_foreign_payloads_are_counted",
+    "test_ranks_come_from_the_card",
+    "test_without_local_indexer_nobody_is_asked",
+    "test_workers_come_and_go",
+]
+
+
+class ThreadedBox(Box):
+    """A box whose router has three threads for events."""
+
+    async def route(self, **settings: object) -> LiveRouter:
+        return await super().route(**{"event_threads": 3, **settings})
+
+
+@pytest_asyncio.fixture
+async def box(tmp_path: Path) -> AsyncIterator[Box]:
+    """A box on file discovery in a directory of its own; leaves no thread behind."""
+    made = ThreadedBox(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
+    yield made
+    await made.close()
+    assert not [one for one in threading.enumerate() if one.name.startswith("kv-events")]
+
+
+def counted(live: LiveRouter, name: str) -> float:
+    """The sum of a metric's rows that mention ``name``."""
+    text = live._runtime.metrics.render().decode()
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if not line.startswith("#") and name in line
+    )
+
+
+async def test_events_are_applied_by_a_thread_and_counted(box: Box) -> None:
+    worker = await box.worker()
+    live = await box.route()
+    await until(lambda: live.indexer is not None and not live.indexer.recovering())
+    worker.publish(stored(1, 0, 2), stored(2, 2, 3))
+    worker.publish(KvEvent(3, Removed(CHAINED[2:3].tobytes())))
+    await until(lambda: overlap(live) == 2)
+    assert live._threads is not None
+    await until(
+        lambda: (
+            live._threads is not None
+            and live._threads.ingest.applied() == {("stored", "ok"): 2, ("removed", "ok"): 1}
+        )
+    )
+    assert counted(live, 'event_type="stored"') == 2
+
+
+async def test_each_publisher_keeps_its_thread_and_all_are_used(box: Box) -> None:
+    live = await box.route()
+    workers = [await box.worker() for _ in range(4)]
+    await until(lambda: len(live.picker.fleet.members) == 4 and overlap(live) == 0)
+    assert live._threads is not None and live.indexer is not None
+    await until(lambda: live.indexer is not None and not live.indexer.recovering())
+    for event_id in range(1, 4):
+        for worker in workers:
+            worker.publish(stored(event_id, event_id - 1, event_id))
+    index = live.picker.index  # type: ignore[attr-defined]
+    await until(lambda: index.blocks() == 12)
+    assert sorted(live._threads.ingest.received()) == [3, 3, 6]
+
+
+async def test_events_over_another_transport_are_pushed(box: Box) -> None:
+    worker = await box.worker()
+    live = await box.route()
+    await until(lambda: live.indexer is not None and not live.indexer.recovering())
+    assert live._threads is not None
+    batch = KvEventBatch(worker.id, [stored(1, 0, 3)])
+    live._threads.push(worker.id, 0, codec.encode(batch))
+    await until(lambda: overlap(live) == 3)
+
+
+async def test_a_worker_that_dies_in_a_storm_leaves_nothing(box: Box) -> None:
+    worker = await box.worker()
+    live = await box.route()
+    await until(lambda: live.indexer is not None and not live.indexer.recovering())
+    for event_id in range(1, 2000, 2):
+        worker.publish(stored(event_id, 0, 4))
+        worker.publish(KvEvent(event_id + 1, Removed(CHAINED[1:].tobytes())))
+    await until(lambda: overlap(live) >= 1)
+    live._on_instances([], [worker.id])
+    index = live.picker.index  # type: ignore[attr-defined]
+    assert index.blocks() == 0
+    other = await box.worker()
+    await until(lambda: bool(other.queries) and overlap(live) == 0)
+    other.publish(stored(1, 0, 2))
+    await until(lambda: overlap(live) == 2)
+    assert index.blocks() == 2
+    index._check()
+
+
+async def test_predictions_need_no_threads(box: Box, caplog: pytest.LogCaptureFixture) -> None:
+    live = await box.route(kv_events=False)
+    assert live._threads is None
+    assert "--router-event-threads" in caplog.text
+
+
+def test_there_is_a_thread_at_least() -> None:
+    with pytest.raises(ConfigError, match="DYN_ROUTER_EVENT_THREADS"):
+        from_env(RouterSettings, {"DYN_ROUTER_EVENT_THREADS": "0"})
