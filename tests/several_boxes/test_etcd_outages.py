@@ -320,6 +320,7 @@ async def test_no_etcd_at_start_is_said_soon_and_clearly() -> None:
         ({"endpoints": " , "}, "names no etcd"),
         ({"endpoints": "ftp://x:1"}, "is not host:port"),
         ({"endpoints": "host:port"}, "host:port"),
+        ({"endpoints": "http://me:secret@host:1"}, "takes no user"),
         ({"username": "root"}, "go together"),
         ({"client_cert": "x"}, "go together"),
         ({"ca": "/nowhere/ca.pem"}, "nowhere"),

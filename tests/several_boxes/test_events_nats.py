@@ -241,9 +241,11 @@ async def test_who_is_let_in(tmp_path: Path, how: str) -> None:
     server = Nats(tmp_path, "127.0.0.1", *flags)
     server.start()
     try:
-        stranger = NatsPlane(NatsSettings(servers=server.url, start_timeout_s=30))
-        with pytest.raises(ConfigError, match=r"cannot use NATS .*Authorization.*NATS_AUTH"):
+        url = server.url.replace("//", "//me:hush@")
+        stranger = NatsPlane(NatsSettings(servers=url, start_timeout_s=30))
+        with pytest.raises(ConfigError, match=r"cannot use NATS .*Authorization.*NATS_AUTH") as no:
             await stranger.start()
+        assert "hush" not in no.value.message
         await stranger.close()
         given = {"username": "me", "password": "secret"} if how == "user" else {"token": "secret"}
         plane = NatsPlane(NatsSettings(servers=server.url, **given))

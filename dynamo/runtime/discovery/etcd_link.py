@@ -316,6 +316,8 @@ def _target(endpoint: str) -> str:
         port = parts.port or 2379
     except ValueError as error:
         raise ConfigError(f"ETCD_ENDPOINTS: {endpoint!r}: {error}") from error
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("ETCD_ENDPOINTS takes no user; set ETCD_AUTH_USERNAME and _PASSWORD")
     if not parts.hostname or parts.scheme not in ("", "http", "https"):
         raise ConfigError(f"ETCD_ENDPOINTS: {endpoint!r} is not host:port, http:// or https://")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 from collections import deque
 from collections.abc import Callable
@@ -50,6 +51,7 @@ class NatsLink:
         self._settings = settings
         self._options = _options(settings)
         self._servers = [one.strip() for one in settings.servers.split(",") if one.strip()]
+        self._shown = re.sub(r"//[^/@]*@", "//", settings.servers)  # without a password
         self._tasks = Tasks("nats")
         self._queue: deque[tuple[str, bytes]] = deque()
         self._queued_bytes = 0
@@ -63,20 +65,20 @@ class NatsLink:
         """Connect; tries for ``DYN_NATS_START_TIMEOUT`` seconds. Raises ConfigError."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.start_timeout_s
-        client: Any = None
-        while client is None:
+        connection: tuple[Any, asyncio.Event] | None = None
+        while connection is None:
             try:
-                client = await self._connect()
+                connection = await self._connect()
             except _FAILURES as error:
                 refused = "authorization" in _text(error).lower()
                 if refused or loop.time() + RETRY_S >= deadline:
                     raise ConfigError(
-                        f"cannot use NATS at {self._settings.servers}: {_text(error)}; start it, "
+                        f"cannot use NATS at {self._shown}: {_text(error)}; start it, "
                         "or set NATS_SERVER and NATS_AUTH_*, or choose --event-plane zmq"
                     ) from error
-                _log.warning("waiting for NATS at %s: %s", self._settings.servers, _text(error))
+                _log.warning("waiting for NATS at %s: %s", self._shown, _text(error))
                 await asyncio.sleep(RETRY_S)
-        self._tasks.spawn(self._run(client), name="connection")
+        self._tasks.spawn(self._run(connection), name="connection")
 
     async def close(self) -> None:
         """Send what waits, if NATS takes it, and close. Idempotent."""
@@ -111,23 +113,28 @@ class NatsLink:
         self._wanted.pop(subject, None)
         self._changed.set()
 
-    async def _run(self, client: Any) -> None:
+    async def _run(self, connection: tuple[Any, asyncio.Event] | None) -> None:
         told = False
         while True:
-            if client is not None:
+            if connection is not None:
                 told = False
-                await self._session(client)
-                client = None
+                await self._session(*connection)
+                connection = None
             try:
-                client = await self._connect()
+                connection = await self._connect()
             except _FAILURES as error:
                 if not told:
                     _log.warning("NATS is away: %s", _text(error))
                     told = True
                 await asyncio.sleep(RETRY_S)
 
-    async def _connect(self) -> Any:
+    async def _connect(self) -> tuple[Any, asyncio.Event]:
+        """A connection, and what is set when the other side ends it."""
         client = nats.NATS()
+        ended = asyncio.Event()
+
+        async def on_end() -> None:
+            ended.set()
 
         async def on_error(error: Exception) -> None:
             if isinstance(error, nats.errors.SlowConsumerError):
@@ -144,14 +151,15 @@ class NatsLink:
                     max_reconnect_attempts=1,
                     reconnect_time_wait=RETRY_S,
                     error_cb=on_error,
+                    disconnected_cb=on_end,
                     **self._options,
                 )
         except BaseException:
             await self._discard(client)
             raise
-        return client
+        return client, ended
 
-    async def _session(self, client: Any) -> None:
+    async def _session(self, client: Any, ended: asyncio.Event) -> None:
         """Use the connection until it breaks."""
         self._client = client
         self.connected += 1
@@ -162,6 +170,8 @@ class NatsLink:
                 group.create_task(self._subscribe(client))
                 group.create_task(self._pump(client))
                 group.create_task(self._ping(client))
+                await ended.wait()
+                raise ConnectionError("NATS ended it")
         except* _FAILURES as errors:
             _log.warning("the connection to NATS broke: %s", _text(errors.exceptions[0]))
         finally:
