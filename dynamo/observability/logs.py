@@ -20,6 +20,9 @@ _LEVELS = {
     "error": logging.ERROR,
     "off": logging.CRITICAL + 1,
 }
+_A_LINE_A_REQUEST = ("dynamo.router.decision_log",)
+"""Where INFO would be a line a request: heard only when named in ``level``, or at DEBUG."""
+
 _COLOURS = {"DEBUG": "36", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "35"}
 
 
@@ -39,11 +42,17 @@ def setup_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
+    for name in _A_LINE_A_REQUEST:
+        logging.getLogger(name).setLevel(logging.NOTSET)
     for part in level.split(","):
         name, _, word = part.strip().rpartition("=")
         number = _LEVELS.get(word.lower())
         if number is not None:
             logging.getLogger(name.replace("::", ".") or None).setLevel(number)
+    for name in _A_LINE_A_REQUEST:
+        logger = logging.getLogger(name)
+        if not logger.level and logger.getEffectiveLevel() >= logging.INFO:
+            logger.setLevel(logging.WARNING)
     logging.captureWarnings(True)
 
 

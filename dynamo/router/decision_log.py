@@ -1,6 +1,7 @@
 """What the log says of a decision: who was chosen (INFO), and what everybody would cost (DEBUG).
 
-``DYN_LOG=info,dynamo.router.decision_log=warn`` silences both. Spec 3.4.
+A line a request costs more than the decision, so it is heard only when asked for:
+``DYN_LOG=info,dynamo.router.decision_log=info`` (or ``=debug``). Spec 3.4.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from dynamo.router.active import ActiveLoad
-from dynamo.router.cost import formula
+from dynamo.router.cost import Held, formula
 from dynamo.router.picker import Decision
 from dynamo.router.survey import Survey
 
@@ -32,17 +33,17 @@ def log_candidates(survey: Survey, owners: Owners, active: ActiveLoad, decision:
     logger.debug("[ROUTING] Best: worker_%s dp_rank=%d with %d/%d blocks overlap", *decision)
 
 
-def log_selected(request_id: str, decision: Decision, survey: Survey, worker_type: str) -> None:
+def log_selected(
+    request_id: str, decision: Decision, held: Held, cost: float, worker_type: str
+) -> None:
     """One line, and the same as fields where the log is JSON."""
-    assert survey.chosen is not None, "somebody was chosen"
-    held = survey.held.of(survey.chosen)
     fields = {
         "router_mode": "kv",
         "request_id": request_id,
         "worker_id": decision.worker_id,
         "worker_type": worker_type,
         "dp_rank": decision.dp_rank,
-        "logit": round(survey.costs[survey.chosen], 3),
+        "logit": round(cost, 3),
         "overlap_blocks": decision.overlap_blocks,
         "host_pinned_blocks": held.host,
         "disk_blocks": held.disk,

@@ -103,7 +103,7 @@ class KvPicker:
         slot = self._choose(prompt, slots, terms, routing)
         decision = self._decision(slot, prompt)
         if decision_logger.isEnabledFor(logging.INFO):
-            self._log(request_id, self._survey(prompt, terms, slots, slot), decision)
+            self._log(request_id, prompt, terms, slots, slot)
         if request_id is None:
             return decision
         self._book(request_id, slot, decision, prompt, routing, terms)
@@ -314,12 +314,17 @@ class KvPicker:
         columns = self._held.copy(), self._prefill[:], self._decode[:]
         return Survey(prompt, terms, slots, *columns, costs, chosen, error)
 
-    def _log(self, request_id: str | None, survey: Survey, decision: Decision) -> None:
+    def _log(
+        self, request_id: str | None, prompt: Prompt, terms: Terms, slots: array[int], slot: int
+    ) -> None:
+        decision = self._decision(slot, prompt)
         if decision_logger.isEnabledFor(logging.DEBUG):
+            survey = self._survey(prompt, terms, slots, slot)
             log_candidates(survey, self.fleet.owners, self.active, decision)
         if request_id is not None:
             worker_type = "decode" if self._metrics is None else self._metrics.worker_type
-            log_selected(request_id, decision, survey, worker_type)
+            cost = self._costs[slots.index(slot)]
+            log_selected(request_id, decision, self._held.of(slot), cost, worker_type)
 
 
 def _nobody(worker_id: int) -> None:

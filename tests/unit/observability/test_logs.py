@@ -21,7 +21,8 @@ def restore() -> Iterator[None]:
     root.handlers[:] = handlers
     root.setLevel(level)
     logging.captureWarnings(False)
-    logging.getLogger("dynamo.test").setLevel(logging.NOTSET)
+    for name in ("dynamo.test", "dynamo.router", "dynamo.router.decision_log"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
 
 
 def test_a_line() -> None:
@@ -63,3 +64,22 @@ def test_levels_for_modules_and_nonsense() -> None:
     logging.getLogger("dynamo.test").debug("shown")
     logging.getLogger("dynamo.other").info("not shown")
     assert "not shown" not in out.getvalue() and "shown" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("level", "heard"),
+    [
+        ("info", False),
+        ("info,dynamo.router=info", False),
+        ("info,dynamo.router.decision_log=info", True),
+        ("info,dynamo.router=debug", True),
+        ("debug", True),
+        ("warn", False),
+    ],
+)
+def test_a_line_a_request_must_be_asked_for(level: str, heard: bool) -> None:
+    out = io.StringIO()
+    setup_logging("svc", "debug", stream=out)
+    setup_logging("svc", level, stream=out)
+    logging.getLogger("dynamo.router.decision_log").info("Selected worker")
+    assert ("Selected worker" in out.getvalue()) is heard
