@@ -36,6 +36,7 @@ class Upkeep:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._silent: set[int] = set()
         self._unusable: set[int] = set()
+        self._excused: set[int] = set()
         self._closed = False
         useless.function = lambda: len(self._silent | self._unusable)
 
@@ -57,6 +58,11 @@ class Upkeep:
         """The worker is gone."""
         self._silent.discard(worker_id)
         self._unusable.discard(worker_id)
+        self._excused.discard(worker_id)
+
+    def excuse(self, worker_id: int) -> None:
+        """The worker decodes what others have computed: nobody expects it to publish."""
+        self._excused.add(worker_id)
 
     def unusable(self, worker_id: int) -> None:
         """What the worker publishes cannot be used; somebody else has said why."""
@@ -76,7 +82,7 @@ class Upkeep:
         for worker_id in self._picker.fleet.members:
             if not self._picker.served.get(worker_id) or not indexer.silent(worker_id):
                 self._silent.discard(worker_id)
-            elif worker_id not in self._silent | self._unusable:
+            elif worker_id not in self._silent | self._unusable | self._excused:
                 self._silent.add(worker_id)
                 logger.warning(
                     "worker %d has served prompts but published no KV event: "

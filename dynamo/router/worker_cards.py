@@ -20,6 +20,7 @@ class CardPart(msgspec.Struct):
 
     instance_id: int
     kv_cache_block_size: int = 64
+    worker_type: str = "Aggregated"
     runtime_config: RuntimeConfig = msgspec.field(default_factory=RuntimeConfig)
 
 

@@ -212,3 +212,58 @@ async def test_a_card_withdrawn_and_given_again(box: Box) -> None:
     await until(lambda: box.routable() == {other.id})
     await worker.announce()
     await until(lambda: box.routable() == {worker.id, other.id})
+
+
+async def test_prefill_workers_join_their_model_whoever_comes_first(box: Box) -> None:
+    early = await box.worker("prefill", model_type="Prefill", worker_type="Prefill")
+    decode = await box.worker()
+    await until(lambda: "tiny" in box.names)
+    entry = box.models.find("tiny", "Chat")
+    router = entry.dispatch.prefill
+    assert router is not None
+    await until(lambda: router.line.workers == [early.id])
+    assert set(entry.picker.fleet.members) == {decode.id}
+    late = await box.worker("prefill", model_type="Prefill")
+    await until(lambda: set(router.line.workers) == {early.id, late.id})
+    assert {one.instance_id for one in box.models.instances()} == {early.id, late.id, decode.id}
+    for worker in (early, late):
+        await worker.runtime.close()
+    await until(lambda: not router.active)
+    assert box.names == ["tiny"] and router.line.known_workers == []
+    again = await box.worker("elsewhere", model_type="Prefill")
+    await until(lambda: router.line.workers == [again.id])
+
+
+async def test_a_prefill_card_makes_no_model_of_its_own(box: Box) -> None:
+    await box.worker("prefill", model_type="Prefill")
+    await until(lambda: bool(box.models._prefill._cards))
+    with pytest.raises(ModelNotFound):
+        box.models.find("tiny", "Chat")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"checksum": "c2"}, "checksum"), ({"namespace": "other"}, "endpoint")],
+)
+async def test_prefill_cards_that_disagree_are_rejected(
+    box: Box, change: dict[str, Any], reason: str
+) -> None:
+    await box.worker()
+    await until(lambda: "tiny" in box.names)
+    await box.worker("prefill", model_type="Prefill", **change)
+    await until(lambda: box.rejected("tiny", reason) == 1)
+    router = box.models.find("tiny", "Chat").dispatch.prefill
+    assert router is not None and not router.active
+
+
+async def test_a_second_prefill_endpoint_waits_until_the_first_is_gone(box: Box) -> None:
+    await box.worker()
+    first = await box.worker("prefill", model_type="Prefill")
+    await until(lambda: "tiny" in box.names)
+    router = box.models.find("tiny", "Chat").dispatch.prefill
+    assert router is not None
+    await until(lambda: router.line.workers == [first.id])
+    second = await box.worker("prefill2", model_type="Prefill")
+    await until(lambda: box.rejected("tiny", "endpoint") == 1)
+    await first.runtime.close()
+    await until(lambda: router.line.workers == [second.id])

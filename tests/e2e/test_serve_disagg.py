@@ -1,0 +1,52 @@
+"""The example of disaggregated serving, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deployment import free_port
+from serving import ROOT, Serving
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    made = Serving(tmp_path)
+    made.namespace = "disagg"
+    yield made
+    made.close()
+
+
+def test_the_example_computes_here_and_decodes_there(serving: Serving) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    port = f"--Frontend.http-port={url.rpartition(':')[2]}"
+    serving.start(ROOT / "examples/disagg.yaml", port)
+    deadline = time.monotonic() + 30
+    while b'prefill_workers{model="tiny"} 2' not in _get(f"{url}/metrics"):
+        assert time.monotonic() < deadline, serving.text()
+        time.sleep(0.05)
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hello " * 50}],
+        "max_tokens": 4,
+        "nvext": {"extra_fields": ["worker_id"]},
+    }
+    answer = json.loads(_get(f"{url}/v1/chat/completions", json.dumps(body).encode()))
+    ids = answer["nvext"]["worker_id"]
+    assert answer["usage"]["completion_tokens"] == 4
+    assert ids["prefill_worker_id"] != ids["decode_worker_id"]
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def _get(url: str, body: bytes | None = None) -> bytes:
+    request = urllib.request.Request(url, body, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return bytes(answer.read())
+    except OSError:
+        return b""
