@@ -1,0 +1,57 @@
+"""The prefill load model in real processes: learnt from mockers, seen through /v1/route."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import time
+
+import pytest
+from deployment import Deployment
+
+
+def complete(deployment: Deployment, words: int, number: int) -> None:
+    body = {"model": "tiny", "prompt": f"{number} " * words, "max_tokens": 1}
+    assert deployment.request("POST", "/v1/completions", body)[0] == 200
+
+
+def active_prefill(deployment: Deployment) -> int:
+    found = json.loads(deployment.request("GET", "/v1/route?prompt=x")[2])
+    (row,) = found["candidates"]
+    tokens: int = row["active_prefill_tokens"]
+    return tokens
+
+
+@pytest.mark.parametrize("model", ["none", "fitted"])
+def test_a_prompt_fades_while_it_is_computed(deployment: Deployment, model: str) -> None:
+    deployment.mocker("--speedup-ratio", "0.5", "--block-size", "16", "--no-enable-prefix-caching")
+    deployment.frontend("--router-mode", "kv", "--router-prefill-load-model", model)
+    deployment.wait_for_workers(1)
+    for number, words in enumerate((10, 100, 300, 50, 200, 20, 400, 150, 30)):
+        complete(deployment, words, number)
+    connection = http.client.HTTPConnection("127.0.0.1", deployment.port, timeout=30)
+    body = json.dumps({"model": "tiny", "prompt": "long " * 8000, "max_tokens": 1})
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    deadline = time.monotonic() + 20
+    seen: list[int] = []
+    while not seen or active_prefill(deployment):
+        assert time.monotonic() < deadline, (seen, deployment.tail())
+        if tokens := active_prefill(deployment):
+            seen.append(tokens)
+    assert connection.getresponse().status == 200
+    connection.close()
+    assert seen == sorted(seen, reverse=True)
+    assert (len(set(seen)) > 3 and seen[-1] < seen[0] / 2) is (model == "fitted"), seen
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("aiconfigurator") is not None, reason="AIConfigurator is installed"
+)
+def test_a_model_that_is_not_installed_ends_the_start(deployment: Deployment) -> None:
+    aic = ("--aic-backend", "vllm", "--aic-system", "h200_sxm", "--aic-model-path", "m")
+    flags = ("--router-mode", "kv", "--router-prefill-load-model", "aic", *aic)
+    assert deployment.frontend(*flags).wait(20) == 1
+    assert "pip install 'dynamo-appliance[aic]'" in deployment.tail()
+    path = f"{deployment.namespace}.backend.generate"
+    assert deployment.start("dynamo.router", "--endpoint", path, *flags[2:]).wait(20) == 1
