@@ -59,8 +59,8 @@ class ModelEntry:
         return self.ready and bool(self.workers)
 
     def agrees_with(self, card: ModelCard) -> str:
-        """Why ``card`` can't be a worker of this model: ``checksum``, ``endpoint``, ``block_size`` or
-        "" (it can).
+        """Why ``card`` can't be a worker of this model: ``checksum``, ``endpoint``, ``block_size``
+        or "" (it can).
 
         Workers of one name must tokenize alike and be reached in one place.
         """

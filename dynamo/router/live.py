@@ -15,7 +15,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.kv import KvEventBatch
-from dynamo.protocols.load import KvMetrics
+from dynamo.router.block_sizes import events_differ, worker_differs
 from dynamo.router.busy import Thresholds
 from dynamo.router.event_threads import EventThreads
 from dynamo.router.factory import make_index, make_picker
@@ -23,6 +23,7 @@ from dynamo.router.indexer import Indexer, Recovery
 from dynamo.router.kv import KvPicker
 from dynamo.router.line import Line, line_for
 from dynamo.router.line_metrics import LineMetrics
+from dynamo.router.load_feed import LoadFeed
 from dynamo.router.metrics import (
     DecisionMetrics,
     EventMetrics,
@@ -40,14 +41,12 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.channels import ZMQ, Subscription
 from dynamo.runtime.client import OnInstances
 
-__all__ = ["KV_EVENTS", "KV_METRICS", "InstanceSource", "LiveRouter"]
+__all__ = ["KV_EVENTS", "InstanceSource", "LiveRouter"]
 
 KV_EVENTS = "kv-events"
-KV_METRICS = "kv_metrics"
 
 logger = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
-_decode_loads = codec.decoder(list[KvMetrics]).decode
 
 
 class InstanceSource(Protocol):
@@ -118,7 +117,7 @@ class LiveRouter:
         self._devices: dict[int, str] = {}
         self._cards = WorkerCards(self._on_card)
         self._events: Subscription | None = None
-        self._loads: Subscription | None = None
+        self._loads = LoadFeed(runtime, namespace, component, self.picker.gate.busy.report)
         self._upkeep: Upkeep | None = None
         self._sync: ReplicaSync | None = None
         if isinstance(self.picker, KvPicker):
@@ -148,7 +147,8 @@ class LiveRouter:
                 namespace, component, KV_EVENTS, on_events, self._on_gap, over=over
             )
             await self._events.ready()
-        await self._follow_loads()
+        if self.picker.gate.busy.thresholds.any:
+            await self._loads.start()
         self._client.on_change(self._on_instances)
         if self._sync is not None:
             await self._sync.start()
@@ -158,7 +158,8 @@ class LiveRouter:
     async def limit(self, thresholds: Thresholds) -> None:
         """Above which load a worker is busy, from now on. Loads are followed when they matter."""
         self.picker.gate.thresholds = thresholds
-        await self._follow_loads()
+        if self.picker.gate.busy.thresholds.any:
+            await self._loads.start()
 
     async def close(self) -> None:
         """Stop following, turn away who waits. Idempotent."""
@@ -168,9 +169,9 @@ class LiveRouter:
         if self._upkeep is not None:
             self._upkeep.close()
         self._cards.close()
-        for subscription in (self._events, self._loads):
-            if subscription is not None:
-                subscription.close()
+        self._loads.close()
+        if self._events is not None:
+            self._events.close()
         if self._threads is not None:
             self._threads.close()
             before_render = self._runtime.metrics.before_render
@@ -182,12 +183,6 @@ class LiveRouter:
             self._remove(worker_id)
         if self._sync is not None:
             self._sync.close()
-
-    async def _follow_loads(self) -> None:
-        if self._loads is None and self.picker.gate.busy.thresholds.any:
-            namespace, component, _ = self.path
-            self._loads = self._runtime.subscribe(namespace, component, KV_METRICS, self._on_loads)
-            await self._loads.ready()
 
     def _on_instances(self, added: list[EndpointRecord], removed: list[int]) -> None:
         if self._closed:
@@ -208,7 +203,9 @@ class LiveRouter:
         card = self._cards.get(worker_id)
         size = self.block_size if card is None else card.kv_cache_block_size
         if self.indexer is not None and size != self.block_size:
-            self._refuse(worker_id, size)
+            self._drop(worker_id)
+            self._unusable(worker_id)
+            worker_differs(worker_id, size, self.block_size)
             return
         if self._upkeep is not None and card is not None and card.worker_type == "Decode":
             self._upkeep.excuse(worker_id)
@@ -236,33 +233,11 @@ class LiveRouter:
             self.indexer.remove(worker_id)
         self.picker.remove_worker(worker_id)
 
-    def _refuse(self, worker_id: int, block_size: int) -> None:
-        """Its blocks would never match: no prefix would ever be found there."""
-        self._drop(worker_id)
-        self._unusable(worker_id)
-        logger.error(
-            "worker %d has KV blocks of %d tokens, this router hashes blocks of %d: it gets no "
-            "requests. Start the router with --kv-cache-block-size %d, or the worker with blocks "
-            "of %d tokens",
-            worker_id,
-            block_size,
-            self.block_size,
-            block_size,
-            self.block_size,
-        )
-
     def _on_foreign_blocks(self, worker_id: int, block_size: int) -> None:
-        """Its card says one size, its events have another: it serves, its cache stays unknown."""
         if self.indexer is not None:
             self.indexer.remove(worker_id)
         self._unusable(worker_id)
-        logger.error(
-            "worker %d publishes KV blocks of %d tokens, but is registered with blocks of %d: its "
-            "cache stays unknown. Give its KvEventPublisher and register_model the same size",
-            worker_id,
-            block_size,
-            self.block_size,
-        )
+        events_differ(worker_id, block_size, self.block_size)
 
     def _unusable(self, worker_id: int) -> None:
         self._counts.warning("block_size")
@@ -283,15 +258,6 @@ class LiveRouter:
             return
         if self.indexer is not None:
             self.indexer.apply(batch)
-
-    def _on_loads(self, publisher_id: int, sequence: int, payload: bytes) -> None:
-        try:
-            states = _decode_loads(payload)
-        except msgspec.MsgspecError as error:
-            logger.warning("the load of publisher %x cannot be read: %s", publisher_id, error)
-            return
-        for state in states:
-            self.picker.gate.busy.report(state)
 
     def _on_gap(self, publisher_id: int, expected: int, got: int) -> None:
         """Messages were lost; event ids will tell which events, so only count. One that counts from

@@ -20,11 +20,11 @@ from dynamo.protocols.kv import (
     Removed,
 )
 from dynamo.protocols.load import KvMetrics
-from dynamo.router import live as live_module
 from dynamo.router import recovery as recovery_module
 from dynamo.router import upkeep as upkeep_module
 from dynamo.router.kv import KvPicker
 from dynamo.router.live import LiveRouter
+from dynamo.router.load_feed import KV_METRICS
 from dynamo.runtime import distributed as distributed_module
 
 
@@ -214,7 +214,7 @@ async def test_reported_load_makes_workers_busy(box: Box, mode: str) -> None:
         mode=mode, admission_control="token-capacity", active_decode_blocks_threshold=0.8
     )
     await until(lambda: len(live.picker.fleet.members) == 2)
-    loads = await busy.runtime.publisher("ns", "backend", live_module.KV_METRICS)
+    loads = await busy.runtime.publisher("ns", "backend", KV_METRICS)
 
     def report(used: int) -> None:
         state = KvMetrics(busy.id, active_decode_blocks=used, kv_total_blocks=100)

@@ -1,0 +1,56 @@
+"""The load that workers report, followed once it matters to somebody. Spec 7.6."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from dynamo.protocols import codec
+from dynamo.protocols.load import KvMetrics
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.channels import Subscription
+
+__all__ = ["KV_METRICS", "LoadFeed"]
+
+KV_METRICS = "kv_metrics"
+
+logger = logging.getLogger(__name__)
+_decode = codec.decoder(list[KvMetrics]).decode
+
+
+class LoadFeed:
+    """Hands each report of the workers of ``namespace`` and ``component`` to ``report``."""
+
+    def __init__(
+        self,
+        runtime: DistributedRuntime,
+        namespace: str,
+        component: str,
+        report: Callable[[KvMetrics], object],
+    ) -> None:
+        self._runtime = runtime
+        self._channel = (namespace, component, KV_METRICS)
+        self._report = report
+        self._subscription: Subscription | None = None
+
+    async def start(self) -> None:
+        """Follow them from now on. Idempotent."""
+        if self._subscription is None:
+            self._subscription = self._runtime.subscribe(*self._channel, self._on_loads)
+            await self._subscription.ready()
+
+    def close(self) -> None:
+        """Stop following. Idempotent."""
+        if self._subscription is not None:
+            self._subscription.close()
+
+    def _on_loads(self, publisher_id: int, sequence: int, payload: bytes) -> None:
+        try:
+            states = _decode(payload)
+        except msgspec.MsgspecError as error:
+            logger.warning("the load of publisher %x cannot be read: %s", publisher_id, error)
+            return
+        for state in states:
+            self._report(state)
