@@ -6,9 +6,18 @@ from typing import Any
 
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.engine import OutputOptions, Routing, SamplingOptions, StopConditions
-from dynamo.protocols.openai import GenerationRequest
+from dynamo.protocols.openai import GenerationRequest, NvExt
 
 __all__ = ["output_options", "routing", "sampling_options", "stop_conditions"]
+
+_LARGEST = 2**64 - 1
+_NUMBERS = (
+    "backend_instance_id",
+    "prefill_worker_id",
+    "decode_worker_id",
+    "dp_rank",
+    "prefill_dp_rank",
+)
 
 
 def stop_conditions(
@@ -67,6 +76,7 @@ def routing(request: GenerationRequest, lora_name: str | None) -> Routing | None
         if lora_name is None and request.cache_salt is None:
             return None
         return Routing(lora_name=lora_name, cache_namespace=request.cache_salt)
+    _check_numbers(nvext)
     hints = nvext.agent_hints
     constraints = nvext.routing_constraints
     return Routing(
@@ -85,6 +95,18 @@ def routing(request: GenerationRequest, lora_name: str | None) -> Routing | None
         lora_name=lora_name,
         cache_namespace=request.cache_salt,
     )
+
+
+def _check_numbers(nvext: NvExt) -> None:
+    """Ids and ranks fit into 64 bits, which the decoder cannot check."""
+    for name in _NUMBERS:
+        value = getattr(nvext, name)
+        if value is not None and value > _LARGEST:
+            raise InvalidArgument(f"nvext.{name} must be at most {_LARGEST}, got {value}")
+    for value in nvext.allowed_worker_ids or ():
+        if value > _LARGEST:
+            text = f"nvext.allowed_worker_ids must be at most {_LARGEST}, got {value}"
+            raise InvalidArgument(text)
 
 
 def _guided_decoding(request: GenerationRequest) -> dict[str, Any] | None:

@@ -53,6 +53,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS_LIMIT)]
 MaxTokens = Annotated[int, Meta(gt=0, le=MAX_TOKENS_LIMIT)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 WorkerId = Annotated[int, Meta(ge=0)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Bias = Annotated[float, _between("logit_bias")]
 Penalty = Annotated[float, _between("frequency_penalty")]
@@ -71,8 +72,8 @@ class AgentHints(msgspec.Struct, omit_defaults=True):
     """What an agent knows of its request ahead of the engine."""
 
     latency_sensitivity: float | None = None
-    priority: int | None = None
-    strict_priority: int | None = None
+    priority: Priority | None = None
+    strict_priority: Priority | None = None
     osl: Count | None = None
     speculative_prefill: bool | None = None
 

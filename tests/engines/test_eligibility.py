@@ -137,6 +137,8 @@ def test_taints(fleet: Fleet) -> None:
         ({"allowed_worker_ids": []}, "nvext.allowed_worker_ids: expected `array` of length >= 1"),
         ({"allowed_worker_ids": ["a"]}, "nvext.allowed_worker_ids[0]: expected `int`, got `str`"),
         ({"dp_rank": -1}, "nvext.dp_rank: expected `int` >= 0"),
+        ({"dp_rank": 2**64}, f"nvext.dp_rank must be at most {2**64 - 1}, got {2**64}"),
+        ({"allowed_worker_ids": [1, 10**30]}, "nvext.allowed_worker_ids must be at most"),
         (
             {"routing_constraints": {"required_taints": "gpu"}},
             "nvext.routing_constraints.required_taints: expected `array | null`, got `str`",
@@ -145,6 +147,7 @@ def test_taints(fleet: Fleet) -> None:
             {"routing_constraints": {"preferred_taints": {"gpu": "much"}}},
             "nvext.routing_constraints.preferred_taints[...]: expected `float`, got `str`",
         ),
+        ({"agent_hints": {"priority": 10**30}}, "nvext.agent_hints.priority: expected `int` <="),
         ({"router_config_override": 3}, "nvext.router_config_override: expected `object | null`"),
         (
             {"router_config_override": {"router_temperature": -1}},
