@@ -20,11 +20,11 @@ from dynamo.errors import (
     InvalidArgument,
     NoInstances,
     Overloaded,
-    Unavailable,
     WorkerUnavailable,
 )
 from dynamo.frontend.dispatch import Dispatch
 from dynamo.frontend.leg import Leg
+from dynamo.frontend.prefill_fallback import Fallback
 from dynamo.frontend.prefill_line import Capacity, PrefillLine, Turn
 from dynamo.frontend.prefill_metrics import PrefillMetrics
 from dynamo.frontend.prefill_ticket import (
@@ -69,7 +69,7 @@ class PrefillRouter:
         self.line: PrefillLine[PrefillTicket] = PrefillLine(settings.prefill_queue_limit)
         self.on_change: Callable[[], None] = _nobody
         self._settings = settings
-        self._conditions = settings.conditions
+        self._fallback = Fallback(model, block_size, settings, metrics, dispatch)
         self._metrics = metrics
         self._dispatch = dispatch
         self._picker: Picker | None = None
@@ -99,9 +99,9 @@ class PrefillRouter:
         Unavailable when there is no prefill worker and decode-only serving is forbidden.
         """
         if not self.active:
-            self._absent()
+            self._fallback.absent(self._known)
             return False
-        if self._local(request, routing):
+        if self._fallback.prefers(request, routing, len(self.line)):
             return False
         now_s = time.monotonic()
         pin = self._pin(routing)
@@ -197,40 +197,13 @@ class PrefillRouter:
         if isinstance(error, WorkerUnavailable):
             self._again(ticket, error)
         elif isinstance(error, InvalidArgument) or _is_clients(error):
-            self.line.leave(ticket)
-            ticket.order.leg.call.fail(error, by_worker=True)
+            self._refuse(ticket, error, by_worker=True)
         else:
             reason = "overloaded" if isinstance(error, Overloaded) else "engine_error"
             self._go_without(ticket, reason, error)
         self._drain()
 
     # -- own steps
-
-    def _absent(self) -> None:
-        if self._settings.enforce_disagg:
-            raise self._refusal("none is registered")
-        if self._known:
-            self._metrics.fell_back("no_worker")
-
-    def _local(self, request: PreprocessedRequest, routing: Routing | None) -> bool:
-        if self._conditions is None:
-            return False
-        tokens = len(request.token_ids)
-        reason = self._conditions.local_reason(tokens, 0, len(self.line))
-        if not reason and self._settings.uses_index:
-            cached = self._cached_at_decode(request, routing)
-            reason = self._conditions.local_reason(tokens, cached, len(self.line))
-        if reason:
-            self._metrics.kept_local(reason)
-        return bool(reason)
-
-    def _cached_at_decode(self, request: PreprocessedRequest, routing: Routing | None) -> int:
-        """Prompt tokens that the decode worker would find, if it tells what it has cached."""
-        try:
-            found = self._dispatch.picker.pick(None, request.token_ids, routing=routing)
-        except DynamoError:
-            return 0  # decoding will say why
-        return found.overlap_blocks * self.block_size
 
     def _pin(self, routing: Routing | None) -> int | None:
         pin = routing.prefill_worker_id if routing is not None else None
@@ -270,7 +243,7 @@ class PrefillRouter:
             decision = picker.pick(
                 ticket.booking,
                 tokens,
-                routing=wanted_place(order.routing, None if ticket.pin else turn.workers),
+                routing=wanted_place(order.routing, turn.workers if ticket.pin is None else None),
                 override=order.request.router_config_override,
             )
         except Overloaded as error:
@@ -303,8 +276,7 @@ class PrefillRouter:
         """No prefill worker meets the request's constraints: a pin is the client's word, of
         others (taints) a decode worker may think differently."""
         if ticket.pin is not None:
-            self.line.leave(ticket)
-            ticket.order.leg.call.fail(error)
+            self._refuse(ticket, error)
         else:
             self._go_without(ticket, "constraints", error)
 
@@ -323,29 +295,12 @@ class PrefillRouter:
     def _go_without(
         self, ticket: PrefillTicket, reason: str, error: DynamoError | None = None
     ) -> None:
-        """The decode worker computes the prompt itself, if it may."""
         self.line.leave(ticket)
-        leg, request, routing, headers = ticket.order
-        if self._settings.enforce_disagg:
-            self._refuse(ticket, self._refusal(str(error or "the last one has left")))
-            return
-        if error is not None:
-            log.warning("no prefill for %s (%s): %s", ticket.booking, reason, error)
-        self._metrics.fell_back(reason)
-        self._dispatch.decode_later(leg, request, routing, headers)
+        self._fallback.take(ticket, reason, error)
 
-    def _refuse(self, ticket: PrefillTicket, error: DynamoError) -> None:
+    def _refuse(self, ticket: PrefillTicket, error: DynamoError, by_worker: bool = False) -> None:
         self.line.leave(ticket)
-        if isinstance(error, Overloaded):
-            self._metrics.refused("overloaded")
-        ticket.order.leg.call.fail(error)
-
-    def _refusal(self, why: str) -> Unavailable:
-        self._metrics.refused("enforced")
-        return Unavailable(
-            f"No prefill worker can take a request for model `{self.model}` ({why}), and "
-            "--enforce-disagg forbids serving it with decode workers alone. Please retry shortly."
-        )
+        self._fallback.refuse(ticket, error, by_worker)
 
     def _lose(self, worker_id: int) -> None:
         """A worker that left has not finished in time: it hangs, or its host is gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -401,13 +402,13 @@ async def test_a_worker_that_left_and_never_answers_is_given_up() -> None:
     box.join(PREFILL, SPARE, max_num_batched_tokens=1)
     pinned = box.send(routing=Routing(prefill_worker_id=PREFILL))
     box.part(PREFILL)
-    box.router._lose(PREFILL)
+    await asyncio.sleep(0.005)
     assert box.prefillers.streams[0].killed
     assert len(box.decoders.streams) == 1, "its pin has gone, too"
     unpinned = box.send()
     box.part(SPARE)
     box.join(PREFILL)
-    box.router._lose(SPARE)
+    await asyncio.sleep(0.005)
     assert box.value("requeues_total") == 1 and box.prefillers.streams[-1].worker_id == PREFILL
     unpinned.leave()
     pinned.leave()
