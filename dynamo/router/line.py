@@ -16,11 +16,13 @@ from typing import Any
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, InvalidArgument, Overloaded, Unavailable
+from dynamo.observability.metrics import Registry
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.busy import UNKNOWN_BATCH_TOKENS
 from dynamo.router.kv import KvPicker
 from dynamo.router.line_metrics import LineMetrics
+from dynamo.router.metrics import Place
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue import Waiter, WaitingQueue, claim_of
 from dynamo.router.ticket import Handle, Later, OnDecision, OnError, Ticket
@@ -238,11 +240,12 @@ class Line:
 
 
 def line_for(
-    settings: RouterSettings, picker: Picker, metrics: LineMetrics | None = None
+    settings: RouterSettings, picker: Picker, registry: Registry, place: Place
 ) -> Line | None:
-    """The line before ``picker``, None where there is none: without a threshold, and, with a
-    warning, where no prefill load is known."""
-    if settings.queue_threshold is None:
+    """The line before ``picker``, None where there is none: without a threshold, before prefill
+    workers (theirs is the prefill router's), and, with a warning, where no prefill load is known.
+    """
+    if settings.queue_threshold is None or place.worker_type == "prefill":
         return None
     if not isinstance(picker, KvPicker):
         logger.warning(
@@ -254,7 +257,7 @@ def line_for(
             "--router-queue-threshold has no effect with --no-router-track-prefill-tokens"
         )
         return None
-    return Line(picker, settings, metrics)
+    return Line(picker, settings, LineMetrics(registry, place.model, place.worker_type))
 
 
 def _on_loop(delay_s: float, callback: Callable[[], None]) -> Handle:

@@ -21,8 +21,7 @@ from dynamo.router.event_threads import EventThreads
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.indexer import Indexer, Recovery
 from dynamo.router.kv import KvPicker
-from dynamo.router.line import Line, line_for
-from dynamo.router.line_metrics import LineMetrics
+from dynamo.router.line import line_for
 from dynamo.router.load_feed import LoadFeed
 from dynamo.router.metrics import (
     DecisionMetrics,
@@ -94,9 +93,7 @@ class LiveRouter:
             metrics=DecisionMetrics(registry, place) if kv_mode else None,
         )
         gates(registry, place, self.picker.gate)
-        self.line: Line | None = None
-        if settings.queue_threshold is not None and phase != "prefill":
-            self.line = line_for(settings, self.picker, LineMetrics(registry, model, kind))
+        self.line = line_for(settings, self.picker, registry, place)
         self.indexer: Indexer | None = None
         self._threads: EventThreads | None = None
         self._rows = WorkerMetrics(registry, place) if kv_mode else None

@@ -33,6 +33,7 @@ from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
 from dynamo.router.line import TICK_S, Line, line_for
 from dynamo.router.line_metrics import LineMetrics
+from dynamo.router.metrics import Place
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Decision
 from dynamo.router.ticket import Ticket, place
@@ -353,13 +354,18 @@ def test_a_long_line_goes_in_turns_of_the_loop() -> None:
 
 def test_only_the_kv_mode_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
     kv = RouterSettings(mode="kv")
-    assert line_for(kv, KvPicker(kv, BLOCK, None)) is None
+    registry, place = Registry(), Place("n", "c")
+    assert line_for(kv, KvPicker(kv, BLOCK, None), registry, place) is None
     other = RouterSettings(queue_threshold=1.0)
-    assert line_for(other, InflightPicker("random")) is None
+    assert line_for(other, InflightPicker("random"), registry, place) is None
     assert "no effect in mode round-robin" in caplog.text
     blind = RouterSettings(mode="kv", queue_threshold=1.0, track_prefill_tokens=False)
-    assert line_for(blind, KvPicker(blind, BLOCK, None)) is None
+    assert line_for(blind, KvPicker(blind, BLOCK, None), registry, place) is None
     assert "--no-router-track-prefill-tokens" in caplog.text
+    queued = RouterSettings(mode="kv", queue_threshold=1.0)
+    before_prefill = Place("n", "c", phase="prefill", worker_type="prefill")
+    assert line_for(queued, KvPicker(queued, BLOCK, None), registry, before_prefill) is None
+    assert isinstance(line_for(queued, KvPicker(queued, BLOCK, None), registry, place), Line)
 
 
 async def placed(world: World, name: str, context: Context | None = None) -> Decision:
