@@ -125,15 +125,16 @@ async def test_with_predictions(box: Box, policy: str) -> None:
     assert page.sum(forgotten) > 0
 
 
-async def test_tiers_survive_a_new_router(box: Box) -> None:
-    """A real worker's journal rebuilds them."""
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_tiers_survive_a_new_router(box: Box, threads: int) -> None:
+    """A real worker's journal rebuilds them, live events go on."""
     worker = await box.worker(answers=False)
     publisher = KvEventPublisher(worker.runtime.endpoint("ns.backend.generate"), kv_block_size=4)
     publisher.publish_stored(PROMPT, [4] * 4, [11, 12, 13, 14])
     publisher.publish_stored([], [], [12, 13], medium="CPU")
     publisher.publish_stored(PROMPT[12:], [4], [14], 13, medium="NVME")
     publisher.publish_removed([12, 13, 14])
-    live = await box.route()
+    live = await box.route(event_threads=threads)
     picker = live.picker
     assert isinstance(picker, KvPicker)
 
@@ -145,3 +146,10 @@ async def test_tiers_survive_a_new_router(box: Box) -> None:
     await until(lambda: row() == (1, 3, 4))
     publisher.publish_removed([13], "CPU")
     await until(lambda: row() == (1, 2, 2))
+    publisher.publish_stored(PROMPT[4:8], [4], [12], 11)
+    publisher.publish_stored([], [], [11], medium="CPU")
+    publisher.publish_removed([11, 12])
+    await until(lambda: row() == (0, 2, 2))
+    publisher.publish_stored(PROMPT[8:12], [4], [13], 12, medium="SHARED")
+    publisher.publish_stored(PROMPT[8:], [4, 4], [13, 14], 12, medium="DISK")
+    await until(lambda: row() == (0, 2, 4))
