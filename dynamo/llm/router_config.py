@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from dynamo.config import deprecations, from_env
+from dynamo.config import deprecations, environ, from_env
 from dynamo.config.router import RouterSettings
 
 __all__ = ["WITHOUT_EFFECT", "KvRouterConfig", "RouterConfig", "RouterMode"]
@@ -81,12 +81,16 @@ class KvRouterConfig:
     min_initial_workers: int = 0
 
     def settings(self, **more: Any) -> RouterSettings:
-        """The router's settings in kv mode. Raises ConfigError for a value out of range."""
+        """The router's settings in kv mode; AIConfigurator's are the variables DYN_AIS_….
+
+        Raises ConfigError for a value out of range.
+        """
         given = {setting: getattr(self, name) for name, setting in _SETTINGS.items()}
         model = self.router_prefill_load_model
         if isinstance(model, str):
             more["prefill_load_model"] = model
-        made = from_env(RouterSettings, {}, mode="kv", **given, **more)
+        ais = {name: value for name, value in environ().items() if name.startswith("DYN_AIS_")}
+        made = from_env(RouterSettings, ais, mode="kv", **given, **more)
         for line in deprecations(made):
             _log.warning("%s", line)
         if isinstance(model, str):

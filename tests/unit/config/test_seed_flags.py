@@ -35,6 +35,7 @@ VALUES: list[tuple[str, str, Any, str, Any]] = [
     ("--router-ttl-secs", "DYN_ROUTER_TTL_SECS", 120.0, "60", 60.0),
     ("--router-max-tree-size", "DYN_ROUTER_MAX_TREE_SIZE", 1_048_576, "1024", 1024),
     ("--router-prune-target-ratio", "DYN_ROUTER_PRUNE_TARGET_RATIO", 0.8, "0.5", 0.5),
+    ("--router-event-threads", "DYN_ROUTER_EVENT_THREADS", 1, "4", 4),
     ("--router-snapshot-threshold", "DYN_ROUTER_SNAPSHOT_THRESHOLD", 1_000_000, "5", 5),
     (
         "--router-session-affinity-ttl-secs",
@@ -159,6 +160,7 @@ def test_switches(flag: str, variable: str, default: bool) -> None:
             ["--router-session-affinity-ttl-secs", "31536001"],
             "--router-session-affinity-ttl-secs must be between 1 and 31536000",
         ),
+        (["--router-event-threads", "0"], "--router-event-threads must be between 1 and 64"),
         (["--router-mode", "best"], "--router-mode must be one of round-robin"),
         (["--router-prefill-load-model", "gpt"], "must be one of none, fitted, aic, ais"),
     ],

@@ -78,6 +78,13 @@ def test_a_predictor_of_ones_own() -> None:
         KvRouterConfig(router_prefill_load_model="gpt").settings()
 
 
+def test_what_aiconfigurator_needs_are_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_AIS_SYSTEM", "h200_sxm")
+    monkeypatch.setenv("DYN_ROUTER_TEMPERATURE", "0.7")
+    settings = KvRouterConfig(router_prefill_load_model="ais").settings()
+    assert (settings.ais_system, settings.temperature) == ("h200_sxm", 0.0)
+
+
 def test_jetstream_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         KvRouterConfig(durable_kv_events=True).settings()
