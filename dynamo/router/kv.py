@@ -147,6 +147,26 @@ class KvPicker:
         slot = member.slots[dp_rank]
         self.predicted.routed(None, slot, prompt.chained, prompt.hashes, now_s)
 
+    def believe(
+        self,
+        request_id: str,
+        slot: int,
+        chained: array[int],
+        hashes: array[int],
+        now_s: float,
+    ) -> None:
+        """The request, ours or a replica's, goes to ``slot``: where decisions predict caches, its
+        blocks will be there. O(blocks)."""
+        if self.predicted is not None:
+            self.predicted.routed(request_id, slot, chained, hashes, now_s)
+        if self._recent is not None:
+            self._recent.routed(slot, chained, hashes, now_s)
+
+    @property
+    def believes(self) -> bool:
+        """Whether decisions predict caches, for a while or for good."""
+        return self.predicted is not None or self._recent is not None
+
     def mark_prefill_complete(self, request_id: str) -> None:
         """The first token is here: the prompt is no load any more."""
         booking = self.active.mark_prefill_complete(request_id, self._clock())
@@ -297,10 +317,7 @@ class KvPicker:
             self.own_requests.booked(request_id, booking, prompt, prefill)
         now_s = booking.booked_at_s
         self.gate.settled(routing, decision.worker_id, decision.dp_rank, now_s)
-        if self.predicted is not None:
-            self.predicted.routed(request_id, slot, prompt.chained, prompt.hashes, now_s)
-        if self._recent is not None:
-            self._recent.routed(slot, prompt.chained, prompt.hashes, now_s)
+        self.believe(request_id, slot, prompt.chained, prompt.hashes, now_s)
 
     def _survey(
         self,

@@ -55,9 +55,8 @@ class ReplicaSync:
         self._asked: dict[int, float] = {}
         self._answering: asyncio.Handle | None = None
         self._foreign: set[int] = set()
-        predicts = picker.predicted is not None
         router_id = secrets.randbits(62) + 1
-        self.own = OwnRequests(router_id, picker.block_size, predicts, self._on_news)
+        self.own = OwnRequests(router_id, picker.block_size, picker.believes, self._on_news)
         self.peers = Peers(Board(picker), self._ask)
         self._resyncs = show_replicas(runtime.metrics, place, self.peers)
 
@@ -69,6 +68,7 @@ class ReplicaSync:
         )
         await self._subscription.ready()
         self._publisher = await self._runtime.publisher(*here)
+        self._runtime.track(self)
         self._picker.own_requests = self.own
         self._beat()
 
@@ -182,9 +182,8 @@ class Board:
         picker.active.book(key, booking, shared, data.unique_blocks, prefill)
         if data.prefill_completed:
             picker.active.mark_prefill_complete(key, now_s)
-        if picker.predicted is not None and len(data.tokens_hashes) == len(data.token_sequence):
-            local = array("Q", data.tokens_hashes)
-            picker.predicted.routed(key, slot, chained, local, now_s)
+        if len(data.tokens_hashes) == len(data.token_sequence):
+            picker.believe(key, slot, chained, array("Q", data.tokens_hashes), now_s)
         picker.gate.load_changed(event.worker_id)
 
     def prefill_completed(self, key: str) -> None:

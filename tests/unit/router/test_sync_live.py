@@ -168,6 +168,27 @@ async def test_predictions_are_shared(replicas: Replicas) -> None:
     assert second.picker.pick(None, PROMPT).overlap_blocks == 4
 
 
+async def test_what_was_routed_a_moment_ago_is_shared(replicas: Replicas) -> None:
+    await replicas.worker()
+    first = await replicas.router(predicted_ttl_s=60.0)
+    second = await replicas.router(predicted_ttl_s=60.0)
+    await hear_each_other(first, second)
+    first.picker.pick("a", PROMPT)
+    await until(lambda: second.picker.pick(None, PROMPT).overlap_blocks == 4)
+
+
+async def test_a_runtime_that_closes_first_ends_the_sync(replicas: Replicas) -> None:
+    worker = await replicas.worker()
+    first, second = await replicas.router(), await replicas.router()
+    await hear_each_other(first, second)
+    first.picker.pick("a", PROMPT)
+    await until(lambda: load(second, worker) == (16, 4, 1))
+    await replicas.boxes[0].runtime.close()
+    assert kv(first).own_requests is None
+    first.picker.free("a")
+    await until(lambda: load(second, worker) == (0, 0, 0))
+
+
 async def test_forgotten_requests_expire_everywhere(replicas: Replicas) -> None:
     worker = await replicas.worker()
     first, second = await replicas.router(), await replicas.router()
