@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from deployment import Deployment, free_port
+from mocker_kit import caller
 
 FLAGS = ("--router-mode", "kv", "--router-replica-sync")
 LONG_TOKENS = 3000
@@ -180,6 +182,30 @@ def test_where_would_it_go_asked_at_one_and_sent_through_the_other(
         assert replica.is_idle(), "asking books nothing"
     pin = {"backend_instance_id": home, **nvext}
     assert second.complete(text, 2, nvext=pin)["nvext"]["worker_id"]["decode_worker_id"] == home
+
+
+async def test_a_standalone_router_hears_a_frontend(deployment: Deployment) -> None:
+    deployment.mocker("--speedup-ratio", "1", "--block-size", "16")
+    first = Replica(deployment, *FLAGS)
+    path = f"{deployment.namespace}.backend.generate"
+    flags = ("--endpoint", path, "--block-size", "16", "--router-replica-sync")
+    deployment.start("dynamo.router", *flags)
+    await asyncio.to_thread(until, lambda: first.ready(1), deployment)
+    async with caller(deployment) as here, asyncio.timeout(30):
+        explain = await here.runtime.endpoint(f"{deployment.namespace}.router.explain").client()
+        await explain.wait_for_instances()
+
+        async def requests() -> int:
+            stream = await explain.random(list(range(40)), annotated=False)
+            (found,) = [item async for item in stream]
+            return sum(row["active_requests"] for row in found["candidates"])
+
+        streams = await asyncio.to_thread(Streams, first, prompts(3))
+        while await requests() != 3:  # noqa: ASYNC110 - another process counts
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(streams.hang_up)
+        while await requests() != 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 def best_overlap(replica: Replica, text: str) -> int:
