@@ -83,3 +83,25 @@ def test_decision_with_a_prefill_model(benchmark: Any) -> None:
         picker.free(request_id)
 
     benchmark(decide)
+
+
+def test_decision_with_lower_tiers(benchmark: Any) -> None:
+    """Half of each prompt on the device of four workers, all of it in their host memory and on
+    their disks."""
+    picker, prompts = box(0.5)
+    index = picker.index
+    assert index is not None
+    for number, tokens in enumerate(prompts):
+        local = block_hashes(tokens, BLOCK)
+        for worker in range(number % 4, WORKERS, 4):
+            for tier in (1, 2):
+                index.store(index.slot(worker, 0, tier), None, sequence_hashes(local), local)
+    numbers = count()
+
+    def decide() -> None:
+        number = next(numbers)
+        request_id = str(number)
+        picker.pick(request_id, prompts[number % len(prompts)])
+        picker.free(request_id)
+
+    benchmark(decide)

@@ -82,7 +82,7 @@ def tier_of(medium: str | None) -> str | None:
 
     The tiers' own names are understood as well, in any case of letters. Spec 2.1.
     """
-    return "device" if medium is None else _TIER_OF.get(medium.upper())
+    return "device" if medium is None else _TIER_OF.get(str(medium).upper())
 
 
 def decode_events(payload: bytes) -> tuple[int | None, list[EngineEvent]]:
