@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 from live_report import COLUMNS, Column, Run, groups
@@ -45,10 +46,10 @@ def _panel(
     low, high, ticks = _log_axis(values) if logarithmic else (0.0, 1.0, [0, 0.25, 0.5, 0.75, 1.0])
     place = math.log if logarithmic else float
 
-    def x(rate: float) -> float:
+    def x(rate: float, aside: float = 0.0) -> float:
         spread = (rates[-1] - rates[0]) or 1.0
         room = WIDTH - LEFT - RIGHT - 40
-        return left + LEFT + 20 + room * (rate - rates[0]) / spread
+        return left + LEFT + 20 + room * (rate - rates[0]) / spread + aside
 
     def y(value: float) -> float:
         share = (place(max(value, low)) - place(low)) / (place(high) - place(low))
@@ -66,8 +67,9 @@ def _panel(
             f'<text x="{x(rate):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle" '
             f'style="{_STYLE}">{rate:g} req/s</text>'
         )
-    for mode, colour in colours.items():
-        parts += _line(runs, column, mode, colour, x, y)
+    for at, (mode, colour) in enumerate(colours.items()):
+        aside = 3 * (at - (len(colours) - 1) / 2)  # so that whiskers do not cover each other
+        parts += _line(runs, column, mode, colour, partial(x, aside=aside), y)
     return parts
 
 

@@ -88,7 +88,7 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--trace", default=str(ROOT / "benchmarks/traces/sample.jsonl"))
-    add("--requests", type=int, default=1500, help="of the trace, for each round")
+    add("--requests", type=int, default=1400, help="of the trace, for each round")
     add("--rates", default="50,85,115", help="offered requests/s, comma-separated")
     add("--rounds", type=int, default=3)
     add("--modes", default="all", help=f"semicolon-separated: {'; '.join(MODES | OTHERS)}")
