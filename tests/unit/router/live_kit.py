@@ -38,6 +38,8 @@ def stored(event_id: int, first: int, last: int, rank: int = 0) -> KvEvent:
 class Worker:
     """A worker with a scripted local indexer."""
 
+    kind = "Aggregated"
+
     def __init__(self, settings: RuntimeSettings) -> None:
         self.runtime = DistributedRuntime(None, settings)
         self.answers: list[KvQueryAnswer] = [KvQueryAnswer("tree_dump")]
@@ -70,6 +72,7 @@ class Worker:
         card = ModelCard("m", "m", "/m", "ns", "backend", "generate", self.id)
         card.kv_cache_block_size = self.block_size
         card.runtime_config = config
+        card.worker_type = self.kind
         lease = await self.runtime.granted()
         key = "v1/mdc/" + instance_key("ns", "backend", "generate", self.id)
         await self.runtime.discovery.put(key, msgspec.json.encode(card), lease.id)

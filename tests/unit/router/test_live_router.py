@@ -182,6 +182,20 @@ async def test_a_silent_worker_is_named_once(
     assert [line[-2:] for line in page.splitlines() if line.startswith(name)] == [" 0"]
 
 
+async def test_a_decode_worker_is_not_expected_to_publish(
+    box: Box, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Worker, "kind", "Decode")
+    worker = await box.worker(RuntimeConfig())
+    live = await box.route()
+    await until(lambda: bool(worker.queries) and overlap(live) == 0)
+    live.picker.pick("a", PROMPT)
+    live.picker.mark_prefill_complete("a")
+    assert live._upkeep is not None
+    live._upkeep.sweep()
+    assert "published no KV event" not in caplog.text
+
+
 @pytest.mark.parametrize("mode", ["round-robin", "random"])
 async def test_other_modes_need_no_events(box: Box, mode: str) -> None:
     worker = await box.worker()
