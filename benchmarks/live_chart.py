@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -21,6 +22,7 @@ Scale = Callable[[float], float]
 def chart(runs: Sequence[Run]) -> str:
     """TTFT p99 (logarithmic) and the share of good requests: medians, whiskers least to most."""
     by_title = {column.title: column for column in COLUMNS}
+    good = replace(by_title["good"], title="requests within the limits")
     modes = list(dict.fromkeys(run.mode for run in runs))
     colours = {mode: COLOURS[at % len(COLOURS)] for at, mode in enumerate(modes)}
     height = HEIGHT + 18 * math.ceil(len(modes) / 4) + 8
@@ -29,7 +31,7 @@ def chart(runs: Sequence[Run]) -> str:
         f'viewBox="0 0 {2 * WIDTH} {height}">',
         '<rect width="100%" height="100%" fill="#fff"/>',
         *_panel(runs, by_title["TTFT p99 ms"], colours, 0, logarithmic=True),
-        *_panel(runs, by_title["good"], colours, WIDTH, logarithmic=False),
+        *_panel(runs, good, colours, WIDTH, logarithmic=False),
     ]
     for at, mode in enumerate(modes):
         x, y = LEFT + at % 4 * 210, HEIGHT + 14 + 18 * (at // 4)
