@@ -136,7 +136,8 @@ class RouterSettings(DisaggSettings):
         env="DYN_ROUTER_EVENT_THREADS",
         minimum=1,
         maximum=64,
-        help="with KV events: above 1, so many threads receive and apply them beside the event loop",
+        help="with KV events: above 1, so many threads receive and apply them beside the event "
+        "loop",
     )
     ttl_s: float = knob(
         120.0,

@@ -6,7 +6,6 @@ far a running prefill probably is, where that is modelled, by :mod:`dynamo.route
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +37,8 @@ class ActiveLoad:
     """Bookings by request id. Every call but ``book`` may be repeated and tolerates unknown ids.
 
     With ``prefill_model`` all active prefill tokens it tells are those not computed yet, as far as
-    the model knows; without, a prompt counts in full until its first token. Spec 3.6.
+    the model knows by ``clock``; without, a prompt counts in full until its first token (and the
+    clock is not read). Spec 3.6.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ActiveLoad:
         track_blocks: bool = True,
         track_output: bool = False,
         prefill_model: PrefillModel | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = float,
     ) -> None:
         self.block_size = block_size
         self.track_blocks = track_blocks
