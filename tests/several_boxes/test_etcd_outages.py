@@ -270,6 +270,27 @@ async def test_cut_off_for_longer_than_the_lease(etcd: Etcd, make: Make) -> None
     await gate.close()
 
 
+async def test_a_frontend_notices_a_silent_cut_and_catches_up(etcd: Etcd, make: Make) -> None:
+    """Nothing but an unanswered ping tells it; the connections of before the cut stay dead."""
+    (port,) = free_ports(1)
+    gate = await Gate.open(port, etcd.port)
+    one, two = make(), make(f"127.0.0.1:{port}")
+    lease = await registered(one, 10.0)
+    log = await watched(two)
+    mirror = two._mirror
+    assert mirror is not None
+    gate.cut(for_good=True)
+    await one.put(KEY, b"changed", lease.id)
+    started = asyncio.get_running_loop().time()
+    await until(lambda: mirror._away)
+    assert asyncio.get_running_loop().time() - started < 10.0, "sooner than a lease runs out"
+    assert log.live[KEY] == b"instance"
+    gate.heal()
+    await log.until(lambda: log.live[KEY] == b"changed")
+    assert mirror.relisted == 1
+    await gate.close()
+
+
 async def test_the_second_endpoint_serves_when_the_first_is_away(etcd: Etcd, make: Make) -> None:
     (port,) = free_ports(1)
     one = make(f"http://127.0.0.1:{port},{etcd.url}")
@@ -348,6 +369,7 @@ class Gate:
         self._target = target
         self._through = asyncio.Event()
         self._through.set()
+        self._generation = 0
         self._pumps: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server
 
@@ -357,8 +379,10 @@ class Gate:
         gate._server = await asyncio.start_server(gate._relay, "127.0.0.1", port)
         return gate
 
-    def cut(self) -> None:
+    def cut(self, for_good: bool = False) -> None:
+        """Hold everything back; ``for_good``: what was connected stays dead after healing."""
         self._through.clear()
+        self._generation += for_good
 
     def heal(self) -> None:
         self._through.set()
@@ -370,16 +394,19 @@ class Gate:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._through.wait()
         there, back = await asyncio.open_connection("127.0.0.1", self._target)
         for source, sink in ((reader, back), (there, writer)):
             pump = asyncio.ensure_future(self._pump(source, sink))
             self._pumps.add(pump)
 
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        generation = self._generation
         try:
             while data := await source.read(65536):
                 await self._through.wait()
-                sink.write(data)
+                if generation == self._generation:
+                    sink.write(data)
         except ConnectionError:
             pass
         finally:

@@ -5,18 +5,19 @@ The messages and stubs are those of the ``aetcd`` package, the transport is ``gr
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import grpc
 from aetcd import rpc
 
 from dynamo.config.etcd import EtcdSettings
 from dynamo.errors import ConfigError
+from dynamo.runtime.discovery.etcd_address import credentials, endpoints, open_channel
+from dynamo.runtime.tasks import Tasks
 
 __all__ = [
     "Change",
@@ -30,24 +31,17 @@ __all__ = [
 ]
 
 CALL_TIMEOUT_S = 3.0
+PROBE_S = 3.0  # twice that is less than a lease lasts by default
 OPS_PER_TXN = 32  # etcd takes 128, and 1.5 MiB in all
-_OPTIONS = (
-    # etcd refuses pings more often than every 5 s; a silent link is noticed within 9 s, which is
-    # less than the default lease lasts.
-    ("grpc.keepalive_time_ms", 6000),
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.use_local_subchannel_pool", 1),
-)
 _log = logging.getLogger(__name__)
 
 
 class Unreachable(Exception):
     """No answer, or none that settles anything: the cluster is away, or without a leader."""
+
+
+class _Silent(Unreachable):
+    """Nothing has come for so long that the connection must be dead."""
 
 
 class NoLease(Exception):
@@ -70,7 +64,8 @@ class Change(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a watch saw, up to ``revision``; the first one says only that the watch stands.
+    """What a watch saw, up to ``revision``. One without changes (and revision 0) says only that
+    the watch stands; the first one is.
 
     ``store`` is the cluster's id and its count of elections: another id, or fewer elections than
     before, is another store under the old address.
@@ -97,23 +92,22 @@ class EtcdLink:
 
     def __init__(self, settings: EtcdSettings) -> None:
         self.breaks = 0
-        self.endpoints = [part.strip() for part in settings.endpoints.split(",") if part.strip()]
-        if not self.endpoints:
-            raise ConfigError("ETCD_ENDPOINTS names no etcd; give host:port")
-        if (settings.username is None) != (settings.password is None):
-            raise ConfigError("ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD go together")
-        if (settings.client_cert is None) != (settings.client_key is None):
-            raise ConfigError("ETCD_AUTH_CLIENT_CERT and ETCD_AUTH_CLIENT_KEY go together")
+        self.endpoints = endpoints(settings)
         self._settings = settings
-        self._credentials = _credentials(settings, self.endpoints)
+        self._credentials = credentials(settings, self.endpoints)
         self._channels: dict[str, Any] = {}
         self._current = 0
         self._token: str | None = None
+        self._retired: set[Any] = set()
+        self._tasks = Tasks("etcd")
 
     async def close(self) -> None:
         """Close all connections; calls in flight must have ended."""
-        channels, self._channels = self._channels, {}
-        for channel in channels.values():
+        await self._tasks.close()
+        channels = (*self._channels.values(), *self._retired)
+        self._channels.clear()
+        self._retired.clear()
+        for channel in channels:
             await channel.close()
 
     async def list(self, prefix: str) -> Listing:
@@ -183,23 +177,43 @@ class EtcdLink:
             key=first,
             range_end=_range_end(first) if prefix else b"",
             start_revision=after + 1 if after else 0,
-            progress_notify=True,
         )
         index = self._current
+        channel = self._channel(index)
         try:
-            call = rpc.WatchStub(self._channel(index)).Watch(metadata=await self._metadata())
+            call = rpc.WatchStub(channel).Watch(metadata=await self._metadata())
             try:
                 await call.write(rpc.WatchRequest(create_request=request))
-                async for answer in call:
-                    yield self._step(answer, after)
-                raise Unreachable("etcd ended the watch")
+                while True:
+                    yield self._step(await self._next(call), after)
             finally:
                 call.cancel()
         except grpc.aio.AioRpcError as error:
-            raise self._broken(index, error) from error
-        except Unreachable:
-            self._lost(index)
+            raise self._broken(index, channel, error) from error
+        except Unreachable as error:
+            self._lost(index, channel, isinstance(error, _Silent))
             raise
+
+    async def _next(self, call: Any) -> Any:
+        """The next answer of a watch. One that is silent is asked for a sign of life."""
+        reading = self._tasks.spawn(_read(call), name="watch")  # a read given up ends the call
+        for patience in range(2):
+            await asyncio.wait({reading}, timeout=PROBE_S)
+            if reading.done():
+                break
+            if patience == 0:
+                progress = rpc.WatchProgressRequest()
+                await call.write(rpc.WatchRequest(progress_request=progress))
+        else:
+            raise _Silent(f"no sign of life for {2 * PROBE_S:g} s")
+        if reading.cancelled():
+            raise Unreachable("the connection was given up")
+        answer = reading.result()
+        if answer is grpc.aio.EOF:
+            raise Unreachable("etcd ended the watch")
+        if isinstance(answer, grpc.aio.AioRpcError):
+            raise answer
+        return answer
 
     def _step(self, answer: Any, after: int) -> Step:
         if answer.compact_revision:
@@ -207,32 +221,38 @@ class EtcdLink:
         if answer.canceled:
             self._token = None
             raise Unreachable(f"the watch was cancelled: {answer.cancel_reason}")
-        header = answer.header
-        store = (header.cluster_id, header.raft_term)
-        if not answer.created:
-            return Step(header.revision, [_change(event) for event in answer.events], store)
-        if header.revision < after:
+        header, events = answer.header, answer.events
+        if answer.created and header.revision < after:
             raise Compacted("the store began anew")
-        return Step(after, [], store)
+        # A sign of life may overtake events: etcd 3.4 and 3.5 had that fault for long.
+        revision = max((event.kv.mod_revision for event in events), default=0)
+        store = (header.cluster_id, header.raft_term)
+        return Step(revision, [_change(event) for event in events], store)
 
     async def _call(
         self, method: Callable[[Any], Any], request: Any, timeout_s: float = CALL_TIMEOUT_S
     ) -> Any:
         for attempt in range(2):
             index = self._current
+            channel = self._channel(index)
             try:
-                return await method(self._channel(index))(
+                return await method(channel)(
                     request, timeout=timeout_s, metadata=await self._metadata()
                 )
             except Unreachable:
-                self._lost(index)
+                self._lost(index, channel, silent=False)
                 raise
             except grpc.aio.AioRpcError as error:
                 if attempt == 0 and self._token is not None and _is_stale_token(error):
                     self._token = None
                     continue
-                raise self._broken(index, error) from error
+                raise self._broken(index, channel, error) from error
         raise AssertionError("the second attempt returns or raises")
+
+    async def _retire(self, channel: Any) -> None:
+        await asyncio.sleep(CALL_TIMEOUT_S + 1)
+        await channel.close()
+        self._retired.discard(channel)
 
     async def _metadata(self) -> tuple[tuple[str, str], ...]:
         settings = self._settings
@@ -248,15 +268,11 @@ class EtcdLink:
         endpoint = self.endpoints[index]
         channel = self._channels.get(endpoint)
         if channel is None:
-            target = _target(endpoint)
-            if self._credentials is None:
-                channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
-            else:
-                channel = grpc.aio.secure_channel(target, self._credentials, options=_OPTIONS)
+            channel = open_channel(endpoint, self._credentials)
             self._channels[endpoint] = channel
         return channel
 
-    def _broken(self, index: int, error: Any) -> Exception:
+    def _broken(self, index: int, channel: Any, error: Any) -> Exception:
         """What the error means: etcd away, or etcd that does not want us."""
         code, details = error.code(), error.details() or ""
         where = self.endpoints[index]
@@ -271,12 +287,21 @@ class EtcdLink:
             grpc.StatusCode.FAILED_PRECONDITION,
         ):
             return ConfigError(f"etcd at {where} refuses: {details}; see ETCD_AUTH_*")
-        self._lost(index)
+        self._lost(index, channel, code is grpc.StatusCode.DEADLINE_EXCEEDED)
         return Unreachable(f"{where}: {code.name.lower().replace('_', ' ')}: {details}")
 
-    def _lost(self, index: int) -> None:
-        """This member failed us: try the next one from now on."""
+    def _lost(self, index: int, channel: Any, silent: bool) -> None:
+        """This member failed us: go on with the next one.
+
+        A connection that is silent looks well to gRPC for long: it is never used again. Others may
+        have calls on it yet, so it is closed when they have run into their timeout.
+        """
         self.breaks += 1
+        endpoint = self.endpoints[index]
+        if silent and self._channels.get(endpoint) is channel:
+            del self._channels[endpoint]
+            self._retired.add(channel)
+            self._tasks.spawn(self._retire(channel), name="close")
         if index == self._current and len(self.endpoints) > 1:
             self._current = (index + 1) % len(self.endpoints)
             _log.info("etcd: going on with %s", self.endpoints[self._current])
@@ -285,6 +310,13 @@ class EtcdLink:
 def boot_time_s() -> float:
     """Seconds since boot, those that the machine slept included: leases run out meanwhile."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+async def _read(call: Any) -> Any:
+    try:
+        return await call.read()
+    except grpc.aio.AioRpcError as error:
+        return error
 
 
 def _is_stale_token(error: Any) -> bool:
@@ -308,31 +340,3 @@ def _range_end(prefix: bytes) -> bytes:
     """The first key that does not start with ``prefix`` any more; one zero byte: no end."""
     head = prefix.rstrip(b"\xff")
     return head[:-1] + bytes((head[-1] + 1,)) if head else b"\0"
-
-
-def _target(endpoint: str) -> str:
-    parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
-    try:
-        port = parts.port or 2379
-    except ValueError as error:
-        raise ConfigError(f"ETCD_ENDPOINTS: {endpoint!r}: {error}") from error
-    if parts.username is not None or parts.password is not None:
-        raise ConfigError("ETCD_ENDPOINTS takes no user; set ETCD_AUTH_USERNAME and _PASSWORD")
-    if not parts.hostname or parts.scheme not in ("", "http", "https"):
-        raise ConfigError(f"ETCD_ENDPOINTS: {endpoint!r} is not host:port, http:// or https://")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{host}:{port}"
-
-
-def _credentials(settings: EtcdSettings, endpoints: Iterable[str]) -> Any:
-    """TLS when a file asks for it or an endpoint begins with https, else None."""
-    for endpoint in endpoints:
-        _target(endpoint)
-    files = (settings.ca, settings.client_key, settings.client_cert)
-    if not any(files) and not any(one.startswith("https://") for one in endpoints):
-        return None
-    try:
-        ca, key, cert = (Path(one).read_bytes() if one else None for one in files)
-    except OSError as error:
-        raise ConfigError(f"ETCD_AUTH_*: {error}") from error
-    return grpc.ssl_channel_credentials(ca, key, cert)

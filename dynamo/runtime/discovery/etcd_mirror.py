@@ -54,7 +54,7 @@ class EtcdMirror:
                     self._is_back()
                     for change in step.changes:
                         self._apply(change)
-                    self._revision = step.revision
+                    self._revision = step.revision or self._revision
             except Compacted as error:
                 _log.info("etcd has forgotten what came since (%s): listing again", error)
                 self._revision = 0
