@@ -216,7 +216,7 @@ cdef class Ingest:
         self._at(thread).stop()
 
     def run(self, size_t thread):
-        """A thread's life, without the GIL; returns after ``stop``."""
+        """A thread's life, without the GIL; returns after ``stop`` and what was pushed before."""
         cdef Thread *self_ = self._at(thread)
         with nogil:
             self_.run()

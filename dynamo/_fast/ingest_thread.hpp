@@ -91,9 +91,9 @@ public:
 
     uint64_t received() const noexcept { return received_; }
 
-    // Until stop(), or until the socket's context ends.
+    // Until stop(), or until the socket's context ends. What was pushed before stop() is done then.
     void run() {
-        while (!stopping_) {
+        for (stopping_ = false; !stopping_;) {
             if (!wait()) return;
             obey();
             take_inbox();

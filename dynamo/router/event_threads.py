@@ -23,7 +23,7 @@ from dynamo.router.indexer import EventCounts, Indexer
 from dynamo.runtime.events import EventSubscriber
 from dynamo.runtime.events.zmq import subscribing_socket
 
-__all__ = ["EventThreads"]
+__all__ = ["EventThreads", "Handed", "take_handed"]
 
 COUNT_S = 1.0
 """How often the threads' counts are looked at, if nobody renders metrics."""
@@ -33,6 +33,9 @@ HANDED_PER_TURN = 64
 
 LOGGED = ("malformed", "overflow", "failed")
 """Oddities that nobody else explains."""
+
+Handed = tuple[bytes | None, int | None, int, int]
+"""What ``Ingest.handed`` gives."""
 
 logger = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
@@ -126,28 +129,10 @@ class EventThreads:
             handed = self.ingest.handed()
             if handed is None or self._indexer is None:
                 break
-            self._take(*handed)
+            take_handed(handed, self._indexer, self._counts)
         else:
             if self._loop is not None and not self._closed:
                 self._loop.call_soon(self._take_handed)
-
-    def _take(self, payload: bytes | None, worker: int | None, dp_rank: int, first: int) -> None:
-        if self._indexer is None:
-            return
-        if payload is None:
-            self._indexer.renew(worker or 0)
-            return
-        try:
-            batch = _decode_batch(payload)
-        except msgspec.MsgspecError as error:
-            self._counts.warning("malformed")
-            logger.warning("KV events of worker %s cannot be read: %s", worker, error)
-            return
-        if worker is None:
-            self._indexer.apply(batch)
-        else:
-            del batch.events[:first]
-            self._indexer.apply(batch, dp_rank)
 
     def _count(self) -> None:
         self.flush()
@@ -170,6 +155,25 @@ class EventThreads:
                 self._counts.warning(kind, new)
                 if kind in LOGGED:
                     logger.warning("KV events: %d times %s", new, kind)
+
+
+def take_handed(handed: Handed, indexer: Indexer, counts: EventCounts) -> None:
+    """Let the indexer settle one thing that threads have left to the loop."""
+    payload, worker, dp_rank, first = handed
+    if payload is None:
+        indexer.renew(worker or 0)
+        return
+    try:
+        batch = _decode_batch(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        counts.warning("malformed")
+        logger.warning("KV events of worker %s cannot be read: %s", worker, error)
+        return
+    if worker is None:
+        indexer.apply(batch)
+    else:
+        del batch.events[:first]
+        indexer.apply(batch, dp_rank)
 
 
 class _Subscriber:

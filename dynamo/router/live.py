@@ -249,7 +249,7 @@ class LiveRouter:
     def _on_events(self, publisher_id: int, sequence: int, payload: bytes) -> None:
         try:
             batch = _decode_batch(payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._counts.warning("malformed")
             logger.warning("KV events of publisher %x cannot be read: %s", publisher_id, error)
             return

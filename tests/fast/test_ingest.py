@@ -1,0 +1,384 @@
+"""KV events on threads: the same as in Python, whatever comes, and in order whoever looks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from dynamo._fast import ingest
+from dynamo._fast.ingest import Ingest
+from dynamo._fast.radix import RadixTree
+from dynamo.protocols import codec
+from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, Removed, Stored
+from dynamo.router.event_threads import EventThreads, take_handed
+from dynamo.router.indexer import Indexer
+
+TIERS = ["device", "device", "device", "host_pinned", "disk", "external", "tape"]
+decode = codec.decoder(KvEventBatch).decode
+
+
+def column(*values: int) -> bytes:
+    return array("Q", values).tobytes()
+
+
+class Counts:
+    """Counts in a Counter."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[Any] = Counter()
+
+    def applied(self, event_type: str, status: str, count: int = 1) -> None:
+        self.seen[event_type, status] += count
+
+    def warning(self, kind: str, count: int = 1) -> None:
+        self.seen[kind] += count
+
+
+class Alone:
+    """The loop does everything."""
+
+    def __init__(self, answers: bool = False) -> None:
+        self.tree = RadixTree()
+        self.counts = Counts()
+        self.indexer = self.make(answers)
+
+    def make(self, answers: bool) -> Indexer:
+        return Indexer(self.tree, lambda _: None, self.counts)
+
+    def deliver(self, payload: bytes) -> None:
+        try:
+            self.indexer.apply(decode(payload))
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            self.counts.warning("malformed")
+
+    def add(self, worker: int, rank: int) -> None:
+        self.indexer.add(worker, rank, self.tree.slot(worker, rank), answers=False)
+
+    def remove(self, worker: int) -> None:
+        self.indexer.remove(worker)
+        self.tree.remove_worker(worker)
+
+
+class Helped(Alone):
+    """A thread does what it can: here its turns are taken by hand."""
+
+    def make(self, answers: bool) -> Indexer:
+        self.ingest = Ingest(self.tree, 1, "kv-events")
+        return Indexer(self.tree, lambda _: None, self.counts, self.ingest)
+
+    def deliver(self, payload: bytes) -> None:
+        self.ingest.push(0, payload)
+        self.ingest.stop(0)
+        self.ingest.run(0)
+        self.take_handed()
+
+    def take_handed(self) -> None:
+        while (handed := self.ingest.handed()) is not None:
+            take_handed(handed, self.indexer, self.counts)
+
+    def all_counts(self) -> Counter[Any]:
+        return self.counts.seen + Counter(self.ingest.applied()) + Counter(self.ingest.oddities())
+
+
+def test_is_compiled() -> None:
+    assert ingest.__file__ is not None and ingest.__file__.endswith(".so")
+
+
+def changes(source: Random, event_id: int) -> dict[str, Any]:
+    """An event as a dict, with all that may be left out, added or unusual."""
+    chain = [source.randrange(60) for _ in range(source.randrange(4))]
+    blocks = column(*(block % 30 for block in chain)) + source.choice([b"", b"", b"", b"torn"])
+    event: dict[str, Any] = {"event_id": event_id}
+    match source.choices(range(3), [8, 6, 1])[0]:
+        case 0:
+            event["data"] = {"kind": "stored", "block_hashes": blocks}
+            tokens = source.choice([column(*chain), column(*chain), column(*chain), b""])
+            event["data"]["tokens_hashes"] = tokens
+            if source.random() < 0.7:
+                event["data"]["parent_hash"] = source.choice([None, -1, source.randrange(30)])
+            if source.random() < 0.2:
+                event["data"]["start_position"] = source.choice([None, 7])
+        case 1:
+            event["data"] = {"kind": "removed", "block_hashes": blocks}
+        case 2:
+            event["data"] = {"kind": "cleared"}
+    if source.random() < 0.3:
+        event["dp_rank"] = source.randrange(3)
+    if source.random() < 0.4:
+        event["storage_tier"] = source.choice(TIERS)
+    if source.random() < 0.2:
+        event["data"]["medium"] = {"any": [1, 2.5, None, "x" * 40, b"y"], "thing": -(2**40)}
+    if source.random() < 0.2:
+        event = dict(reversed(event.items()))
+    return event
+
+
+def payloads(source: Random, count: int) -> Iterator[bytes]:
+    """Batches; some events are lost, repeated or come late, some bytes are broken."""
+    ids: Counter[int] = Counter()
+    for _ in range(count):
+        worker = source.randrange(3)
+        events = []
+        for _ in range(source.choice([1, 1, 1, 2, 5])):
+            ids[worker] += source.choices([1, 0, 2, -3], [60, 1, 1, 1])[0]
+            events.append(changes(source, max(ids[worker], 0)))
+        batch: dict[str, Any] = {"worker_id": worker, "events": events}
+        payload = msgspec.msgpack.encode(batch)
+        match source.choices(range(4), [20, 1, 1, 1])[0]:
+            case 0:
+                yield payload
+            case 1:
+                yield payload[: source.randrange(len(payload))]
+            case 2:
+                broken = bytearray(payload)
+                broken[source.randrange(len(broken))] = source.randrange(256)
+                yield bytes(broken)
+            case 3:
+                yield payload + source.randbytes(source.randrange(2))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_comes_is_taken_as_in_python(seed: int) -> None:
+    source = Random(seed)
+    alone, helped = Alone(), Helped()
+    sides: list[Alone] = [alone, helped]
+    for side in sides:
+        for worker in range(2):  # a third one is not known
+            for rank in range(2):
+                side.add(worker, rank)
+    for number, payload in enumerate(payloads(source, 1500)):
+        for side in sides:
+            side.deliver(payload)
+        if number % 100 == 99:
+            helped.tree._check()
+            assert helped.tree.blocks() == alone.tree.blocks()
+            assert contents(helped.tree) == contents(alone.tree)
+        if number % 400 == 399:
+            for side in sides:
+                side.remove(1)
+                side.add(1, 0)
+                side.add(1, 1)
+        if number % 150 == 149:
+            for side in sides:
+                side.indexer.verify()
+    assert helped.all_counts() == +alone.counts.seen
+    assert helped.ingest.applied()["stored", "ok"] > 50
+
+
+def contents(tree: RadixTree) -> list[Any]:
+    """What a tree holds, in an order of its own."""
+    return sorted(
+        (worker, rank, tier, -1 if parent is None else parent, block, local)
+        for worker, rank, first, blocks, locals_, tier in tree.dump_tiers()
+        for parent, block, local in zip([first, *blocks], blocks, locals_, strict=False)
+    )
+
+
+def event(event_id: int, data: Stored | Removed | Cleared, worker: int = 7) -> bytes:
+    return codec.encode(KvEventBatch(worker, [KvEvent(event_id, data)]))
+
+
+def test_a_gap_makes_the_stream_the_loops_until_it_is_settled() -> None:
+    asked: list[Any] = []
+    tree, counts = RadixTree(), Counts()
+    threads = Ingest(tree, 1, "kv-events")
+    indexer = Indexer(tree, asked.append, counts, threads)
+    indexer.add(7, 0, tree.slot(7, 0))
+    threads.push(0, event(1, Stored(column(1), column(11))))
+    threads.push(0, event(2, Stored(column(2), column(12), 1)))
+    threads.stop(0)
+    threads.run(0)
+    assert threads.applied() == {}
+    first, second = threads.handed(), threads.handed()
+    assert first is not None and second is not None and threads.handed() is None
+    assert [decode(payload).events[0].event_id for payload in (first[0], second[0])] == [1, 2]  # type: ignore[arg-type]
+    assert threads.take(7, 0) == (None, True)
+    assert threads.take(8, 0) is None
+
+
+def test_a_stream_is_given_only_when_nothing_waits() -> None:
+    tree = RadixTree()
+    threads = Ingest(tree, 1, "kv-events")
+    threads.follow(7, 0, tree.slot(7, 0))
+    assert not threads.give(9, 0, 3)
+    assert threads.give(7, 0, 3)
+    for event_id in (4, 6, 7):
+        threads.push(0, event(event_id, Stored(column(event_id), column(event_id))))
+    threads.stop(0)
+    threads.run(0)
+    assert (tree.blocks(), threads.applied()) == (1, {("stored", "ok"): 1})
+    assert not threads.give(7, 0, 6)
+    assert threads.handed() is not None
+    assert not threads.give(7, 0, 6)
+    assert threads.handed() is not None
+    assert threads.give(7, 0, 6)
+    assert threads.heard(7, 0)
+    threads.forget(7, 0)
+    assert not threads.heard(7, 0)
+
+
+def test_an_inbox_is_bounded() -> None:
+    threads = Ingest(RadixTree(), 1, "kv-events")
+    megabyte = bytes(1 << 20)
+    assert sum(threads.push(0, megabyte) for _ in range(70)) == 64
+    assert threads.oddities()["overflow"] == 6
+
+
+class Storm:
+    """Threads at work, what they were told in plain dicts, and a loop that looks on."""
+
+    WORKERS = 5
+
+    def __init__(self, seed: int) -> None:
+        self.source = Random(seed)
+        self.tree, self.counts = RadixTree(), Counts()
+        self.held: dict[int, dict[int, tuple[int, ...]]] = {}
+        self.threads = Ingest(self.tree, 3, "kv-events")
+        self.indexer = Indexer(self.tree, lambda _: None, self.counts, self.threads)
+        self.ever: dict[int, set[tuple[int, ...]]] = {}
+        self.next_id: Counter[int] = Counter()
+        self.alive = [self.join(number) for number in range(self.WORKERS)]
+        self.born = self.WORKERS
+        self.depths = array("I", bytes(4 * 64))
+
+    def join(self, worker: int) -> int:
+        self.indexer.add(worker, 0, self.tree.slot(worker, 0), answers=False)
+        self.ever[worker], self.held[worker] = set(), {}
+        return worker
+
+    def start(self) -> list[threading.Thread]:
+        running = [threading.Thread(target=self.threads.run, args=(n,)) for n in range(3)]
+        for thread in running:
+            thread.start()
+        return running
+
+    def settle(self, running: list[threading.Thread]) -> None:
+        """A barrier: all that was sent is applied."""
+        for number in range(3):
+            self.threads.stop(number)
+        for thread in running:
+            thread.join()
+        assert self.threads.handed() is None
+
+    def send(self, worker: int, data: Stored | Removed | Cleared) -> None:
+        self.next_id[worker] += 1
+        self.threads.push(worker % 3, event(self.next_id[worker], data, worker))
+
+    def step(self) -> None:
+        worker = self.source.choice(self.alive)
+        held = self.held[worker]
+        match self.source.choices(range(4), [10, 5, 0.2, 0.1])[0]:
+            case 0:
+                chain = self.source.choices(range(3), k=self.source.randrange(1, 100))
+                paths = [tuple(chain[: end + 1]) for end in range(len(chain))]
+                names = [hash((worker, path)) % 2**64 for path in paths]
+                self.ever[worker] |= {path for path in paths if len(path) <= 6}
+                held |= dict(zip(names, paths, strict=True))
+                self.send(worker, Stored(column(*names), column(*chain)))
+            case 1:
+                gone = self.source.sample(sorted(held), min(len(held), self.source.randrange(90)))
+                for name in gone:
+                    del held[name]
+                self.send(worker, Removed(column(*gone)))
+            case 2:
+                held.clear()
+                self.send(worker, Cleared())
+            case 3:
+                self.die(worker)
+        self.look()
+
+    def die(self, worker: int) -> None:
+        """And another takes its place, maybe its slot, while its last events are on the way."""
+        self.indexer.remove(worker)
+        self.tree.remove_worker(worker)
+        self.alive.remove(worker)
+        del self.ever[worker], self.held[worker]
+        assert worker not in {owner[0] for owner in self.tree.match(array("Q", [0]))}
+        self.alive.append(self.join(self.born))
+        self.born += 1
+
+    def look(self) -> None:
+        """Whatever the threads have done so far: nobody has what it was never given."""
+        query = [self.source.randrange(3) for _ in range(6)]
+        for (worker, _), depth in self.tree.match(array("Q", query)).items():
+            assert tuple(query[:depth]) in self.ever[worker]
+
+    def compare(self) -> None:
+        """At rest: exactly what was sent."""
+        self.tree._check()
+        assert self.tree.blocks() == sum(map(len, self.held.values()))
+        paths = {worker: set(held.values()) for worker, held in self.held.items()}
+        for number in range(3**4):
+            query = [number // 3**place % 3 for place in range(4)]
+            expected = {(worker, 0): depth(query, held) for worker, held in paths.items()}
+            assert self.tree.match(array("Q", query)) == +Counter(expected)
+
+
+def depth(query: list[int], held: set[tuple[int, ...]]) -> int:
+    """How many leading blocks of the query are held."""
+    ends = range(1, len(query) + 1)
+    return next((end - 1 for end in ends if tuple(query[:end]) not in held), len(query))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_threads_end_where_the_twin_does(seed: int) -> None:
+    storm = Storm(seed)
+    for _ in range(5):
+        running = storm.start()
+        try:
+            for _ in range(300):
+                storm.step()
+        finally:
+            storm.settle(running)
+        storm.compare()
+    assert storm.threads.oddities()["failed"] == 0
+
+
+async def test_messages_over_zmq(tmp_path: Path) -> None:
+    """A socket of the thread's own; foreign messages are counted and do no harm."""
+    tree, counts = RadixTree(), Counts()
+    threads = EventThreads(tree, 1, "kv-events", counts)
+    indexer = Indexer(tree, lambda _: None, counts, threads.ingest)
+    indexer.add(7, 0, tree.slot(7, 0), answers=False)
+    threads.start(indexer)
+    publisher = zmq.Context.instance().socket(zmq.XPUB)
+    publisher.setsockopt(zmq.LINGER, 0)
+    address = f"ipc://{tmp_path}/events.sock"
+    publisher.bind(address)
+    threads.subscriber.connect(address, 7)
+    assert await asyncio.to_thread(publisher.recv) == b"\x01kv-events"
+    topic, number = b"kv-events", (7).to_bytes(8, "big")
+
+    def envelope(payload: bytes) -> bytes:
+        body = msgspec.msgpack.encode({"publisher_id": 7, "payload": payload, "more": [1]})
+        return b"\x01" + len(body).to_bytes(4, "big") + body
+
+    good = event(1, Stored(column(1), column(11)))
+    for frames in (
+        [topic],
+        [topic, number, b"short", envelope(good)],
+        [topic, number, bytes(8), b"\x02" + envelope(good)[1:]],
+        [topic, number, bytes(8), envelope(good)[:-1]],
+        [topic, number, bytes(8), b"\x01\x00\x00\x00\x01\xc1"],
+        [topic, number, bytes(8), envelope(good), b"fifth"],
+        [topic + b"-of-others", number, bytes(8), envelope(good)],
+        [topic, number, bytes(8), envelope(good)],
+    ):
+        publisher.send_multipart(frames)
+    async with asyncio.timeout(10):
+        while tree.blocks() == 0:  # noqa: ASYNC110 - the index tells nobody when it changes
+            await asyncio.sleep(0.005)
+    threads.close()
+    publisher.close()
+    assert counts.seen == {"malformed": 6, ("stored", "ok"): 1}
+    assert threads.subscriber.received == 1
