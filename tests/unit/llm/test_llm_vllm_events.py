@@ -99,7 +99,12 @@ def test_every_shape(shape: str) -> None:
     assert decode_events(msgspec.msgpack.encode(message)) == (rank, [event])
 
 
-UNKNOWN = (["BlockMoved", 1], stored(medium=7), stored(medium="TAPE"), ["BlockRemoved", [1], "CLOUD"])
+UNKNOWN = (
+    ["BlockMoved", 1],
+    stored(medium=7),
+    stored(medium="TAPE"),
+    ["BlockRemoved", [1], "CLOUD"],
+)
 NONSENSE = (
     b"",
     b"\xc1",
