@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo._fast.anchors import Anchors
+from tests.oracle.anchors import OracleAnchors
 
 
 def test_growth_up_to_the_limit() -> None:
@@ -51,3 +52,30 @@ def test_it_only_grows(base: float, rate: float, limit: float, times: list[float
     values = [anchors.value(0, now) for now in sorted(times)]
     assert values == sorted(values)
     assert all(value <= limit for value in values)
+
+
+SET = st.tuples(
+    st.integers(0, 5),
+    st.floats(0, 1e6),
+    st.floats(0, 1e6),
+    st.floats(-1e6, 1e6),
+    st.floats(0, 1e6),
+)
+
+
+@given(st.lists(SET, max_size=10), st.lists(st.floats(-1e6, 1e7), min_size=1, max_size=5))
+def test_the_twin_agrees(
+    anchors: list[tuple[int, float, float, float, float]], times: list[float]
+) -> None:
+    fast, plain = Anchors(), OracleAnchors()
+    for anchor in anchors:
+        fast.set(*anchor)
+        plain.set(*anchor)
+    for now in times:
+        assert [fast.value(slot, now) for slot in range(8)] == [
+            plain.value(slot, now) for slot in range(8)
+        ]
+        columns = [array("q", [0] * 8) for _ in "ab"]
+        fast.relieve(columns[0], now)
+        plain.relieve(columns[1], now)
+        assert columns[0] == columns[1]
