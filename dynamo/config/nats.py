@@ -21,7 +21,7 @@ class NatsSettings:
     username: str | None = knob(None, env="NATS_AUTH_USERNAME", help="user of NATS")
     password: str | None = knob(None, env="NATS_AUTH_PASSWORD", help="password of that user")
     token: str | None = knob(None, env="NATS_AUTH_TOKEN", help="token instead of a user")
-    nkey: str | None = knob(None, env="NATS_AUTH_NKEY", help="file with the seed of an nkey")
+    nkey: str | None = knob(None, env="NATS_AUTH_NKEY", help="seed of an nkey")
     credentials_file: str | None = knob(
         None, env="NATS_AUTH_CREDENTIALS_FILE", help="file with a JWT and the seed of its nkey"
     )

@@ -309,3 +309,15 @@ async def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "nats", None)
     with pytest.raises(ConfigError, match=r"pip install 'dynamo-appliance\[nats\]'"):
         DistributedRuntime(settings=RuntimeSettings(event_plane="nats"))
+
+
+async def test_an_nkey_without_its_package_is_said(
+    nats_server: Nats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "nkeys", None)
+    plane = NatsPlane(NatsSettings(servers=nats_server.url, nkey="SUAM"))
+    with pytest.raises(ConfigError, match="need nkeys"):
+        await plane.start()
+    await plane.close()

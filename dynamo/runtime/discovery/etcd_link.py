@@ -31,17 +31,13 @@ __all__ = [
 ]
 
 CALL_TIMEOUT_S = 3.0
-PROBE_S = 3.0  # twice that is less than a lease lasts by default
+PROBE_S = 3.0  # with the timeout, less than a lease lasts by default
 OPS_PER_TXN = 32  # etcd takes 128, and 1.5 MiB in all
 _log = logging.getLogger(__name__)
 
 
 class Unreachable(Exception):
     """No answer, or none that settles anything: the cluster is away, or without a leader."""
-
-
-class _Silent(Unreachable):
-    """Nothing has come for so long that the connection must be dead."""
 
 
 class NoLease(Exception):
@@ -185,27 +181,25 @@ class EtcdLink:
             try:
                 await call.write(rpc.WatchRequest(create_request=request))
                 while True:
-                    yield self._step(await self._next(call), after)
+                    yield self._step(await self._next(call, index, channel, key), after)
             finally:
                 call.cancel()
         except grpc.aio.AioRpcError as error:
             raise self._broken(index, channel, error) from error
-        except Unreachable as error:
-            self._lost(index, channel, isinstance(error, _Silent))
+        except Unreachable:
+            self._lost(index, channel, silent=False)
             raise
 
-    async def _next(self, call: Any) -> Any:
-        """The next answer of a watch. One that is silent is asked for a sign of life."""
+    async def _next(self, call: Any, index: int, channel: Any, key: str) -> Any:
+        """The next answer of a watch. While it is silent its connection is tried by a question."""
         reading = self._tasks.spawn(_read(call), name="watch")  # a read given up ends the call
-        for patience in range(2):
+        while True:
             await asyncio.wait({reading}, timeout=PROBE_S)
             if reading.done():
                 break
-            if patience == 0:
-                progress = rpc.WatchProgressRequest()
-                await call.write(rpc.WatchRequest(progress_request=progress))
-        else:
-            raise _Silent(f"no sign of life for {2 * PROBE_S:g} s")
+            if index != self._current or self._channels.get(self.endpoints[index]) is not channel:
+                raise Unreachable("another connection has taken the place of this one")
+            await self.exists(key)
         if reading.cancelled():
             raise Unreachable("the connection was given up")
         answer = reading.result()
@@ -224,7 +218,6 @@ class EtcdLink:
         header, events = answer.header, answer.events
         if answer.created and header.revision < after:
             raise Compacted("the store began anew")
-        # A sign of life may overtake events: etcd 3.4 and 3.5 had that fault for long.
         revision = max((event.kv.mod_revision for event in events), default=0)
         store = (header.cluster_id, header.raft_term)
         return Step(revision, [_change(event) for event in events], store)

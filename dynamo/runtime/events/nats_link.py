@@ -154,6 +154,10 @@ class NatsLink:
                     disconnected_cb=on_end,
                     **self._options,
                 )
+        except ImportError as error:
+            raise ConfigError(
+                f"NATS_AUTH_NKEY and _CREDENTIALS_FILE need nkeys: {error}"
+            ) from error
         except BaseException:
             await self._discard(client)
             raise
@@ -254,7 +258,7 @@ def _options(settings: NatsSettings) -> dict[str, Any]:
         "user": settings.username,
         "password": settings.password,
         "token": settings.token,
-        "nkeys_seed": settings.nkey,
+        "nkeys_seed_str": settings.nkey,
         "user_credentials": settings.credentials_file,
     }
     chosen: dict[str, Any] = {name: value for name, value in options.items() if value}
