@@ -16,9 +16,9 @@ from typing import Any
 import orjson
 import tokenizers
 
-from dynamo.frontend.generation import ChatStream
-from dynamo.frontend.preprocessor import Preprocessor
-from dynamo.frontend.validation import parse_chat
+from dynamo.frontend.answer.generation import ChatStream
+from dynamo.frontend.prompt.preprocessor import Preprocessor
+from dynamo.frontend.prompt.validation import parse_chat
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails

@@ -9,9 +9,9 @@ class Weights:
     """The coefficients of the cost; immutable. Spec 3.1.
 
     ``block_size`` in tokens. ``credit``, ``host``, ``disk`` and ``shared`` are the share of a
-    block of prefill that a cached block on that tier saves; ``decay`` weakens the device credit of a worker whose
-    active prefill is above the least loaded candidate's. Raises ValueError when a value is not
-    finite, ``block_size`` < 1 or ``decay`` < 0.
+    block of prefill that a cached block on that tier saves; ``decay`` weakens the device credit of
+    a worker whose active prefill is above the least loaded candidate's. Raises ValueError when a
+    value is not finite, ``block_size`` < 1 or ``decay`` < 0.
     """
 
     block_size: int
@@ -49,8 +49,9 @@ def costs(
 
     The other columns are indexed by slot: ``prefill_tokens`` (i64) active prefill tokens,
     ``decode_blocks`` (i64) active blocks with this request's added, ``device``/``host``/``disk``/
-    ``shared`` (u32) overlap blocks: host and shared counted beyond device, disk beyond host. Raises IndexError for a
-    slot that a column does not have, ValueError when ``out`` is too short. O(candidates).
+    ``shared`` (u32) overlap blocks: host and shared counted beyond device, disk beyond host.
+    Raises IndexError for a slot that a column does not have, ValueError when ``out`` is too
+    short. O(candidates).
     """
 
 def most(

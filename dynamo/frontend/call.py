@@ -16,17 +16,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynamo.errors import Cancelled, DynamoError
+from dynamo.frontend.answer.generation import GenerationStream
+from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.failures import Labels, Overwhelmed, error_response, explained, labels
-from dynamo.frontend.generation import GenerationStream
 from dynamo.frontend.http import Exchange
 from dynamo.frontend.leg import Leg
 from dynamo.frontend.metrics import ModelMetrics
-from dynamo.frontend.sse import KEEP_ALIVE
 from dynamo.router.picker import Decision
 
 if TYPE_CHECKING:
     from dynamo.frontend.flow import Flow
-    from dynamo.frontend.prefill_ticket import Prefilled
+    from dynamo.frontend.prefill.ticket import Prefilled
 
 __all__ = ["Call", "Caption"]
 

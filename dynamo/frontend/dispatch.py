@@ -20,7 +20,7 @@ from dynamo.runtime import Client
 
 if TYPE_CHECKING:
     from dynamo.frontend.leg import Leg
-    from dynamo.frontend.prefill import PrefillRouter
+    from dynamo.frontend.prefill.router import PrefillRouter
 
 __all__ = ["Dispatch"]
 

@@ -16,9 +16,9 @@ from dynamo.errors import DynamoError, InvalidArgument, NoInstances
 from dynamo.frontend.failures import error_response, explained
 from dynamo.frontend.http import Exchange
 from dynamo.frontend.models import Models
+from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.request_headers import routed
 from dynamo.frontend.routes import Routes
-from dynamo.frontend.validation import parse_chat, parse_completion
 from dynamo.router.explain import explain
 from dynamo.router.kv import KvPicker
 from dynamo.runtime.tasks import Tasks

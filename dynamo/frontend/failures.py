@@ -19,8 +19,8 @@ from dynamo.errors import (
     Unavailable,
     WorkerUnavailable,
 )
+from dynamo.frontend.answer.sse import public_message
 from dynamo.frontend.http import error_body, reason_phrase
-from dynamo.frontend.sse import public_message
 from dynamo.router.filters import NoneAllowed
 
 __all__ = ["BackendSilent", "Labels", "Overwhelmed", "error_response", "explained", "labels"]

@@ -17,7 +17,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.frontend.model_entry import ModelEntry
-from dynamo.frontend.prefill_cards import PrefillCards
+from dynamo.frontend.prefill.cards import PrefillCards
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
 from dynamo.runtime import DistributedRuntime

@@ -14,18 +14,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynamo.errors import DynamoError, InvalidArgument
+from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
 from dynamo.frontend.call import Call, Caption
 from dynamo.frontend.failures import error_response, explained, labels
 from dynamo.frontend.flow import Flow
-from dynamo.frontend.generation import ChatStream, CompletionStream, GenerationStream
 from dynamo.frontend.http import Exchange
 from dynamo.frontend.leg import Leg, TrackedLeg
 from dynamo.frontend.location import located, shown
-from dynamo.frontend.prefill_ticket import Prefilled
-from dynamo.frontend.preprocessor import Prepared, Preprocessor
+from dynamo.frontend.prefill.ticket import Prefilled
+from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
+from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.request_headers import request_id, routed
 from dynamo.frontend.routes import Routes
-from dynamo.frontend.validation import parse_chat, parse_completion
 from dynamo.protocols.openai import GenerationRequest
 from dynamo.router.picker import Decision
 from dynamo.runtime.requests.stream import REQUEST_ID

@@ -1,4 +1,4 @@
-"""The readable twin of ``dynamo.frontend.stops``: one character at a time."""
+"""The readable twin of ``dynamo.frontend.answer.stops``: one character at a time."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_kit import example_preprocessor, example_reference, write_llama_like, write_metaspace
 
-from dynamo.frontend.detokenizer import Detokenizer, PrefixDetokenizer, make_detokenizer
-from dynamo.frontend.tokenizer import Tokenizer, load_tokenizer
+from dynamo.frontend.answer.detokenizer import Detokenizer, PrefixDetokenizer, make_detokenizer
+from dynamo.frontend.prompt.tokenizer import Tokenizer, load_tokenizer
 
 cuts = st.lists(st.integers(1, 4), min_size=1, max_size=8)
 WORDS = st.sampled_from(["hello", " world", " ", "  ", "😀", "é", "你好", "<s>", "</s>", "x", " a"])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle.stops import cut_at_stop
 
-from dynamo.frontend.stops import StopMatcher
+from dynamo.frontend.answer.stops import StopMatcher
 
 letters = st.text("abc", max_size=24)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)

@@ -18,8 +18,8 @@ from text_kit import (
 )
 
 from dynamo.errors import Disconnected, EngineFailure
-from dynamo.frontend.generation import ChatStream, CompletionStream
-from dynamo.frontend.validation import parse_chat, parse_completion
+from dynamo.frontend.answer.generation import ChatStream, CompletionStream
+from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
 
 UUID = "123e4567-e89b-12d3-a456-426614174000"

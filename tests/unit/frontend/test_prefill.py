@@ -22,9 +22,9 @@ from dynamo.errors import (
 from dynamo.frontend.dispatch import Dispatch
 from dynamo.frontend.leg import Leg
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.prefill import PrefillRouter
-from dynamo.frontend.prefill_metrics import PrefillMetrics
-from dynamo.frontend.prefill_pool import prefill_settings
+from dynamo.frontend.prefill.metrics import PrefillMetrics
+from dynamo.frontend.prefill.pool import prefill_settings
+from dynamo.frontend.prefill.router import PrefillRouter
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import decoder, encode, tokens

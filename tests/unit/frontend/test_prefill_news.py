@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from dynamo.frontend import prefill_news
-from dynamo.frontend.prefill_line import Capacity, PrefillLine
-from dynamo.frontend.prefill_news import INTERVAL_S, QueueNews
+from dynamo.frontend.prefill import news as prefill_news
+from dynamo.frontend.prefill.line import Capacity, PrefillLine
+from dynamo.frontend.prefill.news import INTERVAL_S, QueueNews
 from dynamo.protocols.codec import decoder
 from dynamo.protocols.load import PrefillQueue
 

@@ -10,8 +10,8 @@ import pytest
 from text_kit import EXAMPLE, card, chat_body, completion_body, example_preprocessor, ids_of
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.preprocessor import Prepared, Preprocessor
-from dynamo.frontend.validation import parse_chat, parse_completion
+from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
+from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import PreprocessedRequest

@@ -18,7 +18,7 @@ from dynamo.errors import (
     Overloaded,
     WorkerUnavailable,
 )
-from dynamo.frontend.sse import (
+from dynamo.frontend.answer.sse import (
     ChatShape,
     CompletionShape,
     Envelope,

@@ -13,8 +13,8 @@ import pytest
 from text_kit import EXAMPLE
 
 from dynamo.errors import ConfigError, InvalidArgument
-from dynamo.frontend.messages import ContentForm
-from dynamo.frontend.template import ChatTemplate, load_template
+from dynamo.frontend.prompt.messages import ContentForm
+from dynamo.frontend.prompt.template import ChatTemplate, load_template
 
 USER = [{"role": "user", "content": "Hi"}]
 LOOP = "{% for m in messages %}[{{ m.role }}]{{ m['content'] }}{% endfor %}"

@@ -20,9 +20,9 @@ from text_kit import (
 from tokenizers import Tokenizer as Reference
 
 from dynamo.errors import ConfigError
-from dynamo.frontend.model_files import read_model_files
-from dynamo.frontend.segments import SegmentCache
-from dynamo.frontend.tokenizer import CacheStats, load_tokenizer
+from dynamo.frontend.prompt.model_files import read_model_files
+from dynamo.frontend.prompt.segments import SegmentCache
+from dynamo.frontend.prompt.tokenizer import CacheStats, load_tokenizer
 
 pieces = st.one_of(
     st.text(),

@@ -6,7 +6,7 @@ import pytest
 from text_kit import chat_body, completion_body
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.validation import parse_chat, parse_completion
+from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 
 TARGET = "Failed to deserialize the JSON body into the target type: "
 

@@ -11,7 +11,7 @@ import orjson
 from tokenizers import Tokenizer as Reference
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from dynamo.frontend.preprocessor import Preprocessor
+from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.engine import EngineOutput
 

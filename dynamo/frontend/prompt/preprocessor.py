@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.messages import message_text
-from dynamo.frontend.model_files import read_model_files
-from dynamo.frontend.sampling import (
+from dynamo.frontend.prompt.messages import message_text
+from dynamo.frontend.prompt.model_files import read_model_files
+from dynamo.frontend.prompt.sampling import (
     output_options,
     routing,
     sampling_options,
     stop_conditions,
 )
-from dynamo.frontend.template import load_template
-from dynamo.frontend.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
+from dynamo.frontend.prompt.template import load_template
+from dynamo.frontend.prompt.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.engine import PreprocessedRequest

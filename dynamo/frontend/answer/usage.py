@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from dynamo.frontend.choice import Choice
-from dynamo.frontend.preprocessor import Prepared
+from dynamo.frontend.answer.choice import Choice
+from dynamo.frontend.prompt.preprocessor import Prepared
 
 __all__ = ["Usage", "count_usage"]
 

@@ -17,8 +17,8 @@ import jinja2.sandbox
 import msgspec
 
 from dynamo.errors import ConfigError, InvalidArgument
-from dynamo.frontend.messages import ContentForm, template_messages
-from dynamo.frontend.model_files import ModelFiles, read_model_files
+from dynamo.frontend.prompt.messages import ContentForm, template_messages
+from dynamo.frontend.prompt.model_files import ModelFiles, read_model_files
 
 __all__ = ["ChatTemplate", "load_template"]
 

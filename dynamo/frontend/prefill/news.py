@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from dynamo.frontend.prefill_line import PrefillLine
+from dynamo.frontend.prefill.line import PrefillLine
 from dynamo.protocols.codec import encode
 from dynamo.protocols.load import PrefillQueue
 

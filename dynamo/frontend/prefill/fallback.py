@@ -7,8 +7,8 @@ import logging
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, Overloaded, Unavailable
 from dynamo.frontend.dispatch import Dispatch
-from dynamo.frontend.prefill_metrics import PrefillMetrics
-from dynamo.frontend.prefill_ticket import PrefillTicket
+from dynamo.frontend.prefill.metrics import PrefillMetrics
+from dynamo.frontend.prefill.ticket import PrefillTicket
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 
 __all__ = ["Fallback"]

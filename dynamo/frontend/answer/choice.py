@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dynamo.errors import EngineFailure
-from dynamo.frontend.detokenizer import Detokenizer
-from dynamo.frontend.logprobs import LogprobsCollector
-from dynamo.frontend.stops import StopMatcher
+from dynamo.frontend.answer.detokenizer import Detokenizer
+from dynamo.frontend.answer.logprobs import LogprobsCollector
+from dynamo.frontend.answer.stops import StopMatcher
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, StopConditions
 
 __all__ = ["Choice"]

@@ -10,8 +10,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from dynamo.frontend.pieces import PieceTable
-from dynamo.frontend.tokenizer import Tokenizer
+from dynamo.frontend.answer.pieces import PieceTable
+from dynamo.frontend.prompt.tokenizer import Tokenizer
 
 __all__ = ["Detokenizer", "PrefixDetokenizer", "TableDetokenizer", "make_detokenizer"]
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from dynamo.frontend.sse import json_bytes
-from dynamo.frontend.tokenizer import Tokenizer
+from dynamo.frontend.answer.sse import json_bytes
+from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
 
 __all__ = ["ChatLogprobs", "CompletionLogprobs", "LogprobsCollector"]

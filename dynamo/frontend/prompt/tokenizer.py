@@ -19,9 +19,9 @@ import tokenizers
 
 from dynamo.config import preset
 from dynamo.errors import ConfigError
-from dynamo.frontend.model_files import ModelFiles, TokenizerFile, read_model_files
-from dynamo.frontend.pieces import PieceTable
-from dynamo.frontend.segments import SegmentCache
+from dynamo.frontend.answer.pieces import PieceTable
+from dynamo.frontend.prompt.model_files import ModelFiles, TokenizerFile, read_model_files
+from dynamo.frontend.prompt.segments import SegmentCache
 from dynamo.protocols.codec import Tokens
 
 __all__ = ["CACHE_BYTES", "CacheStats", "Tokenizer", "load_tokenizer"]

@@ -24,10 +24,10 @@ from dynamo.errors import (
 )
 from dynamo.frontend.dispatch import Dispatch
 from dynamo.frontend.leg import Leg
-from dynamo.frontend.prefill_fallback import Fallback
-from dynamo.frontend.prefill_line import Capacity, PrefillLine, Turn
-from dynamo.frontend.prefill_metrics import PrefillMetrics
-from dynamo.frontend.prefill_ticket import (
+from dynamo.frontend.prefill.fallback import Fallback
+from dynamo.frontend.prefill.line import Capacity, PrefillLine, Turn
+from dynamo.frontend.prefill.metrics import PrefillMetrics
+from dynamo.frontend.prefill.ticket import (
     Order,
     Prefilled,
     PrefillTicket,

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo.errors import DynamoError
-from dynamo.frontend.choice import Choice
-from dynamo.frontend.detokenizer import make_detokenizer
-from dynamo.frontend.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
-from dynamo.frontend.preprocessor import Prepared
-from dynamo.frontend.sse import (
+from dynamo.frontend.answer.choice import Choice
+from dynamo.frontend.answer.detokenizer import make_detokenizer
+from dynamo.frontend.answer.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
+from dynamo.frontend.answer.sse import (
     DONE,
     ChatShape,
     CompletionShape,
@@ -30,8 +29,9 @@ from dynamo.frontend.sse import (
     error_event,
     json_bytes,
 )
-from dynamo.frontend.tokenizer import Tokenizer
-from dynamo.frontend.usage import Usage, count_usage
+from dynamo.frontend.answer.usage import Usage, count_usage
+from dynamo.frontend.prompt.preprocessor import Prepared
+from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 

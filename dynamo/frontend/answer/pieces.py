@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
-from dynamo.frontend.model_files import TokenizerFile
+from dynamo.frontend.prompt.model_files import TokenizerFile
 
 __all__ = ["PieceTable", "byte_alphabet"]
 

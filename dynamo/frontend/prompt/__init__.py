@@ -1,0 +1,3 @@
+"""From a request body to token ids: validation, template, tokenizer."""
+
+__all__: list[str] = []
