@@ -41,7 +41,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import instance_key
 from dynamo.protocols.kv import KvEvent, KvEventBatch, Removed, Stored
-from dynamo.router.live import KV_EVENTS, LiveRouter
+from dynamo.router.live.router import KV_EVENTS, LiveRouter
 from dynamo.runtime import DistributedRuntime
 
 BLOCK = 16
@@ -207,9 +207,9 @@ async def measure(state_dir: str, threads: int, rate: int, args: argparse.Namesp
         await command(args.senders, 0)
         await live.close()
     events = (after - before) / wall_s
-    figures = [at(values, q) for values in (beats.late_us, beats.pick_us) for q in (0.5, 0.99, 1)]
-    rates = int(events * args.blocks), int(events), lost_after - lost
-    return Row(threads, rate, *rates, *figures, loop_cpu, process_cpu)
+    late, pick = (quantiles(values) for values in (beats.late_us, beats.pick_us))
+    loads = int(events * args.blocks), int(events), lost_after - lost
+    return Row(threads, rate, *loads, *late, *pick, loop_cpu, process_cpu)
 
 
 async def command(senders: list[subprocess.Popen[bytes]], rate: int) -> None:
@@ -231,10 +231,10 @@ def counts(runtime: DistributedRuntime) -> tuple[int, int]:
     return int(applied), int(lost)
 
 
-def at(values: list[float], quantile: float) -> float:
-    """A quantile of the values."""
+def quantiles(values: list[float]) -> tuple[float, float, float]:
+    """The median, the 99th percentile and the maximum."""
     ordered = sorted(values)
-    return ordered[min(int(len(ordered) * quantile), len(ordered) - 1)]
+    return ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100], ordered[-1]
 
 
 def show(rows: list[Row]) -> None:

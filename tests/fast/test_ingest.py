@@ -20,8 +20,8 @@ from dynamo._fast.ingest import Ingest
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
 from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, Removed, Stored
-from dynamo.router.event_threads import EventThreads, take_handed
-from dynamo.router.indexer import Indexer
+from dynamo.router.caches.event_threads import EventThreads, take_handed
+from dynamo.router.caches.indexer import Indexer
 
 TIERS = ["device", "device", "device", "host_pinned", "disk", "external", "tape"]
 decode = codec.decoder(KvEventBatch).decode
@@ -351,7 +351,7 @@ async def test_messages_over_zmq(tmp_path: Path) -> None:
     indexer = Indexer(tree, lambda _: None, counts, threads.ingest)
     indexer.add(7, 0, tree.slot(7, 0), answers=False)
     threads.start(indexer)
-    publisher = zmq.Context.instance().socket(zmq.XPUB)
+    publisher: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
     publisher.setsockopt(zmq.LINGER, 0)
     address = f"ipc://{tmp_path}/events.sock"
     publisher.bind(address)
