@@ -17,8 +17,8 @@ from random import Random
 from dynamo.bench.trace import read_trace
 from dynamo.config.knob import from_env
 from dynamo.config.router import ROUTER_MODES, RouterSettings
+from dynamo.router.caches.indexer import Indexer
 from dynamo.router.factory import make_index, make_predicted
-from dynamo.router.indexer import Indexer
 from dynamo.router.kv import KvPicker
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Picker

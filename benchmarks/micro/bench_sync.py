@@ -17,12 +17,12 @@ from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import encode
 from dynamo.protocols.sync import SequenceBatch
-from dynamo.router.active import Booking
 from dynamo.router.kv import KvPicker
+from dynamo.router.load.active import Booking
 from dynamo.router.prompt import Prompt
-from dynamo.router.sync import Board, decode_message
-from dynamo.router.sync_own import OwnRequests
-from dynamo.router.sync_peers import Peers
+from dynamo.router.sync.own import OwnRequests
+from dynamo.router.sync.peers import Peers
+from dynamo.router.sync.replicas import Board, decode_message
 
 BLOCK, BLOCKS, WORKERS, A_TURN = 16, 256, 16, 16
 

@@ -1,7 +1,7 @@
 """KV events decoded and applied to the prefix index by threads that run without the GIL.
 
 The threads, their locks and who owns a stream of events when: docs/radix.md. The twin of what they
-do with a batch is ``dynamo.router.indexer`` with ``dynamo.protocols.kv``.
+do with a batch is ``dynamo.router.caches.indexer`` with ``dynamo.protocols.kv``.
 """
 
 cimport cython

@@ -15,7 +15,7 @@ from msgspec import Meta
 from dynamo.frontend.http import Exchange
 from dynamo.frontend.models import Models
 from dynamo.frontend.routes import Routes
-from dynamo.router.busy import Thresholds
+from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["BusyThresholdRoutes"]

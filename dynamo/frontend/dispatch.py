@@ -13,9 +13,9 @@ from dynamo.errors import DynamoError
 from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.kv import KvPicker
-from dynamo.router.line import Line
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.ticket import Ticket
+from dynamo.router.queue.line import Line
+from dynamo.router.queue.ticket import Ticket
 from dynamo.runtime import Client
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from dynamo.errors import (
 )
 from dynamo.frontend.answer.sse import public_message
 from dynamo.frontend.http import error_body, reason_phrase
-from dynamo.router.filters import NoneAllowed
+from dynamo.router.eligibility.filters import NoneAllowed
 
 __all__ = ["BackendSilent", "Labels", "Overwhelmed", "error_response", "explained", "labels"]
 

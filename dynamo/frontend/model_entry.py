@@ -16,8 +16,8 @@ from dynamo.frontend.prefill.router import PrefillRouter
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
-from dynamo.router.busy import Thresholds
-from dynamo.router.live import LiveRouter
+from dynamo.router.eligibility.busy import Thresholds
+from dynamo.router.live.router import LiveRouter
 from dynamo.router.picker import Picker
 from dynamo.runtime import Client, DistributedRuntime
 

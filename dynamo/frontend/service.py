@@ -26,7 +26,7 @@ from dynamo.frontend.models import Models
 from dynamo.frontend.openai import OpenAIRoutes
 from dynamo.frontend.routes import Routes
 from dynamo.observability.loop_delay import LoopDelay
-from dynamo.router.prefill_model import prefill_model
+from dynamo.router.load.prefill_model import prefill_model
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.tasks import Tasks
 

@@ -103,7 +103,7 @@ class KvRouter:
         """(worker_id, dp_rank, overlap blocks). With ``request_id`` its load is booked until
         :meth:`free`, and with a queue threshold it waits for its turn; ``update_indexer`` predicts
         its blocks there when events are off. Raises as
-        :func:`dynamo.router.filters.eligible`."""
+        :func:`dynamo.router.eligibility.filters.eligible`."""
         picker = await self._ready()
         tokens = codec.tokens(token_ids)
         if request_id is not None and request_id in picker.active:

@@ -1,11 +1,11 @@
 """Routing: which worker gets a request, from cached prefixes and active load. Spec 2, 3."""
 
+from dynamo.router.caches.indexer import Indexer, Recovery
+from dynamo.router.caches.predicted import PredictedCache
 from dynamo.router.factory import make_index, make_picker, make_predicted
-from dynamo.router.indexer import Indexer, Recovery
 from dynamo.router.kv import KvPicker
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.predicted import PredictedCache
 
 __all__ = [
     "Decision",

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from dynamo.router.active import ActiveLoad
 from dynamo.router.cost import Held, formula
+from dynamo.router.load.active import ActiveLoad
 from dynamo.router.picker import Decision
 from dynamo.router.survey import Survey
 

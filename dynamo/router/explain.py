@@ -14,7 +14,7 @@ import msgspec
 from dynamo.errors import DynamoError
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.filters import exclusion
+from dynamo.router.eligibility.filters import exclusion
 from dynamo.router.kv import KvPicker
 from dynamo.router.survey import Survey
 

@@ -6,11 +6,11 @@ from random import Random
 
 from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
+from dynamo.router.caches.predicted import PredictedCache
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Picker
-from dynamo.router.predicted import PredictedCache
 
 __all__ = ["make_index", "make_picker", "make_predicted"]
 

@@ -9,8 +9,8 @@ from array import array
 
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import Weights, most
+from dynamo.router.caches.recent import RecentPrompts
 from dynamo.router.cost import Held, effective_blocks
-from dynamo.router.recent import RecentPrompts
 
 __all__ = ["DISK", "EXTERNAL", "HOST", "Holdings"]
 

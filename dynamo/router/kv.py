@@ -20,23 +20,23 @@ from dynamo.errors import DynamoError
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.active import ActiveLoad, Booking
+from dynamo.router.caches.predicted import PredictedCache
+from dynamo.router.caches.recent import make_recent
 from dynamo.router.cost import Terms, add_requests, cached_tokens, overridden, terms_of
 from dynamo.router.decision_log import log_candidates, log_selected
 from dynamo.router.decision_log import logger as decision_logger
 from dynamo.router.duplicates import add_duplicates
+from dynamo.router.eligibility.gate import Gate
+from dynamo.router.eligibility.taints import favour
 from dynamo.router.fleet import DenseSlots, Fleet
-from dynamo.router.gate import Gate
 from dynamo.router.holdings import Holdings
+from dynamo.router.load.active import ActiveLoad, Booking
+from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
-from dynamo.router.predicted import PredictedCache
-from dynamo.router.prefill_model import prefill_model
 from dynamo.router.prompt import Hasher, Prompt
-from dynamo.router.recent import make_recent
 from dynamo.router.survey import Survey
-from dynamo.router.sync_own import OwnRequests
-from dynamo.router.taints import favour
+from dynamo.router.sync.own import OwnRequests
 
 __all__ = ["KvPicker"]
 

@@ -15,10 +15,10 @@ from dynamo.observability.names_router import (
     RouterGate,
     RouterIndex,
 )
-from dynamo.router.active import ActiveLoad, Booking
+from dynamo.router.caches.predicted import PredictedCache, PredictionCounts
+from dynamo.router.eligibility.gate import Gate
 from dynamo.router.fleet import Member
-from dynamo.router.gate import Gate
-from dynamo.router.predicted import PredictedCache, PredictionCounts
+from dynamo.router.load.active import ActiveLoad, Booking
 from dynamo.router.prompt import Prompt
 
 __all__ = [

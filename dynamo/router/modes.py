@@ -17,9 +17,9 @@ from dynamo.errors import InvalidArgument
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.filters import pinned_worker
+from dynamo.router.eligibility.filters import pinned_worker
+from dynamo.router.eligibility.gate import Gate
 from dynamo.router.fleet import DenseSlots, Fleet
-from dynamo.router.gate import Gate
 from dynamo.router.picker import Decision
 
 __all__ = ["MODES", "InflightPicker"]

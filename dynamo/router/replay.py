@@ -20,7 +20,7 @@ from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.kv import KvEvent, KvEventBatch, Removed, Stored
-from dynamo.router.indexer import Indexer
+from dynamo.router.caches.indexer import Indexer
 from dynamo.router.picker import Picker
 
 __all__ = ["Arrival", "Replay", "Report", "ServiceModel", "SimulatedWorker"]

@@ -12,10 +12,10 @@ import msgspec
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
-from dynamo.router.line import Line
-from dynamo.router.live import LiveRouter
+from dynamo.router.live.router import LiveRouter
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.ticket import place
+from dynamo.router.queue.line import Line
+from dynamo.router.queue.ticket import place
 from dynamo.runtime import Client, Context, DistributedRuntime
 
 __all__ = ["RoutedEndpoint"]
@@ -116,7 +116,7 @@ class RoutedEndpoint:
     ) -> Decision:
         """A worker, booked under ``request_id``, when it is the request's turn: at once unless a
         queue threshold is set. Raises as :meth:`Picker.pick` and
-        :func:`dynamo.router.ticket.place`."""
+        :func:`dynamo.router.queue.ticket.place`."""
         line = self.line
         if line is None:
             return self.picker.pick(request_id, tokens, routing=routing, override=override)

@@ -13,8 +13,8 @@ from dynamo.frontend.prefill.news import PREFILL_QUEUE, QueueNews
 from dynamo.frontend.prefill.router import PrefillRouter
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
-from dynamo.router.busy import Thresholds
-from dynamo.router.live import LiveRouter
+from dynamo.router.eligibility.busy import Thresholds
+from dynamo.router.live.router import LiveRouter
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.tasks import Tasks
 

@@ -17,8 +17,8 @@ from dynamo.frontend.dispatch import Dispatch
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.line import Line
-from dynamo.router.line_metrics import LineMetrics
+from dynamo.router.queue.line import Line
+from dynamo.router.queue.metrics import LineMetrics
 
 
 class Queued(Site):

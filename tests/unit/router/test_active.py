@@ -8,7 +8,7 @@ import pytest
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.errors import InvalidArgument
-from dynamo.router.active import ActiveLoad, Booking
+from dynamo.router.load.active import ActiveLoad, Booking
 
 
 def book(

@@ -12,10 +12,10 @@ from dynamo.errors import Overloaded
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.load import KvMetrics
-from dynamo.router.busy import BusyWatch, Thresholds, is_busy
+from dynamo.router.eligibility.busy import BusyWatch, Thresholds, is_busy
+from dynamo.router.eligibility.gate import Gate
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.fleet import DenseSlots, Fleet
-from dynamo.router.gate import Gate
 
 BLOCKS = Thresholds(decode_blocks_share=0.8)
 TOKENS = Thresholds(prefill_tokens=100)

@@ -7,7 +7,7 @@ import pytest
 from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.filters import eligible, exclusion
+from dynamo.router.eligibility.filters import eligible, exclusion
 from dynamo.router.fleet import DenseSlots, Fleet
 
 

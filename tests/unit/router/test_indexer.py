@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, KvQueryAnswer, Removed, Stored
-from dynamo.router import indexer as indexer_module
-from dynamo.router.indexer import Indexer, Recovery
+from dynamo.router.caches import indexer as indexer_module
+from dynamo.router.caches.indexer import Indexer, Recovery
 
 
 def column(*values: int) -> bytes:

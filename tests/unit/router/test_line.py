@@ -31,12 +31,12 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.line import TICK_S, Line, line_for
-from dynamo.router.line_metrics import LineMetrics
 from dynamo.router.metrics import Place
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Decision
-from dynamo.router.ticket import Ticket, place
+from dynamo.router.queue.line import TICK_S, Line, line_for
+from dynamo.router.queue.metrics import LineMetrics
+from dynamo.router.queue.ticket import Ticket, place
 from dynamo.runtime import Context
 
 BLOCK, BATCH = 4, 100

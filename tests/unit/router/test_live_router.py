@@ -20,11 +20,11 @@ from dynamo.protocols.kv import (
     Removed,
 )
 from dynamo.protocols.load import KvMetrics
-from dynamo.router import recovery as recovery_module
-from dynamo.router import upkeep as upkeep_module
+from dynamo.router.caches import recovery as recovery_module
 from dynamo.router.kv import KvPicker
-from dynamo.router.live import LiveRouter
-from dynamo.router.load_feed import KV_METRICS
+from dynamo.router.live import upkeep as upkeep_module
+from dynamo.router.live.load_feed import KV_METRICS
+from dynamo.router.live.router import LiveRouter
 from dynamo.runtime import distributed as distributed_module
 
 

@@ -14,11 +14,11 @@ from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.router import predicted as predicted_module
+from dynamo.router.caches import predicted as predicted_module
+from dynamo.router.caches.predicted import PredictedCache
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import Place, predictions
-from dynamo.router.predicted import PredictedCache
 
 TTL_S = 10.0
 

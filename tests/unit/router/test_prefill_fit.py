@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from dynamo.router.prefill_fit import MIN_SAMPLES, PrefillFit
-from dynamo.router.prefill_load import Stretch
+from dynamo.router.load.prefill_fit import MIN_SAMPLES, PrefillFit
+from dynamo.router.load.prefill_load import Stretch
 
 
 def seconds(tokens: int, cached: int) -> float:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.router.active import ActiveLoad, Booking
-from dynamo.router.prefill_load import PrefillLoad, Stretch, Unfitted
+from dynamo.router.load.active import ActiveLoad, Booking
+from dynamo.router.load.prefill_load import PrefillLoad, Stretch, Unfitted
 
 
 class Model:

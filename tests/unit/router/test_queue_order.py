@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynamo.errors import Overloaded, RouterQueueLimitExceeded
 from dynamo.protocols.engine import Routing
-from dynamo.router.queue import POLICIES, Claim, WaitingQueue, claim_of
+from dynamo.router.queue.waiting import POLICIES, Claim, WaitingQueue, claim_of
 
 
 class Twin:

@@ -19,7 +19,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvQueryAnswer
 from dynamo.router.kv import KvPicker
-from dynamo.router.live import LiveRouter
+from dynamo.router.live.router import LiveRouter
 from dynamo.router.overlaps import overlap_scores
 
 

@@ -12,10 +12,10 @@ from dynamo.errors import Overloaded
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
+from dynamo.router.eligibility.sessions import Sessions
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.metrics import Place, gates
 from dynamo.router.picker import Picker
-from dynamo.router.sessions import Sessions
 
 TOKENS = array("I", range(40))
 MODES = ["round-robin", "random", "power-of-two", "least-loaded", "device-aware-weighted", "kv"]

@@ -12,9 +12,9 @@ from live_kit import BLOCK, PROMPT, Box, Worker, until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.router import sync
 from dynamo.router.kv import KvPicker
-from dynamo.router.live import LiveRouter
+from dynamo.router.live.router import LiveRouter
+from dynamo.router.sync import replicas as sync
 from dynamo.runtime import DistributedRuntime
 
 Load = tuple[int, int, int]

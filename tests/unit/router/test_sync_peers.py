@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from dynamo.protocols.codec import encode
 from dynamo.protocols.sync import AddRequest, SequenceBatch, SequenceEvent, SequenceMessage
-from dynamo.router import sync_own, sync_peers
-from dynamo.router.active import Booking
+from dynamo.router.load.active import Booking
 from dynamo.router.prompt import Prompt
-from dynamo.router.sync import decode_message
-from dynamo.router.sync_own import OwnRequests
-from dynamo.router.sync_peers import Peers
+from dynamo.router.sync import own as sync_own
+from dynamo.router.sync import peers as sync_peers
+from dynamo.router.sync.own import OwnRequests
+from dynamo.router.sync.peers import Peers
+from dynamo.router.sync.replicas import decode_message
 
 ROUTER, PUBLISHER, BLOCK = 0xA, 7, 4
 

@@ -13,9 +13,9 @@ from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, Removed, Stored
+from dynamo.router.caches.indexer import Indexer
 from dynamo.router.explain import explain, table
 from dynamo.router.factory import make_index
-from dynamo.router.indexer import Indexer
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, Place
 from dynamo.router.overlaps import overlap_scores, potential_loads

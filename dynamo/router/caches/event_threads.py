@@ -19,7 +19,7 @@ from dynamo._fast.ingest import ZMQ_FUNCTIONS, Ingest
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
 from dynamo.protocols.kv import KvEventBatch
-from dynamo.router.indexer import EventCounts, Indexer
+from dynamo.router.caches.indexer import EventCounts, Indexer
 from dynamo.runtime.events import EventSubscriber
 from dynamo.runtime.events.zmq import subscribing_socket
 

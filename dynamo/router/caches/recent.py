@@ -10,7 +10,7 @@ from array import array
 
 from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
-from dynamo.router.predicted import PredictedCache
+from dynamo.router.caches.predicted import PredictedCache
 
 __all__ = ["RecentPrompts", "make_recent"]
 

@@ -14,7 +14,7 @@ import msgspec
 from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.observability.metrics import Counter
 from dynamo.protocols.engine import Routing
-from dynamo.router.filters import eligible, pinned_worker
+from dynamo.router.eligibility.filters import eligible, pinned_worker
 from dynamo.router.fleet import Fleet
 
 __all__ = ["Sessions"]

@@ -8,7 +8,7 @@ from dynamo.errors import Overloaded, RouterQueueLimitExceeded
 from dynamo.observability.metrics import Counter, Histogram, Registry
 from dynamo.observability.names import counter, gauge, histogram
 from dynamo.observability.names_queue import RouterQueue
-from dynamo.router.queue import POLICY_CLASS, WaitingQueue
+from dynamo.router.queue.waiting import POLICY_CLASS, WaitingQueue
 
 __all__ = ["LineMetrics"]
 

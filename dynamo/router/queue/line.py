@@ -19,13 +19,13 @@ from dynamo.errors import DynamoError, InvalidArgument, Overloaded, Unavailable
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.busy import UNKNOWN_BATCH_TOKENS
+from dynamo.router.eligibility.busy import UNKNOWN_BATCH_TOKENS
 from dynamo.router.kv import KvPicker
-from dynamo.router.line_metrics import LineMetrics
 from dynamo.router.metrics import Place
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.queue import Waiter, WaitingQueue, claim_of
-from dynamo.router.ticket import Handle, Later, OnDecision, OnError, Ticket
+from dynamo.router.queue.metrics import LineMetrics
+from dynamo.router.queue.ticket import Handle, Later, OnDecision, OnError, Ticket
+from dynamo.router.queue.waiting import Waiter, WaitingQueue, claim_of
 
 __all__ = ["TICK_S", "Line", "line_for"]
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from dynamo.router.prefill_load import Stretch
+from dynamo.router.load.prefill_load import Stretch
 
 __all__ = ["MIN_SAMPLES", "PrefillFit"]
 
@@ -35,7 +35,7 @@ Row = tuple[float, float, float]
 
 
 class PrefillFit:
-    """A :class:`dynamo.router.prefill_load.PrefillModel` of one pool of like workers.
+    """A :class:`dynamo.router.load.prefill_load.PrefillModel` of one pool of like workers.
 
     Remembers the last 128 stretches; fits anew after 8 more, at most once a second (about a
     millisecond). ``terms`` are a, b and c; None until there are enough samples.

@@ -1,7 +1,7 @@
 """Load that the router itself has booked: from the pick to the end of each request. Spec 3.5.
 
 Pure: time is handed in. Blocks and tokens are summed per slot by ``dynamo._fast.sequences``; how
-far a running prefill probably is, where that is modelled, by :mod:`dynamo.router.prefill_load`.
+far a running prefill probably is, where that is modelled, by :mod:`prefill_load` beside it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dynamo._fast.sequences import ActiveSequences
 from dynamo.errors import InvalidArgument
-from dynamo.router.prefill_load import PrefillLoad, PrefillModel
+from dynamo.router.load.prefill_load import PrefillLoad, PrefillModel
 
 __all__ = ["ActiveLoad", "Booking"]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.engine import Routing
-from dynamo.router.busy import BusyWatch, Thresholds, configured
-from dynamo.router.filters import eligible
+from dynamo.router.eligibility.busy import BusyWatch, Thresholds, configured
+from dynamo.router.eligibility.filters import eligible
+from dynamo.router.eligibility.sessions import Sessions
 from dynamo.router.fleet import Fleet
-from dynamo.router.sessions import Sessions
 
 __all__ = ["Gate"]
 
@@ -51,7 +51,7 @@ class Gate:
             self.busy.thresholds = thresholds
 
     def slots(self, routing: Routing | None, now_s: float) -> array[int]:
-        """Candidate slots, never empty. Raises as :func:`dynamo.router.filters.eligible`."""
+        """Candidate slots, never empty. Raises as :func:`filters.eligible`."""
         if self.sessions is None or routing is None or routing.session_id is None:
             return eligible(self.fleet, routing)
         return self.sessions.eligible(self.fleet, routing, now_s)

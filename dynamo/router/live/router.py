@@ -15,14 +15,16 @@ from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.kv import KvEventBatch
-from dynamo.router.block_sizes import events_differ, worker_differs
-from dynamo.router.busy import Thresholds
-from dynamo.router.event_threads import EventThreads
+from dynamo.router.caches.event_threads import EventThreads
+from dynamo.router.caches.indexer import Indexer, Recovery
+from dynamo.router.caches.recovery import KV_QUERY, Questions
+from dynamo.router.eligibility.busy import Thresholds
 from dynamo.router.factory import make_index, make_picker
-from dynamo.router.indexer import Indexer, Recovery
 from dynamo.router.kv import KvPicker
-from dynamo.router.line import line_for
-from dynamo.router.load_feed import LoadFeed
+from dynamo.router.live.block_sizes import events_differ, worker_differs
+from dynamo.router.live.cards import WorkerCards
+from dynamo.router.live.load_feed import LoadFeed
+from dynamo.router.live.upkeep import Upkeep
 from dynamo.router.metrics import (
     DecisionMetrics,
     EventMetrics,
@@ -32,10 +34,8 @@ from dynamo.router.metrics import (
     predictions,
     useless_sources,
 )
-from dynamo.router.recovery import KV_QUERY, Questions
-from dynamo.router.sync import ReplicaSync
-from dynamo.router.upkeep import Upkeep
-from dynamo.router.worker_cards import WorkerCards
+from dynamo.router.queue.line import line_for
+from dynamo.router.sync.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.channels import ZMQ, Subscription
 from dynamo.runtime.client import OnInstances

@@ -11,7 +11,7 @@ import msgspec
 from dynamo.errors import DynamoError, StreamIncomplete
 from dynamo.protocols import codec
 from dynamo.protocols.kv import KvQuery, KvQueryAnswer
-from dynamo.router.indexer import Indexer, Recovery
+from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.runtime import Client
 from dynamo.runtime.tasks import Tasks
 

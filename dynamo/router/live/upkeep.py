@@ -7,9 +7,9 @@ import logging
 import time
 
 from dynamo.observability.metrics import Gauge
-from dynamo.router.indexer import Indexer
+from dynamo.router.caches.indexer import Indexer
+from dynamo.router.caches.predicted import STEP_BLOCKS, PredictedCache
 from dynamo.router.kv import KvPicker
-from dynamo.router.predicted import STEP_BLOCKS, PredictedCache
 
 __all__ = ["Upkeep"]
 

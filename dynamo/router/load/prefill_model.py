@@ -10,8 +10,8 @@ from typing import Any
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
-from dynamo.router.prefill_fit import PrefillFit
-from dynamo.router.prefill_load import PrefillModel, Stretch, Unfitted
+from dynamo.router.load.prefill_fit import PrefillFit
+from dynamo.router.load.prefill_load import PrefillModel, Stretch, Unfitted
 
 __all__ = ["prefill_model"]
 

@@ -16,12 +16,12 @@ import msgspec
 
 from dynamo.protocols import codec
 from dynamo.protocols.sync import AddRequest, SequenceEvent, SequenceMessage, SequenceQuery
-from dynamo.router.active import Booking
 from dynamo.router.kv import KvPicker
+from dynamo.router.load.active import Booking
 from dynamo.router.metrics import Place
-from dynamo.router.sync_metrics import show_replicas
-from dynamo.router.sync_own import OwnRequests
-from dynamo.router.sync_peers import Peers
+from dynamo.router.sync.metrics import show_replicas
+from dynamo.router.sync.own import OwnRequests
+from dynamo.router.sync.peers import Peers
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.channels import Subscription
 from dynamo.runtime.events import EventPublisher

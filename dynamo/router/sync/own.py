@@ -11,7 +11,7 @@ from dynamo.protocols.sync import (
     SequenceBatch,
     SequenceEvent,
 )
-from dynamo.router.active import Booking
+from dynamo.router.load.active import Booking
 from dynamo.router.prompt import Prompt
 
 __all__ = ["OwnRequests"]

@@ -1,0 +1,3 @@
+"""What workers hold: told by their KV events, or predicted from decisions."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Who may take a request: constraints, busy workers, sessions, taints."""
+
+__all__: list[str] = []

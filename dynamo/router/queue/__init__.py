@@ -1,0 +1,3 @@
+"""Requests that wait until a worker has room for their prompt."""
+
+__all__: list[str] = []
