@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from oracle.ingest import Alone, Counts
 
 from dynamo._fast import ingest
 from dynamo._fast.ingest import Ingest
@@ -31,48 +32,10 @@ def column(*values: int) -> bytes:
     return array("Q", values).tobytes()
 
 
-class Counts:
-    """Counts in a Counter."""
-
-    def __init__(self) -> None:
-        self.seen: Counter[Any] = Counter()
-
-    def applied(self, event_type: str, status: str, count: int = 1) -> None:
-        self.seen[event_type, status] += count
-
-    def warning(self, kind: str, count: int = 1) -> None:
-        self.seen[kind] += count
-
-
-class Alone:
-    """The loop does everything."""
-
-    def __init__(self, answers: bool = False) -> None:
-        self.tree = RadixTree()
-        self.counts = Counts()
-        self.indexer = self.make(answers)
-
-    def make(self, answers: bool) -> Indexer:
-        return Indexer(self.tree, lambda _: None, self.counts)
-
-    def deliver(self, payload: bytes) -> None:
-        try:
-            self.indexer.apply(decode(payload))
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            self.counts.warning("malformed")
-
-    def add(self, worker: int, rank: int) -> None:
-        self.indexer.add(worker, rank, self.tree.slot(worker, rank), answers=False)
-
-    def remove(self, worker: int) -> None:
-        self.indexer.remove(worker)
-        self.tree.remove_worker(worker)
-
-
 class Helped(Alone):
     """A thread does what it can: here its turns are taken by hand."""
 
-    def make(self, answers: bool) -> Indexer:
+    def make(self) -> Indexer:
         self.ingest = Ingest(self.tree, 1, "kv-events")
         return Indexer(self.tree, lambda _: None, self.counts, self.ingest)
 

@@ -17,6 +17,7 @@ import msgspec
 
 from dynamo._fast.ingest import ZMQ_FUNCTIONS, Ingest
 from dynamo._fast.radix import RadixTree
+from dynamo.errors import ConfigError
 from dynamo.protocols import codec
 from dynamo.protocols.kv import KvEventBatch
 from dynamo.router.caches.indexer import EventCounts, Indexer
@@ -129,7 +130,11 @@ class EventThreads:
             handed = self.ingest.handed()
             if handed is None or self._indexer is None:
                 break
-            take_handed(handed, self._indexer, self._counts)
+            try:
+                take_handed(handed, self._indexer, self._counts)
+            except Exception:  # one batch must not end the others; its ids will be missed
+                self._counts.warning("failed")
+                logger.exception("KV events of worker %s failed", handed[1])
         else:
             if self._loop is not None and not self._closed:
                 self._loop.call_soon(self._take_handed)
@@ -208,5 +213,11 @@ class _Subscriber:
 
 def _zmq_functions() -> list[int]:
     """Where the library under pyzmq has the functions that the threads call."""
-    library = ctypes.CDLL(import_module("zmq.backend.cython._zmq").__file__)
-    return [ctypes.cast(library[name], ctypes.c_void_p).value or 0 for name in ZMQ_FUNCTIONS]
+    try:
+        library = ctypes.CDLL(import_module("zmq.backend.cython._zmq").__file__)
+        functions = [library[name] for name in ZMQ_FUNCTIONS]
+    except (ImportError, OSError, AttributeError) as error:
+        raise ConfigError(
+            f"--router-event-threads needs pyzmq with its compiled backend: {error}"
+        ) from error
+    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
