@@ -15,6 +15,7 @@ __all__ = ["new_request_id", "request_id", "routed"]
 
 _RANDOM = random.Random()
 _IDS_A_PREFIX = 1 << 16
+_PRIORITY_DIGITS = 10
 _INTEGERS = {
     "x-worker-instance-id": "backend_instance_id",
     "x-dynamo-worker-instance-id": "backend_instance_id",
@@ -25,11 +26,13 @@ _INTEGERS = {
     "x-dynamo-dp-rank": "dp_rank",
     "x-prefill-dp-rank": "prefill_dp_rank",
     "x-dynamo-prefill-dp-rank": "prefill_dp_rank",
+}
+_PRIORITIES = {
     "x-dynamo-request-priority": "priority",
     "x-dynamo-request-strict-priority": "strict_priority",
 }
 _TEXTS = {"x-dynamo-session-id": "session_id"}
-_ROUTING = frozenset((*_INTEGERS, *_TEXTS))
+_ROUTING = frozenset((*_INTEGERS, *_PRIORITIES, *_TEXTS))
 
 
 def _new_request_ids() -> Iterator[str]:
@@ -70,6 +73,9 @@ def routed(routing: Routing | None, headers: Mapping[str, str]) -> Routing | Non
     for name, field in _INTEGERS.items():
         if name in headers:
             changes[field] = _integer(name, headers[name])
+    for name, field in _PRIORITIES.items():
+        if name in headers:
+            changes[field] = _priority(name, headers[name])
     for name, field in _TEXTS.items():
         if name in headers:
             changes[field] = headers[name]
@@ -83,3 +89,13 @@ def _integer(name: str, text: str) -> int:
         if value < 2**64:
             return value
     raise InvalidArgument(f"Header '{name}' must be a non-negative integer, got {text!r}")
+
+
+def _priority(name: str, text: str) -> int:
+    """As ``nvext.agent_hints`` takes it: 32 bits with a sign."""
+    digits = text.removeprefix("-")
+    if digits.isascii() and digits.isdecimal() and len(digits) <= _PRIORITY_DIGITS:
+        value = int(text)
+        if -(2**31) <= value < 2**31:
+            return value
+    raise InvalidArgument(f"Header '{name}' must be an integer of 32 bits, got {text!r}")

@@ -216,8 +216,8 @@ class Client:
         if self._records.pop(instance_id, None) is None:
             return
         address = self._addresses.pop(instance_id)
-        self._relent(instance_id)
         self._tell_all([], [instance_id])
+        self._relent(instance_id)  # afterwards: nobody shall think for a moment that it is well
         self._requests.release(address)
 
     def _tell_all(self, added: list[EndpointRecord], removed: list[int]) -> None:

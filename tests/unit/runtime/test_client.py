@@ -157,6 +157,19 @@ async def test_an_inhibition_ends_by_itself_and_with_the_instance():
     await runtime.close()
 
 
+async def test_a_removal_is_told_before_the_inhibition_ends(
+    runtime: DistributedRuntime, client: Client
+):
+    """Otherwise a router would send to a dead worker what it finds waiting in that moment."""
+    told: list[tuple[str, object]] = []
+    await put(runtime, 1, {"uds": "/a"})
+    client.on_change(lambda _added, gone: told.append(("gone", gone)))
+    client.on_inhibited(lambda _instance_id, avoided: told.append(("avoided", avoided)))
+    client.inhibit(1)
+    await runtime.discovery.delete(PREFIX + "1")
+    assert told[-3:] == [("avoided", True), ("gone", [1]), ("avoided", False)]
+
+
 async def test_waiting_ends_with_the_first_instance(runtime: DistributedRuntime, client: Client):
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:
         waiting = group.create_task(client.wait_for_instances())

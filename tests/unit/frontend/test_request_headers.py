@@ -1,0 +1,35 @@
+"""What a client says in headers: the same range as in the body, and the header's name in errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.request_headers import routed
+from dynamo.protocols.engine import Routing
+
+
+@pytest.mark.parametrize(
+    ("header", "field"),
+    [
+        ("x-dynamo-request-priority", "priority"),
+        ("x-dynamo-request-strict-priority", "strict_priority"),
+    ],
+)
+def test_priorities_have_the_range_of_the_agent_hints(header: str, field: str) -> None:
+    for value in (-(2**31), -5, 0, 7, 2**31 - 1):
+        found = routed(None, {header: str(value)})
+        assert getattr(found, field) == value
+    for text in (str(2**31), str(-(2**31) - 1), "1.5", "--1", "-", "", "١", "9" * 5000):
+        with pytest.raises(InvalidArgument, match=f"Header '{header}' must be an integer of 32"):
+            routed(None, {header: text})
+
+
+def test_headers_win_over_the_body_and_leave_the_rest() -> None:
+    body = Routing(priority=3, dp_rank=1, session_id="body")
+    assert routed(body, {"x-dynamo-request-priority": "-3"}) == Routing(
+        priority=-3, dp_rank=1, session_id="body"
+    )
+    assert routed(body, {"accept": "*/*"}) is body
+    with pytest.raises(InvalidArgument, match="'x-dp-rank' must be a non-negative integer"):
+        routed(body, {"x-dp-rank": "-1"})
