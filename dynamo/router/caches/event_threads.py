@@ -174,11 +174,9 @@ def take_handed(handed: Handed, indexer: Indexer, counts: EventCounts) -> None:
         counts.warning("malformed")
         logger.warning("KV events of worker %s cannot be read: %s", worker, error)
         return
-    if worker is None:
-        indexer.apply(batch)
-    else:
-        del batch.events[:first]
-        indexer.apply(batch, dp_rank)
+    if worker is not None:
+        batch.events = [event for event in batch.events[first:] if event.dp_rank == dp_rank]
+    indexer.apply(batch)
 
 
 class _Subscriber:

@@ -127,25 +127,25 @@ class Indexer:
             if self._threads is not None:
                 self._threads.forget(*key)
 
-    def apply(self, batch: KvEventBatch, dp_rank: int | None = None) -> None:
-        """Take live events of one worker, or those of one of its ranks. O(blocks named)."""
-        touched: dict[int, _Stream] = {}
+    def apply(self, batch: KvEventBatch) -> None:
+        """Take live events of one worker. O(blocks named)."""
         for event in batch.events:
-            if dp_rank is not None and event.dp_rank != dp_rank:
-                continue
             stream = self._streams.get((batch.worker_id, event.dp_rank))
             if stream is None:  # not discovered yet: its dump will tell
                 self._counts.warning("unknown_worker")
                 continue
-            self._reclaim(stream)
-            touched[event.dp_rank] = stream
+            if stream.given:
+                self._reclaim(stream)
             stream.heard = True
-            if stream.asked is not None:
-                self._hold(stream, event)
-            else:
+            if stream.asked is None:
                 self._next(stream, event)
-        for stream in touched.values():
-            self._settle(stream)
+            else:
+                self._hold(stream, event)
+        if self._threads is not None:
+            for rank in {event.dp_rank for event in batch.events}:
+                stream = self._streams.get((batch.worker_id, rank))
+                if stream is not None:
+                    self._settle(stream)
 
     def recovered(self, recovery: Recovery, answer: KvQueryAnswer) -> None:
         """Take the worker's answer; one to a question that no longer stands is ignored."""
@@ -159,7 +159,7 @@ class Indexer:
         else:
             for event in answer.events:
                 if stream.last is not None and event.event_id == stream.last + 1:
-                    self._take(stream, event)
+                    self._next(stream, event)
         since = recovery.start is not None and recovery.end is None
         nothing_new = since and answer.kind == "too_new"
         if nothing_new and (answer.newest_available or 0) < (before or 0):
@@ -257,7 +257,9 @@ class Indexer:
 
     def _next(self, stream: _Stream, event: KvEvent) -> None:
         if stream.last is None or event.event_id == stream.last + 1:
-            self._take(stream, event)
+            stream.last = event.event_id
+            stream.fruitless = 0
+            self._change(stream, event)
         elif event.event_id <= stream.last:
             self._counts.warning("duplicate")
         else:
@@ -297,11 +299,6 @@ class Indexer:
             self._change(stream, event)
         stream.last = answer.last_event_id
 
-    def _take(self, stream: _Stream, event: KvEvent) -> None:
-        stream.last = event.event_id
-        stream.fruitless = 0
-        self._change(stream, event)
-
     def _change(self, stream: _Stream, event: KvEvent) -> None:
         data = event.data
         tier = TIERS.get(event.storage_tier)
@@ -315,20 +312,20 @@ class Indexer:
 
     def _apply_to_index(self, stream: _Stream, data: Stored | Removed | Cleared, tier: int) -> str:
         slot = stream.slot
-        if tier != 0:
+        if tier:
             slot = self._index.slot(stream.worker_id, stream.dp_rank, tier)
-        if isinstance(data, Stored) and tier != 0 and not data.tokens_hashes:
-            if self._index.adopt(slot, data.block_hashes):
+        if isinstance(data, Stored):
+            if data.tokens_hashes or not tier:
+                self._index.store(slot, data.parent_hash, data.block_hashes, data.tokens_hashes)
+            elif self._index.adopt(slot, data.block_hashes):
                 return "block_not_found"
-        elif isinstance(data, Stored):
-            self._index.store(slot, data.parent_hash, data.block_hashes, data.tokens_hashes)
         elif isinstance(data, Removed):
             if self._index.remove(slot, data.block_hashes):
                 return "block_not_found"
-        elif tier == 0:
-            self._index.clear_all(slot)
-        else:
+        elif tier:
             self._index.clear(slot)
+        else:
+            self._index.clear_all(slot)
         return "ok"
 
 
