@@ -48,6 +48,7 @@ class Call:
     """``dispatched`` gives it legs; ``generation`` turns their outputs into bytes.
 
     ``heard_at`` is when an engine last gave a sign of life, infinite while none has anything to do;
+    ``text_s`` the time in which engine outputs became text;
     ``describe``, where set, says what ``nvext.worker_id`` shows of the first decision.
     """
 
@@ -74,6 +75,7 @@ class Call:
         "legs",
         "model",
         "streaming",
+        "text_s",
     )
 
     generation: GenerationStream
@@ -89,6 +91,7 @@ class Call:
         self.legs: Sequence[Leg] = ()
         self.closed = False
         self.heard_at = _NEVER
+        self.text_s = 0.0
         self.describe: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
         self._accepted = False
         self._begun = False
@@ -341,7 +344,7 @@ class Call:
         tokens = usage.completion_tokens
         model.osl.observe(tokens)
         model.output_tokens.value += tokens
-        metrics.detokenize_tokens.value += tokens
+        metrics.detokenized(tokens, self.text_s)
         if usage.cached_tokens is not None:
             model.cached.observe(usage.cached_tokens)
             self.legs[0].picker.reused(usage.cached_tokens)

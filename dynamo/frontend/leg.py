@@ -99,6 +99,7 @@ class Leg:
         except msgspec.MsgspecError as error:
             call.fail(EngineFailure(f"not an engine output: {error}"), by_worker=True)
             return
+        call.text_s += time.monotonic() - now
         count = len(output.token_ids)
         if count:
             if self.tokens:

@@ -52,7 +52,9 @@ class FrontendMetrics:
         self.tokenize = self._histogram(Frontend.TOKENIZE_SECONDS).labels()
         latency = self._histogram(Frontend.TOKENIZER_LATENCY_MS)
         self.tokenize_ms = latency.labels("tokenize")
-        self.detokenize_tokens = self._counter(Frontend.DETOKENIZE_TOKENS).labels()
+        self._detokenize_ms = latency.labels("detokenize")
+        self._detokenize_tokens = self._counter(Frontend.DETOKENIZE_TOKENS).labels()
+        self._detokenize_us = self._counter(Frontend.DETOKENIZE_US).labels()
         stages = self._histogram(Frontend.STAGE_SECONDS)
         self.preprocess_stage = stages.labels("preprocess")
         self.route_stage = stages.labels("route")
@@ -78,6 +80,12 @@ class FrontendMetrics:
         """A prompt was tokenized."""
         self.tokenize.observe(seconds)
         self.tokenize_ms.observe(seconds * 1e3)
+
+    def detokenized(self, tokens: int, seconds: float) -> None:
+        """An answer of so many tokens has become text."""
+        self._detokenize_ms.observe(seconds * 1e3)
+        self._detokenize_tokens.value += tokens
+        self._detokenize_us.value += seconds * 1e6
 
     def tokenizer_cache(self, hits: int, misses: int) -> None:
         """Prompt segments found and not found tokenized, all models, since the start."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.observability import names, names_queue, names_router, names_worker
+from dynamo.observability import names, names_prefill, names_queue, names_router, names_worker
 from dynamo.observability.metrics import Registry
 from dynamo.observability.names import MetricSpec
 
@@ -16,6 +16,16 @@ OURS = {
     "dynamo_frontend_http_connections",
     "dynamo_frontend_http_refused_total",
     "dynamo_frontend_model_cards_rejected_total",
+    "dynamo_frontend_prefill_active_requests",
+    "dynamo_frontend_prefill_fallbacks_total",
+    "dynamo_frontend_prefill_local_total",
+    "dynamo_frontend_prefill_queue_depth",
+    "dynamo_frontend_prefill_queue_wait_seconds",
+    "dynamo_frontend_prefill_refused_total",
+    "dynamo_frontend_prefill_requests_total",
+    "dynamo_frontend_prefill_requeues_total",
+    "dynamo_frontend_prefill_seconds",
+    "dynamo_frontend_prefill_workers",
     "dynamo_frontend_router_queue_left_total",
     "dynamo_frontend_router_queue_wait_seconds",
     "dynamo_component_router_approximate_lru_fallbacks",
@@ -44,7 +54,7 @@ def found(room: Any) -> Iterator[MetricSpec]:
             yield from found(value)
 
 
-ROOMS = (names, names_queue, names_router, names_worker)
+ROOMS = (names, names_prefill, names_queue, names_router, names_worker)
 SPECS = {spec.name: spec for room in ROOMS for spec in found(room)}
 TABLE = [
     line.split("\t")

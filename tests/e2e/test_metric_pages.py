@@ -1,0 +1,129 @@
+"""Every declared metric of frontend, request plane, queue and worker is on its page, and moves."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import pytest
+from deployment import Deployment, free_port
+from prometheus_client.parser import text_string_to_metric_families
+
+from dynamo.observability import names_worker
+from dynamo.observability.names import Frontend, MetricSpec, RequestPlane, Worker
+from dynamo.observability.names_queue import RouterQueue
+
+MOVED_ELSEWHERE = {
+    Frontend.LOOP_STALLS: "a stall of 100 ms cannot be ordered: test_loop_delay",
+    Frontend.CARDS_REJECTED: "needs a worker that disagrees: test_models",
+    Frontend.MODEL_MIGRATION: "the limit is 0",
+    Worker.ERRORS: "needs an engine that fails: test_distributed",
+    RouterQueue.CACHED_TOKENS: "needs a cache that waits: test_line",
+    RouterQueue.REJECTED: "needs a full queue: test_router_queue",
+    RouterQueue.LEFT: "needs an impatient client: test_router_queue",
+    names_worker.PUBLISHER_DROPPED: "needs an engine that publishes: test_llm_publishers",
+}
+"""Whose movement another test shows, and why."""
+
+
+def declared(*rooms: Any) -> list[MetricSpec]:
+    """The metrics of these classes or modules."""
+    values = [value for room in rooms for value in vars(room).values()]
+    return [value for value in values if isinstance(value, MetricSpec)]
+
+
+FRONT = declared(Frontend, RequestPlane, RouterQueue)
+BACK = declared(Worker, names_worker)
+
+
+class Pages:
+    """The two pages; the greatest value of every metric so far."""
+
+    def __init__(self, deployment: Deployment, worker_port: int) -> None:
+        self._urls = [f"{deployment.url}/metrics", f"http://127.0.0.1:{worker_port}/metrics"]
+        self.greatest: dict[str, float] = {}
+
+    def read(self) -> None:
+        """One scrape. A family's value is the sum of its samples, a histogram's that of counts."""
+        for url in self._urls:
+            with urllib.request.urlopen(url, timeout=20) as answer:
+                text = answer.read().decode()
+            for family in text_string_to_metric_families(text):
+                counted = family.name + ("_count" if family.type == "histogram" else "")
+                name = family.name + ("_total" if family.type == "counter" else "")
+                seen = sum(s.value for s in family.samples if s.name in (name, counted))
+                self.greatest[name] = max(seen, self.greatest.get(name, 0.0))
+
+    def value(self, spec: MetricSpec) -> float | None:
+        """The greatest so far; None if it was on no page."""
+        name = spec.name
+        if spec.kind == "counter" and not name.endswith("_total"):
+            name += "_total"
+        return self.greatest.get(name, self.greatest.get(spec.name))
+
+
+def traffic(deployment: Deployment) -> Iterator[Any]:
+    """Requests at once: more than the router, the worker and its cache like."""
+
+    def ask(text: str, streaming: bool) -> int:
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 60,
+            "stream": streaming,
+        }
+        return deployment.request("POST", "/v1/chat/completions", body)[0]
+
+    with ThreadPoolExecutor(12) as pool:
+        yield [pool.submit(ask, f"{number % 3} " + "word " * 30, True) for number in range(12)]
+    with ThreadPoolExecutor(1) as pool:
+        yield [pool.submit(ask, "0 " + "word " * 30, False)]
+
+
+def nonsense(deployment: Deployment) -> None:
+    """A request that the HTTP layer refuses, and a client that leaves before its answer."""
+    with socket.create_connection(("127.0.0.1", deployment.port)) as client:
+        client.sendall(b"BOTHER\r\n\r\n")
+        client.recv(4096)
+    body = b'{"model":"tiny","prompt":"leaver","max_tokens":80,"stream":true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", deployment.port)) as client:
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        client.recv(4096)
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
+    """Scraped before, during and after the traffic."""
+    deployment, port = Deployment(tmp_path_factory.mktemp("pages")), free_port()
+    small = ("--block-size", "4", "--num-gpu-blocks-override", "40", "--max-model-len", "150")
+    few = ("--max-num-seqs", "3", "--engine-request-limit", "4")
+    line = {"DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "2"}
+    deployment.mocker(*small, *few, **line, DYN_SYSTEM_PORT=str(port))
+    deployment.frontend("--router-mode", "kv", "--router-queue-threshold", "0.001")
+    try:
+        deployment.wait_for_workers(1)
+        seen = Pages(deployment, port)
+        for requests in traffic(deployment):
+            while wait(requests, timeout=0.02).not_done:
+                seen.read()
+            assert {request.result() for request in requests} <= {200, 503}
+        nonsense(deployment)
+        seen.read()
+        yield seen
+    finally:
+        deployment.close()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [spec for spec in [*FRONT, *BACK] if spec not in MOVED_ELSEWHERE],
+    ids=lambda spec: spec.name,
+)
+def test_it_is_there_and_moves(pages: Pages, spec: MetricSpec) -> None:
+    value = pages.value(spec)
+    assert value is not None, f"{spec.name} is on no page"
+    assert value > 0, f"{spec.name} stays 0"
