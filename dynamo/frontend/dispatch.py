@@ -84,7 +84,6 @@ class Dispatch:
         )
         if isinstance(found, Ticket):
             leg.pending = found
-            leg.call.waits()
         else:
             self._open(leg, request, routing, headers, found, len(line))
 

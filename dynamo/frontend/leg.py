@@ -39,8 +39,7 @@ class Leg:
     """Choice ``index`` of ``call``, booked at ``picker`` under ``booking``.
 
     ``decision`` and ``stream`` are there once it is dispatched; until then ``pending`` may be what
-    it waits for (the silence of an engine does not count then, unless who waits for one keeps
-    ``call.heard_at``). Times are monotonic seconds.
+    it waits for. Times are monotonic seconds.
     """
 
     __slots__ = (
@@ -153,7 +152,7 @@ class Leg:
     def _first_token(self, now: float) -> None:
         self.first_at = now
         self.picker.mark_prefill_complete(self.booking)
-        self.call.first_token(now)
+        self.call.meter.first_token(now)
 
     def _enough(self) -> None:
         """A stop string was found: the engine may end, the text is complete."""

@@ -154,7 +154,7 @@ class OpenAIRoutes:
                 f"Validation: prompts times n must not exceed {_MAX_CHOICES} choices, "
                 f"got {len(prepared.requests)}"
             )
-        call.prepared()
+        call.meter.prepared()
         generation = call.generation = kind.stream(
             request,
             prepared,

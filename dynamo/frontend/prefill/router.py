@@ -185,6 +185,7 @@ class PrefillRouter:
         self._metrics.computed(*decision[:2], tokens, now_s - ticket.sent_s)
         done = Prefilled(*decision[:4], ticket.sent_s, now_s)
         order.leg.call.prefilled(done)
+        order.leg.call.rests()
         request = after_prefill(order.request, output)
         self._dispatch.decode_later(order.leg, request, order.routing, order.headers)
         self._drain()
@@ -193,6 +194,7 @@ class PrefillRouter:
         """Again with another worker, without, or not at all: it depends on the error."""
         self.line.finish(ticket)
         ticket.release()
+        ticket.order.leg.call.rests()
         ticket.output = None
         if isinstance(error, WorkerUnavailable):
             self._again(ticket, error)
@@ -268,7 +270,7 @@ class PrefillRouter:
             return True
         new_tokens = max(len(tokens) - decision.overlap_blocks * self.block_size, 1)
         self.line.start(ticket, decision.worker_id, new_tokens)
-        ticket.sent_s = order.leg.call.heard_at = time.monotonic()
+        ticket.sent_s = order.leg.call.works()
         self._metrics.sent(ticket.sent_s - ticket.arrived_s)
         return True
 
@@ -289,7 +291,6 @@ class PrefillRouter:
         else:
             log.info("prefill of %s goes back to the head: %s", ticket.booking, error)
             self._metrics.requeued()
-            ticket.order.leg.call.heard_at = float("inf")
             self.line.give_back(ticket, ticket.pin)
 
     def _go_without(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ class Caller:
 
     def __init__(self) -> None:
         self.closed = False
-        self.heard_at = 0.0
+        self.working = 0
         self.done: Any = None
         self.error: DynamoError | None = None
         self.leg: Leg
@@ -98,6 +99,13 @@ class Caller:
     def fail(self, error: DynamoError, by_worker: bool = False) -> None:
         self.error, self.closed = error, True
         self.leg.release()
+
+    def works(self) -> float:
+        self.working += 1
+        return time.monotonic()
+
+    def rests(self) -> None:
+        self.working -= 1
 
     def prefilled(self, done: Any) -> None:
         self.done = done
