@@ -18,7 +18,16 @@ from dynamo.config import environ, from_env, load, to_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
-from dynamo.runtime.paths import leave_sockets, run_dir, socket_path, state_dir, store_dir
+from dynamo.runtime.paths import (
+    leave_sockets,
+    planned_socket_path,
+    run_dir,
+    socket_path,
+    state_dir,
+    state_path,
+    store_dir,
+    store_path,
+)
 from dynamo.serve.gpus import Inventory, inventory_of
 from dynamo.serve.graph import Graph, parse_graph
 from dynamo.serve.guard import hold_signals, run_guarded
@@ -58,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         made = prepare(graph, settings, runtime)
         if settings.dry_run:
             _show(made, settings, graph)
-            leave_sockets(runtime)
             return 0
         return _serve(made, settings, runtime)
     except DynamoError as error:
@@ -69,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> Plan:
     """Decide everything that can be decided before a process starts. Raises ConfigError."""
     env = {key: value for key, value in to_env(runtime).items() if key in _SHARED}
-    env["DYN_LOCAL_STATE_DIR"] = str(state_dir(runtime))
-    env["DYN_FILE_KV"] = str(store_dir(runtime))
+    env["DYN_LOCAL_STATE_DIR"] = str(state_path(runtime))
+    env["DYN_FILE_KV"] = str(store_path(runtime))
     here = Path(graph.source).absolute().parent if Path(graph.source).exists() else Path.cwd()
     specs = plan(
         graph,
@@ -85,14 +93,14 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
     if not settings.disable_gpu_allocation:
         specs = place(specs, inventory)
     _check(graph, specs)
-    endpoint = settings.circus_endpoint or f"ipc://{socket_path(runtime, 'circus.sock')}"
+    control = f"ipc://{planned_socket_path(runtime, 'circus.sock')}"
     return Plan(
         namespace=graph.namespace,
         specs=specs,
         config=graph.config,
         gpu_ids=inventory.ids,
-        endpoint=endpoint,
-        pubsub_endpoint=f"ipc://{socket_path(runtime, 'circus-events.sock')}",
+        endpoint=settings.circus_endpoint or control,
+        pubsub_endpoint=f"ipc://{planned_socket_path(runtime, 'circus-events.sock')}",
     )
 
 

@@ -70,6 +70,7 @@ class DisaggSettings:
         False,
         "--enforce-disagg",
         env="DYN_ENFORCE_DISAGG",
+        heading="disaggregation: prefill workers",
         help="refuse (503) what no prefill worker can take, instead of decode-only serving",
     )
     conditional_disagg: bool = knob(

@@ -6,15 +6,15 @@ variables beat defaults (spec 4, general rules).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
+from dynamo.config.parser import Parser
 from dynamo.errors import ConfigError
 
 __all__ = [
@@ -40,7 +40,7 @@ class Knob:
 
     ``flags`` may be empty (variable only), ``env`` may be empty (flag only). ``minimum`` and
     ``maximum`` are inclusive unless ``exclusive_minimum``. ``aliases`` maps accepted spellings to
-    the canonical choice.
+    the canonical choice. ``heading`` begins a section of ``--help`` with this field.
     """
 
     flags: tuple[str, ...]
@@ -54,6 +54,7 @@ class Knob:
     metavar: str | None = None
     deprecated: str = ""
     repeat: bool = False
+    heading: str = ""
 
 
 def knob(
@@ -92,17 +93,9 @@ def load(
 
     Exits with status 2 and one clear line for a bad flag or variable, 0 after ``--help``.
     """
-    parser = _Parser(
-        prog=prog,
-        description=description,
-        epilog=epilog,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog, description, epilog)
     for group in groups:
-        section = parser.add_argument_group((group.__doc__ or group.__name__).split("\n")[0])
-        for field in _fields(group):
-            _add_argument(section, field)
+        parser.add_settings((group.__doc__ or group.__name__).split("\n")[0], _fields(group))
     given = vars(parser.parse_args(argv))
     try:
         return tuple(_build(group, given, os.environ if env is None else env) for group in groups)
@@ -145,11 +138,6 @@ def deprecations(settings: Any) -> list[str]:
     ]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
-
-
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
@@ -168,25 +156,6 @@ def _types(group: type[Any], name: str) -> tuple[type[Any], bool]:
         nullable = len(members) < len(typing.get_args(hint))
         hint = members[0]
     return (typing.get_origin(hint) or hint), nullable
-
-
-def _add_argument(section: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
-    spec: Knob = field.metadata["knob"]
-    if not spec.flags:
-        return
-    note = f" [env: {', '.join(spec.env)}]" if spec.env else ""
-    old = f" (deprecated: {spec.deprecated})" if spec.deprecated else ""
-    text = f"{spec.help}{old} (default: {field.default}){note}".replace("%", "%%")
-    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
-    if isinstance(field.default, bool) or field.type in ("bool", "bool | None"):
-        options["action"] = argparse.BooleanOptionalAction
-    else:
-        options["metavar"] = spec.metavar or ("|".join(spec.choices) if spec.choices else None)
-        options["action"] = "append" if spec.repeat else "store"
-    if not spec.flags[0].startswith("-"):  # positional, and optional as it has a default
-        del options["dest"]
-        options["nargs"] = "?"
-    section.add_argument(*spec.flags, **options)
 
 
 def _build(group: type[T], given: Mapping[str, Any], env: Mapping[str, str]) -> T:

@@ -32,6 +32,7 @@ class RouterSettings(DisaggSettings):
         env="DYN_ROUTER_MODE",
         choices=ROUTER_MODES,
         aliases={name.replace("-", "_"): name for name in ROUTER_MODES},
+        heading="router: mode",
         help="how a worker is chosen for a request",
     )
     kv_cache_block_size: int | None = knob(
@@ -54,6 +55,7 @@ class RouterSettings(DisaggSettings):
         "--kv-overlap-score-weight",
         env=("DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT", "DYN_OVERLAP_SCORE_WEIGHT"),
         minimum=0,
+        heading="router, mode kv: what a worker costs",
         help="weight of prefill against decode, over --router-prefill-load-scale; "
         "0 ignores prefix caches altogether",
     )
@@ -128,6 +130,7 @@ class RouterSettings(DisaggSettings):
         "--router-kv-events",
         "--kv-events",
         env="DYN_ROUTER_USE_KV_EVENTS",
+        heading="router, mode kv: what is cached where",
         help="follow the workers' KV events; without, caches are predicted from own decisions",
     )
     event_threads: int = knob(
@@ -183,6 +186,7 @@ class RouterSettings(DisaggSettings):
         "--router-track-active-blocks",
         "--track-active-blocks",
         env="DYN_ROUTER_TRACK_ACTIVE_BLOCKS",
+        heading="router, mode kv: what runs where",
         help="count the blocks of running requests as load",
     )
     track_output_blocks: bool = knob(
@@ -255,6 +259,7 @@ class RouterSettings(DisaggSettings):
         False,
         "--router-replica-sync",
         env="DYN_ROUTER_REPLICA_SYNC",
+        heading="router, mode kv: other routers of the same workers",
         help="kv mode: count as load what other routers of the same workers have sent there",
     )
     max_index_blocks: int = knob(
@@ -283,6 +288,7 @@ class RouterSettings(DisaggSettings):
         env="DYN_ROUTER_QUEUE_THRESHOLD",
         minimum=0,
         exclusive_minimum=True,
+        heading="router, mode kv: queue",
         help="requests wait while every worker has more active prefill tokens than this fraction "
         "of its max_num_batched_tokens",
     )
@@ -311,6 +317,7 @@ class RouterSettings(DisaggSettings):
         env="DYN_ROUTER_SESSION_AFFINITY_TTL_SECS",
         minimum=1,
         maximum=31_536_000,
+        heading="router: sessions",
         help="keep a session (X-Dynamo-Session-ID) on its worker until idle for this long",
     )
     session_affinity_mode: str = knob(
@@ -331,6 +338,7 @@ class RouterSettings(DisaggSettings):
         "--admission-control",
         env="DYN_ADMISSION_CONTROL",
         choices=("token-capacity", "none"),
+        heading="router: busy workers",
         help="token-capacity: workers over a busy threshold get no requests; none: ignore them",
     )
     active_decode_blocks_threshold: float | None = knob(
@@ -360,6 +368,7 @@ class RouterSettings(DisaggSettings):
         "--router-durable-kv-events",
         env="DYN_ROUTER_DURABLE_KV_EVENTS",
         deprecated=_JETSTREAM,
+        heading="accepted, but without effect",
         help="accepted, no effect",
     )
     reset_states: bool = knob(

@@ -20,12 +20,15 @@ from dynamo.runtime.short_dirs import hold, let_go
 __all__ = [
     "SOCKET_PATH_MAX_BYTES",
     "leave_sockets",
+    "planned_socket_path",
     "private_dir",
     "run_dir",
     "socket_dirs",
     "socket_path",
     "state_dir",
+    "state_path",
     "store_dir",
+    "store_path",
 ]
 
 SOCKET_PATH_MAX_BYTES = 107
@@ -54,22 +57,46 @@ def private_dir(path: Path) -> Path:
 
 def state_dir(settings: RuntimeSettings) -> Path:
     """The root of statefiles and run directories: ``DYN_LOCAL_STATE_DIR``, ~/.dynamo/state."""
-    return private_dir(_state_path(settings))
+    return private_dir(state_path(settings))
+
+
+def state_path(settings: RuntimeSettings) -> Path:
+    """Where :func:`state_dir` is; nothing is created."""
+    given = settings.state_dir
+    root = Path(given).expanduser() if given else Path.home() / ".dynamo" / "state"
+    return root.absolute()
 
 
 def run_dir(settings: RuntimeSettings, namespace: str | None = None) -> Path:
     """The run directory of ``namespace`` (default: the settings' own)."""
-    name = settings.namespace if namespace is None else namespace
-    if not _NAMESPACE.fullmatch(name):
-        raise ConfigError(f"namespace {name!r} must be letters, digits, '_', '-' or '.'")
-    return private_dir(state_dir(settings) / name)
+    path = _run_path(settings, namespace)
+    state_dir(settings)
+    return private_dir(path)
 
 
 def store_dir(settings: RuntimeSettings) -> Path:
     """The directory of file discovery: ``DYN_FILE_KV``, else ``store/`` in the run directory."""
+    if not settings.file_kv:
+        run_dir(settings)
+    return private_dir(store_path(settings))
+
+
+def store_path(settings: RuntimeSettings) -> Path:
+    """Where :func:`store_dir` is; nothing is created."""
     if settings.file_kv:
-        return private_dir(Path(settings.file_kv).expanduser().absolute())
-    return private_dir(run_dir(settings) / "store")
+        return Path(settings.file_kv).expanduser().absolute()
+    return _run_path(settings) / "store"
+
+
+def planned_socket_path(settings: RuntimeSettings, name: str) -> str:
+    """The path that :func:`socket_path` would give; nothing is created. Raises ConfigError."""
+    home = _run_path(settings)
+    path = str(home / name)
+    if not _fits(path):
+        path = str(_short(home) / name)
+        if not _fits(path):
+            raise ConfigError(f"socket path {path} is longer than {SOCKET_PATH_MAX_BYTES} bytes")
+    return path
 
 
 def socket_path(settings: RuntimeSettings, name: str) -> str:
@@ -80,13 +107,10 @@ def socket_path(settings: RuntimeSettings, name: str) -> str:
     asked has ended or called :func:`leave_sockets`. Raises ConfigError if even that is too long.
     """
     home = run_dir(settings)
-    path = str(home / name)
-    if _fits(path):
+    path = planned_socket_path(settings, name)
+    if path == str(home / name):
         return path
     short = _short(home)
-    path = str(short / name)
-    if not _fits(path):
-        raise ConfigError(f"socket path {path} is longer than {SOCKET_PATH_MAX_BYTES} bytes")
     private_dir(short)
     hold(short)
     _record(home / _FALLBACK_RECORD, str(short))
@@ -96,7 +120,7 @@ def socket_path(settings: RuntimeSettings, name: str) -> str:
 def leave_sockets(settings: RuntimeSettings) -> None:
     """This process binds no more sockets: what :func:`socket_path` made for them beside the run
     directory goes with its last user. Idempotent."""
-    home = _state_path(settings) / settings.namespace
+    home = state_path(settings) / settings.namespace
     let_go(_short(home), home / _FALLBACK_RECORD)
 
 
@@ -109,10 +133,11 @@ def socket_dirs(settings: RuntimeSettings) -> list[Path]:
         return [home]
 
 
-def _state_path(settings: RuntimeSettings) -> Path:
-    given = settings.state_dir
-    root = Path(given).expanduser() if given else Path.home() / ".dynamo" / "state"
-    return root.absolute()
+def _run_path(settings: RuntimeSettings, namespace: str | None = None) -> Path:
+    name = settings.namespace if namespace is None else namespace
+    if not _NAMESPACE.fullmatch(name):
+        raise ConfigError(f"namespace {name!r} must be letters, digits, '_', '-' or '.'")
+    return state_path(settings) / name
 
 
 def _short(home: Path) -> Path:

@@ -6,8 +6,6 @@ import socket
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-import psutil
-
 from dynamo.config import from_env
 from dynamo.config.etcd import EtcdSettings
 from dynamo.config.nats import NatsSettings
@@ -64,6 +62,8 @@ def _towards(family: socket.AddressFamily, host: str) -> str | None:
 
 
 def _interfaces(family: socket.AddressFamily) -> Iterator[str]:
+    import psutil  # only for workers on several networks: `dynamo serve` looks at graphs without
+
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:

@@ -349,7 +349,7 @@ def test_dry_run_starts_nothing(serving: Serving) -> None:
         [*command[:5], "--dry-run", "--gpus", "1"], env=serving.env, capture_output=True, text=True
     ).stdout
     assert "--x 'a b'" in text and "GPUs: 0" in text and f"in       {path.parent}" in text
-    assert not serving.statefile.exists()
+    assert not serving.state_dir.exists()
 
 
 @pytest.mark.parametrize(

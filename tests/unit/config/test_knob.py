@@ -27,7 +27,9 @@ class Settings:
     count: int | None = knob(
         None, "--count", "-c", env=("DYN_COUNT", "DYN_OLD_COUNT"), minimum=1, help="how many"
     )
-    events: bool = knob(True, "--events", env="DYN_EVENTS", help="100% of events")
+    events: bool = knob(
+        True, "--events", env="DYN_EVENTS", heading="second part", help="100% of events"
+    )
     tags: tuple[str, ...] = knob((), "--tag", env="DYN_TAGS", repeat=True, help="tags")
     hidden: float = knob(
         1.0, env="DYN_HIDDEN", minimum=0, exclusive_minimum=True, help="variable only"
@@ -94,8 +96,10 @@ def test_help_shows_flag_variable_and_default(capsys: pytest.CaptureFixture[str]
         read("--help")
     out = capsys.readouterr().out
     assert stop.value.code == 0
-    assert "--share" in out and "DYN_SHARE" in out and "(default: 0.5)" in out
+    assert "--share" in out and "DYN_SHARE" in out and "(0 to 1; default: 0.5)" in out
     assert "sample: one knob of every kind" in out and "100% of events" in out
+    assert out.index("--share") < out.index("\nsecond part:\n") < out.index("--events")
+    assert "usage: prog [options]\n" in out and "DYN_HIDDEN\n        variable only (> 0;" in out
 
 
 def test_child_processes_get_the_same_settings() -> None:

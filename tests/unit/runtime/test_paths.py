@@ -70,6 +70,21 @@ def test_short_socket_stays_in_the_run_directory():
         assert paths.socket_path(settings, "a.sock") == f"{root}/dynamo/a.sock"
 
 
+def test_a_planned_path_is_the_one_that_is_made_and_creates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with tempfile.TemporaryDirectory(prefix="x") as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        for root in (Path(short) / "s", tmp_path / ("d" * 100)):
+            settings = RuntimeSettings(state_dir=str(root))
+            planned = paths.planned_socket_path(settings, "a.sock")
+            store = paths.store_path(settings)
+            assert not root.exists() and not Path(planned).parent.exists()
+            assert paths.socket_path(settings, "a.sock") == planned
+            assert paths.store_dir(settings) == store
+            paths.leave_sockets(settings)
+
+
 def test_long_socket_falls_back_and_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with tempfile.TemporaryDirectory(prefix="x") as short:
         monkeypatch.setenv("XDG_RUNTIME_DIR", short)

@@ -1,0 +1,115 @@
+"""How settings look on a command line: headings, ranges, and what only a variable sets."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from dynamo.config.knob import Knob
+
+__all__ = ["Parser", "range_text"]
+
+_WIDEST = 100
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help has a heading per area and whose errors are one line and a pointer."""
+
+    def __init__(self, prog: str, description: str, epilog: str | None) -> None:
+        self._variables: list[str] = []
+        self._epilog = epilog
+        super().__init__(
+            prog=prog,
+            usage="%(prog)s [options]",
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def add_settings(self, title: str, fields: Sequence[dataclasses.Field[Any]]) -> None:
+        """An argument for each field with a flag, under ``title`` and then under the ``heading``
+        of the last field that has one."""
+        section = self.add_argument_group(title)
+        for field in fields:
+            spec: Knob = field.metadata["knob"]
+            if spec.heading:
+                section = self.add_argument_group(spec.heading)
+            if spec.flags:
+                _add_argument(section, field, spec)
+                if not spec.flags[0].startswith("-"):
+                    self.usage = f"{self.usage} [{spec.flags[0]}]"
+            elif spec.env:
+                self._variables.append(_paragraph(spec, field.default))
+
+    def format_help(self) -> str:
+        """The text of ``--help``."""
+        variables = ["without a flag, by variable only:", *self._variables]
+        parts = ["\n".join(variables)] if self._variables else []
+        self.epilog = "\n\n".join([*parts, self._epilog] if self._epilog else parts) or None
+        return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
+
+
+def range_text(spec: Knob) -> str:
+    """What a number may be, like ``0 to 1`` or ``> 0``; "" without limits."""
+    low, high = spec.minimum, spec.maximum
+    if low is None:
+        return "" if high is None else f"<= {_plain(high)}"
+    if high is None:
+        return f"{'>' if spec.exclusive_minimum else '>='} {_plain(low)}"
+    above = "more than " if spec.exclusive_minimum else ""
+    return f"{above}{_plain(low)} to {_plain(high)}"
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else str(number)
+
+
+def _add_argument(
+    section: argparse._ArgumentGroup, field: dataclasses.Field[Any], spec: Knob
+) -> None:
+    text = _text(spec, field.default).replace("%", "%%")
+    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+    if isinstance(field.default, bool) or field.type in ("bool", "bool | None"):
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["metavar"] = _metavar(spec, str(field.type))
+        options["action"] = "append" if spec.repeat else "store"
+    if not spec.flags[0].startswith("-"):  # positional, and optional as it has a default
+        del options["dest"]
+        options["nargs"] = "?"
+    section.add_argument(*spec.flags, **options)
+
+
+def _metavar(spec: Knob, kind: str) -> str | None:
+    if spec.metavar or spec.choices:
+        return spec.metavar or "|".join(spec.choices)
+    if spec.flags[0].endswith(("-secs", "-timeout")):
+        return "SECONDS"
+    if kind.startswith(("int", "float")):
+        return "N" if kind.startswith("int") else "X"
+    return spec.flags[0].rsplit("-", 1)[-1].upper() if spec.flags[0].startswith("-") else None
+
+
+def _text(spec: Knob, default: Any) -> str:
+    old = f" (deprecated: {spec.deprecated})" if spec.deprecated else ""
+    limits = [range_text(spec)] if range_text(spec) else []
+    if default not in (None, (), ""):
+        limits.append(f"default: {default}")
+    shown = f" ({'; '.join(limits)})" if limits else ""
+    variables = f" [env: {', '.join(spec.env)}]" if spec.flags and spec.env else ""
+    return f"{spec.help}{old}{shown}{variables}"
+
+
+def _paragraph(spec: Knob, default: Any) -> str:
+    width = min(shutil.get_terminal_size().columns, _WIDEST) - 2
+    text = textwrap.fill(_text(spec, default), width, initial_indent=" " * 8)
+    return f"  {', '.join(spec.env)}\n{textwrap.indent(text.lstrip(), ' ' * 8)}"
