@@ -27,6 +27,7 @@ from dynamo.frontend.openai import OpenAIRoutes
 from dynamo.frontend.routes import Routes
 from dynamo.observability.loop_delay import LoopDelay
 from dynamo.router.load.prefill_model import prefill_model
+from dynamo.router.summary import in_words, without_effect
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.tasks import Tasks
 
@@ -46,6 +47,7 @@ class Frontend:
         prefill_model(router)  # raises ConfigError now, and not when the first model comes
         self._runtime = runtime
         self._settings = settings
+        self._router = router
         self._tasks = Tasks("frontend")
         metrics = FrontendMetrics(runtime.metrics, settings.metrics_prefix)
         self._admission = Admission()
@@ -76,6 +78,9 @@ class Frontend:
                 "choose another with --http-port or --http-host"
             ) from None
         self._delay.start()
+        log.info("router: %s", in_words(self._router))
+        for line in without_effect(self._router):
+            log.warning("%s", line)
         await self.models.start()
         log.info("listening on http://%s:%d", *bound)
         return bound

@@ -19,6 +19,7 @@ from dynamo.errors import DynamoError
 from dynamo.observability.logs import setup_logging
 from dynamo.router.routed import RoutedEndpoint
 from dynamo.router.service import RouterService
+from dynamo.router.summary import in_words, without_effect
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.component import parse_endpoint
 from dynamo.runtime.worker_main import run_until_signalled
@@ -26,12 +27,15 @@ from dynamo.runtime.worker_main import run_until_signalled
 __all__ = ["main"]
 
 _log = logging.getLogger("dynamo.router")
+_DESCRIPTION = (
+    "A KV-aware router for the workers of one endpoint; it is asked, or passes requests on."
+)
 _GROUPS = (RouterProcessSettings, RouterSettings, RuntimeSettings, LogSettings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
-    process, router, runtime, logs = load("python -m dynamo.router", __doc__, _GROUPS, argv)
+    process, router, runtime, logs = load("python -m dynamo.router", _DESCRIPTION, _GROUPS, argv)
     setup_logging("router", logs.level, logs.jsonl)
     for line in deprecations(router):
         _log.warning("%s", line)
@@ -63,6 +67,9 @@ async def _serve(
     try:
         await runtime.start()
         await routed.start()
+        _log.info("router: %s", in_words(settings))
+        for line in without_effect(settings):
+            _log.warning("%s", line)
         _log.info("routing to dyn://%s as dyn://%s.router.generate", ".".join(path), path[0])
         await run_until_signalled(runtime, RouterService(runtime, routed).serve())
     finally:
