@@ -123,6 +123,15 @@ def test_a_second_gap_behind_the_first(bench: Bench) -> None:
     assert bench.depth(1, 2, 3, 4) == 4
 
 
+def test_of_an_answer_only_what_is_next_in_order_is_taken(bench: Bench) -> None:
+    bench.live(stored(1, 1), stored(2, 2, parent=1), removed(3, 2))
+    bench.live(stored(7, 7, parent=6))
+    old, next_one, beyond = stored(2, 2, parent=1), stored(4, 4, parent=1), stored(6, 6, parent=4)
+    bench.answer(KvQueryAnswer("events", [old, next_one, beyond], 6))
+    assert (bench.depth(1, 2), bench.depth(1, 4, 6)) == (1, 2)
+    assert bench.asked[-1] == Recovery(7, 0, 5, 6)
+
+
 def test_a_dump_in_answer_to_a_range_replaces_everything(bench: Bench) -> None:
     bench.live(stored(1, 1, 2, 3))
     bench.live(stored(900, 8, parent=7))
