@@ -9,7 +9,8 @@ from dynamo.errors import DynamoError, Overloaded, Unavailable
 from dynamo.frontend.dispatch import Dispatch
 from dynamo.frontend.prefill.metrics import PrefillMetrics
 from dynamo.frontend.prefill.ticket import PrefillTicket
-from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.protocols.codec import Tokens
+from dynamo.protocols.engine import Routing
 
 __all__ = ["Fallback"]
 
@@ -35,18 +36,15 @@ class Fallback:
         self._conditions = settings.conditions
         self._looks_at_caches = settings.uses_index
 
-    def prefers(self, request: PreprocessedRequest, routing: Routing | None, waiting: int) -> bool:
-        """Whether a decode worker had better do all of it, while ``waiting`` others queue."""
+    def prefers(self, tokens: Tokens, routing: Routing | None, waiting: int) -> str:
+        """Why a decode worker had better do all of it, while ``waiting`` others queue; or ""."""
         if self._conditions is None:
-            return False
-        tokens = len(request.token_ids)
-        reason = self._conditions.local_reason(tokens, 0, waiting)
+            return ""
+        reason = self._conditions.local_reason(len(tokens), 0, waiting)
         if not reason and self._looks_at_caches:
-            cached = self._cached(request, routing)
-            reason = self._conditions.local_reason(tokens, cached, waiting)
-        if reason:
-            self._metrics.kept_local(reason)
-        return bool(reason)
+            cached = self._cached(tokens, routing)
+            reason = self._conditions.local_reason(len(tokens), cached, waiting)
+        return reason
 
     def absent(self, missed: bool) -> None:
         """There is no prefill worker; ``missed``: there was one. Raises Unavailable if there has
@@ -73,10 +71,10 @@ class Fallback:
             self._metrics.refused("overloaded")
         ticket.order.leg.call.fail(error, by_worker)
 
-    def _cached(self, request: PreprocessedRequest, routing: Routing | None) -> int:
+    def _cached(self, tokens: Tokens, routing: Routing | None) -> int:
         """Prompt tokens that the decode worker would find, if it tells what it has cached."""
         try:
-            found = self._dispatch.picker.pick(None, request.token_ids, routing=routing)
+            found = self._dispatch.picker.pick(None, tokens, routing=routing)
         except DynamoError:
             return 0  # decoding will say why
         return found.overlap_blocks * self._block_size

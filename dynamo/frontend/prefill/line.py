@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from dynamo.errors import Overloaded
+from dynamo.protocols.card import RuntimeConfig
 
-__all__ = ["Capacity", "PrefillLine", "Rank", "Turn"]
+__all__ = ["Capacity", "PrefillLine", "Rank", "Turn", "capacity_of"]
 
 T = TypeVar("T")
 Rank = tuple[bool, int, float, int]
 """(never sent yet, minus the strict priority, arrival less the head start, number): small first."""
 
 _SURPLUS = 64
+_UNKNOWN_BATCH_TOKENS = 8192
+_UNKNOWN_REQUESTS = 1 << 30
 
 
 class Capacity(NamedTuple):
@@ -31,6 +34,15 @@ class Capacity(NamedTuple):
 
     tokens: int
     requests: int
+
+
+def capacity_of(config: RuntimeConfig, slots: int | None) -> Capacity:
+    """What a worker may be sent: its next batch, or ``slots`` requests, for each of its ranks."""
+    ranks = max(config.data_parallel_size, 1)
+    if slots is not None:
+        return Capacity(_UNKNOWN_REQUESTS, slots * ranks)
+    tokens = config.max_num_batched_tokens or _UNKNOWN_BATCH_TOKENS
+    return Capacity(tokens * ranks, (config.max_num_seqs or _UNKNOWN_REQUESTS) * ranks)
 
 
 @dataclass(slots=True)
@@ -69,11 +81,13 @@ class Turn(NamedTuple, Generic[T]):
 class PrefillLine(Generic[T]):
     """Tickets are waiting (:meth:`enter`), then running (:meth:`start`), then gone.
 
-    Tickets pinned to a worker wait for that one; others overtake them meanwhile.
+    Tickets pinned to a worker wait for that one; others overtake them meanwhile. The ``busy``
+    workers, which somebody else keeps up to date, get nothing.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.busy: Collection[int] = frozenset()
         self._lanes: dict[int, _Lane] = {}
         self._waiting: dict[T, _Waiting[T]] = {}
         self._running: dict[T, tuple[int, int]] = {}
@@ -93,6 +107,18 @@ class PrefillLine(Generic[T]):
     def workers(self) -> list[int]:
         """The workers that may get something sooner or later."""
         return [one for one, lane in self._lanes.items() if not lane.suspended]
+
+    @property
+    def free_workers(self) -> list[int]:
+        """The workers that have a free slot."""
+        return [one for one, lane in self._lanes.items() if lane.free and one not in self.busy]
+
+    @property
+    def held_up(self) -> bool:
+        """Whether somebody waits although a worker, which is busy, has a free slot."""
+        return bool(self._waiting) and any(
+            one in self.busy and lane.free for one, lane in self._lanes.items()
+        )
 
     @property
     def known_workers(self) -> list[int]:
@@ -156,7 +182,7 @@ class PrefillLine(Generic[T]):
     def next(self) -> Turn[T] | None:
         """The first ticket that there is a free slot for. It waits until :meth:`start` (or
         :meth:`leave`), and is the next one until then."""
-        free = [one for one, lane in self._lanes.items() if lane.free]
+        free = self.free_workers
         heads = [self._head(pin) for pin in (None, *free)] if free else []
         entry = min((head for head in heads if head is not None), default=None)
         if entry is None:
@@ -197,9 +223,8 @@ class PrefillLine(Generic[T]):
     # -- own steps
 
     def _has_slot(self, pin: int | None) -> bool:
-        if pin is not None:
-            return pin in self._lanes and self._lanes[pin].free
-        return any(lane.free for lane in self._lanes.values())
+        free = self.free_workers
+        return bool(free) if pin is None else pin in free
 
     def _put(self, ticket: T, rank: Rank, pin: int | None) -> None:
         entry = self._waiting[ticket] = _Waiting(rank, ticket, pin)

@@ -25,27 +25,22 @@ from dynamo.errors import (
 from dynamo.frontend.dispatch import Dispatch
 from dynamo.frontend.leg import Leg
 from dynamo.frontend.prefill.fallback import Fallback
-from dynamo.frontend.prefill.line import Capacity, PrefillLine, Turn
+from dynamo.frontend.prefill.line import PrefillLine, Turn, capacity_of
 from dynamo.frontend.prefill.metrics import PrefillMetrics
-from dynamo.frontend.prefill.ticket import (
-    Order,
-    Prefilled,
-    PrefillTicket,
-    after_prefill,
-    to_prefill,
-    wanted_place,
-)
+from dynamo.frontend.prefill.ticket import Order, Prefilled, PrefillTicket, after_prefill
+from dynamo.frontend.prefill.workers import PrefillWorkers
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.protocols.codec import Tokens, encode
+from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.picker import Decision, Picker
+from dynamo.router.queue.waiting import claim_of
 from dynamo.runtime import Client
 
 __all__ = ["PrefillRouter"]
 
 log = logging.getLogger(__name__)
-_UNKNOWN_BATCH_TOKENS = 8192
-_UNKNOWN_REQUESTS = 1 << 30
+_BUSY_TICK_S = 0.1
+"""While a slot is free only at busy workers, look this often whether they still are."""
 
 
 class PrefillRouter:
@@ -72,16 +67,16 @@ class PrefillRouter:
         self._fallback = Fallback(model, block_size, settings, metrics, dispatch)
         self._metrics = metrics
         self._dispatch = dispatch
-        self._picker: Picker | None = None
-        self._client: Client | None = None
+        self.workers = PrefillWorkers()
         self._draining = False
         self._known = False
+        self._tick: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
     @property
     def active(self) -> bool:
         """Whether a prompt can be computed by a prefill worker now."""
-        return self._picker is not None and bool(self.line.workers)
+        return self.workers.picker is not None and bool(self.line.workers)
 
     # -- requests
 
@@ -101,15 +96,16 @@ class PrefillRouter:
         if not self.active:
             self._fallback.absent(self._known)
             return False
-        if self._fallback.prefers(request, routing, len(self.line)):
+        reason = self.stays(request.token_ids, routing)
+        if reason:
+            self._metrics.kept_local(reason)
             return False
         now_s = time.monotonic()
-        pin = self._pin(routing)
+        pin = self.workers.pin(routing)
         ticket = PrefillTicket(self, Order(leg, request, routing, headers), pin, now_s)
-        strict = (routing.strict_priority or 0) if routing is not None else 0
-        jump_s = max(routing.priority_jump or 0.0, 0.0) if routing is not None else 0.0
+        strict, jump_s = claim_of(routing)
         try:
-            self.line.enter(ticket, now_s, strict=strict, jump_s=jump_s, pin=pin)
+            self.line.enter(ticket, now_s, strict=strict, jump_s=max(jump_s, 0.0), pin=pin)
         except Overloaded:
             self._metrics.refused("queue_full")
             raise
@@ -117,38 +113,40 @@ class PrefillRouter:
         self._drain()
         return True
 
+    def stays(self, tokens: Tokens, routing: Routing | None) -> str:
+        """Why a decode worker had better compute the prompt although there are prefill workers
+        (``short``, ``cached``, ``queue``), or "". Who names a prefill worker gets it."""
+        if routing is not None and routing.prefill_worker_id is not None:
+            return ""
+        return self._fallback.prefers(tokens, routing, len(self.line))
+
     def locate(self, tokens: Tokens, routing: Routing | None) -> Decision | None:
-        """Where the prompt would be computed now; None without a prefill worker. Raises as
+        """Where the prompt would be computed now; None: at the decode worker. Raises as
         :meth:`Picker.pick`."""
-        if self._picker is None or not self.active:
+        if not self.active or self.stays(tokens, routing):
             return None
-        return self._picker.pick(None, tokens, routing=wanted_place(routing))
+        return self.workers.locate(tokens, routing)
 
     # -- workers
 
     def attach(self, picker: Picker, client: Client) -> None:
         """From now on ``picker`` chooses among the workers behind ``client``."""
-        self._picker, self._client = picker, client
+        self.workers.picker, self.workers.client = picker, client
+        self.line.busy = self.workers.busy
         self._known = True
         self._metrics.show(self.line)
         client.on_inhibited(self.suspend)
 
     def detach(self) -> None:
         """No prefill worker is left: who waits goes without, who is served may end."""
-        self._picker = self._client = None
+        self.workers.picker = self.workers.client = None
+        self.line.busy = self.workers.busy
         for worker_id in self.line.known_workers:
             self.remove_worker(worker_id)
 
     def add_worker(self, worker_id: int, config: RuntimeConfig) -> None:
         """The worker may be sent requests, within its capacity."""
-        ranks = max(config.data_parallel_size, 1)
-        slots = self._settings.prefill_slots
-        if slots is not None:
-            capacity = Capacity(_UNKNOWN_REQUESTS, slots * ranks)
-        else:
-            tokens = config.max_num_batched_tokens or _UNKNOWN_BATCH_TOKENS
-            capacity = Capacity(tokens * ranks, (config.max_num_seqs or _UNKNOWN_REQUESTS) * ranks)
-        self.line.set_worker(worker_id, capacity)
+        self.line.set_worker(worker_id, capacity_of(config, self._settings.prefill_slots))
         self._settle()
 
     def suspend(self, worker_id: int, suspended: bool) -> None:
@@ -207,14 +205,6 @@ class PrefillRouter:
 
     # -- own steps
 
-    def _pin(self, routing: Routing | None) -> int | None:
-        pin = routing.prefill_worker_id if routing is not None else None
-        if pin is not None and self._picker is not None and pin not in self._picker.fleet.members:
-            raise InvalidArgument(
-                f"InvalidRequest: nvext.prefill_worker_id={pin} does not identify a known worker"
-            )
-        return pin
-
     def _drain(self) -> None:
         """Send whoever there is a free slot for."""
         if self._draining:
@@ -225,7 +215,13 @@ class PrefillRouter:
                 pass
         finally:
             self._draining = False
+        if self.line.held_up and self._tick is None:
+            self._tick = self._loop.call_later(_BUSY_TICK_S, self._look_again)
         self.on_change()
+
+    def _look_again(self) -> None:
+        self._tick = None
+        self._drain()
 
     def _settle(self) -> None:
         """The workers have changed."""
@@ -237,50 +233,38 @@ class PrefillRouter:
     def _send(self, turn: Turn[PrefillTicket]) -> bool:
         """Whether the line may go on; the ticket has left its head then."""
         ticket, order = turn.ticket, turn.ticket.order
-        picker, client = self._picker, self._client
-        if picker is None or client is None:
-            return False
-        tokens = order.request.token_ids
         try:
-            decision = picker.pick(
-                ticket.booking,
-                tokens,
-                routing=wanted_place(order.routing, turn.workers if ticket.pin is None else None),
-                override=order.request.router_config_override,
-            )
-        except Overloaded as error:
-            if turn.workers is not None and self.line.running:
-                return False  # those who have a slot are busy; a better one may come
-            self._refuse(ticket, error)
-            return True
-        except NoInstances as error:
-            self._go_without(ticket, "no_worker", error)
-            return True
+            decision = self.workers.send(ticket, turn.workers)
         except DynamoError as error:
-            self._unsuitable(ticket, error)
+            return self._unsent(turn, error)
+        except Exception:
+            log.exception("request %s failed", ticket.booking)
+            self._refuse(ticket, DynamoError("a bug in the frontend"))
             return True
-        ticket.picker, ticket.decision = picker, decision
-        payload = encode(to_prefill(order.request, order.routing, decision))
-        try:
-            ticket.stream = client.open(decision.worker_id, payload, ticket, order.headers)
-        except WorkerUnavailable:  # it is gone, and we are about to be told: the ticket stays first
-            ticket.release()
-            self.line.suspend(decision.worker_id)
-            self._settle()
-            return True
-        new_tokens = max(len(tokens) - decision.overlap_blocks * self.block_size, 1)
+        cached_tokens = decision.overlap_blocks * self.block_size
+        new_tokens = max(len(order.request.token_ids) - cached_tokens, 1)
         self.line.start(ticket, decision.worker_id, new_tokens)
         ticket.sent_s = order.leg.call.works()
         self._metrics.sent(ticket.sent_s - ticket.arrived_s)
         return True
 
-    def _unsuitable(self, ticket: PrefillTicket, error: DynamoError) -> None:
-        """No prefill worker meets the request's constraints: a pin is the client's word, of
-        others (taints) a decode worker may think differently."""
-        if ticket.pin is not None:
+    def _unsent(self, turn: Turn[PrefillTicket], error: DynamoError) -> bool:
+        """See :meth:`_send`. A pin is the client's word; of other constraints (taints, a rank) a
+        decode worker may think differently."""
+        ticket = turn.ticket
+        if isinstance(error, WorkerUnavailable) and ticket.decision is not None:
+            # It is gone, and we are about to be told: the ticket stays first.
+            self.line.suspend(ticket.decision.worker_id)
+            self._settle()
+        elif isinstance(error, NoInstances) and turn.workers is None:
+            self._go_without(ticket, "no_worker", error)
+        elif turn.workers is not None and ticket.pin is None and self.workers.suits_any(ticket):
+            return False  # those that suit it have no free slot; the head waits for one
+        elif isinstance(error, Overloaded) or ticket.pin is not None:
             self._refuse(ticket, error)
         else:
             self._go_without(ticket, "constraints", error)
+        return True
 
     def _again(self, ticket: PrefillTicket, error: DynamoError) -> None:
         ticket.attempts += 1
@@ -305,7 +289,7 @@ class PrefillRouter:
 
     def _lose(self, worker_id: int) -> None:
         """A worker that left has not finished in time: it hangs, or its host is gone."""
-        if self._picker is not None and worker_id in self._picker.fleet.members:
+        if self.workers.knows(worker_id):
             return  # it has come back
         for ticket in self.line.running_at(worker_id):
             self.failed(ticket, Disconnected(f"prefill worker {worker_id} left without an answer"))

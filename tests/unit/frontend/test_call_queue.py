@@ -231,6 +231,35 @@ async def test_silence_while_queued_is_not_the_engines() -> None:
     site.flow.close()
 
 
+async def test_silence_of_one_leg_while_another_waits_is_the_engines() -> None:
+    """The first leg's prompt is at a prefill worker, the second waits for a decode worker."""
+    site = Queued(backend_stream_timeout_s=0.05)
+    site.chat()
+    running = site.streams[0]
+    prefilling = asyncio.Event()
+
+    class Prefills:
+        def take(self, leg: Any, *_order: Any) -> bool:
+            if leg.index:
+                return False
+            leg.call.works()
+            prefilling.set()
+            return True
+
+    site.entry.dispatch.prefill = Prefills()
+    site.another(n=2)
+    assert prefilling.is_set() and site.line is not None and len(site.line) == 1
+    async with asyncio.timeout(5):
+        while len(site.line):
+            running.say([])
+            await asyncio.sleep(0.01)
+    await turn()
+    assert site.status == 503
+    site.finish(0)
+    site.settled()
+    site.flow.close()
+
+
 async def test_the_end_of_the_drain(site: Queued) -> None:
     site.chat()
     site.another()

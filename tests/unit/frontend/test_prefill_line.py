@@ -114,15 +114,17 @@ def test_who_leaves_in_masses_leaves_no_memory_behind() -> None:
 
 
 class LineMachine(RuleBasedStateMachine):
-    """Any history of arrivals, departures, deaths and answers."""
+    """Any history of arrivals, departures, deaths, busy workers and answers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.line: PrefillLine[int] = PrefillLine(LIMIT)
+        self.line.busy = self.busy = set()
         self.slots: dict[int, Capacity] = {}
         self.waiting: list[int] = []  # in the order in which they must go, as all priorities agree
         self.running: dict[int, tuple[int, int]] = {}
         self.returned: list[int] = []
+        self.pins: dict[int, int | None] = {}
         self.number = 0
 
     @rule(worker=st.sampled_from(WORKERS), requests=st.integers(1, 3), tokens=st.integers(1, 100))
@@ -132,27 +134,41 @@ class LineMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS))
     def die(self, worker: int) -> None:
-        assert self.line.remove_worker(worker) == []
+        stranded = [one for one in self.waiting if self.pins[one] == worker]
+        assert self.line.remove_worker(worker) == stranded
+        self.waiting = [one for one in self.waiting if one not in stranded]
         self.slots.pop(worker, None)
-        back = [ticket for ticket, (at, _) in self.running.items() if at == worker]
-        assert self.line.running_at(worker) == back
-        for ticket in back:
-            self.line.give_back(ticket)
+        left = [ticket for ticket, (at, _) in self.running.items() if at == worker]
+        assert self.line.running_at(worker) == left
+        for ticket in left:
             del self.running[ticket]
+            if self.pins[ticket] is None:
+                self.line.give_back(ticket)
+            else:
+                self.line.leave(ticket)
+        back = [ticket for ticket in left if self.pins[ticket] is None]
         self.returned = [one for one in self.returned if one in self.waiting]
         front = len(self.returned)
         self.waiting[front:front] = back
         self.returned += back
 
-    @rule()
-    def arrive(self) -> None:
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def turn_busy_or_not(self, data: st.DataObject) -> None:
+        self.busy ^= {data.draw(st.sampled_from([*self.slots]))}
+
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
         self.number += 1
-        free = any(self.has_slot(worker) for worker in self.slots)
-        if len(self.waiting) >= LIMIT and (self.waiting or not free):
+        pin = data.draw(st.sampled_from([None, None, *self.slots]))
+        free = self.free()
+        slot = bool(free) if pin is None else pin in free
+        if len(self.waiting) >= LIMIT and (self.waiting or not slot):
             with pytest.raises(Overloaded):
-                self.line.enter(self.number, float(self.number))
+                self.line.enter(self.number, float(self.number), pin=pin)
             return
-        self.line.enter(self.number, float(self.number))
+        self.line.enter(self.number, float(self.number), pin=pin)
+        self.pins[self.number] = pin
         self.waiting.append(self.number)
 
     @precondition(lambda self: self.waiting or self.running)
@@ -175,16 +191,21 @@ class LineMachine(RuleBasedStateMachine):
     @rule(tokens=st.integers(1, 60), last=st.booleans())
     def send(self, tokens: int, last: bool) -> None:
         turn = self.line.next()
-        free = [worker for worker in self.slots if self.has_slot(worker)]
-        if not free or not self.waiting:
+        free = self.free()
+        first = next((one for one in self.waiting if self.pins[one] in (None, *free)), None)
+        if not free or first is None:
             assert turn is None
             return
-        assert turn is not None and turn.ticket == self.waiting[0]
-        assert turn.workers == (None if len(free) == len(self.slots) else free)
-        worker = free[-1 if last else 0]
-        self.line.start(turn.ticket, worker, tokens)
-        del self.waiting[0]
-        self.running[turn.ticket] = (worker, tokens)
+        pin = self.pins[first]
+        anywhere = None if len(free) == len(self.slots) else free
+        assert turn == (first, anywhere if pin is None else [pin])
+        worker = pin or free[-1 if last else 0]
+        self.line.start(first, worker, tokens)
+        self.waiting.remove(first)
+        self.running[first] = (worker, tokens)
+
+    def free(self) -> list[int]:
+        return [one for one in self.slots if self.has_slot(one) and one not in self.busy]
 
     def has_slot(self, worker: int) -> bool:
         held = [tokens for at, tokens in self.running.values() if at == worker]
@@ -195,6 +216,9 @@ class LineMachine(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         self.line._check()
         assert len(self.line) == len(self.waiting) and self.line.running == len(self.running)
+        assert self.line.free_workers == self.free()
+        idle = any(self.has_slot(one) for one in self.slots if one in self.busy)
+        assert self.line.held_up == (bool(self.waiting) and idle)
 
     def teardown(self) -> None:
         assert self.line.take_all() == self.waiting

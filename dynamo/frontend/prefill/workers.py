@@ -1,0 +1,82 @@
+"""The prefill workers of a model as they can be reached now: who chooses, and who sends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from dynamo.errors import DynamoError, InvalidArgument, NoInstances, Overloaded, WorkerUnavailable
+from dynamo.frontend.prefill.ticket import PrefillTicket, to_prefill, wanted_place
+from dynamo.protocols.codec import Tokens, encode
+from dynamo.protocols.engine import Routing
+from dynamo.router.picker import Decision, Picker
+from dynamo.runtime import Client
+
+__all__ = ["PrefillWorkers"]
+
+
+class PrefillWorkers:
+    """``picker`` chooses among the workers behind ``client``; both are None while there is none."""
+
+    def __init__(self) -> None:
+        self.picker: Picker | None = None
+        self.client: Client | None = None
+
+    @property
+    def busy(self) -> Collection[int]:
+        """Those over the thresholds of ``--admission-control``, kept up to date."""
+        return frozenset() if self.picker is None else self.picker.fleet.busy
+
+    def knows(self, worker_id: int) -> bool:
+        """Whether it is one of them."""
+        return self.picker is not None and worker_id in self.picker.fleet.members
+
+    def pin(self, routing: Routing | None) -> int | None:
+        """The worker that the request insists on. Raises InvalidArgument if there is no such."""
+        pin = routing.prefill_worker_id if routing is not None else None
+        if pin is not None and self.picker is not None and not self.knows(pin):
+            raise InvalidArgument(
+                f"InvalidRequest: nvext.prefill_worker_id={pin} does not identify a known worker"
+            )
+        return pin
+
+    def locate(self, tokens: Tokens, routing: Routing | None) -> Decision | None:
+        """Where the prompt would be computed if all had a free slot. Raises as
+        :meth:`Picker.pick`."""
+        if self.picker is None:
+            return None
+        return self.picker.pick(None, tokens, routing=wanted_place(routing))
+
+    def suits_any(self, ticket: PrefillTicket) -> bool:
+        """Whether one of them might take it some time, if none does now."""
+        try:
+            self.locate(ticket.order.request.token_ids, ticket.order.routing)
+        except Overloaded:
+            return True
+        except DynamoError:
+            return False
+        return True
+
+    def send(self, ticket: PrefillTicket, allowed: list[int] | None) -> Decision:
+        """Choose one of ``allowed`` (None: of all), book, send; the ticket has decision and stream.
+
+        Raises as :meth:`Picker.pick`, and WorkerUnavailable, with ``ticket.decision`` set, if the
+        worker has just gone.
+        """
+        picker, client, order = self.picker, self.client, ticket.order
+        if picker is None or client is None:
+            raise NoInstances("no prefill worker is registered")
+        ticket.decision = None
+        decision = picker.pick(
+            ticket.booking,
+            order.request.token_ids,
+            routing=wanted_place(order.routing, allowed if ticket.pin is None else None),
+            override=order.request.router_config_override,
+        )
+        ticket.picker, ticket.decision = picker, decision
+        payload = encode(to_prefill(order.request, order.routing, decision))
+        try:
+            ticket.stream = client.open(decision.worker_id, payload, ticket, order.headers)
+        except WorkerUnavailable:
+            ticket.release()
+            raise
+        return decision

@@ -1,0 +1,137 @@
+"""Who waits for a prefill worker, and for how long: priorities, busy workers, constraints, pins."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box
+
+from dynamo.errors import DynamoError, Overloaded
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.engine import Routing
+from dynamo.protocols.load import KvMetrics
+
+
+def first_tokens(box: Box) -> list[int]:
+    """Which requests the prefill workers got, in order (1, 2, …)."""
+    return [one.request.token_ids[0] // 1000 for one in box.prefillers.streams]
+
+
+async def test_all_names_of_priority_count_as_before_decode_workers() -> None:
+    box = Box(prefill_slots=1)
+    box.join(PREFILL)
+    box.send()
+    hints = [
+        None,
+        Routing(priority_jump=50.0),
+        Routing(priority=100),
+        Routing(priority_jump=200.0, priority=-1),  # the newer name wins; it is no head start
+        Routing(strict_priority=1),
+    ]
+    for routing in hints:
+        box.send(routing=routing)
+    for number in range(5):
+        box.prefillers.streams[number].answer({})
+    assert first_tokens(box) == [1, 6, 4, 3, 2, 5]
+
+
+def busy_box(**more: Any) -> Box:
+    settings = {"admission_control": "token-capacity", "active_decode_blocks_threshold": 0.5}
+    box = Box(**settings, **more)
+    box.join(PREFILL, SPARE, total_kv_blocks=100)
+    return box
+
+
+def report(box: Box, worker: int, used_blocks: int) -> None:
+    """The prefill worker says how full it is, as others fill it too."""
+    state = KvMetrics(worker, 0, kv_used_blocks=used_blocks, kv_total_blocks=100)
+    box.prefill.gate.busy.report(state)
+
+
+async def test_while_all_prefill_workers_are_busy_requests_wait() -> None:
+    """Nobody tells that one is busy no longer: the line looks."""
+    box = busy_box()
+    report(box, PREFILL, 60)
+    report(box, SPARE, 60)
+    caller = box.send()
+    assert not box.prefillers.streams and len(box.router.line) == 1 and caller.error is None
+    looked = asyncio.Event()
+    box.router.on_change = looked.set
+    report(box, SPARE, 10)
+    await asyncio.wait_for(looked.wait(), 5)
+    assert box.prefillers.streams[0].worker_id == SPARE
+    box.prefillers.streams[0].answer({})
+    caller.leg.release()
+    assert box.nothing_left()
+
+
+async def test_a_busy_worker_gets_nothing_while_another_is_there_but_its_pins_wait_for_it() -> None:
+    box = busy_box()
+    report(box, PREFILL, 60)
+    pinned = box.send(routing=Routing(prefill_worker_id=PREFILL))
+    others = [box.send() for _ in range(3)]
+    assert {one.worker_id for one in box.prefillers.streams} == {SPARE}
+    assert len(box.router.line) == 1 and pinned.error is None
+    report(box, PREFILL, 0)
+    box.prefillers.streams[0].answer({})  # whatever happens next, the line looks
+    assert box.prefillers.streams[-1].worker_id == PREFILL
+    for caller in (pinned, *others):
+        caller.leave()
+    assert box.nothing_left()
+
+
+async def test_the_line_before_busy_workers_is_bounded() -> None:
+    box = busy_box(prefill_queue_limit=1)
+    report(box, PREFILL, 60)
+    report(box, SPARE, 60)
+    waiting = box.send()
+    with pytest.raises(Overloaded, match="prefill queue is full"):
+        box.send()
+    box.part(PREFILL)
+    box.part(SPARE)
+    assert len(box.decoders.streams) == 1, "the last worker has left: who waited goes without"
+    waiting.leave()
+    assert box.nothing_left()
+
+
+async def test_a_taint_waits_for_a_slot_of_the_workers_that_have_it() -> None:
+    box = Box(prefill_slots=1, enforce_disagg=True)
+    box.join(PREFILL, taints=["eu"])
+    box.join(SPARE)
+    box.decode.add_worker(DECODE, RuntimeConfig(taints=["eu"]))
+    eu = Routing(required_taints=["eu"])
+    callers = [box.send(routing=eu), box.send(routing=eu)]
+    assert [one.worker_id for one in box.prefillers.streams] == [PREFILL]
+    assert len(box.router.line) == 1 and all(one.error is None for one in callers)
+    box.prefillers.streams[0].answer({})
+    assert [one.worker_id for one in box.prefillers.streams] == [PREFILL, PREFILL]
+    for caller in callers:
+        caller.leave()
+    assert box.nothing_left()
+
+
+async def test_a_pin_beats_the_conditions() -> None:
+    box = Box(conditional_disagg=True, conditional_disagg_config=CONDITIONS)
+    box.join(PREFILL)
+    box.send(10, routing=Routing(prefill_worker_id=PREFILL))
+    assert len(box.prefillers.streams) == 1 and box.counted("local_total") == {}
+
+
+async def test_a_bug_in_the_choice_ends_its_request_and_not_the_line() -> None:
+    box = Box(prefill_slots=1)
+    box.join(PREFILL)
+    box.send()
+    doomed, last = box.send(), box.send()
+    pick = box.prefill.pick
+
+    def failing(request_id: str | None, *args: Any, **more: Any) -> Any:
+        if request_id == doomed.leg.booking:
+            raise ZeroDivisionError
+        return pick(request_id, *args, **more)
+
+    box.prefill.pick = failing  # type: ignore[method-assign]
+    box.prefillers.streams[0].answer({})
+    assert type(doomed.error) is DynamoError and last.error is None
+    assert first_tokens(box) == [1, 3]
