@@ -65,13 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _choice(found: Explanation) -> str:
+    if found.prefill is None:
+        return _chosen(found)
+    return f"prefill: {_chosen(found.prefill)}\ndecode: {_chosen(found)}"
+
+
+def _chosen(found: Explanation) -> str:
     for row in found.candidates:
         if row.chosen:
             return (
                 f"worker {row.worker_id} dp_rank {row.dp_rank}: holds {row.overlap_blocks} of "
                 f"{found.prompt_blocks} blocks, cost {row.cost:.3f}"
             )
-    return f"no worker: {found.error}"
+    return f"no worker: {found.error or 'none has a free slot'}"
 
 
 def _body(settings: RouteSettings) -> dict[str, Any]:

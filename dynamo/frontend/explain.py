@@ -16,10 +16,10 @@ from dynamo.errors import DynamoError, InvalidArgument, NoInstances
 from dynamo.frontend.failures import error_response, explained
 from dynamo.frontend.http import Exchange
 from dynamo.frontend.models import Models
+from dynamo.frontend.prefill.explain import explain_both
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.request_headers import routed
 from dynamo.frontend.routes import Routes
-from dynamo.router.explain import explain
 from dynamo.router.kv import KvPicker
 from dynamo.runtime.tasks import Tasks
 
@@ -93,8 +93,6 @@ class ExplainRoutes:
             raise InvalidArgument("only --router-mode kv weighs candidates, so there is no table")
         request = prepared.requests[0]
         routing = routed(request.routing, headers)
-        override = request.router_config_override
-        found = explain(
-            entry.picker, request.token_ids, routing, override, entry.dispatch.line or ()
-        )
+        dispatch = entry.dispatch
+        found = explain_both(entry.picker, dispatch.prefill, request, routing, dispatch.line or ())
         return msgspec.json.encode(found)

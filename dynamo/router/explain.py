@@ -54,7 +54,9 @@ class Candidate(msgspec.Struct, kw_only=True):
 class Explanation(msgspec.Struct, kw_only=True):
     """The candidates, cheapest first, then those left out; ``error`` if none could be chosen.
 
-    The prompt would wait behind ``queued_requests`` or overtake them.
+    The prompt would wait behind ``queued_requests`` or overtake them. ``prefill`` is the table of
+    the prefill workers if one of them would compute the prompt first; ``stays`` says why none would
+    although there are some: the prompt is ``short``, ``cached``, or their ``queue`` is long.
     """
 
     isl_tokens: int
@@ -70,6 +72,8 @@ class Explanation(msgspec.Struct, kw_only=True):
     candidates: list[Candidate]
     queued_requests: int = 0
     error: str = ""
+    stays: str = ""
+    prefill: Explanation | None = None
 
 
 def explain(
@@ -106,8 +110,19 @@ def explain(
 
 
 def table(explanation: Explanation) -> str:
-    """The rows as text for people; columns of lower tiers only where they hold something."""
+    """The rows as text for people; columns of lower tiers only where they hold something.
+
+    With prefill workers: their rows first, then those of the decode workers.
+    """
     found = explanation
+    if found.prefill is not None:
+        return "\n".join(
+            ["prefill workers", *_lines(found.prefill), "decode workers", *_lines(found)]
+        )
+    return "\n".join(_lines(found))
+
+
+def _lines(found: Explanation) -> list[str]:
     shown = [
         column for column in _COLUMNS if column.always or any(map(column.of, found.candidates))
     ]
@@ -122,9 +137,18 @@ def table(explanation: Explanation) -> str:
         lines.append(f"{'->' if row.chosen else '':2}{cells}  {note}")
     if found.queued_requests:
         lines.append(f"{found.queued_requests} requests wait in the queue")
+    if found.stays:
+        lines.append(f"no prefill worker: {_STAYS.get(found.stays, found.stays)}")
     if found.error:
         lines.append(f"no worker: {found.error}")
-    return "\n".join(lines)
+    return lines
+
+
+_STAYS = {
+    "short": "the prompt is short",
+    "cached": "the decode worker has most of it cached",
+    "queue": "too many wait for one",
+}
 
 
 class _Column(NamedTuple):

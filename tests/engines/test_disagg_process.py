@@ -8,6 +8,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,19 @@ def complete(deployment: Deployment, prompt: str = PROMPT, **more: Any) -> tuple
     }
     status, _, answer = deployment.request("POST", "/v1/completions", body)
     return status, json.loads(answer)
+
+
+def route(deployment: Deployment, *flags: str) -> subprocess.CompletedProcess[str]:
+    """``dynamo route`` of the prompt."""
+    command = [sys.executable, "-m", "dynamo", "route", "--url", deployment.url]
+    return subprocess.run(
+        [*command, "--prompt-file", "-", *flags],
+        env=deployment.env,
+        input=PROMPT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def metric(deployment: Deployment, name: str) -> float:
@@ -102,6 +116,12 @@ def test_the_answer_is_that_of_an_aggregated_worker(deployment: Deployment) -> N
         event = deployment.request("POST", "/v1/completions", body)[2].split(b"\n")[0]
         found = json.loads(event.removeprefix(b"data: "))["nvext"]["worker_id"]
         assert found == {key: ids[key] for key in keys}
+    asked = route(deployment)
+    assert asked.stdout.startswith(f"prefill: worker {ids['prefill_worker_id']} ")
+    assert f"\ndecode: worker {ids['decode_worker_id']} " in asked.stdout
+    table = route(deployment, "--explain").stdout
+    assert table.startswith("prefill workers\n") and "\ndecode workers\n" in table
+    assert table.count("chosen") == 2
     label = 'worker_type="prefill"'
     page = deployment.request("GET", "/metrics")[2].decode()
     assert re.search(rf"dynamo_frontend_worker_last_input_sequence_tokens{{.*{label}}} \d+", page)

@@ -1,4 +1,4 @@
-"""Who waits for a prefill worker, and for how long: priorities, busy workers, constraints, pins."""
+"""Who waits for a prefill worker: priorities, busy workers, constraints, pins, and its table."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import pytest
 from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box
 
 from dynamo.errors import DynamoError, Overloaded
+from dynamo.frontend.prefill.explain import explain_both
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.protocols.engine import Routing
+from dynamo.protocols.codec import tokens
+from dynamo.protocols.engine import PreprocessedRequest, Routing, StopConditions
 from dynamo.protocols.load import KvMetrics
+from dynamo.router.explain import Explanation, table
+from dynamo.router.kv import KvPicker
 
 
 def first_tokens(box: Box) -> list[int]:
@@ -135,3 +139,57 @@ async def test_a_bug_in_the_choice_ends_its_request_and_not_the_line() -> None:
     box.prefillers.streams[0].answer({})
     assert type(doomed.error) is DynamoError and last.error is None
     assert first_tokens(box) == [1, 3]
+
+
+def explained(box: Box, length: int = 40, routing: Routing | None = None) -> Explanation:
+    """What ``/v1/route`` would say."""
+    prompt = tokens(list(range(length)))
+    request = PreprocessedRequest("tiny", prompt, StopConditions(max_tokens=7))
+    assert isinstance(box.decode, KvPicker)
+    return explain_both(box.decode, box.router, request, routing, ())
+
+
+async def test_the_table_shows_both_choices() -> None:
+    box = Box(prefill_slots=1)
+    assert explained(box).prefill is None, "there is no prefill worker"
+    box.join(PREFILL, SPARE)
+    box.send(routing=Routing(prefill_worker_id=PREFILL))
+    found = explained(box)
+    (decode,) = found.candidates
+    assert decode.chosen and decode.cost == 2, "blocks alone: prompts are no load there"
+    assert found.prefill is not None
+    chosen, full = found.prefill.candidates
+    assert (chosen.worker_id, chosen.chosen) == (SPARE, True)
+    assert (full.worker_id, full.chosen, full.excluded) == (PREFILL, False, "no free slot")
+    lines = table(found).splitlines()
+    titles = [number for number, line in enumerate(lines) if line.endswith(" workers")]
+    assert [lines[number] for number in titles] == ["prefill workers", "decode workers"]
+    box.send(routing=Routing(prefill_worker_id=SPARE))
+    box.send()
+    waits = explained(box).prefill
+    assert waits is not None and waits.queued_requests == 1
+    assert not any(row.chosen for row in waits.candidates)
+    assert len(box.prefillers.streams) == 2, "nothing was sent"
+
+
+async def test_the_cheapest_with_a_slot_is_chosen_where_the_cheapest_has_none() -> None:
+    box = Box(prefill_slots=1, kv_events=False)
+    box.join(PREFILL, SPARE)
+    prompt = tokens(list(range(64)))
+    box.prefill.assume(prompt, PREFILL)  # type: ignore[attr-defined]
+    box.send(5, routing=Routing(prefill_worker_id=PREFILL))
+    found = explained(box, 64).prefill
+    assert found is not None
+    first, second = found.candidates
+    assert (first.worker_id, first.excluded, first.chosen) == (PREFILL, "no free slot", False)
+    assert (second.worker_id, second.chosen) == (SPARE, True)
+
+
+async def test_the_table_says_why_a_prompt_stays() -> None:
+    box = Box(conditional_disagg=True, conditional_disagg_config=CONDITIONS)
+    box.join(PREFILL)
+    found = explained(box, 50)
+    assert found.prefill is None and found.stays == "short"
+    assert table(found).splitlines()[-1] == "no prefill worker: the prompt is short"
+    assert explained(box, 51).prefill is not None
+    assert box.counted("local_total") == {}, "asking counts nothing"

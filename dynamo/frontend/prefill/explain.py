@@ -1,0 +1,53 @@
+"""Which prefill worker a prompt would go to now, and why. Nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sized
+
+from dynamo.frontend.prefill.router import PrefillRouter
+from dynamo.frontend.prefill.ticket import DECODE_OVERRIDE, wanted_place
+from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.router.explain import Explanation, explain
+from dynamo.router.kv import KvPicker
+
+__all__ = ["explain_both"]
+
+_NO_SLOT = "no free slot"
+
+
+def explain_both(
+    picker: KvPicker,
+    prefill: PrefillRouter | None,
+    request: PreprocessedRequest,
+    routing: Routing | None,
+    queued: Sized,
+) -> Explanation:
+    """The decode workers' table, with that of the prefill workers inside if the prompt would go to
+    one first, or the reason why it would not. Raises InvalidArgument for a bad override."""
+    override = request.router_config_override
+    tokens = request.token_ids
+    if prefill is None or not prefill.active:
+        return explain(picker, tokens, routing, override, queued)
+    stays = prefill.stays(tokens, routing)
+    if stays:
+        found = explain(picker, tokens, routing, override, queued)
+        found.stays = stays
+        return found
+    found = explain(picker, tokens, routing, {**(override or {}), **DECODE_OVERRIDE}, queued)
+    chooser = prefill.workers.picker
+    if isinstance(chooser, KvPicker):
+        inner = explain(chooser, tokens, wanted_place(routing), override, prefill.line)
+        found.prefill = _with_slots(inner, prefill.line.free_workers)
+    return found
+
+
+def _with_slots(found: Explanation, free: Collection[int]) -> Explanation:
+    """``found`` as the line sees it: only the ``free`` can be chosen; with none of them the prompt
+    would wait."""
+    for row in found.candidates:
+        if row.cost is not None and row.worker_id not in free:
+            row.chosen, row.excluded = False, _NO_SLOT
+    able = [row for row in found.candidates if row.cost is not None and not row.excluded]
+    if able and not any(row.chosen for row in able):
+        able[0].chosen = True  # they are in the order of their cost
+    return found
