@@ -2,7 +2,7 @@ from typing import final
 
 from typing_extensions import Buffer
 
-__all__ = ["Weights", "choose", "costs", "most"]
+__all__ = ["Weights", "choose", "costs"]
 
 @final
 class Weights:
@@ -44,27 +44,16 @@ def costs(
     host: Buffer | None = None,
     disk: Buffer | None = None,
     shared: Buffer | None = None,
-) -> None:
+) -> float:
     """Write the cost of ``candidates[i]`` (u32 slots) to ``out[i]`` (f64). Spec 3.1, 3.2.
 
     The other columns are indexed by slot: ``prefill_tokens`` (i64) active prefill tokens,
     ``decode_blocks`` (i64) active blocks with this request's added, ``device``/``host``/``disk``/
     ``shared`` (u32) overlap blocks: host and shared counted beyond device, disk beyond host.
+    Returns the most blocks that one candidate need not compute: those on its device, and those in
+    host memory and on disk by their weights; 0 without candidates.
     Raises IndexError for a slot that a column does not have, ValueError when ``out`` is too
     short. O(candidates).
-    """
-
-def most(
-    weights: Weights,
-    candidates: Buffer,
-    device: Buffer,
-    host: Buffer | None = None,
-    disk: Buffer | None = None,
-) -> float:
-    """The most blocks that one of ``candidates`` (u32 slots) need not compute, 0 without any.
-
-    Device blocks count in full, host and disk blocks (u32 columns by slot) by their weight. Raises
-    IndexError for a slot that a column does not have. O(candidates).
     """
 
 def choose(costs: Buffer, count: int, temperature: float, uniform: float) -> int:

@@ -4,7 +4,7 @@ cimport cython
 from libc.math cimport exp, isfinite
 from libc.stdint cimport int64_t, uint32_t
 
-__all__ = ["Weights", "choose", "costs", "most"]
+__all__ = ["Weights", "choose", "costs"]
 
 
 @cython.final
@@ -45,7 +45,10 @@ def costs(Weights weights not None, int64_t isl_tokens, const uint32_t[::1] cand
           double[::1] out not None, const uint32_t[::1] device=None,
           const uint32_t[::1] host=None, const uint32_t[::1] disk=None,
           const uint32_t[::1] shared=None):
-    """Write the cost of ``candidates[i]`` to ``out[i]``; columns are indexed by slot."""
+    """Write the cost of ``candidates[i]`` to ``out[i]``; columns are indexed by slot.
+
+    Returns the most blocks that one of them need not compute.
+    """
     cdef Py_ssize_t count = candidates.shape[0]
     cdef Py_ssize_t width = _width(prefill_tokens, decode_blocks, device, host, disk, shared)
     cdef Py_ssize_t i
@@ -54,7 +57,8 @@ def costs(Weights weights not None, int64_t isl_tokens, const uint32_t[::1] cand
     cdef double decay = 1.0
     cdef double size = <double>weights.block_size
     cdef double request_blocks = <double>max(isl_tokens // weights.block_size, 1)
-    cdef double prefill, overlap
+    cdef double prefill, overlap, held
+    cdef double most = 0.0
     if out.shape[0] < count:
         raise ValueError(f"out holds {out.shape[0]} costs, {count} candidates given")
     for i in range(count):
@@ -65,49 +69,27 @@ def costs(Weights weights not None, int64_t isl_tokens, const uint32_t[::1] cand
             least = prefill_tokens[slot]
     for i in range(count):
         slot = candidates[i]
-        overlap = 0.0
+        overlap = held = 0.0
         if device is not None:
             if weights.decay > 0:
                 decay = <double>(prefill_tokens[slot] - least) / size / request_blocks
                 decay = 1.0 / (1.0 + weights.decay * decay)
             overlap = weights.credit * decay * device[slot]
+            held = device[slot]
         if host is not None:
             overlap += weights.host * host[slot]
+            held += weights.host * host[slot]
         if disk is not None:
             overlap += weights.disk * disk[slot]
+            held += weights.disk * disk[slot]
+        most = max(most, held)
         if shared is not None:
             overlap += weights.shared * shared[slot]
         prefill = <double>(prefill_tokens[slot] + isl_tokens) / size - overlap
         if prefill < 0:
             prefill = 0.0
         out[i] = weights.prefill_scale * prefill + <double>decode_blocks[slot]
-
-
-def most(Weights weights not None, const uint32_t[::1] candidates not None,
-         const uint32_t[::1] device not None, const uint32_t[::1] host=None,
-         const uint32_t[::1] disk=None):
-    """The most blocks that one of the candidates need not compute, lower tiers by their share."""
-    cdef Py_ssize_t width = device.shape[0]
-    cdef Py_ssize_t i
-    cdef uint32_t slot
-    cdef double blocks
-    cdef double best = 0.0
-    if host is not None:
-        width = min(width, host.shape[0])
-    if disk is not None:
-        width = min(width, disk.shape[0])
-    for i in range(candidates.shape[0]):
-        slot = candidates[i]
-        if slot >= width:
-            raise IndexError(f"slot {slot} is beyond the columns of {width}")
-        blocks = <double>device[slot]
-        if host is not None:
-            blocks += weights.host * host[slot]
-        if disk is not None:
-            blocks += weights.disk * disk[slot]
-        if blocks > best:
-            best = blocks
-    return best
+    return most
 
 
 def choose(const double[::1] costs not None, Py_ssize_t count, double temperature, double uniform):

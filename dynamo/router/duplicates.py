@@ -15,29 +15,33 @@ __all__ = ["add_duplicates", "duplicate_blocks"]
 
 
 def add_duplicates(
-    terms: Terms, slots: array[int], held: Holdings, prompt_blocks: int, costs: array[float]
+    terms: Terms,
+    slots: array[int],
+    held: Holdings,
+    most: float,
+    prompt_blocks: int,
+    costs: array[float],
 ) -> None:
-    """Raise ``costs[i]`` of ``slots[i]`` by what it lacks of the most that one of them holds.
+    """Raise ``costs[i]`` of ``slots[i]`` by what it lacks of the ``most`` that one of them holds.
 
     Each such block costs ``duplicate_cost`` blocks of prefill, times the share of the prompt that
     is cached there: a prompt that is mostly new goes where there is time. O(slots).
     """
     weights = terms.weights
-    best = held.best(weights, slots)
-    price = weights.prefill_scale * _price(terms, best, prompt_blocks)
+    price = weights.prefill_scale * _price(terms, most, prompt_blocks)
     if price:
         for place, slot in enumerate(slots):
-            costs[place] += price * (best - held.effective(weights, slot))
+            costs[place] += price * (most - held.effective(weights, slot))
 
 
 def duplicate_blocks(
     terms: Terms, slots: array[int], held: Holdings, prompt_blocks: int, slot: int
 ) -> float:
     """The same for one of ``slots``, as blocks of prefill. O(slots)."""
-    best = held.best(terms.weights, slots)
-    lacking = best - held.effective(terms.weights, slot)
-    return max(_price(terms, best, prompt_blocks) * lacking, 0.0)
+    most = held.most(terms.weights, slots)
+    lacking = most - held.effective(terms.weights, slot)
+    return max(_price(terms, most, prompt_blocks) * lacking, 0.0)
 
 
-def _price(terms: Terms, best: float, prompt_blocks: int) -> float:
-    return terms.duplicate_cost * best / max(prompt_blocks, 1)
+def _price(terms: Terms, most: float, prompt_blocks: int) -> float:
+    return terms.duplicate_cost * most / max(prompt_blocks, 1)

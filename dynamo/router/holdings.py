@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 
 from dynamo._fast.radix import RadixTree
-from dynamo._fast.scoring import Weights, most
+from dynamo._fast.scoring import Weights
 from dynamo.router.caches.recent import RecentPrompts
 from dynamo.router.cost import Held, effective_blocks
 
@@ -75,9 +75,9 @@ class Holdings:
         """Blocks of the prompt in the shared cache."""
         return sum(end - begin for begin, end in self.shared_ranges)
 
-    def best(self, weights: Weights, slots: array[int]) -> float:
+    def most(self, weights: Weights, slots: array[int]) -> float:
         """The most that one of the slots has of this. O(slots)."""
-        return most(weights, slots, self.device, self.host, self.disk)
+        return max((self.effective(weights, slot) for slot in slots), default=0.0)
 
     def copy(self) -> Holdings:
         """As it is now."""

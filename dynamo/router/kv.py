@@ -44,6 +44,7 @@ __all__ = ["KvPicker"]
 class KvPicker:
     """Cost-based choice. ``index`` is None where prefix overlap must not matter.
 
+    ``believes``: decisions predict caches, for a while or for good.
     ``served`` counts, by worker, the prompts of at least one block that got a first token.
     ``on_first_served`` hears of each worker's first of them.
     ``own_requests``, where set, is told of everything booked, for other replicas of the router.
@@ -73,9 +74,9 @@ class KvPicker:
         self.gate = Gate(self.fleet, settings, self._booked_prefill)
         self.index = index
         self._recent = make_recent(settings)
-        chain = predicted is not None or self._recent is not None
+        self.believes = predicted is not None or self._recent is not None
         track_blocks = settings.track_active_blocks
-        self._hasher = Hasher(block_size, index is not None, chain, track_blocks)
+        self._hasher = Hasher(block_size, index is not None, self.believes, track_blocks)
         self._terms = terms_of(settings, block_size)
         self._held = Holdings(index, settings.shared_cache_type != "none")
         self._metrics = metrics
@@ -100,18 +101,16 @@ class KvPicker:
         terms = overridden(self._terms, override) if override else self._terms
         slots = self.gate.slots(routing, times[0])
         prompt = self._look(tokens, routing, terms, times)
-        slot = self._choose(prompt, slots, terms, routing)
+        slot, most = self._choose(prompt, slots, terms, routing)
         decision = self._decision(slot, prompt)
         if decision_logger.isEnabledFor(logging.INFO):
             self._log(request_id, prompt, terms, slots, slot)
         if request_id is None:
             return decision
-        self._book(request_id, slot, decision, prompt, routing, terms)
+        found = self._book(request_id, slot, decision, prompt, routing, terms)
         times.append(self._clock())
         if self._metrics is not None:
-            found = self._held.effective(terms.weights, slot)
-            best = self._held.best(terms.weights, slots)
-            self._metrics.decided(times, prompt, found, best, self.block_size)
+            self._metrics.decided(times, prompt, found, most, self.block_size)
             if self._held.shares:
                 beyond = self._held.of(slot).shared
                 self._metrics.shared(self._held.shared_blocks, beyond, prompt.blocks)
@@ -132,7 +131,7 @@ class KvPicker:
         slots, chosen, error = array("I"), None, None
         try:
             slots = self.gate.slots(routing, now_s)
-            chosen = self._choose(prompt, slots, terms, routing)
+            chosen, _ = self._choose(prompt, slots, terms, routing)
         except DynamoError as failure:
             error = failure
         return self._survey(prompt, terms, slots, chosen, error)
@@ -161,11 +160,6 @@ class KvPicker:
             self.predicted.routed(request_id, slot, chained, hashes, now_s)
         if self._recent is not None:
             self._recent.routed(slot, chained, hashes, now_s)
-
-    @property
-    def believes(self) -> bool:
-        """Whether decisions predict caches, for a while or for good."""
-        return self.predicted is not None or self._recent is not None
 
     def mark_prefill_complete(self, request_id: str) -> None:
         """The first token is here: the prompt is no load any more."""
@@ -261,10 +255,11 @@ class KvPicker:
 
     def _choose(
         self, prompt: Prompt, slots: array[int], terms: Terms, routing: Routing | None
-    ) -> int:
+    ) -> tuple[int, float]:
+        """The slot with the least cost, and the most effective blocks that one of them has."""
         held, prefill, decode = self._held, self._prefill, self._decode
         self.active.project_into(prompt.shared, prompt.unique_blocks, prefill, decode)
-        costs(
+        most = costs(
             terms.weights,
             prompt.isl_tokens,
             slots,
@@ -279,10 +274,11 @@ class KvPicker:
         if terms.request_weight:
             add_requests(terms.request_weight, slots, self._costs, self.active.load)
         if terms.duplicate_cost:
-            add_duplicates(terms, slots, held, prompt.blocks, self._costs)
+            add_duplicates(terms, slots, held, most, prompt.blocks, self._costs)
         if routing is not None and routing.preferred_taints:
             favour(self._costs, slots, self.fleet, routing.preferred_taints)
-        return slots[choose(self._costs, len(slots), terms.temperature, self._uniform())]
+        chosen = choose(self._costs, len(slots), terms.temperature, self._uniform())
+        return slots[chosen], most
 
     def _decision(self, slot: int, prompt: Prompt) -> Decision:
         owner = self.fleet.owners[slot]
@@ -297,27 +293,29 @@ class KvPicker:
         prompt: Prompt,
         routing: Routing | None,
         terms: Terms,
-    ) -> None:
-        cached = cached_tokens(terms.weights, self._held.effective(terms.weights, slot))
-        prefill = max(prompt.isl_tokens - cached, 0)
-        expected = routing.expected_output_tokens if routing is not None else None
+    ) -> float:
+        """Make it the slot's load; the effective blocks of the prompt that are there."""
+        found = self._held.effective(terms.weights, slot)
+        prefill = 0
+        if terms.track_prefill_tokens:
+            prefill = max(prompt.isl_tokens - cached_tokens(terms.weights, found), 0)
+        now_s = self._clock()
         booking = Booking(
             slot,
             decision.worker_id,
             decision.dp_rank,
             prompt.isl_tokens,
             decision.overlap_blocks,
-            self._clock(),
-            expected,
+            now_s,
+            None if routing is None else routing.expected_output_tokens,
         )
-        if not terms.track_prefill_tokens:
-            prefill = 0
         self.active.book(request_id, booking, prompt.shared, prompt.unique_blocks, prefill)
+        self.gate.settled(routing, decision.worker_id, decision.dp_rank, now_s)
         if self.own_requests is not None:
             self.own_requests.booked(request_id, booking, prompt, prefill)
-        now_s = booking.booked_at_s
-        self.gate.settled(routing, decision.worker_id, decision.dp_rank, now_s)
-        self.believe(request_id, slot, prompt.chained, prompt.hashes, now_s)
+        if self.believes:
+            self.believe(request_id, slot, prompt.chained, prompt.hashes, now_s)
+        return found
 
     def _survey(
         self,

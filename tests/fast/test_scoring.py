@@ -20,13 +20,13 @@ weight = st.floats(0, 4)
 
 def compiled_costs(
     weights: scoring.Weights, isl_tokens: int, given_loads: list[oracle.Load]
-) -> list[float]:
-    """Run the compiled side with candidates in reverse slot order."""
+) -> tuple[list[float], float]:
+    """Run the compiled side with candidates in reverse slot order: costs, and the most held."""
     count = len(given_loads)
     out = array("d", bytes(8 * count))
     slots = array("I", reversed(range(count)))
     columns = list(reversed(given_loads))
-    scoring.costs(
+    most = scoring.costs(
         weights,
         isl_tokens,
         slots,
@@ -38,7 +38,7 @@ def compiled_costs(
         array("I", [load.disk for load in columns]),
         array("I", [load.shared for load in columns]),
     )
-    return out.tolist()
+    return out.tolist(), most
 
 
 @given(
@@ -51,8 +51,9 @@ def compiled_costs(
 )
 def test_costs_equal_the_twin(given_loads, isl, size, named) -> None:
     expected = oracle.costs(oracle.Weights(size, **named), isl, given_loads)
-    got = compiled_costs(scoring.Weights(size, **named), isl, given_loads)
+    got, most = compiled_costs(scoring.Weights(size, **named), isl, given_loads)
     assert got == pytest.approx(expected, rel=1e-12, abs=1e-9)
+    assert most == pytest.approx(oracle.most(oracle.Weights(size, **named), given_loads))
 
 
 @given(
@@ -81,7 +82,7 @@ def test_choice_equals_the_twin(values, temperature, step) -> None:
 )
 def test_verified_numbers(isl: int, size: int, device: int, expected: float) -> None:
     load = oracle.Load(0, isl // size, device)
-    assert compiled_costs(scoring.Weights(size), isl, [load]) == [expected]
+    assert compiled_costs(scoring.Weights(size), isl, [load])[0] == [expected]
 
 
 @pytest.mark.parametrize(
@@ -97,13 +98,13 @@ def test_verified_numbers(isl: int, size: int, device: int, expected: float) -> 
 def test_every_tier_has_its_credit(held: tuple[int, ...], expected: float) -> None:
     """24 tokens in blocks of 4, four blocks active; credits never go below no prefill."""
     load = oracle.Load(0, 4, *held)
-    assert compiled_costs(scoring.Weights(4, shared=0.5), 24, [load]) == [expected]
+    assert compiled_costs(scoring.Weights(4, shared=0.5), 24, [load])[0] == [expected]
 
 
 def test_seed_worked_example() -> None:
     """Seed router guide: 18, 10 and 11 with weight 1; worker 2 wins."""
     given_loads = [oracle.Load(0, 10), oracle.Load(0, 5, 3), oracle.Load(0, 9, 6)]
-    got = compiled_costs(scoring.Weights(1), 8, given_loads)
+    got, _ = compiled_costs(scoring.Weights(1), 8, given_loads)
     assert got == [18.0, 10.0, 11.0]
     assert scoring.choose(array("d", got), 3, 0.0, 0.99) == 1
 

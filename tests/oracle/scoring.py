@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Load", "Weights", "choose", "cost", "costs", "probabilities"]
+__all__ = ["Load", "Weights", "choose", "cost", "costs", "most", "probabilities"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,12 @@ def costs(weights: Weights, isl_tokens: int, loads: Sequence[Load]) -> list[floa
     """The cost of every candidate."""
     least = min((load.prefill_tokens for load in loads), default=0)
     return [cost(weights, isl_tokens, load, least) for load in loads]
+
+
+def most(weights: Weights, loads: Sequence[Load]) -> float:
+    """The most blocks that a candidate need not compute."""
+    held = [one.device + weights.host * one.host + weights.disk * one.disk for one in loads]
+    return max(held, default=0.0)
 
 
 def probabilities(values: Sequence[float], temperature: float) -> list[float]:

@@ -19,6 +19,7 @@ from dynamo.errors import DynamoError, InvalidArgument, Overloaded, Unavailable
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
+from dynamo.router.cost import cached_tokens
 from dynamo.router.eligibility.busy import UNKNOWN_BATCH_TOKENS
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import Place
@@ -154,11 +155,13 @@ class Line:
         return ticket
 
     def _cached_tokens(self, ticket: Ticket) -> int:
-        """Tokens of the prompt that the best of its workers holds. Raises what its pick would."""
+        """Tokens of the prompt that the best of its workers need not compute. Raises what its pick
+        would."""
         survey = self.picker.survey(ticket.tokens, ticket.routing, ticket.override)
         if survey.error is not None:
             raise survey.error
-        return max(survey.overlaps[slot] for slot in survey.slots) * self.picker.block_size
+        weights = survey.terms.weights
+        return cached_tokens(weights, survey.held.most(weights, survey.slots))
 
     def _drain(self) -> None:
         """Let go who may, from the head on, a few in a turn of the loop."""
