@@ -48,12 +48,14 @@ STEPS = st.lists(
         st.tuples(st.just("recount"), st.integers(0, 30), st.integers(0, 50)),
         st.tuples(st.just("serve")),
     ),
+    min_size=40,
     max_size=120,
 )
+"""Left to itself hypothesis makes histories of a handful of steps, in which nothing happens."""
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(steps=STEPS)
 def test_as_the_rule_says(policy: str, steps: list[Any]) -> None:
     queue: WaitingQueue[int] = WaitingQueue(policy, 40)
@@ -99,6 +101,14 @@ def test_a_jump_counts_as_having_come_earlier() -> None:
         order.append(head.item)
         queue.leave(head)
     assert order == ["first of all", "hasty", "early", "patient"]
+
+
+def test_a_negative_jump_is_none_where_who_came_first_goes_first() -> None:
+    queue: WaitingQueue[str] = WaitingQueue("fcfs", 10)
+    queue.join("patient", Claim(jump_s=-50.0), 8, 0, 10.0)
+    queue.join("later", Claim(), 8, 0, 11.0)
+    head = queue.head()
+    assert head is not None and head.item == "patient"
 
 
 def test_the_bound() -> None:
