@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -45,8 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         status = importlib.import_module(VERBS[verb][0]).main(words)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `… | head`: the reader has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return int(status)
 
 

@@ -179,13 +179,16 @@ class Deployment:
             self._say_ready("no dynamo.frontend in this graph; all processes are started")
             return
         workers = sum(spec.stop_stage > 0 for spec in self._plan.specs)
-        address = address_of(frontends[0].options, {**environ(), **frontends[0].env})
+        first, *others = (address_of(f.options, {**environ(), **f.env}) for f in frontends)
         async with asyncio.TaskGroup() as group:
             reminder = group.create_task(self._remind())
-            health: Health = await wait_until_ready(address, workers)
+            health: Health = await wait_until_ready(first, workers)
+            for address in others:  # they may serve some of the workers only
+                await wait_until_ready(address, min(workers, 1))
             reminder.cancel()
         models = ", ".join(health.models) or "none yet"
-        self._say_ready(f"{address.url}/v1   model: {models}   workers: {health.instances}")
+        urls = ", ".join(f"{address.url}/v1" for address in (first, *others))
+        self._say_ready(f"{urls}   model: {models}   workers: {health.instances}")
 
     async def _remind(self) -> None:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,15 @@ def test_looking_at_a_graph_does_without_circus_and_nvml() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+    """``dynamo serve graph.yaml --dry-run | head -0``."""
+    graph = tmp_path / "graph.yaml"
+    graph.write_text("W: {run: [sleep, 1]}\n")
+    command = [sys.executable, "-m", "dynamo", "serve", str(graph), "--dry-run"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, timeout=30)
+    assert (done.returncode, done.stderr) == (141, b"")
