@@ -24,8 +24,9 @@ PROMPT = "Disaggregated serving computes the prompt in one place and the answer 
 _QUEUE = codec.decoder(PrefillQueue).decode
 
 
-def prefiller(deployment: Deployment, *flags: str) -> subprocess.Popen[bytes]:
-    return deployment.mocker("--disaggregation-mode", "prefill", "--block-size", "16", *flags)
+def prefiller(deployment: Deployment, *flags: str, **env: str) -> subprocess.Popen[bytes]:
+    mode = "--disaggregation-mode", "prefill"
+    return deployment.mocker(*mode, "--block-size", "16", *flags, **env)
 
 
 def decoder(deployment: Deployment, *flags: str) -> subprocess.Popen[bytes]:
@@ -221,3 +222,82 @@ def test_a_client_that_leaves_during_prefill_frees_the_slot(deployment: Deployme
     until(deployment, lambda: state() == [0, 0], "nothing left")
     load = "dynamo_frontend_worker_active_prefill_tokens"
     until(deployment, lambda: metric(deployment, load) == 0, "no load left")
+
+
+def test_a_hung_prefill_worker_is_given_up(deployment: Deployment) -> None:
+    """It says nothing, but its connection stands: the lease tells, then the patience ends."""
+    hung = prefiller(deployment, "--speedup-ratio", "10", ETCD_LEASE_TTL="0.5")
+    decoder(deployment, "--speedup-ratio", "10")
+    deployment.frontend(
+        "--router-mode", "kv", "--router-prefill-slots", "1", DYN_PREFILL_DRAIN_TIMEOUT_S="0.3"
+    )
+    deployment.wait_for_workers(2)
+    prefill_workers(deployment, 1)
+    hung.send_signal(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            answers = [pool.submit(complete, deployment, f"{n} {PROMPT}") for n in range(2)]
+            done = [answer.result(20) for answer in answers]
+    finally:
+        hung.send_signal(signal.SIGCONT)
+    assert [status for status, _ in done] == [200, 200], deployment.tail()
+    assert all(body["usage"]["completion_tokens"] == 6 for _, body in done)
+    assert metric(deployment, "dynamo_frontend_prefill_fallbacks_total") == 2
+    prefill_workers(deployment, 1)
+    status, body = complete(deployment)
+    ids = body["nvext"]["worker_id"]
+    assert status == 200 and ids["prefill_worker_id"] != ids["decode_worker_id"], "it is back"
+
+
+def test_who_waits_for_a_slot_is_served_in_the_drain_while_there_is_time(
+    deployment: Deployment,
+) -> None:
+    """SIGTERM while one prompt is computed and two wait: all three are answered."""
+    prefiller(deployment, "--speedup-ratio", "0.3")
+    decoder(deployment, "--speedup-ratio", "10")
+    frontend = deployment.frontend("--router-mode", "kv", "--router-prefill-slots", "1")
+    deployment.wait_for_workers(2)
+    prefill_workers(deployment, 1)
+    depth = "dynamo_frontend_prefill_queue_depth"
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(complete, deployment, f"{n} {PROMPT}") for n in range(3)]
+        until(deployment, lambda: metric(deployment, depth) == 2, "two that wait")
+        frontend.send_signal(signal.SIGTERM)
+        done = [answer.result(20) for answer in answers]
+    assert [status for status, _ in done] == [200] * 3, deployment.tail()
+    assert frontend.wait(10) == 0
+
+
+def test_who_still_waits_when_the_drain_ends_hears_so(deployment: Deployment) -> None:
+    """In the prefill queue and in the line before the decode workers alike."""
+    slow = ("--speedup-ratio", "0.0003")
+    prefiller(deployment, *slow)
+    deployment.mocker("--block-size", "16", *slow)
+    frontend = deployment.frontend(
+        "--router-mode",
+        "kv",
+        "--router-queue-threshold",
+        "0.001",
+        "--router-conditional-disagg",
+        "--router-conditional-disagg-config",
+        '{"eff_isl_threshold": 60, "max_prefill_queue_size": null}',
+        DYN_ROUTER_PREFILL_SLOTS="1",
+        DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0.2",
+    )
+    deployment.wait_for_workers(2)
+    prefill_workers(deployment, 1)
+    depths = "dynamo_frontend_prefill_queue_depth", "dynamo_frontend_router_queue_pending_requests"
+    half = PROMPT[: len(PROMPT) // 2]
+    prompts = [PROMPT, PROMPT, half, half]
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(complete, deployment, prompt) for prompt in prompts]
+        until(
+            deployment,
+            lambda: [metric(deployment, name) for name in depths] == [1, 1],
+            "one that waits in each line",
+        )
+        frontend.send_signal(signal.SIGTERM)
+        done = [answer.result(20) for answer in answers]
+    assert [status for status, _ in done] == [503] * 4, deployment.tail()
+    assert {body["message"] for _, body in done} == {"Service is shutting down"}
+    assert frontend.wait(10) == 0
