@@ -452,6 +452,18 @@ async def test_conditional_what_the_decode_worker_has_cached_counts() -> None:
     assert len(box.decoders.streams) == 1 and box.counted("local_total") == {"cached": 1}
 
 
+async def test_where_one_worker_has_vanished_the_other_computes() -> None:
+    box = Box()
+    box.join(PREFILL, SPARE)
+    box.prefillers.refused.add(PREFILL)
+    callers = [box.send() for _ in range(4)]
+    assert [one.worker_id for one in box.prefillers.streams] == [SPARE] * 4
+    assert box.counted("fallbacks_total") == {} and not box.decoders.streams
+    for caller in callers:
+        caller.leg.release()
+    assert box.nothing_left()
+
+
 async def test_a_worker_that_vanished_between_choice_and_sending() -> None:
     box = Box(prefill_retries=1)
     box.join(PREFILL)

@@ -259,6 +259,33 @@ def test_a_pinned_head_holds_up_the_line() -> None:
     assert world.outcomes["pinned"].worker_id == 1  # type: ignore[union-attr]
 
 
+def test_a_head_that_leaves_makes_room_at_once() -> None:
+    world = World()
+    fill(world)
+    world.ask("pinned", 60, 0, backend_instance_id=1)
+    world.ask("any", 60, 100)
+    world.picker.free("fill 2")
+    world.turn()
+    world.tickets["pinned"].cancel()
+    world.turn()
+    assert world.order[2:] == ["any"], "without waiting for a tick"
+
+
+def test_all_that_wait_long_are_looked_at_again_however_many() -> None:
+    world = World(1, queue_policy="wspt")
+    fill(world)
+    for number in range(100):
+        world.ask(str(number), 40, 1000 * number)
+    world.turn(9)
+    for number in range(100):
+        prompt = array("I", range(1000 * number, 1000 * number + 40))
+        hashes = block_hashes(prompt, BLOCK)
+        slot = world.picker.fleet.members[1].slots[0]
+        world.picker.index.store(slot, None, sequence_hashes(hashes), hashes)  # type: ignore[union-attr]
+    world.turn(2)
+    assert world.sample("queue_pending_cached_tokens") == 100 * 40
+
+
 def test_a_newcomer_that_is_first_goes_where_the_head_may_not() -> None:
     world = World()
     fill(world)

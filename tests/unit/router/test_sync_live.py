@@ -28,10 +28,10 @@ class Replicas:
         self.boxes: list[Box] = []
         self.workers: list[Worker] = []
 
-    async def worker(self) -> Worker:
+    async def worker(self, config: RuntimeConfig | None = None) -> Worker:
         worker = Worker(self.settings)
         self.workers.append(worker)
-        await worker.start(RuntimeConfig())
+        await worker.start(config or RuntimeConfig())
         return worker
 
     async def router(self, workers: int = 1, **settings: object) -> LiveRouter:
@@ -153,6 +153,21 @@ async def test_load_of_a_worker_that_is_not_known_yet(replicas: Replicas) -> Non
     second._devices[late.id] = "cpu"
     second._add(late.id)
     assert [load(second, worker) for worker in replicas.workers] == both
+
+
+async def test_predicted_blocks_of_a_replica_are_held_until_its_request_ends(
+    replicas: Replicas,
+) -> None:
+    await replicas.worker(RuntimeConfig(total_kv_blocks=100))
+    chosen = {"kv_events": False, "approximate_cache_policy": "lru"}
+    first, second = await replicas.router(**chosen), await replicas.router(**chosen)
+    await hear_each_other(first, second)
+    predicted = kv(second).predicted
+    assert predicted is not None
+    first.picker.pick("a", PROMPT)
+    await until(lambda: predicted.leases() == 1)
+    first.picker.free("a")
+    await until(lambda: predicted.leases() == 0)
 
 
 async def test_predictions_are_shared(replicas: Replicas) -> None:
