@@ -11,8 +11,11 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples/model"
@@ -99,6 +102,33 @@ class Deployment:
                 assert process.poll() is None or process.returncode in (0, -9), self.tail()
             time.sleep(0.05)
         raise AssertionError(f"no {count} workers after {timeout_s} s: {seen}\n{self.tail()}")
+
+    def sample(self, name: str, **labels: str) -> float:
+        """The sum of the samples ``name`` with these labels on the frontend's page."""
+        text = self.request("GET", "/metrics")[2].decode()
+        return sum(
+            float(one.value)
+            for family in text_string_to_metric_families(text)
+            for one in family.samples
+            if one.name == name and labels.items() <= one.labels.items()
+        )
+
+    def until(
+        self, condition: Callable[[], Any], what: str = "it", timeout_s: float = START_TIMEOUT_S
+    ) -> float:
+        """Ask the processes until it is so; the seconds it took. Fails with the logs."""
+        started = time.monotonic()
+        while not self._holds(condition):
+            waited_s = time.monotonic() - started
+            assert waited_s < timeout_s, f"not after {waited_s:.0f} s: {what}\n{self.tail()}"
+            time.sleep(0.02)
+        return time.monotonic() - started
+
+    def _holds(self, condition: Callable[[], Any]) -> bool:
+        try:
+            return bool(condition())
+        except OSError:
+            return False  # whoever is asked does not listen yet
 
     def tail(self) -> str:
         """The last lines of every process, for a failing test."""

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from deployment import Deployment
 from jsonschema import Draft202012Validator
-from prometheus_client.parser import text_string_to_metric_families
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 
@@ -55,23 +54,6 @@ class Streaming:
     def close(self) -> None:
         self.answer.close()
         self.connection.close()
-
-
-def sample(deployment: Deployment, name: str, **labels: str) -> float:
-    text = deployment.request("GET", "/metrics")[2].decode()
-    return sum(
-        one.value
-        for family in text_string_to_metric_families(text)
-        for one in family.samples
-        if one.name == name and labels.items() <= one.labels.items()
-    )
-
-
-def wait_for_sample(deployment: Deployment, value: float, name: str, **labels: str) -> None:
-    deadline = time.monotonic() + 10
-    while (seen := sample(deployment, name, **labels)) != value:
-        assert time.monotonic() < deadline, f"{name} is {seen}, not {value}"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -155,14 +137,14 @@ def test_a_client_that_leaves_frees_its_worker(started: Deployment, streaming: b
         )
         if streaming:
             assert client.recv(4096).startswith(b"HTTP/1.1 200")
-        wait_for_sample(started, 1, "dynamo_frontend_inflight_requests")
+        started.until(lambda: started.sample("dynamo_frontend_inflight_requests") == 1)
     kind = "stream" if streaming else "unary"
-    wait_for_sample(started, 0, "dynamo_frontend_active_requests")
+    started.until(lambda: started.sample("dynamo_frontend_active_requests") == 0)
     labels = {"endpoint": "chat_completions", "model": "tiny", "request_type": kind}
-    assert sample(started, "dynamo_frontend_model_cancellation_total", **labels) == 1
+    assert started.sample("dynamo_frontend_model_cancellation_total", **labels) == 1
     ended = {"error_type": "cancelled", "status": "error", **labels}
-    assert sample(started, "dynamo_frontend_requests_total", **ended) == 1
-    wait_for_sample(started, 0, "dynamo_frontend_worker_active_decode_blocks")
+    assert started.sample("dynamo_frontend_requests_total", **ended) == 1
+    started.until(lambda: started.sample("dynamo_frontend_worker_active_decode_blocks") == 0)
     assert started.request("POST", CHAT, chat(1))[0] == 200
 
 

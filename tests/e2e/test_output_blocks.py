@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 from deployment import Deployment
-from prometheus_client.parser import text_string_to_metric_families
 
 
 def test_load_grows_and_fades_with_the_output(deployment: Deployment) -> None:
@@ -32,25 +29,20 @@ def test_load_grows_and_fades_with_the_output(deployment: Deployment) -> None:
         connection.request("POST", "/v1/completions", json.dumps(body), head)
         return connection
 
-    def sample(name: str) -> float:
-        text = deployment.request("GET", "/metrics")[2].decode()
-        families = text_string_to_metric_families(text)
-        return sum(one.value for each in families if each.name == name for one in each.samples)
-
-    def until(condition: Callable[[float], bool]) -> float:
-        deadline = time.monotonic() + 20
-        while not condition(blocks := sample("dynamo_frontend_worker_active_decode_blocks")):
-            assert time.monotonic() < deadline, f"{blocks} blocks"
-        return blocks
+    def blocks() -> float:
+        return deployment.sample("dynamo_frontend_worker_active_decode_blocks")
 
     running = begin({})
-    prompt = until(lambda blocks: blocks > 0)
-    until(lambda blocks: blocks >= prompt + 20)
+    deployment.until(lambda: blocks() > 0)
+    prompt = blocks()
+    deployment.until(lambda: blocks() >= prompt + 20)
     running.close()
-    until(lambda blocks: blocks == 0)
+    deployment.until(lambda: blocks() == 0)
     running = begin({"osl": 300})
-    until(lambda blocks: blocks > 0)
-    until(lambda blocks: blocks < prompt / 2)
-    until(lambda blocks: blocks == 0)
-    assert sample("dynamo_frontend_inflight_requests") == 1, "it goes on, against expectation"
+    deployment.until(lambda: blocks() > 0)
+    deployment.until(lambda: blocks() < prompt / 2)
+    deployment.until(lambda: blocks() == 0)
+    assert deployment.sample("dynamo_frontend_inflight_requests") == 1, (
+        "it goes on, against expectation"
+    )
     running.close()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from deployment import Deployment
-from prometheus_client.parser import text_string_to_metric_families
 
 Answer = tuple[int, Any, float]
 
@@ -45,20 +43,10 @@ class Clients:
         connection.request("POST", "/v1/completions", json.dumps(body(text)), head)
         return connection
 
-    def sample(self, name: str, **labels: str) -> float:
-        text = self.deployment.request("GET", "/metrics")[2].decode()
-        for family in text_string_to_metric_families(text):
-            for one in family.samples:
-                if one.name == name and labels.items() <= one.labels.items():
-                    return float(one.value)
-        return 0.0
-
     def until(self, name: str, value: float, **labels: str) -> None:
         """Until the metric reads ``value``."""
-        seen: Callable[[], float] = lambda: self.sample(name, **labels)  # noqa: E731
-        deadline = time.monotonic() + 20
-        while (last := seen()) != value:
-            assert time.monotonic() < deadline, f"{name} is {last}, not {value}"
+        sample = self.deployment.sample
+        self.deployment.until(lambda: sample(name, **labels) == value, f"{name} is {value}")
 
 
 def test_order_leaving_and_the_bound(deployment: Deployment) -> None:
@@ -96,9 +84,9 @@ def test_order_leaving_and_the_bound(deployment: Deployment) -> None:
         timing = answers[3][1]["nvext"]["timing"]
         assert timing["router_queue_depth"] == 0
         assert timing["prefill_wait_time_ms"] > 2 * timing["prefill_time_ms"]
-        assert clients.sample(f"{area}_queue_backpressure_total", reason="prefill_load") == 1
-        assert clients.sample(f"{area}_admission_rejected_total", reason="queue_limit") == 1
-        assert clients.sample(f"{area}_queue_wait_seconds_count") == 3
+        assert deployment.sample(f"{area}_queue_backpressure_total", reason="prefill_load") == 1
+        assert deployment.sample(f"{area}_admission_rejected_total", reason="queue_limit") == 1
+        assert deployment.sample(f"{area}_queue_wait_seconds_count") == 3
         clients.until(f"{area}_queue_pending_requests", 0)
         clients.until(f"{area}_queue_pending_isl_tokens", 0)
         clients.until("dynamo_frontend_worker_active_prefill_tokens", 0)

@@ -3,23 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 
 from deployment import Deployment
-
-
-def until(condition: Callable[[], object], deployment: Deployment) -> None:
-    """Until ``condition``, which asks the processes."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            if condition():
-                return
-        except OSError:
-            pass  # not listening yet
-        time.sleep(0.05)
-    raise AssertionError(deployment.tail())
 
 
 def rejected(deployment: Deployment) -> bool:
@@ -34,7 +19,7 @@ def models(deployment: Deployment) -> list[str]:
 def test_a_forced_size_that_no_worker_has(deployment: Deployment) -> None:
     deployment.mocker("--speedup-ratio", "0", "--block-size", "16")
     deployment.frontend("--router-mode", "kv", "--kv-cache-block-size", "32")
-    until(lambda: rejected(deployment), deployment)
+    deployment.until(lambda: rejected(deployment), "the refusal")
     assert models(deployment) == []
     text = "has KV blocks of 16 tokens, this frontend hashes blocks of 32"
     assert text in deployment.tail() and "--kv-cache-block-size 16" in deployment.tail()
@@ -45,7 +30,7 @@ def test_two_workers_that_differ(deployment: Deployment) -> None:
     deployment.frontend("--router-mode", "kv")
     deployment.wait_for_workers(1)
     deployment.mocker("--speedup-ratio", "0", "--block-size", "32")
-    until(lambda: rejected(deployment), deployment)
+    deployment.until(lambda: rejected(deployment), "the refusal")
     assert "they have KV blocks of 16 tokens, it has 32" in deployment.tail()
     assert models(deployment) == ["tiny"]
 
@@ -55,4 +40,4 @@ def test_the_standalone_router_refuses_too(deployment: Deployment) -> None:
     path = f"{deployment.namespace}.backend.generate"
     deployment.start("dynamo.router", "--endpoint", path)  # blocks of 128
     text = "has KV blocks of 16 tokens, this router hashes blocks of 128: it gets no requests"
-    until(lambda: text in deployment.tail(), deployment)
+    deployment.until(lambda: text in deployment.tail(), "the refusal")

@@ -9,8 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,26 +58,11 @@ def route(deployment: Deployment, *flags: str) -> subprocess.CompletedProcess[st
     )
 
 
-def metric(deployment: Deployment, name: str) -> float:
-    """The sum over all label values."""
-    page = deployment.request("GET", "/metrics")[2].decode()
-    rows = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
-    return sum(map(float, rows))
-
-
-def until(deployment: Deployment, condition: Callable[[], bool], what: str) -> None:
-    """Wait for what only a scrape can tell."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come\n{deployment.tail()}"
-        time.sleep(0.02)
-
-
 def prefill_workers(deployment: Deployment, count: int) -> None:
     def there() -> bool:
-        return metric(deployment, "dynamo_frontend_prefill_workers") == count
+        return deployment.sample("dynamo_frontend_prefill_workers") == count
 
-    until(deployment, there, f"{count} prefill workers")
+    deployment.until(there, f"{count} prefill workers")
 
 
 def test_the_answer_is_that_of_an_aggregated_worker(deployment: Deployment) -> None:
@@ -126,9 +109,9 @@ def test_the_answer_is_that_of_an_aggregated_worker(deployment: Deployment) -> N
     label = 'worker_type="prefill"'
     page = deployment.request("GET", "/metrics")[2].decode()
     assert re.search(rf"dynamo_frontend_worker_last_input_sequence_tokens{{.*{label}}} \d+", page)
-    assert metric(deployment, "dynamo_frontend_prefill_requests_total") == 2
-    assert metric(deployment, "dynamo_frontend_prefill_seconds_count") == 2
-    assert metric(deployment, "dynamo_frontend_prefill_queue_wait_seconds_count") == 2
+    assert deployment.sample("dynamo_frontend_prefill_requests_total") == 2
+    assert deployment.sample("dynamo_frontend_prefill_seconds_count") == 2
+    assert deployment.sample("dynamo_frontend_prefill_queue_wait_seconds_count") == 2
 
 
 async def test_a_killed_prefill_worker_loses_nothing(deployment: Deployment) -> None:
@@ -149,29 +132,28 @@ async def test_a_killed_prefill_worker_loses_nothing(deployment: Deployment) -> 
                 lambda _publisher, _sequence, payload: told.append(_QUEUE(payload)),
             )
             await subscription.ready()
-            await asyncio.to_thread(until, deployment, lambda: bool(told), "news")
+            await asyncio.to_thread(deployment.until, lambda: bool(told), "news")
             answers = [pool.submit(complete, deployment, f"{n} {PROMPT}") for n in range(6)]
             await asyncio.to_thread(
-                until,
-                deployment,
+                deployment.until,
                 lambda: any(one.size == 4 for one in told),
                 "news of a queue of 4",
             )
-            assert metric(deployment, "dynamo_frontend_prefill_queue_depth") == 4
+            assert deployment.sample("dynamo_frontend_prefill_queue_depth") == 4
             doomed.send_signal(signal.SIGKILL)
             requeues = "dynamo_frontend_prefill_requeues_total"
             await asyncio.to_thread(
-                until, deployment, lambda: metric(deployment, requeues) == 1, "a requeue"
+                deployment.until, lambda: deployment.sample(requeues) == 1, "a requeue"
             )
             other.send_signal(signal.SIGKILL)
             done = [await asyncio.to_thread(answer.result, 30) for answer in answers]
             await asyncio.to_thread(
-                until, deployment, lambda: told[-1].size == 0, "news of an empty queue"
+                deployment.until, lambda: told[-1].size == 0, "news of an empty queue"
             )
     assert [status for status, _ in done] == [200] * 6, deployment.tail()
     assert all(body["usage"]["completion_tokens"] == 6 for _, body in done)
     assert {one.model for one in told} == {"tiny"} and told[0].workers == 2
-    assert metric(deployment, "dynamo_frontend_prefill_fallbacks_total") >= 4
+    assert deployment.sample("dynamo_frontend_prefill_fallbacks_total") >= 4
     status, body = await asyncio.to_thread(complete, deployment)
     ids = body["nvext"]["worker_id"]
     assert status == 200 and ids["prefill_worker_id"] == ids["decode_worker_id"]
@@ -193,7 +175,7 @@ def test_enforced_there_is_no_answer_without_a_prefill_worker(deployment: Deploy
     late.send_signal(signal.SIGTERM)
     prefill_workers(deployment, 0)
     assert complete(deployment)[0] == 503
-    assert metric(deployment, "dynamo_frontend_prefill_refused_total") == 2
+    assert deployment.sample("dynamo_frontend_prefill_refused_total") == 2
 
 
 def test_a_client_that_leaves_during_prefill_frees_the_slot(deployment: Deployment) -> None:
@@ -212,16 +194,16 @@ def test_a_client_that_leaves_during_prefill_frees_the_slot(deployment: Deployme
     names = [f"dynamo_frontend_prefill_{name}" for name in ("active_requests", "queue_depth")]
 
     def state() -> list[float]:
-        return [metric(deployment, name) for name in names]
+        return [deployment.sample(name) for name in names]
 
-    until(deployment, lambda: state() == [1, 1], "one at work and one waiting")
+    deployment.until(lambda: state() == [1, 1], "one at work and one waiting")
     clients[0].close()
-    until(deployment, lambda: metric(deployment, names[1]) == 0, "the slot")
-    assert metric(deployment, names[0]) == 1
+    deployment.until(lambda: deployment.sample(names[1]) == 0, "the slot")
+    assert deployment.sample(names[0]) == 1
     clients[1].close()
-    until(deployment, lambda: state() == [0, 0], "nothing left")
+    deployment.until(lambda: state() == [0, 0], "nothing left")
     load = "dynamo_frontend_worker_active_prefill_tokens"
-    until(deployment, lambda: metric(deployment, load) == 0, "no load left")
+    deployment.until(lambda: deployment.sample(load) == 0, "no load left")
 
 
 def test_a_hung_prefill_worker_is_given_up(deployment: Deployment) -> None:
@@ -242,7 +224,7 @@ def test_a_hung_prefill_worker_is_given_up(deployment: Deployment) -> None:
         hung.send_signal(signal.SIGCONT)
     assert [status for status, _ in done] == [200, 200], deployment.tail()
     assert all(body["usage"]["completion_tokens"] == 6 for _, body in done)
-    assert metric(deployment, "dynamo_frontend_prefill_fallbacks_total") == 2
+    assert deployment.sample("dynamo_frontend_prefill_fallbacks_total") == 2
     prefill_workers(deployment, 1)
     status, body = complete(deployment)
     ids = body["nvext"]["worker_id"]
@@ -261,7 +243,7 @@ def test_who_waits_for_a_slot_is_served_in_the_drain_while_there_is_time(
     depth = "dynamo_frontend_prefill_queue_depth"
     with ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(complete, deployment, f"{n} {PROMPT}") for n in range(3)]
-        until(deployment, lambda: metric(deployment, depth) == 2, "two that wait")
+        deployment.until(lambda: deployment.sample(depth) == 2, "two that wait")
         frontend.send_signal(signal.SIGTERM)
         done = [answer.result(20) for answer in answers]
     assert [status for status, _ in done] == [200] * 3, deployment.tail()
@@ -291,9 +273,8 @@ def test_who_still_waits_when_the_drain_ends_hears_so(deployment: Deployment) ->
     prompts = [PROMPT, PROMPT, half, half]
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(complete, deployment, prompt) for prompt in prompts]
-        until(
-            deployment,
-            lambda: [metric(deployment, name) for name in depths] == [1, 1],
+        deployment.until(
+            lambda: [deployment.sample(name) for name in depths] == [1, 1],
             "one that waits in each line",
         )
         frontend.send_signal(signal.SIGTERM)

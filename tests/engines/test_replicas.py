@@ -6,8 +6,7 @@ import asyncio
 import http.client
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -97,26 +96,13 @@ class Streams:
         self.connections.clear()
 
 
-def until(condition: Callable[[], object], deployment: Deployment, timeout_s: float = 20.0) -> None:
-    """Until ``condition``, which asks the processes."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            if condition():
-                return
-        except OSError:
-            pass  # not listening yet
-        time.sleep(0.05)
-    raise AssertionError(deployment.tail())
-
-
 @pytest.fixture
 def pair(deployment: Deployment) -> Iterator[tuple[Replica, Replica]]:
     """Two replicas before two workers that take their time."""
     deployment.mocker("--speedup-ratio", "1", "--num-workers", "2", "--block-size", "16")
     made = Replica(deployment, *FLAGS), Replica(deployment, *FLAGS)
     for one in made:
-        until(one.ready, deployment)
+        deployment.until(one.ready)
     yield made
 
 
@@ -131,22 +117,22 @@ def test_load_is_seen_everywhere_and_dies_with_its_replica(
 ) -> None:
     first, second = pair
     streams = Streams(first, prompts(5))
-    until(lambda: second.others() == 5, deployment)
-    until(lambda: second.loads() == first.loads(), deployment)
+    deployment.until(lambda: second.others() == 5)
+    deployment.until(lambda: second.loads() == first.loads())
     assert sum(second.loads()[1].values()) > 0
     rows = second.explained(prompts(1)[0])["candidates"]
     assert sum(row["active_decode_blocks"] for row in rows) > 0, rows
     late = Replica(deployment, *FLAGS)
-    until(lambda: late.ready() and late.others() == 5, deployment)
-    until(lambda: late.loads() == first.loads(), deployment)
+    deployment.until(lambda: late.ready() and late.others() == 5)
+    deployment.until(lambda: late.loads() == first.loads())
     own = Streams(late, prompts(2))
-    until(lambda: second.others() == 7 and second.loads() == late.loads(), deployment)
+    deployment.until(lambda: second.others() == 7 and second.loads() == late.loads())
     first.process.kill()
     first.process.wait()
-    until(lambda: second.others() == 2 and late.others() == 0, deployment)
-    until(lambda: second.loads() == late.loads(), deployment)
+    deployment.until(lambda: second.others() == 2 and late.others() == 0)
+    deployment.until(lambda: second.loads() == late.loads())
     own.hang_up()
-    until(lambda: second.is_idle() and late.is_idle(), deployment)
+    deployment.until(lambda: second.is_idle() and late.is_idle())
     assert second.others() == 0
     streams.hang_up()
 
@@ -159,7 +145,7 @@ def test_everything_comes_to_zero_after_traffic_at_both(
         work = [pool.submit(pair[i % 2].complete, text, 5) for i, text in enumerate(texts)]
         for one in work:
             one.result()
-    until(lambda: all(one.is_idle() and not one.others() for one in pair), deployment)
+    deployment.until(lambda: all(one.is_idle() and not one.others() for one in pair))
 
 
 def test_where_would_it_go_asked_at_one_and_sent_through_the_other(
@@ -169,7 +155,7 @@ def test_where_would_it_go_asked_at_one_and_sent_through_the_other(
     text = prompts(1)[0]
     nvext = {"extra_fields": ["worker_id"]}
     home = first.complete(text, 2, nvext=nvext)["nvext"]["worker_id"]["decode_worker_id"]
-    until(lambda: best_overlap(second, text) > 0, deployment)
+    deployment.until(lambda: best_overlap(second, text) > 0)
     ask = {"annotations": ["query_instance_id:"]}
     for replica in pair:
         body = {"model": "tiny", "prompt": text, "stream": True, "nvext": ask}
@@ -190,7 +176,7 @@ async def test_a_standalone_router_hears_a_frontend(deployment: Deployment) -> N
     path = f"{deployment.namespace}.backend.generate"
     flags = ("--endpoint", path, "--block-size", "16", "--router-replica-sync")
     deployment.start("dynamo.router", *flags)
-    await asyncio.to_thread(until, lambda: first.ready(1), deployment)
+    await asyncio.to_thread(deployment.until, lambda: first.ready(1))
     async with caller(deployment) as here, asyncio.timeout(30):
         explain = await here.runtime.endpoint(f"{deployment.namespace}.router.explain").client()
         await explain.wait_for_instances()

@@ -4,14 +4,10 @@ apart."""
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from deployment import Deployment, free_port
-
-PATIENCE_S = 30.0
 
 
 class Fleet(Deployment):
@@ -63,14 +59,3 @@ class Fleet(Deployment):
         if status != 200:
             return {}
         return {row["worker_id"]: row["overlap_blocks"] for row in json.loads(answer)["candidates"]}
-
-    def until(
-        self, condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S
-    ) -> float:
-        """Ask until it is so; the seconds it took."""
-        started = time.monotonic()
-        while not condition():
-            waited_s = time.monotonic() - started
-            assert waited_s < patience_s, f"not after {waited_s:.0f} s: {what}\n{self.tail()}"
-            time.sleep(0.05)
-        return time.monotonic() - started
