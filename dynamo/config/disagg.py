@@ -108,6 +108,13 @@ class DisaggSettings:
         minimum=0,
         help="prefill workers that may die under a request before it goes without",
     )
+    prefill_patience_s: float = knob(
+        3.0,
+        env="DYN_ROUTER_PREFILL_PATIENCE_SECS",
+        minimum=0,
+        help="seconds a prompt waits for the prefill worker that is best for it (mode kv) while "
+        "others have a free slot",
+    )
     prefill_drain_timeout_s: float = knob(
         30.0,
         env="DYN_PREFILL_DRAIN_TIMEOUT_S",

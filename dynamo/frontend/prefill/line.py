@@ -81,7 +81,8 @@ class Turn(NamedTuple, Generic[T]):
 class PrefillLine(Generic[T]):
     """Tickets are waiting (:meth:`enter`), then running (:meth:`start`), then gone.
 
-    Tickets pinned to a worker wait for that one; others overtake them meanwhile. The ``busy``
+    Tickets that are pinned to a worker, or bound to it for a while (:meth:`bind`), wait for that
+    one; others overtake them meanwhile. The ``busy``
     workers, which somebody else keeps up to date, get nothing.
     """
 
@@ -144,9 +145,14 @@ class PrefillLine(Generic[T]):
             lane.suspended = suspended
 
     def remove_worker(self, worker_id: int) -> list[T]:
-        """The worker is gone; who waited for no other, in order. What runs there is its own."""
+        """The worker is gone; see :meth:`waiting_for`. What runs there is its own."""
         self._lanes.pop(worker_id, None)
-        return self._take(worker_id)
+        return self.waiting_for(worker_id)
+
+    def waiting_for(self, worker_id: int) -> list[T]:
+        """The tickets that wait for this worker and no other, in order: to be bound anew, or to
+        leave, when there is no hope for it."""
+        return [one.ticket for one in sorted(self._heaps.get(worker_id, ())) if not one.gone]
 
     def running_at(self, worker_id: int) -> list[T]:
         """The tickets at a worker, oldest first."""
@@ -178,6 +184,14 @@ class PrefillLine(Generic[T]):
         """
         self.finish(ticket)
         self._put(ticket, (False, 0, 0.0, next(self._numbers)), pin)
+
+    def bind(self, ticket: T, worker_id: int | None) -> None:
+        """The ticket waits for this worker from now on (None: for any), with its old claim; nothing
+        to do if it does not wait."""
+        entry = self._waiting.get(ticket)
+        if entry is not None:
+            self._drop(ticket)
+            self._put(ticket, entry.rank, worker_id)
 
     def next(self) -> Turn[T] | None:
         """The first ticket that there is a free slot for. It waits until :meth:`start` (or
@@ -248,13 +262,6 @@ class PrefillLine(Generic[T]):
             return heap[0]
         self._heaps.pop(pin, None)
         return None
-
-    def _take(self, pin: int) -> list[T]:
-        entries = sorted(one for one in self._heaps.pop(pin, ()) if not one.gone)
-        for entry in entries:
-            entry.gone = True
-            del self._waiting[entry.ticket]
-        return [entry.ticket for entry in entries]
 
     def _entries(self) -> Iterator[_Waiting[T]]:
         return (one for heap in self._heaps.values() for one in heap if not one.gone)

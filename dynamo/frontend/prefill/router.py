@@ -152,13 +152,18 @@ class PrefillRouter:
     def suspend(self, worker_id: int, suspended: bool) -> None:
         """The worker did not answer (or may be tried again)."""
         self.line.suspend(worker_id, suspended)
+        for ticket in self.line.waiting_for(worker_id) if suspended else ():
+            if ticket.pin is None:
+                self.line.bind(ticket, None)
         self._settle()
 
     def remove_worker(self, worker_id: int) -> None:
         """The worker is gone. What it still computes it may finish, for a while."""
-        stranded = self.line.remove_worker(worker_id)
-        for ticket in stranded:
-            self._go_without(ticket, "no_worker")
+        for ticket in self.line.remove_worker(worker_id):
+            if ticket.pin is None:
+                self.line.bind(ticket, None)
+            else:
+                self._go_without(ticket, "no_worker")
         if self.line.running_at(worker_id):
             self._loop.call_later(self._settings.prefill_drain_timeout_s, self._lose, worker_id)
         self._settle()
@@ -233,6 +238,8 @@ class PrefillRouter:
     def _send(self, turn: Turn[PrefillTicket]) -> bool:
         """Whether the line may go on; the ticket has left its head then."""
         ticket, order = turn.ticket, turn.ticket.order
+        if turn.workers is not None and self._binds(ticket, turn.workers):
+            return True
         try:
             decision = self.workers.send(ticket, turn.workers)
         except DynamoError as error:
@@ -248,14 +255,30 @@ class PrefillRouter:
         self._metrics.sent(ticket.sent_s - ticket.arrived_s)
         return True
 
+    def _binds(self, ticket: PrefillTicket, free: list[int]) -> bool:
+        """Whether it steps aside, to wait a while for a better worker than the ``free`` ones."""
+        patience_s = self._settings.prefill_patience_s
+        if not ticket.patient or not patience_s:
+            return False
+        best = self.workers.best(ticket)
+        if best is None or best in free or best not in self.line.workers:
+            return False
+        ticket.patient = False
+        self.line.bind(ticket, best)
+        self._loop.call_later(patience_s, self._unbind, ticket)
+        return True
+
+    def _unbind(self, ticket: PrefillTicket) -> None:
+        self.line.bind(ticket, None)
+        self._drain()
+
     def _unsent(self, turn: Turn[PrefillTicket], error: DynamoError) -> bool:
         """See :meth:`_send`. A pin is the client's word; of other constraints (taints, a rank) a
         decode worker may think differently."""
         ticket = turn.ticket
         if isinstance(error, WorkerUnavailable) and ticket.decision is not None:
             # It is gone, and we are about to be told: the ticket stays first.
-            self.line.suspend(ticket.decision.worker_id)
-            self._settle()
+            self.suspend(ticket.decision.worker_id, True)
         elif isinstance(error, NoInstances) and turn.workers is None:
             self._go_without(ticket, "no_worker", error)
         elif turn.workers is not None and ticket.pin is None and self.workers.suits_any(ticket):

@@ -78,7 +78,8 @@ class Prefills(Protocol):
 class PrefillTicket:
     """What a leg waits for, and the sink of its prefill request.
 
-    ``pin`` is the worker it insists on; ``decision`` and ``stream`` are the latest attempt's. Times
+    ``pin`` is the worker it insists on; it is ``patient`` while it would wait for the one that is
+    best for it; ``decision`` and ``stream`` are the latest attempt's. Times
     are monotonic seconds.
     """
 
@@ -89,6 +90,7 @@ class PrefillTicket:
         "decision",
         "order",
         "output",
+        "patient",
         "picker",
         "pin",
         "sent_s",
@@ -102,6 +104,7 @@ class PrefillTicket:
         self.arrived_s = arrived_s
         self.sent_s = arrived_s
         self.attempts = 0
+        self.patient = pin is None
         self.picker: Picker | None = None
         self.decision: Decision | None = None
         self.stream: ClientStream | None = None

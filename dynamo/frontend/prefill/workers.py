@@ -8,6 +8,7 @@ from dynamo.errors import DynamoError, InvalidArgument, NoInstances, Overloaded,
 from dynamo.frontend.prefill.ticket import PrefillTicket, to_prefill, wanted_place
 from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import Routing
+from dynamo.router.kv import KvPicker
 from dynamo.router.picker import Decision, Picker
 from dynamo.runtime import Client
 
@@ -45,6 +46,17 @@ class PrefillWorkers:
         if self.picker is None:
             return None
         return self.picker.pick(None, tokens, routing=wanted_place(routing))
+
+    def best(self, ticket: PrefillTicket) -> int | None:
+        """The worker it would go to if all had a free slot; None where caches don't matter, or
+        where none would do."""
+        if not isinstance(self.picker, KvPicker) or self.picker.index is None:
+            return None
+        try:
+            found = self.locate(ticket.order.request.token_ids, ticket.order.routing)
+        except DynamoError:
+            return None
+        return None if found is None else found.worker_id
 
     def suits_any(self, ticket: PrefillTicket) -> bool:
         """Whether one of them might take it some time, if none does now."""

@@ -80,8 +80,24 @@ def test_the_pinned_wait_for_their_worker_and_others_overtake_them() -> None:
     line.enter("y", 1.0, pin=1)
     line.enter("z", 2.0)
     assert served(line) == [("x", 1), ("z", 2)]
-    assert line.remove_worker(1) == ["y"], "it waited for no other"
+    assert line.remove_worker(1) == ["y"], "it waits for no other"
+    line.leave("y")
     assert len(line) == 0
+
+
+def test_the_bound_keep_their_place_when_they_are_unbound() -> None:
+    line: PrefillLine[str] = PrefillLine(LIMIT)
+    for worker in (1, 2):
+        line.set_worker(worker, Capacity(10**6, 1))
+    for number, name in enumerate("abc"):
+        line.enter(name, float(number))
+    line.bind("a", 2)
+    line.bind("nobody", 2)
+    line.start("b", 2, 1)
+    assert line.next() == ("c", [1]), "the head is bound to who has no slot"
+    assert line.waiting_for(2) == ["a"]
+    line.bind("a", None)
+    assert line.next() == ("a", [1])
 
 
 def test_a_full_line_refuses_but_not_who_can_go_at_once() -> None:
@@ -136,7 +152,13 @@ class LineMachine(RuleBasedStateMachine):
     def die(self, worker: int) -> None:
         stranded = [one for one in self.waiting if self.pins[one] == worker]
         assert self.line.remove_worker(worker) == stranded
-        self.waiting = [one for one in self.waiting if one not in stranded]
+        for one in stranded:
+            if one % 2:
+                self.line.bind(one, None)
+                self.pins[one] = None
+            else:
+                self.line.leave(one)
+                self.waiting.remove(one)
         self.slots.pop(worker, None)
         left = [ticket for ticket, (at, _) in self.running.items() if at == worker]
         assert self.line.running_at(worker) == left
@@ -170,6 +192,13 @@ class LineMachine(RuleBasedStateMachine):
         self.line.enter(self.number, float(self.number), pin=pin)
         self.pins[self.number] = pin
         self.waiting.append(self.number)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def bind(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(self.waiting))
+        self.pins[ticket] = data.draw(st.sampled_from([None, *self.slots]))
+        self.line.bind(ticket, self.pins[ticket])
 
     @precondition(lambda self: self.waiting or self.running)
     @rule(data=st.data())

@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box
+from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box, Caller
 
 from dynamo.errors import DynamoError, Overloaded
+from dynamo.frontend.leg import Leg
 from dynamo.frontend.prefill.explain import explain_both
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import tokens
@@ -193,3 +194,67 @@ async def test_the_table_says_why_a_prompt_stays() -> None:
     assert table(found).splitlines()[-1] == "no prefill worker: the prompt is short"
     assert explained(box, 51).prefill is not None
     assert box.counted("local_total") == {}, "asking counts nothing"
+
+
+def cached_at(box: Box, worker: int, length: int = 640) -> PreprocessedRequest:
+    """A request whose prompt ``worker`` has cached."""
+    prompt = tokens(list(range(length)))
+    box.prefill.assume(prompt, worker)  # type: ignore[attr-defined]
+    return PreprocessedRequest("tiny", prompt, StopConditions(max_tokens=7))
+
+
+def sent(box: Box, request: PreprocessedRequest) -> Caller:
+    caller = Caller()
+    caller.leg = Leg(caller, 0, box.decode, "cached")  # type: ignore[arg-type]
+    box.dispatch.send(caller.leg, request, None, {})
+    return caller
+
+
+async def test_a_prompt_waits_for_the_worker_that_has_it_cached() -> None:
+    box = Box(prefill_slots=1, kv_events=False)
+    box.join(PREFILL, SPARE)
+    request = cached_at(box, PREFILL)
+    first = box.send(routing=Routing(prefill_worker_id=PREFILL))
+    patient = sent(box, request)
+    assert len(box.router.line) == 1, "the spare one is idle, but all of it would be computed there"
+    other = box.send()
+    assert box.prefillers.streams[-1].worker_id == SPARE, "others overtake it"
+    box.prefillers.streams[0].answer({})
+    assert box.prefillers.streams[-1].worker_id == PREFILL
+    assert box.prefillers.streams[-1].request.estimated_prefix_hit_num_blocks == 40
+    for caller in (first, patient, other):
+        caller.leave()
+    assert box.nothing_left()
+
+
+async def test_patience_has_an_end() -> None:
+    box = Box(prefill_slots=1, kv_events=False, prefill_patience_s=0.02)
+    box.join(PREFILL, SPARE)
+    request = cached_at(box, PREFILL)
+    box.send(routing=Routing(prefill_worker_id=PREFILL))
+    looked = asyncio.Event()
+    sent(box, request)
+    assert len(box.router.line) == 1
+    box.router.on_change = looked.set
+    await asyncio.wait_for(looked.wait(), 5)
+    assert box.prefillers.streams[-1].worker_id == SPARE
+    box = Box(prefill_slots=1, kv_events=False, prefill_patience_s=0.0)
+    box.join(PREFILL, SPARE)
+    request = cached_at(box, PREFILL)
+    box.send(routing=Routing(prefill_worker_id=PREFILL))
+    sent(box, request)
+    assert box.prefillers.streams[-1].worker_id == SPARE
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_nobody_waits_for_a_worker_that_has_gone(leaves: bool) -> None:
+    box = Box(prefill_slots=1, kv_events=False)
+    box.join(PREFILL, SPARE)
+    request = cached_at(box, PREFILL)
+    box.send(routing=Routing(prefill_worker_id=PREFILL))
+    caller = sent(box, request)
+    if leaves:
+        box.part(PREFILL)
+    else:
+        box.prefillers.inhibited(PREFILL, True)
+    assert box.prefillers.streams[-1].worker_id == SPARE and caller.error is None
