@@ -61,6 +61,7 @@ async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: Plan) -
             return
         made = _runtime(runtime, system, metrics, number)
         async with life.runtime(made):
+            await made.start()
             _log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,
                       made.instance_id)  # fmt: skip
             await MockerWorker(plan, made, number).serve()

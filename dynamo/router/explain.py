@@ -68,6 +68,7 @@ class Explanation(msgspec.Struct, kw_only=True):
     disk_cache_hit_weight: float = 0.25
     shared_cache_multiplier: float = 0.0
     decode_active_request_weight: float = 0.0
+    duplicate_cost: float = 0.0
     temperature: float
     candidates: list[Candidate]
     queued_requests: int = 0
@@ -102,6 +103,7 @@ def explain(
         disk_cache_hit_weight=weights.disk,
         shared_cache_multiplier=weights.shared,
         decode_active_request_weight=survey.terms.request_weight,
+        duplicate_cost=survey.terms.duplicate_cost,
         temperature=survey.terms.temperature,
         candidates=rows,
         queued_requests=len(queued),
@@ -184,6 +186,9 @@ def _formula(found: Explanation) -> str:
     text = f"cost = {found.prefill_load_scale:g} * prefill blocks + decode blocks"
     if found.decode_active_request_weight:
         text += f" + {found.decode_active_request_weight:g} * requests"
+    if found.duplicate_cost:
+        text += f"; a block that another worker holds counts as {found.duplicate_cost:g} more, "
+        text += "times the cached share"
     return text
 
 

@@ -109,6 +109,13 @@ class DistributedRuntime:
         """Open discovery. Done by whatever needs it first; idempotent. Raises ConfigError."""
         if not self._started:
             self._started = True
+            planes = (
+                self.settings.discovery_backend,
+                self.settings.request_plane,
+                self.settings.event_plane,
+            )
+            if planes not in (("file", "uds", "zmq"), ("mem", "uds", "zmq")):
+                _log.info("discovery %s, requests over %s, events over %s", *planes)
             if self.settings.discovery_backend == "etcd" and self.settings.request_plane == "uds":
                 _log.warning(
                     "etcd discovery with UNIX sockets: workers of other boxes cannot be reached; "

@@ -266,6 +266,15 @@ async def test_no_nats_at_start_is_said_soon_and_clearly() -> None:
     await plane.close()
 
 
+@pytest.mark.parametrize("server", ["nats://host:port", "nats://", "me:secret@host:x", "host:0"])
+async def test_an_address_that_is_none_is_said_at_once(server: str) -> None:
+    link = nats_link.NatsLink(NatsSettings(servers=server))
+    with pytest.raises(ConfigError, match="NATS_SERVER must be like nats://host:4222") as no:
+        await link.start()
+    assert "secret" not in str(no.value)
+    await link.close()
+
+
 async def test_a_subscription_follows_each_publisher_over_its_own_transport(
     nats_server: Nats, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

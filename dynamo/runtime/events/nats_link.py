@@ -14,6 +14,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import nats
 import nats.errors
@@ -66,6 +67,9 @@ class NatsLink:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.start_timeout_s
         connection: tuple[Any, asyncio.Event] | None = None
+        told = False
+        for server in self._servers:
+            _check(server)
         while connection is None:
             try:
                 connection = await self._connect()
@@ -76,7 +80,9 @@ class NatsLink:
                         f"cannot use NATS at {self._shown}: {_text(error)}; start it, "
                         "or set NATS_SERVER and NATS_AUTH_*, or choose --event-plane zmq"
                     ) from error
-                _log.warning("waiting for NATS at %s: %s", self._shown, _text(error))
+                if not told:
+                    _log.warning("waiting for NATS at %s: %s", self._shown, _text(error))
+                    told = True
                 await asyncio.sleep(RETRY_S)
         self._tasks.spawn(self._run(connection), name="connection")
 
@@ -250,6 +256,18 @@ class NatsLink:
 
 def _text(error: BaseException) -> str:
     return str(error) or type(error).__name__
+
+
+def _check(server: str) -> None:
+    """Raises ConfigError for an address that no client could use."""
+    try:
+        parts = urlsplit(server if "://" in server else f"nats://{server}")
+        usable = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        shown = server.rsplit("@", 1)[-1]  # without a password
+        raise ConfigError(f"NATS_SERVER must be like nats://host:4222, got {shown!r}")
 
 
 def _options(settings: NatsSettings) -> dict[str, Any]:

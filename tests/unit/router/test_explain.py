@@ -55,6 +55,16 @@ def test_the_table_of_a_decision() -> None:
     assert found.queued_requests == 2 and "2 requests wait in the queue" in table(found)
 
 
+def test_the_price_of_copies_is_named_where_it_counts() -> None:
+    found = explain(make(duplicate_cost=2.0), PROMPT)
+    assert found.duplicate_cost == 2.0
+    assert "another worker holds counts as 2 more" in table(found)
+    assert "another worker" not in table(explain(make(), PROMPT))
+    assert [row.cost for row in found.candidates] == [
+        pytest.approx(row.prefill_blocks + row.decode_blocks) for row in found.candidates
+    ]
+
+
 def test_why_the_others_were_left_out() -> None:
     picker = make(5)
     picker.add_worker(5, RuntimeConfig(data_parallel_size=2, taints=["a"]))
