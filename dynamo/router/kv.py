@@ -73,8 +73,8 @@ class KvPicker:
         )
         self.gate = Gate(self.fleet, settings, self._booked_prefill)
         self.index = index
-        self._recent = make_recent(settings)
-        self.believes = predicted is not None or self._recent is not None
+        self.recent = make_recent(settings)
+        self.believes = predicted is not None or self.recent is not None
         track_blocks = settings.track_active_blocks
         self._hasher = Hasher(block_size, index is not None, self.believes, track_blocks)
         self._terms = terms_of(settings, block_size)
@@ -158,8 +158,8 @@ class KvPicker:
         blocks will be there. O(blocks)."""
         if self.predicted is not None:
             self.predicted.routed(request_id, slot, chained, hashes, now_s)
-        if self._recent is not None:
-            self._recent.routed(slot, chained, hashes, now_s)
+        if self.recent is not None:
+            self.recent.routed(slot, chained, hashes, now_s)
 
     def mark_prefill_complete(self, request_id: str) -> None:
         """The first token is here: the prompt is no load any more."""
@@ -207,8 +207,8 @@ class KvPicker:
         for slot in member.slots.values():
             if self.predicted is not None:
                 self.predicted.add_slot(slot, config.total_kv_blocks)
-            if self._recent is not None:
-                self._recent.add_slot(slot)
+            if self.recent is not None:
+                self.recent.add_slot(slot)
 
     def remove_worker(self, worker_id: int) -> None:
         """A worker is gone: its blocks leave the index, its load is dropped."""
@@ -217,8 +217,8 @@ class KvPicker:
             self.active.drop_slot(slot)
             if self.predicted is not None:
                 self.predicted.drop_slot(slot)
-            if self._recent is not None:
-                self._recent.drop_slot(slot)
+            if self.recent is not None:
+                self.recent.drop_slot(slot)
         self.served.pop(worker_id, None)
 
     def expire(self, age_s: float) -> list[str]:
@@ -249,7 +249,7 @@ class KvPicker:
         prompt = self._hasher.hash(tokens, routing, terms.assume_kv_reuse, self._clock, times)
         if self.predicted is not None:
             self.predicted.expire(times[0])
-        self._held.look(prompt.hashes, self._recent, times[0])
+        self._held.look(prompt.hashes, self.recent, times[0])
         times.append(self._clock())
         return prompt
 

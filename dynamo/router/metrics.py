@@ -16,6 +16,7 @@ from dynamo.observability.names_router import (
     RouterIndex,
 )
 from dynamo.router.caches.predicted import PredictedCache, PredictionCounts
+from dynamo.router.caches.recent import RecentPrompts
 from dynamo.router.eligibility.gate import Gate
 from dynamo.router.fleet import Member
 from dynamo.router.load.active import ActiveLoad, Booking
@@ -28,6 +29,7 @@ __all__ = [
     "WorkerMetrics",
     "gates",
     "predictions",
+    "recent_prompts",
     "useless_sources",
 ]
 
@@ -216,6 +218,12 @@ def predictions(
         (Predictions.MEMORY_BYTES, cache.memory_bytes),
     ):
         gauge(registry, spec).labels(*here, place.router_id).function = read
+
+
+def recent_prompts(registry: Registry, place: Place, recent: RecentPrompts) -> None:
+    """Show what is believed for a moment beside the events."""
+    here = place.component, place.namespace, place.router_id
+    gauge(registry, Predictions.MEMORY_BYTES).labels(*here).function = recent.memory_bytes
 
 
 def useless_sources(registry: Registry, place: Place, endpoint: str) -> Gauge:

@@ -98,8 +98,9 @@ class EventThreads:
             self.flush()
 
     def push(self, publisher_id: int, sequence: int, payload: bytes) -> None:
-        """Events that came over another transport."""
-        self.ingest.push(self.thread_of(publisher_id), payload)
+        """Events that came over another transport, where nobody tells when a publisher is gone."""
+        number = self._of.get(publisher_id, publisher_id % len(self._threads))
+        self.ingest.push(number, payload)
 
     def thread_of(self, publisher_id: int) -> int:
         """The thread of a publisher; a new one gets the thread with the fewest."""

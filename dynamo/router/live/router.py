@@ -32,6 +32,7 @@ from dynamo.router.metrics import (
     WorkerMetrics,
     gates,
     predictions,
+    recent_prompts,
     useless_sources,
 )
 from dynamo.router.queue.line import line_for
@@ -110,6 +111,8 @@ class LiveRouter:
         if index is not None and predicted is not None:
             policy = settings.approximate_cache_policy
             predictions(registry, place, index, predicted, policy)
+        if isinstance(self.picker, KvPicker) and self.picker.recent is not None:
+            recent_prompts(registry, place, self.picker.recent)
         self._questions: Questions | None = None
         self._devices: dict[int, str] = {}
         self._cards = WorkerCards(self._on_card)

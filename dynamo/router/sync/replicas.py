@@ -113,6 +113,7 @@ class ReplicaSync:
         now_s = asyncio.get_running_loop().time()
         if self._publisher is None or now_s - self._asked.get(router_id, 0.0) < ASK_AGAIN_S:
             return
+        self._asked = {one: at for one, at in self._asked.items() if now_s - at < ASK_AGAIN_S}
         self._asked[router_id] = now_s
         self._resyncs.value += 1
         query = SequenceQuery(self.own.router_id, router_id)
@@ -131,6 +132,7 @@ class ReplicaSync:
             self.peers.came(publisher_id)
         else:
             logger.info("replica %x is gone: its requests are no load any more", publisher_id)
+            self._foreign.discard(publisher_id)
             self.peers.gone(publisher_id)
 
     def _on_message(self, publisher_id: int, sequence: int, payload: bytes) -> None:
@@ -145,13 +147,13 @@ class ReplicaSync:
             if message.of == self.own.router_id and self._answering is None:
                 self._answering = asyncio.get_running_loop().call_soon(self._answer)
         elif message.block_size != self.own.block_size:
-            self._mismatch(message.router_id, message.block_size)
+            self._mismatch(publisher_id, message.block_size)
         else:
             self.peers.hear(publisher_id, message)
 
-    def _mismatch(self, router_id: int, block_size: int) -> None:
-        if router_id not in self._foreign:
-            self._foreign.add(router_id)
+    def _mismatch(self, publisher_id: int, block_size: int) -> None:
+        if publisher_id not in self._foreign:
+            self._foreign.add(publisher_id)
             logger.error(
                 "a replica counts blocks of %d tokens, this router of %d: its load is ignored "
                 "(give all replicas the same --kv-cache-block-size)",

@@ -213,6 +213,21 @@ def test_the_shortest_work_goes_first_and_is_looked_at_again() -> None:
     assert isinstance(decision, Decision) and decision.overlap_blocks == 15
 
 
+def test_what_lies_below_the_device_is_less_work_too() -> None:
+    world = World(1, queue_policy="wspt")
+    fill(world)
+    hashes = block_hashes(array("I", range(80)), BLOCK)
+    index = world.picker.index
+    assert isinstance(index, RadixTree)
+    index.store(index.slot(1, 0, 1), None, sequence_hashes(hashes), hashes)
+    world.ask("long", 80, 0)
+    world.ask("short", 40, 500)
+    assert world.sample("queue_pending_cached_tokens") == 60, "three quarters of what host holds"
+    world.picker.free("fill 1")
+    world.turn()
+    assert world.order[1] == "long"
+
+
 def test_the_overlap_of_the_decision_is_that_of_its_time() -> None:
     world = World(1, overlap_refresh_after_s=0)
     fill(world)

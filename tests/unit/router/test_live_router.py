@@ -221,6 +221,17 @@ async def test_without_events_caches_are_predicted(box: Box) -> None:
     assert "dynamo_component_router_predicted_blocks_expired_total{" in page
 
 
+async def test_what_is_believed_beside_the_events_shows_its_size(box: Box) -> None:
+    await box.worker()
+    live = await box.route(predicted_ttl_s=60.0)
+    await until(lambda: overlap(live) == 0)
+    live.picker.pick("a", PROMPT)
+    assert overlap(live) == 4
+    page = box.runtime.metrics.render().decode()
+    (line,) = [one for one in page.splitlines() if "router_predicted_memory_bytes{" in one]
+    assert float(line.split()[-1]) > 0
+
+
 @pytest.mark.parametrize("mode", ["kv", "round-robin"])
 async def test_reported_load_makes_workers_busy(box: Box, mode: str) -> None:
     busy, free = await box.worker(), await box.worker()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -135,6 +136,15 @@ async def test_lost_messages_are_made_good(replicas: Replicas) -> None:
     assert load(second, worker) == (16, 4, 1)
     first.picker.free("b")
     await until(lambda: load(second, worker) == (0, 0, 0))
+
+
+async def test_who_was_asked_long_ago_is_forgotten(replicas: Replicas) -> None:
+    router = await replicas.router()
+    assert router._sync is not None
+    now_s = asyncio.get_running_loop().time()
+    router._sync._asked = {7: now_s - sync.ASK_AGAIN_S, 8: now_s}
+    router._sync._ask(9)
+    assert router._sync._asked.keys() == {8, 9}
 
 
 async def test_load_of_a_worker_that_is_not_known_yet(replicas: Replicas) -> None:
