@@ -139,6 +139,7 @@ async def test_lost_messages_are_made_good(replicas: Replicas) -> None:
 
 
 async def test_who_was_asked_long_ago_is_forgotten(replicas: Replicas) -> None:
+    await replicas.worker()
     router = await replicas.router()
     assert router._sync is not None
     now_s = asyncio.get_running_loop().time()
