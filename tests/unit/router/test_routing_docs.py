@@ -17,7 +17,8 @@ from dynamo.config.parser import range_text
 from dynamo.config.router import RouterSettings
 from dynamo.config.router_process import RouterProcessSettings
 
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
 PAGE = DOCS / "routing/settings.md"
 TITLE = "| flag | variable | default | range | what it does |\n|---|---|---|---|---|\n"
 
@@ -66,6 +67,19 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", other.read_text(), re.MULTILINE)
             assert anchor in map(_anchor, headings), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.name)
+def test_rooms_and_files_that_a_page_names_are_there(page: Path) -> None:
+    """Rooms as `frontend/prefill/line`, files as benchmarks/replicas.py."""
+    text = page.read_text()
+    rooms = {path.name for path in (ROOT / "dynamo").iterdir() if path.is_dir()}
+    for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)+)(?:\.py)?`", text):
+        if name.split("/")[0] in rooms:
+            place = ROOT / "dynamo" / name
+            assert any(place.parent.glob(f"{place.name}*")), f"{page.name}: {name}"
+    for name in re.findall(r"\b(?:benchmarks|tests|examples|scripts)/[\w/.-]*\w", text):
+        assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
 def _anchor(heading: str) -> str:
