@@ -18,7 +18,8 @@ __all__ = ["PrefillWorkers"]
 class PrefillWorkers:
     """``picker`` chooses among the workers behind ``client``; both are None while there is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
         self.picker: Picker | None = None
         self.client: Client | None = None
 
