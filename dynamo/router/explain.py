@@ -135,7 +135,7 @@ def _lines(found: Explanation) -> list[str]:
     ]
     for row in found.candidates:
         cells = "".join(f"{column.text(row):>{column.width}}" for column in shown)
-        note = "chosen" if row.chosen else row.excluded
+        note = ", ".join(filter(None, ["chosen" if row.chosen else "", row.excluded]))
         lines.append(f"{'->' if row.chosen else '':2}{cells}  {note}")
     if found.queued_requests:
         lines.append(f"{found.queued_requests} requests wait in the queue")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sized
+from collections.abc import Sized
 
 from dynamo.frontend.prefill.router import PrefillRouter
 from dynamo.frontend.prefill.ticket import DECODE_OVERRIDE, wanted_place
@@ -37,17 +37,20 @@ def explain_both(
     chooser = prefill.workers.picker
     if isinstance(chooser, KvPicker):
         inner = explain(chooser, tokens, wanted_place(routing), override, prefill.line)
-        found.prefill = _with_slots(inner, prefill.line.free_workers)
+        found.prefill = _with_slots(inner, prefill)
     return found
 
 
-def _with_slots(found: Explanation, free: Collection[int]) -> Explanation:
-    """``found`` as the line sees it: only the ``free`` can be chosen; with none of them the prompt
-    would wait."""
-    for row in found.candidates:
-        if row.cost is not None and row.worker_id not in free:
-            row.chosen, row.excluded = False, _NO_SLOT
-    able = [row for row in found.candidates if row.cost is not None and not row.excluded]
-    if able and not any(row.chosen for row in able):
-        able[0].chosen = True  # they are in the order of their cost
+def _with_slots(found: Explanation, prefill: PrefillRouter) -> Explanation:
+    """``found`` as the line sees it: for the chosen one without a free slot the prompt would wait,
+    without patience for any of those that have one."""
+    free = prefill.line.free_workers
+    able = [row for row in found.candidates if row.cost is not None]
+    for row in able:
+        if row.worker_id not in free:
+            row.excluded = _NO_SLOT
+            row.chosen = row.chosen and prefill.patient
+    ready = [row for row in able if not row.excluded]
+    if ready and not any(row.chosen for row in able):
+        ready[0].chosen = True  # they are in the order of their cost
     return found

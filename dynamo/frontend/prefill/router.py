@@ -84,6 +84,11 @@ class PrefillRouter:
         """Whether a prompt can be computed by a prefill worker now."""
         return self._sender.active
 
+    @property
+    def patient(self) -> bool:
+        """Whether a prompt waits for the best worker while others have a free slot."""
+        return self._settings.prefill_patience_s > 0
+
     # -- requests
 
     def take(

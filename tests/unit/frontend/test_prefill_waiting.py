@@ -169,12 +169,13 @@ async def test_the_table_shows_both_choices() -> None:
     box.send()
     waits = explained(box).prefill
     assert waits is not None and waits.queued_requests == 1
-    assert not any(row.chosen for row in waits.candidates)
+    assert {row.excluded for row in waits.candidates} == {"no free slot"}
     assert len(box.prefillers.streams) == 2, "nothing was sent"
 
 
-async def test_the_cheapest_with_a_slot_is_chosen_where_the_cheapest_has_none() -> None:
-    box = Box(prefill_slots=1, kv_events=False)
+@pytest.mark.parametrize("patience_s", [3.0, 0.0])
+async def test_the_cheapest_has_no_slot_and_is_waited_for_or_not(patience_s: float) -> None:
+    box = Box(prefill_slots=1, kv_events=False, prefill_patience_s=patience_s)
     box.join(PREFILL, SPARE)
     prompt = tokens(list(range(64)))
     box.prefill.assume(prompt, PREFILL)  # type: ignore[attr-defined]
@@ -182,8 +183,10 @@ async def test_the_cheapest_with_a_slot_is_chosen_where_the_cheapest_has_none() 
     found = explained(box, 64).prefill
     assert found is not None
     first, second = found.candidates
-    assert (first.worker_id, first.excluded, first.chosen) == (PREFILL, "no free slot", False)
-    assert (second.worker_id, second.chosen) == (SPARE, True)
+    patient = patience_s > 0
+    assert (first.worker_id, first.excluded, first.chosen) == (PREFILL, "no free slot", patient)
+    assert (second.worker_id, second.chosen) == (SPARE, not patient)
+    assert ("chosen, no free slot" in table(found)) is patient
 
 
 async def test_the_table_says_why_a_prompt_stays() -> None:
