@@ -91,9 +91,10 @@ class BusyThresholdRoutes:
             gate = entry.picker.gate
             if given:
                 await entry.limit(dataclasses.replace(gate.thresholds, **given))
-                log.info("busy thresholds of %s: %s", entry.name, gate.thresholds)
             note = _IDLE if gate.thresholds.any and not gate.admission_control else []
             body = msgspec.json.encode(_shown(change.model, gate.thresholds))
+            if given:
+                log.info("busy thresholds set: %s", body.decode())
             exchange.respond(200, body, headers=note)
 
 

@@ -1,0 +1,86 @@
+"""The examples beside the quickstart, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deployment import free_port
+from serving import ROOT, Serving
+
+PROMPT = "a document that both frontends should know " * 40
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    made = Serving(tmp_path)
+    yield made
+    made.close()
+
+
+def test_replicas_find_each_other_and_the_same_cache(serving: Serving) -> None:
+    serving.namespace = "replicas"
+    first, second = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    ports = (f"--Frontend.http-port={_port(first)}", f"--SecondFrontend.http-port={_port(second)}")
+    serving.start(ROOT / "examples/replicas.yaml", *ports)
+    assert f"ready: {first}/v1, {second}/v1   model: tiny   workers: 2" in serving.text()
+    _complete(first)
+    deadline = time.monotonic() + 20
+    while not (_held(first) == _held(second) == 1 and _replicas(first) == _replicas(second) == 1):
+        assert time.monotonic() < deadline, serving.text()
+        time.sleep(0.05)
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("overload", "queue above 2 batches (fcfs), prefill load fitted, admission control"),
+        ("without-events", "mode kv, caches known by own decisions (lru)"),
+    ],
+)
+def test_what_the_example_is_about_is_on(serving: Serving, name: str, words: str) -> None:
+    serving.namespace = name
+    url = f"http://127.0.0.1:{free_port()}"
+    serving.start(ROOT / f"examples/{name}.yaml", f"--Frontend.http-port={_port(url)}")
+    assert words in serving.text() and "no effect" not in serving.text()
+    _complete(url)
+    if name == "without-events":
+        assert _held(url) == 1
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def _port(url: str) -> str:
+    return url.rpartition(":")[2]
+
+
+def _complete(url: str) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2}
+    assert json.loads(_post(f"{url}/v1/completions", body))["usage"]["completion_tokens"] == 2
+
+
+def _held(url: str) -> int:
+    """How many workers hold the whole prompt, as the frontend believes."""
+    found = json.loads(_post(f"{url}/v1/route", {"model": "tiny", "prompt": PROMPT}))
+    assert found["prompt_blocks"] > 0
+    return sum(row["overlap_blocks"] == found["prompt_blocks"] for row in found["candidates"])
+
+
+def _replicas(url: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    (line,) = (one for one in lines if one.startswith("dynamo_component_router_replicas{"))
+    return float(line.rpartition(" ")[2])
+
+
+def _post(url: str, body: dict[str, object]) -> bytes:
+    head = {"content-type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), head)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return bytes(answer.read())
