@@ -99,7 +99,13 @@ class Serving:
     def wait(self, timeout_s: float = 20.0) -> int:
         """The exit status; everything that was printed is then in ``lines``."""
         assert self.process is not None
-        status = self.process.wait(timeout_s)
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            while not self._queue.empty():
+                self.lines.append(str(self._queue.get()))
+            left = [(one.pid, one.ppid(), one.status(), one.cmdline()) for one in self.survivors()]
+            raise AssertionError(f"it goes on: {left}\n{self.text()}") from None
         while (line := self._queue.get(timeout=5)) is not None:
             self.lines.append(line)
         return status
