@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest, Routing, StopConditions
-from dynamo.protocols.kv import KvEventBatch, KvQuery, KvQueryAnswer, Removed, Stored
+from dynamo.protocols.kv import KvEventBatch, KvQuery, KvQueryAnswer
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import Client, Context, DistributedRuntime
 
@@ -113,26 +112,6 @@ async def caller(
         yield made
     finally:
         await runtime.close()
-
-
-def content(events: list[Any]) -> dict[int, tuple[int, ...]]:
-    """Block hash to its path of token hashes: what a worker holds after ``events``."""
-    held: dict[int, tuple[int, ...]] = {}
-    for event in events:
-        data = event.data
-        if isinstance(data, Stored):
-            path = () if data.parent_hash is None else held[data.parent_hash]
-            for block, local in zip(
-                array("Q", data.block_hashes), array("Q", data.tokens_hashes), strict=True
-            ):
-                path = (*path, local)
-                held[block] = path
-        elif isinstance(data, Removed):
-            for block in array("Q", data.block_hashes):
-                del held[block]
-        else:
-            held.clear()
-    return held
 
 
 def leftovers(state_dir: Path) -> list[str]:

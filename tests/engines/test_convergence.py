@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from deployment import Deployment
-from mocker_kit import Caller, caller, content
+from kv_events import held_after
+from mocker_kit import Caller, caller
 from relay_kit import detoured
 
 from dynamo._fast.hashing import block_hashes
@@ -53,7 +54,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 async def truth(here: Caller) -> Held:
     """What the worker itself says."""
-    return content((await here.query(KvQuery(0))).events)
+    return held_after((await here.query(KvQuery(0))).events)
 
 
 async def churn(here: Caller, seed: int, prompts: int) -> list[list[int]]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from deployment import Deployment, free_port
-from mocker_kit import caller, content, leftovers
+from kv_events import held_after
+from mocker_kit import caller, leftovers
 
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.kv import KvQuery
@@ -88,8 +89,8 @@ async def test_events_tell_exactly_what_is_cached(deployment: Deployment) -> Non
         await here.until(lambda: here.events[key][-1].event_id == dump.last_event_id)
         ids = [event.event_id for event in here.events[key]]
         assert ids == list(range(1, ids[-1] + 1))
-        held = content(here.events[key])
-        assert sorted(held.values()) == sorted(content(dump.events).values())
+        held = held_after(here.events[key])
+        assert sorted(held.values()) == sorted(held_after(dump.events).values())
         assert 0 < len(held) <= 12
         part = await here.query(KvQuery(start_event_id=3, end_event_id=5))
         assert part.events == here.events[key][2:5]

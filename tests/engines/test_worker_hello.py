@@ -9,7 +9,8 @@ import subprocess
 import sys
 
 from deployment import MODEL, ROOT, Deployment
-from mocker_kit import caller, content, leftovers
+from kv_events import held_after
+from mocker_kit import caller, leftovers
 
 from dynamo.protocols.kv import KvQuery
 
@@ -35,7 +36,7 @@ async def test_a_worker_written_for_dynamo_runs_unchanged(deployment: Deployment
         assert told["runtime_config"] == {"total_kv_blocks": 1000}
         await here.until(lambda: (instance, 0) in here.loads)
         dump = await here.query(KvQuery())
-        assert len(content(dump.events)) == 1
+        assert len(held_after(dump.events)) == 1
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 20) == 0, deployment.tail()
     assert leftovers(deployment.state_dir) == []

@@ -250,7 +250,7 @@ def test_silence_is_seen(bench: Bench) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1, max_size=40),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=15, max_size=40),
     st.data(),
 )
 def test_lost_and_repeated_events_end_in_the_workers_own_state(

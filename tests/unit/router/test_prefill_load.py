@@ -228,8 +228,8 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(STEP, max_size=40))
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STEP, min_size=15, max_size=40))
 def test_it_only_rises_by_what_is_booked(steps: list[tuple[str, ...]]) -> None:
     here = Clocked(Model())
     names: list[str] = []

@@ -90,7 +90,7 @@ STEP = st.one_of(
 )
 
 
-@given(st.lists(STEP, max_size=60), st.randoms())
+@given(st.lists(STEP, min_size=20, max_size=60), st.randoms())
 def test_whatever_the_channel_does_it_converges(steps, random) -> None:
     pair, late = Pair(), []
     for verb, what in steps:

@@ -6,6 +6,7 @@ from array import array
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_events import held_after
 
 from dynamo.protocols.kv import Cleared, KvEvent, KvQuery, Removed, Stored
 from dynamo.worker.journal import EventJournal
@@ -17,26 +18,6 @@ def u64(*values: int) -> bytes:
 
 def stored(*hashes: int, parent: int | None = None) -> Stored:
     return Stored(u64(*hashes), u64(*(h + 1000 for h in hashes)), parent)
-
-
-def paths(events: list[KvEvent]) -> dict[int, tuple[int, ...]]:
-    """Block hash to the token hashes from the root: the state that events lead to."""
-    known: dict[int, tuple[int, ...]] = {}
-    for event in events:
-        data = event.data
-        if isinstance(data, Stored):
-            path = () if data.parent_hash is None else known[data.parent_hash]
-            for block, local in zip(
-                array("Q", data.block_hashes), array("Q", data.tokens_hashes), strict=True
-            ):
-                path = (*path, local)
-                known[block] = path
-        elif isinstance(data, Removed):
-            for block in array("Q", data.block_hashes):
-                known.pop(block, None)
-        else:
-            known.clear()
-    return known
 
 
 def test_ids_rise_by_one_from_one() -> None:
@@ -60,7 +41,7 @@ def test_the_table_of_answers() -> None:
         journal.record(stored(n, parent=n - 1 or None))
     dump = journal.answer(KvQuery())
     assert (dump.kind, dump.last_event_id) == ("tree_dump", 10)
-    assert sorted(paths(dump.events)) == list(range(1, 11))
+    assert sorted(held_after(dump.events)) == list(range(1, 11))
     assert journal.answer(KvQuery(start_event_id=8, end_event_id=7)).kind == "invalid_range"
     new = journal.answer(KvQuery(start_event_id=11, end_event_id=12))
     assert (new.kind, new.newest_available) == ("too_new", 10)
@@ -126,7 +107,11 @@ def test_clearing_the_device_clears_every_tier() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 12), st.integers(0, 12)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(1, 12), st.integers(0, 12)), min_size=20, max_size=60
+    )
+)
 def test_a_dump_rebuilds_what_the_events_left(steps: list[tuple[bool, int, int]]) -> None:
     journal = EventJournal(ring_events=8)
     told: list[KvEvent] = []
@@ -142,4 +127,4 @@ def test_a_dump_rebuilds_what_the_events_left(steps: list[tuple[bool, int, int]]
             continue
         assert event is not None
         told.append(event)
-    assert paths(journal.dump().events) == paths(told)
+    assert held_after(journal.dump().events) == held_after(told)
