@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box, Caller
 
+from benchmarks import prefill_patience
 from dynamo.errors import DynamoError, Overloaded
 from dynamo.frontend.leg import Leg
 from dynamo.frontend.prefill.explain import explain_both
@@ -261,3 +263,13 @@ async def test_nobody_waits_for_a_worker_that_has_gone(leaves: bool) -> None:
     else:
         box.prefillers.inhibited(PREFILL, True)
     assert box.prefillers.streams[-1].worker_id == SPARE and caller.error is None
+
+
+def test_the_benchmark_of_patience_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the sample trace; its figures are in docs/disaggregation.md."""
+    sample = str(Path(__file__).parents[3] / "benchmarks" / "traces" / "sample.jsonl")
+    prefill_patience.main(
+        ["--trace", sample, "--limit", "40", "--speed", "50", "--patience", "0,3"]
+    )
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["0", "3"]
