@@ -15,10 +15,11 @@ from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.caches import predicted as predicted_module
+from dynamo.router.caches.metrics import predictions
 from dynamo.router.caches.predicted import PredictedCache
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import Place, predictions
+from dynamo.router.metrics import Place
 
 TTL_S = 10.0
 
@@ -180,6 +181,7 @@ Step = tuple[int, list[int], float]
         st.tuples(
             st.integers(0, 1), st.lists(st.integers(1, 3), max_size=4), st.sampled_from([0, 1, 4])
         ),
+        min_size=15,
         max_size=40,
     ),
     st.integers(3, 12),
@@ -208,6 +210,7 @@ def test_histories_agree_with_a_table_of_expiries(steps: list[Step], max_blocks:
         st.tuples(
             st.integers(0, 1), st.lists(st.integers(1, 3), max_size=4), st.sampled_from([0, 1, 4])
         ),
+        min_size=15,
         max_size=40,
     ),
     st.integers(1, 9),
