@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"python -m dynamo.router: error: {error.message}", file=sys.stderr)
         return 2
     settings = dataclasses.replace(router, mode="kv")
+    if router.mode not in (RouterSettings.mode, "kv"):
+        _log.warning("--router-mode %s has no effect: this router is always kv", router.mode)
     block_size = settings.kv_cache_block_size or process.block_size
     try:
         uvloop.run(_serve(runtime, path, block_size, settings))
