@@ -17,24 +17,22 @@ from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.kv import KvEventBatch
 from dynamo.router.caches.event_threads import EventThreads
 from dynamo.router.caches.indexer import Indexer, Recovery
+from dynamo.router.caches.metrics import (
+    EventMetrics,
+    predictions,
+    recent_prompts,
+    useless_sources,
+)
 from dynamo.router.caches.recovery import KV_QUERY, Questions
 from dynamo.router.eligibility.busy import Thresholds
+from dynamo.router.eligibility.metrics import gates
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
 from dynamo.router.live.block_sizes import events_differ, worker_differs
 from dynamo.router.live.cards import WorkerCards
 from dynamo.router.live.load_feed import LoadFeed
 from dynamo.router.live.upkeep import Upkeep
-from dynamo.router.metrics import (
-    DecisionMetrics,
-    EventMetrics,
-    Place,
-    WorkerMetrics,
-    gates,
-    predictions,
-    recent_prompts,
-    useless_sources,
-)
+from dynamo.router.metrics import DecisionMetrics, Place, WorkerMetrics
 from dynamo.router.queue.line import line_for
 from dynamo.router.sync.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
@@ -105,14 +103,8 @@ class LiveRouter:
                 self._threads = EventThreads(index, threads, topic, self._counts)
             ingest = None if self._threads is None else self._threads.ingest
             self.indexer = Indexer(index, self._on_recovery, self._counts, ingest)
-        predicted = self.picker.predicted if isinstance(self.picker, KvPicker) else None
         if settings.predicts and settings.event_threads > 1:
             logger.warning("without KV events --router-event-threads has no effect")
-        if index is not None and predicted is not None:
-            policy = settings.approximate_cache_policy
-            predictions(registry, place, index, predicted, policy)
-        if isinstance(self.picker, KvPicker) and self.picker.recent is not None:
-            recent_prompts(registry, place, self.picker.recent)
         self._questions: Questions | None = None
         self._devices: dict[int, str] = {}
         self._cards = WorkerCards(self._on_card)
@@ -121,6 +113,7 @@ class LiveRouter:
         self._upkeep: Upkeep | None = None
         self._sync: ReplicaSync | None = None
         if isinstance(self.picker, KvPicker):
+            self._show_beliefs(place, self.picker)
             expiry_s = settings.active_request_expiry_s
             useless = useless_sources(registry, place, endpoint)
             self._upkeep = Upkeep(self.picker, self.indexer, expiry_s, useless)
@@ -183,6 +176,15 @@ class LiveRouter:
             self._remove(worker_id)
         if self._sync is not None:
             self._sync.close()
+
+    def _show_beliefs(self, place: Place, picker: KvPicker) -> None:
+        """What decisions predict of the caches, for good or for a moment."""
+        registry = self._runtime.metrics
+        if picker.index is not None and picker.predicted is not None:
+            policy = self._settings.approximate_cache_policy
+            predictions(registry, place, picker.index, picker.predicted, policy)
+        if picker.recent is not None:
+            recent_prompts(registry, place, picker.recent)
 
     def _on_instances(self, added: list[EndpointRecord], removed: list[int]) -> None:
         if self._closed:

@@ -12,9 +12,10 @@ from dynamo.errors import Overloaded
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
+from dynamo.router.eligibility.metrics import gates
 from dynamo.router.eligibility.sessions import Sessions
 from dynamo.router.factory import make_index, make_picker
-from dynamo.router.metrics import Place, gates
+from dynamo.router.metrics import Place
 from dynamo.router.picker import Picker
 
 TOKENS = array("I", range(40))
