@@ -72,7 +72,7 @@ def traffic(deployment: Deployment) -> Iterator[Any]:
         body = {
             "model": "tiny",
             "messages": [{"role": "user", "content": text}],
-            "max_tokens": 60,
+            "max_tokens": 40,
             "stream": streaming,
         }
         return deployment.request("POST", "/v1/chat/completions", body)[0]
@@ -100,7 +100,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     """Scraped before, during and after the traffic."""
     deployment, port = Deployment(tmp_path_factory.mktemp("pages")), free_port()
     small = ("--block-size", "4", "--num-gpu-blocks-override", "40", "--max-model-len", "150")
-    few = ("--max-num-seqs", "3", "--engine-request-limit", "4")
+    few = ("--max-num-seqs", "3", "--engine-request-limit", "4", "--speedup-ratio", "3")
     line = {"DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "2"}
     deployment.mocker(*small, *few, **line, DYN_SYSTEM_PORT=str(port))
     deployment.frontend("--router-mode", "kv", "--router-queue-threshold", "0.001")
