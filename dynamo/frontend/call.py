@@ -136,15 +136,15 @@ class Call:
         if not self._working_legs:
             self.heard_at = _NEVER
 
-    def placed(self, decision: Decision, waiting: int) -> None:
-        """A leg is booked and goes out now, with ``waiting`` others left in the router's line."""
+    def placed(self, decision: Decision, waiting: int) -> float:
+        """A leg is booked and goes out now (monotonic seconds), with ``waiting`` others left in
+        the router's line."""
+        self._working_legs += 1
+        now_s = self.heard_at = time.monotonic()
         meter = self.meter
-        if meter.placed(self.works(), waiting) and self.describe is not None:
+        if meter.placed(now_s, waiting) and self.describe is not None:
             self.generation.worker_id = self.describe(decision, meter.prefilled)
-
-    def sent(self) -> None:
-        """The leg just placed has been written to its worker's connection."""
-        self.meter.sent(time.monotonic() - self.heard_at)
+        return now_s
 
     def prefilled(self, done: Prefilled) -> None:
         """A prefill worker has computed a leg's prompt; the first of them is shown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -123,10 +124,13 @@ class Dispatch:
         decision: Decision,
         waiting: int = 0,
     ) -> None:
-        leg.decided(decision, waiting)
+        call = leg.call
+        leg.pending = None
+        leg.decision = decision
+        placed_s = call.placed(decision, waiting)
         _instruct(request, routing, decision)
         leg.stream = self.client.open(decision.worker_id, encode(request), leg, headers)
-        leg.call.sent()
+        call.meter.sent(time.monotonic() - placed_s)
 
 
 def _or_fail(leg: Leg, step: Callable[[], None]) -> None:

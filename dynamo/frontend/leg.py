@@ -76,12 +76,6 @@ class Leg:
         self._reported = 0
         self._released = False
 
-    def decided(self, decision: Decision, waiting: int = 0) -> None:
-        """It goes there, and is booked; ``waiting`` others are left in the router's line."""
-        self.pending = None
-        self.decision = decision
-        self.call.placed(decision, waiting)
-
     def on_data(self, payload: bytes) -> None:
         """One engine output: to text, and into this turn's news of the call."""
         call = self.call
