@@ -100,6 +100,11 @@ class PrefillLine(Generic[T]):
         return len(self._waiting)
 
     @property
+    def full(self) -> bool:
+        """Whether as many wait as may."""
+        return len(self._waiting) >= self.limit
+
+    @property
     def running(self) -> int:
         """Tickets at a worker."""
         return len(self._running)
@@ -173,7 +178,7 @@ class PrefillLine(Generic[T]):
 
         Raises Overloaded when ``limit`` tickets wait already and none could go at once.
         """
-        if len(self._waiting) >= self.limit and (self._waiting or not self._has_slot(pin)):
+        if self.full and (self._head(pin) is not None or not self._has_slot(pin)):
             raise Overloaded(f"the prefill queue is full: {self.limit} requests wait")
         self._put(ticket, (True, -strict, now_s - jump_s, next(self._numbers)), pin)
 

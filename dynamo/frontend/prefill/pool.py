@@ -108,7 +108,9 @@ class PrefillPool:
                 if wanted is not None:
                     await self._activate(wanted)
         except DynamoError as error:
-            self._active = None
+            failed, self._active = self._active, None
+            if failed is not None:
+                await failed.close()
             log.error("model %s: no prefill router: %s", self.name, error.message)
         finally:
             self._changing = False

@@ -105,7 +105,7 @@ class PrefillSender:
 
     def _binds(self, ticket: PrefillTicket, free: list[int]) -> bool:
         """Whether it steps aside, to wait a while for a better worker than the ``free`` ones."""
-        if not ticket.patient or not self.patience_s:
+        if not ticket.patient or not self.patience_s or len(self.line) > self.line.limit:
             return False
         best = self.workers.best(ticket)
         if best is None or best in free or best not in self.line.workers:

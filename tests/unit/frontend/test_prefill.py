@@ -92,6 +92,7 @@ class Caller:
     def __init__(self) -> None:
         self.closed = False
         self.working = 0
+        self.meter = self
         self.done: Any = None
         self.error: DynamoError | None = None
         self.leg: Leg
@@ -110,10 +111,11 @@ class Caller:
     def prefilled(self, done: Any) -> None:
         self.done = done
 
-    def placed(self, decision: Any, waiting: int) -> None:
+    def placed(self, decision: Any, waiting: int) -> float:
         self.decision = decision
+        return time.monotonic()
 
-    def sent(self) -> None: ...
+    def sent(self, seconds: float = 0.0) -> None: ...
 
     def leave(self) -> None:
         self.closed = True

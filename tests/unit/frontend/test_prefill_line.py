@@ -185,7 +185,8 @@ class LineMachine(RuleBasedStateMachine):
         pin = data.draw(st.sampled_from([None, None, *self.slots]))
         free = self.free()
         slot = bool(free) if pin is None else pin in free
-        if len(self.waiting) >= LIMIT and (self.waiting or not slot):
+        behind = any(self.pins[one] == pin for one in self.waiting)
+        if len(self.waiting) >= LIMIT and (behind or not slot):
             with pytest.raises(Overloaded):
                 self.line.enter(self.number, float(self.number), pin=pin)
             return

@@ -251,6 +251,19 @@ async def test_patience_has_an_end() -> None:
     assert box.prefillers.streams[-1].worker_id == SPARE
 
 
+async def test_in_a_full_line_nobody_is_patient_and_who_can_go_is_not_refused() -> None:
+    box = Box(prefill_slots=1, prefill_queue_limit=1, kv_events=False)
+    box.join(PREFILL, SPARE)
+    request = cached_at(box, PREFILL)
+    box.send(routing=Routing(prefill_worker_id=PREFILL))
+    box.send(routing=Routing(prefill_worker_id=PREFILL))
+    assert len(box.router.line) == 1
+    sent(box, request)
+    assert box.prefillers.streams[-1].worker_id == SPARE and len(box.router.line) == 1
+    with pytest.raises(Overloaded, match="prefill queue is full"):
+        box.send()
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 async def test_nobody_waits_for_a_worker_that_has_gone(leaves: bool) -> None:
     box = Box(prefill_slots=1, kv_events=False)
