@@ -202,6 +202,7 @@ async def test_one_token_there_then_the_whole_answer_here() -> None:
     caller = box.send()
     (stream,) = box.prefillers.streams
     assert stream.worker_id == PREFILL and not box.decoders.streams
+    assert caller.working == 1, "its silence would be an engine's"
     stops = stream.request.stop_conditions
     assert (stops.max_tokens, stops.min_tokens) == (1, 1)
     stream.answer({"where": "there"}, cached=16)
@@ -212,6 +213,7 @@ async def test_one_token_there_then_the_whole_answer_here() -> None:
         "prompt_tokens_details": {"cached_tokens": 16},
     }
     assert caller.done.worker_id == PREFILL and caller.decision.worker_id == DECODE
+    assert caller.working == 0
     slot = box.decode.fleet.members[DECODE].slots[0]
     load = box.decode.active.load(slot)  # type: ignore[attr-defined]
     assert load[:2] == (0, 2), "blocks are load there, prompt tokens are not"
@@ -265,6 +267,7 @@ async def test_a_worker_that_dies_gives_its_requests_back_to_the_head() -> None:
     on_spare.answer({})
     assert box.prefillers.streams[2].request.token_ids[0] == 1000, "the first before the third"
     assert box.value("requeues_total") == 1 and first.error is None and second.error is None
+    assert (first.working, second.working) == (1, 0), "who waits again waits for no engine"
     box.prefillers.streams[2].answer({})
     box.prefillers.streams[3].answer({})
     assert len(box.decoders.streams) == 3
