@@ -154,5 +154,7 @@ def _key(router_id: int, request_id: str) -> str:
 def _same(held: SequenceEvent, event: SequenceEvent) -> bool:
     mine, other = held.data, event.data
     assert isinstance(mine, AddRequest) and isinstance(other, AddRequest)
+    if mine.prefill_completed and not other.prefill_completed:
+        return False  # no prompt becomes uncomputed: it is the next of that id
     places = (held.worker_id, held.dp_rank) == (event.worker_id, event.dp_rank)
     return places and mine.token_sequence == other.token_sequence

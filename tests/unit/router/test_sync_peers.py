@@ -118,6 +118,18 @@ def test_whatever_the_channel_does_it_converges(steps, random) -> None:
     assert pair.seen() == {} and len(pair.peers) == 0
 
 
+def test_the_next_request_of_an_id_whose_end_was_lost_has_its_prompt_to_compute() -> None:
+    pair = Pair()
+    pair.book("a", 1)
+    pair.complete("a")
+    pair.settle()
+    pair.free("a")
+    pair.own.news()  # lost
+    pair.book("a", 1)
+    pair.settle()
+    assert pair.seen() == pair.truth == {"a": (1, False)}
+
+
 def test_without_losses_nobody_is_asked() -> None:
     pair = Pair()
     pair.book("a", 1)
