@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -92,12 +94,20 @@ async def test_each_publisher_keeps_its_thread_and_all_are_used(box: Box) -> Non
     await until(lambda: len(live.picker.fleet.members) == 4 and overlap(live) == 0)
     assert live._threads is not None and live.indexer is not None
     await until(lambda: live.indexer is not None and not live.indexer.recovering())
-    for event_id in range(1, 4):
+    threads, numbers = live._threads, itertools.count(1)
+
+    def told() -> bool:
+        """One more event of everyone, for who is not connected yet misses some."""
+        number = next(numbers)
         for worker in workers:
-            worker.publish(stored(event_id, event_id - 1, event_id))
+            worker.publish(stored(number, 0, 1))
+        return min(threads.ingest.received()) > 0
+
+    await until(told)
     index = live.picker.index  # type: ignore[attr-defined]
-    await until(lambda: index.blocks() == 12)
-    assert sorted(live._threads.ingest.received()) == [3, 3, 6]
+    await until(lambda: index.blocks() == 4)
+    placed = Counter(threads.thread_of(worker.id) for worker in workers)
+    assert sorted(placed.values()) == [1, 1, 2]
 
 
 async def test_events_over_another_transport_are_pushed(box: Box) -> None:
