@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -23,9 +23,18 @@ if TYPE_CHECKING:
     from dynamo.frontend.leg import Leg
     from dynamo.frontend.prefill.router import PrefillRouter
 
-__all__ = ["Dispatch"]
+__all__ = ["Dispatch", "DispatchJob"]
 
 log = logging.getLogger(__name__)
+
+
+class DispatchJob(NamedTuple):
+    """One engine request: ``leg`` takes the answer, ``headers`` go to the worker."""
+
+    leg: Leg
+    request: PreprocessedRequest
+    routing: Routing | None
+    headers: dict[str, str]
 
 
 class Dispatch:
@@ -42,88 +51,56 @@ class Dispatch:
         self.prefill: PrefillRouter | None = None
         self.tracks_output = isinstance(picker, KvPicker) and picker.active.track_output
 
-    def send(
-        self,
-        leg: Leg,
-        request: PreprocessedRequest,
-        routing: Routing | None,
-        headers: dict[str, str],
-    ) -> None:
-        """Put ``leg`` on its way. Raises what :meth:`decode` and :meth:`PrefillRouter.take` raise;
-        the leg is released by its call then."""
+    def send(self, job: DispatchJob) -> None:
+        """Send the job: prefill first where that applies. Raises what :meth:`decode` and
+        :meth:`PrefillRouter.take` raise; the leg is released by its call then."""
         prefill = self.prefill
-        if prefill is not None and prefill.take(leg, request, routing, headers):
+        if prefill is not None and prefill.take(job):
             return
-        self.decode(leg, request, routing, headers)
+        self.decode(job)
 
-    def decode(
-        self,
-        leg: Leg,
-        request: PreprocessedRequest,
-        routing: Routing | None,
-        headers: dict[str, str],
-    ) -> None:
+    def decode(self, job: DispatchJob) -> None:
         """The last stretch: to the worker that generates, at once or when it is its turn.
 
-        ``leg`` is still open. Raises what :meth:`Picker.pick` raises, and
+        The leg is still open. Raises what :meth:`Picker.pick` raises, and
         RouterQueueLimitExceeded; what fails later ends the call.
         """
+        leg, request, routing, _ = job
         line, override = self.line, request.router_config_override
         if line is None:
             decision = self.picker.pick(
                 leg.booking, request.token_ids, routing=routing, override=override
             )
-            self._open(leg, request, routing, headers, decision)
+            self._open(job, decision)
             return
         found = line.request(
             leg.booking,
             request.token_ids,
             routing=routing,
             override=override,
-            on_decision=partial(self._its_turn, line, leg, request, routing, headers),
+            on_decision=partial(self._its_turn, line, job),
             on_error=leg.call.fail,
         )
         if isinstance(found, Ticket):
             leg.pending = found
         else:
-            self._open(leg, request, routing, headers, found, len(line))
+            self._open(job, found, len(line))
 
-    def decode_later(
-        self,
-        leg: Leg,
-        request: PreprocessedRequest,
-        routing: Routing | None,
-        headers: dict[str, str],
-    ) -> None:
+    def decode_later(self, job: DispatchJob) -> None:
         """:meth:`decode` from a callback, where nobody catches: an error ends the call.
 
         A leg that has ended meanwhile is left alone; what it waited for is over either way.
         """
+        leg = job.leg
         leg.pending = None
         if leg.open and not leg.call.closed:
-            _or_fail(leg, partial(self.decode, leg, request, routing, headers))
+            _or_fail(leg, partial(self.decode, job))
 
-    def _its_turn(
-        self,
-        line: Line,
-        leg: Leg,
-        request: PreprocessedRequest,
-        routing: Routing | None,
-        headers: dict[str, str],
-        decision: Decision,
-    ) -> None:
-        waiting = len(line)
-        _or_fail(leg, partial(self._open, leg, request, routing, headers, decision, waiting))
+    def _its_turn(self, line: Line, job: DispatchJob, decision: Decision) -> None:
+        _or_fail(job.leg, partial(self._open, job, decision, len(line)))
 
-    def _open(
-        self,
-        leg: Leg,
-        request: PreprocessedRequest,
-        routing: Routing | None,
-        headers: dict[str, str],
-        decision: Decision,
-        waiting: int = 0,
-    ) -> None:
+    def _open(self, job: DispatchJob, decision: Decision, waiting: int = 0) -> None:
+        leg, request, routing, headers = job
         call = leg.call
         leg.pending = None
         leg.decision = decision

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
 from dynamo.frontend.call import Call, Caption
+from dynamo.frontend.dispatch import DispatchJob
 from dynamo.frontend.failures import error_response, explained, labels
 from dynamo.frontend.flow import Flow
 from dynamo.frontend.http import Exchange
@@ -181,7 +182,7 @@ class OpenAIRoutes:
         ]
         headers = {REQUEST_ID: call.caption.request_id}
         for leg, engine_request in zip(legs, prepared.requests, strict=True):
-            entry.dispatch.send(leg, engine_request, routing, headers)
+            entry.dispatch.send(DispatchJob(leg, engine_request, routing, headers))
             if call.closed:  # what the leg was to wait for failed at once
                 return
         call.dispatched(prepared.prompt_tokens)

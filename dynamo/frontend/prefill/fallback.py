@@ -62,14 +62,13 @@ class Fallback:
         if error is not None:
             log.warning("no prefill for %s (%s): %s", ticket.booking, reason, error)
         self._metrics.fell_back(reason)
-        leg, request, routing, headers = ticket.order
-        self._dispatch.decode_later(leg, request, routing, headers)
+        self._dispatch.decode_later(ticket.job)
 
     def refuse(self, ticket: PrefillTicket, error: DynamoError, by_worker: bool = False) -> None:
         """The client hears ``error``."""
         if isinstance(error, Overloaded):
             self._metrics.refused("overloaded")
-        ticket.order.leg.call.fail(error, by_worker)
+        ticket.job.leg.call.fail(error, by_worker)
 
     def _cached(self, tokens: Tokens, routing: Routing | None) -> int:
         """Prompt tokens that the decode worker would find, if it tells what it has cached."""

@@ -21,17 +21,16 @@ from dynamo.errors import (
     Overloaded,
     WorkerUnavailable,
 )
-from dynamo.frontend.dispatch import Dispatch
-from dynamo.frontend.leg import Leg
+from dynamo.frontend.dispatch import Dispatch, DispatchJob
 from dynamo.frontend.prefill.fallback import Fallback
 from dynamo.frontend.prefill.line import PrefillLine, capacity_of
 from dynamo.frontend.prefill.metrics import PrefillMetrics
 from dynamo.frontend.prefill.sender import PrefillSender
-from dynamo.frontend.prefill.ticket import Order, Prefilled, PrefillTicket, after_prefill
+from dynamo.frontend.prefill.ticket import Prefilled, PrefillTicket, after_prefill
 from dynamo.frontend.prefill.workers import PrefillWorkers
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
-from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.waiting import claim_of
 from dynamo.runtime import Client
@@ -91,13 +90,7 @@ class PrefillRouter:
 
     # -- requests
 
-    def take(
-        self,
-        leg: Leg,
-        request: PreprocessedRequest,
-        routing: Routing | None,
-        headers: dict[str, str],
-    ) -> bool:
+    def take(self, job: DispatchJob) -> bool:
         """See to it that the prompt is computed, then decoded; False: the decode worker is to do
         both, at once.
 
@@ -107,20 +100,21 @@ class PrefillRouter:
         if not self.active:
             self._fallback.absent(self._known)
             return False
-        reason = self.stays(request.token_ids, routing)
+        routing = job.routing
+        reason = self.stays(job.request.token_ids, routing)
         if reason:
             self._metrics.kept_local(reason)
             return False
         now_s = time.monotonic()
         pin = self.workers.pin(routing)
-        ticket = PrefillTicket(self, Order(leg, request, routing, headers), pin, now_s)
+        ticket = PrefillTicket(self, job, pin, now_s)
         strict, jump_s = claim_of(routing)
         try:
             self.line.enter(ticket, now_s, strict=strict, jump_s=max(jump_s, 0.0), pin=pin)
         except Overloaded:
             self._metrics.refused("queue_full")
             raise
-        leg.pending = ticket
+        job.leg.pending = ticket
         self._sender.drain()
         return True
 
@@ -185,26 +179,26 @@ class PrefillRouter:
 
     def computed(self, ticket: PrefillTicket) -> None:
         """On to the decode worker."""
-        decision, output, order = ticket.decision, ticket.output, ticket.order
+        decision, output, job = ticket.decision, ticket.output, ticket.job
         assert decision is not None and output is not None, "a sent ticket has both at its end"
         now_s = time.monotonic()
         ticket.stream = None
         self.line.finish(ticket)
         ticket.release()
-        tokens = len(order.request.token_ids)
+        tokens = len(job.request.token_ids)
         self._metrics.computed(*decision[:2], tokens, now_s - ticket.sent_s)
         done = Prefilled(*decision[:4], ticket.sent_s, now_s)
-        order.leg.call.prefilled(done)
-        order.leg.call.rests()
-        request = after_prefill(order.request, output)
-        self._dispatch.decode_later(order.leg, request, order.routing, order.headers)
+        job.leg.call.prefilled(done)
+        job.leg.call.rests()
+        request = after_prefill(job.request, output)
+        self._dispatch.decode_later(job._replace(request=request))
         self._sender.drain()
 
     def failed(self, ticket: PrefillTicket, error: DynamoError) -> None:
         """Again with another worker, without, or not at all: it depends on the error."""
         self.line.finish(ticket)
         ticket.release()
-        ticket.order.leg.call.rests()
+        ticket.job.leg.call.rests()
         ticket.output = None
         if isinstance(error, WorkerUnavailable):
             self._again(ticket, error)

@@ -85,7 +85,7 @@ class PrefillSender:
 
     def _send(self, turn: Turn[PrefillTicket]) -> bool:
         """Whether the line may go on; the ticket has left its head then."""
-        ticket, order = turn.ticket, turn.ticket.order
+        ticket, job = turn.ticket, turn.ticket.job
         try:
             if turn.workers is not None and self._binds(ticket, turn.workers):
                 return True
@@ -97,9 +97,9 @@ class PrefillSender:
             self.refuse(ticket, DynamoError("a bug in the frontend"))
             return True
         cached_tokens = decision.overlap_blocks * self.workers.block_size
-        new_tokens = max(len(order.request.token_ids) - cached_tokens, 1)
+        new_tokens = max(len(job.request.token_ids) - cached_tokens, 1)
         self.line.start(ticket, decision.worker_id, new_tokens)
-        ticket.sent_s = order.leg.call.works()
+        ticket.sent_s = job.leg.call.works()
         self._metrics.sent(ticket.sent_s - ticket.arrived_s)
         return True
 

@@ -19,11 +19,10 @@ from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
 
 if TYPE_CHECKING:
-    from dynamo.frontend.leg import Leg
+    from dynamo.frontend.dispatch import DispatchJob
 
 __all__ = [
     "DECODE_OVERRIDE",
-    "Order",
     "PrefillTicket",
     "Prefilled",
     "after_prefill",
@@ -39,15 +38,6 @@ DECODE_OVERRIDE: dict[str, Any] = {
 }
 """A decode worker gets the blocks sent: neither is its cache worth anything to the choice, nor does
 the prompt weigh as prefill, and the blocks that arrive are shared with nobody. Spec 7.5."""
-
-
-class Order(NamedTuple):
-    """What :meth:`Dispatch.send` was given, to be handed on when the prompt is computed."""
-
-    leg: Leg
-    request: PreprocessedRequest
-    routing: Routing | None
-    headers: dict[str, str]
 
 
 class Prefilled(NamedTuple):
@@ -88,7 +78,7 @@ class PrefillTicket:
         "arrived_s",
         "attempts",
         "decision",
-        "order",
+        "job",
         "output",
         "patient",
         "picker",
@@ -97,9 +87,11 @@ class PrefillTicket:
         "stream",
     )
 
-    def __init__(self, prefills: Prefills, order: Order, pin: int | None, arrived_s: float) -> None:
+    def __init__(
+        self, prefills: Prefills, job: DispatchJob, pin: int | None, arrived_s: float
+    ) -> None:
         self._prefills = prefills
-        self.order = order
+        self.job = job
         self.pin = pin
         self.arrived_s = arrived_s
         self.sent_s = arrived_s
@@ -113,7 +105,7 @@ class PrefillTicket:
     @property
     def booking(self) -> str:
         """The id under which the prefill router has booked it."""
-        return self.order.leg.booking
+        return self.job.leg.booking
 
     def cancel(self) -> None:
         """See :class:`dynamo.frontend.leg.Pending`."""

@@ -54,7 +54,7 @@ class PrefillWorkers:
         if not isinstance(self.picker, KvPicker) or self.picker.index is None:
             return None
         try:
-            found = self.locate(ticket.order.request.token_ids, ticket.order.routing)
+            found = self.locate(ticket.job.request.token_ids, ticket.job.routing)
         except DynamoError:
             return None
         return None if found is None else found.worker_id
@@ -62,7 +62,7 @@ class PrefillWorkers:
     def suits_any(self, ticket: PrefillTicket) -> bool:
         """Whether one of them might take it some time, if none does now."""
         try:
-            self.locate(ticket.order.request.token_ids, ticket.order.routing)
+            self.locate(ticket.job.request.token_ids, ticket.job.routing)
         except Overloaded:
             return True
         except DynamoError:
@@ -75,20 +75,20 @@ class PrefillWorkers:
         Raises as :meth:`Picker.pick`, and WorkerUnavailable, with ``ticket.decision`` set, if the
         worker has just gone.
         """
-        picker, client, order = self.picker, self.client, ticket.order
+        picker, client, job = self.picker, self.client, ticket.job
         if picker is None or client is None:
             raise NoInstances("no prefill worker is registered")
         ticket.decision = None
         decision = picker.pick(
             ticket.booking,
-            order.request.token_ids,
-            routing=wanted_place(order.routing, allowed if ticket.pin is None else None),
-            override=order.request.router_config_override,
+            job.request.token_ids,
+            routing=wanted_place(job.routing, allowed if ticket.pin is None else None),
+            override=job.request.router_config_override,
         )
         ticket.picker, ticket.decision = picker, decision
-        payload = encode(to_prefill(order.request, order.routing, decision))
+        payload = encode(to_prefill(job.request, job.routing, decision))
         try:
-            ticket.stream = client.open(decision.worker_id, payload, ticket, order.headers)
+            ticket.stream = client.open(decision.worker_id, payload, ticket, job.headers)
         except WorkerUnavailable:
             ticket.release()
             raise

@@ -13,7 +13,7 @@ from test_call import Site, ids, turn
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import Unavailable
-from dynamo.frontend.dispatch import Dispatch
+from dynamo.frontend.dispatch import Dispatch, DispatchJob
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
@@ -239,7 +239,8 @@ async def test_silence_of_one_leg_while_another_waits_is_the_engines() -> None:
     prefilling = asyncio.Event()
 
     class Prefills:
-        def take(self, leg: Any, *_order: Any) -> bool:
+        def take(self, job: DispatchJob) -> bool:
+            leg = job.leg
             if leg.index:
                 return False
             leg.call.works()

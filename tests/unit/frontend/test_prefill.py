@@ -20,7 +20,7 @@ from dynamo.errors import (
     Unavailable,
     WorkerUnavailable,
 )
-from dynamo.frontend.dispatch import Dispatch
+from dynamo.frontend.dispatch import Dispatch, DispatchJob
 from dynamo.frontend.leg import Leg
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.prefill.metrics import PrefillMetrics
@@ -164,7 +164,7 @@ class Box:
         )
         caller = Caller()
         caller.leg = Leg(caller, 0, self.decode, f"r{self.count}")  # type: ignore[arg-type]
-        self.dispatch.send(caller.leg, request, routing, {})
+        self.dispatch.send(DispatchJob(caller.leg, request, routing, {}))
         return caller
 
     @property
@@ -453,7 +453,7 @@ async def test_conditional_what_the_decode_worker_has_cached_counts() -> None:
     box.decode.assume(tokens(list(range(48))), DECODE)  # type: ignore[attr-defined]
     caller = Caller()
     caller.leg = Leg(caller, 0, box.decode, "own")  # type: ignore[arg-type]
-    box.dispatch.send(caller.leg, request, None, {})
+    box.dispatch.send(DispatchJob(caller.leg, request, None, {}))
     assert len(box.decoders.streams) == 1 and box.counted("local_total") == {"cached": 1}
 
 

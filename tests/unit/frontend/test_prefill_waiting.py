@@ -11,6 +11,7 @@ from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box, Caller
 
 from benchmarks import prefill_patience
 from dynamo.errors import DynamoError, Overloaded
+from dynamo.frontend.dispatch import DispatchJob
 from dynamo.frontend.leg import Leg
 from dynamo.frontend.prefill.explain import explain_both
 from dynamo.protocols.card import RuntimeConfig
@@ -211,7 +212,7 @@ def cached_at(box: Box, worker: int, length: int = 640) -> PreprocessedRequest:
 def sent(box: Box, request: PreprocessedRequest) -> Caller:
     caller = Caller()
     caller.leg = Leg(caller, 0, box.decode, "cached")  # type: ignore[arg-type]
-    box.dispatch.send(caller.leg, request, None, {})
+    box.dispatch.send(DispatchJob(caller.leg, request, None, {}))
     return caller
 
 
