@@ -13,6 +13,9 @@ import msgspec
 from msgspec import Meta
 
 __all__ = [
+    "MAX_STOP_CHARACTERS",
+    "MAX_STOP_STRINGS",
+    "MAX_STOP_TOKEN_IDS",
     "MAX_TOKENS_LIMIT",
     "RANGES",
     "AgentHints",
@@ -27,6 +30,10 @@ __all__ = [
 ]
 
 MAX_TOKENS_LIMIT = 1_048_576
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 512
+"""Of each stop string."""
+MAX_STOP_TOKEN_IDS = 1024
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo.errors import DynamoError
-from dynamo.frontend.answer.choice import Choice
+from dynamo.frontend.answer.choice import Choice, StopRules
 from dynamo.frontend.answer.detokenizer import make_detokenizer
 from dynamo.frontend.answer.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
 from dynamo.frontend.answer.sse import (
@@ -182,15 +182,16 @@ class GenerationStream:
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> list[Choice]:
         skip = request.skip_special_tokens is not False
-        include = bool(request.include_stop_str_in_output)
+        # The choices differ in max_tokens at most, which the engine counts.
+        conditions = prepared.requests[0].stop_conditions
+        rules = StopRules(conditions, bool(request.include_stop_str_in_output))
         return [
             Choice(
                 make_detokenizer(tokenizer, skip),
-                each.stop_conditions,
-                include,
+                rules,
                 self._logprobs(request, tokenizer, index // prepared.n),
             )
-            for index, each in enumerate(prepared.requests)
+            for index in range(len(prepared.requests))
         ]
 
     def _logprobs(

@@ -154,6 +154,15 @@ def test_stop_strings_unary(fields: dict[str, Any], text: str) -> None:
     assert json.loads(stream.unary())["choices"][0]["message"]["content"] == text
 
 
+def test_choices_share_what_ends_them() -> None:
+    stream = chat(n=3, stop=["STOP", "END"], stop_token_ids=list(range(1000)))
+    first, *others = stream._choices
+    for other in others:
+        assert other._stop_ids is first._stop_ids
+        assert other._stops is not None and first._stops is not None
+        assert other._stops is not first._stops and other._stops._stops is first._stops._stops
+
+
 def test_held_back_text_is_shown_when_the_engine_ends() -> None:
     stream = chat(stop=["XYZ"])
     feed_ids = outputs("a XY", "length")

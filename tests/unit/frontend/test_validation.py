@@ -44,6 +44,12 @@ def completion_error(body: bytes) -> str:
         ({"max_tokens": 2, "min_tokens": 3}, "Min tokens must not exceed max tokens, got 3 > 2"),
         ({"top_logprobs": 3}, "Top_logprobs requires 'logprobs' to be true"),
         ({"stop": ["a", ""]}, "'stop' strings cannot be empty"),
+        ({"stop": ["a"] * 33}, "'stop' takes at most 32 strings, got 33"),
+        (
+            {"stop": "x" * 100_000},
+            "a 'stop' string takes at most 512 characters, got 100000: '" + "x" * 63 + "...",
+        ),
+        ({"stop_token_ids": [1] * 1025}, "'stop_token_ids' takes at most 1024 ids, got 1025"),
         ({"logit_bias": {"x": 1}}, "'logit_bias' keys must be token ids"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
