@@ -63,7 +63,7 @@ class Tokenizer:
 
     ``eos_ids`` end a text, ``special_ids`` are not shown to users, ``vocab_size`` bounds the ids,
     ``inline_limit_bytes`` is the longest text worth encoding on the event loop, ``pieces`` the
-    table for streaming (None if the model is not byte-level BPE).
+    table for streaming (None if the model has none).
     """
 
     def __init__(self, files: ModelFiles, cache_bytes: int = CACHE_BYTES) -> None:
