@@ -51,6 +51,7 @@ class Call:
     ``heard_at`` is when an engine last gave a sign of life, infinite while none has anything to do;
     ``text_s`` the time in which engine outputs became text; ``meter`` counts the rest;
     ``describe``, where set, says what ``nvext.worker_id`` shows of the first decision.
+    ``engine_id`` is the id of the first engine request, empty before the legs are made.
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class Call:
         "caption",
         "closed",
         "describe",
+        "engine_id",
         "exchange",
         "flow",
         "generation",
@@ -85,6 +87,7 @@ class Call:
         self.streaming = stream
         self.legs: Sequence[Leg] = ()
         self.closed = False
+        self.engine_id = ""
         self.heard_at = _NEVER
         self.text_s = 0.0
         self.describe: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
@@ -244,6 +247,7 @@ class Call:
         self.closed = True
         flow, legs = self.flow, self.legs
         flow.live.discard(self)
+        flow.release_id(self.engine_id)
         for leg in legs:
             leg.release()
         if self.meter.generated:
