@@ -145,7 +145,7 @@ class Call:
         self._working_legs += 1
         now_s = self.heard_at = time.monotonic()
         meter = self.meter
-        if meter.placed(now_s, waiting) and self.describe is not None:
+        if meter.placed(now_s, decision, waiting) and self.describe is not None:
             self.generation.worker_id = self.describe(decision, meter.prefilled)
         return now_s
 
@@ -223,10 +223,6 @@ class Call:
             status, body = error_response(error, self.flow.overload_status)
             self.exchange.respond(status, body, headers=self.headers)
         self._close(found)
-
-    def timing(self) -> dict[str, Any]:
-        """``nvext.timing``. Spec 5.6."""
-        return self.meter.timing(self.legs)
 
     # -- own steps
 

@@ -165,7 +165,8 @@ class OpenAIRoutes:
             force_usage=self._flow.settings.force_usage,
         )
         if request.nvext is not None:
-            generation.timing = call.timing
+            # The meter's, not the call's: a call refers to its generation.
+            generation.timing = call.meter.timing
             call.describe = self._worker_id
         routing = routed(prepared.requests[0].routing, call.exchange.headers)
         phase = _location_query(request)
