@@ -108,6 +108,8 @@ class Tokenizer:
         """The bytes of one token; none for an unknown id."""
         if self.pieces is not None:
             return self.pieces.piece(token_id)
+        if not 0 <= token_id < 2**32:
+            return b""
         return self.decode((token_id,), False).encode()
 
     def token_text(self, token_id: int) -> str:

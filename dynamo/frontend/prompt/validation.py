@@ -12,10 +12,8 @@ from typing import Any
 import msgspec
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.prompt.answer_options import check_answer_options, check_tool_choice
 from dynamo.protocols.openai import (
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     MAX_TOKENS_LIMIT,
     RANGES,
     ChatCompletionRequest,
@@ -31,7 +29,6 @@ _CHAT = msgspec.json.Decoder(StrictChatCompletionRequest)
 _CHAT_LENIENT = msgspec.json.Decoder(ChatCompletionRequest)
 _COMPLETION = msgspec.json.Decoder(StrictCompletionRequest)
 _COMPLETION_LENIENT = msgspec.json.Decoder(CompletionRequest)
-_QUOTED_CHARACTERS = 64
 _DESERIALIZE = "Failed to deserialize the JSON body into the target type: "
 
 
@@ -59,6 +56,7 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
         raise InvalidArgument(
             "Validation: 'continue_final_message' and 'add_generation_prompt' exclude each other"
         )
+    check_tool_choice(request)
     _check_common(request, request.max_completion_tokens or request.max_tokens)
     return request
 
@@ -82,37 +80,9 @@ def _check_common(request: GenerationRequest, limit: int | None) -> None:
         raise InvalidArgument(
             f"Validation: Min tokens must not exceed max tokens, got {request.min_tokens} > {limit}"
         )
-    if request.stop is not None:
-        _check_stop(request.stop)
-    if request.stop_token_ids is not None and len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidArgument(
-            f"Validation: 'stop_token_ids' takes at most {MAX_STOP_TOKEN_IDS} ids, "
-            f"got {len(request.stop_token_ids)}"
-        )
+    check_answer_options(request)
     if request.logit_bias and not all(key.isdecimal() for key in request.logit_bias):
         raise InvalidArgument("Validation: 'logit_bias' keys must be token ids")
-
-
-def _check_stop(stop: str | list[str]) -> None:
-    strings = [stop] if isinstance(stop, str) else stop
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidArgument(
-            f"Validation: 'stop' takes at most {MAX_STOP_STRINGS} strings, got {len(strings)}"
-        )
-    for string in strings:
-        if not string:
-            raise InvalidArgument("Validation: 'stop' strings cannot be empty")
-        if len(string) > MAX_STOP_CHARACTERS:
-            raise InvalidArgument(
-                f"Validation: a 'stop' string takes at most {MAX_STOP_CHARACTERS} characters, "
-                f"got {len(string)}: {_cut(string)}"
-            )
-
-
-def _cut(value: object) -> str:
-    """``value`` as an error quotes it."""
-    text = repr(value)
-    return text if len(text) <= _QUOTED_CHARACTERS else text[:_QUOTED_CHARACTERS] + "..."
 
 
 def _check_message(position: int, message: dict[str, Any]) -> None:

@@ -459,6 +459,25 @@ async def test_finish_reason_error_and_garbage(site: Site) -> None:
     other.settled()
 
 
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"token_ids": [64, -1]},
+        {"token_ids": [2**32]},
+        {"token_ids": [64], "completion_usage": {"prompt_tokens": -5}},
+        {"completion_usage": {"prompt_tokens_details": {"cached_tokens": -1}}},
+    ],
+)
+async def test_negative_ids_and_counts_never_reach_the_client(
+    site: Site, item: dict[str, Any]
+) -> None:
+    site.chat()
+    site.streams[0].sink.on_data(encode(item))
+    assert site.status == 500
+    site.settled()
+    assert site.ended("internal") == 1
+
+
 async def test_a_stream_without_finish_reason(site: Site) -> None:
     site.chat()
     site.streams[0].say(ids(site, "good"))
