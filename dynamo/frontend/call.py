@@ -51,6 +51,7 @@ class Call:
     ``heard_at`` is when an engine last gave a sign of life, infinite while none has anything to do;
     ``text_s`` the time in which engine outputs became text; ``meter`` counts the rest;
     ``describe``, where set, says what ``nvext.worker_id`` shows of the first decision.
+    ``engine_id`` is the id of the first engine request, empty before the legs are made.
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class Call:
         "caption",
         "closed",
         "describe",
+        "engine_id",
         "exchange",
         "flow",
         "generation",
@@ -85,6 +87,7 @@ class Call:
         self.streaming = stream
         self.legs: Sequence[Leg] = ()
         self.closed = False
+        self.engine_id = ""
         self.heard_at = _NEVER
         self.text_s = 0.0
         self.describe: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
@@ -142,7 +145,7 @@ class Call:
         self._working_legs += 1
         now_s = self.heard_at = time.monotonic()
         meter = self.meter
-        if meter.placed(now_s, waiting) and self.describe is not None:
+        if meter.placed(now_s, decision, waiting) and self.describe is not None:
             self.generation.worker_id = self.describe(decision, meter.prefilled)
         return now_s
 
@@ -221,10 +224,6 @@ class Call:
             self.exchange.respond(status, body, headers=self.headers)
         self._close(found)
 
-    def timing(self) -> dict[str, Any]:
-        """``nvext.timing``. Spec 5.6."""
-        return self.meter.timing(self.legs)
-
     # -- own steps
 
     def _begin(self) -> None:
@@ -244,6 +243,7 @@ class Call:
         self.closed = True
         flow, legs = self.flow, self.legs
         flow.live.discard(self)
+        flow.release_id(self.engine_id)
         for leg in legs:
             leg.release()
         if self.meter.generated:

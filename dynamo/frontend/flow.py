@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 
 from dynamo.config.frontend import FrontendSettings
@@ -34,6 +35,8 @@ class Flow:
         self.overload_status = settings.overload_status
         self.held_limit_bytes = settings.slow_client_limit_mb * _MIB
         self.live: set[Call] = set()
+        self._engine_ids: set[str] = set()
+        self._duplicates = itertools.count(1)
         self._loop = asyncio.get_running_loop()
         self.turn = turn or Turn()
         self._silence_s = settings.backend_stream_timeout_s
@@ -50,6 +53,21 @@ class Flow:
             if timer is not None:
                 timer.cancel()
         self._timer = self._keep_alive_timer = None
+
+    def claim_id(self, request_id: str) -> str:
+        """An id for the engine that no other request has until :meth:`release_id`.
+
+        ``request_id`` itself, or with a suffix while another request of that id runs: clients may
+        use one twice at once, and engines refuse an id that they already serve.
+        """
+        if request_id in self._engine_ids:
+            request_id = f"{request_id}.{next(self._duplicates)}"
+        self._engine_ids.add(request_id)
+        return request_id
+
+    def release_id(self, engine_id: str) -> None:
+        """The request that claimed this id is over. Unknown ids are ignored."""
+        self._engine_ids.discard(engine_id)
 
     def fail_all(self, error: DynamoError) -> None:
         """End every request with ``error``: the time for draining is over."""

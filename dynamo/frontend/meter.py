@@ -16,6 +16,7 @@ from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics
 
 if TYPE_CHECKING:
     from dynamo.frontend.prefill.ticket import Prefilled
+    from dynamo.router.picker import Decision
 
 __all__ = ["Meter"]
 
@@ -34,8 +35,10 @@ class Meter:
         "_kind",
         "_metrics",
         "_model",
+        "_overlap_blocks",
         "_placed",
         "_prepared_at",
+        "_prompt_blocks",
         "_prompt_tokens",
         "_queue_depth",
         "_received_at",
@@ -60,6 +63,8 @@ class Meter:
         self._dispatched_at = 0.0
         self._first_at = 0.0
         self._placed = 0
+        self._overlap_blocks = 0
+        self._prompt_blocks = 0
         self._prompt_tokens = 0
         self._queue_depth = 0
         self.accepted = False
@@ -86,11 +91,13 @@ class Meter:
         if not self._placed:
             self._metrics.routing.value += 1
 
-    def placed(self, now: float, waiting: int) -> bool:
+    def placed(self, now: float, decision: Decision, waiting: int) -> bool:
         """A leg has its worker, ``waiting`` others are left in line; whether it is the first."""
         metrics = self._metrics
         metrics.plane_inflight.value += 1
         self._placed += 1
+        self._overlap_blocks += decision.overlap_blocks
+        self._prompt_blocks += decision.prompt_blocks
         self._queue_depth = max(self._queue_depth, waiting)
         if self._placed > 1:
             return False
@@ -120,17 +127,17 @@ class Meter:
         metrics.roundtrip_stage.observe(now - self._dispatched_at)
         metrics.plane_roundtrip.observe(now - self._dispatched_at)
 
-    def timing(self, legs: Sequence[Leg]) -> dict[str, Any]:
+    def timing(self) -> dict[str, Any]:
         """``nvext.timing``. Spec 5.6."""
         received = self._received_at
         now = time.monotonic()
         first = self._first_at or now
         done = self.prefilled
-        found = [leg.decision for leg in legs if leg.decision is not None]
-        decisions = found if done is None else [done]
-        begun, ended = (self._dispatched_at, first) if done is None else (done.sent_s, done.done_s)
-        overlap = sum(one.overlap_blocks for one in decisions)
-        blocks = sum(one.prompt_blocks for one in decisions)
+        begun, ended = self._dispatched_at, first
+        overlap, blocks = self._overlap_blocks, self._prompt_blocks
+        if done is not None:
+            begun, ended = done.sent_s, done.done_s
+            overlap, blocks = done.overlap_blocks, done.prompt_blocks
         return {
             "request_received_ms": int((time.time() - (now - received)) * 1e3),
             "prefill_wait_time_ms": (begun - received) * 1e3,

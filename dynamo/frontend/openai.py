@@ -165,7 +165,8 @@ class OpenAIRoutes:
             force_usage=self._flow.settings.force_usage,
         )
         if request.nvext is not None:
-            generation.timing = call.timing
+            # The meter's, not the call's: a call refers to its generation.
+            generation.timing = call.meter.timing
             call.describe = self._worker_id
         routing = routed(prepared.requests[0].routing, call.exchange.headers)
         phase = _location_query(request)
@@ -180,8 +181,10 @@ class OpenAIRoutes:
             make_leg(call, index, entry.picker, f"{call.caption.request_id}/{next(self._numbers)}")
             for index in range(len(prepared.requests))
         ]
-        headers = {REQUEST_ID: call.caption.request_id}
+        engine_id = call.engine_id = self._flow.claim_id(call.caption.request_id)
         for leg, engine_request in zip(legs, prepared.requests, strict=True):
+            # Each choice has an id of its own, because engines know their requests by it.
+            headers = {REQUEST_ID: f"{engine_id}-{leg.index}" if leg.index else engine_id}
             entry.dispatch.send(DispatchJob(leg, engine_request, routing, headers))
             if call.closed:  # what the leg was to wait for failed at once
                 return

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from dynamo.protocols.codec import Tokens
 
@@ -18,6 +19,9 @@ __all__ = [
     "SamplingOptions",
     "StopConditions",
 ]
+
+_TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
+_Count = Annotated[int, Meta(ge=0)]
 
 
 class StopConditions(msgspec.Struct, omit_defaults=True):
@@ -106,15 +110,15 @@ class PreprocessedRequest(msgspec.Struct, omit_defaults=True):
 class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
     """The part of the prompt that the engine did not have to compute."""
 
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class CompletionUsage(msgspec.Struct, omit_defaults=True):
     """Token counts as the engine saw them."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    total_tokens: int = 0
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
+    total_tokens: _Count = 0
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
@@ -122,9 +126,10 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     """One item of a response stream: the tokens that are new, and at the end why it ended.
 
     ``finish_reason`` is one of eos, length, stop, cancelled, content_filter or ``error: text``.
+    Ids are 32 bits without a sign and counts not negative: decoding checks it.
     """
 
-    token_ids: list[int] = []
+    token_ids: list[_TokenId] = []
     tokens: list[str | None] | None = None
     text: str | None = None
     cum_log_probs: float | None = None

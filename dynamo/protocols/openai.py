@@ -13,6 +13,11 @@ import msgspec
 from msgspec import Meta
 
 __all__ = [
+    "MAX_ECHOED_CHARACTERS",
+    "MAX_ECHOED_TOKENS",
+    "MAX_STOP_CHARACTERS",
+    "MAX_STOP_STRINGS",
+    "MAX_STOP_TOKEN_IDS",
     "MAX_TOKENS_LIMIT",
     "RANGES",
     "AgentHints",
@@ -27,6 +32,14 @@ __all__ = [
 ]
 
 MAX_TOKENS_LIMIT = 1_048_576
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 512
+"""Of each stop string."""
+MAX_STOP_TOKEN_IDS = 1024
+MAX_ECHOED_CHARACTERS = 16 << 20
+"""In all choices together: with ``n`` a prompt comes back up to 128 times."""
+MAX_ECHOED_TOKENS = 32_768
+"""The same with ``logprobs``, where each token is an entry of its own."""
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dynamo.errors import EngineFailure
 from dynamo.frontend.answer.detokenizer import Detokenizer
 from dynamo.frontend.answer.logprobs import LogprobsCollector
-from dynamo.frontend.answer.stops import StopMatcher
+from dynamo.frontend.answer.stops import StopMatcher, StopStrings
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, StopConditions
 
-__all__ = ["Choice"]
+__all__ = ["Choice", "StopRules"]
 
 _FINISH_REASONS = {
     "eos": "stop",
@@ -20,6 +20,24 @@ _FINISH_REASONS = {
 }
 _ERROR = "error"
 _NO_IDS: frozenset[int] = frozenset()
+
+
+class StopRules:
+    """What ends the choices of a request; made once and shared by all of them.
+
+    ``hidden`` are the stop ids that are not shown, ``stop_ids`` all, ``strings`` the stop strings,
+    of which ``include_string`` leaves the one found in the text.
+    """
+
+    __slots__ = ("hidden", "include_string", "min_tokens", "stop_ids", "strings")
+
+    def __init__(self, conditions: StopConditions, include_string: bool = False) -> None:
+        hidden, shown = conditions.stop_token_ids_hidden, conditions.stop_token_ids
+        self.hidden = frozenset(hidden) if hidden else _NO_IDS
+        self.stop_ids = self.hidden.union(shown) if shown else self.hidden
+        self.min_tokens = conditions.min_tokens or 0
+        self.strings = StopStrings(conditions.stop) if conditions.stop else None
+        self.include_string = include_string
 
 
 class Choice:
@@ -44,16 +62,15 @@ class Choice:
     def __init__(
         self,
         detokenizer: Detokenizer,
-        conditions: StopConditions,
-        include_stop: bool = False,
+        rules: StopRules,
         logprobs: LogprobsCollector | None = None,
     ) -> None:
         self._detokenizer = detokenizer
-        hidden, shown = conditions.stop_token_ids_hidden, conditions.stop_token_ids
-        self._hidden = frozenset(hidden) if hidden else _NO_IDS
-        self._stop_ids = self._hidden.union(shown) if shown else self._hidden
-        self._min_tokens = conditions.min_tokens or 0
-        self._stops = StopMatcher(conditions.stop, include_stop) if conditions.stop else None
+        self._hidden = rules.hidden
+        self._stop_ids = rules.stop_ids
+        self._min_tokens = rules.min_tokens
+        strings = rules.strings
+        self._stops = None if strings is None else StopMatcher(strings, rules.include_string)
         self.logprobs = logprobs
         self.pending: list[str] = []
         self.tokens = 0

@@ -1,7 +1,7 @@
 """Token ids to text as they come, never a part of a character.
 
 All texts pushed, and what :meth:`finish` gives, are together the text of all ids decoded at once,
-however the ids were cut. At most three bytes are held back for byte-level BPE.
+however the ids were cut. At most three bytes are held back where the model has a piece table.
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ def make_detokenizer(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> 
 
 
 class TableDetokenizer:
-    """Byte-level BPE: one list look-up a token unless a character is cut. O(1) a token."""
+    """Any model with a piece table: one list look-up a token unless a character is cut. O(1) a
+    token."""
 
-    __slots__ = ("_decoder", "_held", "_skip", "_table", "_texts")
+    __slots__ = ("_decoder", "_held", "_skip", "_strip", "_table", "_texts")
 
     def __init__(self, table: PieceTable, skip: frozenset[int] = _NO_IDS) -> None:
         self._table = table
         self._texts = table.shown(skip)
         self._skip = skip
-        self._held = False
+        self._strip = table.strip_space
+        # Whether bytes are held back, or the first text is still to come and loses a space.
+        self._held = self._strip
         self._decoder: codecs.IncrementalDecoder | None = None
 
     def push(self, ids: Sequence[int]) -> str:
@@ -78,12 +81,15 @@ class TableDetokenizer:
             self._decoder = _new_decoder("replace")
         piece, skip = self._table.piece, self._skip
         text = self._decoder.decode(b"".join([piece(each) for each in ids if each not in skip]))
-        self._held = bool(self._decoder.getstate()[0])
+        if self._strip and text:
+            self._strip = False
+            text = text.removeprefix(" ")
+        self._held = self._strip or bool(self._decoder.getstate()[0])
         return text
 
 
 class PrefixDetokenizer:
-    """Any other model: decode a short window with and without the new ids, and take the difference.
+    """Any other model: decode a short window with and without a new id, and take the difference.
 
     A window that ends in a broken character is held back, up to 16 tokens: more than any character
     needs. O(window) a token.
@@ -99,16 +105,20 @@ class PrefixDetokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The characters that are whole now."""
-        self._ids.extend(each for each in ids if each not in self._skip)
+        # One by one: a window of several ids could end inside a character after good text.
+        return "".join([self._push(each) for each in ids if each not in self._skip])
+
+    def finish(self) -> str:
+        """What is left."""
+        return self._take(*self._texts())
+
+    def _push(self, token_id: int) -> str:
+        self._ids.append(token_id)
         before, text = self._texts()
         held = len(self._ids) - self._read
         if text.endswith("\ufffd") and held <= _MAX_HELD_TOKENS:
             return ""
         return self._take(before, text)
-
-    def finish(self) -> str:
-        """What is left."""
-        return self._take(*self._texts())
 
     def _texts(self) -> tuple[str, str]:
         return self._decode(self._ids[: self._read], False), self._decode(self._ids, False)

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo.errors import DynamoError
-from dynamo.frontend.answer.choice import Choice
+from dynamo.frontend.answer.choice import Choice, StopRules
 from dynamo.frontend.answer.detokenizer import make_detokenizer
+from dynamo.frontend.answer.echo import EchoedPrompt, echoed_prompts
 from dynamo.frontend.answer.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
 from dynamo.frontend.answer.sse import (
     DONE,
@@ -182,15 +183,16 @@ class GenerationStream:
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> list[Choice]:
         skip = request.skip_special_tokens is not False
-        include = bool(request.include_stop_str_in_output)
+        # The choices differ in max_tokens at most, which the engine counts.
+        conditions = prepared.requests[0].stop_conditions
+        rules = StopRules(conditions, bool(request.include_stop_str_in_output))
         return [
             Choice(
                 make_detokenizer(tokenizer, skip),
-                each.stop_conditions,
-                include,
+                rules,
                 self._logprobs(request, tokenizer, index // prepared.n),
             )
-            for index, each in enumerate(prepared.requests)
+            for index in range(len(prepared.requests))
         ]
 
     def _logprobs(
@@ -263,15 +265,13 @@ class CompletionStream(GenerationStream):
     def _make_choices(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> list[Choice]:
-        self._echoed: list[str] = []
-        if isinstance(request, CompletionRequest) and request.echo:
-            self._echoed = [
-                tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
-                for prompt in prepared.prompts
-            ]
+        self._echoed: list[EchoedPrompt] = []
+        if isinstance(request, CompletionRequest):
+            self._echoed = echoed_prompts(request, prepared, tokenizer)
         choices = super()._make_choices(request, prepared, tokenizer)
         for index, choice in enumerate(choices if self._echoed else ()):
-            choice.pending.append(self._echoed[index // prepared.n])
+            choice.pending.append(self._echoed[index // prepared.n].text)
+        self._echoed = []  # the choices have them
         return choices
 
     def _logprobs(
@@ -279,5 +279,5 @@ class CompletionStream(GenerationStream):
     ) -> LogprobsCollector | None:
         if not isinstance(request, CompletionRequest) or request.logprobs is None:
             return None
-        offset = len(self._echoed[prompt]) if self._echoed else 0
-        return CompletionLogprobs(tokenizer, request.logprobs, offset)
+        text, rows = self._echoed[prompt] if self._echoed else ("", ())
+        return CompletionLogprobs(tokenizer, request.logprobs, rows, len(text))

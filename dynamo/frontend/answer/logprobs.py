@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from dynamo.frontend.answer.sse import json_bytes
 from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
 
-__all__ = ["ChatLogprobs", "CompletionLogprobs", "LogprobsCollector"]
+__all__ = ["ChatLogprobs", "CompletionLogprobs", "LogprobsCollector", "Row"]
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON can't say."""
@@ -50,17 +50,29 @@ class ChatLogprobs:
         return json_bytes({"content": taken, "refusal": None})
 
 
+class Row(NamedTuple):
+    """A token of a completion: its text, what the engine reported of it, and where it begins."""
+
+    token: str
+    logprob: float | None
+    top: dict[str, float] | None
+    offset: int
+
+
 class CompletionLogprobs:
     """``{tokens, token_logprobs, top_logprobs, text_offset}``, four columns of one length.
 
-    ``offset`` is the number of characters before the first generated token (``echo``).
+    With ``echo`` the text begins with the prompt: ``echoed`` are its tokens, ``offset`` is the
+    number of its characters.
     """
 
-    def __init__(self, tokenizer: Tokenizer, alternatives: int, offset: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, alternatives: int, echoed: Iterable[Row] = (), offset: int = 0
+    ) -> None:
         self._tokenizer = tokenizer
         self._alternatives = alternatives
         self._offset = offset
-        self._rows: list[tuple[str, float, dict[str, float] | None, int]] = []
+        self._rows = list(echoed)
 
     def add(self, output: EngineOutput, count: int) -> None:
         """Note the first ``count`` tokens of ``output``."""
@@ -70,7 +82,7 @@ class CompletionLogprobs:
                 _name(self._tokenizer, each): _finite(each["logprob"])
                 for each in top[: self._alternatives]
             }
-            self._rows.append((token, _finite(logprob), named or None, self._offset))
+            self._rows.append(Row(token, _finite(logprob), named or None, self._offset))
             self._offset += len(token)
 
     def take(self) -> bytes | None:

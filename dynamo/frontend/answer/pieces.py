@@ -1,16 +1,24 @@
-"""The bytes of every token of a byte-level BPE model, ready for streaming.
+"""The bytes of every token of a model, ready for streaming.
 
-Such a model writes each byte as one printable character (the GPT-2 alphabet). A token is either
-whole characters, and then its text is ready, or part of one, and then its bytes wait for the rest.
+Byte-level BPE writes each byte as one printable character (the GPT-2 alphabet); SentencePiece BPE
+with byte fallback writes words as text and a byte that is in no word as ``<0xE4>``. Either way a
+token is whole characters, and then its text is ready, or part of one, and then its bytes wait for
+the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import re
+from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 from dynamo.frontend.prompt.model_files import TokenizerFile
 
 __all__ = ["PieceTable", "byte_alphabet"]
+
+_FALLBACK_STEPS = ["Replace", "ByteFallback", "Fuse", "Strip"]
+_ONE_SPACE = {"content": " ", "start": 1, "stop": 0}
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def byte_alphabet() -> dict[int, int]:
@@ -24,11 +32,13 @@ def byte_alphabet() -> dict[int, int]:
 
 class PieceTable:
     """``text[id]`` is the token's text, or None if it is not whole UTF-8; ``partial[id]`` are the
-    bytes of those. Ids without a token are empty texts."""
+    bytes of those. Ids without a token are empty texts. With ``strip_space`` a space at the very
+    beginning of a text is left out."""
 
-    __slots__ = ("_shown", "partial", "text")
+    __slots__ = ("_shown", "partial", "strip_space", "text")
 
-    def __init__(self, pieces: dict[int, bytes]) -> None:
+    def __init__(self, pieces: dict[int, bytes], strip_space: bool = False) -> None:
+        self.strip_space = strip_space
         self.text: list[str | None] = [""] * (max(pieces, default=-1) + 1)
         self.partial: dict[int, bytes] = {}
         self._shown: dict[frozenset[int], list[str | None]] = {}
@@ -41,24 +51,18 @@ class PieceTable:
 
     @classmethod
     def of(cls, parsed: TokenizerFile) -> PieceTable | None:
-        """The table of a tokenizer.json, None if its model is not byte-level BPE. O(vocabulary)."""
+        """The table of a tokenizer.json, None if its decoder is of neither kind. O(vocabulary)."""
         decoder = parsed.decoder or {}
         steps = decoder.get("decoders", [decoder])
         vocab = parsed.model.vocab
-        if [step.get("type") for step in steps] != ["ByteLevel"] or not isinstance(vocab, dict):
+        if not isinstance(vocab, dict):
             return None
-        alphabet = {code: chr(byte) for code, byte in byte_alphabet().items()}
-        known = set(map(chr, alphabet))
+        to_bytes = _byte_level(steps) or _byte_fallback(steps)
+        if to_bytes is None:
+            return None
         added = {token.content: token.id for token in parsed.added_tokens}
-        return cls(
-            {
-                # A token with a character outside the alphabet is taken as it is written.
-                token_id: token.translate(alphabet).encode("latin-1")
-                if known.issuperset(token)
-                else token.encode()
-                for token, token_id in (vocab | added).items()
-            }
-        )
+        pieces = {token_id: to_bytes(token) for token, token_id in (vocab | added).items()}
+        return cls(pieces, strip_space=steps[-1]["type"] == "Strip")
 
     def shown(self, skip: frozenset[int]) -> list[str | None]:
         """``text`` with nothing for the ids in ``skip``; made once for each set."""
@@ -77,6 +81,42 @@ class PieceTable:
 
     def decode(self, ids: Iterable[int], skip: Container[int]) -> str:
         """Text of all ``ids`` but those in ``skip``; broken UTF-8 becomes U+FFFD."""
-        return b"".join(self.piece(each) for each in ids if each not in skip).decode(
-            errors="replace"
-        )
+        raw = b"".join(self.piece(each) for each in ids if each not in skip)
+        text = raw.decode(errors="replace")
+        return text.removeprefix(" ") if self.strip_space else text
+
+
+def _byte_level(steps: list[dict[str, Any]]) -> Callable[[str], bytes] | None:
+    """Token to bytes for a decoder that is ByteLevel alone."""
+    if [step.get("type") for step in steps] != ["ByteLevel"]:
+        return None
+    alphabet = {code: chr(byte) for code, byte in byte_alphabet().items()}
+    known = set(map(chr, alphabet))
+
+    def to_bytes(token: str) -> bytes:
+        # A token with a character outside the alphabet is taken as it is written.
+        if known.issuperset(token):
+            return token.translate(alphabet).encode("latin-1")
+        return token.encode()
+
+    return to_bytes
+
+
+def _byte_fallback(steps: list[dict[str, Any]]) -> Callable[[str], bytes] | None:
+    """Token to bytes for the decoder of Llama 2 and Mistral 7B, or Gemma's without the last step.
+
+    A broken character costs its own bytes only; ``tokenizers`` gives up all bytes in a row.
+    """
+    kinds = [step.get("type") for step in steps]
+    if kinds not in (_FALLBACK_STEPS, _FALLBACK_STEPS[:-1]):
+        return None
+    pattern, content = steps[0]["pattern"].get("String"), steps[0]["content"]
+    if not pattern or (kinds == _FALLBACK_STEPS and not _ONE_SPACE.items() <= steps[-1].items()):
+        return None
+
+    def to_bytes(token: str) -> bytes:
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes((int(token[3:5], 16),))
+        return token.replace(pattern, content).encode()
+
+    return to_bytes

@@ -1,66 +1,138 @@
 """Stop strings in a text that arrives in pieces of any size.
 
-What might be the beginning of a stop string is held back; everything else passes at once. The
-result does not depend on how the text was cut: the stop that is complete first wins, and among
-those that end at the same character the one that began first.
+Text that may be the beginning of a stop string is held back; everything else passes at once. The
+result does not depend on how the text was cut: the stop string that is complete first wins, and of
+several that end at the same character the longest.
+
+The search is an Aho-Corasick automaton: linear in the characters of the stop strings to build,
+O(1) a character to run, however many stop strings there are. It is immutable and shared by all
+choices of a request; a choice keeps one state and the text held back.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
-__all__ = ["StopMatcher"]
+__all__ = ["StopMatcher", "StopStrings"]
+
+_NO_EDGE = 0xFFFFFFFF
+
+
+class StopStrings:
+    """The automaton of a request's stop strings. None of them is empty.
+
+    A state is a prefix of a stop string, 0 the empty one; ``depths[state]`` is its length in
+    characters, ``hits[state]`` one more than the index in ``strings`` of the stop string that it
+    ends in, 0 if there is none. ``first`` are the characters that leave state 0.
+    Takes at most 24 bytes a character. O(characters).
+    """
+
+    __slots__ = ("_branches", "_edges", "_fails", "depths", "first", "hits", "strings")
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.strings = tuple(dict.fromkeys(strings))
+        self.first = frozenset([string[0] for string in self.strings])
+        self.depths = array("I", (0,))
+        self.hits = array("H", (0,))
+        # A state's successor is mostly the next number, by the character in _edges; others, at
+        # most one for each stop string, are in _branches.
+        self._edges = array("I", (_NO_EDGE,))
+        self._branches: dict[tuple[int, int], int] = {}
+        for number, string in enumerate(self.strings, 1):
+            self._insert(string, number)
+        self._fails = array("I", bytes(4 * len(self._edges)))
+        self._link()
+
+    def step(self, state: int, code: int) -> int:
+        """The state after the character with this code point. Amortized O(1)."""
+        edges, branches = self._edges, self._branches
+        while True:
+            if edges[state] == code:
+                return state + 1
+            found = branches.get((state, code))
+            if found is not None:
+                return found
+            if not state:
+                return 0
+            state = self._fails[state]
+
+    def _insert(self, string: str, hit: int) -> None:
+        state = depth = 0
+        edges, branches = self._edges, self._branches
+        codes = array("I", map(ord, string))
+        for code in codes:
+            known = state + 1 if edges[state] == code else branches.get((state, code))
+            if known is None:
+                break
+            state, depth = known, depth + 1
+        rest = codes[depth:]
+        if rest:
+            head = len(edges)
+            if head == state + 1:
+                edges[state] = rest[0]
+            else:
+                branches[state, rest[0]] = head
+            edges.extend(rest[1:])
+            edges.append(_NO_EDGE)
+            self.depths.extend(range(depth + 1, len(codes) + 1))
+            self.hits.frombytes(bytes(2 * len(rest)))
+            state = len(edges) - 1
+        self.hits[state] = hit
+
+    def _link(self) -> None:
+        """Set ``_fails`` of each state: the longest shorter state that it ends in."""
+        edges, fails, hits = self._edges, self._fails, self.hits
+        first = {ord(char) for char in self.first}
+        heads = {head: origin for origin, head in self._branches.items()}
+        # By depth, because a state needs those of all shorter ones.
+        for state in sorted(range(1, len(edges)), key=self.depths.__getitem__):
+            head = heads.get(state)
+            parent, code = (state - 1, edges[state - 1]) if head is None else head
+            fail = fails[parent]
+            if parent and (fail or code in first):
+                fail = fails[state] = self.step(fail, code)
+                hits[state] = hits[state] or hits[fail]
 
 
 class StopMatcher:
     """The state of one stream. ``hit`` is the stop string found, None before."""
 
-    __slots__ = ("_held", "_include", "_lasts", "_longest", "_prefixes", "_stops", "hit")
+    __slots__ = ("_held", "_include", "_state", "_stops", "hit")
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """``include`` leaves the stop string in the text. Stops are not empty."""
-        self._stops = tuple(stops)
+    def __init__(self, stops: StopStrings, include: bool = False) -> None:
+        """``include`` leaves the stop string in the text."""
+        self._stops = stops
         self._include = include
-        self._prefixes = {stop[:end] for stop in stops for end in range(1, len(stop))}
-        self._lasts = {prefix[-1] for prefix in self._prefixes}
-        self._longest = max(map(len, self._prefixes), default=0)
         self._held = ""
+        self._state = 0
         self.hit: str | None = None
 
     def push(self, text: str) -> str:
-        """What is certain to be shown now. After a hit, nothing. O(text · stops)."""
-        if self.hit is not None or not text:
+        """The text that can be shown now. After a hit, nothing. O(characters)."""
+        if self.hit is not None:
             return ""
-        text = self._held + text
-        found = self._find(text)
-        if found is not None:
-            start, self.hit = found
-            self._held = ""
-            return text[: start + len(self.hit)] if self._include else text[:start]
-        keep = self._held_length(text)
-        if not keep:
-            self._held = ""
+        stops, state = self._stops, self._state
+        if not state and stops.first.isdisjoint(text):
             return text
-        self._held = text[-keep:]
-        return text[:-keep]
+        step, hits = stops.step, stops.hits
+        for end, char in enumerate(text, 1):
+            state = step(state, ord(char))
+            if hits[state]:
+                return self._found(text[:end], stops.strings[hits[state] - 1])
+        self._state = state
+        text = self._held + text
+        shown = len(text) - stops.depths[state]
+        self._held = text[shown:]
+        return text[:shown]
 
     def finish(self) -> str:
-        """What was held back and turned out to be no stop string."""
+        """The text held back that turned out to be no stop string."""
         held, self._held = self._held, ""
+        self._state = 0
         return held
 
-    def _find(self, text: str) -> tuple[int, str] | None:
-        best: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            start = text.find(stop)
-            if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
-                best = (start + len(stop), start, stop)
-        return None if best is None else (best[1], best[2])
-
-    def _held_length(self, text: str) -> int:
-        if not text or text[-1] not in self._lasts:
-            return 0
-        for length in range(min(self._longest, len(text)), 0, -1):
-            if text[-length:] in self._prefixes:
-                return length
-        return 0
+    def _found(self, text: str, hit: str) -> str:
+        text = self._held + text
+        self.hit, self._held = hit, ""
+        return text if self._include else text[: len(text) - len(hit)]

@@ -283,5 +283,7 @@ def _choice(request: PreprocessedRequest, number: int) -> PreprocessedRequest:
     seed = request.sampling_options.seed
     sampling = request.sampling_options
     if number and seed is not None:
-        sampling = msgspec.structs.replace(sampling, seed=seed + number)
+        # Seeds are 64 bits with a sign; the one after the largest is the smallest.
+        wrapped = (seed + number + 2**63) % 2**64 - 2**63
+        sampling = msgspec.structs.replace(sampling, seed=wrapped)
     return msgspec.structs.replace(request, sampling_options=sampling)

@@ -39,11 +39,11 @@ def stop_conditions(
 
 
 def sampling_options(request: GenerationRequest) -> SamplingOptions:
-    """How to draw. ``n`` is 1 for the engine: each choice is a request of its own."""
+    """How to draw. ``n`` is 1 for the engine: each choice is a request of its own, and
+    ``best_of``, which equals the client's ``n``, is left out."""
     greedy = request.nvext is not None and request.nvext.greed_sampling
     return SamplingOptions(
         n=1,
-        best_of=request.best_of,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         repetition_penalty=request.repetition_penalty,

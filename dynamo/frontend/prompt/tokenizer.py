@@ -63,7 +63,7 @@ class Tokenizer:
 
     ``eos_ids`` end a text, ``special_ids`` are not shown to users, ``vocab_size`` bounds the ids,
     ``inline_limit_bytes`` is the longest text worth encoding on the event loop, ``pieces`` the
-    table for streaming (None if the model is not byte-level BPE).
+    table for streaming (None if the model has none).
     """
 
     def __init__(self, files: ModelFiles, cache_bytes: int = CACHE_BYTES) -> None:
@@ -108,6 +108,8 @@ class Tokenizer:
         """The bytes of one token; none for an unknown id."""
         if self.pieces is not None:
             return self.pieces.piece(token_id)
+        if not 0 <= token_id < 2**32:
+            return b""
         return self.decode((token_id,), False).encode()
 
     def token_text(self, token_id: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.prompt.answer_options import check_answer_options, check_tool_choice
 from dynamo.protocols.openai import (
     MAX_TOKENS_LIMIT,
     RANGES,
@@ -55,6 +56,7 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
         raise InvalidArgument(
             "Validation: 'continue_final_message' and 'add_generation_prompt' exclude each other"
         )
+    check_tool_choice(request)
     _check_common(request, request.max_completion_tokens or request.max_tokens)
     return request
 
@@ -78,14 +80,9 @@ def _check_common(request: GenerationRequest, limit: int | None) -> None:
         raise InvalidArgument(
             f"Validation: Min tokens must not exceed max tokens, got {request.min_tokens} > {limit}"
         )
-    if request.stop is not None and not all(_stops(request.stop)):
-        raise InvalidArgument("Validation: 'stop' strings cannot be empty")
+    check_answer_options(request)
     if request.logit_bias and not all(key.isdecimal() for key in request.logit_bias):
         raise InvalidArgument("Validation: 'logit_bias' keys must be token ids")
-
-
-def _stops(stop: str | list[str]) -> list[str]:
-    return [stop] if isinstance(stop, str) else stop
 
 
 def _check_message(position: int, message: dict[str, Any]) -> None:

@@ -54,10 +54,13 @@ _decode_request = decoder(PreprocessedRequest).decode
 class Stream:
     """What the worker has of one engine request."""
 
-    def __init__(self, worker_id: int, request: PreprocessedRequest, sink: Any) -> None:
+    def __init__(
+        self, worker_id: int, request: PreprocessedRequest, sink: Any, headers: dict[str, str]
+    ) -> None:
         self.worker_id = worker_id
         self.request = request
         self.sink = sink
+        self.engine_id = headers["request-id"]
         self.killed = 0
 
     def kill(self) -> None:
@@ -138,7 +141,7 @@ class Site:
         self.freed.append(request_id)
 
     def open(self, worker_id: int, payload: bytes, sink: Any, headers: Any) -> Any:
-        stream = Stream(worker_id, _decode_request(payload), sink)
+        stream = Stream(worker_id, _decode_request(payload), sink, headers)
         self.streams.append(stream)
         return stream
 
@@ -456,6 +459,25 @@ async def test_finish_reason_error_and_garbage(site: Site) -> None:
     other.settled()
 
 
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"token_ids": [64, -1]},
+        {"token_ids": [2**32]},
+        {"token_ids": [64], "completion_usage": {"prompt_tokens": -5}},
+        {"completion_usage": {"prompt_tokens_details": {"cached_tokens": -1}}},
+    ],
+)
+async def test_negative_ids_and_counts_never_reach_the_client(
+    site: Site, item: dict[str, Any]
+) -> None:
+    site.chat()
+    site.streams[0].sink.on_data(encode(item))
+    assert site.status == 500
+    site.settled()
+    assert site.ended("internal") == 1
+
+
 async def test_a_stream_without_finish_reason(site: Site) -> None:
     site.chat()
     site.streams[0].say(ids(site, "good"))
@@ -552,6 +574,44 @@ async def test_the_same_id_twice_at_once(site: Site) -> None:
     site.bench = Bench(handler=first.server._handler)
     site.post(body, x_request_id=given)
     assert len(site.booked) == 2
+    one, two = site.streams
+    assert one.engine_id == given and two.engine_id == f"{given}.1"
+    for stream in (one, two):
+        stream.say([], finish_reason="stop")
+        stream.sink.on_end()
+    assert site.answer["id"] == f"chatcmpl-{given}"
+    site.post(body, x_request_id=given)  # it runs no longer
+    assert site.streams[-1].engine_id == given
+
+
+@pytest.mark.parametrize("ending", ["answer", "error", "disconnect", "refused"])
+async def test_each_engine_request_has_its_own_id(site: Site, ending: str) -> None:
+    given = str(uuid.uuid4())
+    body = {"model": "tiny", "prompt": ["a", "b"], "n": 2}
+    for _ in range(2):
+        site.bench = Bench(handler=site.bench.server._handler)
+        site.streams.clear()
+        if ending == "refused":
+            site.pick_error = NoInstances("none")
+            site.post(body, "/v1/completions", x_request_id=given)
+            assert site.status == 503
+            site.pick_error = None
+            continue
+        site.post(body, "/v1/completions", x_request_id=given)
+        found = [stream.engine_id for stream in site.streams]
+        assert found == [given, f"{given}-1", f"{given}-2", f"{given}-3"]
+        if ending == "disconnect":
+            site.bench.connection.connection_lost(None)
+        for stream in site.streams:
+            if ending == "answer":
+                stream.say(ids(site, "x"), finish_reason="stop")
+                stream.sink.on_end()
+            elif ending == "error":
+                stream.sink.on_error(Disconnected())
+        if ending == "answer":
+            assert site.answer["id"] == f"cmpl-{given}"
+    site.settled()
+    assert not site.flow._engine_ids
 
 
 async def test_headers_route(site: Site) -> None:

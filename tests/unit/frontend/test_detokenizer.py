@@ -5,25 +5,63 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_kit import example_preprocessor, example_reference, write_llama_like, write_metaspace
+from text_kit import (
+    example_preprocessor,
+    example_reference,
+    write_llama_like,
+    write_metaspace,
+)
+from tokenizers import Tokenizer as Reference
 
-from dynamo.frontend.answer.detokenizer import Detokenizer, PrefixDetokenizer, make_detokenizer
+from dynamo.frontend.answer.detokenizer import (
+    Detokenizer,
+    PrefixDetokenizer,
+    TableDetokenizer,
+    make_detokenizer,
+)
 from dynamo.frontend.prompt.tokenizer import Tokenizer, load_tokenizer
 
-cuts = st.lists(st.integers(1, 4), min_size=1, max_size=8)
+FAMILIES: dict[str, Callable[[Path], None]] = {
+    "llama": write_llama_like,
+    "gemma": functools.partial(write_llama_like, strip=False),
+    "metaspace": write_metaspace,
+    "metaspace-bytes": functools.partial(write_metaspace, byte_fallback=True),
+}
+BYTE_FALLBACK = ["llama", "gemma", "metaspace-bytes"]
+cuts = st.lists(st.integers(1, 20), min_size=1, max_size=8)
 WORDS = st.sampled_from(["hello", " world", " ", "  ", "😀", "é", "你好", "<s>", "</s>", "x", " a"])
 
 
 @functools.cache
-def other_model(family: str) -> Tokenizer:
+def other_model(family: str) -> tuple[Tokenizer, Reference]:
     with tempfile.TemporaryDirectory(prefix="detokenizer-") as directory:
-        {"llama": write_llama_like, "metaspace": write_metaspace}[family](Path(directory))
-        return load_tokenizer(directory)
+        FAMILIES[family](Path(directory))
+        return load_tokenizer(directory), Reference.from_file(f"{directory}/tokenizer.json")
+
+
+def byte_ids(reference: Reference, text: str) -> list[int]:
+    """``text`` in byte tokens alone, as for characters that no token has."""
+    found = [reference.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+    assert None not in found
+    return found
+
+
+@st.composite
+def fallback_ids(draw: st.DrawFn, reference: Reference) -> list[int]:
+    """Any tokens, among them whole characters in byte tokens."""
+    vocab = reference.get_vocab()
+    words = st.sampled_from([each for name, each in vocab.items() if not name.startswith("<0x")])
+    characters = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6)
+    parts = st.one_of(
+        words.map(lambda each: [each]), characters.map(lambda each: byte_ids(reference, each))
+    )
+    return [each for part in draw(st.lists(parts, max_size=16)) for each in part]
 
 
 def stream(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> list[str]:
@@ -55,15 +93,52 @@ def test_whole_text_never_shows_a_broken_character(text: str, sizes: list[int]) 
     assert "".join(texts) == tokenizer.decode(ids, False)
 
 
-@pytest.mark.parametrize("family", ["llama", "metaspace"])
+@pytest.mark.parametrize("family", FAMILIES)
 @given(words=st.lists(WORDS, max_size=12), sizes=cuts, skip=st.booleans())
 @settings(deadline=None)
 def test_other_families(family: str, words: list[str], sizes: list[int], skip: bool) -> None:
-    tokenizer = other_model(family)
+    tokenizer, reference = other_model(family)
     ids = tokenizer.encode("".join(words)).tolist()
     detokenizer = make_detokenizer(tokenizer, skip)
-    assert isinstance(detokenizer, PrefixDetokenizer)
-    assert "".join(stream(detokenizer, ids, sizes)) == tokenizer.decode(ids, skip)
+    kind = PrefixDetokenizer if family.startswith("metaspace") else TableDetokenizer
+    assert isinstance(detokenizer, kind)
+    assert "".join(stream(detokenizer, ids, sizes)) == reference.decode(ids, skip)
+
+
+@pytest.mark.parametrize("family", BYTE_FALLBACK)
+@given(data=st.data(), sizes=cuts, skip=st.booleans())
+@settings(deadline=None)
+def test_characters_in_byte_tokens(
+    family: str, data: st.DataObject, sizes: list[int], skip: bool
+) -> None:
+    tokenizer, reference = other_model(family)
+    ids = data.draw(fallback_ids(reference))
+    text = reference.decode(ids, skip)
+    assert tokenizer.decode(ids, skip) == text
+    assert "".join(stream(make_detokenizer(tokenizer, skip), ids, sizes)) == text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data(), sizes=cuts, skip=st.booleans())
+@settings(deadline=None)
+def test_any_cutting_of_any_ids_gives_one_text(
+    family: str, data: st.DataObject, sizes: list[int], skip: bool
+) -> None:
+    tokenizer, reference = other_model(family)
+    last = reference.get_vocab_size() + 2  # ids without a token too
+    ids = data.draw(st.lists(st.one_of(st.integers(0, last), st.integers(3, 258)), max_size=40))
+    text = "".join(stream(make_detokenizer(tokenizer, skip), ids, sizes))
+    assert text == "".join(stream(make_detokenizer(tokenizer, skip), ids, [1]))
+    if tokenizer.pieces is not None:
+        assert text == tokenizer.decode(ids, skip)
+
+
+def test_a_broken_character_costs_its_own_bytes_only() -> None:
+    tokenizer, reference = other_model("llama")
+    ids = byte_ids(reference, "good 你")[:-1]
+    assert tokenizer.decode(ids) == "good \ufffd"
+    assert stream(make_detokenizer(tokenizer), ids, [3]) == ["goo", "d ", "", "\ufffd"]
+    assert tokenizer.token_text(reference.token_to_id("▁")) == " "
 
 
 def test_a_character_in_three_tokens_is_held_back() -> None:
@@ -87,7 +162,7 @@ def test_unknown_ids_are_nothing() -> None:
 
 
 def test_prefix_window_stays_small() -> None:
-    tokenizer = other_model("llama")
+    tokenizer, _ = other_model("metaspace-bytes")
     ids = tokenizer.encode("hello world this is a test " * 50).tolist()
     detokenizer = PrefixDetokenizer(tokenizer)
     for each in ids:

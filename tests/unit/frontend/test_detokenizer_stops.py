@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import random
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.stops import cut_at_stop
 
-from dynamo.frontend.answer.stops import StopMatcher
+from dynamo.frontend.answer.stops import StopMatcher, StopStrings
 
-letters = st.text("abc", max_size=24)
-stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
+letters = st.text("ab\U0001f600", max_size=40)
+stop_lists = st.lists(st.text("ab\U0001f600", min_size=1, max_size=9), min_size=1, max_size=9)
 
 
 def stream(matcher: StopMatcher, text: str, sizes: list[int]) -> str:
@@ -21,9 +23,10 @@ def stream(matcher: StopMatcher, text: str, sizes: list[int]) -> str:
     return shown
 
 
+@settings(max_examples=400)
 @given(letters, stop_lists, st.lists(st.integers(1, 5), min_size=1), st.booleans())
 def test_agrees_with_the_twin(text: str, stops: list[str], sizes: list[int], include: bool) -> None:
-    matcher = StopMatcher(stops, include)
+    matcher = StopMatcher(StopStrings(stops), include)
     shown = stream(matcher, text, sizes)
     held = matcher.finish()
     assert (shown + held, matcher.hit) == cut_at_stop(text, stops, include)
@@ -32,7 +35,7 @@ def test_agrees_with_the_twin(text: str, stops: list[str], sizes: list[int], inc
 
 @given(letters, stop_lists)
 def test_holds_back_the_least(text: str, stops: list[str]) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     shown = stream(matcher, text, [1])
     if matcher.hit is None:
         held = text[len(shown) :]
@@ -43,6 +46,18 @@ def test_holds_back_the_least(text: str, stops: list[str]) -> None:
 
 
 def test_nothing_after_a_hit() -> None:
-    matcher = StopMatcher(["END"])
+    matcher = StopMatcher(StopStrings(["END"]))
     assert [matcher.push("a E"), matcher.push("ND b"), matcher.push("c")] == ["a ", "", ""]
     assert (matcher.hit, matcher.finish()) == ("END", "")
+
+
+def test_the_automaton_is_linear_in_the_stop_strings() -> None:
+    rng = random.Random(5)
+    longest = "".join(rng.choices("ab", k=512))
+    strings = [longest[:end] + "c" for end in range(1, 512, 16)]
+    stops = StopStrings([*strings, *strings])
+    assert len(stops.depths) <= 1 + len(longest) + len(strings)
+    assert len(StopStrings(["x" * 512]).depths) == 513
+    matcher = StopMatcher(stops)
+    assert matcher.push(longest[:400]) + matcher.finish() == longest[:400]
+    assert matcher.push("b" + strings[9]) == "b" and matcher.hit == strings[9]

@@ -17,7 +17,7 @@ from text_kit import (
     outputs,
 )
 
-from dynamo.errors import Disconnected, EngineFailure
+from dynamo.errors import Disconnected, EngineFailure, InvalidArgument
 from dynamo.frontend.answer.generation import ChatStream, CompletionStream
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
@@ -154,6 +154,15 @@ def test_stop_strings_unary(fields: dict[str, Any], text: str) -> None:
     assert json.loads(stream.unary())["choices"][0]["message"]["content"] == text
 
 
+def test_choices_share_what_ends_them() -> None:
+    stream = chat(n=3, stop=["STOP", "END"], stop_token_ids=list(range(1000)))
+    first, *others = stream._choices
+    for other in others:
+        assert other._stop_ids is first._stop_ids
+        assert other._stops is not None and first._stops is not None
+        assert other._stops is not first._stops and other._stops._stops is first._stops._stops
+
+
 def test_held_back_text_is_shown_when_the_engine_ends() -> None:
     stream = chat(stop=["XYZ"])
     feed_ids = outputs("a XY", "length")
@@ -270,18 +279,50 @@ def test_completion_logprobs_and_echo() -> None:
             top_logprobs=[[top(a, -1.0), top(5, -3.0)], [top(b, -2.0)]],
         ),
     )
-    choice = Completion.model_validate_json(stream.unary(), strict=True).choices[0]
-    assert choice.text == "Say:a b"
-    assert choice.logprobs is not None
-    assert choice.logprobs.tokens == ["a", " b"]
-    assert choice.logprobs.token_logprobs == [-1.0, -2.0]
-    assert choice.logprobs.top_logprobs == [{"a": -1.0}, {" b": -2.0}]
-    assert choice.logprobs.text_offset == [4, 5]
+    choice = json.loads(stream.unary())["choices"][0]
+    assert choice["text"] == "Say:a b"
+    said = len(ids_of("Say:"))
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == "Say:a b"
+    assert logprobs["token_logprobs"] == [None] * said + [-1.0, -2.0]
+    assert logprobs["top_logprobs"] == [None] * said + [{"a": -1.0}, {" b": -2.0}]
+    assert logprobs["text_offset"][said:] == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"), [("a ☃ <s>b", "a ☃ <s>b"), ("<|im_end|>x", "<|im_end|>x"), (None, "☃x")]
+)
+def test_echoed_tokens_lie_where_the_text_has_them(prompt: str | None, text: str) -> None:
+    stream = completion(prompt=prompt or [4098, *ids_of("☃x")], echo=True, logprobs=0, n=2)
+    for index in (0, 1):
+        stream.push(index, outputs("y", "length")[0])
+    for choice in json.loads(stream.unary())["choices"]:
+        assert choice["text"] == f"{text}y"
+        logprobs = choice["logprobs"]
+        ends = [*logprobs["text_offset"][1:], len(text)]
+        for token, start, end in zip(
+            logprobs["tokens"], logprobs["text_offset"], ends, strict=True
+        ):
+            assert token == text[start:end] or "\ufffd" in token or token == "<|im_end|>"
+
+
+def test_an_answer_repeats_prompts_up_to_a_bound() -> None:
+    long = [ids_of("a")[0]] * 3000
+    with pytest.raises(InvalidArgument, match=r"at most 32768 prompt .*got 36000"):
+        completion(prompt=[long] * 3, n=4, echo=True, logprobs=1)
+    long = ids_of("internationalization")[:1] * 3000
+    text = len(example_preprocessor().tokenizer.decode(long))
+    with pytest.raises(InvalidArgument, match="'echo' repeats at most 16777216 characters"):
+        completion(prompt=[long] * (1 + (16 << 20) // (128 * text)), n=128, echo=True)
 
 
 def test_completion_stream_of_several_prompts() -> None:
     stream = completion(
-        prompt=[ids_of("x y"), ids_of("z")], n=2, echo=True, stream_options={"include_usage": True}
+        prompt=[ids_of("x y"), ids_of("z")],
+        n=2,
+        echo=True,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     raw = b""
     for index in range(4):

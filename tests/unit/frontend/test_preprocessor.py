@@ -113,6 +113,9 @@ def test_choices_are_requests_of_their_own() -> None:
         ids_of("c"),
         ids_of("c"),
     ]
+    largest = completion(n=2, best_of=2, seed=2**63 - 1).requests
+    assert [each.sampling_options.seed for each in largest] == [2**63 - 1, -(2**63)]
+    assert largest[0].sampling_options.best_of is None
     assert len({id(each) for each in prepared.requests}) == 4
     assert prepared.prompt_tokens == len(ids_of("a b")) + len(ids_of("c"))
     assert prepared.n == 2

@@ -44,6 +44,42 @@ def completion_error(body: bytes) -> str:
         ({"max_tokens": 2, "min_tokens": 3}, "Min tokens must not exceed max tokens, got 3 > 2"),
         ({"top_logprobs": 3}, "Top_logprobs requires 'logprobs' to be true"),
         ({"stop": ["a", ""]}, "'stop' strings cannot be empty"),
+        ({"best_of": 1, "n": 2}, "'best_of' must not be less than 'n', got 1 < 2"),
+        (
+            {"best_of": 3},
+            "'best_of' above 'n' is not supported, got 3 > 1; leave it out and choose among 'n' "
+            "answers",
+        ),
+        (
+            {"tool_choice": "required", "tools": []},
+            "'tool_choice' must be 'auto' or 'none', got 'required'; a tool call cannot be "
+            "enforced without a tool-call parser",
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "'tool_choice' must be 'auto' or 'none', got an object; a tool call cannot be "
+            "enforced without a tool-call parser",
+        ),
+        (
+            {"tool_choice": "x" * 1000},
+            "'tool_choice' must be 'auto' or 'none', got '" + "x" * 64 + "'...; a tool call "
+            "cannot be enforced without a tool-call parser",
+        ),
+        (
+            {"function_call": ["f"]},
+            "'function_call' must be 'auto' or 'none', got a list; a tool call cannot be "
+            "enforced without a tool-call parser",
+        ),
+        (
+            {"stream_options": {"include_usage": True}},
+            "'stream_options' is only allowed when 'stream' is true; leave it out",
+        ),
+        ({"stop": ["a"] * 33}, "'stop' takes at most 32 strings, got 33"),
+        (
+            {"stop": "x" * 100_000},
+            "a 'stop' string takes at most 512 characters, got 100000: '" + "x" * 64 + "'...",
+        ),
+        ({"stop_token_ids": [1] * 1025}, "'stop_token_ids' takes at most 1024 ids, got 1025"),
         ({"logit_bias": {"x": 1}}, "'logit_bias' keys must be token ids"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
@@ -127,3 +163,10 @@ def test_content_may_be_null_or_parts() -> None:
         {"role": "assistant", "tool_calls": [call]},
     ]
     assert parse_chat(chat_body(messages=messages)).messages == messages
+
+
+def test_what_changes_nothing_passes() -> None:
+    assert parse_chat(chat_body(best_of=2, n=2, tool_choice="auto", function_call="none"))
+    assert parse_chat(chat_body(best_of=None, tool_choice="none", stream_options=None))
+    assert parse_chat(chat_body(stream=True, stream_options={}))
+    assert parse_completion(completion_body(stop=["x" * 512] * 32, best_of=1))

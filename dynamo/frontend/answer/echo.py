@@ -1,0 +1,71 @@
+"""Prompts that are repeated before the answer: ``echo`` of /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.answer.detokenizer import make_detokenizer
+from dynamo.frontend.answer.logprobs import Row
+from dynamo.frontend.prompt.preprocessor import Prepared
+from dynamo.frontend.prompt.tokenizer import Tokenizer
+from dynamo.protocols.openai import MAX_ECHOED_CHARACTERS, MAX_ECHOED_TOKENS, CompletionRequest
+
+__all__ = ["EchoedPrompt", "echoed_prompts"]
+
+
+class EchoedPrompt(NamedTuple):
+    """A prompt as the answer repeats it: its text and, for ``logprobs``, its tokens."""
+
+    text: str
+    rows: list[Row]
+
+
+def echoed_prompts(
+    request: CompletionRequest, prepared: Prepared, tokenizer: Tokenizer
+) -> list[EchoedPrompt]:
+    """The prompts to repeat, shared by the choices; none without ``echo``.
+
+    Raises InvalidArgument for more than an answer may repeat. O(tokens).
+    """
+    if not request.echo:
+        return []
+    n, prompts = prepared.n, prepared.prompts
+    texts = [
+        tokenizer.decode(each.token_ids) if each.text is None else each.text for each in prompts
+    ]
+    characters = n * sum(map(len, texts))
+    if characters > MAX_ECHOED_CHARACTERS:
+        raise InvalidArgument(
+            f"Validation: 'echo' repeats at most {MAX_ECHOED_CHARACTERS} characters of prompts "
+            f"in all choices, got {characters}; send fewer prompts or a smaller 'n'"
+        )
+    if request.logprobs is None:
+        return [EchoedPrompt(text, []) for text in texts]
+    count = n * prepared.prompt_tokens
+    if count > MAX_ECHOED_TOKENS:
+        raise InvalidArgument(
+            f"Validation: 'echo' with 'logprobs' lists at most {MAX_ECHOED_TOKENS} prompt "
+            f"tokens in all choices, got {count}; leave 'echo' out or send a shorter prompt"
+        )
+    return [
+        EchoedPrompt(text, _rows(tokenizer, each.token_ids, text))
+        for each, text in zip(prompts, texts, strict=True)
+    ]
+
+
+def _rows(tokenizer: Tokenizer, ids: Iterable[int], text: str) -> list[Row]:
+    """The tokens of a prompt that is echoed as ``text``. O(tokens).
+
+    Log probabilities are None, because engines do not report those of the prompt. A special token
+    that is not in the text (``<s>`` at the beginning) has no characters in it.
+    """
+    rows, offset = [], 0
+    detokenizer = make_detokenizer(tokenizer, skip_special_tokens=False)
+    for token_id in ids:
+        token = tokenizer.token_text(token_id)
+        rows.append(Row(token, None, None, offset))
+        if token_id not in tokenizer.special_ids or text.startswith(token, offset):
+            offset += len(detokenizer.push((token_id,)))
+    return rows
