@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 from dynamo.frontend.http.connection import Connection
@@ -17,6 +18,7 @@ from dynamo.frontend.http.turn import Turn
 __all__ = ["HttpServer"]
 
 log = logging.getLogger(__name__)
+_DECODES_PER_TURN = 8
 _POLITE = 256  # connections over the cap that get a 503 at once; beyond, the socket is just closed
 
 
@@ -41,6 +43,8 @@ class HttpServer:
         self.turn = turn or Turn()
         self.clock = time.monotonic()
         self.draining = False
+        self.bodies_bytes = 0
+        self._undecoded: deque[Connection] = deque()
         self._handler = handler
         self._on_refused = on_refused
         self._connections: set[Connection] = set()
@@ -64,14 +68,19 @@ class HttpServer:
         return bound[0], bound[1]
 
     def drain(self) -> None:
-        """From now on every response closes its connection; idle ones are closed at once."""
+        """From now on every response closes its connection and says so.
+
+        Idle connections stay, because a request may be on its way: it gets a response.
+        """
         self.draining = True
-        for connection in list(self._connections):
-            connection.retire()
+        for connection in self._connections:
+            connection.closing = True
 
     async def close(self, timeout_s: float = 1.0) -> None:
         """Stop listening, let written bytes leave for at most ``timeout_s``, cut what remains."""
         self.drain()
+        for connection in list(self._connections):
+            connection.retire()
         server, self._server = self._server, None
         if server is None:
             return
@@ -109,12 +118,9 @@ class HttpServer:
         """Run the handler; a bug in it costs one response, not the connection's order."""
         try:
             self._handler(exchange)
-        except Exception:
+        except BaseException as error:  # a panic in Rust is not an Exception
             log.exception("%s %s failed", exchange.method, exchange.path)
-            if exchange.started:
-                exchange.abort()
-            else:
-                exchange.refuse(500, "Internal server error")
+            exchange.crashed(error)
 
     def refused(self, status: int) -> None:
         """Count."""
@@ -124,6 +130,24 @@ class HttpServer:
     def soon(self, connection: Connection) -> None:
         """Let the other connections have their turn first."""
         asyncio.get_running_loop().call_soon(connection.advance)
+
+    def decode_later(self, connection: Connection) -> None:
+        """Queue a connection that has more chunks to decode than it may in one turn."""
+        self._undecoded.append(connection)
+        if len(self._undecoded) == 1:
+            self._schedule_decoding()
+
+    def _schedule_decoding(self) -> None:
+        asyncio.get_running_loop().call_soon(self._decode)
+
+    def _decode(self) -> None:
+        """Serve the queue for a few milliseconds, however many connections are in it."""
+        queue = self._undecoded
+        served = [queue.popleft() for _ in range(min(len(queue), _DECODES_PER_TURN))]
+        if queue:
+            self._schedule_decoding()
+        for connection in served:
+            connection.decode()
 
     def _sweep(self) -> None:
         now = self.clock = time.monotonic()

@@ -121,15 +121,42 @@ async def test_a_long_pipeline_lets_others_in_between() -> None:
     assert bench.transport.out.count(b"200 OK") == 100
 
 
-async def test_a_client_that_pipelines_too_much_is_paused() -> None:
+async def test_a_client_that_pipelines_too_much_is_closed_after_its_response() -> None:
+    for streaming in (False, True):
+        bench = Bench()
+        bench.answer = False
+        bench.feed(GET, GET)
+        exchange = bench.seen[0]
+        if streaming:
+            exchange.start(200, "text/plain")
+        bench.feed(GET * 2000, GET * 2000)
+        assert not bench.transport.paused  # or its exit would not be seen
+        if streaming:
+            exchange.end()
+        else:
+            exchange.respond(200, b"")
+            assert b"\r\nconnection: close\r\n" in bench.transport.out
+        assert len(bench.seen) == 1 and bench.transport.eof
+        bench.feed(GET)
+        bench.later(3)
+        assert len(bench.seen) == 1 and bench.transport.aborted
+
+
+async def test_reading_goes_on_after_a_long_pipeline_when_an_exchange_runs() -> None:
     bench = Bench()
-    bench.answer = False
-    bench.feed(GET, GET)
-    assert not bench.transport.paused
-    bench.feed(GET * 2000)
+    bench.feed(GET * 32 + GET)
     assert bench.transport.paused
-    bench.answer = True
-    bench.seen[0].respond(200, b"")
+    bench.answer = False
+    await asyncio.sleep(0)
+    assert len(bench.seen) == 33 and not bench.transport.paused
+
+
+def test_a_client_that_reads_nothing_is_paused_between_requests() -> None:
+    bench = Bench()
+    bench.connection.pause_writing()
+    bench.feed(*[GET * 100] * 20)
+    assert bench.transport.paused and not bench.seen
+    bench.connection.resume_writing()
     assert len(bench.seen) > 1
 
 
@@ -459,8 +486,9 @@ def test_deadlines() -> None:
     bench = Bench(header_timeout_s=10)
     bench.answer = False
     bench.feed(GET)
-    bench.later(10_000)  # an answer may take as long as it takes
-    assert not bench.transport.closed
+    bench.seen[0].lift_deadline()
+    bench.later(10_000)  # the route has timeouts of its own
+    assert not bench.transport.closed and bench.transport.out == b""
 
 
 def test_the_connection_cap() -> None:
@@ -499,10 +527,12 @@ def test_a_bug_in_a_route_is_a_500(caplog: pytest.LogCaptureFixture) -> None:
 def test_draining_closes_after_the_response() -> None:
     bench = Bench()
     bench.answer = False
-    idle, _ = bench.connect()
+    idle, waiting = bench.connect()
     bench.feed(GET)
     bench.server.drain()
-    assert idle.closed and not bench.transport.closed
+    assert not idle.closed and not bench.transport.closed
+    waiting.retire()
+    assert idle.closed
     bench.seen[0].respond(200, b"")
     assert b"connection: close" in bench.transport.out and bench.transport.closed
     late, connection = bench.connect()
