@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dynamo.frontend.http.connection import Connection
 from dynamo.frontend.http.exchange import Exchange
@@ -57,15 +58,36 @@ class HttpServer:
         """How many clients are connected."""
         return len(self._connections)
 
-    async def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listen; the address that was bound (port 0 asks for any). Raises OSError."""
+    async def bind(
+        self, host: str, port: int, names: Sequence[str] | None = None
+    ) -> tuple[str, int]:
+        """Take the address; the one that was bound (port 0 asks for any). Raises OSError.
+
+        ``names`` are the hosts that requests may name beside localhost, ``host`` and IP addresses;
+        ``*`` stands for all. Without names any host is served, but not on a loopback address. With
+        None, nothing is checked.
+        """
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self), host, port, backlog=self.limits.backlog
+            lambda: Connection(self), host, port, backlog=self.limits.backlog, start_serving=False
         )
+        bound = [one.getsockname() for one in self._server.sockets]
+        local = all(ipaddress.ip_address(address[0]).is_loopback for address in bound)
+        if names is not None and "*" not in names and (names or local):
+            self.reader.serve_only((host, *names))
+        return bound[0][0], bound[0][1]
+
+    async def listen(self) -> None:
+        """Accept connections at the bound address. Raises OSError."""
+        assert self._server is not None, "bind() comes first"
         self._sweep()
-        bound = self._server.sockets[0].getsockname()
-        return bound[0], bound[1]
+        await self._server.start_serving()
+
+    async def start(self, host: str, port: int) -> tuple[str, int]:
+        """Bind and listen; the address that was bound. Raises OSError."""
+        bound = await self.bind(host, port)
+        await self.listen()
+        return bound
 
     def drain(self) -> None:
         """From now on every response closes its connection and says so.

@@ -193,6 +193,33 @@ def test_a_client_that_reads_nothing_is_paused_between_requests() -> None:
             b"Transfer-Encoding: chunked\r\n\r\n",
             400,
         ),
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n",
+            501,
+        ),
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+            b"Transfer-Encoding: gzip\r\n\r\n",
+            400,
+        ),
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+            b"Transfer-Encoding:\r\n\r\n",
+            400,
+        ),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %b5\r\n\r\nhello" % (b"0" * 5000), 400),
+        (b"GET / HTTP/1\r\nHost: a\r\n\r\n", 400),
+        (b"GET / HTTP/01.01\r\nHost: a\r\n\r\n", 400),
+        (b"GET / HTTP/1.10\r\nHost: a\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost:\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: \r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: :80\r\n\r\n", 400),
+        (b"GET http://:80/x HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET http://b/x HTTP/1.1\r\nHost:\r\n\r\n", 400),
+        (b"FOO1 /x HTTP/1.1\r\nHost: a\r\n\r\n", 501),
+        (b"get-x /x HTTP/1.1\r\nHost: a\r\n\r\n", 501),
+        (b"G(T /x HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", 505),
         (b"GET / HTTP/1.2\r\nHost: a\r\n\r\n", 505),
         (b"GET / HTTP/0.9\r\nHost: a\r\n\r\n", 505),
@@ -245,7 +272,10 @@ def test_what_is_refused(request_bytes: bytes, status: int) -> None:
         b"GET /x HTTP/1.0\r\n\r\n",
         b"GET http://h/x HTTP/1.1\r\nHost: a\r\n\r\n",
         b"\r\nGET /x HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET /x HTTP/1.1\r\nHost:\r\n\r\n",
+        b"GET /x HTTP/1.1\r\nHost: a \r\n\r\n",
+        b"GET /x HTTP/1.1\r\nHost:\ta\t\r\n\r\n",
+        b"M-SEARCH /x HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 0 \r\n\r\n",
         b"GET /x HTTP/1.1\r\nHost: [::1]:80\r\n\r\n",
         b"GET /x HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
         b"POST /x HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
@@ -299,6 +329,12 @@ def chunk_request(body: bytes) -> bytes:
         (b"3\r\nabc\r\n0\r\n\r\n", 200),
         (b"3;name=value\r\nabc\r\n0\r\nX-T: 1\r\n\r\n", 200),
         (b"00000003\r\nabc\r\n0\r\n\r\n", 200),
+        (b'3;n="a;\\"b" ; m\t= v\r\nabc\r\n0\r\n\r\n', 200),
+        (b'3;n="a\r\nabc\r\n0\r\n\r\n', 400),
+        (b'3;n=a"\r\nabc\r\n0\r\n\r\n', 400),
+        (b'3;n="a"b\r\nabc\r\n0\r\n\r\n', 400),
+        (b"3;n=\r\nabc\r\n0\r\n\r\n", 400),
+        (b"3;\r\nabc\r\n0\r\n\r\n", 400),
         (b"0\r\nHost: b\r\n\r\n", 400),
         (b"0\r\nContent-Length: 5\r\n\r\n", 400),
         (b"0\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
@@ -331,6 +367,8 @@ def test_expect_100_continue() -> None:
     bench = Bench()
     request = post(b"hello", b"Expect: 100-continue\r\n")
     assert bench.feed(request[:-5]) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    spaced = request[:-5].replace(b"continue\r", b"continue \r")
+    assert Bench().feed(spaced) == b"HTTP/1.1 100 Continue\r\n\r\n"
     assert b"<hello>" in bench.feed(b"hello")
     assert not Bench().feed(request).startswith(b"HTTP/1.1 100")  # the body is there already
     assert status_of(Bench(body_bytes=2).feed(request[:-5])) == 413
