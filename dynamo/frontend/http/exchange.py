@@ -188,11 +188,7 @@ class Exchange:
             self.on_expired()
             return
         log.error("%s %s: no response in time", self.method, self.path)
-        left = self.on_disconnect
         self._give_up(504, "No response in time")
-        self.gone = True
-        if left is not None:
-            left()
 
     def lost(self) -> None:
         """Called by the connection when the client has left."""
@@ -205,12 +201,17 @@ class Exchange:
             callback()
 
     def _give_up(self, status: int, message: str) -> None:
+        """End the exchange for a route that did not; its ``on_disconnect`` cleans up."""
         if self.done or self.gone:
             return
+        callback = self.on_disconnect
         if self.started:
             self.abort()
         else:
             self.refuse(status, message)
+        self.gone = True
+        if callback is not None:
+            callback()
 
     def _begin(self, status: int) -> None:
         if self.started and not self.gone:

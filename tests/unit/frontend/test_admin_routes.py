@@ -57,7 +57,7 @@ class Site:
         head = head % (method, path.encode())
         body = body or b""
         self.bench.feed(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        await asyncio.gather(*self.tasks._running)
+        await asyncio.gather(*self.tasks._running, return_exceptions=True)
         out, self.bench.transport.out = self.bench.transport.out, b""
         assert out.startswith(b"HTTP/1.1 "), out
         return int(out[9:12]), json.loads(out.partition(b"\r\n\r\n")[2])

@@ -615,9 +615,22 @@ async def test_a_long_prompt_takes_the_detour(site: Site) -> None:
     await site.tasks.close()
 
 
+async def test_a_panic_leaves_nothing_behind(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    class Panic(BaseException):
+        """What a library in Rust raises when it panics."""
+
+    def panic(*_: Any) -> None:
+        raise Panic
+
+    site.preprocessor.tokenizer.encode = panic  # type: ignore
+    site.chat()
+    assert site.status == 500 and "Panic" in caplog.text
+    site.settled()
+
+
 async def test_the_deadline_holds_until_the_request_is_sent(site: Site) -> None:
     prepared: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    site.preprocessor.chat_off_loop = lambda request: prepared  # type: ignore
+    site.preprocessor.tokenizer.encode_off_loop = lambda *_: prepared  # type: ignore
     site.chat(stream=True, user="long " * 100_000)
     site.bench.later(61)
     assert site.status == 503 and "not processed in time" in site.answer["message"]
