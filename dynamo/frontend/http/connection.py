@@ -357,7 +357,8 @@ class Connection(asyncio.Protocol):
             self._resume()
 
     def _check_budget(self, more_bytes: int) -> None:
-        limit_bytes = self._host.limits.bodies_bytes
+        limits = self._host.limits
+        limit_bytes = max(limits.bodies_bytes, limits.body_bytes)
         if more_bytes > 0 and self._host.bodies_bytes + more_bytes > limit_bytes:
             text = f"Unfinished request bodies exceed {limit_bytes} bytes in total, retry later"
             raise Refusal(503, text, retry_after_s=1)

@@ -73,7 +73,6 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         tools: Tools | None = None,
-        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -73,6 +74,8 @@ async def test_where_any_host_is_served(
     writer.write(b"GET /x HTTP/1.1\r\nHost: evil.example\r\n\r\n")
     assert int((await reader.readline())[9:12]) == served
     writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
     await server.close()
 
 

@@ -183,7 +183,7 @@ def test_template_variables_and_tools() -> None:
     tool = {"type": "function", "function": {"name": "weather"}}
     assert "weather" in (chat(tools=[tool]).formatted_prompt or "")
     assert "weather" not in (chat(tools=[tool], tool_choice="none").formatted_prompt or "")
-    variables = {"messages": [], "tools": 3, "enable_thinking": True, "self": 1}
+    variables = {"messages": [], "tools": 3, "enable_thinking": True}
     assert chat(chat_template_kwargs=variables, reasoning_effort="low").formatted_prompt == CHAT
     assert not (chat(add_generation_prompt=False).formatted_prompt or "").endswith("assistant\n")
 

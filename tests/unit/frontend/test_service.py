@@ -39,6 +39,8 @@ async def test_it_does_not_wait_for_a_load_for_ever(
         host, port = await one.start()
         _, writer = await asyncio.open_connection(host, port)
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
         assert "models are still loading after 0.05 s" in caplog.text
 
 
