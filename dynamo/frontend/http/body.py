@@ -105,8 +105,8 @@ class ChunkedBody:
 
     @property
     def held_bytes(self) -> int:
-        """Content received so far."""
-        return self._parts.tell()
+        """Bytes received so far, decoded or not."""
+        return self._parts.tell() + len(self._pending)
 
     def take(self) -> bytes:
         """The complete content."""

@@ -46,12 +46,21 @@ async def test_connections_with_small_chunks_wait_for_one_another() -> None:
         bench.connect()[1].data_received(CHUNKED + b"1\r\na\r\n" * 1000)
     assert len(bench.server._undecoded) == 50
     await asyncio.sleep(0)
-    # At most so many have been served in this turn; all the others still wait for their first.
+    # At most so many have been served in this turn; the others are still queued.
     fed = [one for one in bench.server._connections if one._body is not None]
-    assert sum(one._body.held_bytes > 256 for one in fed) <= 8
+    assert sum(one._body._parts.tell() > 256 for one in fed) <= 8
     await turns(200)
     assert not bench.server._undecoded
     assert all(one._body.held_bytes == 1000 for one in fed)
+
+
+async def test_chunks_that_wait_to_be_decoded_count_too() -> None:
+    bench = Bench(bodies_bytes=100 * KIB, body_bytes=100 * KIB)
+    clients = [bench.connect() for _ in range(3)]
+    for _, connection in clients:
+        connection.data_received(CHUNKED + b"1\r\na\r\n" * 20_000)
+    assert [bool(transport.out) for transport, _ in clients] == [False, True, True]
+    assert status_of(clients[1][0].out) == 503
 
 
 async def test_a_backlog_of_chunks_ends_with_its_connection() -> None:
