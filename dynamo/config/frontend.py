@@ -27,6 +27,13 @@ class FrontendSettings:
         maximum=65535,
         help="port to listen on; 0 takes any free one",
     )
+    allowed_hosts: tuple[str, ...] = knob(
+        (),
+        env="DYN_HTTP_ALLOWED_HOSTS",
+        repeat=True,
+        help="names in the Host header to serve besides localhost, --http-host and IP addresses, "
+        "separated by spaces; * serves any. Default: none on a loopback address, any elsewhere",
+    )
     namespace_prefix: str | None = knob(
         None,
         "--namespace-prefix",
@@ -113,7 +120,7 @@ class FrontendSettings:
     disable_admin_api: bool = knob(
         False,
         env="DYN_DISABLE_FRONTEND_ADMIN_API",
-        help="serve no routes that change how the frontend works (/busy_threshold)",
+        help="do not serve the operators' routes (/busy_threshold, /v1/route)",
     )
     force_usage: bool = knob(
         False,

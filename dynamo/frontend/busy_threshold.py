@@ -12,16 +12,17 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from dynamo.frontend.http import Exchange
+from dynamo.frontend.http import Exchange, cut_text
 from dynamo.frontend.models import Models
-from dynamo.frontend.routes import Routes
+from dynamo.frontend.routes import Routes, in_task
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["BusyThresholdRoutes"]
 
 _PATH = "/busy_threshold"
-_IDLE = [("warning", '199 - "kept, not in force: needs --admission-control token-capacity"')]
+_IDLE = "kept, not in force: needs --admission-control token-capacity"
+_NAME_CHARACTERS = 256
 
 log = logging.getLogger(__name__)
 
@@ -55,35 +56,33 @@ class BusyThresholdRoutes:
     def install(self, routes: Routes) -> None:
         """Put the routes into the table."""
         routes.get(_PATH, self._list)
-        routes.post(_PATH, self._set)
+        routes.post(_PATH, in_task(self._tasks, self._set))
 
     def _list(self, exchange: Exchange) -> None:
         """Models without any threshold are left out."""
+        gates = [(one.name, one.picker.gate) for one in self._models.entries() if one.ready]
         rows = [
-            _shown(entry.name, entry.picker.gate.thresholds)
-            for entry in self._models.entries()
-            if entry.ready and entry.picker.gate.thresholds.any
+            _shown(name, gate.thresholds, gate.admission_control)
+            for name, gate in gates
+            if gate.thresholds.any
         ]
         exchange.respond(200, msgspec.json.encode({"thresholds": rows}))
 
-    def _set(self, exchange: Exchange) -> None:
-        self._tasks.spawn(self._answer(exchange), name="busy threshold")
-
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _set(self, exchange: Exchange) -> None:
         try:
             change = _change(exchange.body)
         except msgspec.ValidationError as error:
             _refuse(exchange, 422, str(error))
             return
-        except msgspec.DecodeError as error:
-            _refuse(exchange, 400, str(error))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            _refuse(exchange, 400, f"Failed to deserialize the JSON body: {error}")
             return
         wrong = _out_of_range(change)
         entry = self._models.named(change.model)
         if wrong:
             _refuse(exchange, 400, wrong)
         elif entry is None or not entry.ready:
-            text = f"Model '{change.model}' not found. "
+            text = f"Model '{cut_text(change.model, _NAME_CHARACTERS)}' not found. "
             _refuse(exchange, 404, text + "Thresholds can only be set for discovered models.")
         else:
             given = {field: getattr(change, name) for name, field in _FIELDS.items()}
@@ -91,15 +90,19 @@ class BusyThresholdRoutes:
             gate = entry.picker.gate
             if given:
                 await entry.limit(dataclasses.replace(gate.thresholds, **given))
-            note = _IDLE if gate.thresholds.any and not gate.admission_control else []
-            body = msgspec.json.encode(_shown(change.model, gate.thresholds))
+            shown = _shown(change.model, gate.thresholds, gate.admission_control)
+            body = msgspec.json.encode(shown)
+            idle = "warning" in shown
             if given:
-                log.info("busy thresholds set: %s", body.decode())
-            exchange.respond(200, body, headers=note)
+                say = log.warning if idle else log.info
+                say("busy thresholds %s: %s", "kept" if idle else "set", body.decode())
+            headers = [("warning", f'199 - "{_IDLE}"')] if idle else []
+            exchange.respond(200, body, headers=headers)
 
 
-def _shown(model: str, thresholds: Thresholds) -> dict[str, Any]:
-    return {"model": model, **{key: getattr(thresholds, field) for key, field in _FIELDS.items()}}
+def _shown(model: str, thresholds: Thresholds, in_force: bool) -> dict[str, Any]:
+    row = {"model": model, **{key: getattr(thresholds, field) for key, field in _FIELDS.items()}}
+    return row if in_force or not thresholds.any else {**row, "warning": _IDLE}
 
 
 def _out_of_range(change: _Change) -> str:

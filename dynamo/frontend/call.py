@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dynamo.errors import Cancelled, DynamoError
+from dynamo.errors import Cancelled, DynamoError, Unavailable
 from dynamo.frontend.answer.generation import GenerationStream
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.failures import Labels, Overwhelmed, error_response, explained, labels
@@ -97,6 +97,7 @@ class Call:
         self._open_legs = 0
         self._working_legs = 0
         exchange.on_disconnect = self._client_left
+        exchange.on_expired = self._expired
         flow.admission.enter()
         flow.live.add(self)
         kind = "stream" if stream else "unary"
@@ -117,6 +118,7 @@ class Call:
     def dispatched(self, prompt_tokens: int) -> None:
         """The engine requests of ``legs`` are on their way, or wait for a worker."""
         self._open_legs = len(self.legs)
+        self.exchange.lift_deadline()
         self.meter.dispatched(prompt_tokens)
 
     def located(self) -> None:
@@ -237,6 +239,9 @@ class Call:
         if not self.closed:
             self.flow.metrics.disconnected.value += 1
             self._close(labels(Cancelled()))
+
+    def _expired(self) -> None:
+        self.fail(Unavailable("The prompt was not processed in time, please retry later"))
 
     def _close(self, failure: Labels | None) -> None:
         """The exit door."""

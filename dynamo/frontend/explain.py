@@ -19,7 +19,7 @@ from dynamo.frontend.models import Models
 from dynamo.frontend.prefill.explain import explain_both
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.request_headers import routed
-from dynamo.frontend.routes import Routes
+from dynamo.frontend.routes import Routes, in_task
 from dynamo.router.kv import KvPicker
 from dynamo.runtime.tasks import Tasks
 
@@ -45,11 +45,9 @@ class ExplainRoutes:
 
     def install(self, routes: Routes) -> None:
         """Put the route into the table."""
-        routes.post("/v1/route", self._route)
-        routes.get("/v1/route", self._route)
-
-    def _route(self, exchange: Exchange) -> None:
-        self._tasks.spawn(self._answer(exchange), name="route")
+        route = in_task(self._tasks, self._answer)
+        routes.post("/v1/route", route)
+        routes.get("/v1/route", route)
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
@@ -79,7 +77,7 @@ class ExplainRoutes:
     async def _explanation(self, body: bytes, headers: Mapping[str, str]) -> bytes:
         try:
             is_chat = _shape(body).messages is not None
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidArgument(f"Failed to deserialize the JSON body: {error}") from None
         if is_chat:
             chat = parse_chat(body, ignore_unsupported=True)

@@ -7,6 +7,7 @@ is kept, so that a worker that comes back finds its model ready, and requests in
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -54,6 +55,7 @@ class Models:
         self._names: dict[str, ModelEntry] = {}
         self._owners: dict[str, ModelEntry] = {}
         self._rejected: dict[str, ModelCard] = {}
+        self._loads: set[asyncio.Task[None]] = set()
         self._prefill = PrefillCards(self._entries, self._reject)
         self._watch: Watch | None = None
         self.on_loaded: Callable[[], None] = _nobody
@@ -62,6 +64,11 @@ class Models:
         """Watch; the cards that exist have been seen when this returns, not yet loaded."""
         self._watch = self._runtime.discovery.watch(_PREFIX, self._on_event)
         await self._watch.ready()
+
+    async def loaded(self) -> None:
+        """Return when every model seen so far is loaded, or has failed to load."""
+        if self._loads:
+            await asyncio.wait(self._loads)
 
     async def close(self) -> None:
         """Stop watching, let go of all models."""
@@ -171,7 +178,9 @@ class Models:
         log.info("model %s: worker %x joined (%d)", name, card.instance_id, len(entry.workers))
         if not entry.ready and not entry.loading:
             entry.loading = True
-            self._tasks.spawn(self._load(entry), name=f"load {name}")
+            load = self._tasks.spawn(self._load(entry), name=f"load {name}")
+            self._loads.add(load)
+            load.add_done_callback(self._loads.discard)
 
     def _remove(self, key: str) -> None:
         self._prefill.remove(key)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 
 from dynamo.frontend.http import Exchange
+from dynamo.runtime.tasks import Tasks
 
-__all__ = ["Route", "Routes"]
+__all__ = ["Route", "Routes", "in_task"]
 
 Route = Callable[[Exchange], None]
+
+log = logging.getLogger(__name__)
 
 
 class Routes:
@@ -55,6 +60,27 @@ class Routes:
             if len(path) > len(prefix) and path.startswith(prefix):
                 return methods
         return None
+
+
+def in_task(tasks: Tasks, answer: Callable[[Exchange], Awaitable[None]]) -> Route:
+    """A route that runs ``answer`` in a task, which is cancelled if the client disconnects or the
+    deadline passes. An exception that ``answer`` does not catch is a 500."""
+
+    def route(exchange: Exchange) -> None:
+        task = tasks.spawn(_run(exchange, answer), name=exchange.path)
+        exchange.on_disconnect = task.cancel
+
+    return route
+
+
+async def _run(exchange: Exchange, answer: Callable[[Exchange], Awaitable[None]]) -> None:
+    try:
+        await answer(exchange)
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # a panic in Rust is not an Exception
+        log.exception("%s %s failed", exchange.method, exchange.path)
+        exchange.crashed(error)
 
 
 def _is_json(content_type: str | None) -> bool:

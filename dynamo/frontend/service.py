@@ -36,6 +36,7 @@ __all__ = ["Frontend"]
 log = logging.getLogger(__name__)
 _MIB = 1024 * 1024
 _SPARE_FILES = 256
+_LOAD_S = 30.0  # then listen without the models that are still loading
 
 
 class Frontend:
@@ -57,8 +58,8 @@ class Frontend:
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         routes = Routes()
         OpenAIRoutes(self._flow, self.models, self._tasks).install(routes)
-        ExplainRoutes(self.models, self._tasks, self._flow.overload_status).install(routes)
         if not settings.disable_admin_api:
+            ExplainRoutes(self.models, self._tasks, self._flow.overload_status).install(routes)
             BusyThresholdRoutes(self.models, self._tasks).install(routes)
         InfoRoutes(self.models, self._admission, runtime.metrics).install(routes)
         self._server = HttpServer(routes, _limits(settings), metrics.refused, turn)
@@ -66,24 +67,49 @@ class Frontend:
         self._stop = asyncio.Event()
 
     async def start(self) -> tuple[str, int]:
-        """Find the models and listen; the bound address. ConfigError: the port is taken."""
+        """Bind, load the models whose workers are registered, listen; return the bound address.
+
+        Raises ConfigError if the address can't be bound.
+        """
         _allow_open_files(self._settings.max_connections + _SPARE_FILES)
         settings = self._settings
         try:
-            bound = await self._server.start(settings.http_host, settings.http_port)
+            bound = await self._server.bind(
+                settings.http_host, settings.http_port, settings.allowed_hosts
+            )
         except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            raise ConfigError(
-                f"can't listen on {settings.http_host}:{settings.http_port} ({reason}); "
-                "choose another with --http-port or --http-host"
-            ) from None
+            raise self._cannot_listen(error) from None
         self._delay.start()
         log.info("router: %s", in_words(self._router))
         for line in without_effect(self._router):
             log.warning("%s", line)
         await self.models.start()
+        await self._load_models()
+        try:
+            await self._server.listen()
+        except OSError as error:  # another process bound the same address and listened first
+            raise self._cannot_listen(error) from None
         log.info("listening on http://%s:%d", *bound)
         return bound
+
+    async def _load_models(self) -> None:
+        """Wait for the models that are loading; not for long, and not once stopped."""
+        loaded = self._tasks.spawn(self.models.loaded(), name="models loaded")
+        stopped = self._tasks.spawn(self._stop.wait(), name="stopped")
+        first = asyncio.FIRST_COMPLETED
+        done, _ = await asyncio.wait((loaded, stopped), timeout=_LOAD_S, return_when=first)
+        loaded.cancel()
+        stopped.cancel()
+        if not done:
+            log.warning("models are still loading after %g s; listening without them", _LOAD_S)
+
+    def _cannot_listen(self, error: OSError) -> ConfigError:
+        settings = self._settings
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        return ConfigError(
+            f"can't listen on {settings.http_host}:{settings.http_port} ({reason}); "
+            "choose another with --http-port or --http-host"
+        )
 
     def stop(self) -> None:
         """Drain and end; asked a second time, end what still runs at once."""
@@ -106,8 +132,9 @@ class Frontend:
         return undo
 
     async def run_until_stopped(self) -> None:
-        """Serve, then drain: /health says 503, new requests hear 503, running ones may end."""
+        """Serve, then drain: 503 for /health and new requests; running requests may finish."""
         await self._stop.wait()
+        self._server.drain()
         timeout_s = self._settings.graceful_shutdown_timeout_s
         log.info("draining %d requests, at most %g s", self._admission.inside, timeout_s)
         if not await self._admission.drain(timeout_s):

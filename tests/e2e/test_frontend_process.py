@@ -89,8 +89,13 @@ def test_sigterm_drains(started: Deployment) -> None:
         assert time.monotonic() < deadline
     assert json.loads(started.request("GET", "/health")[2])["status"] == "draining"
     assert started.request("GET", "/live")[0] == 200
-    status, _, body = started.request("POST", CHAT, chat(1))
+    status, headers, body = started.request("POST", CHAT, chat(1))
     assert status == 503 and json.loads(body)["code"] == 503
+    assert headers["connection"] == "close"
+    health.request("GET", "/live")  # the idle connection still gets a response, and its end
+    last = health.getresponse()
+    assert (last.status, last.getheader("connection")) == (200, "close")
+    last.read()
     events = stream.rest()
     assert events[-1] == "[DONE]"
     assert events[-2]["choices"][0]["finish_reason"] == "length"
@@ -127,17 +132,35 @@ def test_a_second_signal_does_not_wait(deployment: Deployment) -> None:
     stream.close()
 
 
+def test_a_restarted_frontend_listens_when_its_model_is_loaded(started: Deployment) -> None:
+    started.front.terminate()  # type: ignore[attr-defined]
+    assert started.front.wait(20) == 0  # type: ignore[attr-defined]
+    started.frontend("--router-mode", "kv")
+    answers: list[tuple[int, dict[str, str], bytes]] = []
+
+    def answered() -> bool:
+        answers.append(started.request("POST", CHAT, chat(1)))
+        return True
+
+    started.until(answered)
+    assert answers[0][0] == 200, answers[0]
+
+
+@pytest.mark.parametrize("more", [b"", b"x" * 100_000])
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_client_that_leaves_frees_its_worker(started: Deployment, streaming: bool) -> None:
+def test_a_client_that_leaves_frees_its_worker(
+    started: Deployment, streaming: bool, more: bytes
+) -> None:
     with socket.create_connection(("127.0.0.1", started.port)) as client:
         body = json.dumps(chat(8000, streaming)).encode()
         client.sendall(
-            b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body)
         )
         if streaming:
             assert client.recv(4096).startswith(b"HTTP/1.1 200")
         started.until(lambda: started.sample("dynamo_frontend_inflight_requests") == 1)
+        client.sendall(more)  # pipelined, and too long to keep
     kind = "stream" if streaming else "unary"
     started.until(lambda: started.sample("dynamo_frontend_active_requests") == 0)
     labels = {"endpoint": "chat_completions", "model": "tiny", "request_type": kind}

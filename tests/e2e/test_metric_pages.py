@@ -96,7 +96,7 @@ def nonsense(deployment: Deployment) -> None:
         client.sendall(b"BOTHER\r\n\r\n")
         client.recv(4096)
     body = b'{"model":"tiny","prompt":"leaver","max_tokens":80,"stream":true}'
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", deployment.port)) as client:
         client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         client.recv(4096)

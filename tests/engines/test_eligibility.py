@@ -297,6 +297,7 @@ def test_without_admission_control_and_without_the_routes(deployment: Deployment
     status, headers, answer = deployment.request("POST", "/busy_threshold", body)
     assert (status, json.loads(answer)["active_prefill_tokens_threshold"]) == (200, 0)
     assert "not in force: needs --admission-control token-capacity" in headers["warning"]
+    assert json.loads(answer)["warning"].startswith("kept, not in force")
     assert here.ask()[0] == 200
     deployment.processes[-1].terminate()
     deployment.processes[-1].wait(20)

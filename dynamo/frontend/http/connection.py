@@ -7,6 +7,7 @@ the exchange, which is a class of its own.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Protocol, cast
 
@@ -21,14 +22,17 @@ from dynamo.frontend.http.turn import Turn
 __all__ = ["NEVER", "Connection", "Host"]
 
 NEVER = float("inf")
+log = logging.getLogger(__name__)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REQUESTS_PER_TURN = 32  # of one pipelining client, before others get their turn
+_FREE_BODY_BYTES = 64 * 1024  # of each body; not in the budget, so a full one admits short bodies
 
 
 class Host(Protocol):
     """What a connection shares with all others of its server.
 
     ``clock`` is monotonic seconds as of the last sweep: exact enough for deadlines.
+    ``bodies_bytes`` is what the unfinished bodies of all connections hold.
     """
 
     limits: HttpLimits
@@ -37,6 +41,7 @@ class Host(Protocol):
     turn: Turn
     clock: float
     draining: bool
+    bodies_bytes: int
 
     def admit(self, connection: Connection) -> bool:
         """Register; False when the cap is reached."""
@@ -53,18 +58,27 @@ class Host(Protocol):
     def soon(self, connection: Connection) -> None:
         """Call ``connection.advance`` in the next loop turn."""
 
+    def decode_later(self, connection: Connection) -> None:
+        """Call ``connection.decode`` in a later loop turn, when its turn comes."""
+
 
 class Connection(asyncio.Protocol):
     """Reads heads and bodies, dispatches exchanges, enforces deadlines when swept.
 
     At any time it is in one of: reading a head, reading a body (``_head`` set), busy (``_exchange``
     set), lingering (refused, discarding what still comes), closed (no transport).
+
+    Reading is never paused while an exchange runs, because only reading detects that the client has
+    disconnected. Pipelined bytes beyond ``header_bytes`` are discarded instead, and the connection
+    is closed after the response: the client must send those requests again (RFC 9112 9.3.2).
     """
 
     __slots__ = (
         "_advancing",
         "_body",
         "_buffer",
+        "_counted_bytes",
+        "_discards",
         "_exchange",
         "_head",
         "_host",
@@ -88,6 +102,8 @@ class Connection(asyncio.Protocol):
         self.above_high_water = False
         self.closing = False
         self._buffer = b""
+        self._counted_bytes = 0
+        self._discards = False
         self._out: list[bytes] = []
         self._head: Head | None = None
         self._body: SizedBody | ChunkedBody | None = None
@@ -108,31 +124,21 @@ class Connection(asyncio.Protocol):
         if host.admit(self):
             self.deadline = host.clock + host.limits.header_timeout_s
         else:
-            self._refuse(Refusal(503, "Too many connections"))
+            self._refuse(Refusal(503, "Too many connections", retry_after_s=1))
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
         if self._exchange is not None:
-            self._buffer += data  # pipelined: it waits for its turn
-            if len(self._buffer) > self._host.limits.header_bytes:
-                self._pause()  # the rest waits in the client's socket
+            self._pipeline(data)
+        elif self._lingering or self._transport is None:
             return
-        if self._lingering or self._transport is None:
-            return
-        body = self._body
-        if body is None:
-            self._buffer = self._buffer + data if self._buffer else data
+        elif self._body is not None:
+            self.decode(data)
         else:
-            try:
-                rest = body.feed(data)
-            except Refusal as refusal:
-                self._refuse(refusal)
-                return
-            if rest is None:
-                return
-            self._buffer = rest
-            self._dispatch(body.take())
-        self.advance()
+            self._buffer = self._buffer + data if self._buffer else data
+            self.advance()
+            if self.above_high_water and len(self._buffer) > self._host.limits.header_bytes:
+                self._pause()  # until the client reads its responses
 
     def eof_received(self) -> bool:
         """A client that stops talking has left; the transport closes, ``connection_lost`` tells."""
@@ -145,7 +151,7 @@ class Connection(asyncio.Protocol):
         self.above_high_water = False
         self._buffer = b""
         self._out.clear()
-        self._head = self._body = None
+        self._forget_body()
         self._host.forget(self)
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
@@ -159,8 +165,10 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """The client has caught up."""
         self.above_high_water = False
+        if self._lingering:
+            return
         exchange = self._exchange
-        self.deadline = NEVER if exchange is not None else self._idle_deadline()
+        self.deadline = self._idle_deadline() if exchange is None else exchange.deadline
         if exchange is not None and exchange.on_drain is not None:
             exchange.on_drain()
         self.advance()
@@ -179,7 +187,11 @@ class Connection(asyncio.Protocol):
         if exchange is not self._exchange:
             return
         self._exchange = None
-        if not exchange.keep_alive:
+        if self._discards:
+            self.flush()
+            self._linger()
+            return
+        if self.closing or not exchange.keep_alive:
             self._close()
             return
         if not self.above_high_water:
@@ -218,11 +230,29 @@ class Connection(asyncio.Protocol):
                 return
         except Refusal as refusal:
             self._refuse(refusal)
+        except Exception:
+            log.exception("reading a request head failed")
+            self._refuse(Refusal(500, "Internal server error"))
         finally:
             self._advancing = False
             self.flush()
-        if self._paused and self._may_read():
+        if self._paused and self._body is None and not self.above_high_water:
             self._resume()
+
+    def decode(self, data: bytes = b"") -> None:
+        """Decode ``data`` and what earlier calls left over, then serve the requests behind it."""
+        if self._body is None:
+            return
+        try:
+            self._feed(data)
+        except Refusal as refusal:
+            self._refuse(refusal)
+        except Exception:
+            log.exception("reading a request body failed")
+            self._refuse(Refusal(500, "Internal server error"))
+        else:
+            if self._body is None:
+                self.advance()
 
     def sweep(self) -> None:
         """The deadline has passed."""
@@ -231,6 +261,8 @@ class Connection(asyncio.Protocol):
             return
         if self._lingering or self.above_high_water:
             self._transport.abort()
+        elif self._exchange is not None:
+            self._exchange.expire()
         elif self._head is not None:
             self._refuse(Refusal(408, "Request body did not arrive in time"))
         elif self._buffer:
@@ -239,8 +271,7 @@ class Connection(asyncio.Protocol):
             self._close()
 
     def retire(self) -> None:
-        """Close when idle; a running exchange gets ``connection: close`` on its response."""
-        self.closing = True
+        """Close if idle."""
         if self._exchange is None and self._head is None and not self._buffer:
             self._close()
 
@@ -293,6 +324,7 @@ class Connection(asyncio.Protocol):
         limits = self._host.limits
         if head.body_bytes > limits.body_bytes:
             raise Refusal(413, f"Request body exceeds {limits.body_bytes} bytes")
+        self._check_budget(head.body_bytes - _FREE_BODY_BYTES)
         self._head = head
         self._timing_head = False
         self._buffer = b""
@@ -300,35 +332,78 @@ class Connection(asyncio.Protocol):
             self._body = ChunkedBody(limits.body_bytes)
         else:
             self._body = SizedBody(head.body_bytes)
-        rest = self._body.feed(first)
-        if rest is not None:
-            self._buffer = rest
-            self._dispatch(self._body.take())
-            return
         self.deadline = self._host.clock + limits.body_timeout_s
-        if head.expects_continue and not first:
+        self._feed(first)
+        if head.expects_continue and not first and self._body is not None:
             self.send(_CONTINUE)
 
-    def _dispatch(self, body: bytes) -> None:
-        head = cast(Head, self._head)
+    def _feed(self, data: bytes) -> None:
+        """Read on in the body; dispatch the request when it is complete."""
+        body = cast(SizedBody | ChunkedBody, self._body)
+        rest = body.feed(data)
+        if rest is not None:
+            self._buffer = rest
+            self._dispatch(body.take())
+            return
+        grown_bytes = body.held_bytes - _FREE_BODY_BYTES - self._counted_bytes
+        if grown_bytes > 0:
+            self._check_budget(grown_bytes)
+            self._counted_bytes += grown_bytes
+            self._host.bodies_bytes += grown_bytes
+        if body.backlog:
+            self._pause()
+            self._host.decode_later(self)
+        elif self._paused:
+            self._resume()
+
+    def _check_budget(self, more_bytes: int) -> None:
+        limits = self._host.limits
+        limit_bytes = max(limits.bodies_bytes, limits.body_bytes)
+        if more_bytes > 0 and self._host.bodies_bytes + more_bytes > limit_bytes:
+            text = f"Unfinished request bodies exceed {limit_bytes} bytes in total, retry later"
+            raise Refusal(503, text, retry_after_s=1)
+
+    def _forget_body(self) -> None:
         self._head = self._body = None
+        self._host.bodies_bytes -= self._counted_bytes
+        self._counted_bytes = 0
+
+    def _pipeline(self, data: bytes) -> None:
+        """Keep requests that arrive before their turn, up to a bound."""
+        if self._discards:
+            return
+        self._buffer += data
+        if len(self._buffer) > self._host.limits.header_bytes:
+            self._buffer = b""
+            self._discards = self.closing = True
+
+    def _dispatch(self, body: bytes) -> None:
+        head, host = cast(Head, self._head), self._host
+        self._forget_body()
         self._timing_head = False
-        self.deadline = NEVER
         exchange = self._exchange = Exchange(self, head, body, time.monotonic())
-        self._host.handle(exchange)
+        self.deadline = exchange.deadline = host.clock + host.limits.response_timeout_s
+        host.handle(exchange)
 
     def _refuse(self, refusal: Refusal) -> None:
         """Say why and stop listening. The socket stays open for a moment, reading and discarding,
         because closing on unread bytes resets it, and the client would never see the answer."""
         self._host.refused(refusal.status)
-        self._head = self._body = None
-        self._buffer = b""
+        self._forget_body()
         body = error_body(refusal.status, refusal.message)
         head = self.heads.get(refusal.status, "application/json", CLOSE)
-        self.send(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+        retry = b"retry-after: %d\r\n" % refusal.retry_after_s if refusal.retry_after_s else b""
+        self.send(b"%b%d\r\n%b\r\n%b" % (head, len(body), retry, body))
         self.flush()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Send what is buffered and then no more; read on for a moment and discard."""
+        limits = self._host.limits
+        self._buffer = b""
         self._lingering = True
-        self.deadline = self._host.clock + self._host.limits.linger_s
+        wait_s = limits.stall_timeout_s if self.above_high_water else limits.linger_s
+        self.deadline = self._host.clock + wait_s
         if self._transport is not None:
             self._transport.write_eof()
         if self._paused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -19,6 +20,9 @@ from dynamo.frontend.http.response import (
 __all__ = ["Exchange", "Line"]
 
 JSON = "application/json"
+NEVER = float("inf")
+
+log = logging.getLogger(__name__)
 
 
 class Line(Protocol):
@@ -27,6 +31,7 @@ class Line(Protocol):
     heads: ResponseHeads
     above_high_water: bool
     closing: bool
+    deadline: float
 
     def send(self, data: bytes) -> None:
         """Write to the socket at the end of the loop turn."""
@@ -44,6 +49,11 @@ class Exchange:
     Set ``on_disconnect`` to hear, once, that the client left before the end; after that (``gone``)
     everything written is discarded. While ``above_high_water`` the client reads too slowly;
     ``on_drain`` is called when it has caught up. ``received_at`` is time.monotonic().
+
+    Every exchange has a ``deadline`` (monotonic seconds), so that it ends even if its route never
+    responds. A route with timeouts of its own lifts it. At the deadline ``on_expired`` is called
+    and must respond. The default is a 504, or an abort once the response has started, and then
+    ``on_disconnect``.
     """
 
     __slots__ = (
@@ -51,6 +61,7 @@ class Exchange:
         "_line",
         "_raw",
         "body",
+        "deadline",
         "done",
         "gone",
         "headers",
@@ -59,6 +70,7 @@ class Exchange:
         "minor",
         "on_disconnect",
         "on_drain",
+        "on_expired",
         "path",
         "query",
         "received_at",
@@ -78,8 +90,10 @@ class Exchange:
         self.keep_alive = head.keep_alive
         self.body = body
         self.received_at = received_at
-        self.on_disconnect: Callable[[], None] | None = None
+        self.on_disconnect: Callable[[], object] | None = None
         self.on_drain: Callable[[], None] | None = None
+        self.on_expired: Callable[[], None] | None = None
+        self.deadline = NEVER
         self.started = False
         self.done = False
         self.gone = False
@@ -153,17 +167,54 @@ class Exchange:
         self.on_disconnect = None
         self._line.cut()
 
+    def lift_deadline(self) -> None:
+        """Remove the deadline: from here on the route enforces its own timeouts."""
+        self.deadline = NEVER
+        if not self._line.above_high_water:
+            self._line.deadline = NEVER
+
+    def crashed(self, error: BaseException) -> None:
+        """Respond 500 after an unexpected ``error``, or abort if the response has started.
+
+        Raises KeyboardInterrupt and SystemExit again.
+        """
+        self._give_up(500, "Internal server error")
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
+
+    def expire(self) -> None:
+        """Called by the connection when the deadline has passed."""
+        if self.on_expired is not None:
+            self.on_expired()
+            return
+        log.error("%s %s: no response in time", self.method, self.path)
+        self._give_up(504, "No response in time")
+
     def lost(self) -> None:
         """Called by the connection when the client has left."""
         if self.gone or self.done:
             return
         self.gone = True
-        callback, self.on_disconnect, self.on_drain = self.on_disconnect, None, None
+        callback = self.on_disconnect
+        self.on_disconnect = self.on_drain = self.on_expired = None
+        if callback is not None:
+            callback()
+
+    def _give_up(self, status: int, message: str) -> None:
+        """End the exchange for a route that did not; its ``on_disconnect`` cleans up."""
+        if self.done or self.gone:
+            return
+        callback = self.on_disconnect
+        if self.started:
+            self.abort()
+        else:
+            self.refuse(status, message)
+        self.gone = True
         if callback is not None:
             callback()
 
     def _begin(self, status: int) -> None:
-        if self.started:
+        if self.started and not self.gone:
             raise RuntimeError("the response has been started already")
         self.started = True
         self.status = status
@@ -177,5 +228,5 @@ class Exchange:
 
     def _finish(self) -> None:
         self.done = True
-        self.on_disconnect = self.on_drain = None
+        self.on_disconnect = self.on_drain = self.on_expired = None
         self._line.finished(self)

@@ -7,7 +7,9 @@ so everything ambiguous is refused. RFC 9112.
 
 from __future__ import annotations
 
+import ipaddress
 import re
+from collections.abc import Iterable
 from urllib.parse import unquote
 
 from httptools import (
@@ -18,17 +20,20 @@ from httptools import (
 )
 
 from dynamo.frontend.http.limits import HttpLimits
-from dynamo.frontend.http.refusal import Refusal
+from dynamo.frontend.http.refusal import Refusal, cut_text
 
 __all__ = ["CHUNKED", "Head", "HeadReader"]
 
 CHUNKED = -1
 _VERSIONS = {b"HTTP/1.1": 1, b"HTTP/1.0": 0}
-_OTHER_VERSION = re.compile(rb"HTTP/[0-9]+(\.[0-9]+)?")
+_OTHER_VERSION = re.compile(rb"HTTP/[0-9]\.[0-9]")
+_METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+;=-]*)(:[0-9]*)?")
-_ABSOLUTE = re.compile(r"https?://[^/?#@]+", re.IGNORECASE)
-_ONCE = frozenset(("host", "content-length", "transfer-encoding", "expect", "content-type"))
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+;=-]+)(:[0-9]*)?")
+_ABSOLUTE = re.compile(r"https?://([^/?#@]+)", re.IGNORECASE)
+_ONCE = frozenset(("host", "content-length", "expect", "content-type"))
+_LENGTH_DIGITS = 20
+_SHOWN_CHARACTERS = 128
 _REMEMBERED = 1024
 _REMEMBERED_BYTES = 1024
 
@@ -75,8 +80,17 @@ class HeadReader:
         self._heads: dict[bytes, Head] = {}
         self._names: dict[bytes, str] = {}
         self._hosts: set[str] = set()
+        self._served_names: frozenset[str] | None = None
         self._headers: dict[str, str] = {}
         self._repeated: str | None = None
+
+    def serve_only(self, names: Iterable[str]) -> None:
+        """Refuse (403) requests for hosts other than localhost, IP addresses and ``names``.
+
+        A page whose name resolves to this machine (DNS rebinding) is same-origin with the API for
+        a browser; only the Host header tells it from a local client.
+        """
+        self._served_names = frozenset(("localhost", *(_plain_name(one) for one in names)))
 
     def read(self, data: bytes, end: int) -> Head:
         """The head in ``data[:end]``, where ``end`` is the offset of its closing CRLFCRLF."""
@@ -102,6 +116,9 @@ class HeadReader:
         if data.count(b"\r\n", line_end, -4) > limits.header_count:
             raise Refusal(431, f"Request has more than {limits.header_count} headers")
         method, target, minor = _request_line(data[:line_end])
+        if not target.startswith("/"):
+            authority, target = _absolute_form(target)
+            self._check_host(authority)  # RFC 9112 3.2.2: it counts, not the Host header
         head = Head(method, target, minor, self._read_headers(data))
         self._check(head)
         return head
@@ -128,9 +145,9 @@ class HeadReader:
         if key in headers:
             if key in _ONCE:
                 self._repeated = key
-            headers[key] += ", " + value.decode("latin-1")
+            headers[key] += ", " + value.decode("latin-1").strip(" \t")
         else:
-            headers[key] = value.decode("latin-1")
+            headers[key] = value.decode("latin-1").strip(" \t")  # RFC 9112 5
 
     def _read_headers(self, head: bytes) -> dict[str, str]:
         headers = self._headers = {}
@@ -162,6 +179,8 @@ class HeadReader:
             head.keep_alive = "close" not in tokens and (head.minor == 1 or "keep-alive" in tokens)
         length = headers.get("content-length")
         if length is not None:
+            if len(length) > _LENGTH_DIGITS:
+                raise Refusal(400, f"Header 'content-length' has {len(length)} digits")
             head.body_bytes = int(length)
         if "transfer-encoding" in headers:
             _check_transfer_encoding(head)
@@ -171,15 +190,25 @@ class HeadReader:
             head.expects_continue = True
 
     def _check_host(self, host: str) -> None:
-        if not _HOST.fullmatch(host):
+        match = _HOST.fullmatch(host)
+        if match is None:
             raise Refusal(400, "Header 'host' is malformed")
+        names = self._served_names
+        if names is not None and not (_plain_name(match[1]) in names or _is_address(match[1])):
+            raise Refusal(
+                403,
+                f"Host '{cut_text(match[1], _SHOWN_CHARACTERS)}' is not served here; to serve it, "
+                "add it to DYN_HTTP_ALLOWED_HOSTS",
+            )
         if len(self._hosts) < _REMEMBERED:
             self._hosts.add(host)
 
 
 def _request_line(line: bytes) -> tuple[str, str, int]:
     parts = line.split(b" ")
-    if len(parts) != 3 or not parts[0].isalpha():  # llhttp skips a line feed before the method
+    if len(parts) != 3 or not _METHOD.fullmatch(
+        parts[0]
+    ):  # llhttp skips a line feed before the method
         raise Refusal(400, "Malformed request line")
     minor = _VERSIONS.get(parts[2])
     if minor is None:
@@ -188,19 +217,30 @@ def _request_line(line: bytes) -> tuple[str, str, int]:
         raise Refusal(400, "Malformed request line")
     if not parts[1].isascii():
         raise Refusal(400, "Request target is not ASCII")
-    return parts[0].decode("latin-1"), _origin_form(parts[1].decode("ascii")), minor
+    if b"#" in parts[1]:
+        raise Refusal(400, "Request target has a fragment")
+    return parts[0].decode("ascii"), parts[1].decode("ascii"), minor
 
 
-def _origin_form(target: str) -> str:
-    if target.startswith("/"):
-        if "#" in target:
-            raise Refusal(400, "Request target has a fragment")
-        return target
-    authority = _ABSOLUTE.match(target)
-    if authority is None or "#" in target:
+def _absolute_form(target: str) -> tuple[str, str]:
+    """Authority, and path with query, of ``http://authority/path?query``."""
+    match = _ABSOLUTE.match(target)
+    if match is None:
         raise Refusal(400, "Request target must be a path")
-    rest = target[authority.end() :]
-    return rest if rest.startswith("/") else "/" + rest
+    rest = target[match.end() :]
+    return match[1], rest if rest.startswith("/") else "/" + rest
+
+
+def _plain_name(host: str) -> str:
+    return host.lower().removesuffix(".")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _check_transfer_encoding(head: Head) -> None:
@@ -208,6 +248,6 @@ def _check_transfer_encoding(head: Head) -> None:
         raise Refusal(400, "Transfer-Encoding on HTTP/1.0")
     if "content-length" in head.headers:
         raise Refusal(400, "Content-Length together with Transfer-Encoding")
-    if head.headers["transfer-encoding"].strip().lower() != "chunked":
+    if head.headers["transfer-encoding"].lower() != "chunked":
         raise Refusal(501, "Only the transfer coding 'chunked' is understood")
     head.body_bytes = CHUNKED

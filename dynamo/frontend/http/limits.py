@@ -18,9 +18,11 @@ class HttpLimits:
     header_bytes: int = 32 * 1024  # 431
     header_count: int = 100  # 431
     body_bytes: int = 45 * 1024 * 1024  # 413
+    bodies_bytes: int = 256 * 1024 * 1024  # 503; unfinished bodies beyond 64 KiB each, together
     connections: int = 4096  # 503 and close
     header_timeout_s: float = 15.0  # 408; counted from the first byte of a head
     body_timeout_s: float = 120.0  # 408; counted from the end of the head
+    response_timeout_s: float = 60.0  # 504; until the first worker has the request
     idle_timeout_s: float = 75.0  # closed without a word
     stall_timeout_s: float = 60.0  # cut off: the client does not read its response
     linger_s: float = 2.0  # how long a refused client may still talk before it is cut off

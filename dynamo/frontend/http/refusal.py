@@ -6,7 +6,9 @@ from http import HTTPStatus
 
 import orjson
 
-__all__ = ["Refusal", "error_body", "reason_phrase"]
+__all__ = ["Refusal", "cut_text", "error_body", "reason_phrase"]
+
+_MESSAGE_LIMIT = 8192  # as much as an engine's HttpError may say
 
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 _REASONS.update({413: "Payload Too Large", 414: "URI Too Long", 499: "Client Closed Request"})
@@ -14,12 +16,16 @@ _REASONS[529] = "Overloaded"
 
 
 class Refusal(Exception):
-    """The request breaks a rule or a bound; ``status`` and ``message`` go to the client."""
+    """The request breaks a rule or a bound; ``status`` and ``message`` go to the client.
 
-    def __init__(self, status: int, message: str) -> None:
+    ``retry_after_s``, unless 0, is the value of the Retry-After header.
+    """
+
+    def __init__(self, status: int, message: str, retry_after_s: int = 0) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
+        self.retry_after_s = retry_after_s
 
 
 def reason_phrase(status: int) -> str:
@@ -28,5 +34,14 @@ def reason_phrase(status: int) -> str:
 
 
 def error_body(status: int, message: str, kind: str | None = None) -> bytes:
-    """``{"message", "type", "code"}``; ``kind`` defaults to the reason phrase."""
+    """``{"message", "type", "code"}``; ``kind`` defaults to the reason phrase.
+
+    Messages may quote input, so a long one is cut to 8192 characters that end in three dots.
+    """
+    message = cut_text(message, _MESSAGE_LIMIT)
     return orjson.dumps({"message": message, "type": kind or reason_phrase(status), "code": status})
+
+
+def cut_text(text: str, limit: int) -> str:
+    """``text``, or its beginning and three dots: at most ``limit`` characters."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from dynamo.frontend.http.connection import Connection
 from dynamo.frontend.http.exchange import Exchange
@@ -17,6 +19,7 @@ from dynamo.frontend.http.turn import Turn
 __all__ = ["HttpServer"]
 
 log = logging.getLogger(__name__)
+_DECODES_PER_TURN = 8
 _POLITE = 256  # connections over the cap that get a 503 at once; beyond, the socket is just closed
 
 
@@ -41,6 +44,8 @@ class HttpServer:
         self.turn = turn or Turn()
         self.clock = time.monotonic()
         self.draining = False
+        self.bodies_bytes = 0
+        self._undecoded: deque[Connection] = deque()
         self._handler = handler
         self._on_refused = on_refused
         self._connections: set[Connection] = set()
@@ -53,25 +58,51 @@ class HttpServer:
         """How many clients are connected."""
         return len(self._connections)
 
-    async def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listen; the address that was bound (port 0 asks for any). Raises OSError."""
+    async def bind(
+        self, host: str, port: int, names: Sequence[str] | None = None
+    ) -> tuple[str, int]:
+        """Take the address; the one that was bound (port 0 asks for any). Raises OSError.
+
+        ``names`` are the hosts that requests may name beside localhost, ``host`` and IP addresses;
+        ``*`` stands for all. Without names any host is served, but not on a loopback address. With
+        None, nothing is checked.
+        """
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self), host, port, backlog=self.limits.backlog
+            lambda: Connection(self), host, port, backlog=self.limits.backlog, start_serving=False
         )
+        bound = [one.getsockname() for one in self._server.sockets]
+        local = all(ipaddress.ip_address(address[0]).is_loopback for address in bound)
+        if names is not None and "*" not in names and (names or local):
+            self.reader.serve_only((host, *names))
+        return bound[0][0], bound[0][1]
+
+    async def listen(self) -> None:
+        """Accept connections at the bound address. Raises OSError."""
+        assert self._server is not None, "bind() comes first"
         self._sweep()
-        bound = self._server.sockets[0].getsockname()
-        return bound[0], bound[1]
+        await self._server.start_serving()
+
+    async def start(self, host: str, port: int) -> tuple[str, int]:
+        """Bind and listen; the address that was bound. Raises OSError."""
+        bound = await self.bind(host, port)
+        await self.listen()
+        return bound
 
     def drain(self) -> None:
-        """From now on every response closes its connection; idle ones are closed at once."""
+        """From now on every response closes its connection and says so.
+
+        Idle connections stay, because a request may be on its way: it gets a response.
+        """
         self.draining = True
-        for connection in list(self._connections):
-            connection.retire()
+        for connection in self._connections:
+            connection.closing = True
 
     async def close(self, timeout_s: float = 1.0) -> None:
         """Stop listening, let written bytes leave for at most ``timeout_s``, cut what remains."""
         self.drain()
+        for connection in list(self._connections):
+            connection.retire()
         server, self._server = self._server, None
         if server is None:
             return
@@ -109,12 +140,9 @@ class HttpServer:
         """Run the handler; a bug in it costs one response, not the connection's order."""
         try:
             self._handler(exchange)
-        except Exception:
+        except BaseException as error:  # a panic in Rust is not an Exception
             log.exception("%s %s failed", exchange.method, exchange.path)
-            if exchange.started:
-                exchange.abort()
-            else:
-                exchange.refuse(500, "Internal server error")
+            exchange.crashed(error)
 
     def refused(self, status: int) -> None:
         """Count."""
@@ -124,6 +152,24 @@ class HttpServer:
     def soon(self, connection: Connection) -> None:
         """Let the other connections have their turn first."""
         asyncio.get_running_loop().call_soon(connection.advance)
+
+    def decode_later(self, connection: Connection) -> None:
+        """Queue a connection that has more chunks to decode than it may in one turn."""
+        self._undecoded.append(connection)
+        if len(self._undecoded) == 1:
+            self._schedule_decoding()
+
+    def _schedule_decoding(self) -> None:
+        asyncio.get_running_loop().call_soon(self._decode)
+
+    def _decode(self) -> None:
+        """Serve the queue for a few milliseconds, however many connections are in it."""
+        queue = self._undecoded
+        served = [queue.popleft() for _ in range(min(len(queue), _DECODES_PER_TURN))]
+        if queue:
+            self._schedule_decoding()
+        for connection in served:
+            connection.decode()
 
     def _sweep(self) -> None:
         now = self.clock = time.monotonic()

@@ -675,6 +675,38 @@ async def test_a_long_prompt_takes_the_detour(site: Site) -> None:
     await site.tasks.close()
 
 
+async def test_a_panic_leaves_nothing_behind(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    class Panic(BaseException):
+        """What a library in Rust raises when it panics."""
+
+    def panic(*_: Any) -> None:
+        raise Panic
+
+    site.preprocessor.tokenizer.encode = panic  # type: ignore
+    site.chat()
+    assert site.status == 500 and "Panic" in caplog.text
+    site.settled()
+
+
+async def test_the_deadline_holds_until_the_request_is_sent(site: Site) -> None:
+    prepared: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    site.preprocessor.tokenizer.encode_off_loop = lambda *_: prepared  # type: ignore
+    site.chat(stream=True, user="long " * 100_000)
+    site.bench.later(61)
+    assert site.status == 503 and "not processed in time" in site.answer["message"]
+    site.settled()
+    assert site.ended("unavailable", "stream") == 1
+    await site.tasks.close()
+    site = Site()
+    site.chat()
+    site.bench.later(10_000)
+    assert site.bench.transport.out == b"" and not site.streams[0].killed
+    site.streams[0].say([1], finish_reason="stop")
+    site.streams[0].sink.on_end()
+    assert site.status == 200
+    site.settled()
+
+
 async def test_a_slow_client_gathers_one_delta_and_is_cut_off_at_the_bound(site: Site) -> None:
     site.chat(stream=True)
     (stream,) = site.streams

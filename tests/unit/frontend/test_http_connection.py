@@ -121,15 +121,42 @@ async def test_a_long_pipeline_lets_others_in_between() -> None:
     assert bench.transport.out.count(b"200 OK") == 100
 
 
-async def test_a_client_that_pipelines_too_much_is_paused() -> None:
+async def test_a_client_that_pipelines_too_much_is_closed_after_its_response() -> None:
+    for streaming in (False, True):
+        bench = Bench()
+        bench.answer = False
+        bench.feed(GET, GET)
+        exchange = bench.seen[0]
+        if streaming:
+            exchange.start(200, "text/plain")
+        bench.feed(GET * 2000, GET * 2000)
+        assert not bench.transport.paused  # or its exit would not be seen
+        if streaming:
+            exchange.end()
+        else:
+            exchange.respond(200, b"")
+            assert b"\r\nconnection: close\r\n" in bench.transport.out
+        assert len(bench.seen) == 1 and bench.transport.eof
+        bench.feed(GET)
+        bench.later(3)
+        assert len(bench.seen) == 1 and bench.transport.aborted
+
+
+async def test_reading_goes_on_after_a_long_pipeline_when_an_exchange_runs() -> None:
     bench = Bench()
-    bench.answer = False
-    bench.feed(GET, GET)
-    assert not bench.transport.paused
-    bench.feed(GET * 2000)
+    bench.feed(GET * 32 + GET)
     assert bench.transport.paused
-    bench.answer = True
-    bench.seen[0].respond(200, b"")
+    bench.answer = False
+    await asyncio.sleep(0)
+    assert len(bench.seen) == 33 and not bench.transport.paused
+
+
+def test_a_client_that_reads_nothing_is_paused_between_requests() -> None:
+    bench = Bench()
+    bench.connection.pause_writing()
+    bench.feed(*[GET * 100] * 20)
+    assert bench.transport.paused and not bench.seen
+    bench.connection.resume_writing()
     assert len(bench.seen) > 1
 
 
@@ -166,6 +193,33 @@ async def test_a_client_that_pipelines_too_much_is_paused() -> None:
             b"Transfer-Encoding: chunked\r\n\r\n",
             400,
         ),
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n",
+            501,
+        ),
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+            b"Transfer-Encoding: gzip\r\n\r\n",
+            400,
+        ),
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+            b"Transfer-Encoding:\r\n\r\n",
+            400,
+        ),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %b5\r\n\r\nhello" % (b"0" * 5000), 400),
+        (b"GET / HTTP/1\r\nHost: a\r\n\r\n", 400),
+        (b"GET / HTTP/01.01\r\nHost: a\r\n\r\n", 400),
+        (b"GET / HTTP/1.10\r\nHost: a\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost:\r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: \r\n\r\n", 400),
+        (b"GET /x HTTP/1.1\r\nHost: :80\r\n\r\n", 400),
+        (b"GET http://:80/x HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET http://b/x HTTP/1.1\r\nHost:\r\n\r\n", 400),
+        (b"FOO1 /x HTTP/1.1\r\nHost: a\r\n\r\n", 501),
+        (b"get-x /x HTTP/1.1\r\nHost: a\r\n\r\n", 501),
+        (b"G(T /x HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", 505),
         (b"GET / HTTP/1.2\r\nHost: a\r\n\r\n", 505),
         (b"GET / HTTP/0.9\r\nHost: a\r\n\r\n", 505),
@@ -218,7 +272,10 @@ def test_what_is_refused(request_bytes: bytes, status: int) -> None:
         b"GET /x HTTP/1.0\r\n\r\n",
         b"GET http://h/x HTTP/1.1\r\nHost: a\r\n\r\n",
         b"\r\nGET /x HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET /x HTTP/1.1\r\nHost:\r\n\r\n",
+        b"GET /x HTTP/1.1\r\nHost: a \r\n\r\n",
+        b"GET /x HTTP/1.1\r\nHost:\ta\t\r\n\r\n",
+        b"M-SEARCH /x HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 0 \r\n\r\n",
         b"GET /x HTTP/1.1\r\nHost: [::1]:80\r\n\r\n",
         b"GET /x HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
         b"POST /x HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
@@ -272,6 +329,12 @@ def chunk_request(body: bytes) -> bytes:
         (b"3\r\nabc\r\n0\r\n\r\n", 200),
         (b"3;name=value\r\nabc\r\n0\r\nX-T: 1\r\n\r\n", 200),
         (b"00000003\r\nabc\r\n0\r\n\r\n", 200),
+        (b'3;n="a;\\"b" ; m\t= v\r\nabc\r\n0\r\n\r\n', 200),
+        (b'3;n="a\r\nabc\r\n0\r\n\r\n', 400),
+        (b'3;n=a"\r\nabc\r\n0\r\n\r\n', 400),
+        (b'3;n="a"b\r\nabc\r\n0\r\n\r\n', 400),
+        (b"3;n=\r\nabc\r\n0\r\n\r\n", 400),
+        (b"3;\r\nabc\r\n0\r\n\r\n", 400),
         (b"0\r\nHost: b\r\n\r\n", 400),
         (b"0\r\nContent-Length: 5\r\n\r\n", 400),
         (b"0\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
@@ -304,6 +367,8 @@ def test_expect_100_continue() -> None:
     bench = Bench()
     request = post(b"hello", b"Expect: 100-continue\r\n")
     assert bench.feed(request[:-5]) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    spaced = request[:-5].replace(b"continue\r", b"continue \r")
+    assert Bench().feed(spaced) == b"HTTP/1.1 100 Continue\r\n\r\n"
     assert b"<hello>" in bench.feed(b"hello")
     assert not Bench().feed(request).startswith(b"HTTP/1.1 100")  # the body is there already
     assert status_of(Bench(body_bytes=2).feed(request[:-5])) == 413
@@ -459,8 +524,9 @@ def test_deadlines() -> None:
     bench = Bench(header_timeout_s=10)
     bench.answer = False
     bench.feed(GET)
-    bench.later(10_000)  # an answer may take as long as it takes
-    assert not bench.transport.closed
+    bench.seen[0].lift_deadline()
+    bench.later(10_000)  # the route has timeouts of its own
+    assert not bench.transport.closed and bench.transport.out == b""
 
 
 def test_the_connection_cap() -> None:
@@ -499,10 +565,12 @@ def test_a_bug_in_a_route_is_a_500(caplog: pytest.LogCaptureFixture) -> None:
 def test_draining_closes_after_the_response() -> None:
     bench = Bench()
     bench.answer = False
-    idle, _ = bench.connect()
+    idle, waiting = bench.connect()
     bench.feed(GET)
     bench.server.drain()
-    assert idle.closed and not bench.transport.closed
+    assert not idle.closed and not bench.transport.closed
+    waiting.retire()
+    assert idle.closed
     bench.seen[0].respond(200, b"")
     assert b"connection: close" in bench.transport.out and bench.transport.closed
     late, connection = bench.connect()

@@ -1,0 +1,142 @@
+"""/busy_threshold and /v1/route: bad bodies, exceptions and deadlines all end in a response."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from http_bench import Bench
+
+from dynamo.errors import ModelNotFound
+from dynamo.frontend.busy_threshold import BusyThresholdRoutes
+from dynamo.frontend.explain import ExplainRoutes
+from dynamo.frontend.http import Exchange
+from dynamo.frontend.routes import Routes, in_task
+from dynamo.router.eligibility.busy import Thresholds
+from dynamo.runtime.tasks import Tasks
+
+NESTED = b"[" * 100_000
+
+
+class Site:
+    """Both routes over one model, whose gate has admission control or not."""
+
+    def __init__(self, admission_control: bool = True) -> None:
+        self.gate = SimpleNamespace(thresholds=Thresholds(), admission_control=admission_control)
+        self.entry = SimpleNamespace(
+            name="m", ready=True, served=True, picker=SimpleNamespace(gate=self.gate)
+        )
+        self.entry.limit = self.limit
+        self.tasks = Tasks("test")
+        routes = Routes()
+        BusyThresholdRoutes(self, self.tasks).install(routes)  # type: ignore[arg-type]
+        ExplainRoutes(self, self.tasks, 503).install(routes)  # type: ignore[arg-type]
+        self.bench = Bench(routes)
+
+    async def limit(self, thresholds: Thresholds) -> None:
+        self.gate.thresholds = thresholds
+
+    def named(self, name: str) -> Any:
+        return self.entry if name == "m" else None
+
+    def entries(self) -> list[Any]:
+        return [self.entry]
+
+    def find(self, name: str, model_type: str) -> Any:
+        if name == "bug":
+            raise RuntimeError("a bug")
+        raise ModelNotFound(f"Model not found: {name}")
+
+    async def ask(self, path: str, body: bytes | None) -> tuple[int, Any]:
+        method = b"GET" if body is None else b"POST"
+        head = b"%b %b HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        head = head % (method, path.encode())
+        body = body or b""
+        self.bench.feed(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await asyncio.gather(*self.tasks._running, return_exceptions=True)
+        out, self.bench.transport.out = self.bench.transport.out, b""
+        assert out.startswith(b"HTTP/1.1 "), out
+        return int(out[9:12]), json.loads(out.partition(b"\r\n\r\n")[2])
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    site = Site()
+    yield site
+    await site.tasks.close()
+
+
+def errors(answer: Any) -> Iterator[str]:
+    yield from (one for one in answer.values() if isinstance(one, str))
+
+
+@pytest.mark.parametrize("path", ["/busy_threshold", "/v1/route"])
+@pytest.mark.parametrize(
+    "body", [b'{"model":"\xff"}', b"{", b"", NESTED, b'{"model":' + NESTED, b'{"x":' + NESTED]
+)
+async def test_a_bad_body_is_a_400(site: Site, path: str, body: bytes) -> None:
+    status, answer = await site.ask(path, body)
+    if path == "/busy_threshold" and b"[" in body and b"x" not in body:
+        assert status == 422  # the type is wrong before the depth is
+    else:
+        assert status == 400
+        assert "Failed to deserialize the JSON body" in "".join(errors(answer))
+
+
+async def test_what_is_quoted_is_cut(site: Site) -> None:
+    name = "x" * 1_000_000
+    status, answer = await site.ask("/busy_threshold", json.dumps({"model": name}).encode())
+    assert status == 404 and len(answer["error"]) < 500
+    body = json.dumps({"model": name, "prompt": "a"}).encode()
+    status, answer = await site.ask("/v1/route", body)
+    assert status == 404 and len(answer["message"]) <= 8192
+
+
+async def test_an_exception_in_a_task_is_a_500(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, answer = await site.ask("/v1/route", b'{"model":"bug","prompt":"a"}')
+    assert (status, answer["message"]) == (500, "Internal server error")
+    assert "POST /v1/route failed" in caplog.text
+
+
+async def test_a_task_ends_with_its_exchange() -> None:
+    tasks, cancelled = Tasks("test"), asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    for end in ("deadline", "lost"):
+        cancelled.clear()
+        bench = Bench(in_task(tasks, answer))
+        bench.feed(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n")
+        await asyncio.sleep(0)
+        if end == "deadline":
+            bench.later(61)
+            assert bench.transport.out.startswith(b"HTTP/1.1 504 ")
+        else:
+            bench.connection.connection_lost(None)
+        await asyncio.wait_for(cancelled.wait(), 5)
+
+
+async def test_thresholds_say_whether_they_are_in_force(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    body = b'{"model":"m","active_prefill_tokens_threshold":5}'
+    for in_force in (True, False):
+        caplog.clear()
+        site = Site(in_force)
+        status, answer = await site.ask("/busy_threshold", body)
+        assert (status, answer["active_prefill_tokens_threshold"]) == (200, 5)
+        assert ("warning" in answer) is not in_force
+        _, listed = await site.ask("/busy_threshold", None)
+        assert listed == {"thresholds": [answer]}
+        assert ("busy thresholds set" in caplog.text) is in_force
+        if not in_force:
+            assert "needs --admission-control token-capacity" in answer["warning"]

@@ -1,0 +1,62 @@
+"""When the frontend listens: after its models are loaded, but not only then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from dynamo.config.frontend import FrontendSettings
+from dynamo.config.router import RouterSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError
+from dynamo.frontend import service
+from dynamo.frontend.service import Frontend
+from dynamo.runtime import DistributedRuntime
+
+
+@contextlib.asynccontextmanager
+async def frontend(tmp_path: Path, port: int = 0) -> AsyncIterator[Frontend]:
+    runtime = DistributedRuntime(None, RuntimeSettings(state_dir=str(tmp_path), namespace="ns"))
+    await runtime.start()
+    one = Frontend(runtime, FrontendSettings(http_port=port), RouterSettings())
+    try:
+        yield one
+    finally:
+        await one.close()
+        await runtime.close()
+
+
+async def test_it_does_not_wait_for_a_load_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with frontend(tmp_path) as one:
+        monkeypatch.setattr(one.models, "loaded", asyncio.Event().wait)
+        monkeypatch.setattr(service, "_LOAD_S", 0.05)
+        host, port = await one.start()
+        _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        assert "models are still loading after 0.05 s" in caplog.text
+
+
+async def test_a_stop_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with frontend(tmp_path) as one:
+        monkeypatch.setattr(one.models, "loaded", asyncio.Event().wait)
+        asyncio.get_running_loop().call_later(0.05, one.stop)
+        await asyncio.wait_for(one.start(), 10)
+
+
+async def test_a_second_frontend_on_the_port_fails_before_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with frontend(tmp_path) as one:
+        _, port = await one.start()
+        async with frontend(tmp_path / "other", port) as other:
+            monkeypatch.setattr(other.models, "start", lambda: pytest.fail("too late"))
+            with pytest.raises(ConfigError, match="Address already in use"):
+                await other.start()
