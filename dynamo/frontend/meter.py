@@ -152,8 +152,8 @@ class Meter:
             model.cached.observe(usage.cached_tokens)
             legs[0].picker.reused(usage.cached_tokens)
         for leg in legs:
-            if leg.decision is None:
-                continue
+            if leg.decision is None or leg.decision.worker_id not in leg.picker.fleet.members:
+                continue  # a worker that has left has no rows, also if it finished its requests
             last = metrics.worker(leg.decision.worker_id, leg.decision.dp_rank)
             last.isl.value = self._prompt_tokens
             if leg.tokens:

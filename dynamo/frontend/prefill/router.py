@@ -186,7 +186,9 @@ class PrefillRouter:
         self.line.finish(ticket)
         ticket.release()
         tokens = len(job.request.token_ids)
-        self._metrics.computed(*decision[:2], tokens, now_s - ticket.sent_s)
+        self._metrics.computed(now_s - ticket.sent_s)
+        if self.workers.knows(decision.worker_id):
+            self._metrics.last_of(*decision[:2], tokens, now_s - ticket.sent_s)
         done = Prefilled(*decision[:4], ticket.sent_s, now_s)
         job.leg.call.prefilled(done)
         job.leg.call.rests()
