@@ -57,7 +57,9 @@ class PrefillRouter:
     ) -> None:
         self.model = model
         self.block_size = block_size
-        self.line: PrefillLine[PrefillTicket] = PrefillLine(settings.prefill_queue_limit)
+        self.line: PrefillLine[PrefillTicket] = PrefillLine(
+            settings.prefill_queue_limit, lambda ticket: len(ticket.job.request.token_ids)
+        )
         self.workers = PrefillWorkers(block_size)
         self._settings = settings
         self._metrics = metrics
@@ -94,8 +96,9 @@ class PrefillRouter:
         """See to it that the prompt is computed, then decoded; False: the decode worker is to do
         both, at once.
 
-        Raises InvalidArgument for a pin to an unknown worker, Overloaded when the line is full,
-        Unavailable when there is no prefill worker and decode-only serving is forbidden.
+        Raises InvalidArgument for a pin to an unknown worker, Overloaded when the line is full or
+        the workers are over a threshold of prefill tokens with what waits, Unavailable when there
+        is no prefill worker and decode-only serving is forbidden.
         """
         if not self.active:
             self._fallback.absent(self._known)
@@ -108,6 +111,9 @@ class PrefillRouter:
         now_s = time.monotonic()
         pin = self.workers.pin(routing)
         ticket = PrefillTicket(self, job, pin, now_s)
+        if self.workers.overloaded(pin, self.line.waiting_tokens):
+            self._metrics.refused("overloaded")
+            raise Overloaded("all prefill workers have too many prompt tokens to compute")
         strict, jump_s = claim_of(routing)
         try:
             self.line.enter(ticket, now_s, strict=strict, jump_s=max(jump_s, 0.0), pin=pin)
