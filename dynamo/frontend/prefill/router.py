@@ -121,6 +121,7 @@ class PrefillRouter:
             self._metrics.refused("queue_full")
             raise
         job.leg.pending = ticket
+        job.leg.call.meter.routed("prefill")
         self._sender.drain()
         return True
 
@@ -229,6 +230,7 @@ class PrefillRouter:
             log.info("prefill of %s goes back to the head: %s", ticket.booking, error)
             self._metrics.requeued()
             ticket.patient = False
+            ticket.job.leg.call.meter.routed("prefill")
             self.line.give_back(ticket, ticket.pin)
 
     def _lose(self, worker_id: int) -> None:

@@ -195,7 +195,9 @@ class Site:
         for name in ("active_requests", "inflight_requests", "queued_requests"):
             assert self.sample(f"dynamo_frontend_{name}", model="tiny") == 0
         assert self.sample("dynamo_request_plane_inflight_requests") == 0
-        assert self.sample("dynamo_frontend_stage_requests") == 0
+        page = self.registry.render().decode().splitlines()
+        stages = [line for line in page if line.startswith("dynamo_frontend_stage_requests{")]
+        assert len(stages) == 7 and all(line.endswith(" 0") for line in stages)
 
     def ended(self, error_type: str, request_type: str = "unary", model: str = "tiny") -> float:
         return self.sample(
