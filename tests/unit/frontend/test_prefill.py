@@ -229,6 +229,20 @@ async def test_one_token_there_then_the_whole_answer_here() -> None:
     assert box.nothing_left()
 
 
+@pytest.mark.parametrize(("leaves", "rows"), [(False, 1), (True, 0)])
+async def test_a_prefill_worker_that_has_left_gets_no_rows(leaves: bool, rows: int) -> None:
+    box = Box()
+    box.join(PREFILL)
+    caller = box.send()
+    if leaves:
+        box.part(PREFILL)
+    box.prefillers.streams[0].answer({})
+    assert len(box.decoders.streams) == 1, "what it has it may finish"
+    page = box.registry.render().decode()
+    assert page.count("dynamo_frontend_worker_last_time_to_first_token_seconds{") == rows
+    caller.leave()
+
+
 async def test_without_prefill_workers_decode_workers_do_both() -> None:
     box = Box()
     caller = box.send()

@@ -298,6 +298,21 @@ def test_a_large_answer_is_applied_in_steps() -> None:
     assert max(after - before for before, after in pairwise(sizes)) < 500
 
 
+def test_an_answer_that_cannot_be_read_to_its_end_is_no_answer() -> None:
+    def events() -> Iterator[KvEvent]:
+        yield stored(0, 1)
+        raise ValueError("torn")
+
+    bench = Bench()
+    dump = KvQueryAnswer("tree_dump", last_event_id=3)
+    with pytest.raises(ValueError, match="torn"):
+        list(bench.indexer.recovery_steps(bench.asked[-1], dump, events()))
+    bench.live(stored(4, 4, parent=3))
+    assert bench.indexer.stands(bench.asked[-1])
+    bench.answer(KvQueryAnswer("tree_dump", [stored(0, 2, 3)], 3))
+    assert (bench.depth(1), bench.depth(2, 3, 4)) == (0, 3)
+
+
 def test_steps_of_an_answer_end_with_its_question() -> None:
     bench = Bench()
     dump = [stored(block, block) for block in range(1, 2000)]
