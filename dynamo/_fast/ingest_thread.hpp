@@ -95,9 +95,11 @@ public:
     void run() {
         for (stopping_ = false; !stopping_;) {
             if (!wait()) return;
-            obey();
-            take_inbox();
+            // zmq_poll takes the first frame of a message off its pipe. Read the rest before obey():
+            // zmq_disconnect drops the pipe, and the next read would abort the process.
             if (socket_ != nullptr && !drain()) return;
+            obey();
+            take_inbox();  // after obey(): what was pushed before stop() is there
         }
     }
 

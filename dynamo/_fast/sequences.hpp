@@ -1,7 +1,6 @@
 // The blocks and prompt tokens that running requests hold on each slot (spec 3.5).
 #pragma once
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -9,7 +8,8 @@
 
 namespace dynamo {
 
-// How often each of a set of 64-bit hashes is held. Open addressing, linear probing, 16 bytes an
+// How often each of a set of 64-bit hashes is held, and by whom if only once: the XOR of all
+// holders' numbers is that of the only one. Open addressing, linear probing, 16 bytes an
 // entry; deletion shifts back, so there are no tombstones. The multiplier is random per process:
 // clients choose the tokens, but cannot aim at one bucket.
 class HashCounts {
@@ -26,20 +26,36 @@ class HashCounts {
         if (capacity != entries_.size()) rebuild(capacity);
     }
 
-    void add(uint64_t hash) noexcept {
+    // How often a hash is held, and an owner: with 1 the only one.
+    struct Held {
+        uint32_t count = 0, owner = 0;
+    };
+
+    // As it was before.
+    Held add(uint64_t hash, uint32_t owner) noexcept {
         Entry &entry = entries_[find(hash)];
+        Held before{entry.count, entry.owners};
         if (entry.count++ == 0) {
             entry.hash = hash;
+            entry.owners = owner;
             size_++;
+        } else {
+            entry.owners ^= owner;
         }
+        return before;
     }
 
-    void drop(uint64_t hash) noexcept {
-        if (size_ == 0) return;
+    // As it is afterwards.
+    Held drop(uint64_t hash, uint32_t owner) noexcept {
+        if (size_ == 0) return {};
         size_t at = find(hash);
-        if (entries_[at].count == 0 || --entries_[at].count > 0) return;
+        if (entries_[at].count == 0) return {};
+        Entry &entry = entries_[at];
+        entry.owners ^= owner;
+        if (--entry.count > 0) return {entry.count, entry.owners};
         size_--;
         close_gap(at);
+        return {};
     }
 
     uint32_t count(uint64_t hash) const noexcept {
@@ -55,6 +71,7 @@ class HashCounts {
     struct Entry {
         uint64_t hash = 0;
         uint32_t count = 0;  // 0: the place is empty
+        uint32_t owners = 0;
     };
 
     size_t home(uint64_t hash) const noexcept { return (hash * multiplier_) >> shift_; }
@@ -114,7 +131,12 @@ class Sequences {
         Slot &target = slots_[slot];
         target.held.reserve(count);
         free_.pop_back();
-        for (size_t i = 0; i < count; i++) target.held.add(hashes[i]);
+        request.single = unique;
+        for (size_t i = 0; i < count; i++) {
+            HashCounts::Held before = target.held.add(hashes[i], place);
+            if (before.count == 0) request.single++;
+            if (before.count == 1) share(target, requests_[before.owner], -1);
+        }
         request.slot = slot;
         request.unique = unique;
         request.prefill = prefill;
@@ -123,7 +145,6 @@ class Sequences {
         target.unique += unique;
         target.prefill += prefill;
         target.requests++;
-        target.stale = target.fading > 0;
         return static_cast<uint64_t>(request.generation) << 32 | place;
     }
 
@@ -143,9 +164,10 @@ class Sequences {
         Slot &slot = slots_[request->slot];
         request->unique += blocks;
         slot.unique += blocks;
-        slot.fading += (faded > 0) - (request->faded > 0);
-        request->faded = faded;
-        slot.stale = true;
+        slot.faded -= request->faded * request->single;
+        request->single += blocks;
+        request->faded = static_cast<int64_t>(faded * kWhole + 0.5);
+        slot.faded += request->faded * request->single;
         return true;
     }
 
@@ -153,7 +175,7 @@ class Sequences {
         Request *request = live(handle);
         if (request == nullptr) return false;
         free_.push_back(static_cast<uint32_t>(handle));  // first: the only step that can fail
-        end(*request);
+        end(static_cast<uint32_t>(handle));
         return true;
     }
 
@@ -162,7 +184,7 @@ class Sequences {
         for (size_t place = 0; place < requests_.size(); place++) {
             if (!requests_[place].live || requests_[place].slot != slot) continue;
             free_.push_back(static_cast<uint32_t>(place));
-            end(requests_[place]);
+            end(static_cast<uint32_t>(place));
             ended++;
         }
         if (slot < slots_.size()) slots_[slot].held.clear();
@@ -173,11 +195,10 @@ class Sequences {
     int64_t prefill(size_t slot) const noexcept { return slots_[slot].prefill; }
     int64_t requests(size_t slot) const noexcept { return slots_[slot].requests; }
 
-    int64_t blocks(size_t slot) noexcept {
-        Slot &sums = slots_[slot];
-        if (sums.stale) refresh(slot);
-        double whole = static_cast<double>(static_cast<int64_t>(sums.held.size()) + sums.unique);
-        return std::llround(whole - sums.faded);
+    int64_t blocks(size_t slot) const noexcept {
+        const Slot &sums = slots_[slot];
+        int64_t whole = static_cast<int64_t>(sums.held.size()) + sums.unique;
+        return whole - (sums.faded + kWhole / 2 - 1) / kWhole;  // halves count
     }
 
     // How many of the chained hashes are held on the slot. Held ones form a prefix (a request
@@ -213,32 +234,38 @@ class Sequences {
         if (live + free_.size() != requests_.size()) return "a place is neither live nor free";
         for (size_t slot = 0; slot < slots_.size(); slot++) {
             Slot sums(multiplier_);
-            for (const Request &request : requests_) {
+            const Slot &kept = slots_[slot];
+            for (size_t place = 0; place < requests_.size(); place++) {
+                const Request &request = requests_[place];
                 if (!request.live || request.slot != slot) continue;
+                int64_t single = request.unique;
                 sums.held.reserve(request.hashes.size());
-                for (uint64_t hash : request.hashes) sums.held.add(hash);
+                for (uint64_t hash : request.hashes) {
+                    sums.held.add(hash, static_cast<uint32_t>(place));
+                    if (kept.held.count(hash) == 0) return "a held block is not counted";
+                    single += kept.held.count(hash) == 1;
+                }
+                if (single != request.single) return "single-owner blocks do not add up";
                 sums.unique += request.unique;
                 sums.prefill += request.prefill;
                 sums.requests++;
-                sums.fading += request.faded > 0;
-                for (uint64_t hash : request.hashes)
-                    if (slots_[slot].held.count(hash) == 0) return "a held block is not counted";
+                sums.faded += request.faded * request.single;
             }
-            const Slot &kept = slots_[slot];
             if (sums.held.size() != kept.held.size()) return "a block is counted, but not held";
             if (sums.unique != kept.unique) return "unique blocks do not add up";
             if (sums.prefill != kept.prefill) return "prefill tokens do not add up";
             if (sums.requests != kept.requests) return "requests do not add up";
-            if (sums.fading != kept.fading) return "fading requests do not add up";
+            if (sums.faded != kept.faded) return "faded blocks do not add up";
         }
         return nullptr;
     }
 
   private:
+    // `single`: blocks that nobody else on the slot holds, unique ones among them; of each of these
+    // `faded` / kWhole does not count. Whole numbers, so that the sums stay exact.
     struct Request {
         std::vector<uint64_t> hashes;
-        int64_t prefill = 0, unique = 0;
-        double faded = 0;
+        int64_t prefill = 0, unique = 0, single = 0, faded = 0;
         uint32_t slot = 0, generation = 0;
         bool live = false;
     };
@@ -246,10 +273,10 @@ class Sequences {
     struct Slot {
         explicit Slot(uint64_t multiplier) : held(multiplier) {}
         HashCounts held;
-        int64_t prefill = 0, unique = 0, requests = 0, fading = 0;
-        double faded = 0;
-        bool stale = false;
+        int64_t prefill = 0, unique = 0, requests = 0, faded = 0;
     };
+
+    static constexpr int64_t kWhole = int64_t{1} << 24;
 
     Request *live(uint64_t handle) noexcept {
         size_t place = static_cast<uint32_t>(handle);
@@ -258,37 +285,27 @@ class Sequences {
         return request.live && request.generation == handle >> 32 ? &request : nullptr;
     }
 
-    void end(Request &request) noexcept {
+    // A hash came into (1) or out of (-1) the request's only ownership.
+    void share(Slot &slot, Request &request, int64_t change) noexcept {
+        request.single += change;
+        slot.faded += change * request.faded;
+    }
+
+    void end(uint32_t place) noexcept {
+        Request &request = requests_[place];
         Slot &slot = slots_[request.slot];
-        for (uint64_t hash : request.hashes) slot.held.drop(hash);
+        slot.faded -= request.faded * request.single;
+        request.faded = 0;
+        for (uint64_t hash : request.hashes) {
+            HashCounts::Held left = slot.held.drop(hash, place);
+            if (left.count == 1) share(slot, requests_[left.owner], 1);
+        }
         slot.prefill -= request.prefill;
         slot.unique -= request.unique;
         slot.requests--;
-        slot.fading -= request.faded > 0;
-        slot.stale = true;
         request.live = false;
         request.generation++;
         request.hashes.clear();
-    }
-
-    // Sums the faded share of the blocks that only one request holds. Rare: only after a change
-    // on a slot that has requests with an expected output length.
-    void refresh(size_t slot) noexcept {
-        Slot &sums = slots_[slot];
-        sums.faded = 0;
-        sums.stale = false;
-        if (sums.fading == 0) return;
-        for (const Request &request : requests_) {
-            if (!request.live || request.slot != slot || request.faded <= 0) continue;
-            size_t low = 0, high = request.hashes.size();
-            while (low < high) {  // counts fall along a chain: find the first that is 1
-                size_t middle = low + (high - low) / 2;
-                if (sums.held.count(request.hashes[middle]) > 1) low = middle + 1;
-                else high = middle;
-            }
-            int64_t single = static_cast<int64_t>(request.hashes.size() - low) + request.unique;
-            sums.faded += request.faded * static_cast<double>(single);
-        }
     }
 
     std::vector<Slot> slots_;

@@ -67,6 +67,9 @@ class Dispatch:
         """
         leg, request, routing, _ = job
         line, override = self.line, request.router_config_override
+        prefill = self.prefill
+        apart = request.prefill_result is not None or (prefill is not None and prefill.active)
+        leg.call.meter.routed("decode" if apart else "aggregated")
         if line is None:
             decision = self.picker.pick(
                 leg.booking, request.token_ids, routing=routing, override=override

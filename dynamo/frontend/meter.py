@@ -13,6 +13,7 @@ from dynamo.frontend.answer.usage import Usage
 from dynamo.frontend.failures import Labels
 from dynamo.frontend.leg import Leg
 from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics
+from dynamo.observability.metrics import Gauge
 
 if TYPE_CHECKING:
     from dynamo.frontend.prefill.ticket import Prefilled
@@ -36,12 +37,14 @@ class Meter:
         "_metrics",
         "_model",
         "_overlap_blocks",
+        "_phase",
         "_placed",
         "_prepared_at",
         "_prompt_blocks",
         "_prompt_tokens",
         "_queue_depth",
         "_received_at",
+        "_stage",
         "accepted",
         "prefilled",
     )
@@ -62,6 +65,7 @@ class Meter:
         self._prepared_at = 0.0
         self._dispatched_at = 0.0
         self._first_at = 0.0
+        self._phase = "aggregated"
         self._placed = 0
         self._overlap_blocks = 0
         self._prompt_blocks = 0
@@ -71,6 +75,8 @@ class Meter:
         self.prefilled: Prefilled | None = None
         model.active.value += 1
         model.started(endpoint, kind)
+        self._stage: Gauge | None = None
+        self._enter(metrics.preprocessing)
 
     @property
     def generated(self) -> bool:
@@ -82,14 +88,23 @@ class Meter:
         self._prepared_at = time.monotonic()
         self._metrics.preprocess_stage.observe(self._prepared_at - self._received_at)
 
+    def routed(self, phase: str) -> None:
+        """A worker is being chosen for ``phase``, one of ``PHASES``."""
+        self._phase = phase
+        if not self._placed:
+            self._enter(self._metrics.routing[phase])
+
+    def prefilling(self) -> None:
+        """A prefill worker has a leg's prompt."""
+        if not self._placed:
+            self._enter(self._metrics.dispatching["prefill"])
+
     def dispatched(self, prompt_tokens: int) -> None:
         """The engine requests are on their way, or wait for a worker."""
         self.accepted = True
         self._prompt_tokens = prompt_tokens
         self._model.queued.value += 1
         self._model.isl.observe(prompt_tokens)
-        if not self._placed:
-            self._metrics.routing.value += 1
 
     def placed(self, now: float, decision: Decision, waiting: int) -> bool:
         """A leg has its worker, ``waiting`` others are left in line; whether it is the first."""
@@ -104,10 +119,8 @@ class Meter:
         self._dispatched_at = now
         metrics.route_stage.observe(now - self._prepared_at)
         metrics.plane_queue.observe(now - self._received_at)
-        metrics.awaiting_first.value += 1
+        self._enter(metrics.dispatching[self._phase])
         self._model.inflight.value += 1
-        if self.accepted:
-            metrics.routing.value -= 1
         return True
 
     def sent(self, seconds: float) -> None:
@@ -122,7 +135,7 @@ class Meter:
         self._first_at = now
         metrics, model = self._metrics, self._model
         model.queued.value -= 1
-        metrics.awaiting_first.value -= 1
+        self._enter(None)
         model.ttft.observe(now - self._received_at)
         metrics.roundtrip_stage.observe(now - self._dispatched_at)
         metrics.plane_roundtrip.observe(now - self._dispatched_at)
@@ -159,8 +172,8 @@ class Meter:
             model.cached.observe(usage.cached_tokens)
             legs[0].picker.reused(usage.cached_tokens)
         for leg in legs:
-            if leg.decision is None:
-                continue
+            if leg.decision is None or leg.decision.worker_id not in leg.picker.fleet.members:
+                continue  # a worker that has left has no rows, also if it finished its requests
             last = metrics.worker(leg.decision.worker_id, leg.decision.dp_rank)
             last.isl.value = self._prompt_tokens
             if leg.tokens:
@@ -175,12 +188,19 @@ class Meter:
         if self._placed:
             model.inflight.value -= 1
             metrics.plane_inflight.value -= self._placed
-            metrics.awaiting_first.value -= waits
         if self.accepted:
             model.queued.value -= waits
-            metrics.routing.value -= not self._placed
+        self._enter(None)
         if failure is not None:
             metrics.failures.labels(failure.failure_class, failure.reason).value += 1
         model.active.value -= 1
         model.ended(self._endpoint, self._kind, "" if failure is None else failure.error_type)
         model.duration.observe(time.monotonic() - self._received_at)
+
+    def _enter(self, stage: Gauge | None) -> None:
+        """Count the request in this stage and no other; None: in none."""
+        if self._stage is not None:
+            self._stage.value -= 1
+        if stage is not None:
+            stage.value += 1
+        self._stage = stage

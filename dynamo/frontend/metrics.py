@@ -20,9 +20,13 @@ from dynamo.observability.names import (
 )
 from dynamo.protocols.card import ModelCard
 
-__all__ = ["UNKNOWN_MODEL", "FrontendMetrics", "ModelMetrics", "Outcomes", "WorkerLast"]
+__all__ = ["PHASES", "UNKNOWN_MODEL", "FrontendMetrics", "ModelMetrics", "Outcomes", "WorkerLast"]
 
 UNKNOWN_MODEL = "unknown_model"
+
+PHASES = ("aggregated", "prefill", "decode")
+"""Label values of requests that are routed or dispatched: to a worker that does all of it, or to
+either half where there are prefill workers."""
 
 
 class WorkerLast(NamedTuple):
@@ -61,9 +65,9 @@ class FrontendMetrics:
         self.dispatch_stage = stages.labels("dispatch")
         self.roundtrip_stage = stages.labels("transport_roundtrip")
         waiting = self._gauge(Frontend.STAGE_REQUESTS)
-        self.preprocessing = waiting.labels("aggregated", "preprocess")
-        self.routing = waiting.labels("aggregated", "route")
-        self.awaiting_first = waiting.labels("aggregated", "transport_roundtrip")
+        self.preprocessing = waiting.labels("", "preprocess")
+        self.routing = {phase: waiting.labels(phase, "route") for phase in PHASES}
+        self.dispatching = {phase: waiting.labels(phase, "dispatch") for phase in PHASES}
         self.plane_inflight = gauge(registry, RequestPlane.INFLIGHT).labels()
         self.plane_queue = histogram(registry, RequestPlane.QUEUE_SECONDS).labels()
         self.plane_send = histogram(registry, RequestPlane.SEND_SECONDS).labels()

@@ -113,8 +113,8 @@ class ModelEntry:
             self._accepted = AcceptedWorkers(self.client)
             for worker in self.workers.values():
                 self._accepted.accept(worker.instance_id)
-            self._accepted.on_change(self._workers_changed)
             self._live = await self._start_router(runtime, settings, self._accepted)
+            self._accepted.on_change(self._workers_changed)  # after the picker's own
             self.picker = self._live.picker
             self.dispatch = Dispatch(self.picker, self.client, self._live.line)
             self.client.on_inhibited(self._live.picker.fleet.shun)

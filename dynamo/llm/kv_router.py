@@ -138,7 +138,8 @@ class KvRouter:
         self._known(await self._ready(), request_id).mark_prefill_complete(request_id)
 
     async def free(self, request_id: str) -> None:
-        """The request has ended. Raises DynamoError for a request that is not booked."""
+        """The request has ended. Raises DynamoError for a request that is not booked, or whose
+        worker has exited, which ended it."""
         self._known(await self._ready(), request_id).free(request_id)
 
     def _known(self, picker: KvPicker, request_id: str) -> KvPicker:

@@ -69,10 +69,15 @@ class KvEventPublisher:
         note_block_size(target, "KvEventPublisher", kv_block_size)
         labels = (target.component, target.namespace, str(self._outlet.worker_id))
         self._dropped = counter(runtime.metrics, PUBLISHER_DROPPED).labels(*labels)
+        self._malformed = 0
         self._relay: asyncio.Task[None] | None = None
         if zmq_endpoint is not None:
             relay = EngineEventRelay(
-                zmq_endpoint, zmq_topic or "", self._on_engine_events, self._dropped.inc
+                zmq_endpoint,
+                zmq_topic or "",
+                self._on_engine_events,
+                self._dropped.inc,
+                self._on_malformed,
             )
             self._relay = runtime.tasks.spawn(relay.run(), name=f"relay {zmq_endpoint}")
 
@@ -155,8 +160,27 @@ class KvEventPublisher:
     def _on_engine_events(self, dp_rank: int | None, events: list[EngineEvent]) -> None:
         rank = self.dp_rank if dp_rank is None else dp_rank
         for tier, group in groupby(events, key=attrgetter("storage_tier")):
-            changes = [change for event in group if (change := self._translated(event)) is not None]
+            changes = []
+            for event in group:
+                try:
+                    change = self._translated(event)
+                except (ValueError, TypeError) as error:  # its token ids
+                    self._on_malformed(error)
+                    continue
+                if change is not None:
+                    changes.append(change)
             self._record(rank, changes, tier)
+
+    def _on_malformed(self, error: Exception) -> None:
+        self._malformed += 1
+        self._dropped.inc()
+        if self._malformed == 1:
+            _log.warning(
+                "skipped a malformed KV event of the engine: %.200r; "
+                "further ones are only counted, in %s",
+                error,
+                PUBLISHER_DROPPED.name,
+            )
 
     def _translated(self, event: EngineEvent) -> Stored | Removed | Cleared | None:
         if isinstance(event, EngineStored):

@@ -22,7 +22,7 @@ class EngineEventRelay:
     """A SUB socket on the engine's ``endpoint``.
 
     ``on_events(dp_rank or None, events)`` once per message, ``on_dropped(count)`` when the engine's
-    sequence numbers have a hole.
+    sequence numbers have a hole, ``on_malformed(error)`` for each event that has to be left out.
     """
 
     def __init__(
@@ -31,12 +31,14 @@ class EngineEventRelay:
         topic: str,
         on_events: Callable[[int | None, list[EngineEvent]], None],
         on_dropped: Callable[[int], None],
+        on_malformed: Callable[[Exception], None],
     ) -> None:
         self.endpoint = endpoint
         self.malformed = 0
         self._topic = topic
         self._on_events = on_events
         self._on_dropped = on_dropped
+        self._on_malformed = on_malformed
         self._expected: int | None = None
 
     async def run(self) -> None:
@@ -56,10 +58,11 @@ class EngineEventRelay:
         try:
             _, number, payload = frames
             (sequence,) = _SEQUENCE.unpack(number)
-            dp_rank, events = decode_events(payload)
+            dp_rank, events = decode_events(payload, self._on_malformed)
         except (ValueError, struct.error) as error:
             self.malformed += 1
-            _log.warning("%s: message dropped: %s", self.endpoint, error)
+            if self.malformed == 1:
+                _log.warning("%s: dropped a malformed message: %.200s", self.endpoint, error)
             return
         if self._expected is not None and sequence > self._expected:
             self._on_dropped(sequence - self._expected)

@@ -9,6 +9,7 @@ blocks by their hashes alone, without tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,6 +23,7 @@ __all__ = [
     "tier_of",
 ]
 
+_U32 = 0xFFFF_FFFF
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _FIELDS = {
     "BlockStored": (
@@ -85,17 +87,30 @@ def tier_of(medium: str | None) -> str | None:
     return "device" if medium is None else _TIER_OF.get(str(medium).upper())
 
 
-def decode_events(payload: bytes) -> tuple[int | None, list[EngineEvent]]:
-    """(dp_rank if it says, events). ValueError: not such a message.
+def decode_events(
+    payload: bytes, on_malformed: Callable[[Exception], None]
+) -> tuple[int | None, list[EngineEvent]]:
+    """Return (dp_rank if the message has one, its events). ValueError: not such a message.
 
-    Events of unknown types and on unknown media are left out.
+    Events of unknown types and on unknown media are left out. So are malformed ones, after a call
+    of ``on_malformed`` for each. Token ids are not checked.
     """
     try:
         batch = _fields(_decode(payload), _BATCH_FIELDS)
-        events = [_event(raw) for raw in batch["events"]]
-    except (msgspec.MsgspecError, KeyError, TypeError, IndexError) as error:
+        raw_events, dp_rank = list(batch["events"]), batch.get("data_parallel_rank")
+    except (msgspec.MsgspecError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not a KV event batch: {error!r}") from error
-    return batch.get("data_parallel_rank"), [event for event in events if event is not None]
+    if dp_rank is not None and not (isinstance(dp_rank, int) and 0 <= dp_rank <= _U32):
+        raise ValueError(f"not a KV event batch: data_parallel_rank is {dp_rank!r:.40}")
+    events = []
+    for raw in raw_events:
+        try:
+            event = _event(raw)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            on_malformed(error)
+        else:
+            events += [event] if event is not None else []
+    return dp_rank, events
 
 
 def _fields(raw: Any, names: tuple[str, ...]) -> dict[str, Any]:
@@ -119,11 +134,17 @@ def _event(raw: Any) -> EngineEvent | None:
     return EngineStored(
         [_hash(value) for value in event["block_hashes"]],
         None if parent is None else _hash(parent),
-        event["token_ids"] or [],
-        event["block_size"],
-        event.get("lora_name"),
+        _checked("token_ids", event["token_ids"], list | None) or [],
+        _checked("block_size", event["block_size"], int),
+        _checked("lora_name", event.get("lora_name"), str | None),
         tier,
     )
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {type(value).__name__}")
+    return value
 
 
 def _hash(value: int | bytes) -> int:

@@ -63,7 +63,7 @@ QUEUE_CAPACITY = MetricSpec("gauge", "dynamo_work_handler_queue_capacity", "Plac
 PUBLISHER_DROPPED = MetricSpec(
     "counter",
     "dynamo_component_kv_publisher_engines_dropped_events_total",
-    "KV events that the engine sent and the publisher never saw",
+    "KV events of the engine that were lost on the way, or malformed",
     _COMPONENT,
 )
 

@@ -64,6 +64,7 @@ class Fleet:
 
     def __init__(self, source: SlotSource) -> None:
         self._source = source
+        self._slots: dict[int, dict[int, int]] = {}
         self.members: dict[int, Member] = {}
         self.owners: list[tuple[int, int] | None] = []
         self.candidates = array("I")
@@ -72,16 +73,20 @@ class Fleet:
         self.width = 0
 
     def add(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> Member:
-        """Add the worker, or take its new configuration; ranks keep their slots."""
+        """Add the worker, or take its new configuration; ranks keep their slots.
+
+        The slot of a rank that it no longer has stays the worker's until :meth:`remove`.
+        """
         first = config.data_parallel_start_rank
         ranks = range(first, first + max(config.data_parallel_size, 1))
         slots = {rank: self._source.slot(worker_id, rank) for rank in ranks}
+        self._slots.setdefault(worker_id, {}).update(slots)
         member = self.members[worker_id] = Member(worker_id, config, device_type, slots)
         self._rebuild()
         return member
 
     def remove(self, worker_id: int) -> list[int]:
-        """Forget the worker and free its slots; the slots it had."""
+        """Forget the worker and free its slots; all slots that it ever had."""
         member = self.members.pop(worker_id, None)
         if member is None:
             return []
@@ -89,7 +94,7 @@ class Fleet:
         self.shunned.discard(worker_id)
         self._source.remove_worker(worker_id)
         self._rebuild()
-        return list(member.slots.values())
+        return list(self._slots.pop(worker_id).values())
 
     def set_busy(self, worker_id: int, busy: bool) -> None:
         """Mark a worker as over or under its thresholds; unknown workers are ignored."""

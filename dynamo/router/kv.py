@@ -188,16 +188,9 @@ class KvPicker:
 
     def free(self, request_id: str) -> None:
         """The request has ended, however it did."""
-        booking = self.active.free(request_id)
-        if self.own_requests is not None:
-            self.own_requests.freed(request_id)
-        if self.predicted is not None:
-            self.predicted.ended(request_id, self._clock())
-        if booking is None:
-            return
-        self.gate.load_changed(booking.worker_id)
-        if self._metrics is not None:
-            self._metrics.ended(booking, self._clock())
+        booking = self._end(request_id)
+        if booking is not None:
+            self.gate.load_changed(booking.worker_id)
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
         """A worker appeared, or its configuration changed."""
@@ -211,10 +204,12 @@ class KvPicker:
                 self.recent.add_slot(slot)
 
     def remove_worker(self, worker_id: int) -> None:
-        """A worker is gone: its blocks leave the index, its load is dropped."""
+        """A worker is gone: its blocks leave the index, its requests end."""
         self.gate.forget(worker_id)
-        for slot in self.fleet.remove(worker_id):
-            self.active.drop_slot(slot)
+        slots = self.fleet.remove(worker_id)
+        for request_id in self.active.booked_on(set(slots)):
+            self._end(request_id)
+        for slot in slots:
             if self.predicted is not None:
                 self.predicted.drop_slot(slot)
             if self.recent is not None:
@@ -227,6 +222,17 @@ class KvPicker:
         for request_id in stale:
             self.free(request_id)
         return stale
+
+    def _end(self, request_id: str) -> Booking | None:
+        """Release all that the request holds; its booking, if it had one."""
+        booking = self.active.free(request_id)
+        if self.own_requests is not None:
+            self.own_requests.freed(request_id)
+        if self.predicted is not None:
+            self.predicted.ended(request_id, self._clock())
+        if booking is not None and self._metrics is not None and not booking.remote:
+            self._metrics.ended(booking, self._clock())
+        return booking
 
     def _booked_prefill(self, slot: int) -> int:
         return self.active.load(slot)[0]

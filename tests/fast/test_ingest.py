@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from array import array
 from collections import Counter
@@ -345,3 +347,12 @@ async def test_messages_over_zmq(tmp_path: Path) -> None:
     publisher.close()
     assert counts.seen == {"malformed": 6, ("stored", "ok"): 1}
     assert threads.subscriber.received == 1
+
+
+def test_publishers_disconnect_while_they_publish(tmp_path: Path) -> None:
+    """In a process of its own: libzmq aborts when a connection goes in the middle of a message."""
+    script = Path(__file__).with_name("departures.py")
+    command = [sys.executable, str(script), str(tmp_path), "300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("departures 300, received ")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -83,11 +83,14 @@ class PrefillLine(Generic[T]):
 
     Tickets that are pinned to a worker, or bound to it for a while (:meth:`bind`), wait for that
     one; others overtake them meanwhile. The ``busy``
-    workers, which somebody else keeps up to date, get nothing.
+    workers, which somebody else keeps up to date, get nothing. ``waiting_tokens`` are the prompt
+    tokens of the waiting tickets, which ``tokens_of`` tells.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, tokens_of: Callable[[T], int] = lambda _: 0) -> None:
         self.limit = limit
+        self.waiting_tokens = 0
+        self._tokens_of = tokens_of
         self.busy: Collection[int] = frozenset()
         self._lanes: dict[int, _Lane] = {}
         self._waiting: dict[T, _Waiting[T]] = {}
@@ -237,6 +240,7 @@ class PrefillLine(Generic[T]):
         everyone = sorted(self._waiting.values())
         self._waiting.clear()
         self._heaps.clear()
+        self.waiting_tokens = 0
         return [entry.ticket for entry in everyone]
 
     # -- own steps
@@ -247,6 +251,7 @@ class PrefillLine(Generic[T]):
 
     def _put(self, ticket: T, rank: Rank, pin: int | None) -> None:
         entry = self._waiting[ticket] = _Waiting(rank, ticket, pin)
+        self.waiting_tokens += self._tokens_of(ticket)
         heapq.heappush(self._heaps.setdefault(pin, []), entry)
 
     def _drop(self, ticket: T) -> None:
@@ -254,6 +259,7 @@ class PrefillLine(Generic[T]):
         if entry is None:
             return
         entry.gone = True
+        self.waiting_tokens -= self._tokens_of(ticket)
         heap = self._heaps[entry.pin]
         if len(heap) > 2 * len(self._waiting) + _SURPLUS:
             heap[:] = [one for one in heap if not one.gone]
@@ -275,6 +281,7 @@ class PrefillLine(Generic[T]):
         """Assert what must always hold; for tests."""
         assert sorted(map(id, self._entries())) == sorted(map(id, self._waiting.values()))
         assert not self._waiting.keys() & self._running.keys()
+        assert self.waiting_tokens == sum(map(self._tokens_of, self._waiting))
         for worker_id, lane in self._lanes.items():
             held = [tokens for at, tokens in self._running.values() if at == worker_id]
             assert (sum(held), len(held)) == (lane.tokens, lane.requests)

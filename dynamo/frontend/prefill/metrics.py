@@ -59,10 +59,13 @@ class PrefillMetrics:
         """A request has its worker after ``wait_s`` in the line."""
         self._wait.labels(self._model).observe(wait_s)
 
-    def computed(self, worker_id: int, dp_rank: int, prompt_tokens: int, seconds: float) -> None:
+    def computed(self, seconds: float) -> None:
         """A worker has computed a prompt in ``seconds``."""
         self._seconds.labels(self._model).observe(seconds)
         self._requests.labels(self._model).value += 1
+
+    def last_of(self, worker_id: int, dp_rank: int, prompt_tokens: int, seconds: float) -> None:
+        """The latest prompt of a worker that is still there."""
         last = self._all.worker(worker_id, dp_rank, "prefill")
         last.isl.value = prompt_tokens
         last.ttft.value = seconds

@@ -57,7 +57,9 @@ class PrefillRouter:
     ) -> None:
         self.model = model
         self.block_size = block_size
-        self.line: PrefillLine[PrefillTicket] = PrefillLine(settings.prefill_queue_limit)
+        self.line: PrefillLine[PrefillTicket] = PrefillLine(
+            settings.prefill_queue_limit, lambda ticket: len(ticket.job.request.token_ids)
+        )
         self.workers = PrefillWorkers(block_size)
         self._settings = settings
         self._metrics = metrics
@@ -94,8 +96,9 @@ class PrefillRouter:
         """See to it that the prompt is computed, then decoded; False: the decode worker is to do
         both, at once.
 
-        Raises InvalidArgument for a pin to an unknown worker, Overloaded when the line is full,
-        Unavailable when there is no prefill worker and decode-only serving is forbidden.
+        Raises InvalidArgument for a pin to an unknown worker, Overloaded when the line is full or
+        the workers are over a threshold of prefill tokens with what waits, Unavailable when there
+        is no prefill worker and decode-only serving is forbidden.
         """
         if not self.active:
             self._fallback.absent(self._known)
@@ -108,6 +111,9 @@ class PrefillRouter:
         now_s = time.monotonic()
         pin = self.workers.pin(routing)
         ticket = PrefillTicket(self, job, pin, now_s)
+        if self.workers.overloaded(pin, self.line.waiting_tokens):
+            self._metrics.refused("overloaded")
+            raise Overloaded("all prefill workers have too many prompt tokens to compute")
         strict, jump_s = claim_of(routing)
         try:
             self.line.enter(ticket, now_s, strict=strict, jump_s=max(jump_s, 0.0), pin=pin)
@@ -115,6 +121,7 @@ class PrefillRouter:
             self._metrics.refused("queue_full")
             raise
         job.leg.pending = ticket
+        job.leg.call.meter.routed("prefill")
         self._sender.drain()
         return True
 
@@ -186,7 +193,9 @@ class PrefillRouter:
         self.line.finish(ticket)
         ticket.release()
         tokens = len(job.request.token_ids)
-        self._metrics.computed(*decision[:2], tokens, now_s - ticket.sent_s)
+        self._metrics.computed(now_s - ticket.sent_s)
+        if self.workers.knows(decision.worker_id):
+            self._metrics.last_of(*decision[:2], tokens, now_s - ticket.sent_s)
         done = Prefilled(*decision[:4], ticket.sent_s, now_s)
         job.leg.call.prefilled(done)
         job.leg.call.rests()
@@ -221,6 +230,7 @@ class PrefillRouter:
             log.info("prefill of %s goes back to the head: %s", ticket.booking, error)
             self._metrics.requeued()
             ticket.patient = False
+            ticket.job.leg.call.meter.routed("prefill")
             self.line.give_back(ticket, ticket.pin)
 
     def _lose(self, worker_id: int) -> None:

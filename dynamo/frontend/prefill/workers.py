@@ -41,6 +41,17 @@ class PrefillWorkers:
             )
         return pin
 
+    def overloaded(self, pin: int | None, waiting_tokens: int) -> bool:
+        """Whether all of them (or the one that the request insists on) have more prompt tokens to
+        compute than ``--active-prefill-tokens-threshold`` and its like allow, each with its share
+        of what waits. O(ranks), O(1) without such thresholds."""
+        if self.picker is None or not self.picker.gate.busy.thresholds.any:
+            return False
+        fleet, watch = self.picker.fleet, self.picker.gate.busy
+        share = waiting_tokens // max(len(fleet.candidates), 1)
+        workers = fleet.members if pin is None else (pin,)
+        return bool(workers) and all(watch.would_prefill_too_much(one, share) for one in workers)
+
     def locate(self, tokens: Tokens, routing: Routing | None) -> Decision | None:
         """Where the prompt would be computed if all had a free slot. Raises as
         :meth:`Picker.pick`."""

@@ -8,7 +8,7 @@ over-counting would send requests to a cache that is not there. Spec 2.1, 2.2, 2
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -27,19 +27,27 @@ MAX_EVENT_ID = 1 << 61
 """Streams whose ids are beyond stay on the loop."""
 
 MAX_HELD_EVENTS = 16_384
-"""Live events kept per stream while a question is open; beyond, a full dump is asked for."""
+"""Live events kept per stream while a question is open; beyond, they make a gap."""
+
+STEP_BLOCKS = 4096
+"""About so many blocks of an answer are applied in one step: a millisecond, decoding included."""
+
+_EVENT_BLOCKS = 8
+"""An event costs as much as so many blocks, whatever it holds."""
 
 
 class Recovery(NamedTuple):
     """A question for the worker: events ``start``..``end`` inclusive, or a dump (no start).
 
-    Without an end: everything since ``start``, which may be nothing.
+    Without an end: everything since ``start``, which may be nothing. ``again``: it failed before
+    and is tried once more; nothing has come into doubt since.
     """
 
     worker_id: int
     dp_rank: int
     start: int | None = None
     end: int | None = None
+    again: bool = False
 
 
 class EventCounts(Protocol):
@@ -71,6 +79,8 @@ class Threads(Protocol):
 class _Stream:
     """Events of one (worker, dp_rank). ``last`` is None when any id may come next.
 
+    Held events wait, in order, for the answer to ``asked``; without a question there are none.
+    ``incomplete``: the worker has blocks that a recovery did not bring.
     While it is ``given`` to threads, they know the last id and they alone change its blocks.
     """
 
@@ -81,8 +91,8 @@ class _Stream:
     last: int | None = None
     asked: Recovery | None = None
     held: deque[KvEvent] = field(default_factory=deque)
-    overflowed: bool = False
     fruitless: int = 0
+    incomplete: bool = False
     heard: bool = False
     given: bool = False
 
@@ -91,8 +101,8 @@ class Indexer:
     """Keeps ``index`` true to the events of all registered streams.
 
     ``on_recovery`` is called, synchronously, with each question; give its answer to
-    :meth:`recovered`, or :meth:`abandoned` when none can be had. With ``threads`` a stream is
-    theirs as long as its events come in order, and this class's as soon as they do not.
+    :meth:`recovered`, or :meth:`recovery_steps`; None when none can be had. With ``threads`` a
+    stream is theirs as long as its events come in order, and this class's as soon as they do not.
     """
 
     def __init__(
@@ -147,39 +157,39 @@ class Indexer:
                 if stream is not None:
                     self._settle(stream)
 
-    def recovered(self, recovery: Recovery, answer: KvQueryAnswer) -> None:
-        """Take the worker's answer; one to a question that no longer stands is ignored."""
+    def recovered(self, recovery: Recovery, answer: KvQueryAnswer | None) -> None:
+        """:meth:`recovery_steps`, all at once."""
+        for _ in self.recovery_steps(recovery, answer):
+            pass
+
+    def recovery_steps(
+        self,
+        recovery: Recovery,
+        answer: KvQueryAnswer | None,
+        events: Iterable[KvEvent] | None = None,
+    ) -> Iterator[None]:
+        """Take the worker's answer in steps of about ``STEP_BLOCKS`` blocks, or None if there is
+        none to be had; ``events`` may be those of the answer, decoded as they are taken.
+
+        Live events may be applied between steps: they are held until the last one. An answer to a
+        question that no longer stands, or stands no longer at a later step, is ignored from there.
+        """
         stream = self._standing(recovery)
         if stream is None:
             return
-        stream.asked = None
-        before = stream.last
-        if answer.kind == "tree_dump":
-            self._rebuild(stream, answer)
+        if answer is None:
+            self._give_up(stream, recovery)
         else:
-            for event in answer.events:
-                if stream.last is not None and event.event_id == stream.last + 1:
-                    self._next(stream, event)
-        since = recovery.start is not None and recovery.end is None
-        nothing_new = since and answer.kind == "too_new"
-        if nothing_new and (answer.newest_available or 0) < (before or 0):
-            self._renew(stream)
-        elif answer.kind != "tree_dump" and stream.last == before and not nothing_new:
-            self._fruitless(stream)
-        elif stream.overflowed:
-            stream.overflowed = False
-            self._recover(stream, None, None)
-        else:
-            self._drain(stream)
-        self._settle(stream)
-
-    def abandoned(self, recovery: Recovery) -> None:
-        """No answer can be had: forget the stream's blocks and go on with what is held."""
-        stream = self._standing(recovery)
-        if stream is not None:
-            self._counts.warning("recovery_failed")
+            before = stream.last
+            for _ in self._taken(stream, answer, answer.events if events is None else events):
+                yield
+                if not self.stands(recovery):
+                    return
+            if not self._helped(stream, recovery, answer, before):
+                return
+        yield from self._drained(stream, recovery)
+        if self.stands(recovery):
             stream.asked = None
-            self._restart(stream)
             self._settle(stream)
 
     def stands(self, recovery: Recovery) -> bool:
@@ -187,11 +197,17 @@ class Indexer:
         return self._standing(recovery) is not None
 
     def verify(self) -> None:
-        """Ask every worker for what came since; finds a lost last event, which shows no gap."""
+        """Ask every worker for what came since; finds a lost last event, which shows no gap.
+
+        One that did not answer before is asked for everything again.
+        """
         for stream in list(self._streams.values()):
             self._reclaim(stream)
-            if stream.answers and stream.asked is None and stream.last is not None:
-                self._recover(stream, stream.last + 1, None)
+            if stream.answers and stream.asked is None:
+                if stream.incomplete:
+                    self._recover(stream, None, None, again=True)
+                elif stream.last is not None:
+                    self._recover(stream, stream.last + 1, None)
             self._settle(stream)
 
     def renew(self, worker_id: int) -> None:
@@ -244,15 +260,16 @@ class Indexer:
         stream = self._streams.get((recovery.worker_id, recovery.dp_rank))
         return stream if stream is not None and stream.asked is recovery else None
 
-    def _recover(self, stream: _Stream, start: int | None, end: int | None) -> None:
-        stream.asked = Recovery(stream.worker_id, stream.dp_rank, start, end)
+    def _recover(
+        self, stream: _Stream, start: int | None, end: int | None, again: bool = False
+    ) -> None:
+        stream.asked = Recovery(stream.worker_id, stream.dp_rank, start, end, again)
         self._ask(stream.asked)
 
     def _hold(self, stream: _Stream, event: KvEvent) -> None:
         if len(stream.held) >= MAX_HELD_EVENTS:
             self._counts.warning("held_overflow", len(stream.held))
             stream.held.clear()
-            stream.overflowed = True
         stream.held.append(event)
 
     def _next(self, stream: _Stream, event: KvEvent) -> None:
@@ -264,40 +281,80 @@ class Indexer:
             self._counts.warning("duplicate")
         else:
             self._counts.warning("gap", event.event_id - stream.last - 1)
-            stream.held.append(event)
             if stream.answers:
+                stream.held.appendleft(event)
                 self._recover(stream, stream.last + 1, event.event_id - 1)
             else:
                 self._restart(stream)
+                self._next(stream, event)
 
-    def _drain(self, stream: _Stream) -> None:
-        """Take held events up to the next hole; the rest stays held behind its question."""
-        held, stream.held = stream.held, deque()
-        while held and stream.asked is None:
-            self._next(stream, held.popleft())
-        stream.held.extend(held)
+    def _taken(
+        self, stream: _Stream, answer: KvQueryAnswer, events: Iterable[KvEvent]
+    ) -> Iterator[None]:
+        """Apply an answer's events; of a dump all, else those that are next in order."""
+        is_dump = answer.kind == "tree_dump"
+        if is_dump:
+            self._index.clear_all(stream.slot)
+            stream.incomplete = True
+        cost = 0
+        for event in events:
+            if is_dump:
+                self._change(stream, event)
+            elif stream.last is not None and event.event_id == stream.last + 1:
+                self._next(stream, event)
+            cost += _cost(event)
+            if cost >= STEP_BLOCKS:
+                cost = 0
+                yield
+        if is_dump:
+            stream.last = answer.last_event_id
+            stream.incomplete = False
 
-    def _fruitless(self, stream: _Stream) -> None:
-        """The answer did not help: ask for everything, and give up when that does not either."""
+    def _drained(self, stream: _Stream, recovery: Recovery) -> Iterator[None]:
+        """Take held events up to the next gap, which is asked for."""
+        cost = 0
+        while self.stands(recovery) and stream.held:
+            event = stream.held.popleft()
+            self._next(stream, event)
+            cost += _cost(event)
+            if cost >= STEP_BLOCKS:
+                cost = 0
+                yield
+
+    def _helped(
+        self, stream: _Stream, recovery: Recovery, answer: KvQueryAnswer, before: int | None
+    ) -> bool:
+        """Whether to go on with held events; False: there is another question."""
+        since = recovery.start is not None and recovery.end is None
+        if since and answer.kind == "too_new":
+            if (answer.newest_available or 0) >= (before or 0):
+                return True
+            self._renew(stream)
+            return False
+        if answer.kind == "tree_dump":
+            if recovery.end is None or answer.last_event_id >= recovery.end:
+                return True
+        elif stream.last != before:
+            return True
         stream.fruitless += 1
-        if stream.fruitless > 1:
-            self._counts.warning("recovery_failed")
+        if recovery.again or stream.fruitless > 1:
+            self._give_up(stream, recovery)
+            return True
+        self._recover(stream, None, None)
+        return False
+
+    def _give_up(self, stream: _Stream, recovery: Recovery) -> None:
+        """Go on with live events. What is in doubt is forgotten, and asked for by verify()."""
+        self._counts.warning("recovery_failed")
+        stream.fruitless = 0
+        if not recovery.again:
             self._restart(stream)
-        else:
-            self._recover(stream, None, None)
 
     def _restart(self, stream: _Stream) -> None:
         self._index.clear_all(stream.slot)
         stream.last = None
-        stream.overflowed = False
         stream.fruitless = 0
-        self._drain(stream)
-
-    def _rebuild(self, stream: _Stream, answer: KvQueryAnswer) -> None:
-        self._index.clear_all(stream.slot)
-        for event in answer.events:
-            self._change(stream, event)
-        stream.last = answer.last_event_id
+        stream.incomplete = stream.answers
 
     def _change(self, stream: _Stream, event: KvEvent) -> None:
         data = event.data
@@ -327,6 +384,12 @@ class Indexer:
         else:
             self._index.clear_all(slot)
         return "ok"
+
+
+def _cost(event: KvEvent) -> int:
+    """What it costs to apply the event, in blocks."""
+    data = event.data
+    return _EVENT_BLOCKS + (0 if isinstance(data, Cleared) else len(data.block_hashes) // 8)
 
 
 _TYPES: dict[type, str] = {Stored: "stored", Removed: "removed", Cleared: "cleared"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from dynamo.errors import DynamoError, StreamIncomplete
 from dynamo.protocols import codec
-from dynamo.protocols.kv import KvQuery, KvQueryAnswer
+from dynamo.protocols.kv import KvEvent, KvQuery, KvQueryAnswer
 from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.runtime import Client
 from dynamo.runtime.tasks import Tasks
@@ -26,7 +26,24 @@ BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 ANSWER_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
-_decode_answer = codec.decoder(KvQueryAnswer).decode
+_decode_event = codec.decoder(KvEvent).decode
+
+
+class _Answer(msgspec.Struct):
+    """A ``KvQueryAnswer`` whose events are not decoded yet: a dump can have 200,000."""
+
+    kind: str
+    events: list[msgspec.Raw] = []
+    last_event_id: int = 0
+    newest_available: int | None = None
+    block_size: int | None = None
+
+    def header(self) -> KvQueryAnswer:
+        """The answer without its events."""
+        return KvQueryAnswer(self.kind, [], self.last_event_id, self.newest_available)
+
+
+_decode_answer = codec.decoder(_Answer).decode
 
 
 class Questions:
@@ -61,10 +78,10 @@ class Questions:
 
     async def _pursue(self, recovery: Recovery) -> None:
         failure: Exception | None = None
-        for pause_s in (*BACKOFF_S, None):
+        pauses = () if recovery.again else BACKOFF_S
+        for pause_s in (*pauses, None):
             try:
-                answer = await self._question(recovery)
-                self._answered(recovery, answer)
+                await self._answered(recovery, await self._question(recovery))
                 return
             except (DynamoError, TimeoutError, msgspec.MsgspecError) as error:
                 failure = error
@@ -72,23 +89,34 @@ class Questions:
                 return
             if pause_s is not None:
                 await asyncio.sleep(pause_s)
-        logger.warning(
-            "worker %d (dp_rank %d) does not tell its KV blocks (%s: %s): "
-            "going on with the events to come",
+        logger.log(
+            logging.DEBUG if recovery.again else logging.WARNING,
+            "worker %x (dp_rank %d) does not tell its KV blocks (%s: %s): "
+            "going on with new events, asking again at every sweep",
             recovery.worker_id,
             recovery.dp_rank,
             type(failure).__name__,
             failure,
         )
-        self._indexer.abandoned(recovery)
+        await self._take(recovery, None)
 
-    def _answered(self, recovery: Recovery, answer: KvQueryAnswer) -> None:
+    async def _answered(self, recovery: Recovery, answer: _Answer) -> None:
         if answer.block_size in (None, self._block_size):
-            self._indexer.recovered(recovery, answer)
+            await self._take(recovery, answer.header(), map(_decode_event, answer.events))
         elif self._indexer.stands(recovery):
             self._on_foreign_blocks(recovery.worker_id, answer.block_size)
 
-    async def _question(self, recovery: Recovery) -> KvQueryAnswer:
+    async def _take(
+        self,
+        recovery: Recovery,
+        answer: KvQueryAnswer | None,
+        events: Iterable[KvEvent] | None = None,
+    ) -> None:
+        """Give the answer to the indexer, a step a turn of the loop."""
+        for _ in self._indexer.recovery_steps(recovery, answer, events):
+            await asyncio.sleep(0)
+
+    async def _question(self, recovery: Recovery) -> _Answer:
         query = KvQuery(recovery.dp_rank, recovery.start, recovery.end)
         sink = _AnswerSink()
         async with asyncio.timeout(ANSWER_TIMEOUT_S):

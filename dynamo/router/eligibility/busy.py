@@ -52,8 +52,15 @@ def is_busy(
         used = max(report.active_decode_blocks or 0, report.kv_used_blocks or 0)
         if total and used / total > share:
             return True
-    if report is not None and report.active_prefill_tokens is not None:
-        prefill_tokens = max(prefill_tokens, report.active_prefill_tokens)
+    return _prefills_too_much(thresholds, config, _active_tokens(report, prefill_tokens))
+
+
+def _active_tokens(report: KvMetrics | None, booked_tokens: int) -> int:
+    reported = None if report is None else report.active_prefill_tokens
+    return max(booked_tokens, reported or 0)
+
+
+def _prefills_too_much(thresholds: Thresholds, config: RuntimeConfig, prefill_tokens: int) -> bool:
     if thresholds.prefill_tokens is not None and prefill_tokens > thresholds.prefill_tokens:
         return True
     share = thresholds.prefill_batch_share
@@ -106,6 +113,20 @@ class BusyWatch:
         if member is not None:
             self._fleet.set_busy(worker_id, self._all_busy(member))
 
+    def would_prefill_too_much(self, worker_id: int, more_tokens: int) -> bool:
+        """Whether each rank of the worker is over a limit of prefill tokens with ``more_tokens``
+        beside its own. False for one that is not known."""
+        member = self._fleet.members.get(worker_id)
+        reports = self._reports.get(worker_id, {})
+        return member is not None and all(
+            _prefills_too_much(
+                self._thresholds,
+                member.config,
+                _active_tokens(reports.get(rank), self._booked_on(slot)) + more_tokens,
+            )
+            for rank, slot in member.slots.items()
+        )
+
     def forget(self, worker_id: int) -> None:
         """The worker is gone."""
         self._reports.pop(worker_id, None)
@@ -118,7 +139,10 @@ class BusyWatch:
                 self._thresholds,
                 member.config,
                 reports.get(rank),
-                0 if self._booked is None else self._booked(slot),
+                self._booked_on(slot),
             )
             for rank, slot in member.slots.items()
         )
+
+    def _booked_on(self, slot: int) -> int:
+        return 0 if self._booked is None else self._booked(slot)

@@ -7,7 +7,7 @@ far a running prefill probably is, where that is modelled, by :mod:`prefill_load
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from dynamo._fast.sequences import ActiveSequences
@@ -19,7 +19,10 @@ __all__ = ["ActiveLoad", "Booking"]
 
 @dataclass(slots=True)
 class Booking:
-    """One running request. ``overlap_blocks`` of its prompt were cached when it was placed."""
+    """One running request. ``overlap_blocks`` of its prompt were cached when it was placed.
+
+    ``remote``: another replica of the router sent it.
+    """
 
     slot: int
     worker_id: int
@@ -31,6 +34,7 @@ class Booking:
     handle: int = -1
     output_tokens: int = 0
     first_token_at_s: float | None = None
+    remote: bool = False
 
 
 class ActiveLoad:
@@ -137,12 +141,9 @@ class ActiveLoad:
                 self._prefills.abandon(booking.slot, request_id, self._clock())
         return booking
 
-    def drop_slot(self, slot: int) -> int:
-        """End everything on a slot whose worker is gone; how many requests there were."""
-        lost = [key for key, booking in self._bookings.items() if booking.slot == slot]
-        for key in lost:
-            self.free(key)
-        return len(lost)
+    def booked_on(self, slots: Collection[int]) -> list[str]:
+        """The requests that are booked on any of ``slots``. O(all requests)."""
+        return [key for key, booking in self._bookings.items() if booking.slot in slots]
 
     def stale(self, before_s: float) -> list[str]:
         """Who was booked before ``before_s``; bookings stand in order of time. O(them)."""

@@ -96,6 +96,7 @@ class Site:
             dispatch=Dispatch(self, self),
         )
         self.kv_mode = True
+        self.fleet = SimpleNamespace(members={7: None})
         self.tasks = Tasks("test")
         self.streams: list[Stream] = []
         self.booked: dict[str, int] = {}
@@ -197,7 +198,9 @@ class Site:
         for name in ("active_requests", "inflight_requests", "queued_requests"):
             assert self.sample(f"dynamo_frontend_{name}", model="tiny") == 0
         assert self.sample("dynamo_request_plane_inflight_requests") == 0
-        assert self.sample("dynamo_frontend_stage_requests") == 0
+        page = self.registry.render().decode().splitlines()
+        stages = [line for line in page if line.startswith("dynamo_frontend_stage_requests{")]
+        assert len(stages) == 7 and all(line.endswith(" 0") for line in stages)
 
     def ended(self, error_type: str, request_type: str = "unary", model: str = "tiny") -> float:
         return self.sample(
@@ -268,6 +271,22 @@ async def test_a_unary_answer(site: Site) -> None:
     assert site.sample("dynamo_frontend_cached_tokens_sum") == 4
     assert site.sample("dynamo_frontend_requests_started_total", request_type="unary") == 1
     assert site.sample("dynamo_frontend_worker_last_input_sequence_tokens", worker_id="7") > 0
+
+
+async def test_a_worker_that_has_left_gets_no_rows(site: Site) -> None:
+    name = "dynamo_frontend_worker_last_input_sequence_tokens"
+    site.chat(stream=True)
+    (stream,) = site.streams
+    stream.say(ids(site, "good "))
+    await turn()
+    site.fleet.members.clear()
+    site.metrics.forget_worker(7)
+    stream.say(ids(site, "day"), finish_reason="stop")
+    stream.sink.on_end()
+    await turn()
+    assert site.events[-1] == "[DONE]"
+    assert f"{name}{{" not in site.registry.render().decode()
+    site.settled()
 
 
 async def test_a_streamed_answer_one_event_a_turn(site: Site) -> None:

@@ -48,7 +48,7 @@ class Queued(Site):
         super().settled()
 
     def stage(self, stage: str) -> float:
-        return self.sample("dynamo_frontend_stage_requests", stage=stage)
+        return self.sample("dynamo_frontend_stage_requests", stage=stage, phase="aggregated")
 
     def finish(self, number: int) -> None:
         """Stream ``number`` says one word and ends."""
@@ -76,12 +76,12 @@ async def test_a_request_waits_and_is_served(site: Queued) -> None:
     assert site.sample("dynamo_frontend_queued_requests", model="tiny") == 2
     assert site.sample("dynamo_frontend_inflight_requests", model="tiny") == 1
     assert site.sample("dynamo_request_plane_inflight_requests") == 1
-    assert (site.stage("route"), site.stage("transport_roundtrip")) == (1, 1)
+    assert (site.stage("route"), site.stage("dispatch")) == (1, 1)
     await asyncio.sleep(0.02)
     site.streams[0].say(ids(site, "a"))  # its first token: the prompt is computed
     await later()
     assert len(site.streams) == 2
-    assert (site.stage("route"), site.stage("transport_roundtrip")) == (0, 1)
+    assert (site.stage("route"), site.stage("dispatch")) == (0, 1)
     site.streams[1].say(ids(site, "b"))
     site.finish(1)
     await turn()
@@ -239,6 +239,8 @@ async def test_silence_of_one_leg_while_another_waits_is_the_engines() -> None:
     prefilling = asyncio.Event()
 
     class Prefills:
+        active = True
+
         def take(self, job: DispatchJob) -> bool:
             leg = job.leg
             if leg.index:

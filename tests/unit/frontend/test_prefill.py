@@ -93,6 +93,7 @@ class Caller:
         self.closed = False
         self.working = 0
         self.meter = self
+        self.stages: list[str] = []
         self.done: Any = None
         self.error: DynamoError | None = None
         self.leg: Leg
@@ -116,6 +117,12 @@ class Caller:
         return time.monotonic()
 
     def sent(self, seconds: float = 0.0) -> None: ...
+
+    def routed(self, phase: str) -> None:
+        self.stages.append(f"route {phase}")
+
+    def prefilling(self) -> None:
+        self.stages.append("dispatch prefill")
 
     def leave(self) -> None:
         self.closed = True
@@ -213,6 +220,7 @@ async def test_one_token_there_then_the_whole_answer_here() -> None:
         "prompt_tokens_details": {"cached_tokens": 16},
     }
     assert caller.done.worker_id == PREFILL and caller.decision.worker_id == DECODE
+    assert caller.stages == ["route prefill", "dispatch prefill", "route decode"]
     assert caller.working == 0
     slot = box.decode.fleet.members[DECODE].slots[0]
     load = box.decode.active.load(slot)  # type: ignore[attr-defined]
@@ -221,10 +229,25 @@ async def test_one_token_there_then_the_whole_answer_here() -> None:
     assert box.nothing_left()
 
 
+@pytest.mark.parametrize(("leaves", "rows"), [(False, 1), (True, 0)])
+async def test_a_prefill_worker_that_has_left_gets_no_rows(leaves: bool, rows: int) -> None:
+    box = Box()
+    box.join(PREFILL)
+    caller = box.send()
+    if leaves:
+        box.part(PREFILL)
+    box.prefillers.streams[0].answer({})
+    assert len(box.decoders.streams) == 1, "what it has it may finish"
+    page = box.registry.render().decode()
+    assert page.count("dynamo_frontend_worker_last_time_to_first_token_seconds{") == rows
+    caller.leave()
+
+
 async def test_without_prefill_workers_decode_workers_do_both() -> None:
     box = Box()
-    box.send()
+    caller = box.send()
     assert box.decoders.streams[0].request.prefill_result is None
+    assert caller.stages == ["route aggregated"]
     assert box.counted("fallbacks_total") == {}, "nobody ever wanted it otherwise"
     box.join(PREFILL)
     box.part(PREFILL)

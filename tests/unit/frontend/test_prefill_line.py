@@ -134,7 +134,7 @@ class LineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.line: PrefillLine[int] = PrefillLine(LIMIT)
+        self.line: PrefillLine[int] = PrefillLine(LIMIT, lambda ticket: ticket + 7)
         self.line.busy = self.busy = set()
         self.slots: dict[int, Capacity] = {}
         self.waiting: list[int] = []  # in the order in which they must go, as all priorities agree

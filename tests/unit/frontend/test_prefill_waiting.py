@@ -104,6 +104,39 @@ async def test_the_line_before_busy_workers_is_bounded() -> None:
     assert box.nothing_left()
 
 
+@pytest.mark.parametrize(
+    "threshold",
+    [{"active_prefill_tokens_threshold": 100}, {"active_prefill_tokens_threshold_frac": 1.0}],
+)
+async def test_prompts_beyond_the_prefill_thresholds_are_refused(threshold: Any) -> None:
+    """Those that wait for a slot count, as they would if they had been sent."""
+    box = Box(admission_control="token-capacity", prefill_slots=1, **threshold)
+    box.join(PREFILL, SPARE, max_num_batched_tokens=100)
+    callers = [box.send() for _ in range(6)]  # of 40 tokens; 2 go out
+    assert len(box.prefillers.streams) == 2 and len(box.router.line) == 4
+    with pytest.raises(Overloaded, match="too many prompt tokens"):
+        box.send()
+    assert box.counted("refused_total") == {"overloaded": 1}
+    with pytest.raises(Overloaded, match="too many prompt tokens"):
+        box.send(routing=Routing(prefill_worker_id=PREFILL))
+    box.prefillers.streams[0].answer({})
+    box.prefillers.streams[1].answer({})
+    callers.append(box.send())
+    for caller in callers:
+        caller.leave()
+    assert box.nothing_left()
+
+
+async def test_thresholds_out_of_force_refuse_nobody() -> None:
+    box = Box(prefill_slots=1, active_prefill_tokens_threshold=10)
+    box.join(PREFILL)
+    callers = [box.send() for _ in range(6)]
+    assert len(box.router.line) == 5
+    for caller in callers:
+        caller.leave()
+    assert box.nothing_left()
+
+
 async def test_a_taint_waits_for_a_slot_of_the_workers_that_have_it() -> None:
     box = Box(prefill_slots=1, enforce_disagg=True)
     box.join(PREFILL, taints=["eu"])

@@ -203,27 +203,48 @@ async def test_a_block_size_of_zero_is_refused(endpoint: Endpoint) -> None:
         KvEventPublisher(endpoint)
 
 
-async def test_the_events_of_an_engine_are_relayed(
-    endpoint: Endpoint, listener: Listener, tmp_path: Path
-) -> None:
+@pytest.fixture
+async def engine(endpoint: Endpoint, listener: Listener, tmp_path: Path) -> AsyncIterator[Engine]:
+    """An engine whose events a publisher of dp_rank 1 relays."""
     address = f"ipc://{tmp_path}/engine"
-    engine = zmq.asyncio.Context.instance().socket(zmq.XPUB)
-    engine.bind(address)
+    socket = zmq.asyncio.Context.instance().socket(zmq.XPUB)
+    socket.bind(address)
     publisher = KvEventPublisher(
         endpoint, kv_block_size=B, zmq_endpoint=address, zmq_topic="kv", dp_rank=1
     )
     async with asyncio.timeout(10):
-        assert await engine.recv() == b"\x01kv"
+        assert await socket.recv() == b"\x01kv"
     await listener.join(publisher)
+    yield Engine(socket)
+    publisher.shutdown()
+    socket.close(linger=0)
 
-    async def send(sequence: int, *events: Any) -> None:
+
+class Engine:
+    """Publishes as vLLM does."""
+
+    def __init__(self, socket: Any) -> None:
+        self.socket = socket
+
+    async def send(self, sequence: int, *events: Any) -> None:
         payload = msgspec.msgpack.encode([1.5, list(events)])
-        await engine.send_multipart([b"kv-events", sequence.to_bytes(8, "big"), payload])
+        await self.socket.send_multipart([b"kv-events", sequence.to_bytes(8, "big"), payload])
 
-    await send(0, ["BlockStored", [11, 12], None, TOKENS, B, None])
-    await send(1, {"type": "BlockRemoved", "block_hashes": [12]})
-    await engine.send_multipart([b"kv", b"\0" * 8, b"\xc1"])
-    await send(
+
+def dropped(endpoint: Endpoint) -> float:
+    """How many events of an engine were dropped."""
+    text = endpoint.metrics.render().decode()
+    (line,) = [line for line in text.splitlines() if "dropped_events_total{" in line]
+    return float(line.rpartition(" ")[2])
+
+
+async def test_the_events_of_an_engine_are_relayed(
+    endpoint: Endpoint, listener: Listener, engine: Engine
+) -> None:
+    await engine.send(0, ["BlockStored", [11, 12], None, TOKENS, B, None])
+    await engine.send(1, {"type": "BlockRemoved", "block_hashes": [12]})
+    await engine.socket.send_multipart([b"kv", b"\0" * 8, b"\xc1"])
+    await engine.send(
         4,
         ["BlockStored", [11], None, [], 0, None, "CPU"],
         ["BlockStored", [13], 11, TOKENS[:B], B, None, "DISK"],
@@ -239,8 +260,35 @@ async def test_the_events_of_an_engine_are_relayed(
         ("device", Cleared()),
     ]
     assert {event.dp_rank for event in listener.events} == {1}
-    text = endpoint.metrics.render().decode()
-    (line,) = [line for line in text.splitlines() if "dropped_events_total{" in line]
-    assert line.endswith((" 2", " 2.0"))
-    publisher.shutdown()
-    engine.close(linger=0)
+    assert dropped(endpoint) == 2
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        ["BlockStored", [1], None, [1, 2, -4, 4], B, None],
+        ["BlockStored", [1], None, [1, 2, 2**40, 4], B, None],
+        ["BlockStored", [1], None, [1, 2, "3", 4], B, None],
+        ["BlockStored", [1], None, [1, 2, 3.0, 4], B, None],
+        ["BlockStored", [1], None, [1, 2, 3, 4], B, None, "GPU", 7],
+        ["BlockRemoved", "all"],
+    ],
+)
+async def test_a_malformed_event_does_not_end_the_relay(
+    endpoint: Endpoint,
+    listener: Listener,
+    engine: Engine,
+    malformed: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    good = ["BlockStored", [11, 12], None, TOKENS, B, None]
+    await engine.send(0, malformed, good, malformed)
+    await engine.send(1, malformed)
+    await engine.send(2, ["AllBlocksCleared"])
+    await listener.until(lambda: len(listener.events) == 2)
+    assert [event.data for event in listener.events] == [
+        Stored(u64(11, 12), local(TOKENS)),
+        Cleared(),
+    ]
+    assert dropped(endpoint) == 3
+    assert caplog.text.count("malformed") == 1

@@ -9,6 +9,7 @@ import pytest
 
 from dynamo.llm.vllm_events import (
     EngineCleared,
+    EngineEvent,
     EngineRemoved,
     EngineStored,
     decode_events,
@@ -96,7 +97,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape(shape: str) -> None:
     message, rank, event = SHAPES[shape]
-    assert decode_events(msgspec.msgpack.encode(message)) == (rank, [event])
+    assert decode(msgspec.msgpack.encode(message)) == (rank, [event])
 
 
 UNKNOWN = (
@@ -109,8 +110,38 @@ NONSENSE = (
     b"",
     b"\xc1",
     msgspec.msgpack.encode(7),
-    msgspec.msgpack.encode([1.0, [["BlockStored"]]]),
+    msgspec.msgpack.encode([1.0, 7]),
+    msgspec.msgpack.encode([1.0, [], -1]),
+    msgspec.msgpack.encode([1.0, [], 2**32]),
+    msgspec.msgpack.encode([1.0, [], "0"]),
+    b"\x91" * 100_000,
 )
+MALFORMED = (
+    7,
+    [],
+    [[]],
+    ["BlockStored"],
+    {"block_hashes": [1]},
+    stored(block_hashes=[1.5]),
+    stored(block_hashes=["5"]),
+    stored(block_hashes=None),
+    stored(parent_block_hash="4"),
+    stored(token_ids="1234"),
+    stored(token_ids={"1": 2}),
+    stored(block_size="2"),
+    stored(block_size=None),
+    stored(lora_name=3),
+    ["BlockRemoved", [None]],
+)
+
+
+def decode(payload: bytes) -> tuple[int | None, list[EngineEvent]]:
+    """Events of a message in which none is malformed."""
+
+    def fail(error: Exception) -> None:
+        raise AssertionError(error)
+
+    return decode_events(payload, fail)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +160,18 @@ def test_media_are_tiers(media: tuple[str | None, ...], tier: str | None) -> Non
 
 @pytest.mark.parametrize("event", UNKNOWN)
 def test_what_is_unknown_is_left_out(event: Any) -> None:
-    assert decode_events(msgspec.msgpack.encode([0, [event], 0])) == (0, [])
+    assert decode(msgspec.msgpack.encode([0, [event], 0])) == (0, [])
 
 
 @pytest.mark.parametrize("message", NONSENSE)
 def test_nonsense_is_a_value_error(message: bytes) -> None:
     with pytest.raises(ValueError, match="not a KV event batch"):
-        decode_events(message)
+        decode(message)
+
+
+@pytest.mark.parametrize("event", MALFORMED)
+def test_a_malformed_event_is_skipped(event: Any) -> None:
+    errors: list[Exception] = []
+    message = msgspec.msgpack.encode([0, [stored(), event, stored()], 0])
+    assert decode_events(message, errors.append) == (0, [STORED, STORED])
+    assert len(errors) == 1

@@ -110,13 +110,14 @@ def test_expected_length_makes_a_request_fade() -> None:
     load._check()
 
 
-def test_a_lost_slot_takes_its_requests_along() -> None:
+def test_requests_are_found_by_slot() -> None:
     load = ActiveLoad(4)
-    book(load, "a", 12, slot=0)
-    book(load, "b", 12, slot=1)
-    assert load.drop_slot(1) == 1
-    assert load.free("b") is None
-    assert load.load(0)[2] == 1
+    for slot, name in enumerate("abc"):
+        book(load, name, 12, slot=slot)
+    assert load.booked_on({1, 2}) == ["b", "c"]
+    load.free("b")
+    assert load.booked_on({1, 2}) == ["c"]
+    assert load.booked_on(set()) == []
     load._check()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -51,6 +53,7 @@ class Bench:
         self.index = RadixTree()
         self.counts = Counts()
         self.asked: list[Recovery] = []
+        self._next_id = 0
         self.indexer = Indexer(self.index, self.asked.append, self.counts)
         self.slot = self.index.slot(7, 0)
         self.indexer.add(7, 0, self.slot, answers)
@@ -60,6 +63,11 @@ class Bench:
 
     def answer(self, answer: KvQueryAnswer) -> None:
         self.indexer.recovered(self.asked[-1], answer)
+
+    def next_id(self, first: int) -> int:
+        """Numbers from ``first`` on, one a call."""
+        self._next_id = max(self._next_id + 1, first)
+        return self._next_id
 
     def depth(self, *blocks: int) -> int:
         """How deep the worker holds this chain."""
@@ -160,7 +168,7 @@ def test_no_answer_at_all_forgets_the_blocks_and_goes_on(bench: Bench) -> None:
     bench.live(stored(1, 1, 2))
     bench.live(stored(5, 5))
     bench.live(stored(6, 3, parent=2))
-    bench.indexer.abandoned(bench.asked[-1])
+    bench.indexer.recovered(bench.asked[-1], None)
     assert bench.depth(1, 2, 3) == 0
     assert bench.depth(5) == 1
     assert bench.counts.seen["stored parent_block_not_found"] == 1
@@ -173,7 +181,7 @@ def test_answers_to_questions_that_no_longer_stand_are_ignored(bench: Bench) -> 
     bench.index.remove_worker(7)
     bench.indexer.add(7, 0, bench.index.slot(7, 0))
     bench.indexer.recovered(old, KvQueryAnswer("tree_dump", [stored(0, 1)], 2))
-    bench.indexer.abandoned(old)
+    bench.indexer.recovered(old, None)
     assert bench.depth(1) == 0
     assert bench.indexer.recovering() == 1
 
@@ -235,10 +243,86 @@ def test_held_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for event_id in range(1, 6):
         bench.live(stored(event_id, event_id))
     bench.answer(KvQueryAnswer("tree_dump", [], 0))
-    assert bench.asked == [Recovery(7, 0), Recovery(7, 0)]
+    assert bench.asked == [Recovery(7, 0), Recovery(7, 0, 1, 3)]
     bench.answer(KvQueryAnswer("tree_dump", [stored(0, 1), stored(1, 2)], 5))
     assert bench.depth(2) == 1
     assert bench.counts.seen["held_overflow"] == 3
+    assert bench.indexer.recovering() == 0
+
+
+@pytest.mark.parametrize("answer", [None, KvQueryAnswer("too_new"), KvQueryAnswer("what?")])
+def test_a_worker_that_gave_no_dump_is_asked_again(answer: KvQueryAnswer | None) -> None:
+    bench = Bench()
+    while bench.indexer.recovering():
+        bench.answer(answer)  # type: ignore[arg-type]
+    bench.live(stored(41, 1), stored(42, 2, parent=1))
+    for _ in range(3):
+        bench.indexer.verify()
+        assert bench.asked[-1] == Recovery(7, 0, again=True)
+        bench.live(stored(bench.next_id(43), 3, parent=2))
+        bench.answer(answer)  # type: ignore[arg-type]
+        assert bench.indexer.recovering() == 0
+        assert bench.depth(1, 2, 3) == 3  # nothing was in doubt
+    bench.indexer.verify()
+    bench.live(stored(46, 6, parent=5))
+    bench.answer(KvQueryAnswer("tree_dump", [stored(0, 1, 2, 3, 4, 5)], 45))
+    assert bench.depth(1, 2, 3, 4, 5, 6) == 6
+    bench.indexer.verify()
+    assert bench.asked[-1] == Recovery(7, 0, 47)
+
+
+def test_a_dump_older_than_a_held_event_is_not_asked_for_without_end() -> None:
+    bench = Bench()
+    old = KvQueryAnswer("tree_dump", [stored(0, 1, 2)], 5)
+    bench.live(stored(9, 9))
+    while bench.indexer.recovering():
+        bench.answer(old)
+        assert len(bench.asked) < 10
+    assert (bench.depth(1), bench.depth(9)) == (0, 1)
+    assert bench.counts.seen["recovery_failed"] == 1
+    bench.indexer.verify()
+    bench.answer(KvQueryAnswer("tree_dump", [stored(0, 1, 2), stored(1, 9)], 9))
+    assert (bench.depth(1, 2), bench.depth(9)) == (2, 1)
+    assert bench.indexer.recovering() == 0
+
+
+def test_a_large_answer_is_applied_in_steps() -> None:
+    bench = Bench()
+    dump = [stored(0, 1), *(stored(block, block, parent=1) for block in range(2, 5000))]
+    steps = bench.indexer.recovery_steps(bench.asked[-1], KvQueryAnswer("tree_dump", dump, 7))
+    sizes = [bench.index.blocks()]
+    for _ in steps:
+        sizes.append(bench.index.blocks())
+    sizes.append(bench.index.blocks())
+    assert sizes[-1] == 4999
+    assert max(after - before for before, after in pairwise(sizes)) < 500
+
+
+def test_an_answer_that_cannot_be_read_to_its_end_is_no_answer() -> None:
+    def events() -> Iterator[KvEvent]:
+        yield stored(0, 1)
+        raise ValueError("torn")
+
+    bench = Bench()
+    dump = KvQueryAnswer("tree_dump", last_event_id=3)
+    with pytest.raises(ValueError, match="torn"):
+        list(bench.indexer.recovery_steps(bench.asked[-1], dump, events()))
+    bench.live(stored(4, 4, parent=3))
+    assert bench.indexer.stands(bench.asked[-1])
+    bench.answer(KvQueryAnswer("tree_dump", [stored(0, 2, 3)], 3))
+    assert (bench.depth(1), bench.depth(2, 3, 4)) == (0, 3)
+
+
+def test_steps_of_an_answer_end_with_its_question() -> None:
+    bench = Bench()
+    dump = [stored(block, block) for block in range(1, 2000)]
+    for leave in (bench.indexer.renew, bench.indexer.remove):
+        steps = bench.indexer.recovery_steps(bench.asked[-1], KvQueryAnswer("tree_dump", dump, 7))
+        next(steps)
+        leave(7)
+        held = bench.index.blocks()
+        assert list(steps) == []
+        assert bench.index.blocks() == held < 1999
 
 
 def test_silence_is_seen(bench: Bench) -> None:
@@ -248,6 +332,15 @@ def test_silence_is_seen(bench: Bench) -> None:
     assert not bench.indexer.silent(7)
 
 
+@pytest.fixture(scope="module")
+def small_steps() -> Iterator[None]:
+    """Steps of one event."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexer_module, "STEP_BLOCKS", 1)
+        yield
+
+
+@pytest.mark.usefixtures("small_steps")
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=15, max_size=40),
@@ -256,8 +349,13 @@ def test_silence_is_seen(bench: Bench) -> None:
 def test_lost_and_repeated_events_end_in_the_workers_own_state(
     changes: list[tuple[bool, int]], data: st.DataObject
 ) -> None:
-    """Whatever is lost or repeated, after the last event the index holds what the worker holds."""
+    """Whatever is lost or repeated, after the last event the index holds what the worker holds.
+
+    Answers are taken in steps of one event, some of them between live events.
+    """
     bench = Bench()
+    steps: Iterator[None] = iter(())
+    asked: Recovery | None = None
     bench.answer(KvQueryAnswer("tree_dump"))
     history: list[KvEvent] = []
     held: set[int] = set()
@@ -270,11 +368,19 @@ def test_lost_and_repeated_events_end_in_the_workers_own_state(
         if data.draw(st.booleans()):
             bench.live(history[-1])
         while bench.indexer.recovering():
-            start, end = bench.asked[-1][2:]
+            if asked is bench.asked[-1]:
+                next(steps, None)
+                if event_id < len(changes) and data.draw(st.booleans()):
+                    break
+                continue
+            asked = bench.asked[-1]
+            start, end = bench.asked[-1][2:4]
             if data.draw(st.booleans()) or start is None or end is None:
                 present = [stored(0, block) for block in sorted(held)]
-                bench.answer(KvQueryAnswer("tree_dump", present, event_id))
+                answer = KvQueryAnswer("tree_dump", present, event_id)
             else:
-                bench.answer(KvQueryAnswer("events", history[start - 1 : end], end))
+                answer = KvQueryAnswer("events", history[start - 1 : end], end)
+            steps = bench.indexer.recovery_steps(asked, answer)
+    bench.index._check()
     assert {block for block in range(10) if bench.depth(block)} == held
     assert "recovery_failed" not in bench.counts.seen

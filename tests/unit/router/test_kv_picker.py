@@ -18,9 +18,12 @@ from dynamo.errors import InvalidArgument, NoInstances
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
+from dynamo.protocols.sync import AddRequest, SequenceEvent
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, Place
+from dynamo.router.sync.own import OwnRequests
+from dynamo.router.sync.replicas import Board
 
 BLOCK = 4
 
@@ -277,6 +280,47 @@ def test_metrics_follow_a_request() -> None:
     assert f"{prefix}_kv_selected_cached_prefix_tokens_total{rest} 12" in page
     assert f"{prefix}_kv_best_eligible_cached_prefix_tokens_total{rest} 12" in page
     assert f"{prefix}_kv_worker_reused_tokens_total{rest} 11" in page
+
+
+def test_requests_of_a_removed_worker_have_ended() -> None:
+    registry = Registry()
+    settings = RouterSettings(mode="kv")
+    metrics = DecisionMetrics(registry, Place("ns", "backend", "tiny", "7"))
+    picker = KvPicker(settings, BLOCK, make_index(settings), metrics, Random(1), Clock())
+    picker.own_requests = own = OwnRequests(1, BLOCK, False, lambda: None)
+    picker.add_worker(1, RuntimeConfig())
+    for number in range(5):
+        picker.pick(str(number), PROMPT)
+    for name in ("remote", "remote and forgotten"):
+        Board(picker).book(name, SequenceEvent(name, 1, AddRequest(b"", 14, 14, 3), 0))
+    picker.free("0")
+    picker.free("remote and forgotten")
+    picker.remove_worker(1)
+    picker.free("1")
+    assert len(own) == 0 and len(picker.active) == 0
+    labels = 'dynamo_component="backend",dynamo_namespace="ns",router_id="7",worker_id="7"'
+    ended = f"dynamo_component_router_requests_total{{{labels}}} 5"
+    assert ended in registry.render().decode()
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_rank_that_is_gone_leaves_nothing_in_its_slot(indexed: bool) -> None:
+    """A worker has fewer ranks after a change of its configuration; later it exits."""
+    settings = RouterSettings(mode="kv", **({} if indexed else {"overlap_score_weight": 0.0}))
+    picker = KvPicker(settings, BLOCK, make_index(settings), None, Random(1), Clock())
+    picker.add_worker(1, RuntimeConfig(data_parallel_size=4))
+    for number in range(4):
+        picker.pick(str(number), array("I", range(number * 50, number * 50 + 14)))
+    picker.add_worker(1, RuntimeConfig(data_parallel_size=1))
+    assert {picker.pick(None, PROMPT).dp_rank for _ in range(20)} == {0}
+    picker.add_worker(1, RuntimeConfig(data_parallel_size=2))  # what runs there was not forgotten
+    rank = picker.fleet.members[1].slots[1]
+    assert picker.active.load(rank)[2] == 1
+    picker.add_worker(1, RuntimeConfig(data_parallel_size=1))
+    picker.remove_worker(1)
+    assert len(picker.active) == 0
+    picker.add_worker(2, RuntimeConfig(data_parallel_size=4))
+    assert {picker.active.load(slot) for slot in picker.fleet.candidates} == {(0, 0, 0)}
 
 
 def test_what_a_choice_leaves_lying_is_counted() -> None:

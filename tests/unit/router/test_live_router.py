@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dynamo.protocols.kv import (
     Removed,
 )
 from dynamo.protocols.load import KvMetrics
+from dynamo.router.caches import indexer as indexer_module
 from dynamo.router.caches import recovery as recovery_module
 from dynamo.router.kv import KvPicker
 from dynamo.router.live import upkeep as upkeep_module
@@ -84,6 +86,27 @@ async def test_a_lost_last_event_is_found_by_the_sweep(box: Box) -> None:
     await until(lambda: len(worker.queries) == 3 and not indexer.recovering())
     assert worker.queries[1:] == [KvQuery(0, 1, None), KvQuery(0, 2, None)]
     assert overlap(live) == 2
+
+
+async def test_the_loop_runs_while_a_dump_is_applied(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexer_module, "STEP_BLOCKS", 1)
+    worker = await box.worker()
+    live = await box.route()
+    index, indexer = live.picker.index, live.indexer  # type: ignore[attr-defined]
+    assert indexer is not None
+    await until(lambda: bool(worker.queries) and not indexer.recovering())
+    worker.answers = [KvQueryAnswer("tree_dump", [stored(n, n, n + 1) for n in range(4)], 4)]
+    indexer.renew(worker.id)
+    sizes = set()
+    async with asyncio.timeout(10):
+        while indexer.recovering():
+            sizes.add(index.blocks())
+            await asyncio.sleep(0)
+    assert {0, 1, 2, 3} <= sizes
+    worker.publish(stored(5, 0, 1))
+    await until(lambda: overlap(live) == 4)
 
 
 async def test_workers_come_and_go(box: Box) -> None:

@@ -112,3 +112,14 @@ def test_the_ratio_of_devices_is_a_setting() -> None:
     made.add_worker(2, RuntimeConfig(), "cpu")
     counts = Counter(made.pick(str(i), TOKENS).worker_id for i in range(40))
     assert counts == {1: 30, 2: 10}
+
+
+def test_a_rank_that_is_gone_leaves_nothing_in_its_slot() -> None:
+    made = picker("least-loaded", 0)
+    made.add_worker(1, RuntimeConfig(data_parallel_size=3))
+    for number in range(3):
+        made.pick(str(number), TOKENS)
+    made.add_worker(1, RuntimeConfig(data_parallel_size=1))
+    made.remove_worker(1)
+    made.add_worker(2, RuntimeConfig(data_parallel_size=3))
+    assert {made._inflight[slot] for slot in made.fleet.candidates} == {0}

@@ -146,7 +146,8 @@ def test_a_cancelled_anchor_and_a_lost_worker(here: Clocked) -> None:
     here.now_s = 5.0
     here.load.free("a")
     assert here.tokens() == 50
-    here.load.drop_slot(0)
+    for request_id in here.load.booked_on({0}):
+        here.load.free(request_id)
     assert (here.tokens(), here.tokens(1)) == (0, 15)
     here.book("d", 40)
     assert here.tokens() == 40
@@ -244,7 +245,8 @@ def test_it_only_rises_by_what_is_booked(steps: list[tuple[str, ...]]) -> None:
         elif kind == "wait":
             here.now_s += values[0]  # type: ignore[operator]
         elif kind == "drop":
-            here.load.drop_slot(values[0])  # type: ignore[arg-type]
+            for request_id in here.load.booked_on(set(values)):  # type: ignore[arg-type]
+                here.load.free(request_id)
         elif names:
             name = names[values[0] % len(names)]  # type: ignore[operator]
             here.first_token(name) if kind == "first" else here.load.free(name)

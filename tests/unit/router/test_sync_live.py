@@ -215,6 +215,19 @@ async def test_a_runtime_that_closes_first_ends_the_sync(replicas: Replicas) -> 
     await until(lambda: load(second, worker) == (0, 0, 0))
 
 
+async def test_requests_of_a_worker_that_exits_are_forgotten_everywhere(replicas: Replicas) -> None:
+    worker = await replicas.worker()
+    first, second = await replicas.router(), await replicas.router()
+    await hear_each_other(first, second)
+    for number in range(10):
+        first.picker.pick(str(number), PROMPT)
+    assert first._sync is not None and second._sync is not None
+    own, peers = first._sync.own, second._sync.peers
+    await until(lambda: peers.requests() == 10)
+    await worker.runtime.close()
+    await until(lambda: len(own) == 0 and peers.requests() == 0)
+
+
 async def test_forgotten_requests_expire_everywhere(replicas: Replicas) -> None:
     worker = await replicas.worker()
     first, second = await replicas.router(), await replicas.router()
