@@ -54,6 +54,8 @@ _SHARED = (
     "DYN_EVENT_PLANE",
 )
 
+_SOCKETS = ("circus.sock", "circus-events.sock")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; returns the exit status."""
@@ -93,14 +95,14 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
     if not settings.disable_gpu_allocation:
         specs = place(specs, inventory)
     _check(graph, specs)
-    control = f"ipc://{planned_socket_path(runtime, 'circus.sock')}"
+    control, events = (f"ipc://{planned_socket_path(runtime, name)}" for name in _SOCKETS)
     return Plan(
         namespace=graph.namespace,
         specs=specs,
         config=graph.config,
         gpu_ids=inventory.ids,
         endpoint=settings.circus_endpoint or control,
-        pubsub_endpoint=f"ipc://{planned_socket_path(runtime, 'circus-events.sock')}",
+        pubsub_endpoint=events,
     )
 
 
@@ -205,7 +207,8 @@ def _serve(made: Plan, settings: ServeSettings, runtime: RuntimeSettings) -> int
     home.own()
     try:
         told = home.reconcile()
-        socket_path(runtime, "circus.sock")  # its directory, which the crash may have shared
+        for name in _SOCKETS:  # their directories, which the crash may have shared
+            socket_path(runtime, name)
     except BaseException:
         home.disown()
         raise

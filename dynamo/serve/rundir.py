@@ -25,6 +25,7 @@ from dynamo.runtime.discovery.layout import (
     remove_if_lease,
 )
 from dynamo.runtime.discovery.process import host_id, is_running
+from dynamo.runtime.paths import fallback_dir
 from dynamo.serve.processes import ProcessStat, environment, same_process, snapshot
 from dynamo.serve.statefile import FileLock, Statefile
 
@@ -100,10 +101,10 @@ class RunDirectory:
             return  # a worker that was started by hand still uses the store and its sockets
         if self.store == self.path / "store":
             shutil.rmtree(self.store, ignore_errors=True)
-        record = read_file(self.path / _FALLBACK_RECORD)
-        if record is not None:
-            shutil.rmtree(os.fsdecode(record.strip()), ignore_errors=True)
-            (self.path / _FALLBACK_RECORD).unlink(missing_ok=True)
+        fallback = fallback_dir(self.path)
+        if fallback is not None:
+            shutil.rmtree(fallback, ignore_errors=True)
+        (self.path / _FALLBACK_RECORD).unlink(missing_ok=True)
         for path in list(_sockets(self.path)):
             path.unlink(missing_ok=True)
 
