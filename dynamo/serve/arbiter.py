@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from circus.arbiter import Arbiter
 from tornado.ioloop import IOLoop
 
+from dynamo.runtime.paths import owner_only
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.output import Announcer
 from dynamo.serve.processes import children, environment
@@ -64,6 +65,7 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
             proc_name="dynamo-arbiter",
         )
         self.ctrl.sys_hdl.stop()  # gives the signals back that circus has just taken
+        self.ctrl.initialize = owner_only()(self.ctrl.initialize)  # binds the control socket
         self.hurried = False
         self._tasks = tasks
         self._events = events
@@ -93,6 +95,11 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
                         group.create_task(watcher.end())
         for watcher, process in list(self._alive.values()):  # of watchers removed meanwhile
             await watcher.kill_process(process)
+
+    def initialize(self) -> None:
+        """Bind the event socket; its mode is 0700, as that of the control socket."""
+        with owner_only():
+            super().initialize()
 
     def close(self) -> None:
         """Close the control sockets, if they were ever opened."""

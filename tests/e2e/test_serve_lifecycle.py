@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,34 @@ def test_a_life(serving: Serving) -> None:
     serving.assert_clean()
     logs = sorted(path.name for path in (serving.state_dir / ns / "logs").iterdir())
     assert logs == [f"{ns}_A.log", f"{ns}_A_1.log", f"{ns}_B.log"]
+
+
+def test_sockets_beside_and_away_from_the_run_directory(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One name fits into the run directory, the longer one does not; both are for their owner."""
+    with tempfile.TemporaryDirectory(prefix="s") as short:
+        monkeypatch.setitem(serving.env, "XDG_RUNTIME_DIR", short)
+        padding = 93 - len(f"{short}//{serving.namespace}")
+        serving.state_dir = Path(short) / ("d" * padding)
+        serving.env["DYN_LOCAL_STATE_DIR"] = str(serving.state_dir)
+        before = os.umask(0)
+        try:
+            serving.start(TWO)
+        finally:
+            os.umask(before)
+        document = serving.document()
+        control, events = (
+            Path(document[key].removeprefix("ipc://"))
+            for key in ("circus_endpoint", "pubsub_endpoint")
+        )
+        assert control.parent == serving.state_dir / serving.namespace
+        assert events.parent.parent == Path(short)
+        for path in (control, events):
+            assert path.is_socket() and path.stat().st_mode & 0o077 == 0
+        assert serving.stop() == 0
+        serving.assert_clean()
+        assert list(Path(short).iterdir()) == [serving.state_dir]
 
 
 def test_circusctl_stop_start_incr_quit(serving: Serving) -> None:
