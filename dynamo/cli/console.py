@@ -10,10 +10,13 @@ import json
 import logging
 import queue
 import sys
+import textwrap
 import threading
 import time
 import zlib
 from typing import BinaryIO
+
+from dynamo.observability.logs import one_line
 
 __all__ = ["Console", "ConsoleLog"]
 
@@ -56,7 +59,7 @@ class Console:
         else:
             colour = _LEVEL_COLOURS.get(level, 1)
             mark = f"\x1b[{colour}mdynamo:\x1b[0m" if self._colour else "dynamo:"
-            self._put(f"{mark} {text}".encode())
+            self._put(f"{mark} {text}".encode(errors="backslashreplace"))
 
     def output(self, watcher: str, line: bytes) -> None:
         """A line of a service, without its end."""
@@ -110,7 +113,11 @@ class ConsoleLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show the record."""
-        self._console.say(self.format(record), record.levelno)
+        text = one_line(record.getMessage())
+        if record.exc_info:
+            error = logging.Formatter().formatException(record.exc_info)
+            text += "\n" + textwrap.indent(error, "  ")
+        self._console.say(text, record.levelno)
 
 
 def _json_line(level: int, target: str, text: str) -> bytes:
@@ -122,7 +129,7 @@ def _json_line(level: int, target: str, text: str) -> bytes:
         "target": target,
         "message": text,
     }
-    return json.dumps(row, ensure_ascii=False).encode()
+    return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace")
 
 
 def _with_watcher(watcher: str, line: bytes) -> bytes:

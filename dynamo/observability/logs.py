@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import sys
+import textwrap
 import time
 from typing import TextIO
 
 import orjson
 
-__all__ = ["JsonFormatter", "LineFormatter", "setup_logging"]
+__all__ = ["JsonFormatter", "LineFormatter", "one_line", "setup_logging"]
 
 _LEVELS = {
     "trace": logging.DEBUG,
@@ -23,6 +26,8 @@ _LEVELS = {
 _A_LINE_A_REQUEST = ("dynamo.router.decision_log",)
 """Where INFO would be a line a request: heard only when named in ``level``, or at DEBUG."""
 
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_CONTROL_IN_LINES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _COLOURS = {"DEBUG": "36", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "35"}
 
 
@@ -56,6 +61,14 @@ def setup_logging(
     logging.captureWarnings(True)
 
 
+def one_line(text: str) -> str:
+    """``text`` with line ends and other control characters escaped, tabs kept.
+
+    A message may quote a client or a worker: it must not look like further lines of the log.
+    """
+    return _CONTROL.sub(_escaped, text)
+
+
 class LineFormatter(logging.Formatter):
     """``2026-01-31T12:00:00.123Z INFO dynamo.frontend: message``."""
 
@@ -64,13 +77,14 @@ class LineFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; a traceback follows on lines of its own."""
+        """One line; a traceback follows on indented lines of its own."""
         level = record.levelname
         if self._colour:
             level = f"\x1b[{_COLOURS.get(level, '0')}m{level}\x1b[0m"
-        text = f"{_timestamp(record)} {level} {record.name}: {record.getMessage()}"
+        text = f"{_timestamp(record)} {level} {record.name}: {one_line(record.getMessage())}"
         if record.exc_info:
-            text += "\n" + self.formatException(record.exc_info)
+            lines = _CONTROL_IN_LINES.sub(_escaped, self.formatException(record.exc_info))
+            text += "\n" + textwrap.indent(lines, "  ")
         return text
 
 
@@ -95,12 +109,19 @@ class JsonFormatter(logging.Formatter):
                 row[name] = value
         if record.exc_info:
             row["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(row, default=str).decode()
+        try:
+            return orjson.dumps(row, default=str).decode()
+        except TypeError:  # a lone surrogate or a large integer, which JSON itself can have
+            return json.dumps(row, default=str)
 
 
 _STANDARD = frozenset(
     (*logging.LogRecord("", 0, "", 0, "", (), None).__dict__, "message", "asctime", "taskName")
 )
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
 
 
 def _timestamp(record: logging.LogRecord) -> str:

@@ -303,6 +303,9 @@ def test_circusctl_add_starts_a_worker_of_ours(serving: Serving) -> None:
     serving.start(TWO)
     base = serving.document()["components"][f"{serving.namespace}_B"]
     name = f"{serving.namespace}_B_1"
+    for outside in ("../../x", "..", "/tmp/x", "a/b"):
+        assert "must be at most 200 letters" in serving.circusctl("add", outside, "sleep 9")
+    assert not list(serving.tmp_path.rglob("x.log*"))
     assert serving.circusctl("add", "--start", name, base["cmd"]).endswith("ok")
     serving.wait_for("B_1 .*started")
     (added,) = (p for p in serving.survivors() if p.environ().get("DYN_WATCHER_NAME") == name)

@@ -40,7 +40,34 @@ def test_a_line() -> None:
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO dynamo\.test: hello world", lines[0]
     )
     assert "hidden" not in out.getvalue()
-    assert lines[-1] == "ValueError: boom"
+    assert lines[2] == "  Traceback (most recent call last):"
+    assert lines[-1] == "  ValueError: boom"
+
+
+def test_quoted_text_cannot_forge_a_line() -> None:
+    out = io.StringIO()
+    setup_logging("svc", stream=out)
+    log = logging.getLogger("dynamo.test")
+    forged = "x\n2026-01-31T12:00:00.123Z INFO dynamo.test: forged\r\x1b[2K\x85\u2028\ud800\té"
+    log.warning("worker says %s", forged)
+    try:
+        raise ValueError(forged)
+    except ValueError:
+        log.exception("failed")
+    first, second, *traceback = out.getvalue().splitlines()
+    shown = r"INFO dynamo.test: forged\r\x1b[2K\x85\u2028\ud800" + "\té"
+    assert first.endswith(r"WARNING dynamo.test: worker says x\n2026-01-31T12:00:00.123Z " + shown)
+    assert second.endswith("ERROR dynamo.test: failed")
+    assert traceback and all(line.startswith("  ") for line in traceback)
+
+
+def test_a_json_line_may_hold_anything() -> None:
+    out = io.StringIO()
+    setup_logging("svc", jsonl=True, stream=out)
+    logging.getLogger("dynamo.test").warning("%s", "a\nb\ud800", extra={"size": 1 << 70})
+    (line,) = out.getvalue().splitlines()
+    row = json.loads(line)
+    assert row["message"] == "a\nb\ud800" and row["size"] == 1 << 70
 
 
 def test_json_lines() -> None:
