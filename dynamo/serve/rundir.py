@@ -57,7 +57,8 @@ class RunDirectory:
     def own(self) -> None:
         """Become the one deployment of this namespace; children made by fork share it.
 
-        Raises StatefileError that names the other and how to stop it.
+        Raises StatefileError that names the other and how to stop it, or the file that cannot be
+        written.
         """
         if not self._owner.try_acquire():
             pid = (read_file(self._owner.path) or b"?").decode(errors="replace").strip()
@@ -65,7 +66,11 @@ class RunDirectory:
                 f"namespace {self.statefile.namespace!r} is already served by process {pid} "
                 f"(statefile {self.statefile.path}); stop it with: kill {pid}"
             )
-        self._owner.note(f"{os.getpid()}\n")
+        try:
+            self._owner.note(f"{os.getpid()}\n")
+        except StatefileError:
+            self.disown()
+            raise
 
     def reconcile(self) -> list[str]:
         """End and remove what a crashed deployment left; one line for each thing worth telling.

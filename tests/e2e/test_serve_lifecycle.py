@@ -20,6 +20,7 @@ TWO = """
 A: {run: SLEEPER, ServiceArgs: {workers: 2}}
 B: {run: SLEEPER}
 """
+TALKS = "import signal; print(('x' * 99 + '\\n') * 20_000 + 'said'); signal.pause()"
 
 
 @pytest.fixture
@@ -74,6 +75,27 @@ def test_sockets_beside_and_away_from_the_run_directory(
         assert serving.stop() == 0
         serving.assert_clean()
         assert list(Path(short).iterdir()) == [serving.state_dir]
+
+
+def test_a_stdout_that_nobody_reads_holds_up_no_stop(serving: Serving) -> None:
+    path = serving.graph(f"A: {{run: {json.dumps([sys.executable, '-uc', TALKS])}}}\n")
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb"):
+        serving.process = subprocess.Popen(
+            [sys.executable, "-m", "dynamo", "serve", str(path)],
+            env=serving.env,
+            stdout=writing,
+            stderr=writing,
+        )
+        os.close(writing)
+        log = serving.state_dir / serving.namespace / "logs" / f"{serving.namespace}_A.log"
+        deadline = time.monotonic() + 20
+        while not log.exists() or b"said" not in log.read_bytes()[-100:]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        serving.process.send_signal(signal.SIGINT)
+        assert serving.process.wait(15) == 0
+    serving.assert_clean()
 
 
 def test_circusctl_stop_start_incr_quit(serving: Serving) -> None:
