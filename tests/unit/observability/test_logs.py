@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dynamo.observability.logs import setup_logging
+from dynamo.observability.logs import RepeatFilter, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +110,47 @@ def test_a_line_a_request_must_be_asked_for(level: str, heard: bool) -> None:
     setup_logging("svc", level, stream=out)
     logging.getLogger("dynamo.router.decision_log").info("Selected worker")
     assert ("Selected worker" in out.getvalue()) is heard
+
+
+def test_a_flood_of_one_kind_is_limited_and_counted() -> None:
+    now_s = 0.0
+    limit = RepeatFilter(lambda: now_s)
+
+    def passed(count: int, message: str, level: int = logging.WARNING) -> list[int | None]:
+        shown = []
+        for number in range(count):
+            record = logging.LogRecord("dynamo.test", level, "", 0, message, (number,), None)
+            if limit.filter(record):
+                shown.append(getattr(record, "suppressed", None))
+        return shown
+
+    assert passed(100, "bad %s") == [None] * 20
+    assert passed(1, "other %s") == [None], "each kind by itself"
+    assert passed(100, "info %s", logging.INFO) == [None] * 100
+    now_s = 2.5
+    assert passed(100, "bad %s") == [80, None]
+    now_s = 1000.0
+    assert passed(100, "bad %s") == [98] + [None] * 19
+    logging.getLogger("dynamo.test").setLevel(logging.DEBUG)
+    assert passed(100, "bad %s") == [None] * 100, "who asks for all gets all"
+
+
+def test_what_was_left_out_is_shown() -> None:
+    for jsonl in (False, True):
+        out = io.StringIO()
+        setup_logging("svc", jsonl=jsonl, stream=out)
+        log = logging.getLogger("dynamo.test")
+        for number in range(30):
+            log.error("bad payload %d", number)
+        assert out.getvalue().count("bad payload") == 20
+        log.error("bad payload", extra={"suppressed": 3})
+        last = out.getvalue().splitlines()[-1]
+        assert "(3 more of this kind" in last or json.loads(last)["suppressed"] == 3
+
+
+def test_kinds_are_bounded() -> None:
+    limit = RepeatFilter(lambda: 0.0)
+    for number in range(3000):
+        record = logging.LogRecord("dynamo.test", logging.ERROR, "", 0, f"{number}", (), None)
+        assert limit.filter(record)
+    assert len(limit._kinds) <= 1000
