@@ -83,7 +83,7 @@ def test_a_stdout_that_nobody_reads_holds_up_no_stop(serving: Serving) -> None:
     with os.fdopen(reading, "rb"):
         serving.process = subprocess.Popen(
             [sys.executable, "-m", "dynamo", "serve", str(path)],
-            env=serving.env,
+            env={**serving.env, "PYTHONUNBUFFERED": ""},  # as users run it
             stdout=writing,
             stderr=writing,
         )
