@@ -78,8 +78,10 @@ async def _bench(settings: BenchSettings, errors: Console) -> int:
 
 
 def _try_output(path: str) -> None:
-    """Fail before the run if its result could not be written."""
+    """Fail before the run if its result could not be written. A pipe is left for the end."""
     new = not os.path.lexists(path)
+    if not new and not Path(path).is_file() and not Path(path).is_dir():
+        return
     try:
         with Path(path).open("ab"):
             pass

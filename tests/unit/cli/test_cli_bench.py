@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -81,6 +82,11 @@ def test_an_output_that_goes_bad_during_the_run_loses_nothing(
     assert bench.main(["--url", url, *FEW, "--output", str(tmp_path)]) == 1
     shown = capsys.readouterr()
     assert "m: 3 of 3 requests" in shown.out and "--output: cannot write" in shown.err
+
+
+def test_a_pipe_as_output_is_not_tried_before_the_run(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    bench._try_output(str(tmp_path / "pipe"))  # which would wait for a reader
 
 
 @pytest.mark.parametrize(
