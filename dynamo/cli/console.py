@@ -44,8 +44,8 @@ class Console:
         quiet: bool = False,
         stream: RawIOBase | BytesIO | None = None,
     ) -> None:
-        # Not sys.stdout: whoever flushes it at the end would wait for our thread, which may be
-        # stuck in a pipe that is full and never read.
+        # Not sys.stdout: a flush of that at exit would wait for our thread, which may be blocked
+        # in a pipe that is full and never read.
         self._stream = FileIO(sys.stdout.fileno(), "w", closefd=False) if stream is None else stream
         self._colour = not jsonl and self._stream.isatty()
         self._jsonl = jsonl

@@ -132,7 +132,7 @@ def test_a_flood_of_one_kind_is_limited_and_counted() -> None:
     now_s = 1000.0
     assert passed(100, "bad %s") == [98] + [None] * 19
     logging.getLogger("dynamo.test").setLevel(logging.DEBUG)
-    assert passed(100, "bad %s") == [None] * 100, "who asks for all gets all"
+    assert passed(100, "bad %s") == [None] * 100, "DEBUG shows all"
 
 
 def test_what_was_left_out_is_shown() -> None:

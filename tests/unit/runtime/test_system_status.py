@@ -201,7 +201,7 @@ async def test_the_runtime_serves_it():
 
 
 async def test_other_hosts_are_let_in_only_when_asked() -> None:
-    """Its engine routes take commands from whoever reaches it."""
+    """Its engine routes take commands without authentication."""
     settings = SystemSettings(port=0)
     server = StatusServer(settings, Health(settings), Registry())
     await server.start()
