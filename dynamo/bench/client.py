@@ -11,15 +11,20 @@ import ssl
 import time
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httptools
-import orjson
 
+from dynamo.bench.answers import read_answer, read_chunk, refusal
+from dynamo.bench.events import EventParser
 from dynamo.bench.stats import Outcome
 from dynamo.errors import ConfigError
 
 __all__ = ["Connection", "Target", "parse_url"]
+
+_EVENT_STREAM = b"text/event-stream"
+_LINE_MAX_BYTES = 16 << 20
+_BODY_MAX_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +37,16 @@ class Target:
     prefix: str = ""
     api_key: str | None = None
 
+    @property
+    def authority(self) -> str:
+        """``host:port`` as in a URL: an IPv6 address has brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     def head(self, method: str, path: str, size_bytes: int) -> bytes:
         """Request line and headers of one request with a JSON body of ``size_bytes``."""
         lines = [
             f"{method} {self.prefix}{path} HTTP/1.1",
-            f"host: {self.host}:{self.port}",
+            f"host: {self.authority}",
             "accept: */*",
         ]
         if size_bytes:
@@ -47,13 +57,22 @@ class Target:
 
 
 def parse_url(url: str, api_key: str | None = None) -> Target:
-    """The target of ``http(s)://host[:port][/prefix]``; a trailing /v1 is dropped."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    """The target of ``http(s)://host[:port][/prefix]``; a trailing /v1 is dropped.
+
+    Raises ConfigError if it is anything else, or if the key cannot be a header.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"--url {url!r}: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ConfigError(f"--url must look like http://host:port, got {url!r}")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("--api-key (OPENAI_API_KEY) must be printable ASCII, without a line end")
     tls = parts.scheme == "https"
-    prefix = parts.path.rstrip("/").removesuffix("/v1")
-    return Target(parts.hostname, parts.port or (443 if tls else 80), tls, prefix, api_key)
+    prefix = quote(parts.path.rstrip("/").removesuffix("/v1"), safe="/%:@!$&'()*+,;=~")
+    return Target(parts.hostname, port or (443 if tls else 80), tls, prefix, api_key)
 
 
 class Connection(asyncio.Protocol):
@@ -64,11 +83,18 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser: Any = None
         self._done: asyncio.Future[None] | None = None
-        self._outcome = Outcome()
-        self._body = bytearray()
-        self._stream = False
-        self._last_token_s = 0.0
         self._keep_alive = True
+        self._reset(Outcome(), stream=False)
+
+    def _reset(self, outcome: Outcome, stream: bool) -> None:
+        self._outcome = outcome
+        self._stream = stream
+        self._events = EventParser()
+        self._body = bytearray()
+        self._content_type = b""
+        self._until_close = True
+        self._ended = False
+        self._last_token_s = 0.0
 
     @property
     def usable(self) -> bool:
@@ -76,7 +102,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and self._keep_alive and not self._transport.is_closing()
 
     async def open(self) -> None:
-        """Connect. Raises OSError."""
+        """Connect. Raises OSError, or UnicodeError for a name that is none."""
         context = ssl.create_default_context() if self._target.tls else None
         loop = asyncio.get_running_loop()
         await loop.create_connection(
@@ -89,17 +115,28 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     async def request(
-        self, method: str, path: str, body: bytes, *, stream: bool, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        stream: bool,
+        timeout_s: float,
+        started_s: float | None = None,
     ) -> tuple[Outcome, bytes]:
-        """Send one request; returns what it came to and the body (empty for a stream)."""
-        self._outcome = outcome = Outcome()
-        self._body = bytearray()
-        self._stream = stream
+        """Send one request; returns what it came to and the body (empty for a stream).
+
+        ``started_s`` is when its clock started, by default now.
+        """
+        self._reset(outcome := Outcome(), stream)
         self._parser = httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()
-        outcome.started_s = time.perf_counter()
-        assert self._transport is not None
-        self._transport.write(self._target.head(method, path, len(body)) + body)
+        outcome.sent_s = time.perf_counter()
+        outcome.started_s = outcome.sent_s if started_s is None else started_s
+        if self._transport is None:
+            self._fail("disconnected")
+        else:
+            self._transport.write(self._target.head(method, path, len(body)) + body)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._done
@@ -108,11 +145,21 @@ class Connection(asyncio.Protocol):
             self.close()
         outcome.finished_s = time.perf_counter()
         text = bytes(self._body)
-        if outcome.error is None and outcome.status != 200:
-            outcome.error = f"{outcome.status}: {_reason(text)}"
-        elif outcome.error is None and not stream:
-            _read_usage(outcome, text)
+        if outcome.error is None:
+            self._judge(text)
         return outcome, text
+
+    def _judge(self, text: bytes) -> None:
+        """Name what is wrong with a response that arrived."""
+        outcome = self._outcome
+        if outcome.status != 200:
+            outcome.error = f"{outcome.status}: {refusal(text)}"
+        elif not self._stream:
+            read_answer(outcome, text)
+        elif not self._ended:
+            outcome.error = "the stream ended without [DONE] or a finish_reason"
+        elif outcome.first_token_s is None:
+            outcome.error = "the stream carried no token"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio: connected."""
@@ -120,101 +167,92 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """asyncio: bytes in."""
-        if self._parser is None:
+        if self._done is None or self._done.done():
+            self.close()  # nothing was asked for
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(f"not HTTP: {error}")
             self.close()
+        except httptools.HttpParserUpgrade:
+            self._fail("the server changed to another protocol")
+            self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio: gone."""
         self._transport = None
-        self._fail("disconnected")
+        if exc is None and self._until_close and self._outcome.status:
+            self._complete()
+        else:
+            self._fail("disconnected")
 
-    def on_status(self, status: bytes) -> None:
-        """httptools: status line seen."""
-        self._outcome.status = self._parser.get_status_code()
+    def on_message_begin(self) -> None:
+        """httptools: a response begins; a second one was not asked for."""
+        if self._done is not None and self._done.done():
+            self._keep_alive = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """httptools: one header."""
+        lower = name.lower()
+        if lower == b"content-type":
+            self._content_type = value.split(b";")[0].strip().lower()
+        elif lower in (b"content-length", b"transfer-encoding"):
+            self._until_close = False
 
     def on_headers_complete(self) -> None:
         """httptools: headers seen."""
+        if self._done is None or self._done.done():
+            return
         self._outcome.status = self._parser.get_status_code()
         self._keep_alive = self._parser.should_keep_alive()
+        if self._stream and self._outcome.status == 200 and self._content_type != _EVENT_STREAM:
+            kind = self._content_type[:80].decode("latin-1") or "no content-type"
+            self._fail(f"not an event stream: {kind}")
+            self.close()
 
     def on_body(self, data: bytes) -> None:
         """httptools: a piece of the body."""
-        self._body += data
+        if self._done is None or self._done.done():
+            return
         if self._stream and self._outcome.status == 200:
-            self._read_events(time.perf_counter())
+            self._read_events(self._events.feed(data), time.perf_counter())
+            too_large = self._events.pending_bytes > _LINE_MAX_BYTES
+        else:
+            self._body += data
+            too_large = len(self._body) > _BODY_MAX_BYTES
+        if too_large:
+            self._fail("the answer is too large")
+            self.close()
 
     def on_message_complete(self) -> None:
         """httptools: the response is whole."""
+        if self._outcome.status >= 200:  # else an interim response
+            self._complete()
+
+    def _complete(self) -> None:
         if self._done is not None and not self._done.done():
             self._done.set_result(None)
 
     def _fail(self, reason: str) -> None:
         if self._done is not None and not self._done.done():
-            self._outcome.error = reason
+            self._outcome.error = self._outcome.error or reason
             self._done.set_result(None)
 
-    def _read_events(self, now_s: float) -> None:
-        end = self._body.rfind(b"\n\n")
-        if end < 0:
-            return
-        events = bytes(self._body[:end]).split(b"\n\n")
-        del self._body[: end + 2]
+    def _read_events(self, events: list[bytes], now_s: float) -> None:
         outcome, tokens = self._outcome, 0
         for event in events:
-            if not event.startswith(b"data: ") or event == b"data: [DONE]":
-                continue
-            if b'"usage":{' in event or b'"error":' in event or b'"nvext":{' in event:
-                _read_usage(outcome, event[6:])
-            tokens += _carries_token(event)
+            if event == b"[DONE]":
+                self._ended = True
+            elif event and outcome.error is None:
+                carries_token, finished = read_chunk(outcome, event)
+                tokens += carries_token
+                self._ended = self._ended or finished
+        if not tokens:
+            return
+        if outcome.first_token_s is None:
+            outcome.first_token_s = self._last_token_s = now_s
+            tokens -= 1
         if tokens:
-            if outcome.first_token_s is None:
-                outcome.first_token_s = now_s
-                tokens -= 1
-            if tokens:
-                gap_s = (now_s - (self._last_token_s or now_s)) / tokens
-                outcome.gaps_s.extend([gap_s] * tokens)
-            self._last_token_s = now_s
-        if outcome.first_token_s == now_s:
-            self._last_token_s = now_s
-
-
-def _carries_token(event: bytes) -> bool:
-    start = event.find(b'"content":"')
-    if start >= 0:
-        return event[start + 11 : start + 12] != b'"'
-    return b'"text":"' in event and b'"text":""' not in event
-
-
-def _read_usage(outcome: Outcome, text: bytes) -> None:
-    try:
-        body = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        outcome.error = "the answer is not JSON"
-        return
-    if isinstance(body.get("error"), dict):
-        outcome.error = f"in stream: {body['error'].get('message', '')}"
-        return
-    usage = body.get("usage")
-    if usage:
-        outcome.prompt_tokens = usage.get("prompt_tokens") or 0
-        outcome.output_tokens = usage.get("completion_tokens") or 0
-        details = usage.get("prompt_tokens_details") or {}
-        outcome.cached_tokens = details.get("cached_tokens")
-    ids = (body.get("nvext") or {}).get("worker_id")
-    if isinstance(ids, dict):
-        outcome.worker_id = ids.get("decode_worker_id") or ids.get("prefill_worker_id")
-
-
-def _reason(text: bytes) -> str:
-    try:
-        body = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return text[:80].decode("utf-8", "replace")
-    error = body.get("error") if isinstance(body, dict) else None
-    source = error if isinstance(error, dict) else body
-    return str(source.get("message", "")) if isinstance(source, dict) else ""
+            outcome.gaps_s.extend([(now_s - self._last_token_s) / tokens] * tokens)
+        self._last_token_s = now_s

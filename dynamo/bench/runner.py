@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import orjson
 
+from dynamo.bench.answers import refusal
 from dynamo.bench.client import Connection, Target
 from dynamo.bench.stats import Outcome
 from dynamo.bench.workload import PlannedRequest, Prompts
@@ -19,6 +21,7 @@ __all__ = ["Runner", "calibrate", "first_model"]
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 CALIBRATION_WORDS = (16, 528)
+CONNECT_TIMEOUT_S = 30.0
 
 
 class Runner:
@@ -42,26 +45,31 @@ class Runner:
         self.in_flight = 0
 
     async def run(self, planned: Sequence[PlannedRequest], concurrency: int | None) -> float:
-        """Send everything; returns the seconds from the first request to the last answer."""
+        """Send everything; returns the seconds from the first request to the last answer.
+
+        A request with a time of its own counts from that time, even if ``concurrency`` holds it up.
+        """
         room = asyncio.Semaphore(concurrency) if concurrency else None
         started_s = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as tasks:
                 for request in planned:
-                    if request.at_s is not None:
-                        await _sleep_until(started_s + request.at_s)
+                    body = self.body(request)  # before its time: long prompts take a while
+                    due_s = None if request.at_s is None else started_s + request.at_s
+                    if due_s is not None:
+                        await _sleep_until(due_s)
                     if room is not None:
                         await room.acquire()
-                    tasks.create_task(self._one(request, room))
+                    tasks.create_task(self._one(body, due_s, room))
         finally:
             for connection in self._idle:
                 connection.close()
         return time.perf_counter() - started_s
 
-    async def _one(self, request: PlannedRequest, room: asyncio.Semaphore | None) -> None:
+    async def _one(self, body: bytes, due_s: float | None, room: asyncio.Semaphore | None) -> None:
         self.in_flight += 1
         try:
-            outcome = await self._send(self.body(request))
+            outcome = await self.send(body, due_s)
             self.outcomes.append(outcome)
             self._on_done(outcome)
         finally:
@@ -69,26 +77,45 @@ class Runner:
             if room is not None:
                 room.release()
 
-    async def _send(self, body: bytes) -> Outcome:
+    async def send(self, body: bytes, due_s: float | None = None) -> Outcome:
+        """Send one request; its clock starts at ``due_s``, else before it connects."""
+        begun_s = time.perf_counter()
+        started_s = begun_s if due_s is None else due_s
+        deadline_s = begun_s + self._settings.timeout_s
         connection = self._idle.pop() if self._idle else Connection(self._target)
+        outcome = None
         if not connection.usable:
             connection = Connection(self._target)
-            try:
-                await connection.open()
-            except OSError as error:
-                now_s = time.perf_counter()
-                reason = f"cannot connect: {error.strerror or error}"
-                return Outcome(started_s=now_s, finished_s=now_s, error=reason)
-        outcome, _ = await connection.request(
-            "POST",
-            PATHS[self._settings.endpoint_type],
-            body,
-            stream=self._settings.stream,
-            timeout_s=self._settings.timeout_s,
-        )
+            outcome = await self._open(connection, started_s)
+        if outcome is None:
+            outcome, _ = await connection.request(
+                "POST",
+                PATHS[self._settings.endpoint_type],
+                body,
+                stream=self._settings.stream,
+                timeout_s=deadline_s - time.perf_counter(),
+                started_s=started_s,
+            )
+        if due_s is not None:
+            outcome.schedule_lag_s = begun_s - due_s
         if connection.usable:
             self._idle.append(connection)
+        else:
+            connection.close()
         return outcome
+
+    async def _open(self, connection: Connection, started_s: float) -> Outcome | None:
+        """Connect; None, or the outcome of a request that cannot be sent."""
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                await connection.open()
+        except TimeoutError:
+            reason = "timeout"
+        except (OSError, UnicodeError) as error:
+            reason = f"cannot connect: {_cause(error)}"
+        else:
+            return None
+        return Outcome(started_s=started_s, finished_s=time.perf_counter(), error=reason)
 
     def body(self, request: PlannedRequest) -> bytes:
         """The JSON body of one planned request."""
@@ -111,6 +138,16 @@ class Runner:
         return orjson.dumps(body)
 
 
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    """Of /v1/models."""
+
+    data: list[_Model]
+
+
 async def first_model(target: Target) -> str:
     """The id of the first model the endpoint offers. Raises DynamoError with a remedy."""
     connection = await _connect(target)
@@ -120,12 +157,18 @@ async def first_model(target: Target) -> str:
         )
     finally:
         connection.close()
-    models = orjson.loads(text).get("data", []) if outcome.status == 200 else []
-    if not models:
-        raise ConfigError(
-            f"no model at {target.host}:{target.port} ({outcome.error or 'empty list'})"
-        )
-    return str(models[0]["id"])
+    reason = outcome.error if outcome.status != 200 else "the list is empty"
+    if outcome.status == 200:
+        try:
+            models = msgspec.json.decode(text, type=_Models).data
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            models, reason = [], f"its answer is no list of models: {refusal(text)}"
+        if models:
+            return models[0].id
+    raise ConfigError(
+        f"no model at {target.authority} ({reason}); point --url at an OpenAI endpoint, or name "
+        "one with --model"
+    )
 
 
 async def calibrate(runner: Runner, prompts: Prompts) -> float:
@@ -133,24 +176,35 @@ async def calibrate(runner: Runner, prompts: Prompts) -> float:
     counts = []
     for words in CALIBRATION_WORDS:
         planned = PlannedRequest(None, ((-2, words),), 1)
-        outcome = await runner._send(runner.body(planned))
-        if outcome.error is not None:
+        outcome = await runner.send(runner.body(planned))
+        if outcome.error is not None and not outcome.prompt_tokens:
             raise DynamoError(f"the calibration request failed: {outcome.error}")
         counts.append(outcome.prompt_tokens)
     few, many = CALIBRATION_WORDS
+    if counts[1] <= counts[0]:
+        raise DynamoError(
+            f"the usage of prompts of {few} and {many} words says {counts[0]} and {counts[1]} "
+            "tokens, so prompts of a given length cannot be made; without usage, send token ids: "
+            "--endpoint-type completions --prompt-format tokens"
+        )
     return max(0.1, (counts[1] - counts[0]) / (many - few))
 
 
 async def _connect(target: Target) -> Connection:
     connection = Connection(target)
     try:
-        await connection.open()
-    except OSError as error:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await connection.open()
+    except (OSError, UnicodeError) as error:  # TimeoutError is one
         raise CannotConnect(
-            f"nothing answers at {target.host}:{target.port} ({error.strerror or error});"
+            f"nothing answers at {target.authority} ({_cause(error)});"
             " start it, or point --url at the endpoint"
         ) from None
     return connection
+
+
+def _cause(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or "timeout"
 
 
 async def _sleep_until(when_s: float) -> None:

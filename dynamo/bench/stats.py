@@ -16,9 +16,15 @@ __all__ = ["Goodput", "Outcome", "Spread", "Summary", "parse_goodput", "percenti
 
 @dataclass(slots=True)
 class Outcome:
-    """What one request came to. Times in seconds; ``gaps_s`` are inter-token latencies."""
+    """What one request came to. Times in seconds; ``gaps_s`` are inter-token latencies.
+
+    ``started_s`` is when its clock started: when it was scheduled (open loop), else before the
+    connection was made. ``sent_s`` is when it was sent, over a connection that was there by then.
+    """
 
     started_s: float = 0.0
+    sent_s: float = 0.0
+    schedule_lag_s: float | None = None
     first_token_s: float | None = None
     finished_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
@@ -31,12 +37,12 @@ class Outcome:
 
     @property
     def latency_s(self) -> float:
-        """From sending the request to its last byte."""
+        """From the start of the clock to the last byte."""
         return self.finished_s - self.started_s
 
     @property
     def ttft_s(self) -> float | None:
-        """From sending the request to its first token; None when not streamed."""
+        """From the start of the clock to the first token; None when not streamed."""
         return None if self.first_token_s is None else self.first_token_s - self.started_s
 
 
@@ -60,7 +66,11 @@ class Goodput(msgspec.Struct, omit_defaults=True):
 
 
 class Summary(msgspec.Struct, omit_defaults=True):
-    """One run. Times in milliseconds, rates per second of wall clock."""
+    """One run. Times in milliseconds, rates per second of wall clock.
+
+    ``ttft_ms`` and ``latency_ms`` count from ``measured_from``. ``schedule_lag_ms`` is how much of
+    them passed before a request of an open loop was begun, of failed requests too.
+    """
 
     requests: int
     completed: int
@@ -70,6 +80,8 @@ class Summary(msgspec.Struct, omit_defaults=True):
     total_tokens_per_s: float
     prompt_tokens: int
     output_tokens: int
+    measured_from: str = ""
+    schedule_lag_ms: Spread | None = None
     ttft_ms: Spread | None = None
     itl_ms: Spread | None = None
     latency_ms: Spread | None = None
@@ -112,6 +124,7 @@ def summarize(
 ) -> Summary:
     """All figures of a run that took ``duration_s`` seconds."""
     done = [outcome for outcome in outcomes if outcome.error is None]
+    lags = [o.schedule_lag_s for o in outcomes if o.schedule_lag_s is not None]
     wall_s = max(duration_s, 1e-9)
     prompt = sum(outcome.prompt_tokens for outcome in done)
     output = sum(outcome.output_tokens for outcome in done)
@@ -124,6 +137,8 @@ def summarize(
         total_tokens_per_s=(prompt + output) / wall_s,
         prompt_tokens=prompt,
         output_tokens=output,
+        measured_from="the scheduled time" if lags else "before the connection is made",
+        schedule_lag_ms=_spread(lags),
         ttft_ms=_spread([o.ttft_s for o in done if o.ttft_s is not None]),
         itl_ms=_spread([gap for o in done for gap in o.gaps_s]),
         latency_ms=_spread([o.latency_s for o in done]),

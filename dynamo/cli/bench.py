@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -20,6 +22,7 @@ from dynamo.bench.workload import PlannedRequest, Prompts, from_trace, synthetic
 from dynamo.config import load
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.observability.logs import one_line
 
 __all__ = ["main"]
 
@@ -29,6 +32,8 @@ EPILOG = """examples:
   dynamo bench --trace conversation_trace.jsonl --trace-speedup 10 --goodput ttft:2000,itl:25
 """
 
+_REASONS_SHOWN = 10
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; returns the exit status (1 when no request succeeded)."""
@@ -37,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return asyncio.run(_bench(settings, errors))
     except DynamoError as error:
-        errors.print(f"[red]dynamo bench:[/] {error.message}", highlight=False)
+        errors.print(f"[red]dynamo bench:[/] {_plain(error.message)}", highlight=False)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
@@ -49,6 +54,8 @@ async def _bench(settings: BenchSettings, errors: Console) -> int:
     goodput = parse_goodput(settings.goodput) if settings.goodput else None
     planned = plan(settings)
     target = parse_url(settings.url, settings.api_key)
+    if settings.output is not None:
+        _try_output(settings.output)
     model = settings.model or await first_model(target)
     prompts = Prompts(settings.seed)
     with _progress(errors, len(planned)) as advance:
@@ -60,14 +67,42 @@ async def _bench(settings: BenchSettings, errors: Console) -> int:
         duration_s = await runner.run(planned, concurrency)
     summary = summarize(runner.outcomes, duration_s, goodput)
     text = msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
-    if settings.output is not None:
-        Path(settings.output).write_text(text + "\n")
     console = Console()
     if settings.json:
         console.print_json(text)
     else:
         show(console, summary, model)
+    if settings.output is not None:
+        _write_output(settings.output, text + "\n")
     return 0 if summary.completed else 1
+
+
+def _try_output(path: str) -> None:
+    """Fail before the run if its result could not be written. A pipe is left for the end."""
+    new = not os.path.lexists(path)
+    if not new and not Path(path).is_file() and not Path(path).is_dir():
+        return
+    try:
+        with Path(path).open("ab"):
+            pass
+        if new:
+            Path(path).unlink()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--output: {_os_reason(error)}") from None
+
+
+def _write_output(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        reason = _os_reason(error)
+        raise DynamoError(f"--output: {reason}; the result is above") from None
+
+
+def _os_reason(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError):
+        return f"cannot write {error.filename}: {error.strerror}"
+    return str(error)
 
 
 def plan(settings: BenchSettings) -> list[PlannedRequest]:
@@ -91,7 +126,7 @@ def plan(settings: BenchSettings) -> list[PlannedRequest]:
 
 def show(console: Console, summary: Summary, model: str) -> None:
     """Print the result for a human."""
-    table = Table(title=f"{model}: {summary.completed} of {summary.requests} requests")
+    table = Table(title=f"{_plain(model)}: {summary.completed} of {summary.requests} requests")
     table.add_column("", no_wrap=True)
     for name in Spread.__struct_fields__:
         table.add_column(name, justify="right")
@@ -99,6 +134,7 @@ def show(console: Console, summary: Summary, model: str) -> None:
         ("TTFT (ms)", summary.ttft_ms),
         ("ITL (ms)", summary.itl_ms),
         ("latency (ms)", summary.latency_ms),
+        ("schedule lag (ms)", summary.schedule_lag_ms),
     )
     for label, spread in rows:
         if spread is not None:
@@ -108,7 +144,16 @@ def show(console: Console, summary: Summary, model: str) -> None:
         console.print(line, highlight=False)
 
 
+def _plain(text: str) -> str:
+    """``text`` without meaning to the terminal or to rich: it may come from the endpoint."""
+    return escape(one_line(text))
+
+
 def _lines(summary: Summary) -> Iterator[str]:
+    counted = f"TTFT and latency count from {summary.measured_from}"
+    if summary.schedule_lag_ms is not None:
+        counted += "; schedule lag is the part before a request was begun"
+    yield counted
     yield (
         f"{summary.duration_s:.2f} s, {summary.requests_per_s:,.2f} requests/s, "
         f"{summary.output_tokens_per_s:,.0f} output tokens/s, "
@@ -129,8 +174,11 @@ def _lines(summary: Summary) -> Iterator[str]:
             f"goodput ({wanted}): {summary.good_requests} requests, "
             f"{summary.good_requests_per_s:,.2f}/s"
         )
-    for reason, count in summary.errors.items():
-        yield f"[red]{count} failed[/]: {reason}"
+    failures = list(summary.errors.items())
+    for reason, count in failures[:_REASONS_SHOWN]:
+        yield f"[red]{count} failed[/]: {_plain(reason)}"
+    if rest := sum(count for _, count in failures[_REASONS_SHOWN:]):
+        yield f"[red]{rest} failed[/] for other reasons (all: --json)"
 
 
 @contextlib.contextmanager

@@ -6,18 +6,24 @@ from a queue with an end: what does not fit is counted, said, and still in the l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
+import select
 import sys
+import textwrap
 import threading
 import time
 import zlib
-from typing import BinaryIO
+from io import BytesIO, FileIO, RawIOBase
+
+from dynamo.observability.logs import one_line
 
 __all__ = ["Console", "ConsoleLog"]
 
 _QUEUE_LINES = 10_000
+_LINES_AT_ONCE = 256
 _CLOSE_TIMEOUT_S = 2.0
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _LEVEL_COLOURS = {logging.WARNING: 33, logging.ERROR: 31}
@@ -36,9 +42,11 @@ class Console:
         *,
         jsonl: bool = False,
         quiet: bool = False,
-        stream: BinaryIO | None = None,
+        stream: RawIOBase | BytesIO | None = None,
     ) -> None:
-        self._stream = sys.stdout.buffer if stream is None else stream
+        # Not sys.stdout: a flush of that at exit would wait for our thread, which may be blocked
+        # in a pipe that is full and never read.
+        self._stream = FileIO(sys.stdout.fileno(), "w", closefd=False) if stream is None else stream
         self._colour = not jsonl and self._stream.isatty()
         self._jsonl = jsonl
         self._quiet = quiet
@@ -56,7 +64,7 @@ class Console:
         else:
             colour = _LEVEL_COLOURS.get(level, 1)
             mark = f"\x1b[{colour}mdynamo:\x1b[0m" if self._colour else "dynamo:"
-            self._put(f"{mark} {text}".encode())
+            self._put(f"{mark} {text}".encode(errors="backslashreplace"))
 
     def output(self, watcher: str, line: bytes) -> None:
         """A line of a service, without its end."""
@@ -92,13 +100,26 @@ class Console:
             self._dropped += 1
 
     def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
+        ended = False
+        while not ended:
+            lines = [self._lines.get()]
+            with contextlib.suppress(queue.Empty):
+                while len(lines) < _LINES_AT_ONCE:
+                    lines.append(self._lines.get_nowait())
+            ended = None in lines
+            text = b"".join(line + b"\n" for line in lines if line is not None)
             try:
-                self._stream.write(line + b"\n")
-                if self._lines.empty():
-                    self._stream.flush()
+                self._write_all(memoryview(text))
             except (OSError, ValueError):
                 return  # nobody reads any more; the deployment does not mind
+
+    def _write_all(self, data: memoryview) -> None:
+        while data:
+            written = self._stream.write(data)
+            if written is None:  # a non-blocking pipe that is full
+                select.select([], [self._stream], [])
+            else:
+                data = data[written:]
 
 
 class ConsoleLog(logging.Handler):
@@ -110,7 +131,11 @@ class ConsoleLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show the record."""
-        self._console.say(self.format(record), record.levelno)
+        text = one_line(record.getMessage())
+        if record.exc_info:
+            error = logging.Formatter().formatException(record.exc_info)
+            text += "\n" + textwrap.indent(error, "  ")
+        self._console.say(text, record.levelno)
 
 
 def _json_line(level: int, target: str, text: str) -> bytes:
@@ -122,7 +147,7 @@ def _json_line(level: int, target: str, text: str) -> bytes:
         "target": target,
         "message": text,
     }
-    return json.dumps(row, ensure_ascii=False).encode()
+    return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace")
 
 
 def _with_watcher(watcher: str, line: bytes) -> bytes:

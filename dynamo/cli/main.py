@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from importlib import metadata
+from collections.abc import Iterator, Sequence
 
 from dynamo import __version__
 
@@ -25,6 +26,7 @@ _RIVALS = ("ai-dynamo", "ai-dynamo-runtime")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb in ``argv`` (default: the command line); its exit status."""
+    _open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     verb = words.pop(0) if words else "--help"
     if verb in ("-V", "--version"):
@@ -35,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"dynamo: unknown verb {verb!r}\n\n{_help()}", file=sys.stderr)
         return 2
-    if rival := rival_distribution():
+    with _quiet_interrupt():
+        run = importlib.import_module(VERBS[verb][0]).main
+        rival = rival_distribution()
+    if rival:
         print(
             f"dynamo: {rival} is installed in this environment too, and both provide the Python "
             "package 'dynamo', so neither can be trusted to work.\n"
@@ -45,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        status = importlib.import_module(VERBS[verb][0]).main(words)
+        status = run(words)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -57,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def rival_distribution() -> str | None:
     """The installed distribution of NVIDIA's Dynamo, whose import package is ours too, if any."""
+    from importlib import metadata  # slow: not before Ctrl-C is taken care of
+
     for name in _RIVALS:
         try:
             metadata.distribution(name)
@@ -64,6 +71,37 @@ def rival_distribution() -> str | None:
             continue
         return name
     return None
+
+
+@contextlib.contextmanager
+def _quiet_interrupt() -> Iterator[None]:
+    """Let Ctrl-C end the process at once, without a traceback: there is nothing to clean up yet.
+
+    KeyboardInterrupt inside the import of a compiled module has also crashed the interpreter.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _open_standard_streams() -> None:
+    """Open the null device for each of stdin, stdout and stderr that we were started without.
+
+    Else the first socket or file would get its number, and with it what is printed.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _help() -> str:

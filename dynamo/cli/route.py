@@ -94,7 +94,7 @@ def _body(settings: RouteSettings) -> dict[str, Any]:
         raise ConfigError(f"can't read {settings.prompt_file}: {error}") from None
     try:
         body = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict) or not ({"messages", "prompt"} & set(body)):
         body = {"prompt": text}

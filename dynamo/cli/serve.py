@@ -36,6 +36,7 @@ from dynamo.serve.readiness import address_of
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.statefile import Statefile
 from dynamo.serve.watchers import Plan, WatcherSpec, place, plan
+from dynamo.serve.yamlmap import MAX_TEXT_BYTES
 
 __all__ = ["main", "prepare"]
 
@@ -45,6 +46,8 @@ EPILOG = """overrides: --Service.key=value for every key of the file, for exampl
 Relative paths in the graph are relative to the directory of the graph file, where services run.
 Exit status: 0 stopped, 1 a service was given up, 2 the graph or a flag is wrong."""
 
+_log = logging.getLogger(__name__)
+
 # Settings whose variables decide how the processes find each other.
 _SHARED = (
     "DYN_DISCOVERY_BACKEND",
@@ -53,6 +56,8 @@ _SHARED = (
     "DYN_REQUEST_PLANE",
     "DYN_EVENT_PLANE",
 )
+
+_SOCKETS = ("circus.sock", "circus-events.sock")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,9 +74,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             _show(made, settings, graph)
             return 0
         return _serve(made, settings, runtime)
-    except DynamoError as error:
-        print(f"dynamo serve: {error.message}", file=sys.stderr)
+    except BrokenPipeError:
+        raise
+    except (DynamoError, OSError) as error:
+        print(f"dynamo serve: {_reason(error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _reason(error: DynamoError | OSError) -> str:
+    if isinstance(error, DynamoError):
+        return error.message
+    _log.debug("the operating system refused", exc_info=error)
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> Plan:
@@ -93,14 +107,14 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
     if not settings.disable_gpu_allocation:
         specs = place(specs, inventory)
     _check(graph, specs)
-    control = f"ipc://{planned_socket_path(runtime, 'circus.sock')}"
+    control, events = (f"ipc://{planned_socket_path(runtime, name)}" for name in _SOCKETS)
     return Plan(
         namespace=graph.namespace,
         specs=specs,
         config=graph.config,
         gpu_ids=inventory.ids,
         endpoint=settings.circus_endpoint or control,
-        pubsub_endpoint=f"ipc://{planned_socket_path(runtime, 'circus-events.sock')}",
+        pubsub_endpoint=events,
     )
 
 
@@ -111,7 +125,8 @@ def _read(settings: ServeSettings, overrides: Sequence[Override]) -> Graph:
         if not source:
             raise ConfigError("which graph? For example: dynamo serve examples/quickstart.yaml")
         try:
-            text = Path(source).read_text()
+            with Path(source).open(encoding="utf-8") as file:
+                text = file.read(MAX_TEXT_BYTES + 1)  # one more is refused
         except OSError as error:
             raise ConfigError(f"cannot read {source}: {error.strerror}") from None
         except UnicodeDecodeError as error:
@@ -205,7 +220,8 @@ def _serve(made: Plan, settings: ServeSettings, runtime: RuntimeSettings) -> int
     home.own()
     try:
         told = home.reconcile()
-        socket_path(runtime, "circus.sock")  # its directory, which the crash may have shared
+        for name in _SOCKETS:  # their directories, which the crash may have shared
+            socket_path(runtime, name)
     except BaseException:
         home.disown()
         raise
@@ -238,8 +254,8 @@ def _arbiter(made: Plan, settings: ServeSettings, home: RunDirectory, told: Sequ
         count = len(made.specs)
         console.say(f"starting {count} processes in namespace {made.namespace!r}")
         return asyncio.run(Deployment(made, settings, home, console).run())
-    except DynamoError as error:
-        console.say(error.message, logging.ERROR)
+    except (DynamoError, OSError) as error:
+        console.say(_reason(error), logging.ERROR)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         console.close()

@@ -61,7 +61,8 @@ class BenchSettings:
         None,
         "--concurrency",
         minimum=1,
-        help="requests in flight at most (synthetic default: 8; trace default: no cap)",
+        help="requests in flight at most (synthetic default: 8; trace default: no cap); with a "
+        "trace or --rate, what this delays is reported as schedule lag, and counts",
     )
     rate: float | None = knob(
         None,

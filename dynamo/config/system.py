@@ -20,7 +20,12 @@ class SystemSettings:
         maximum=65535,
         help="port of /health, /live and /metrics; -1: off, 0: the system chooses",
     )
-    host: str = knob("0.0.0.0", env="DYN_SYSTEM_HOST", help="address the status server listens on")
+    host: str = knob(
+        "127.0.0.1",
+        env="DYN_SYSTEM_HOST",
+        help="address the status server listens on; 0.0.0.0 lets other hosts in, to the engine's "
+        "routes (POST /engine/...) too",
+    )
     health_path: str = knob("/health", env="DYN_SYSTEM_HEALTH_PATH", help="path of readiness")
     live_path: str = knob("/live", env="DYN_SYSTEM_LIVE_PATH", help="path of liveness")
     starting_health_status: str = knob(

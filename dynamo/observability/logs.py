@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import sys
+import textwrap
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 import orjson
 
-__all__ = ["JsonFormatter", "LineFormatter", "setup_logging"]
+__all__ = ["JsonFormatter", "LineFormatter", "RepeatFilter", "one_line", "setup_logging"]
 
 _LEVELS = {
     "trace": logging.DEBUG,
@@ -23,6 +27,11 @@ _LEVELS = {
 _A_LINE_A_REQUEST = ("dynamo.router.decision_log",)
 """Where INFO would be a line a request: heard only when named in ``level``, or at DEBUG."""
 
+_REPEAT_BURST = 20.0
+_REPEATS_PER_S = 1.0
+_REPEAT_KINDS = 1000
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_CONTROL_IN_LINES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _COLOURS = {"DEBUG": "36", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "35"}
 
 
@@ -34,9 +43,11 @@ def setup_logging(
     ``level`` is a level, optionally followed by exceptions for modules, as in
     ``info,dynamo.router=debug`` (the form of ``DYN_LOG``); an unknown word is ignored, because a
     typing error in a log level should not keep a server from starting. Replaces earlier handlers.
+    Warnings that repeat are limited, see :class:`RepeatFilter`.
     """
     target = sys.stderr if stream is None else stream
     handler = logging.StreamHandler(target)
+    handler.addFilter(RepeatFilter())
     colour = not jsonl and target.isatty()
     handler.setFormatter(JsonFormatter(service) if jsonl else LineFormatter(colour))
     root = logging.getLogger()
@@ -56,6 +67,67 @@ def setup_logging(
     logging.captureWarnings(True)
 
 
+class RepeatFilter(logging.Filter):
+    """Limits warnings and errors of ours that repeat: 20 of one kind at once, then one a second.
+
+    A kind is a logger and a message without its arguments. The next record that passes has the
+    number of those left out as ``suppressed``. Nothing is left out of a logger set to DEBUG.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._kinds: dict[tuple[str, str], _Repeats] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether ``record`` is shown. O(1)."""
+        if record.levelno < logging.WARNING or not record.name.startswith("dynamo"):
+            return True
+        if logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
+            return True
+        now_s = self._clock()
+        kind = (record.name, str(record.msg))
+        repeats = self._kinds.get(kind)
+        if repeats is None:
+            if len(self._kinds) >= _REPEAT_KINDS:
+                self._kinds.clear()
+            repeats = self._kinds[kind] = _Repeats(now_s)
+        if not repeats.passes(now_s):
+            return False
+        if repeats.suppressed:
+            record.suppressed, repeats.suppressed = repeats.suppressed, 0
+        return True
+
+
+class _Repeats:
+    """A token bucket of one kind of message."""
+
+    __slots__ = ("at_s", "suppressed", "tokens")
+
+    def __init__(self, now_s: float) -> None:
+        self.tokens = _REPEAT_BURST
+        self.at_s = now_s
+        self.suppressed = 0
+
+    def passes(self, now_s: float) -> bool:
+        gained = (now_s - self.at_s) * _REPEATS_PER_S
+        self.tokens = min(_REPEAT_BURST, self.tokens + gained)
+        self.at_s = now_s
+        if self.tokens < 1:
+            self.suppressed += 1
+            return False
+        self.tokens -= 1
+        return True
+
+
+def one_line(text: str) -> str:
+    """``text`` with line ends and other control characters escaped, tabs kept.
+
+    A message may quote a client or a worker: it must not look like further lines of the log.
+    """
+    return _CONTROL.sub(_escaped, text)
+
+
 class LineFormatter(logging.Formatter):
     """``2026-01-31T12:00:00.123Z INFO dynamo.frontend: message``."""
 
@@ -64,13 +136,16 @@ class LineFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; a traceback follows on lines of its own."""
+        """One line; a traceback follows on indented lines of its own."""
         level = record.levelname
         if self._colour:
             level = f"\x1b[{_COLOURS.get(level, '0')}m{level}\x1b[0m"
-        text = f"{_timestamp(record)} {level} {record.name}: {record.getMessage()}"
+        text = f"{_timestamp(record)} {level} {record.name}: {one_line(record.getMessage())}"
+        if suppressed := getattr(record, "suppressed", 0):
+            text += f" ({suppressed} more of this kind were left out)"
         if record.exc_info:
-            text += "\n" + self.formatException(record.exc_info)
+            lines = _CONTROL_IN_LINES.sub(_escaped, self.formatException(record.exc_info))
+            text += "\n" + textwrap.indent(lines, "  ")
         return text
 
 
@@ -95,12 +170,19 @@ class JsonFormatter(logging.Formatter):
                 row[name] = value
         if record.exc_info:
             row["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(row, default=str).decode()
+        try:
+            return orjson.dumps(row, default=str).decode()
+        except TypeError:  # a lone surrogate or a large integer, which JSON itself can have
+            return json.dumps(row, default=str)
 
 
 _STANDARD = frozenset(
     (*logging.LogRecord("", 0, "", 0, "", (), None).__dict__, "message", "asctime", "taskName")
 )
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
 
 
 def _timestamp(record: logging.LogRecord) -> str:

@@ -1,15 +1,19 @@
 """Where a deployment keeps its state: statefiles, run directories, the discovery store, sockets.
 
-Every directory is private (0700). Two namespaces never share a run directory.
+A directory that is created here has mode 0700. One that exists keeps its mode, and is refused if
+other users own it or may write to it. Two namespaces never share a run directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+import shlex
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from dynamo.config import environ
@@ -19,7 +23,9 @@ from dynamo.runtime.short_dirs import hold, let_go
 
 __all__ = [
     "SOCKET_PATH_MAX_BYTES",
+    "fallback_dir",
     "leave_sockets",
+    "owner_only",
     "planned_socket_path",
     "private_dir",
     "run_dir",
@@ -38,20 +44,32 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _FALLBACK_RECORD = "sockets.path"
 
 
-def private_dir(path: Path) -> Path:
-    """``path`` as a directory of ours with mode 0700, created with its parents if need be.
+@contextlib.contextmanager
+def owner_only() -> Iterator[None]:
+    """Create files, directories and sockets without access for other users, whatever the umask.
 
-    Raises ConfigError if it is not a directory or belongs to another user.
+    The umask belongs to the whole process: keep the block short.
+    """
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def private_dir(path: Path) -> Path:
+    """``path`` as a directory that no other user can write to.
+
+    Created with mode 0700, missing parents too; the mode of an existing directory is not changed.
+    Raises ConfigError if it is not a directory, belongs to another user or is writable by others.
     """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with owner_only():
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
     except OSError as error:
         raise ConfigError(f"cannot use {path} as a directory: {error.strerror}") from error
-    if status.st_uid != os.geteuid():
-        raise ConfigError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        path.chmod(0o700)
+    _refuse_shared(path, status)
     return path
 
 
@@ -95,7 +113,10 @@ def planned_socket_path(settings: RuntimeSettings, name: str) -> str:
     if not _fits(path):
         path = str(_short(home) / name)
         if not _fits(path):
-            raise ConfigError(f"socket path {path} is longer than {SOCKET_PATH_MAX_BYTES} bytes")
+            raise ConfigError(
+                f"socket path {path} is longer than {SOCKET_PATH_MAX_BYTES} bytes; "
+                "set XDG_RUNTIME_DIR to a shorter directory"
+            )
     return path
 
 
@@ -111,9 +132,14 @@ def socket_path(settings: RuntimeSettings, name: str) -> str:
     if path == str(home / name):
         return path
     short = _short(home)
-    private_dir(short)
-    hold(short)
-    _record(home / _FALLBACK_RECORD, str(short))
+    try:
+        _refuse_shared(short, hold(short))
+        _record(home / _FALLBACK_RECORD, str(short))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use {short} as a directory for sockets: {error.strerror}; "
+            "remove it, or set XDG_RUNTIME_DIR to another directory"
+        ) from error
     return path
 
 
@@ -127,10 +153,20 @@ def leave_sockets(settings: RuntimeSettings) -> None:
 def socket_dirs(settings: RuntimeSettings) -> list[Path]:
     """Where :func:`socket_path` has put sockets: the run directory, and its fallback if any."""
     home = run_dir(settings)
+    fallback = fallback_dir(home)
+    return [home] if fallback is None else [home, fallback]
+
+
+def fallback_dir(home: Path) -> Path | None:
+    """The directory that holds the sockets of the run directory ``home`` whose path is too long.
+
+    None if there is none, or if the record of it does not name a directory made for ``home``.
+    """
     try:
-        return [home, Path(os.fsdecode((home / _FALLBACK_RECORD).read_bytes().strip()))]
-    except FileNotFoundError:
-        return [home]
+        recorded = Path(os.fsdecode((home / _FALLBACK_RECORD).read_bytes().strip()))
+    except (OSError, ValueError):
+        return None
+    return recorded if recorded.is_absolute() and recorded.name == _short(home).name else None
 
 
 def _run_path(settings: RuntimeSettings, namespace: str | None = None) -> Path:
@@ -144,6 +180,17 @@ def _short(home: Path) -> Path:
     digest = hashlib.sha256(os.fsencode(home)).hexdigest()[:12]
     base = environ().get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(base).absolute() / f"dynamo-{os.geteuid()}-{digest}"
+
+
+def _refuse_shared(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}")
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o022:
+        raise ConfigError(
+            f"other users can write to {path} (mode {mode:04o}); use a subdirectory of it, such as "
+            f"{path / 'dynamo'}, or run: chmod go-w {shlex.quote(str(path))}"
+        )
 
 
 def _fits(path: str) -> bool:

@@ -12,30 +12,35 @@ from pathlib import Path
 
 __all__ = ["hold", "let_go"]
 
+_OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
 _held: dict[Path, int] = {}
 """The open directory of each that this process uses."""
 
 
-def hold(directory: Path) -> None:
-    """Keep ``directory``, which exists, from being removed; if it goes away all the same, make it
-    anew (mode 0700). Idempotent; O(1)."""
+def hold(directory: Path) -> os.stat_result:
+    """Create ``directory`` (mode 0700) if need be and keep it from being removed; its status.
+
+    Its parent may be writable by others: a symbolic link in its place is refused, with OSError.
+    Idempotent; O(1).
+    """
     before = _held.pop(directory, None)
     if before is not None:
         if _is(before, directory):
             _held[directory] = before
-            return
+            return os.fstat(before)
         os.close(before)
-    while directory not in _held:
+    while True:
         directory.mkdir(mode=0o700, exist_ok=True)
         try:
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(directory, _OPEN_FLAGS)
         except FileNotFoundError:
             continue
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if _is(descriptor, directory):
             _held[directory] = descriptor
-        else:
-            os.close(descriptor)
+            return os.fstat(descriptor)
+        os.close(descriptor)
 
 
 def let_go(directory: Path, record: Path) -> None:
@@ -45,9 +50,9 @@ def let_go(directory: Path, record: Path) -> None:
     if before is not None:
         os.close(before)
     try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
-        return
+        descriptor = os.open(directory, _OPEN_FLAGS)
+    except OSError:
+        return  # gone, or never ours
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not any(directory.iterdir()):
@@ -61,7 +66,7 @@ def let_go(directory: Path, record: Path) -> None:
 
 def _is(descriptor: int, directory: Path) -> bool:
     try:
-        there = directory.stat()
+        there = directory.lstat()
     except FileNotFoundError:
         return False
     return os.path.samestat(os.fstat(descriptor), there)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -12,8 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from circus.arbiter import Arbiter
+from circus.exc import MessageError
 from tornado.ioloop import IOLoop
 
+from dynamo.runtime.paths import owner_only
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.output import Announcer
 from dynamo.serve.processes import children, environment
@@ -22,6 +25,7 @@ from dynamo.serve.supervised import SupervisedProcess, SupervisedWatcher
 __all__ = ["SupervisingArbiter", "WatcherEvents", "describe_exit", "quote_program"]
 
 _CHECK_DELAY_S = 1.0
+_WATCHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +68,7 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
             proc_name="dynamo-arbiter",
         )
         self.ctrl.sys_hdl.stop()  # gives the signals back that circus has just taken
+        self.ctrl.initialize = owner_only()(self.ctrl.initialize)  # binds the control socket
         self.hurried = False
         self._tasks = tasks
         self._events = events
@@ -94,6 +99,11 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         for watcher, process in list(self._alive.values()):  # of watchers removed meanwhile
             await watcher.kill_process(process)
 
+    def initialize(self) -> None:
+        """Bind the event socket; its mode is 0700, as that of the control socket."""
+        with owner_only():
+            super().initialize()
+
     def close(self) -> None:
         """Close the control sockets, if they were ever opened."""
         if self.evpub_socket is not None and self.ctrl.started:
@@ -110,7 +120,12 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         self._events.quit_requested()
 
     def add_watcher(self, name: str, cmd: str, **options: Any) -> Any:
-        """``circusctl add``: a watcher that follows our rules."""
+        """``circusctl add``: a watcher that follows our rules. Its name is also that of its log."""
+        if not _WATCHER_NAME.fullmatch(name):
+            raise MessageError(
+                f"a watcher's name must be at most 200 letters, digits, '_', '-' or '.', "
+                f"got {name[:200]!r}"
+            )
         known = {w.name: w for w in self.watchers}
         if name in known:
             return super().add_watcher(name, cmd, **options)  # which refuses

@@ -8,6 +8,7 @@ leaves a process of ours behind, and what the two agree on is kept by the kernel
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -40,8 +41,7 @@ def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
     """
     hold_signals()
     become_subreaper()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     guard = os.getpid()
     child = os.fork()
     if child == 0:
@@ -70,9 +70,14 @@ def _child(body: Callable[[], int], clean_up: Callable[[], None], guard: int) ->
     except BaseException:  # noqa: BLE001 - the last frame of this process: show it and exit
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it was closed
+            stream.flush()
 
 
 def _wait(child: int) -> int:

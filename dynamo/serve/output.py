@@ -29,19 +29,24 @@ class Announcer(Protocol):
 
 
 class LogFile:
-    """A file that holds at most ``size_bytes``; one older file ``.1`` is kept."""
+    """A file (0600) that holds at most ``size_bytes``; one older file ``.1`` is kept.
+
+    A file that was removed or moved away is created again by the next line.
+    """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self.path = path
         self._limit = size_bytes
-        self._file = path.open("ab", buffering=0)
-        self._size = path.stat().st_size
+        self._open()
 
     def write(self, line: bytes) -> None:
         """Append ``line`` and a newline; a full disk loses the line, not the service."""
         try:
-            if self._size and self._size + len(line) >= self._limit:
-                self._rotate()
+            if not self._is_current():
+                self._reopen()
+            elif self._size and self._size + len(line) >= self._limit:
+                self.path.replace(self.path.with_name(self.path.name + ".1"))
+                self._reopen()
             self._size += self._file.write(line + b"\n")
         except OSError as error:
             _log.debug("%s: %s", self.path, error)
@@ -50,11 +55,22 @@ class LogFile:
         """Close the file."""
         self._file.close()
 
-    def _rotate(self) -> None:
-        self._file.close()
-        self.path.replace(self.path.with_name(self.path.name + ".1"))
-        self._file = self.path.open("ab", buffering=0)
-        self._size = 0
+    def _is_current(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _open(self) -> None:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.fdopen(descriptor, "ab", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
+
+    def _reopen(self) -> None:
+        before = self._file
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._open()
+        before.close()
 
 
 class ServiceOutput:

@@ -25,6 +25,7 @@ from dynamo.runtime.discovery.layout import (
     remove_if_lease,
 )
 from dynamo.runtime.discovery.process import host_id, is_running
+from dynamo.runtime.paths import fallback_dir
 from dynamo.serve.processes import ProcessStat, environment, same_process, snapshot
 from dynamo.serve.statefile import FileLock, Statefile
 
@@ -56,7 +57,8 @@ class RunDirectory:
     def own(self) -> None:
         """Become the one deployment of this namespace; children made by fork share it.
 
-        Raises StatefileError that names the other and how to stop it.
+        Raises StatefileError that names the other and how to stop it, or the file that cannot be
+        written.
         """
         if not self._owner.try_acquire():
             pid = (read_file(self._owner.path) or b"?").decode(errors="replace").strip()
@@ -64,7 +66,11 @@ class RunDirectory:
                 f"namespace {self.statefile.namespace!r} is already served by process {pid} "
                 f"(statefile {self.statefile.path}); stop it with: kill {pid}"
             )
-        self._owner.note(f"{os.getpid()}\n")
+        try:
+            self._owner.note(f"{os.getpid()}\n")
+        except StatefileError:
+            self.disown()
+            raise
 
     def reconcile(self) -> list[str]:
         """End and remove what a crashed deployment left; one line for each thing worth telling.
@@ -100,10 +106,10 @@ class RunDirectory:
             return  # a worker that was started by hand still uses the store and its sockets
         if self.store == self.path / "store":
             shutil.rmtree(self.store, ignore_errors=True)
-        record = read_file(self.path / _FALLBACK_RECORD)
-        if record is not None:
-            shutil.rmtree(os.fsdecode(record.strip()), ignore_errors=True)
-            (self.path / _FALLBACK_RECORD).unlink(missing_ok=True)
+        fallback = fallback_dir(self.path)
+        if fallback is not None:
+            shutil.rmtree(fallback, ignore_errors=True)
+        (self.path / _FALLBACK_RECORD).unlink(missing_ok=True)
         for path in list(_sockets(self.path)):
             path.unlink(missing_ok=True)
 

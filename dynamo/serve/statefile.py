@@ -42,9 +42,12 @@ class FileLock:
         self._fd = -1
 
     def try_acquire(self) -> bool:
-        """Take the lock if nobody has it. Creates the file (0600)."""
+        """Take the lock if nobody has it. Creates the file (0600). Raises StatefileError."""
         while True:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise StatefileError(f"cannot write {self.path}: {error.strerror}") from None
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -64,18 +67,24 @@ class FileLock:
             time.sleep(_LOCK_RETRY_S)  # flock(2) itself cannot be given a time limit
 
     def release(self, remove: bool = False) -> None:
-        """Free the lock; ``remove`` unlinks the file first. May be called again."""
+        """Free the lock; ``remove`` unlinks the file first, if it can. May be called again."""
         if self._fd < 0:
             return
-        if remove and self._is_current(self._fd):
-            self.path.unlink(missing_ok=True)
-        os.close(self._fd)
-        self._fd = -1
+        try:
+            if remove and self._is_current(self._fd):
+                with contextlib.suppress(OSError):  # a file that stays locks nothing
+                    self.path.unlink()
+        finally:
+            os.close(self._fd)
+            self._fd = -1
 
     def note(self, text: str) -> None:
-        """Write ``text`` into the lock's file, for those who find it held."""
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, text.encode(), 0)
+        """Write ``text`` into the lock's file, for those who find it held. StatefileError."""
+        try:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, text.encode(), 0)
+        except OSError as error:
+            raise StatefileError(f"cannot write {self.path}: {error.strerror}") from None
 
     def _is_current(self, fd: int) -> bool:
         try:
@@ -136,13 +145,18 @@ class Statefile:
         return document
 
     def remove(self) -> None:
-        """Remove the statefile and its lock; may be called again."""
+        """Remove the statefile and its lock; may be called again.
+
+        Raises StatefileError if the lock is held, OSError if a file cannot be removed.
+        """
         lock = FileLock(self.lock_path)
         lock.acquire()
-        self.path.unlink(missing_ok=True)
-        for left in self.path.parent.glob(f".{self.path.name}.*"):
-            left.unlink(missing_ok=True)
-        lock.release(remove=True)
+        try:
+            self.path.unlink(missing_ok=True)
+            for left in self.path.parent.glob(f".{self.path.name}.*"):
+                left.unlink(missing_ok=True)
+        finally:
+            lock.release(remove=True)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -8,7 +8,13 @@ import yaml
 
 from dynamo.errors import ConfigError
 
-__all__ = ["Located", "Path", "parse_yaml"]
+__all__ = ["MAX_EXPANDED_CHARS", "MAX_TEXT_BYTES", "Located", "Path", "parse_yaml"]
+
+MAX_TEXT_BYTES = 256 * 1024
+MAX_EXPANDED_CHARS = 1_000_000
+_CHARS_A_VALUE = 20
+"""What a value counts beside its own text: at most 50,000 values."""
+
 
 Path = tuple[str, ...]
 _MERGE = "tag:yaml.org,2002:merge"
@@ -22,51 +28,78 @@ class Located(NamedTuple):
 
 
 def parse_yaml(text: str, source: str) -> Located:
-    """Parse one YAML mapping with string keys. Raises ConfigError that names line and column."""
+    """Parse one YAML mapping with string keys. Raises ConfigError that names line and column.
+
+    At most ``MAX_TEXT_BYTES`` of text, and of ``MAX_EXPANDED_CHARS`` with every alias written out.
+    """
+    if len(text.encode(errors="surrogatepass")) > MAX_TEXT_BYTES:
+        raise ConfigError(f"{source}: a graph is at most {MAX_TEXT_BYTES:,} bytes of YAML")
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             raise ConfigError(f"{source}: the file is empty")
-        origins: dict[Path, str] = {}
-        _walk(node, (), source, origins, [])
+        walk = _Walk(source)
+        walk.visit(node, (), [])
         values = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = ", ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{_place(source, mark)}: {problem}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source}: {error}") from None
     finally:
         loader.dispose()
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: expected a mapping of services")
-    return Located(values, origins)
+    return Located(values, walk.origins)
 
 
-def _walk(
-    node: yaml.Node, path: Path, source: str, origins: dict[Path, str], above: list[yaml.Node]
-) -> None:
-    if node in above:
-        raise ConfigError(f"{_place(source, node.start_mark)}: an alias that contains itself")
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _walk(item, (*path, "[]"), source, origins, [*above, node])
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen: dict[str, yaml.Node] = {}
-    for key, value in node.value:
-        if key.tag == _MERGE:
-            continue
-        place = _place(source, key.start_mark)
-        if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-            raise ConfigError(f"{place}: a key must be a word; quote it if it looks like a value")
-        if key.value in seen:
-            first = seen[key.value].start_mark.line + 1
-            raise ConfigError(f"{place}: {_name(path, key.value)} is already given in line {first}")
-        seen[key.value] = key
-        origins[(*path, key.value)] = place
-        _walk(value, (*path, key.value), source, origins, [*above, node])
+class _Walk:
+    """Visits every node as often as it is used, before any alias is expanded."""
+
+    def __init__(self, source: str) -> None:
+        self.origins: dict[Path, str] = {}
+        self._source = source
+        self._chars = 0
+
+    def visit(self, node: yaml.Node, path: Path, above: list[yaml.Node]) -> None:
+        """Check ``node`` and what is in it; note where its keys were written."""
+        self._chars += _CHARS_A_VALUE + len(node.value)
+        if self._chars > MAX_EXPANDED_CHARS:
+            raise ConfigError(
+                f"{_place(self._source, node.start_mark)}: with every alias written out, the graph "
+                f"is larger than {MAX_EXPANDED_CHARS:,} characters"
+            )
+        if node in above:
+            place = _place(self._source, node.start_mark)
+            raise ConfigError(f"{place}: an alias that contains itself")
+        if isinstance(node, yaml.SequenceNode):
+            for item in node.value:
+                self.visit(item, (*path, "[]"), [*above, node])
+        elif isinstance(node, yaml.MappingNode):
+            self._mapping(node, path, [*above, node])
+
+    def _mapping(self, node: yaml.MappingNode, path: Path, above: list[yaml.Node]) -> None:
+        seen: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            if key.tag == _MERGE:
+                self.visit(value, (*path, "<<"), above)
+                continue
+            place = _place(self._source, key.start_mark)
+            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+                raise ConfigError(
+                    f"{place}: a key must be a word; quote it if it looks like a value"
+                )
+            if key.value in seen:
+                first = seen[key.value].start_mark.line + 1
+                name = _name(path, key.value)
+                raise ConfigError(f"{place}: {name} is already given in line {first}")
+            seen[key.value] = key
+            self.origins[(*path, key.value)] = place
+            self.visit(value, (*path, key.value), above)
 
 
 def _name(path: Path, key: str) -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ TWO = """
 A: {run: SLEEPER, ServiceArgs: {workers: 2}}
 B: {run: SLEEPER}
 """
+TALKS = "import signal; print(('x' * 99 + '\\n') * 20_000 + 'said'); signal.pause()"
 
 
 @pytest.fixture
@@ -45,6 +47,55 @@ def test_a_life(serving: Serving) -> None:
     serving.assert_clean()
     logs = sorted(path.name for path in (serving.state_dir / ns / "logs").iterdir())
     assert logs == [f"{ns}_A.log", f"{ns}_A_1.log", f"{ns}_B.log"]
+
+
+def test_sockets_beside_and_away_from_the_run_directory(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One name fits into the run directory, the longer one does not; both are for their owner."""
+    with tempfile.TemporaryDirectory(prefix="s") as short:
+        monkeypatch.setitem(serving.env, "XDG_RUNTIME_DIR", short)
+        padding = 93 - len(f"{short}//{serving.namespace}")
+        serving.state_dir = Path(short) / ("d" * padding)
+        serving.env["DYN_LOCAL_STATE_DIR"] = str(serving.state_dir)
+        before = os.umask(0)
+        try:
+            serving.start(TWO)
+        finally:
+            os.umask(before)
+        document = serving.document()
+        control, events = (
+            Path(document[key].removeprefix("ipc://"))
+            for key in ("circus_endpoint", "pubsub_endpoint")
+        )
+        assert control.parent == serving.state_dir / serving.namespace
+        assert events.parent.parent == Path(short)
+        for path in (control, events):
+            assert path.is_socket() and path.stat().st_mode & 0o077 == 0
+        assert serving.stop() == 0
+        serving.assert_clean()
+        assert list(Path(short).iterdir()) == [serving.state_dir]
+
+
+def test_a_stdout_that_nobody_reads_holds_up_no_stop(serving: Serving) -> None:
+    path = serving.graph(f"A: {{run: {json.dumps([sys.executable, '-uc', TALKS])}}}\n")
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb"):
+        serving.process = subprocess.Popen(
+            [sys.executable, "-m", "dynamo", "serve", str(path)],
+            env={**serving.env, "PYTHONUNBUFFERED": ""},  # as users run it
+            stdout=writing,
+            stderr=writing,
+        )
+        os.close(writing)
+        log = serving.state_dir / serving.namespace / "logs" / f"{serving.namespace}_A.log"
+        deadline = time.monotonic() + 20
+        while not log.exists() or b"said" not in log.read_bytes()[-100:]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        serving.process.send_signal(signal.SIGINT)
+        assert serving.process.wait(15) == 0
+    serving.assert_clean()
 
 
 def test_circusctl_stop_start_incr_quit(serving: Serving) -> None:
@@ -274,6 +325,9 @@ def test_circusctl_add_starts_a_worker_of_ours(serving: Serving) -> None:
     serving.start(TWO)
     base = serving.document()["components"][f"{serving.namespace}_B"]
     name = f"{serving.namespace}_B_1"
+    for outside in ("../../x", "..", "/tmp/x", "a/b"):
+        assert "must be at most 200 letters" in serving.circusctl("add", outside, "sleep 9")
+    assert not list(serving.tmp_path.rglob("x.log*"))
     assert serving.circusctl("add", "--start", name, base["cmd"]).endswith("ok")
     serving.wait_for("B_1 .*started")
     (added,) = (p for p in serving.survivors() if p.environ().get("DYN_WATCHER_NAME") == name)

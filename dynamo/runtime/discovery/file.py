@@ -36,8 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class FileDiscovery:
-    """A :class:`Discovery` over the directory ``root`` (made 0700), shared by all processes of a
-    deployment.
+    """A :class:`Discovery` over the directory ``root``, shared by all processes of a deployment.
 
     A process that only registers itself pays for nothing but its own lease file; the live copy of
     the store starts with the first ``watch`` or ``list``. Files are small and local, so they are

@@ -16,6 +16,7 @@ import zmq
 from dynamo.runtime.events.base import FIRST_SEQUENCE, OnEvent, OnGap
 from dynamo.runtime.events.envelope import pack, unpack
 from dynamo.runtime.events.numbered import Numbered
+from dynamo.runtime.paths import owner_only
 
 __all__ = ["ZmqPublisher", "ZmqSubscriber", "subscribing_socket"]
 
@@ -48,7 +49,8 @@ class ZmqPublisher:
         self._socket.setsockopt(zmq.XPUB_NODROP, 1)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         try:
-            self._socket.bind(address)
+            with owner_only():
+                self._socket.bind(address)
         except zmq.ZMQError:
             self._socket.close()
             raise

@@ -11,7 +11,8 @@ import pytest
 
 from dynamo.bench.client import Connection, Target, parse_url
 from dynamo.bench.runner import Runner, calibrate, first_model
-from dynamo.bench.workload import Prompts, synthetic
+from dynamo.bench.stats import summarize
+from dynamo.bench.workload import PlannedRequest, Prompts, synthetic
 from dynamo.config import from_env
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import CannotConnect, ConfigError
@@ -107,6 +108,19 @@ async def test_failures_are_outcomes_not_exceptions() -> None:
         (cut, "disconnected"),
         ([HEAD, failed, b"0\r\n\r\n"], "in stream: gone"),
         ([b"SSH-2.0-x\r\n"], "not HTTP"),
+        ([HEAD, *map(chunk, (EVENTS[0], EVENTS[3], EVENTS[4])), b"0\r\n\r\n"], "no token"),
+        ([HEAD, chunk(EVENTS[1]), chunk(EVENTS[2]), b"0\r\n\r\n"], "ended without [DONE]"),
+        ([HEAD, chunk(EVENTS[1]), chunk(EVENTS[4][:-2]), b"0\r\n\r\n"], "ended without [DONE]"),
+        ([HEAD, chunk(EVENTS[1]), chunk(EVENTS[4])], "disconnected"),
+        ([HEAD, chunk(b"data: <html>\n\n"), b"0\r\n\r\n"], "not an OpenAI answer: '<html>'"),
+        ([HEAD, chunk(b"data: []\n\n"), b"0\r\n\r\n"], "not an OpenAI answer"),
+        ([HEAD, chunk(b'data: {"usage":7}\n\n'), b"0\r\n\r\n"], "not an OpenAI answer"),
+        ([HEAD, chunk(b'data: {"error":"gone"}\n\n'), b"0\r\n\r\n"], "in stream: gone"),
+        (plain("200 OK", b"<html>"), "not an event stream: no content-type"),
+        ([HEAD.replace(b"text/event-stream", b"text/html; charset=x")], "stream: text/html"),
+        (plain("404 Not Found", b"[1,2]"), "404: '[1,2]'"),
+        (plain("500 Oops", b'{"error":"x"}'), "500: x"),
+        ([b"HTTP/1.1 101 Go\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nhi"], "another protocol"),
     )
     for parts, reason in answers:
         async with server([parts]) as target:
@@ -117,8 +131,133 @@ async def test_failures_are_outcomes_not_exceptions() -> None:
             assert outcome.error is not None and reason in outcome.error
 
 
+async def test_odd_answers_that_are_good() -> None:
+    spaced = b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}\n\n'
+    thought = b'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}\n\n'
+    closing = b"HTTP/1.1 200 OK\r\ncontent-type: Text/Event-Stream\r\n\r\n"
+    interim = b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"
+    answers = (
+        [HEAD, *(chunk(event.replace(b"\n", b"\r\n")) for event in EVENTS), b"0\r\n\r\n"],
+        [HEAD, *(chunk(event.replace(b"\n", b"\r")) for event in EVENTS), b"0\r\n\r\n"],
+        [HEAD, chunk(b": ping\n\n"), chunk(spaced), b"0\r\n\r\n"],
+        [HEAD, chunk(thought), chunk(EVENTS[4]), b"0\r\n\r\n"],
+        [closing, *EVENTS],
+        [interim, HEAD, *map(chunk, EVENTS), b"0\r\n\r\n"],
+    )
+    for parts in answers:
+        async with server([parts]) as target:
+            connection = Connection(target)
+            await connection.open()
+            outcome, _ = await connection.request("POST", "/x", b"{}", stream=True, timeout_s=5)
+            connection.close()
+            assert outcome.error is None and outcome.ttft_s is not None, parts
+
+
+async def test_gaps_do_not_span_requests() -> None:
+    """Two tokens in the first read of a second request on one connection."""
+    both = [HEAD + b"".join(map(chunk, EVENTS)) + b"0\r\n\r\n"]
+    async with server([both, both]) as target:
+        connection = Connection(target)
+        await connection.open()
+        for _ in range(2):
+            outcome, _ = await connection.request("POST", "/x", b"{}", stream=True, timeout_s=5)
+            assert len(outcome.gaps_s) == 2
+            assert sum(outcome.gaps_s) <= outcome.finished_s - (outcome.first_token_s or 0.0)
+            await asyncio.sleep(0.01)
+        connection.close()
+
+
+async def test_the_connect_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = [HEAD, *map(chunk, EVENTS), b"0\r\n\r\n"]
+    connect = Connection.open
+    delay_s = 0.05
+
+    async def slowly(self: Connection) -> None:
+        await asyncio.sleep(delay_s)
+        await connect(self)
+
+    monkeypatch.setattr(Connection, "open", slowly)
+    async with server([stream, stream]) as target:
+        runner = Runner(target, from_env(BenchSettings, {}), "m", Prompts())
+        await runner.run(synthetic(2, isl=4, osl=3), concurrency=1)
+    first, second = runner.outcomes
+    assert first.ttft_s is not None and first.ttft_s >= first.sent_s - first.started_s >= delay_s
+    assert second.sent_s >= second.started_s >= first.finished_s, "the connection was kept"
+    assert [o.schedule_lag_s for o in runner.outcomes] == [None, None]
+
+
+async def test_an_open_loop_counts_from_the_scheduled_time() -> None:
+    """Two requests due at once and a cap of one: the second waits, and its clock runs."""
+    stream = [HEAD, *map(chunk, EVENTS), b"0\r\n\r\n"]
+    planned = [PlannedRequest(0.0, ((1, 4),), 3), PlannedRequest(0.0, ((2, 4),), 3)]
+    async with server([stream, stream]) as target:
+        runner = Runner(target, from_env(BenchSettings, {}), "m", Prompts())
+        duration_s = await runner.run(planned, concurrency=1)
+    first, second = runner.outcomes
+    assert first.error is None and second.error is None
+    assert first.started_s == second.started_s and second.schedule_lag_s is not None
+    assert second.schedule_lag_s >= first.latency_s - 0.001
+    assert second.ttft_s is not None and second.ttft_s > second.schedule_lag_s
+    summary = summarize(runner.outcomes, duration_s)
+    assert summary.measured_from == "the scheduled time" and summary.schedule_lag_ms is not None
+    assert summary.schedule_lag_ms.max == pytest.approx(second.schedule_lag_s * 1000)
+
+
+async def test_an_endpoint_on_ipv6() -> None:
+    seen: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(plain("200 OK", b'{"data":[{"id":"m"}]}')[0])
+        await writer.drain()
+        writer.close()
+
+    try:
+        listener = await asyncio.start_server(serve, "::1", 0)
+    except OSError:
+        pytest.skip("no IPv6 loopback")
+    async with listener:
+        port = listener.sockets[0].getsockname()[1]
+        assert await first_model(parse_url(f"http://[::1]:{port}/v1/")) == "m"
+    assert f"host: [::1]:{port}\r\n".encode() in seen[0]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        plain("200 OK", b"<html>"),
+        plain("200 OK", b"[]"),
+        plain("200 OK", b'{"data":[{"name":1}]}'),
+        plain("200 OK", b'{"data":[]}'),
+        plain("404 Not Found", b"\xff\x00[/red]"),
+        [b"SSH-2.0-x\r\n"],
+        [HEAD],
+    ],
+)
+async def test_an_endpoint_that_is_none_is_named(answer: list[bytes]) -> None:
+    async with server([answer]) as target:
+        with pytest.raises(ConfigError, match=rf"no model at 127\.0\.0\.1:{target.port} .*--model"):
+            await first_model(target)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://h:99999", "http://h:x", "http://h:0", "http://[::1", "http://", "ftp://h", "h:80"],
+)
+def test_a_bad_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="--url"):
+        parse_url(url)
+
+
+def test_nothing_can_be_added_to_the_head() -> None:
+    with pytest.raises(ConfigError, match="--api-key"):
+        parse_url("http://h", "key\r\nx: y")
+    assert parse_url("http://h/a b/é").prefix == "/a%20b/%C3%A9"
+    assert parse_url("http://h/a%20b/v1").prefix == "/a%20b"
+
+
 async def test_runner_sends_everything_and_calibrates() -> None:
-    usage = b'{"usage":{"prompt_tokens":%d,"completion_tokens":1}}'
+    usage = b'{"choices":[{}],"usage":{"prompt_tokens":%d,"completion_tokens":1}}'
     answers = [plain("200 OK", usage % 20), plain("200 OK", usage % 660)]
     settings = from_env(BenchSettings, {}, stream=False)
     async with server(answers + [plain("200 OK", usage % 5)] * 4) as target:

@@ -61,8 +61,16 @@ def test_log_records_are_shown() -> None:
     logger = logging.getLogger("test.console")
     logger.addHandler(ConsoleLog(console))
     logger.warning("careful: %d", 3)
+    try:
+        raise ValueError("bad\ndynamo: ready")
+    except ValueError as error:
+        logger.warning("failed: %s\ud800", error, exc_info=True)
     logger.handlers.clear()
-    assert shown(console, stream) == ["dynamo: careful: 3"]
+    first, second, *traceback = shown(console, stream)
+    assert first == "dynamo: careful: 3"
+    assert second == r"dynamo: failed: bad\ndynamo: ready\ud800"
+    assert all(line.startswith("  ") for line in traceback)
+    assert traceback[-1] == "  dynamo: ready"
 
 
 def test_a_stopped_terminal_stops_nobody() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +88,45 @@ def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
     with os.fdopen(writing, "wb") as pipe:
         done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, timeout=30)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("streams", ["0", "1", "2", "0 1 2"])
+def test_a_missing_standard_stream_is_no_error(streams: str) -> None:
+    """As of ``dynamo version >&-``: nothing is printed to whatever is opened next."""
+    closing = " ".join(f"{number}>&-" for number in streams.split())
+    command = f"exec {shlex.quote(sys.executable)} -m dynamo version {closing}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("dynamo-appliance" in done.stdout) is ("1" not in streams)
+
+
+@pytest.mark.parametrize("loaded", ["importlib.metadata", "dynamo.config.serve"])
+def test_ctrl_c_while_modules_load_shows_no_traceback(loaded: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "dynamo", "serve", "none.yaml"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        shown = ""
+        for line in process.stderr:
+            shown += line
+            if line.split()[-1] == loaded:
+                process.send_signal(signal.SIGINT)
+                break
+        shown += process.stderr.read()
+    assert f" {loaded}\n" in shown and "Traceback" not in shown
+    assert process.returncode in (-signal.SIGINT, 130, 2)  # 2: it was faster
+
+
+def test_a_state_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    graph = tmp_path / "graph.yaml"
+    graph.write_text("namespace: ns\nW: {run: [sleep, 1]}\n")
+    (tmp_path / "state" / "ns" / "serve.lock").mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamo", "serve", str(graph)],
+        env={**os.environ, "DYN_LOCAL_STATE_DIR": str(tmp_path / "state")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("dynamo serve: cannot write") and "serve.lock" in line

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dynamo.observability.logs import setup_logging
+from dynamo.observability.logs import RepeatFilter, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,34 @@ def test_a_line() -> None:
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO dynamo\.test: hello world", lines[0]
     )
     assert "hidden" not in out.getvalue()
-    assert lines[-1] == "ValueError: boom"
+    assert lines[2] == "  Traceback (most recent call last):"
+    assert lines[-1] == "  ValueError: boom"
+
+
+def test_quoted_text_cannot_forge_a_line() -> None:
+    out = io.StringIO()
+    setup_logging("svc", stream=out)
+    log = logging.getLogger("dynamo.test")
+    forged = "x\n2026-01-31T12:00:00.123Z INFO dynamo.test: forged\r\x1b[2K\x85\u2028\ud800\té"
+    log.warning("worker says %s", forged)
+    try:
+        raise ValueError(forged)
+    except ValueError:
+        log.exception("failed")
+    first, second, *traceback = out.getvalue().splitlines()
+    shown = r"INFO dynamo.test: forged\r\x1b[2K\x85\u2028\ud800" + "\té"
+    assert first.endswith(r"WARNING dynamo.test: worker says x\n2026-01-31T12:00:00.123Z " + shown)
+    assert second.endswith("ERROR dynamo.test: failed")
+    assert traceback and all(line.startswith("  ") for line in traceback)
+
+
+def test_a_json_line_may_hold_anything() -> None:
+    out = io.StringIO()
+    setup_logging("svc", jsonl=True, stream=out)
+    logging.getLogger("dynamo.test").warning("%s", "a\nb\ud800", extra={"size": 1 << 70})
+    (line,) = out.getvalue().splitlines()
+    row = json.loads(line)
+    assert row["message"] == "a\nb\ud800" and row["size"] == 1 << 70
 
 
 def test_json_lines() -> None:
@@ -83,3 +110,47 @@ def test_a_line_a_request_must_be_asked_for(level: str, heard: bool) -> None:
     setup_logging("svc", level, stream=out)
     logging.getLogger("dynamo.router.decision_log").info("Selected worker")
     assert ("Selected worker" in out.getvalue()) is heard
+
+
+def test_a_flood_of_one_kind_is_limited_and_counted() -> None:
+    now_s = 0.0
+    limit = RepeatFilter(lambda: now_s)
+
+    def passed(count: int, message: str, level: int = logging.WARNING) -> list[int | None]:
+        shown = []
+        for number in range(count):
+            record = logging.LogRecord("dynamo.test", level, "", 0, message, (number,), None)
+            if limit.filter(record):
+                shown.append(getattr(record, "suppressed", None))
+        return shown
+
+    assert passed(100, "bad %s") == [None] * 20
+    assert passed(1, "other %s") == [None], "each kind by itself"
+    assert passed(100, "info %s", logging.INFO) == [None] * 100
+    now_s = 2.5
+    assert passed(100, "bad %s") == [80, None]
+    now_s = 1000.0
+    assert passed(100, "bad %s") == [98] + [None] * 19
+    logging.getLogger("dynamo.test").setLevel(logging.DEBUG)
+    assert passed(100, "bad %s") == [None] * 100, "DEBUG shows all"
+
+
+def test_what_was_left_out_is_shown() -> None:
+    for jsonl in (False, True):
+        out = io.StringIO()
+        setup_logging("svc", jsonl=jsonl, stream=out)
+        log = logging.getLogger("dynamo.test")
+        for number in range(30):
+            log.error("bad payload %d", number)
+        assert out.getvalue().count("bad payload") == 20
+        log.error("bad payload", extra={"suppressed": 3})
+        last = out.getvalue().splitlines()[-1]
+        assert "(3 more of this kind" in last or json.loads(last)["suppressed"] == 3
+
+
+def test_kinds_are_bounded() -> None:
+    limit = RepeatFilter(lambda: 0.0)
+    for number in range(3000):
+        record = logging.LogRecord("dynamo.test", logging.ERROR, "", 0, f"{number}", (), None)
+        assert limit.filter(record)
+    assert len(limit._kinds) <= 1000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 import struct
 import subprocess
 import sys
@@ -334,3 +336,13 @@ asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", script], timeout=20, check=False)
     assert done.returncode == 0
+
+
+async def test_a_socket_is_for_its_owner_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        publisher = ZmqPublisher(TOPIC, 1, ipc(tmp_path))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "events").stat().st_mode) & 0o077 == 0
+    publisher.close()

@@ -28,13 +28,40 @@ def test_directories_are_private_and_nested(tmp_path: Path):
         assert _mode(path) == 0o700
 
 
-def test_file_kv_wins_and_loose_modes_are_tightened(tmp_path: Path):
-    loose = tmp_path / "kv"
-    loose.mkdir(mode=0o755)
-    loose.chmod(0o755)
-    settings = RuntimeSettings(state_dir=str(tmp_path), file_kv=str(loose))
-    assert paths.store_dir(settings) == loose
-    assert _mode(loose) == 0o700
+def test_file_kv_wins_and_an_existing_directory_keeps_its_mode(tmp_path: Path):
+    given = tmp_path / "kv"
+    given.mkdir()
+    given.chmod(0o755)
+    settings = RuntimeSettings(state_dir=str(tmp_path), file_kv=str(given))
+    assert paths.store_dir(settings) == given
+    assert _mode(given) == 0o755
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o775, 0o707])
+def test_a_directory_that_others_write_to_is_refused_untouched(tmp_path: Path, mode: int):
+    """As the system's temporary directory: its mode belongs to everybody who uses it."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    remedy = f"mode {mode:04o}.*subdirectory.*{shared}/dynamo"
+    with pytest.raises(ConfigError, match=remedy):
+        paths.state_dir(RuntimeSettings(state_dir=str(shared)))
+    with pytest.raises(ConfigError, match=remedy):
+        paths.store_dir(RuntimeSettings(state_dir=str(tmp_path), file_kv=str(shared)))
+    assert _mode(shared) == mode and list(shared.iterdir()) == []
+    assert _mode(paths.state_dir(RuntimeSettings(state_dir=str(shared / "dynamo")))) == 0o700
+    assert _mode(shared) == mode
+
+
+def test_missing_parents_are_private_whatever_the_umask(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        paths.private_dir(tmp_path / "a" / "b" / "c")
+        assert os.umask(0) == 0, "the umask is as before"
+    finally:
+        os.umask(before)
+    for path in ("a", "a/b", "a/b/c"):
+        assert _mode(tmp_path / path) == 0o700
 
 
 def test_default_is_under_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -100,6 +127,55 @@ def test_long_socket_falls_back_and_is_recorded(tmp_path: Path, monkeypatch: pyt
         assert Path(paths.socket_path(other, "worker.sock")).parent != path.parent
         with pytest.raises(ConfigError, match="longer than 107"):
             paths.socket_path(settings, "n" * 108)
+
+
+def _fallback(settings: RuntimeSettings) -> Path:
+    return Path(paths.planned_socket_path(settings, "a.sock")).parent
+
+
+def test_a_planted_fallback_is_refused_and_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with tempfile.TemporaryDirectory(prefix="x") as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        settings = RuntimeSettings(state_dir=str(tmp_path / ("d" * 100)))
+        victim = tmp_path / "victim"
+        victim.mkdir()
+        victim.chmod(0o755)
+        planted = _fallback(settings)
+        planted.symlink_to(victim)
+        with pytest.raises(ConfigError, match=f"{planted}.*XDG_RUNTIME_DIR"):
+            paths.socket_path(settings, "a.sock")
+        paths.leave_sockets(settings)
+        assert _mode(victim) == 0o755 and planted.is_symlink()
+        planted.unlink()
+        planted.mkdir()
+        planted.chmod(0o777)
+        with pytest.raises(ConfigError, match="other users can write"):
+            paths.socket_path(settings, "a.sock")
+        assert _mode(planted) == 0o777
+        paths.leave_sockets(settings)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a directory of another user")
+def test_the_fallback_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with tempfile.TemporaryDirectory(prefix="x") as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        settings = RuntimeSettings(state_dir=str(tmp_path / ("d" * 100)))
+        planted = _fallback(settings)
+        planted.mkdir(mode=0o700)
+        os.chown(planted, 12345, 12345)
+        with pytest.raises(ConfigError, match="belongs to user 12345"):
+            paths.socket_path(settings, "a.sock")
+        os.chown(planted, 0, 0)
+        paths.leave_sockets(settings)
+
+
+@pytest.mark.parametrize("text", ["/", "/etc\n", "", "relative", "\0"])
+def test_a_record_that_names_no_fallback_of_ours_is_ignored(tmp_path: Path, text: str):
+    """Clean-up removes the directory that the record names."""
+    (tmp_path / "sockets.path").write_text(text)
+    assert paths.fallback_dir(tmp_path) is None
 
 
 HOLDER = """

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.config import from_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.errors import ConfigError
@@ -197,3 +198,15 @@ async def test_the_runtime_serves_it():
     assert runtime.status.port > 0
     assert set(runtime.status.routes) == {"one"}
     await runtime.close()
+
+
+async def test_other_hosts_are_let_in_only_when_asked() -> None:
+    """Its engine routes take commands without authentication."""
+    settings = SystemSettings(port=0)
+    server = StatusServer(settings, Health(settings), Registry())
+    await server.start()
+    assert server._server is not None
+    addresses = [sock.getsockname()[0] for sock in server._server.sockets]
+    await server.close()
+    assert addresses == ["127.0.0.1"]
+    assert from_env(SystemSettings, {"DYN_SYSTEM_HOST": "0.0.0.0"}).host == "0.0.0.0"

@@ -156,6 +156,34 @@ def test_no_text_escapes_as_another_error(text: str) -> None:
         assert error.message.startswith("g.yaml")
 
 
+def _doubling(merge: str) -> str:
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{i}: &a{i} " + merge.format(f"*a{i - 1}") for i in range(1, 41)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (_doubling("[{0}, {0}]"), r"g.yaml:\d+:\d+: with every alias written out"),
+        (_doubling("{{<<: [{0}, {0}], y: 1}}"), "with every alias written out"),
+        (f"a: &a {'x' * 100_000}\nb: [{'*a,' * 1000}]", "with every alias written out"),
+        ("A: {run: m, x: &x {<<: *x}}", "an alias that contains itself"),
+        (f"A: {{run: {'m' * 300_000}}}", "at most 262,144 bytes"),
+        ("A: " + "[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_small_text_cannot_become_a_large_graph(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parse_graph(text, "g.yaml")
+
+
+def test_the_largest_graphs_fit() -> None:
+    entry = "{run: [sleep, '1'], ServiceArgs: {workers: 1, resources: {gpu: 1}}, a: *c}"
+    text = "Common: &c {x: 1, y: 2}\n" + "".join(f"W{i}: {entry}\n" for i in range(1024))
+    assert len(parse_graph(text, "g.yaml").services) == 1024
+
+
 def test_overrides_are_merged_deeply() -> None:
     """One overridden key leaves its siblings alone: the original loses the GPU request here."""
     service = worker("--Worker.ServiceArgs.workers=4", "--Worker.extra.b", "2")

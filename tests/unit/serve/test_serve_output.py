@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
+import stat
 from pathlib import Path
 
 from dynamo.serve.output import LogFile, OutputPipe, ServiceOutput
@@ -60,6 +62,30 @@ def test_a_log_file_is_bounded(tmp_path: Path) -> None:
     files = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert set(files) == {"a.log", "a.log.1"} and max(files.values()) <= 1010
     assert (tmp_path / "a.log").read_bytes().endswith(b"line 499\n")
+
+
+def test_a_removed_or_moved_log_file_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "a.log"
+    path.parent.mkdir()
+    log = LogFile(path, 100)
+    log.write(b"one")
+    path.unlink()
+    log.write(b"two")
+    assert path.read_bytes() == b"two\n"
+    path.rename(tmp_path / "moved")
+    log.write(b"three")
+    assert path.read_bytes() == b"three\n" and stat.S_IMODE(path.stat().st_mode) == 0o600
+    shutil.rmtree(path.parent)
+    log.write(b"x" * 95)
+    log.write(b"four" * 3)  # which rotates it
+    assert path.read_bytes() == b"four" * 3 + b"\n"
+    shutil.rmtree(path.parent)
+    tmp_path.joinpath("logs").touch()
+    log.write(b"lost")
+    path.parent.unlink()
+    log.write(b"five")
+    assert path.read_bytes() == b"five\n"
+    log.close()
 
 
 def test_a_full_disk_loses_the_line_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import subprocess
@@ -126,7 +127,8 @@ def test_a_torn_statefile_is_told_and_replaced(home: RunDirectory) -> None:
 
 
 def test_sockets_store_and_fallback_go_logs_stay(home: RunDirectory, tmp_path: Path) -> None:
-    fallback = tmp_path / "short"
+    digest = hashlib.sha256(os.fsencode(home.path)).hexdigest()[:12]
+    fallback = tmp_path / f"dynamo-{os.geteuid()}-{digest}"
     fallback.mkdir()
     (home.path / "sockets.path").write_text(f"{fallback}\n")
     home.logs.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from serving_documents import document
 
 from dynamo.errors import StatefileError
 from dynamo.serve.gpus import Inventory
@@ -216,3 +218,32 @@ def test_a_removed_lock_is_noticed(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert worst[0] == 1
+
+
+def test_removal_frees_its_lock_when_it_fails(tmp_path: Path) -> None:
+    statefile = Statefile(tmp_path, "ns")
+    statefile.path.mkdir()
+    with pytest.raises(OSError):
+        statefile.remove()
+    statefile.path.rmdir()
+    statefile.create(document("ns"))  # which takes the lock
+    statefile.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ns.lock").mkdir()
+    with pytest.raises(StatefileError, match=r"cannot write .*ns\.lock: Is a directory"):
+        Statefile(tmp_path, "ns").create(document("ns"))
+    lock = FileLock(tmp_path / "other.lock")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert lock.try_acquire()
+    monkeypatch.setattr("os.pwrite", full)
+    with pytest.raises(StatefileError, match=r"cannot write .*other\.lock: No space left"):
+        lock.note("1")
+    lock.release(remove=True)

@@ -1,0 +1,125 @@
+"""What an OpenAI endpoint answered, read into an Outcome; nonsense becomes a named failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dynamo.bench.stats import Outcome
+
+__all__ = ["read_answer", "read_chunk", "refusal"]
+
+_SHOWN_CHARS = 160
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Delta(msgspec.Struct):
+    """Whatever of these is not empty is output; not all are text everywhere."""
+
+    content: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    refusal: Any = None
+    tool_calls: Any = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    """A whole answer or a chunk of a stream, chat or completions."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+    nvext: Any = None
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
+
+
+def read_chunk(outcome: Outcome, data: bytes) -> tuple[bool, bool]:
+    """The data of one event: whether it carries output, and whether it finishes the answer."""
+    answer = _read(outcome, data)
+    if answer is None:
+        return False, False
+    output = finished = False
+    for choice in answer.choices or ():
+        finished = finished or choice.finish_reason is not None
+        delta = choice.delta
+        if choice.text or (
+            delta is not None
+            and (
+                delta.content
+                or delta.reasoning_content
+                or delta.reasoning
+                or delta.tool_calls
+                or delta.refusal
+            )
+        ):
+            output = True
+    return output, finished
+
+
+def read_answer(outcome: Outcome, body: bytes) -> None:
+    """The body of an answer that is not streamed."""
+    answer = _read(outcome, body)
+    if answer is not None and not answer.choices:
+        outcome.error = f"the answer has no choices: {_shown(body)}"
+
+
+def refusal(body: bytes) -> str:
+    """The message in the body of an error, or the beginning of the body."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, ValueError):
+        return _shown(body)
+    if isinstance(decoded, dict):
+        message = _message(decoded.get("error")) or decoded.get("message")
+        if isinstance(message, str):
+            return message[:_SHOWN_CHARS]
+    return _shown(body)
+
+
+def _read(outcome: Outcome, data: bytes) -> _Answer | None:
+    try:
+        answer = _decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        outcome.error = f"not an OpenAI answer: {_shown(data)}"
+        return None
+    if answer.error is not None:
+        outcome.error = f"in stream: {_message(answer.error) or _shown(data)}"
+        return None
+    if answer.usage is not None:
+        outcome.prompt_tokens = answer.usage.prompt_tokens or 0
+        outcome.output_tokens = answer.usage.completion_tokens or 0
+        if answer.usage.prompt_tokens_details is not None:
+            outcome.cached_tokens = answer.usage.prompt_tokens_details.cached_tokens
+    ids = answer.nvext.get("worker_id") if isinstance(answer.nvext, dict) else None
+    if isinstance(ids, dict):
+        chosen = ids.get("decode_worker_id") or ids.get("prefill_worker_id")
+        outcome.worker_id = chosen if isinstance(chosen, int) else outcome.worker_id
+    return answer
+
+
+def _message(error: object) -> str:
+    """The text of an ``error`` member: an object with a message, or a string."""
+    message = error.get("message") if isinstance(error, dict) else error
+    return message[:_SHOWN_CHARS] if isinstance(message, str) else ""
+
+
+def _shown(data: bytes) -> str:
+    return repr(data[:_SHOWN_CHARS].decode("utf-8", "replace"))

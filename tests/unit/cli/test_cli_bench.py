@@ -1,0 +1,122 @@
+"""``dynamo bench`` at the terminal: what it prints, where it fails, and that no result is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from dynamo.cli import bench
+
+CHUNK = {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}
+USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}}
+STREAM = "".join(f"data: {json.dumps(each)}\r\n\r\n" for each in (CHUNK, USAGE))
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """Answers every POST with ``status``, ``kind`` and ``body``."""
+
+    status, kind, body = 200, "text/event-stream", STREAM
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(self.status)
+        self.send_header("content-type", self.kind)
+        self.end_headers()
+        self.wfile.write(self.body.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silence."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    made = type("Made", (Endpoint,), {})
+    with ThreadingHTTPServer(("127.0.0.1", 0), made) as server:
+        server.endpoint = made  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+WORDS = ("--model", "m", "--endpoint-type", "completions", "--prompt-format", "tokens")
+FEW = (*WORDS, "--requests", "3", "--concurrency", "2")
+
+
+def test_a_run_says_where_its_clock_starts(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--url", url, *FEW]) == 0
+    shown = capsys.readouterr().out
+    assert "m: 3 of 3 requests" in shown
+    assert "TTFT and latency count from before the connection is made" in shown
+    assert bench.main(["--url", url, *FEW, "--rate", "1000"]) == 0
+    shown = capsys.readouterr().out
+    assert "schedule lag (ms)" in shown and "count from the scheduled time" in shown
+
+
+def test_an_output_that_cannot_be_written_stops_the_run_before_it_starts(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "none" / "out.json"
+    assert bench.main(["--url", url, *FEW, "--output", str(bad)]) == 2
+    shown = capsys.readouterr()
+    assert f"cannot write {bad}" in shown.err.replace("\n", "") and shown.out == ""
+    good = tmp_path / "out.json"
+    assert bench.main(["--url", url, *FEW, "--output", str(good)]) == 0
+    assert json.loads(good.read_text())["completed"] == 3
+
+
+def test_an_output_that_goes_bad_during_the_run_loses_nothing(
+    url: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "_try_output", lambda path: None)
+    assert bench.main(["--url", url, *FEW, "--output", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert "m: 3 of 3 requests" in shown.out and "--output: cannot write" in shown.err
+
+
+def test_a_pipe_as_output_is_not_tried_before_the_run(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    bench._try_output(str(tmp_path / "pipe"))  # which would wait for a reader
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "reason"),
+    [
+        ("text/html", "<html>", "3 failed: not an event stream: text/html"),
+        (
+            "text/event-stream",
+            'data: {"error":"[/red]\\u001b[2J"}\n\n',
+            r"in stream: [/red]\x1b[2J",
+        ),
+    ],
+)
+def test_nonsense_is_a_named_failure(
+    url: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    body: str,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(Endpoint, "kind", kind)
+    monkeypatch.setattr(Endpoint, "body", body)
+    assert bench.main(["--url", url, *FEW]) == 1
+    shown = capsys.readouterr()
+    assert reason in shown.out and shown.err == ""
+
+
+@pytest.mark.parametrize("url", ["http://h:99999", "http://[::1", "h"])
+def test_a_bad_url_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--url", url]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("dynamo bench: --url") and "Traceback" not in shown
