@@ -83,9 +83,13 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
             found.setdefault(watcher.name, []).append(process)
         return found
 
+    def start_nothing(self) -> None:
+        """From now on no process is started: whatever exits was stopped, and is not replaced."""
+        self._stopping = True
+
     async def end(self) -> None:
         """Stop all, stage by stage. No command of circus: none of those can be in its way."""
-        self._stopping = True
+        self.start_nothing()
         for stage in sorted({watcher.stop_stage for watcher in self.watchers}):
             async with asyncio.TaskGroup() as group:
                 for watcher in self.watchers:

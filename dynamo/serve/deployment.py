@@ -16,7 +16,7 @@ from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.arbiter import SupervisingArbiter, quote_program
-from dynamo.serve.guard import STOP_SIGNALS
+from dynamo.serve.guard import KILL_NOW, STOP_SIGNALS
 from dynamo.serve.output import Announcer, LogFile, ServiceOutput
 from dynamo.serve.processes import end_descendants
 from dynamo.serve.readiness import Health, address_of, wait_until_ready
@@ -50,7 +50,6 @@ class Deployment:
         self._specs = {spec.name: spec for spec in plan.specs}
         self._outputs: dict[str, ServiceOutput] = {}
         self._stop = asyncio.Event()
-        self._stops = 0
         self._given_up: dict[str, str] = {}
         self._ready = False
         self._started_s = time.monotonic()
@@ -117,13 +116,17 @@ class Deployment:
         loop = asyncio.get_running_loop()
         for signum in STOP_SIGNALS:
             loop.add_signal_handler(signum, self._on_stop_signal)
+        loop.add_signal_handler(KILL_NOW, self._on_kill_now)
         loop.add_signal_handler(signal.SIGCHLD, self._on_child)
 
     def _on_stop_signal(self) -> None:
-        self._stops += 1
-        if self._stops > 1:
-            self._announcer.say("killing what is left", logging.WARNING)
-            self._arbiter.hurry()
+        # Never counted: a signal to the whole tree reaches us directly and through the guard.
+        self._arbiter.start_nothing()
+        self._stop.set()
+
+    def _on_kill_now(self) -> None:
+        self._announcer.say("killing what is left", logging.WARNING)
+        self._arbiter.hurry()
         self._stop.set()
 
     def _on_child(self) -> None:
@@ -146,7 +149,7 @@ class Deployment:
             announcer=self._announcer,
             make_watcher=self._make_watcher,
         )
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGCHLD})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGCHLD, KILL_NOW})
         return arbiter
 
     def _make_watcher(self, name: str, cmd: str, **options: Any) -> SupervisedWatcher:

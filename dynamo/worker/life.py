@@ -1,7 +1,7 @@
 """The life of a worker process: one runtime or several, signals, and an orderly end. Spec 7.9.
 
-The first SIGTERM or SIGINT makes every worker leave discovery and finish its streams, the second
-cuts them. A worker whose lease was revoked leaves alone. When the last one has left, the
+The first SIGTERM or SIGINT makes every worker leave discovery and finish its streams, a second
+SIGINT cuts them. A worker whose lease was revoked leaves alone. When the last one has left, the
 process ends.
 """
 
@@ -16,11 +16,11 @@ from contextlib import asynccontextmanager
 
 from dynamo.errors import EngineShutdown
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.stop_signals import StopSignals
 
 __all__ = ["WorkerLife", "leaves"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SAME_SIGNAL_S = 0.5  # a process group and a parent may both pass on the same signal
 _log = logging.getLogger(__name__)
 
 
@@ -30,7 +30,7 @@ class WorkerLife:
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
         self._runtimes: set[DistributedRuntime] = set()
-        self._stopped_at = 0.0
+        self._signals = StopSignals()
         self._failures: list[Exception] = []
 
     async def run(self, workers: Sequence[Callable[[], Awaitable[None]]]) -> None:
@@ -89,14 +89,14 @@ class WorkerLife:
             runtime.serving.cut()
 
     def _on_signal(self, number: int) -> None:
-        name, now = signal.Signals(number).name, asyncio.get_running_loop().time()
-        if not self.stopping.is_set():
+        name = signal.Signals(number).name
+        count = self._signals.received(number, asyncio.get_running_loop().time())
+        if count == 1:
             self.stopping.set()
-            self._stopped_at = now
             _log.info("%s: leaving, streams in flight finish", name)
             for runtime in self._runtimes:
                 runtime.shutdown()
-        elif now - self._stopped_at >= _SAME_SIGNAL_S:
+        elif count:
             _log.warning("%s again: cutting what is in flight", name)
             self._cut()
 
