@@ -43,7 +43,7 @@ DESCRIPTION = "Start the services of a graph file, keep them running, end them a
 EPILOG = """overrides: --Service.key=value for every key of the file, for example
   dynamo serve examples/quickstart.yaml --Worker.ServiceArgs.workers=4 --Frontend.http-port=8001
 Relative paths in the graph are relative to the directory of the graph file, where services run.
-Exit status: 0 stopped, 1 a service was given up, 2 the graph or a flag is wrong."""
+Exit status: 0 stopped, 1 a service is given up at the end, 2 the graph or a flag is wrong."""
 
 # Settings whose variables decide how the processes find each other.
 _SHARED = (

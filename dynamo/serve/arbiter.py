@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from circus.arbiter import Arbiter
@@ -90,11 +90,7 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
     async def end(self) -> None:
         """Stop all, stage by stage. No command of circus: none of those can be in its way."""
         self.start_nothing()
-        for stage in sorted({watcher.stop_stage for watcher in self.watchers}):
-            async with asyncio.TaskGroup() as group:
-                for watcher in self.watchers:
-                    if watcher.stop_stage == stage:
-                        group.create_task(watcher.end())
+        await self._by_stage(self.watchers, SupervisedWatcher.end)
         for watcher, process in list(self._alive.values()):  # of watchers removed meanwhile
             await watcher.kill_process(process)
 
@@ -124,6 +120,30 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         self._watchers_names[name.lower()] = watcher
         watcher.notify_event("add", {})
         return watcher
+
+    def restart(self, inside_circusd: bool = False, watcher_iter_func: Any = None) -> Any:
+        """``circusctl restart``: stop and start the chosen watchers, or all.
+
+        circus would end the arbiter when no name is given, for circusd to make a new one.
+        """
+        return super().restart(watcher_iter_func=watcher_iter_func)
+
+    async def _stop_watchers(
+        self, close_output_streams: bool = False, watcher_iter_func: Any = None
+    ) -> None:
+        await self._by_stage((watcher_iter_func or self.iter_watchers)(), SupervisedWatcher._stop)
+
+    async def _by_stage(
+        self,
+        watchers: Sequence[SupervisedWatcher],
+        stop: Callable[[SupervisedWatcher], Awaitable[None]],
+    ) -> None:
+        """Stop ``watchers``, those of a stage together: frontends finish before workers leave."""
+        for stage in sorted({watcher.stop_stage for watcher in watchers}):
+            chosen = [watcher for watcher in watchers if watcher.stop_stage == stage]
+            async with asyncio.TaskGroup() as group:
+                for watcher in chosen:
+                    group.create_task(_wait_for(stop(watcher)))
 
     async def _start_watchers(self, watcher_iter_func: Any = None) -> None:
         chosen: Sequence[SupervisedWatcher] = (watcher_iter_func or self.iter_watchers)()
@@ -214,6 +234,10 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
     def is_draining(self, watcher: SupervisedWatcher, status: int) -> bool:
         """Whether an end with ``status`` is the wanted end of a scale-down."""
         return status == 0 and self._events.is_draining(watcher)
+
+
+async def _wait_for(stop: Awaitable[None]) -> None:
+    await stop  # circus's coroutines are futures, which a task group does not take
 
 
 def describe_exit(status: int | None) -> str:

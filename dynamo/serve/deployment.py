@@ -30,6 +30,10 @@ __all__ = ["Deployment"]
 
 _REMIND_EVERY_S = 15.0
 _SWEEP_TIMEOUT_S = 5.0
+_ONE_FRONTEND = (
+    "{} listens on an HTTP port, which a second process cannot share. Add a service with an "
+    "http-port of its own to the graph: see docs/routing/replicas.md and examples/replicas.yaml"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +54,6 @@ class Deployment:
         self._specs = {spec.name: spec for spec in plan.specs}
         self._outputs: dict[str, ServiceOutput] = {}
         self._stop = asyncio.Event()
-        self._given_up: dict[str, str] = {}
         self._ready = False
         self._started_s = time.monotonic()
 
@@ -68,7 +71,7 @@ class Deployment:
             await self._stop.wait()
         finally:
             await self._end()
-        return 1 if self._given_up else 0
+        return 1 if any(watcher.given_up for watcher in self._arbiter.watchers) else 0
 
     async def _start(self) -> None:
         try:
@@ -89,16 +92,18 @@ class Deployment:
         self._stop.set()
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
-        """Say so with the last words, and stop when nothing is left that can work."""
-        self._given_up[watcher.name] = reason
+        """Report it with the last lines of output, and stop when nothing is left that can work."""
         tail = b"\n".join(self._outputs[watcher.name].tail).decode(errors="replace")
-        lines = [f"gave up {watcher.name}: {reason}"]
+        what = watcher.name if watcher.given_up else f"a process of {watcher.name}"
+        lines = [f"gave up {what}: {reason}"]
         if tail:
             lines += [f"its last lines (all: {self._home.logs / watcher.name}.log):", tail]
         if spec := self._specs.get(watcher.name):
             lines.append(f"its command: {shlex.join(spec.argv)}")
         self._announcer.say("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
-        if dead := self._hopeless():
+        if not watcher.given_up:
+            self._announcer.say(f"{watcher.name} runs {watcher.numprocesses}", logging.WARNING)
+        elif dead := self._hopeless():
             self._announcer.say(f"{dead}; stopping", logging.ERROR)
             self._stop.set()
         else:
@@ -107,10 +112,14 @@ class Deployment:
     def _hopeless(self) -> str:
         """Why nothing can be answered any more, or nothing."""
         for frontends, what in ((True, "no frontend is left"), (False, "no worker is left")):
-            names = [n for n, spec in self._specs.items() if spec.is_frontend is frontends]
-            if names and all(name in self._given_up for name in names):
+            group = [w for w in self._arbiter.watchers if self._is_frontend(w.name) is frontends]
+            if group and all(watcher.given_up for watcher in group):
                 return what
         return ""
+
+    def _is_frontend(self, name: str) -> bool:
+        spec = self._specs.get(name)
+        return spec is not None and spec.is_frontend
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -165,6 +174,7 @@ class Deployment:
             options["working_dir"] = spec.working_dir
             options["singleton"] = bool(spec.gpus)  # a second one would share its GPUs
             options["stop_stage"] = spec.stop_stage
+            options["only_one"] = _ONE_FRONTEND.format(name) if spec.is_frontend else None
         for ours in ("copy_env", "copy_path", "stop_children", "respawn", "shell", "use_sockets"):
             options.pop(ours, None)
         return SupervisedWatcher(

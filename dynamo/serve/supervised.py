@@ -24,6 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from circus.exc import MessageError
 from circus.process import Process
 from circus.watcher import Watcher
 
@@ -113,7 +114,7 @@ def _before_exec(arbiter: int) -> None:
 
 
 class SupervisedWatcher(Watcher):  # type: ignore[misc]
-    """One watcher. ``on_line`` takes its output, ``on_death`` and ``on_given_up`` its fate."""
+    """One watcher. ``on_line`` takes its output; ``only_one`` says why it has a single process."""
 
     arbiter: SupervisingArbiter
 
@@ -126,12 +127,14 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         policy: RestartPolicy,
         on_line: Callable[[bytes], None],
         stop_stage: int = 1,
+        only_one: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(name, cmd, **options)
         self.env = env  # as a whole: circus would also load PYTHONPATH into this process
         self.on_line = on_line
         self.stop_stage = stop_stage
+        self._only_one = only_one
         self.given_up: str | None = None
         self._restarts = Restarts(policy)
         self._not_before_s = 0.0
@@ -145,6 +148,28 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._restarts.forget()
         self._not_before_s = 0.0
         await super()._start()
+
+    async def _reload(self, graceful: bool = True, sequential: bool = False) -> None:
+        # circus would start the new processes beside the old ones, on the same port and GPUs.
+        if self.is_active() and graceful and (self.send_hup or sequential):
+            await super()._reload(graceful=graceful, sequential=sequential)
+        else:
+            await self._restart()
+
+    def incr(self, nb: int = 1) -> Any:
+        """``circusctl incr``. Raises MessageError, which is the answer, for a single process."""
+        self._check_number(self.numprocesses + nb)
+        return super().incr(nb)
+
+    def set_opt(self, key: str, val: Any) -> Any:
+        """``circusctl set``. Raises MessageError, which is the answer."""
+        if key == "numprocesses":
+            self._check_number(int(val))
+        return super().set_opt(key, val)
+
+    def _check_number(self, numprocesses: int) -> None:
+        if numprocesses > 1 and self._only_one is not None:
+            raise MessageError(self._only_one)
 
     async def manage_processes(self) -> None:
         """Bring the number of processes to what it should be, unless we wait or are stopping."""
@@ -230,9 +255,12 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.arbiter.respawn_in(verdict, self)
 
     def _give_up(self, reason: str) -> None:
-        self.given_up = reason
-        if self.processes:  # the others of this watcher live on
-            self.numprocesses = len(self.processes)
+        living = [process for process in self.processes.values() if not process.stopping]
+        if living:  # go on with them; their own deaths are counted from zero
+            self.numprocesses = len(living)
+            self._restarts.forget()
+        else:
+            self.given_up = reason
         self.arbiter.gave_up(self, reason)
 
     async def end(self) -> None:
