@@ -66,7 +66,7 @@ class Serving:
         self,
         graph: Path | str,
         *flags: str,
-        wait: str = "ready: ",
+        wait: str = "(ready|started): ",
         under: Sequence[str] = (),
         **env: str,
     ) -> None:

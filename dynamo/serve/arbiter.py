@@ -29,7 +29,7 @@ class WatcherEvents(Protocol):
     """Who wants to know what happens to the processes. All calls come on the loop."""
 
     def changed(self) -> None:
-        """A process started or ended."""
+        """A process started or ended, a watcher was added or removed."""
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
         """A watcher will not be started again."""
@@ -119,7 +119,14 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         self.watchers.append(watcher)
         self._watchers_names[name.lower()] = watcher
         watcher.notify_event("add", {})
+        self._events.changed()
         return watcher
+
+    def rm_watcher(self, name: str, nostop: bool = False) -> Any:
+        """``circusctl rm``: forget a watcher, and stop its processes unless ``nostop``."""
+        removed = super().rm_watcher(name, nostop)
+        self._events.changed()
+        return removed
 
     def restart(self, inside_circusd: bool = False, watcher_iter_func: Any = None) -> Any:
         """``circusctl restart``: stop and start the chosen watchers, or all.

@@ -19,7 +19,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ class SupervisedProcess(Process):  # type: ignore[misc]
 
     def format_args(self, sockets_fds: object = None) -> list[str]:
         """The words of the command, as they are."""
-        return [*shlex.split(self.cmd), *(self.args or ())]
+        return _words(self.cmd, self.args)
 
     def spawn(self) -> None:
         """Start the process. Raises OSError or ValueError."""
@@ -98,6 +98,16 @@ class SupervisedProcess(Process):  # type: ignore[misc]
         if self.is_alive():
             os.kill(self.pid, sig)
 
+    def is_listening(self, port: int) -> bool:
+        """Whether the process itself listens on TCP ``port``; True if we may not look."""
+        try:
+            found = self._worker.net_connections("tcp")
+        except psutil.AccessDenied:
+            return self.is_alive()
+        except psutil.Error:
+            return False
+        return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in found)
+
     def kill_session(self) -> None:
         """SIGKILL the process and its group."""
         if self.is_alive():
@@ -111,6 +121,11 @@ def _before_exec(arbiter: int) -> None:
     """What the child does between fork and exec."""
     if not die_with_parent(signal.SIGKILL, arbiter):
         os._exit(128 + signal.SIGKILL)
+
+
+def _words(cmd: str, args: str | Sequence[str] | None) -> list[str]:
+    """The command as a list. ``circusctl set`` gives ``args`` as text."""
+    return [*shlex.split(cmd), *(shlex.split(args) if isinstance(args, str) else args or ())]
 
 
 class SupervisedWatcher(Watcher):  # type: ignore[misc]
@@ -241,8 +256,10 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.processes.pop(process.pid, None)
         told = {"process_pid": process.pid, "time": time.time(), "exit_code": status}
         self.notify_event("reap", told)
-        wanted = not (process.stopping or self.is_stopping() or self.is_stopped())
-        if not wanted or self.arbiter.stopping or self.arbiter.is_draining(self, status):
+        kept = self in self.arbiter.watchers and not self.arbiter.stopping
+        if not kept or process.stopping or self.is_stopping() or self.is_stopped():
+            return
+        if self.arbiter.is_draining(self, status):
             return
         loop = asyncio.get_running_loop()
         lived_s = time.time() - process.started
@@ -262,6 +279,10 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         else:
             self.given_up = reason
         self.arbiter.gave_up(self, reason)
+
+    def words(self) -> list[str]:
+        """The command as it is started next. Raises ValueError for an open quotation."""
+        return _words(self.cmd, self.args)
 
     async def end(self) -> None:
         """Stop for good, whatever else is going on in circus."""
