@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from dynamo.errors import ConfigError
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
+from dynamo.runtime.stop_order import is_supervised, wait_for_frontends
 from dynamo.runtime.stop_signals import StopSignals
 
 __all__ = ["dynamo_endpoint", "dynamo_worker", "run_until_signalled"]
@@ -93,15 +94,22 @@ class _Main(Generic[R]):
     def _on_signal(self, task: asyncio.Task[object], number: int) -> None:
         count = self._signals.received(number, asyncio.get_running_loop().time())
         serving = self._runtime.serving
-        if count == 0:
-            return
         if count > 1:
             _log.warning("%s again: cutting what is in flight", signal.Signals(number).name)
             serving.cut()
             self._cancel(task)
-            return
+        elif count and serving.is_serving() and is_supervised():
+            self._runtime.tasks.spawn(self._leave_in_turn(task, number), name="leave in turn")
+        elif count:
+            self._leave(task, number)
+
+    async def _leave_in_turn(self, task: asyncio.Task[object], number: int) -> None:
+        await wait_for_frontends(self._runtime.system.shutdown_timeout_s)
+        self._leave(task, number)
+
+    def _leave(self, task: asyncio.Task[object], number: int) -> None:
         _log.info("%s: leaving", signal.Signals(number).name)
-        idle = not serving.is_serving()
+        idle = not self._runtime.serving.is_serving()
         self._runtime.shutdown()
         if idle:
             self._cancel(task)

@@ -40,6 +40,9 @@ class WatcherEvents(Protocol):
     def quit_requested(self) -> None:
         """``circusctl quit``."""
 
+    def stopping(self, stage: int) -> None:
+        """The deployment ends, and the watchers of ``stage`` are next."""
+
 
 class SupervisingArbiter(Arbiter):  # type: ignore[misc]
     """The arbiter of one deployment, on the running asyncio loop. Signals are not its business."""
@@ -90,7 +93,7 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
     async def end(self) -> None:
         """Stop all, stage by stage. No command of circus: none of those can be in its way."""
         self.start_nothing()
-        await self._by_stage(self.watchers, SupervisedWatcher.end)
+        await self._by_stage(self.watchers, SupervisedWatcher.end, self._events.stopping)
         for watcher, process in list(self._alive.values()):  # of watchers removed meanwhile
             await watcher.kill_process(process)
 
@@ -144,10 +147,12 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         self,
         watchers: Sequence[SupervisedWatcher],
         stop: Callable[[SupervisedWatcher], Awaitable[None]],
+        on_stage: Callable[[int], None] = lambda stage: None,
     ) -> None:
         """Stop ``watchers``, those of a stage together: frontends finish before workers leave."""
         for stage in sorted({watcher.stop_stage for watcher in watchers}):
             chosen = [watcher for watcher in watchers if watcher.stop_stage == stage]
+            on_stage(stage)
             async with asyncio.TaskGroup() as group:
                 for watcher in chosen:
                     group.create_task(_wait_for(stop(watcher)))

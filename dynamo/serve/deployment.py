@@ -17,6 +17,7 @@ import zmq
 from dynamo.config import environ
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
+from dynamo.runtime.stop_order import write_stop_stage
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.arbiter import SupervisingArbiter, quote_program
 from dynamo.serve.guard import KILL_NOW, STOP_SIGNALS
@@ -110,6 +111,10 @@ class Deployment:
         """``circusctl quit``."""
         self._stop.set()
 
+    def stopping(self, stage: int) -> None:
+        """Tell the workers whether it is their turn."""
+        write_stop_stage(self._home.path, workers=stage > 0)
+
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
         """Report it with the last lines of output, and stop when nothing is left that can work."""
         tail = b"\n".join(self._outputs[watcher.name].tail).decode(errors="replace")
@@ -150,6 +155,8 @@ class Deployment:
     def _on_stop_signal(self) -> None:
         # Never counted: a signal to the whole tree reaches us directly and through the guard.
         self._arbiter.start_nothing()
+        if not self._stop.is_set():  # before anything else: workers that got it too look for it
+            self.stopping(min((w.stop_stage for w in self._arbiter.watchers), default=1))
         self._stop.set()
 
     def _on_kill_now(self) -> None:

@@ -25,6 +25,7 @@ from dynamo.runtime.discovery.layout import (
     remove_if_lease,
 )
 from dynamo.runtime.discovery.process import host_id, is_running
+from dynamo.runtime.stop_order import STOP_STAGE
 from dynamo.serve.processes import ProcessStat, environment, same_process, snapshot
 from dynamo.serve.statefile import FileLock, Statefile
 
@@ -98,6 +99,7 @@ class RunDirectory:
             self.statefile.remove()
         except (StatefileError, OSError) as error:
             _log.error("the statefile stays: %s", error)
+        (self.path / STOP_STAGE).unlink(missing_ok=True)
         if self._sweep_store():
             return  # a worker that was started by hand still uses the store and its sockets
         if self.store == self.path / "store":

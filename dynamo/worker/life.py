@@ -16,11 +16,14 @@ from contextlib import asynccontextmanager
 
 from dynamo.errors import EngineShutdown
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.stop_order import is_supervised, wait_for_frontends
 from dynamo.runtime.stop_signals import StopSignals
+from dynamo.runtime.tasks import Tasks
 
 __all__ = ["WorkerLife", "leaves"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_FRONTENDS_TIMEOUT_S = 900.0
 _log = logging.getLogger(__name__)
 
 
@@ -31,6 +34,7 @@ class WorkerLife:
         self.stopping = asyncio.Event()
         self._runtimes: set[DistributedRuntime] = set()
         self._signals = StopSignals()
+        self._tasks = Tasks("life")
         self._failures: list[Exception] = []
 
     async def run(self, workers: Sequence[Callable[[], Awaitable[None]]]) -> None:
@@ -48,6 +52,7 @@ class WorkerLife:
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
+            await self._tasks.close()
         if self._failures:
             raise ExceptionGroup("workers failed", self._failures)
 
@@ -91,14 +96,24 @@ class WorkerLife:
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
         count = self._signals.received(number, asyncio.get_running_loop().time())
-        if count == 1:
-            self.stopping.set()
-            _log.info("%s: leaving, streams in flight finish", name)
-            for runtime in self._runtimes:
-                runtime.shutdown()
+        if count == 1 and is_supervised():
+            self._tasks.spawn(self._leave_in_turn(name), name="leave in turn")
+        elif count == 1:
+            self._leave(name)
         elif count:
             _log.warning("%s again: cutting what is in flight", name)
+            self.stopping.set()
             self._cut()
+
+    async def _leave_in_turn(self, name: str) -> None:
+        await wait_for_frontends(_FRONTENDS_TIMEOUT_S)
+        self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        self.stopping.set()
+        _log.info("%s: leaving, streams in flight finish", name)
+        for runtime in self._runtimes:
+            runtime.shutdown()
 
 
 def leaves(failure: BaseException) -> Iterator[BaseException]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 from deployment import free_port
-from serving import QUICKSTART, Serving
+from serving import QUICKSTART, ROOT, Serving
 
+DISAGG = ROOT / "examples/disagg.yaml"
 STREAMS = 8
 TOKENS = 150
 
@@ -38,17 +41,17 @@ def start(serving: Serving, *flags: str, under: tuple[str, ...] = ()) -> int:
 
 
 class Stream:
-    """A streamed completion whose first bytes have arrived."""
+    """A streamed completion whose first bytes have arrived, if it is to have ``begun``."""
 
-    def __init__(self, port: int, number: int) -> None:
+    def __init__(self, port: int, number: int, more: str = "count", begun: bool = True) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
-        body = {"model": "tiny", "prompt": f"{number} count", "max_tokens": TOKENS, "stream": True}
-        data = json.dumps(body | {"ignore_eos": True}).encode()
+        body = {"model": "tiny", "prompt": f"{number} {more}", "max_tokens": TOKENS}
+        data = json.dumps(body | {"stream": True, "ignore_eos": True}).encode()
         self.socket.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
         )
-        self.text = self.socket.recv(1)
+        self.text = self.socket.recv(1) if begun else b""
 
     def rest(self) -> str:
         with self.socket:
@@ -117,5 +120,35 @@ def test_a_repeated_sigterm_kills_nothing(serving: Serving) -> None:
         os.kill(pid, signal.SIGTERM)
     texts = rest(streams)
     assert [finished(text) for text in texts] == [True] * STREAMS, [texts, serving.text()]
+    assert serving.wait() == 0
+    serving.assert_clean()
+
+
+def metric(port: int, name: str) -> float:
+    """The sum of the samples of ``name``."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if re.match(name + r"[ {]", line))
+
+
+def test_requests_that_no_worker_has_yet(serving: Serving) -> None:
+    """Prompts wait in the frontend for a prefill worker, and then for a decode worker.
+
+    The workers receive the signal, too, and must stay until the frontend is done with them.
+    """
+    port = free_port()
+    own = ("--namespace", serving.namespace, f"--Frontend.http-port={port}")
+    slow = ("--PrefillWorker.speedup-ratio=0.3", "--PrefillWorker.ServiceArgs.workers=1")
+    one = ("--Frontend.router-prefill-slots=1",)
+    serving.start(DISAGG, *own, *slow, *one, wait="ready: http://127.0.0.1:.* model: tiny")
+    while not metric(port, "dynamo_frontend_prefill_workers"):
+        pass
+    streams = [Stream(port, number, "word " * 800, begun=False) for number in range(3)]
+    while metric(port, "dynamo_frontend_prefill_queue_depth") < 2:
+        pass
+    for process in sorted(serving.survivors(), key=lambda process: process.pid):
+        process.send_signal(signal.SIGTERM)
+    texts = rest(streams)
+    assert [finished(text) for text in texts] == [True] * 3, [texts, serving.text()]
     assert serving.wait() == 0
     serving.assert_clean()
