@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from circus.arbiter import Arbiter
+from circus.exc import MessageError
 from tornado.ioloop import IOLoop
 
 from dynamo.runtime.tasks import Tasks
@@ -137,6 +138,10 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         circus would end the arbiter when no name is given, for circusd to make a new one.
         """
         return super().restart(watcher_iter_func=watcher_iter_func)
+
+    def reload_from_config(self, config_file: object = None, inside_circusd: bool = False) -> None:
+        """``circusctl reloadconfig``: there is no circus.ini. Raises MessageError, the answer."""
+        raise MessageError("dynamo serve has a graph and no circus.ini: stop it and start it again")
 
     async def _stop_watchers(
         self, close_output_streams: bool = False, watcher_iter_func: Any = None

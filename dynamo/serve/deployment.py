@@ -63,7 +63,7 @@ class Deployment:
         self._started_s = time.monotonic()
 
     async def run(self) -> int:
-        """Serve. The exit status: 0 after a wanted stop, 1 if a service was given up."""
+        """Serve. The exit status: 0 after a wanted stop, 1 if a service is given up."""
         self._tasks = Tasks("deployment")
         self._take_signals()
         self._arbiter = self._make_arbiter()
@@ -122,8 +122,7 @@ class Deployment:
         lines = [f"gave up {what}: {reason}"]
         if tail:
             lines += [f"its last lines (all: {self._home.logs / watcher.name}.log):", tail]
-        if spec := self._specs.get(watcher.name):
-            lines.append(f"its command: {shlex.join(spec.argv)}")
+        lines.append(f"its command: {shlex.join(watcher.words())}")
         self._announcer.say("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
         if not watcher.given_up:
             self._announcer.say(f"{watcher.name} runs {watcher.numprocesses}", logging.WARNING)

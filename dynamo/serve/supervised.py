@@ -124,7 +124,7 @@ def _before_exec(arbiter: int) -> None:
 
 
 def _words(cmd: str, args: str | Sequence[str] | None) -> list[str]:
-    """The command as a list. ``circusctl set`` gives ``args`` as text."""
+    """The command as a list. ``circusctl set`` gives ``args`` as text. Raises ValueError."""
     return [*shlex.split(cmd), *(shlex.split(args) if isinstance(args, str) else args or ())]
 
 
@@ -150,6 +150,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.on_line = on_line
         self.stop_stage = stop_stage
         self._only_one = only_one
+        self._check_number(self.numprocesses)
         self.given_up: str | None = None
         self._restarts = Restarts(policy)
         self._not_before_s = 0.0
@@ -281,8 +282,11 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.arbiter.gave_up(self, reason)
 
     def words(self) -> list[str]:
-        """The command as it is started next. Raises ValueError for an open quotation."""
-        return _words(self.cmd, self.args)
+        """The command as it is started next; one word if a quotation in it is open."""
+        try:
+            return _words(self.cmd, self.args)
+        except ValueError:
+            return [self.cmd]
 
     async def end(self) -> None:
         """Stop for good, whatever else is going on in circus."""
