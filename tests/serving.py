@@ -13,12 +13,14 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = ROOT / "examples/quickstart.yaml"
 SLEEPER = ROOT / "tests/e2e/service_sleep.py"
 CIRCUSCTL = Path(sys.executable).with_name("circusctl")
 
@@ -60,11 +62,18 @@ class Serving:
         path.write_text(f"namespace: {self.namespace}\n" + text.replace("SLEEPER", sleeper))
         return path
 
-    def start(self, graph: Path | str, *flags: str, wait: str = "ready: ", **env: str) -> None:
-        """Start and wait for a line that contains ``wait``."""
+    def start(
+        self,
+        graph: Path | str,
+        *flags: str,
+        wait: str = "(ready|started): ",
+        under: Sequence[str] = (),
+        **env: str,
+    ) -> None:
+        """Start, ``under`` another command if given, and wait for a line that contains ``wait``."""
         path = graph if isinstance(graph, Path) else self.graph(graph)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dynamo", "serve", str(path), *flags],
+            [*under, sys.executable, "-m", "dynamo", "serve", str(path), *flags],
             env={**self.env, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -32,7 +32,7 @@ from dynamo.serve.gpus import Inventory, inventory_of
 from dynamo.serve.graph import Graph, parse_graph
 from dynamo.serve.guard import hold_signals, run_guarded
 from dynamo.serve.overrides import Override, split_overrides
-from dynamo.serve.readiness import address_of
+from dynamo.serve.readiness import address_of, check_free
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.statefile import Statefile
 from dynamo.serve.watchers import Plan, WatcherSpec, place, plan
@@ -44,7 +44,7 @@ DESCRIPTION = "Start the services of a graph file, keep them running, end them a
 EPILOG = """overrides: --Service.key=value for every key of the file, for example
   dynamo serve examples/quickstart.yaml --Worker.ServiceArgs.workers=4 --Frontend.http-port=8001
 Relative paths in the graph are relative to the directory of the graph file, where services run.
-Exit status: 0 stopped, 1 a service was given up, 2 the graph or a flag is wrong."""
+Exit status: 0 stopped, 1 a service is given up at the end, 2 the graph or a flag is wrong."""
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +120,12 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
 
 def _read(settings: ServeSettings, overrides: Sequence[Override]) -> Graph:
     text, source = settings.deployment_config, "DYN_DEPLOYMENT_CONFIG"
+    if text is not None and settings.graph:
+        print(
+            f"dynamo serve: {settings.graph} is not read: DYN_DEPLOYMENT_CONFIG replaces it; "
+            "unset the variable to serve the file",
+            file=sys.stderr,
+        )
     if text is None:
         source = settings.graph
         if not source:
@@ -161,6 +167,12 @@ def _check(graph: Graph, specs: Sequence[WatcherSpec]) -> None:
                 raise ConfigError(f"{service.origin}: {service.name}.run: no program {program}")
     listening: dict[str, str] = {}
     for spec in specs:
+        backend = spec.options.get("discovery-backend", spec.env.get("DYN_DISCOVERY_BACKEND"))
+        if backend == "mem" and len(specs) > 1:
+            raise ConfigError(
+                f"{spec.name} has discovery backend mem, which ends at the process: the other "
+                "services cannot find it. Unset DYN_DISCOVERY_BACKEND, or set it to file or etcd"
+            )
         if spec.is_frontend:
             url = address_of(spec.options, {**environ(), **spec.env}).url
             if url in listening:
@@ -169,6 +181,19 @@ def _check(graph: Graph, specs: Sequence[WatcherSpec]) -> None:
                     "give each frontend a service and an http-port of its own"
                 )
             listening[url] = spec.name
+
+
+def _check_ports(specs: Sequence[WatcherSpec]) -> None:
+    """Raise ConfigError if another program listens where a frontend should."""
+    for spec in specs:
+        if spec.is_frontend:
+            try:
+                check_free(address_of(spec.options, {**environ(), **spec.env}))
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{spec.name}: {error.message}; choose another port with "
+                    f"--{spec.service}.http-port"
+                ) from None
 
 
 def _has_module(name: str) -> bool:
@@ -220,6 +245,7 @@ def _serve(made: Plan, settings: ServeSettings, runtime: RuntimeSettings) -> int
     home.own()
     try:
         told = home.reconcile()
+        _check_ports(made.specs)
         for name in _SOCKETS:  # their directories, which the crash may have shared
             socket_path(runtime, name)
     except BaseException:

@@ -29,6 +29,7 @@ from dynamo.observability.loop_delay import LoopDelay
 from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.summary import in_words, without_effect
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.stop_signals import StopSignals
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["Frontend"]
@@ -119,11 +120,17 @@ class Frontend:
         self._stop.set()
 
     def stop_on_signals(self) -> Callable[[], None]:
-        """SIGTERM and SIGINT stop the frontend; call what is returned to undo."""
+        """Stop at SIGTERM or SIGINT, at once at a second SIGINT; returns how to undo that."""
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGTERM, signal.SIGINT)
+        requests = StopSignals()
+
+        def on_signal(number: int) -> None:
+            if requests.received(number, loop.time()):
+                self.stop()
+
         for number in numbers:
-            loop.add_signal_handler(number, self.stop)
+            loop.add_signal_handler(number, on_signal, number)
 
         def undo() -> None:
             for number in numbers:

@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 from dynamo.errors import ConfigError
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.logging import configure_dynamo_logging
+from dynamo.runtime.stop_order import is_supervised, wait_for_frontends
+from dynamo.runtime.stop_signals import StopSignals
 
 __all__ = ["dynamo_endpoint", "dynamo_worker", "run_until_signalled"]
 
@@ -29,7 +31,7 @@ def dynamo_worker(
     environment, and ends it.
 
     SIGTERM and SIGINT end the process gracefully with status 0: discovery is left, streams in
-    flight finish, ``serve_endpoint`` returns. A second signal cuts them. A function that serves
+    flight finish, ``serve_endpoint`` returns. A second SIGINT cuts them. A function that serves
     nothing is cancelled at the first. A ConfigError is one line on stderr and
     status 1. The arguments are accepted for compatibility.
     """
@@ -69,7 +71,7 @@ class _Main(Generic[R]):
     def __init__(self, runtime: DistributedRuntime, work: Awaitable[R]) -> None:
         self._runtime = runtime
         self._work = work
-        self._signals = 0
+        self._signals = StopSignals()
         self._cancelled = False
 
     async def run(self) -> R | None:
@@ -90,15 +92,24 @@ class _Main(Generic[R]):
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, task: asyncio.Task[object], number: int) -> None:
-        self._signals += 1
+        count = self._signals.received(number, asyncio.get_running_loop().time())
         serving = self._runtime.serving
-        if self._signals > 1:
+        if count > 1:
             _log.warning("%s again: cutting what is in flight", signal.Signals(number).name)
             serving.cut()
             self._cancel(task)
-            return
+        elif count and serving.is_serving() and is_supervised():
+            self._runtime.tasks.spawn(self._leave_in_turn(task, number), name="leave in turn")
+        elif count:
+            self._leave(task, number)
+
+    async def _leave_in_turn(self, task: asyncio.Task[object], number: int) -> None:
+        await wait_for_frontends(self._runtime.system.shutdown_timeout_s)
+        self._leave(task, number)
+
+    def _leave(self, task: asyncio.Task[object], number: int) -> None:
         _log.info("%s: leaving", signal.Signals(number).name)
-        idle = not serving.is_serving()
+        idle = not self._runtime.serving.is_serving()
         self._runtime.shutdown()
         if idle:
             self._cancel(task)

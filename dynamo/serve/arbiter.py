@@ -9,7 +9,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from circus.arbiter import Arbiter
@@ -33,7 +33,7 @@ class WatcherEvents(Protocol):
     """Who wants to know what happens to the processes. All calls come on the loop."""
 
     def changed(self) -> None:
-        """A process started or ended."""
+        """A process started or ended, a watcher was added or removed."""
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
         """A watcher will not be started again."""
@@ -43,6 +43,9 @@ class WatcherEvents(Protocol):
 
     def quit_requested(self) -> None:
         """``circusctl quit``."""
+
+    def stopping(self, stage: int) -> None:
+        """The deployment ends, and the watchers of ``stage`` are next."""
 
 
 class SupervisingArbiter(Arbiter):  # type: ignore[misc]
@@ -88,14 +91,14 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
             found.setdefault(watcher.name, []).append(process)
         return found
 
+    def start_nothing(self) -> None:
+        """From now on no process is started: whatever exits was stopped, and is not replaced."""
+        self._stopping = True
+
     async def end(self) -> None:
         """Stop all, stage by stage. No command of circus: none of those can be in its way."""
-        self._stopping = True
-        for stage in sorted({watcher.stop_stage for watcher in self.watchers}):
-            async with asyncio.TaskGroup() as group:
-                for watcher in self.watchers:
-                    if watcher.stop_stage == stage:
-                        group.create_task(watcher.end())
+        self.start_nothing()
+        await self._by_stage(self.watchers, SupervisedWatcher.end, self._events.stopping)
         for watcher, process in list(self._alive.values()):  # of watchers removed meanwhile
             await watcher.kill_process(process)
 
@@ -134,7 +137,44 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         self.watchers.append(watcher)
         self._watchers_names[name.lower()] = watcher
         watcher.notify_event("add", {})
+        self._events.changed()
         return watcher
+
+    def rm_watcher(self, name: str, nostop: bool = False) -> Any:
+        """``circusctl rm``: forget a watcher, and stop its processes unless ``nostop``."""
+        removed = super().rm_watcher(name, nostop)
+        self._events.changed()
+        return removed
+
+    def restart(self, inside_circusd: bool = False, watcher_iter_func: Any = None) -> Any:
+        """``circusctl restart``: stop and start the chosen watchers, or all.
+
+        circus would end the arbiter when no name is given, for circusd to make a new one.
+        """
+        return super().restart(watcher_iter_func=watcher_iter_func)
+
+    def reload_from_config(self, config_file: object = None, inside_circusd: bool = False) -> None:
+        """``circusctl reloadconfig``: there is no circus.ini. Raises MessageError, the answer."""
+        raise MessageError("dynamo serve has a graph and no circus.ini: stop it and start it again")
+
+    async def _stop_watchers(
+        self, close_output_streams: bool = False, watcher_iter_func: Any = None
+    ) -> None:
+        await self._by_stage((watcher_iter_func or self.iter_watchers)(), SupervisedWatcher._stop)
+
+    async def _by_stage(
+        self,
+        watchers: Sequence[SupervisedWatcher],
+        stop: Callable[[SupervisedWatcher], Awaitable[None]],
+        on_stage: Callable[[int], None] = lambda stage: None,
+    ) -> None:
+        """Stop ``watchers``, those of a stage together: frontends finish before workers leave."""
+        for stage in sorted({watcher.stop_stage for watcher in watchers}):
+            chosen = [watcher for watcher in watchers if watcher.stop_stage == stage]
+            on_stage(stage)
+            async with asyncio.TaskGroup() as group:
+                for watcher in chosen:
+                    group.create_task(_wait_for(stop(watcher)))
 
     async def _start_watchers(self, watcher_iter_func: Any = None) -> None:
         chosen: Sequence[SupervisedWatcher] = (watcher_iter_func or self.iter_watchers)()
@@ -225,6 +265,10 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
     def is_draining(self, watcher: SupervisedWatcher, status: int) -> bool:
         """Whether an end with ``status`` is the wanted end of a scale-down."""
         return status == 0 and self._events.is_draining(watcher)
+
+
+async def _wait_for(stop: Awaitable[None]) -> None:
+    await stop  # circus's coroutines are futures, which a task group does not take
 
 
 def describe_exit(status: int | None) -> str:

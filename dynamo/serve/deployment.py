@@ -7,6 +7,9 @@ import logging
 import shlex
 import signal
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import zmq
@@ -14,22 +17,28 @@ import zmq
 from dynamo.config import environ
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
+from dynamo.runtime.stop_order import write_stop_stage
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.arbiter import SupervisingArbiter, quote_program
-from dynamo.serve.guard import STOP_SIGNALS
+from dynamo.serve.guard import KILL_NOW, STOP_SIGNALS
+from dynamo.serve.leases import Leases
 from dynamo.serve.output import Announcer, LogFile, ServiceOutput
 from dynamo.serve.processes import end_descendants
-from dynamo.serve.readiness import Health, address_of, wait_until_ready
-from dynamo.serve.record import Record
+from dynamo.serve.readiness import address_of, wait_until_ready
+from dynamo.serve.record import Component, Record
 from dynamo.serve.restarts import RestartPolicy
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.supervised import SupervisedWatcher
-from dynamo.serve.watchers import Plan
+from dynamo.serve.watchers import Plan, WatcherSpec, add
 
 __all__ = ["Deployment"]
 
 _REMIND_EVERY_S = 15.0
 _SWEEP_TIMEOUT_S = 5.0
+_ONE_FRONTEND = (
+    "{} listens on an HTTP port, which a second process cannot share. Add a service with an "
+    "http-port of its own to the graph: see docs/routing/replicas.md and examples/replicas.yaml"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -50,18 +59,17 @@ class Deployment:
         self._specs = {spec.name: spec for spec in plan.specs}
         self._outputs: dict[str, ServiceOutput] = {}
         self._stop = asyncio.Event()
-        self._stops = 0
-        self._given_up: dict[str, str] = {}
-        self._ready = False
+        self._change = asyncio.Event()
         self._started_s = time.monotonic()
 
     async def run(self) -> int:
-        """Serve. The exit status: 0 after a wanted stop, 1 if a service was given up."""
+        """Serve. The exit status: 0 after a wanted stop, 1 if a service is given up."""
         self._tasks = Tasks("deployment")
         self._take_signals()
         self._arbiter = self._make_arbiter()
-        self._record = Record(self._home.statefile, self._plan, self._arbiter.alive)
+        self._record = Record(self._home.statefile, self._plan, self._components)
         self._record.create()
+        self._leases = Leases(self._home.store, self.changed)
         try:
             await self._start()
             self._record.keep(self._tasks)
@@ -69,7 +77,7 @@ class Deployment:
             await self._stop.wait()
         finally:
             await self._end()
-        return 1 if self._given_up else 0
+        return 1 if any(watcher.given_up for watcher in self._arbiter.watchers) else 0
 
     async def _start(self) -> None:
         try:
@@ -78,8 +86,22 @@ class Deployment:
             raise ConfigError(f"cannot listen on {self._plan.endpoint}: {error}") from None
 
     def changed(self) -> None:
-        """A process started or ended: the statefile has to say so."""
+        """A process, a watcher or a lease came or went: the statefile has to say so."""
         self._record.changed()
+        self._change.set()
+
+    def _components(self) -> list[Component]:
+        leases = self._leases.by_session()
+        held = self._arbiter.alive()
+        commands = {watcher.name: tuple(watcher.words()) for watcher in self._arbiter.watchers}
+        return [
+            Component(
+                replace(self._specs[name], argv=commands.get(name, self._specs[name].argv)),
+                processes,
+                next((leases[p.pid] for p in processes if p.pid in leases), None),
+            )
+            for name, processes in held.items()
+        ]
 
     def is_draining(self, watcher: SupervisedWatcher) -> bool:
         """Whether the statefile says that this watcher is being scaled down."""
@@ -89,17 +111,22 @@ class Deployment:
         """``circusctl quit``."""
         self._stop.set()
 
+    def stopping(self, stage: int) -> None:
+        """Tell the workers whether it is their turn."""
+        write_stop_stage(self._home.path, workers=stage > 0)
+
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
-        """Say so with the last words, and stop when nothing is left that can work."""
-        self._given_up[watcher.name] = reason
+        """Report it with the last lines of output, and stop when nothing is left that can work."""
         tail = b"\n".join(self._outputs[watcher.name].tail).decode(errors="replace")
-        lines = [f"gave up {watcher.name}: {reason}"]
+        what = watcher.name if watcher.given_up else f"a process of {watcher.name}"
+        lines = [f"gave up {what}: {reason}"]
         if tail:
             lines += [f"its last lines (all: {self._home.logs / watcher.name}.log):", tail]
-        if spec := self._specs.get(watcher.name):
-            lines.append(f"its command: {shlex.join(spec.argv)}")
+        lines.append(f"its command: {shlex.join(watcher.words())}")
         self._announcer.say("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
-        if dead := self._hopeless():
+        if not watcher.given_up:
+            self._announcer.say(f"{watcher.name} runs {watcher.numprocesses}", logging.WARNING)
+        elif dead := self._hopeless():
             self._announcer.say(f"{dead}; stopping", logging.ERROR)
             self._stop.set()
         else:
@@ -108,22 +135,32 @@ class Deployment:
     def _hopeless(self) -> str:
         """Why nothing can be answered any more, or nothing."""
         for frontends, what in ((True, "no frontend is left"), (False, "no worker is left")):
-            names = [n for n, spec in self._specs.items() if spec.is_frontend is frontends]
-            if names and all(name in self._given_up for name in names):
+            group = [w for w in self._arbiter.watchers if self._is_frontend(w.name) is frontends]
+            if group and all(watcher.given_up for watcher in group):
                 return what
         return ""
+
+    def _is_frontend(self, name: str) -> bool:
+        spec = self._specs.get(name)
+        return spec is not None and spec.is_frontend
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for signum in STOP_SIGNALS:
             loop.add_signal_handler(signum, self._on_stop_signal)
+        loop.add_signal_handler(KILL_NOW, self._on_kill_now)
         loop.add_signal_handler(signal.SIGCHLD, self._on_child)
 
     def _on_stop_signal(self) -> None:
-        self._stops += 1
-        if self._stops > 1:
-            self._announcer.say("killing what is left", logging.WARNING)
-            self._arbiter.hurry()
+        # Never counted: a signal to the whole tree reaches us directly and through the guard.
+        self._arbiter.start_nothing()
+        if not self._stop.is_set():  # before anything else: workers that got it too look for it
+            self.stopping(min((w.stop_stage for w in self._arbiter.watchers), default=1))
+        self._stop.set()
+
+    def _on_kill_now(self) -> None:
+        self._announcer.say("killing what is left", logging.WARNING)
+        self._arbiter.hurry()
         self._stop.set()
 
     def _on_child(self) -> None:
@@ -132,7 +169,7 @@ class Deployment:
     def _make_arbiter(self) -> SupervisingArbiter:
         self._home.logs.mkdir(mode=0o700, exist_ok=True)
         watchers = [
-            self._make_watcher(spec.name, quote_program(spec.argv), args=list(spec.argv[1:]))
+            self._make_watcher(spec, quote_program(spec.argv), {"args": list(spec.argv[1:])})
             for spec in self._plan.specs
         ]
         # circus's constructor takes the signals and gives them back: ours come before it, and stay
@@ -144,51 +181,101 @@ class Deployment:
             tasks=self._tasks,
             events=self,
             announcer=self._announcer,
-            make_watcher=self._make_watcher,
+            make_watcher=self._add_watcher,
         )
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGCHLD})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGCHLD, KILL_NOW})
         return arbiter
 
-    def _make_watcher(self, name: str, cmd: str, **options: Any) -> SupervisedWatcher:
-        spec = self._specs.get(name)
+    def _add_watcher(
+        self, name: str, cmd: str, args: Sequence[str] = (), **options: Any
+    ) -> SupervisedWatcher:
+        env = {str(key): str(value) for key, value in (options.pop("env", None) or {}).items()}
+        argv = [*shlex.split(cmd), *(args or ())]
+        spec = self._specs[name] = add(name, argv, env, self._plan.specs)
+        options = {"working_dir": spec.working_dir, **options}
+        return self._make_watcher(spec, cmd, {"args": list(args or ()), **options})
+
+    def _make_watcher(
+        self, spec: WatcherSpec, cmd: str, options: dict[str, Any]
+    ) -> SupervisedWatcher:
+        name = spec.name
         size_bytes = int(self._settings.log_size_mb * 1e6)
         log = LogFile(self._home.logs / f"{name}.log", size_bytes)
         self._outputs[name] = ServiceOutput(name, log, self._announcer)
-        env = {**environ(), "DYN_NAMESPACE": self._plan.namespace, "DYN_WATCHER_NAME": name}
-        given = options.pop("env", None) or {}
-        options.setdefault("graceful_timeout", self._settings.graceful_timeout_s)
-        if spec is not None:
-            options["graceful_timeout"] = spec.graceful_timeout_s
-            options["working_dir"] = spec.working_dir
-            options["singleton"] = bool(spec.gpus)  # a second one would share its GPUs
-            options["stop_stage"] = spec.stop_stage
         for ours in ("copy_env", "copy_path", "stop_children", "respawn", "shell", "use_sockets"):
             options.pop(ours, None)
+        own = {
+            "graceful_timeout": spec.graceful_timeout_s,
+            "working_dir": spec.working_dir,
+            "singleton": bool(spec.gpus),  # a second one would share its GPUs
+            **options,
+        }
         return SupervisedWatcher(
             name,
             cmd,
-            env={**env, **(spec.env if spec else {}), **given},
+            env={**environ(), "DYN_NAMESPACE": self._plan.namespace, **spec.env},
             policy=self._policy,
             on_line=self._outputs[name],
-            **options,
+            stop_stage=spec.stop_stage,
+            only_one=_ONE_FRONTEND.format(name) if spec.is_frontend else None,
+            **own,
         )
 
     async def _announce(self) -> None:
-        frontends = [spec for spec in self._plan.specs if spec.is_frontend]
-        if not frontends:
-            self._say_ready("no dynamo.frontend in this graph; all processes are started")
-            return
-        workers = sum(spec.stop_stage > 0 for spec in self._plan.specs)
-        first, *others = (address_of(f.options, {**environ(), **f.env}) for f in frontends)
         async with asyncio.TaskGroup() as group:
             reminder = group.create_task(self._remind())
-            health: Health = await wait_until_ready(first, workers)
-            for address in others:  # they may serve some of the workers only
-                await wait_until_ready(address, min(workers, 1))
+            what = await self._wait_until_ready()
             reminder.cancel()
-        models = ", ".join(health.models) or "none yet"
-        urls = ", ".join(f"{address.url}/v1" for address in (first, *others))
-        self._say_ready(f"{urls}   model: {models}   workers: {health.instances}")
+        self._say_ready(what)
+
+    async def _wait_until_ready(self) -> str:
+        """Returns what is there now; "ready" only what a process has shown to be."""
+        frontends = [spec for spec in self._plan.specs if spec.is_frontend]
+        if frontends:
+            workers = sum(spec.stop_stage > 0 for spec in self._plan.specs)
+            return f"ready: {await self._wait_for_frontends(frontends, workers)}"
+        registering = self._registering()
+        if registering:
+            await self._wait_for_leases(registering)
+            return f"ready: {len(registering)} processes are registered, no dynamo.frontend"
+        return "started: all processes; no dynamo.frontend in this graph tells when they are ready"
+
+    async def _wait_for_frontends(self, frontends: Sequence[WatcherSpec], workers: int) -> str:
+        urls: list[str] = []
+        for spec in frontends:
+            address = address_of(spec.options, {**environ(), **spec.env})
+            is_ours = partial(self._listens, spec.name, address.port)
+            # The others may serve some of the workers only.
+            health = await wait_until_ready(address, min(workers, 1) if urls else workers, is_ours)
+            if not urls:
+                found = health
+            urls.append(f"{address.url}/v1")
+        models = ", ".join(found.models) or "none yet"
+        return f"{', '.join(urls)}   model: {models}   workers: {found.instances}"
+
+    def _listens(self, name: str, port: int) -> bool:
+        processes = self._arbiter.alive().get(name, ())
+        return any(process.is_listening(port) for process in processes)
+
+    def _registering(self) -> list[str]:
+        """The watchers whose processes take a lease that we can see."""
+        return [
+            spec.name
+            for spec in self._plan.specs
+            if spec.argv[1:2] == ("-m",)
+            and spec.argv[2].startswith("dynamo.")
+            and spec.env.get("DYN_DISCOVERY_BACKEND") == "file"
+        ]
+
+    async def _wait_for_leases(self, names: Sequence[str]) -> None:
+        while True:
+            self._change.clear()
+            leases, alive = self._leases.by_session(), self._arbiter.alive()
+            working = [w.name for w in self._arbiter.watchers if not w.given_up]
+            wanted = [name for name in names if name in working]
+            if wanted and all(any(p.pid in leases for p in alive[name]) for name in wanted):
+                return
+            await self._change.wait()
 
     async def _remind(self) -> None:
         while True:
@@ -196,15 +283,14 @@ class Deployment:
             up = sum(len(processes) for processes in self._arbiter.alive().values())
             waited_s = time.monotonic() - self._started_s
             self._announcer.say(
-                f"still waiting for a model after {waited_s:.0f} s; {up} of "
+                f"still waiting for the services after {waited_s:.0f} s; {up} of "
                 f"{len(self._plan.specs)} processes are up"
             )
 
     def _say_ready(self, what: str) -> None:
-        self._ready = True
         took_s = time.monotonic() - self._started_s
         self._announcer.say(
-            f"ready: {what}   ({took_s:.1f} s)\n"
+            f"{what}   ({took_s:.1f} s)\n"
             f"  stop: Ctrl-C   logs: {self._home.logs}\n"
             f"  control: circusctl --endpoint {self._plan.endpoint} status"
         )
@@ -218,5 +304,6 @@ class Deployment:
         await asyncio.to_thread(end_descendants, _SWEEP_TIMEOUT_S)
         for output in self._outputs.values():
             output.close()
+        self._leases.close()
         self._home.clear()
         self._announcer.say("stopped")

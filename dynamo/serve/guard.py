@@ -13,14 +13,19 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
+from dynamo.runtime.stop_signals import StopSignals
 from dynamo.serve.processes import become_subreaper, die_with_parent, end_descendants
 
-__all__ = ["STOP_SIGNALS", "hold_signals", "run_guarded"]
+__all__ = ["KILL_NOW", "STOP_SIGNALS", "hold_signals", "run_guarded"]
 
 STOP_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
+KILL_NOW = signal.SIGUSR1
+"""The guard's word to the arbiter that the user asked twice; stop signals themselves may repeat."""
+
 _WATCHED = STOP_SIGNALS | {signal.SIGCHLD}
 _PATIENCE = 3
 _SWEEP_TIMEOUT_S = 10.0
@@ -29,15 +34,16 @@ _log = logging.getLogger(__name__)
 
 def hold_signals() -> None:
     """A stop signal now waits for :func:`run_guarded`: what is begun is also cleaned up."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED | {KILL_NOW})
 
 
 def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
     """Run ``body`` in a child of its own session; its exit status, or 128 + the signal it died of.
 
-    ``body`` starts with the stop signals blocked: none is lost while it sets itself up. It must
-    unblock them. ``clean_up`` runs here when everything below has ended, or in the child if we are
-    killed before. The third stop signal kills the child.
+    ``body`` starts with the stop signals and KILL_NOW blocked: none is lost while it sets itself
+    up. It must unblock them. ``clean_up`` runs here when everything below has ended, or in the
+    child if we are killed before. The second stop request arrives in the child as KILL_NOW, the
+    third one kills it. See StopSignals for what counts as a request.
     """
     hold_signals()
     become_subreaper()
@@ -81,7 +87,7 @@ def _flush() -> None:
 
 
 def _wait(child: int) -> int:
-    stops = 0
+    stops = StopSignals()
     while True:
         signum = signal.sigwait(_WATCHED)
         if signum == signal.SIGCHLD:
@@ -89,8 +95,11 @@ def _wait(child: int) -> int:
             if status is not None:
                 return status
             continue
-        stops += 1
-        os.kill(child, signal.SIGKILL if stops >= _PATIENCE else signum)
+        count = stops.received(signum, time.monotonic())
+        if count == 1:
+            os.kill(child, signum)
+        elif count:
+            os.kill(child, signal.SIGKILL if count >= _PATIENCE else KILL_NOW)
 
 
 def _reap(child: int) -> int | None:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
-from collections.abc import Mapping
+import os
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dynamo.errors import ConfigError
 
-__all__ = ["Address", "Health", "address_of", "wait_until_ready"]
+__all__ = [
+    "Address",
+    "Health",
+    "address_of",
+    "check_free",
+    "wait_until_ready",
+]
 
 _PAUSE_S = 0.03
 _ANSWER_TIMEOUT_S = 5.0
 _ALL_WORKERS_WITHIN_S = 3.0
-_ANY = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True)
@@ -28,14 +36,27 @@ class Address:
 
     @property
     def reachable(self) -> str:
-        """A host to connect to: loopback if it listens everywhere."""
-        return "127.0.0.1" if self.host in _ANY else self.host
+        """A host to connect to: loopback of the same family if it listens everywhere."""
+        if not self.host:
+            return "127.0.0.1"
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            return self.host  # a name
+        if not address.is_unspecified:
+            return self.host
+        return "127.0.0.1" if address.version == 4 else "::1"
+
+    @property
+    def authority(self) -> str:
+        """``host:port`` as in a URL."""
+        host = f"[{self.reachable}]" if ":" in self.reachable else self.reachable
+        return f"{host}:{self.port}"
 
     @property
     def url(self) -> str:
         """What a person on this machine types."""
-        host = f"[{self.reachable}]" if ":" in self.reachable else self.reachable
-        return f"http://{host}:{self.port}"
+        return f"http://{self.authority}"
 
 
 @dataclass(frozen=True)
@@ -63,16 +84,39 @@ def _first(options: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return next((options[name] for name in names if options.get(name) is not None), None)
 
 
-async def wait_until_ready(address: Address, workers: int) -> Health:
+def check_free(address: Address) -> None:
+    """Raise ConfigError if no process of ours could listen on ``address`` now."""
+    try:
+        found = socket.getaddrinfo(
+            address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot resolve http-host {address.host!r}: {error.strerror}") from None
+    for family, kind, protocol, _, where in found:
+        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind(where)
+            except OSError as error:
+                reason = os.strerror(error.errno) if error.errno else str(error)
+                raise ConfigError(f"cannot listen on {address.url}: {reason}") from None
+
+
+async def wait_until_ready(
+    address: Address, workers: int, is_ours: Callable[[], bool] = lambda: True
+) -> Health:
     """Until the frontend is healthy and, with ``workers`` behind it, lists a model.
 
-    Waits a few seconds more for the rest of the workers. Never gives up: cancel it.
+    ``is_ours`` tells our frontend from another program on its port. Waits a few seconds more for
+    the rest of the workers. Never gives up: cancel it.
     """
     loop = asyncio.get_running_loop()
     first_s: float | None = None
     while True:
         health = await ask(address)
-        if health is not None and (health.models or not workers):
+        if health is not None and (health.models or not workers) and is_ours():
             first_s = loop.time() if first_s is None else first_s
             if health.instances >= workers or loop.time() - first_s > _ALL_WORKERS_WITHIN_S:
                 return health
@@ -100,18 +144,18 @@ async def ask(address: Address) -> Health | None:
 async def _get(address: Address, path: str) -> tuple[int, Any]:
     reader, writer = await asyncio.open_connection(address.reachable, address.port)
     try:
-        host = f"{address.reachable}:{address.port}"
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        head = f"GET {path} HTTP/1.1\r\nHost: {address.authority}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode())
         await writer.drain()
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        answer, _, body = (await reader.read()).partition(b"\r\n\r\n")
     finally:
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-    words = head.split(b" ", 2)
+    words = answer.split(b" ", 2)
     if len(words) < 2 or not words[1].isdigit():
         raise ValueError("no HTTP answer")
-    if b"transfer-encoding: chunked" in head.lower():
+    if b"transfer-encoding: chunked" in answer.lower():
         body = _unchunk(body)
     return int(words[1]), json.loads(body)
 

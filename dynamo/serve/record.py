@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from dynamo.serve.processes import stat
 from dynamo.serve.statefile import Document, Statefile
 from dynamo.serve.watchers import Plan, WatcherSpec
 
-__all__ = ["Record", "RecordedProcess", "document_of"]
+__all__ = ["Component", "Record", "RecordedProcess", "document_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +29,15 @@ class RecordedProcess(Protocol):
 
     pid: int
     start_ticks: int
+
+
+@dataclass(frozen=True)
+class Component:
+    """A watcher of the arbiter, or one that was removed and still has processes."""
+
+    spec: WatcherSpec
+    processes: Sequence[RecordedProcess]
+    lease: int | None
 
 
 def document_of(plan: Plan) -> Document:
@@ -55,16 +65,21 @@ def document_of(plan: Plan) -> Document:
 
 
 def _component(spec: WatcherSpec) -> dict[str, Any]:
-    gpus = [int(gpu) if gpu.isdigit() else gpu for gpu in spec.gpus]
     return {
         "watcher_name": spec.name,
         "cmd": shlex.join(spec.argv),
         "argv": list(spec.argv),
         "service": spec.service,
-        "resources": {"allocated_gpus": gpus} if gpus else {},
+        "resources": _resources(spec),
         "state": "running",
         "processes": [],
+        "lease": None,
     }
+
+
+def _resources(spec: WatcherSpec) -> dict[str, Any]:
+    gpus = [int(gpu) if gpu.isdigit() else gpu for gpu in spec.gpus]
+    return {"allocated_gpus": gpus} if gpus else {}
 
 
 class Record:
@@ -74,11 +89,13 @@ class Record:
         self,
         statefile: Statefile,
         plan: Plan,
-        alive: Callable[[], Mapping[str, Sequence[RecordedProcess]]],
+        components: Callable[[], Sequence[Component]],
     ) -> None:
         self._statefile = statefile
         self._plan = plan
-        self._alive = alive
+        self._components = components
+        self._templates = {spec.name for spec in plan.specs if not spec.index}
+        self._written = {spec.name for spec in plan.specs}
         self._dirty = asyncio.Event()
 
     def create(self) -> None:
@@ -90,7 +107,7 @@ class Record:
         tasks.spawn(self._write_changes(), name="statefile")
 
     def changed(self) -> None:
-        """A process started or ended."""
+        """A process started or ended, a watcher or a lease came or went."""
         self._dirty.set()
 
     def is_draining(self, name: str) -> bool:
@@ -107,16 +124,18 @@ class Record:
         while True:
             await self._dirty.wait()
             self._dirty.clear()
-            now = {
-                name: [{"pid": p.pid, "start_ticks": p.start_ticks} for p in processes]
-                for name, processes in self._alive().items()
-            }
+            components = self._components()
             try:
-                await asyncio.to_thread(self._write, partial(_apply, processes=now))
+                await asyncio.to_thread(self._write, components)
             except (StatefileError, OSError) as error:
                 _log.error("the statefile could not be written: %s", error)
 
-    def _write(self, change: Callable[[Document], None]) -> None:
+    def _write(self, components: Sequence[Component]) -> None:
+        present = {component.spec.name for component in components}
+        gone = self._written - present
+        change = partial(
+            _apply, components=components, removed=gone - self._templates, emptied=gone
+        )
         try:
             self._statefile.update(change)
         except StatefileError as error:  # removed or torn by somebody: write what we know
@@ -124,9 +143,35 @@ class Record:
             document = document_of(self._plan)
             change(document)
             self._statefile.create(document)
+        self._written = present | (self._templates & self._written)
 
 
-def _apply(document: Document, processes: Mapping[str, list[dict[str, int]]]) -> None:
-    for name, entry in document["components"].items():
-        if isinstance(entry, dict):
-            entry["processes"] = processes.get(name, [])
+def _apply(
+    document: Document, components: Iterable[Component], removed: Set[str], emptied: Set[str]
+) -> None:
+    entries = document["components"]
+    for component in components:
+        spec = component.spec
+        entry = entries.get(spec.name)
+        if not isinstance(entry, dict):
+            entry = entries[spec.name] = _component(spec)
+        entry["cmd"], entry["argv"] = shlex.join(spec.argv), list(spec.argv)
+        if spec.gpus and not _holds(entry, spec.gpus):
+            entry["resources"] = _resources(spec)
+        entry["processes"] = [
+            {"pid": process.pid, "start_ticks": process.start_ticks}
+            for process in component.processes
+        ]
+        entry["lease"] = component.lease
+    for name in removed:
+        entries.pop(name, None)
+    for name in emptied - removed:  # the first of a service stays: its command makes the next
+        if isinstance(entry := entries.get(name), dict):
+            entry.update(resources={}, state="running", processes=[], lease=None)
+
+
+def _holds(entry: dict[str, Any], gpus: Sequence[str]) -> bool:
+    """Whether ``entry`` has these GPUs; one writer writes numbers, another strings."""
+    resources = entry.get("resources")
+    given = resources.get("allocated_gpus") if isinstance(resources, dict) else None
+    return isinstance(given, list) and [str(gpu) for gpu in given] == list(gpus)

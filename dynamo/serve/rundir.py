@@ -10,7 +10,7 @@ import shutil
 import signal
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from dynamo.runtime.discovery.layout import (
 )
 from dynamo.runtime.discovery.process import host_id, is_running
 from dynamo.runtime.paths import fallback_dir
+from dynamo.runtime.stop_order import STOP_STAGE
 from dynamo.serve.processes import ProcessStat, environment, same_process, snapshot
 from dynamo.serve.statefile import FileLock, Statefile
 
@@ -75,8 +76,9 @@ class RunDirectory:
     def reconcile(self) -> list[str]:
         """End and remove what a crashed deployment left; one line for each thing worth telling.
 
-        Only for the owner. Processes are ended only if the statefile names them and their start
-        time, boot and pid namespace agree. Raises StatefileError if the recorded arbiter lives.
+        Only for the owner. Processes are ended only if boot and pid namespace are those of the
+        statefile and it names them with their start time, or they were started by one of its
+        watchers, as their environment says. Raises StatefileError if the recorded arbiter lives.
         """
         told = []
         try:
@@ -86,6 +88,7 @@ class RunDirectory:
             document = None
         if document is not None:
             ended = sum(_end_session(*left) for left in _left_behind(document))
+            ended += _end_escaped(document, self.statefile.path.parent)
             told.append(
                 f"an earlier deployment of {self.statefile.namespace!r} was killed; "
                 f"ended {ended} of its processes and removed its statefile"
@@ -102,6 +105,7 @@ class RunDirectory:
             self.statefile.remove()
         except (StatefileError, OSError) as error:
             _log.error("the statefile stays: %s", error)
+        (self.path / STOP_STAGE).unlink(missing_ok=True)
         if self._sweep_store():
             return  # a worker that was started by hand still uses the store and its sockets
         if self.store == self.path / "store":
@@ -220,6 +224,56 @@ def _end_session(watcher: str, leader: int, ticks: int) -> int:
             _kill(process)
             ended.add(process.pid)
     return len(ended)
+
+
+def _end_escaped(document: dict[str, Any], state_dir: Path) -> int:
+    """Kill what left the session of its worker, with whatever that starts; how many there were.
+
+    Such a process is known by the variables that it inherited from the worker, and by having
+    started after the dead arbiter. Those of our own session and our ancestors are left alone.
+    """
+    arbiter = document.get("arbiter")
+    if not isinstance(arbiter, dict) or arbiter.get("host") != host_id():
+        return 0
+    since = _identity(arbiter)[1]
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    ended: set[int] = set()
+    while since > 0 and time.monotonic() < deadline:
+        everyone = snapshot()
+        ours = _ancestors(everyone)
+        left = [
+            process
+            for process in everyone
+            if process.start_ticks >= since
+            and process.state != "Z"
+            and process.session != os.getsid(0)
+            and process.pid not in ours
+            and _is_of_deployment(process.pid, document, state_dir)
+        ]
+        if not left:
+            break
+        for process in left:
+            _kill(process)
+            ended.add(process.pid)
+    return len(ended)
+
+
+def _ancestors(everyone: Iterable[ProcessStat]) -> set[int]:
+    parents = {process.pid: process.parent for process in everyone}
+    found, pid = set[int](), os.getpid()
+    while pid in parents and pid not in found:
+        found.add(pid)
+        pid = parents[pid]
+    return found
+
+
+def _is_of_deployment(pid: int, document: dict[str, Any], state_dir: Path) -> bool:
+    env = environment(pid)
+    return (
+        env.get("DYN_WATCHER_NAME", "") in document["components"]
+        and env.get("DYN_NAMESPACE") == document["namespace"]
+        and env.get("DYN_LOCAL_STATE_DIR") == str(state_dir)
+    )
 
 
 def _is_of(pid: int, watcher: str) -> bool:

@@ -19,11 +19,12 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from circus.exc import MessageError
 from circus.process import Process
 from circus.watcher import Watcher
 
@@ -46,7 +47,7 @@ class SupervisedProcess(Process):  # type: ignore[misc]
 
     def format_args(self, sockets_fds: object = None) -> list[str]:
         """The words of the command, as they are."""
-        return [*shlex.split(self.cmd), *(self.args or ())]
+        return _words(self.cmd, self.args)
 
     def spawn(self) -> None:
         """Start the process. Raises OSError or ValueError."""
@@ -97,6 +98,16 @@ class SupervisedProcess(Process):  # type: ignore[misc]
         if self.is_alive():
             os.kill(self.pid, sig)
 
+    def is_listening(self, port: int) -> bool:
+        """Whether the process itself listens on TCP ``port``; True if we may not look."""
+        try:
+            found = self._worker.net_connections("tcp")
+        except psutil.AccessDenied:
+            return self.is_alive()
+        except psutil.Error:
+            return False
+        return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in found)
+
     def kill_session(self) -> None:
         """SIGKILL the process and its group."""
         if self.is_alive():
@@ -112,8 +123,13 @@ def _before_exec(arbiter: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def _words(cmd: str, args: str | Sequence[str] | None) -> list[str]:
+    """The command as a list. ``circusctl set`` gives ``args`` as text. Raises ValueError."""
+    return [*shlex.split(cmd), *(shlex.split(args) if isinstance(args, str) else args or ())]
+
+
 class SupervisedWatcher(Watcher):  # type: ignore[misc]
-    """One watcher. ``on_line`` takes its output, ``on_death`` and ``on_given_up`` its fate."""
+    """One watcher. ``on_line`` takes its output; ``only_one`` says why it has a single process."""
 
     arbiter: SupervisingArbiter
 
@@ -126,12 +142,15 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         policy: RestartPolicy,
         on_line: Callable[[bytes], None],
         stop_stage: int = 1,
+        only_one: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(name, cmd, **options)
         self.env = env  # as a whole: circus would also load PYTHONPATH into this process
         self.on_line = on_line
         self.stop_stage = stop_stage
+        self._only_one = only_one
+        self._check_number(self.numprocesses)
         self.given_up: str | None = None
         self._restarts = Restarts(policy)
         self._not_before_s = 0.0
@@ -145,6 +164,28 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._restarts.forget()
         self._not_before_s = 0.0
         await super()._start()
+
+    async def _reload(self, graceful: bool = True, sequential: bool = False) -> None:
+        # circus would start the new processes beside the old ones, on the same port and GPUs.
+        if self.is_active() and graceful and (self.send_hup or sequential):
+            await super()._reload(graceful=graceful, sequential=sequential)
+        else:
+            await self._restart()
+
+    def incr(self, nb: int = 1) -> Any:
+        """``circusctl incr``. Raises MessageError, which is the answer, for a single process."""
+        self._check_number(self.numprocesses + nb)
+        return super().incr(nb)
+
+    def set_opt(self, key: str, val: Any) -> Any:
+        """``circusctl set``. Raises MessageError, which is the answer."""
+        if key == "numprocesses":
+            self._check_number(int(val))
+        return super().set_opt(key, val)
+
+    def _check_number(self, numprocesses: int) -> None:
+        if numprocesses > 1 and self._only_one is not None:
+            raise MessageError(self._only_one)
 
     async def manage_processes(self) -> None:
         """Bring the number of processes to what it should be, unless we wait or are stopping."""
@@ -216,8 +257,10 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.processes.pop(process.pid, None)
         told = {"process_pid": process.pid, "time": time.time(), "exit_code": status}
         self.notify_event("reap", told)
-        wanted = not (process.stopping or self.is_stopping() or self.is_stopped())
-        if not wanted or self.arbiter.stopping or self.arbiter.is_draining(self, status):
+        kept = self in self.arbiter.watchers and not self.arbiter.stopping
+        if not kept or process.stopping or self.is_stopping() or self.is_stopped():
+            return
+        if self.arbiter.is_draining(self, status):
             return
         loop = asyncio.get_running_loop()
         lived_s = time.time() - process.started
@@ -230,10 +273,20 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.arbiter.respawn_in(verdict, self)
 
     def _give_up(self, reason: str) -> None:
-        self.given_up = reason
-        if self.processes:  # the others of this watcher live on
-            self.numprocesses = len(self.processes)
+        living = [process for process in self.processes.values() if not process.stopping]
+        if living:  # go on with them; their own deaths are counted from zero
+            self.numprocesses = len(living)
+            self._restarts.forget()
+        else:
+            self.given_up = reason
         self.arbiter.gave_up(self, reason)
+
+    def words(self) -> list[str]:
+        """The command as it is started next; one word if a quotation in it is open."""
+        try:
+            return _words(self.cmd, self.args)
+        except ValueError:
+            return [self.cmd]
 
     async def end(self) -> None:
         """Stop for good, whatever else is going on in circus."""

@@ -6,7 +6,8 @@ Pure. A command is a list of words and never a string; variables go into ``env``
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,9 +15,11 @@ from dynamo.errors import ConfigError
 from dynamo.serve.gpus import Allocator, Inventory
 from dynamo.serve.graph import Graph, Service
 
-__all__ = ["Plan", "WatcherSpec", "place", "plan", "watcher_name"]
+__all__ = ["Plan", "WatcherSpec", "add", "place", "plan", "watcher_name"]
 
-_FIRST_TO_STOP = ("dynamo.frontend", "dynamo.planner")
+_FRONTEND = "dynamo.frontend"
+_FIRST_TO_STOP = (_FRONTEND, "dynamo.planner")
+_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,8 @@ class WatcherSpec:
     """One process to keep running.
 
     ``env`` is what is added to the arbiter's own environment. ``stop_stage`` orders the end: a
-    stage is stopped when all processes of the one before it have exited.
+    stage is stopped when all processes of the one before it have exited. ``index`` counts the
+    watchers of one service.
     """
 
     name: str
@@ -38,6 +42,7 @@ class WatcherSpec:
     stop_stage: int = 1
     is_frontend: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    index: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +100,44 @@ def plan(
                     stop_stage=0 if service.module in _FIRST_TO_STOP else 1,
                     is_frontend=service.is_frontend,
                     options=service.options,
+                    index=index,
                 )
             )
     return specs
+
+
+def add(
+    name: str, argv: Sequence[str], env: Mapping[str, str], planned: Iterable[WatcherSpec]
+) -> WatcherSpec:
+    """The watcher ``name`` that is added to a running deployment of the ``planned`` ones.
+
+    One named ``{planned}`` or ``{planned}_{number}`` is a worker of the same service, and gets its
+    directory, its timeout and its environment without the GPUs; any other gets those that the first
+    planned one shares with it. ``env`` is what the caller asks for; it names the GPUs, if any.
+    """
+    specs = list(planned)
+    base = next((s for s in specs if re.fullmatch(re.escape(s.name) + r"(_\d+)?", name)), None)
+    module = argv[2] if len(argv) > 2 and argv[1] == "-m" else ""
+    inherited = {k: v for k, v in base.env.items() if k != _GPUS} if base else _shared_env(specs)
+    given = env.get(_GPUS)
+    return replace(
+        base or specs[0],
+        name=name,
+        service=base.service if base else name,
+        argv=tuple(argv),
+        env={**inherited, "DYN_WATCHER_NAME": name, **env},
+        gpu=0.0,
+        gpus=tuple(gpu for gpu in given.split(",") if gpu) if given else (),
+        stop_stage=0 if module in _FIRST_TO_STOP else 1,
+        is_frontend=module == _FRONTEND,
+        options={},
+    )
+
+
+def _shared_env(specs: Sequence[WatcherSpec]) -> dict[str, str]:
+    """The variables that all ``specs`` have with the same value."""
+    first, *others = specs
+    return {k: v for k, v in first.env.items() if all(s.env.get(k) == v for s in others)}
 
 
 def place(specs: Sequence[WatcherSpec], inventory: Inventory) -> list[WatcherSpec]:
@@ -108,11 +148,11 @@ def place(specs: Sequence[WatcherSpec], inventory: Inventory) -> list[WatcherSpe
     allocator = Allocator(inventory)
     placed = []
     for spec in specs:
-        if not spec.gpu or "CUDA_VISIBLE_DEVICES" in spec.env:
+        if not spec.gpu or _GPUS in spec.env:
             placed.append(spec)
             continue
         gpus = allocator.assign(spec.name, spec.gpu)
-        env = {**inventory.env, **spec.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        env = {**inventory.env, **spec.env, _GPUS: ",".join(gpus)}
         placed.append(replace(spec, gpus=gpus, env=env))
     return placed
 

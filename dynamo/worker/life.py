@@ -1,7 +1,7 @@
 """The life of a worker process: one runtime or several, signals, and an orderly end. Spec 7.9.
 
-The first SIGTERM or SIGINT makes every worker leave discovery and finish its streams, the second
-cuts them. A worker whose lease was revoked leaves alone. When the last one has left, the
+The first SIGTERM or SIGINT makes every worker leave discovery and finish its streams, a second
+SIGINT cuts them. A worker whose lease was revoked leaves alone. When the last one has left, the
 process ends.
 """
 
@@ -16,11 +16,14 @@ from contextlib import asynccontextmanager
 
 from dynamo.errors import EngineShutdown
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.stop_order import is_supervised, wait_for_frontends
+from dynamo.runtime.stop_signals import StopSignals
+from dynamo.runtime.tasks import Tasks
 
 __all__ = ["WorkerLife", "leaves"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SAME_SIGNAL_S = 0.5  # a process group and a parent may both pass on the same signal
+_FRONTENDS_TIMEOUT_S = 900.0
 _log = logging.getLogger(__name__)
 
 
@@ -30,7 +33,8 @@ class WorkerLife:
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
         self._runtimes: set[DistributedRuntime] = set()
-        self._stopped_at = 0.0
+        self._signals = StopSignals()
+        self._tasks = Tasks("life")
         self._failures: list[Exception] = []
 
     async def run(self, workers: Sequence[Callable[[], Awaitable[None]]]) -> None:
@@ -48,6 +52,7 @@ class WorkerLife:
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
+            await self._tasks.close()
         if self._failures:
             raise ExceptionGroup("workers failed", self._failures)
 
@@ -89,16 +94,26 @@ class WorkerLife:
             runtime.serving.cut()
 
     def _on_signal(self, number: int) -> None:
-        name, now = signal.Signals(number).name, asyncio.get_running_loop().time()
-        if not self.stopping.is_set():
-            self.stopping.set()
-            self._stopped_at = now
-            _log.info("%s: leaving, streams in flight finish", name)
-            for runtime in self._runtimes:
-                runtime.shutdown()
-        elif now - self._stopped_at >= _SAME_SIGNAL_S:
+        name = signal.Signals(number).name
+        count = self._signals.received(number, asyncio.get_running_loop().time())
+        if count == 1 and is_supervised():
+            self._tasks.spawn(self._leave_in_turn(name), name="leave in turn")
+        elif count == 1:
+            self._leave(name)
+        elif count:
             _log.warning("%s again: cutting what is in flight", name)
+            self.stopping.set()
             self._cut()
+
+    async def _leave_in_turn(self, name: str) -> None:
+        await wait_for_frontends(_FRONTENDS_TIMEOUT_S)
+        self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        self.stopping.set()
+        _log.info("%s: leaving, streams in flight finish", name)
+        for runtime in self._runtimes:
+            runtime.shutdown()
 
 
 def leaves(failure: BaseException) -> Iterator[BaseException]:

@@ -17,6 +17,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import Cancelled, Disconnected
 from dynamo.protocols.control import EndpointRecord
 from dynamo.runtime import Client, Context, DistributedRuntime
+from dynamo.runtime.stop_order import write_stop_stage
 
 WORKER = """
 import asyncio, sys
@@ -217,6 +218,21 @@ async def test_a_leaving_worker_finishes_its_streams(
     assert await ended(worker) == 0
 
 
+async def test_a_supervised_worker_serves_until_the_frontends_have_finished(
+    scripts: Scripts, runtime: DistributedRuntime
+):
+    worker = scripts.start(WORKER, "uvloop", DYN_WATCHER_NAME="dynamo_Worker")
+    client = await connect(runtime)
+    write_stop_stage(scripts.root / "state/dynamo", workers=False)
+    worker.send_signal(signal.SIGTERM)
+    for _ in range(8):  # for longer than it waits for a stage that nobody writes
+        await asyncio.sleep(0.1)
+        stream = await client.random({"count": 1}, annotated=False)
+        assert [item async for item in stream] == [{"number": 0}]
+    write_stop_stage(scripts.root / "state/dynamo", workers=True)
+    assert await ended(worker) == 0
+
+
 async def test_a_second_signal_cuts(scripts: Scripts, runtime: DistributedRuntime):
     worker = scripts.start(WORKER, "uvloop")
     client = await connect(runtime)
@@ -226,6 +242,7 @@ async def test_a_second_signal_cuts(scripts: Scripts, runtime: DistributedRuntim
     await stream.__anext__()
     worker.send_signal(signal.SIGINT)
     await gone.wait()
+    await asyncio.sleep(0.6)  # a second signal sooner counts as a copy of the first
     worker.send_signal(signal.SIGINT)
     assert await ended(worker) == 0
     with pytest.raises(Exception) as found:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from dynamo.errors import ConfigError
-from dynamo.serve.readiness import Address, Health, address_of, ask, wait_until_ready
+from dynamo.serve.readiness import Address, Health, address_of, ask, check_free, wait_until_ready
 
 Answer = Callable[[str], tuple[int, object]]
 
@@ -60,6 +60,24 @@ async def test_a_frontend_alone_needs_no_model() -> None:
         assert await wait_until_ready(address, 0) == Health((), 0)
 
 
+async def test_a_stranger_is_not_ready() -> None:
+    server, address = await serve(lambda path: (200, {"data": [{"id": "x"}], "instances": []}))
+    answers = iter([False, False, True])
+    async with server, asyncio.timeout(10):
+        await wait_until_ready(address, 0, lambda: next(answers))
+    assert list(answers) == []
+
+
+async def test_a_taken_port_is_refused() -> None:
+    server, address = await serve(lambda path: (200, {}))
+    async with server:
+        with pytest.raises(ConfigError, match=f"cannot listen on {address.url}: Address already"):
+            check_free(address)
+    check_free(address)
+    with pytest.raises(ConfigError, match=r"cannot listen on http://192\.0\.2\.1:80: "):
+        check_free(Address("192.0.2.1", 80))
+
+
 async def test_nonsense_is_not_ready() -> None:
     server, address = await serve(lambda path: (200, ["what"]))
     async with server:
@@ -75,6 +93,9 @@ async def test_nonsense_is_not_ready() -> None:
         ({}, {"DYN_HTTP_PORT": "82", "DYN_HTTP_HOST": "0.0.0.0"}, "http://127.0.0.1:82"),
         ({"http_port": "83", "http-host": "10.0.0.1"}, {}, "http://10.0.0.1:83"),
         ({"http-host": "::1"}, {}, "http://[::1]:8000"),
+        ({"http-host": "::"}, {}, "http://[::1]:8000"),
+        ({"http-host": "0:0::0"}, {}, "http://[::1]:8000"),
+        ({"http-host": "box.example"}, {}, "http://box.example:8000"),
     ],
 )
 def test_address(options: dict[str, object], env: dict[str, str], url: str) -> None:

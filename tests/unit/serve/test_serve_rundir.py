@@ -98,6 +98,37 @@ def test_strangers_are_left_alone(home: RunDirectory, case: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changed", "since", "ends"),
+    [
+        ({}, 1, True),
+        ({"DYN_WATCHER_NAME": "ns_B"}, 1, False),
+        ({"DYN_NAMESPACE": "other"}, 1, False),
+        ({"DYN_LOCAL_STATE_DIR": "/elsewhere"}, 1, False),
+        ({}, 2**60, False),  # it started before the arbiter
+        ({}, None, False),
+    ],
+)
+def test_a_process_in_a_session_of_its_own(
+    home: RunDirectory, changed: dict[str, str], since: int | None, ends: bool
+) -> None:
+    """A grandchild that no record names is known by the environment of its worker."""
+    made = document("ns")
+    made["arbiter"] = {"pid": dead_pid(), "start_ticks": since, "host": host_id()}
+    home.statefile.create(made)
+    inherited = {
+        "DYN_WATCHER_NAME": "ns_A",
+        "DYN_NAMESPACE": "ns",
+        "DYN_LOCAL_STATE_DIR": str(home.statefile.path.parent),
+    }
+    words = ["sleep", "1000"]
+    with subprocess.Popen(words, env=inherited | changed, start_new_session=True) as escaped:
+        (told,) = home.reconcile()
+        was_ended = escaped.poll() is not None
+        escaped.kill()
+    assert f"ended {int(ends)} of its processes" in told and was_ended is ends
+
+
+@pytest.mark.parametrize(
     "processes", [None, [None], [{"pid": "1"}], [{"pid": 1, "start_ticks": 1}]]
 )
 def test_nonsense_in_the_record_ends_nothing(home: RunDirectory, processes: object) -> None:

@@ -1,0 +1,131 @@
+"""What `dynamo serve` calls ready is ready, and is its own."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deployment import free_port
+from serving import QUICKSTART, Serving
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    made = Serving(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Serving]:
+    (tmp_path / "other").mkdir()
+    made = Serving(tmp_path / "other")
+    yield made
+    made.close()
+
+
+def quickstart(serving: Serving, port: int, *flags: str, wait: str, **env: str) -> None:
+    own = ("--namespace", serving.namespace, f"--Frontend.http-port={port}", *flags)
+    serving.start(QUICKSTART, *own, wait=wait, **env)
+
+
+def test_the_port_of_another_deployment(serving: Serving, other: Serving) -> None:
+    """It once answered for the second one, which was "ready" and then died."""
+    port = free_port()
+    quickstart(other, port, wait="ready: http://")
+    quickstart(serving, port, wait="")
+    assert serving.wait() == 2
+    assert f"cannot listen on http://127.0.0.1:{port}: Address already in use" in serving.text()
+    assert "--Frontend.http-port" in serving.text() and "ready: " not in serving.text()
+    serving.assert_clean()
+    assert other.stop() == 0
+
+
+STRANGER = """
+import http.server, json, sys
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"instances": [{"endpoint": "generate"}], "data": [{"id": "x"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy)
+print("listening", flush=True)
+server.serve_forever()
+"""
+
+
+def test_a_stranger_that_takes_the_port_during_the_start(serving: Serving) -> None:
+    """A healthy answer counts only if one of our processes listens."""
+    port, hold = free_port(), serving.tmp_path / "hold"
+    hold.mkdir()
+    (hold / "sitecustomize.py").write_text(  # the frontend's Python waits here for the stranger
+        f"import os, time\nwhile not os.path.exists({str(hold / 'go')!r}): time.sleep(0.01)\n"
+    )
+    path = ":".join([str(hold), *filter(None, [serving.env.get("PYTHONPATH")])])
+    graph = (
+        f"Frontend: {{run: dynamo.frontend, http-port: {port}, "
+        f"ServiceArgs: {{envs: {{PYTHONPATH: {path!r}}}}}}}\nA: {{run: SLEEPER}}\n"
+    )
+    serving.start(graph, wait="starting 2 processes", DYN_SERVE_RESTART_BURST="3")
+    words = [sys.executable, "-c", STRANGER, str(port)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as stranger:
+        try:
+            assert stranger.stdout is not None and stranger.stdout.readline() == b"listening\n"
+            (hold / "go").touch()
+            assert serving.wait(40) == 1
+        finally:
+            stranger.kill()
+    assert "gave up" in serving.text() and "ready: " not in serving.text()
+
+
+def test_workers_alone_are_ready_when_they_are_registered(serving: Serving) -> None:
+    graph = f"W: {{run: dynamo.mocker, model-path: {QUICKSTART.parent / 'model'}}}\n"
+    serving.start(graph, wait="ready: 1 processes are registered")
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def test_a_bad_flag_is_never_ready(serving: Serving) -> None:
+    serving.start("W: {run: dynamo.mocker, no-such-flag: 1}\n", wait="")
+    assert serving.wait() == 1
+    assert "ready: " not in serving.text() and "gave up" in serving.text()
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
+@pytest.mark.parametrize("host", ["::", "::1"])
+def test_ipv6(serving: Serving, host: str) -> None:
+    port = free_port()
+    flag = f'--Frontend.http-host="{host}"'
+    quickstart(serving, port, flag, wait=rf"ready: http://\[::1\]:{port}/v1")
+    assert serving.stop() == 0
+
+
+def test_discovery_that_ends_at_the_process(serving: Serving) -> None:
+    quickstart(serving, free_port(), wait="", DYN_DISCOVERY_BACKEND="mem")
+    assert serving.wait() == 2
+    assert "has discovery backend mem" in serving.text() and "file or etcd" in serving.text()
+
+
+def test_a_variable_that_replaces_the_graph_is_named(serving: Serving) -> None:
+    graph = f"namespace: {serving.namespace}\nB: {{run: [sleep, '1000']}}\n"
+    serving.start("A: {run: SLEEPER}\n", DYN_DEPLOYMENT_CONFIG=graph)
+    assert "graph.yaml is not read: DYN_DEPLOYMENT_CONFIG replaces it" in serving.text()
+    assert list(serving.document()["components"]) == [f"{serving.namespace}_B"]
+    assert serving.stop() == 0

@@ -1,0 +1,176 @@
+"""The statefile of a running deployment: watchers that come and go, their GPUs and leases."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import psutil
+import pytest
+from circus.client import CircusClient
+from serving import QUICKSTART, ROOT, Serving
+
+from dynamo.serve.statefile import Statefile
+
+SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())
+GPUS = "W: {run: SLEEPER, ServiceArgs: {workers: 2, resources: {gpu: 1}, envs: {MINE: '1'}}}\n"
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    made = Serving(tmp_path)
+    yield made
+    made.close()
+
+
+def components(serving: Serving) -> dict[str, Any]:
+    """The components, without the namespace in their names."""
+    document = serving.document()
+    jsonschema.validate(document, SCHEMA)
+    cut = len(serving.namespace) + 1
+    return {name[cut:]: entry for name, entry in document["components"].items()}
+
+
+def until(serving: Serving, holds: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """The components as soon as ``holds``: changes are written within a moment."""
+    deadline = time.monotonic() + 15
+    while not holds(found := components(serving)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+    return found
+
+
+def add(serving: Serving, name: str, cmd: str, args: list[str], **env: str) -> None:
+    """What the planner does: `add` with GPUs in the environment."""
+    client = CircusClient(endpoint=serving.endpoint, timeout=20)
+    properties = {
+        "name": f"{serving.namespace}_{name}",
+        "cmd": cmd,
+        "args": args,
+        "start": True,
+        "options": {"copy_env": True, "graceful_timeout": 5, "singleton": True, "env": env},
+    }
+    try:
+        answer = client.call({"command": "add", "properties": properties})
+    finally:
+        client.stop()
+    assert answer["status"] == "ok", answer
+
+
+def remove(serving: Serving, name: str) -> None:
+    assert serving.circusctl("rm", f"{serving.namespace}_{name}", "--waiting") == "ok"
+
+
+def test_circusctl_adds_and_removes_a_watcher(serving: Serving) -> None:
+    serving.start("B: {run: SLEEPER}\n")
+    base = components(serving)["B"]
+    name = f"{serving.namespace}_B_1"
+    assert serving.circusctl("add", "--start", name, base["cmd"]).endswith("ok")
+    entry = until(serving, lambda found: found.get("B_1", {}).get("processes"))["B_1"]
+    assert (entry["watcher_name"], entry["service"]) == (name, "B")
+    assert (entry["argv"], entry["cmd"]) == (base["argv"], base["cmd"])
+    assert (entry["resources"], entry["state"]) == ({}, "running")
+    (pid,) = [process["pid"] for process in entry["processes"]]
+    assert psutil.Process(pid).environ()["DYN_WATCHER_NAME"] == name
+    remove(serving, "B_1")
+    assert list(until(serving, lambda found: "B_1" not in found)) == ["B"]
+    remove(serving, "B")  # the first one stays: its command makes the next
+    entry = until(serving, lambda found: not found["B"]["processes"])["B"]
+    assert entry["argv"] == base["argv"] and entry["lease"] is None
+    assert serving.circusctl("add", "--start", f"{serving.namespace}_B", base["cmd"]) == "ok"
+    until(serving, lambda found: found["B"]["processes"])
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def test_a_watcher_without_a_start_and_one_of_no_service(serving: Serving) -> None:
+    serving.start("B: {run: SLEEPER}\n")
+    name = f"{serving.namespace}_Other"
+    assert serving.circusctl("add", name, "sleep 1000") == "ok"
+    entry = until(serving, lambda found: "Other" in found)["Other"]
+    assert (entry["service"], entry["processes"]) == (name, [])
+    assert serving.circusctl("set", name, "cmd", "sleep 2000") == "ok"
+    assert serving.circusctl("start", name, "--waiting").endswith("ok")
+    assert until(serving, lambda found: found["Other"]["processes"])["Other"]["argv"] == [
+        *("sleep", "2000")
+    ]
+    assert serving.circusctl("set", name, "cmd", "sleep '2000") == "ok"
+    serving.wait_for(f"gave up {name}: it cannot be started: No closing quotation")
+    assert until(serving, lambda found: not found["Other"]["processes"])["Other"]["argv"] == [
+        "sleep '2000"
+    ]
+    remove(serving, "Other")
+    until(serving, lambda found: "Other" not in found)
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def test_gpus_of_watchers_that_come_and_go(serving: Serving) -> None:
+    serving.start(GPUS, "--gpus", "4")
+    base = components(serving)["W"]
+    assert base["resources"] == {"allocated_gpus": [0]}
+    program, *args = base["argv"]
+    add(serving, "W_2", program, args, CUDA_VISIBLE_DEVICES="2")
+    entry = until(serving, lambda found: found.get("W_2", {}).get("processes"))["W_2"]
+    assert entry["resources"] == {"allocated_gpus": [2]}
+    process = psutil.Process(entry["processes"][0]["pid"])
+    assert process.environ()["CUDA_VISIBLE_DEVICES"] == "2"
+    assert process.environ()["MINE"] == "1"  # of its service, and in no statefile
+    assert process.cwd() == str(serving.tmp_path)
+    for name in ("W_2", "W_1"):
+        remove(serving, name)
+        until(serving, lambda found, gone=name: gone not in found)  # type: ignore[misc]
+    remove(serving, "W")
+    assert until(serving, lambda found: not found["W"]["processes"])["W"]["resources"] == {}
+    add(serving, "W_1", program, args, CUDA_VISIBLE_DEVICES="0")
+    entry = until(serving, lambda found: found.get("W_1", {}).get("processes"))["W_1"]
+    assert entry["resources"] == {"allocated_gpus": [0]}
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def test_what_the_planner_has_written_stays(serving: Serving) -> None:
+    """It may write the entry before it adds the watcher, so that nobody else takes the GPU."""
+    serving.start(GPUS, "--gpus", "4")
+    base = components(serving)["W"]
+    name = f"{serving.namespace}_W_2"
+    entry = {**base, "watcher_name": name, "resources": {"allocated_gpus": ["2"]}, "theirs": 1}
+    entry["processes"] = []
+    statefile = Statefile(serving.state_dir, serving.namespace)
+    statefile.update(lambda document: document["components"].update({name: entry}))
+    (old,) = serving.wait_for_pids("W")
+    os.kill(old, signal.SIGKILL)  # another change is written meanwhile
+    until(serving, lambda found: found["W"]["processes"] not in ([], base["processes"]))
+    assert components(serving)["W_2"] == entry
+    program, *args = base["argv"]
+    add(serving, "W_2", program, args, CUDA_VISIBLE_DEVICES="2")
+    found = until(serving, lambda found: found["W_2"]["processes"])["W_2"]
+    assert found["resources"] == {"allocated_gpus": ["2"]} and found["theirs"] == 1
+    assert serving.stop() == 0
+
+
+def test_the_lease_of_a_worker(serving: Serving) -> None:
+    """The seed's scale-down: the lease in the statefile is revoked, and the worker leaves."""
+    model = QUICKSTART.parent / "model"
+    serving.start(f"W: {{run: dynamo.mocker, model-path: {model}}}\nA: {{run: SLEEPER}}\n")
+    found = until(serving, lambda found: found["W"]["lease"])
+    assert found["A"]["lease"] is None
+    leases = serving.state_dir / serving.namespace / "store/leases"
+    record = json.loads((leases / f"{found['W']['lease']:x}").read_text())
+    assert record["pid"] == found["W"]["processes"][0]["pid"]
+    os.kill(record["pid"], signal.SIGKILL)
+    again = until(serving, lambda now: now["W"]["lease"] not in (None, found["W"]["lease"]))
+    statefile = Statefile(serving.state_dir, serving.namespace)
+    name = f"{serving.namespace}_W"
+    statefile.update(lambda document: document["components"][name].update(state="draining"))
+    (leases / f"{again['W']['lease']:x}").unlink()
+    last = until(serving, lambda now: not now["W"]["processes"])["W"]
+    assert last["lease"] is None and last["state"] == "draining"
+    assert serving.stop() == 0
+    serving.assert_clean()
