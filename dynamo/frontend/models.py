@@ -18,6 +18,7 @@ from dynamo.errors import DynamoError, ModelNotFound, NoInstances
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.frontend.model_entry import ModelEntry
 from dynamo.frontend.prefill.cards import PrefillCards
+from dynamo.frontend.prompt.bounds import cut
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
 from dynamo.runtime import DistributedRuntime
@@ -77,7 +78,7 @@ class Models:
         """
         entry = self._names.get(name)
         if entry is None or model_type not in entry.types:
-            raise ModelNotFound(f"Model not found: {name}")
+            raise ModelNotFound(f"Model not found: {cut(name)}")
         if not entry.served:
             raise NoInstances
         return entry
@@ -96,6 +97,12 @@ class Models:
             (name, entry.created_s, entry.card.context_length)
             for name, entry in self._names.items()
             if entry.served
+        ]
+
+    def context_lengths(self) -> list[int | None]:
+        """Tokens of prompt and answer together, of every model that is loaded."""
+        return [
+            entry.preprocessor.context_length for entry in self._entries.values() if entry.ready
         ]
 
     def instances(self) -> list[EndpointRecord]:
