@@ -38,6 +38,7 @@ HOLD_S = 1.0
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 SLOW_NUMBER = b"1.7976931348623157e308"
+TOOL = b'{"type":"function","function":{"name":"f","parameters":{}}}'
 MESSAGE = b'{"role":"user","content":"a"}'
 
 
@@ -131,6 +132,9 @@ ATTACKS = (
     Attack("1M messages, 32 MB", lambda: chat(messages=array(MESSAGE, 1_000_000)[1:-1])),
     Attack("200,000 messages, 6 MB", lambda: chat(messages=array(MESSAGE, 200_000)[1:-1])),
     Attack("16,000 messages", lambda: chat(messages=array(MESSAGE, 16_000)[1:-1])),
+    Attack("8,500 messages, 250 kB", lambda: chat(messages=array(MESSAGE, 8_500)[1:-1])),
+    Attack("1,024 prompts, streamed", lambda: completion(array(text(200), 1024), '"stream":true')),
+    Attack("4,000 tools", lambda: chat(b'"tools":' + array(TOOL, 4_000))),
     Attack("24 unfinished bodies of 44 MiB", lambda: unfinished(44 * _MIB), 24, True),
     Attack("24 unfinished bodies of 7 MiB", lambda: unfinished(7 * _MIB), 24, True),
     Attack("prompt: one letter, 44 MB", lambda: letter(44_000_000)),

@@ -25,7 +25,7 @@ __all__ = [
     "cut",
 ]
 
-INLINE_BODY_BYTES = 256 << 10
+INLINE_BODY_BYTES = 128 << 10
 """Larger bodies are decoded, rendered and tokenized in a thread."""
 
 MAX_JSON_DEPTH = 128
