@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from http_bench import Bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_call import Site
@@ -27,11 +28,13 @@ from text_kit import (
 )
 
 from dynamo.errors import InvalidArgument, Unavailable
+from dynamo.frontend.explain import ExplainRoutes
 from dynamo.frontend.prompt import bounds
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.tokenizer import Tokenizer, load_tokenizer
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
+from dynamo.frontend.routes import Routes
 
 COMPLETION = "/v1/completions"
 LONGEST = 15  # bytes of the longest token of the example model
@@ -172,6 +175,17 @@ async def test_choices_are_counted_before_any_prompt_is_tokenized(
     assert (site.status, site.streams) == (400, [])
     assert f"must not exceed 1024 choices, got {choices}" in site.answer["message"]
     assert "'prompt'" in site.answer["message"] and "'n'" in site.answer["message"]
+
+
+async def test_the_route_that_explains_counts_choices_too(site: Site) -> None:
+    refuse_to_tokenize(site)
+    routes = Routes()
+    explain = ExplainRoutes(site, site.tasks, 503, site.flow.off_loop)  # type: ignore[arg-type]
+    explain.install(routes)
+    site.bench = Bench(handler=routes)
+    site.post({"model": "tiny", "prompt": ["a"] * 60_000, "n": 128}, "/v1/route")
+    await answered(site)
+    assert site.status == 400 and "choices, got 7680000" in site.answer["message"]
 
 
 def test_as_many_choices_as_allowed_pass() -> None:
