@@ -29,6 +29,7 @@ __all__ = [
     "StreamIncomplete",
     "UnknownEndpoint",
     "WorkerUnavailable",
+    "cut",
     "from_code",
 ]
 
@@ -233,3 +234,9 @@ def from_code(code: str, message: str) -> DynamoError:
     if name == HttpFailure.code and status.isascii() and status.isdigit():
         return HttpFailure(message, int(status[:3]))
     return _BY_CODE.get(code, DynamoError)(message)
+
+
+def cut(value: object, characters: int = 64) -> str:
+    """``value`` as text to quote in a message; a longer text ends in three dots at that length."""
+    text = str(value)
+    return text if len(text) <= characters else text[: characters - 3] + "..."

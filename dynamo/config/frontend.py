@@ -46,8 +46,12 @@ class FrontendSettings:
         env="DYN_METRICS_PREFIX",
         help="first part of the names of the frontend's metrics",
     )
-    body_limit_mb: int = knob(
-        45, env="DYN_HTTP_BODY_LIMIT_MB", minimum=1, help="largest request body in MiB"
+    body_limit_mb: int | None = knob(
+        None,
+        env="DYN_HTTP_BODY_LIMIT_MB",
+        minimum=1,
+        help="largest request body in MiB; default: 4 and 32 bytes for each token of the longest "
+        "context that is served, at most 45",
     )
     max_connections: int = knob(
         4096, env="DYN_HTTP_MAX_CONNECTIONS", minimum=1, help="clients connected at once"

@@ -52,7 +52,7 @@ async def _serve(
     undo = frontend.stop_on_signals()
     try:
         await runtime.start()
-        frontend.models.on_loaded = settle
+        frontend.on_loaded = settle
         host, port = await frontend.start()
         print(f"OpenAI API at http://{host}:{port}/v1", flush=True)
         await frontend.run_until_stopped()

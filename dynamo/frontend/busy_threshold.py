@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from dynamo.frontend.http import Exchange, cut_text
+from dynamo.errors import cut
+from dynamo.frontend.http import Exchange
 from dynamo.frontend.models import Models
 from dynamo.frontend.routes import Routes, in_task
 from dynamo.router.eligibility.busy import Thresholds
@@ -82,7 +83,7 @@ class BusyThresholdRoutes:
         if wrong:
             _refuse(exchange, 400, wrong)
         elif entry is None or not entry.ready:
-            text = f"Model '{cut_text(change.model, _NAME_CHARACTERS)}' not found. "
+            text = f"Model '{cut(change.model, _NAME_CHARACTERS)}' not found. "
             _refuse(exchange, 404, text + "Thresholds can only be set for discovered models.")
         else:
             given = {field: getattr(change, name) for name, field in _FIELDS.items()}

@@ -17,9 +17,12 @@ from dynamo.frontend.failures import error_response, explained
 from dynamo.frontend.http import Exchange
 from dynamo.frontend.models import Models
 from dynamo.frontend.prefill.explain import explain_both
+from dynamo.frontend.prompt.bounds import check_json
+from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.request_headers import routed
 from dynamo.frontend.routes import Routes, in_task
+from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
 from dynamo.router.kv import KvPicker
 from dynamo.runtime.tasks import Tasks
 
@@ -38,10 +41,13 @@ _shape = msgspec.json.Decoder(_Shape).decode
 class ExplainRoutes:
     """For operators: the same body and headers as the request in question, kv mode only."""
 
-    def __init__(self, models: Models, tasks: Tasks, overload_status: int) -> None:
+    def __init__(
+        self, models: Models, tasks: Tasks, overload_status: int, threads: OffLoop
+    ) -> None:
         self._models = models
         self._tasks = tasks
         self._overload_status = overload_status
+        self._threads = threads
 
     def install(self, routes: Routes) -> None:
         """Put the route into the table."""
@@ -75,18 +81,15 @@ class ExplainRoutes:
         return msgspec.json.encode({"model": names[0], **given})
 
     async def _explanation(self, body: bytes, headers: Mapping[str, str]) -> bytes:
-        try:
-            is_chat = _shape(body).messages is not None
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidArgument(f"Failed to deserialize the JSON body: {error}") from None
-        if is_chat:
-            chat = parse_chat(body, ignore_unsupported=True)
-            entry = self._models.find(chat.model, "Chat")
-            prepared = await entry.preprocessor.chat_off_loop(chat)
-        else:
-            completion = parse_completion(body, ignore_unsupported=True)
-            entry = self._models.find(completion.model, "Completions")
-            prepared = await entry.preprocessor.completion_off_loop(completion)
+        threads = self._threads
+        with threads.hold(len(body)):
+            parsed = await threads.run(_parse, body)
+            if isinstance(parsed, ChatCompletionRequest):
+                entry = self._models.find(parsed.model, "Chat")
+                prepared = await entry.preprocessor.chat_off_loop(parsed, threads)
+            else:
+                entry = self._models.find(parsed.model, "Completions")
+                prepared = await entry.preprocessor.completion_off_loop(parsed, threads)
         if not isinstance(entry.picker, KvPicker):
             raise InvalidArgument("only --router-mode kv weighs candidates, so there is no table")
         request = prepared.requests[0]
@@ -94,3 +97,13 @@ class ExplainRoutes:
         dispatch = entry.dispatch
         found = explain_both(entry.picker, dispatch.prefill, request, routing, dispatch.line or ())
         return msgspec.json.encode(found)
+
+
+def _parse(body: bytes) -> ChatCompletionRequest | CompletionRequest:
+    check_json(body)
+    try:
+        is_chat = _shape(body).messages is not None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"Failed to deserialize the JSON body: {error}") from None
+    parse = parse_chat if is_chat else parse_completion
+    return parse(body, ignore_unsupported=True)

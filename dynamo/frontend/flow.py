@@ -13,6 +13,7 @@ from dynamo.frontend.call import Call
 from dynamo.frontend.failures import BackendSilent
 from dynamo.frontend.http import Turn
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.prompt.off_loop import OffLoop
 
 __all__ = ["Flow"]
 
@@ -34,6 +35,7 @@ class Flow:
         self.admission = admission
         self.overload_status = settings.overload_status
         self.held_limit_bytes = settings.slow_client_limit_mb * _MIB
+        self.off_loop = OffLoop()
         self.live: set[Call] = set()
         self._engine_ids: set[str] = set()
         self._duplicates = itertools.count(1)
@@ -48,7 +50,8 @@ class Flow:
             self._keep_alive(settings.sse_keep_alive_ms / 1e3)
 
     def close(self) -> None:
-        """Stop looking for silent engines and streams."""
+        """Stop looking for silent engines and streams; drop large requests not begun."""
+        self.off_loop.close()
         for timer in (self._timer, self._keep_alive_timer):
             if timer is not None:
                 timer.cancel()

@@ -15,7 +15,7 @@ import msgspec
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
-from dynamo.errors import DynamoError, ModelNotFound, NoInstances
+from dynamo.errors import DynamoError, ModelNotFound, NoInstances, cut
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.frontend.model_entry import ModelEntry
 from dynamo.frontend.prefill.cards import PrefillCards
@@ -84,7 +84,7 @@ class Models:
         """
         entry = self._names.get(name)
         if entry is None or model_type not in entry.types:
-            raise ModelNotFound(f"Model not found: {name}")
+            raise ModelNotFound(f"Model not found: {cut(name)}")
         if not entry.served:
             raise NoInstances
         return entry
@@ -103,6 +103,12 @@ class Models:
             (name, entry.created_s, entry.card.context_length)
             for name, entry in self._names.items()
             if entry.served
+        ]
+
+    def context_lengths(self) -> list[int | None]:
+        """Tokens of prompt and answer together, of every model that is loaded."""
+        return [
+            entry.preprocessor.context_length for entry in self._entries.values() if entry.ready
         ]
 
     def instances(self) -> list[EndpointRecord]:

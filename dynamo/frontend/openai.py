@@ -1,11 +1,12 @@
 """The generation routes: /v1/chat/completions and /v1/completions.
 
 Body → typed request → model → prompt and token ids → worker → stream, all in one call of the HTTP
-handler; only long prompts take a detour through a thread. Spec 5.
+handler; only large bodies are decoded, rendered and tokenized in a thread. Spec 5.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
@@ -13,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dynamo.errors import DynamoError, InvalidArgument
+from dynamo.errors import DynamoError
 from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
 from dynamo.frontend.call import Call, Caption
 from dynamo.frontend.dispatch import DispatchJob
@@ -23,6 +24,8 @@ from dynamo.frontend.http import Exchange
 from dynamo.frontend.leg import Leg, TrackedLeg
 from dynamo.frontend.location import located, shown
 from dynamo.frontend.prefill.ticket import Prefilled
+from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
+from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.request_headers import request_id, routed
@@ -39,8 +42,10 @@ if TYPE_CHECKING:
 __all__ = ["OpenAIRoutes"]
 
 log = logging.getLogger(__name__)
+_TOKENS_PER_TURN = 1 << 19  # routed and sent by one request: 5-10 ms
+_TOKENS_PER_LEG = 8192  # what routing and sending cost without any tokens, in tokens
+_RETRY = ("retry-after", "1")
 _LOCATE = "query_instance_id"
-_MAX_CHOICES = 1024
 
 
 class _Kind(NamedTuple):
@@ -51,7 +56,7 @@ class _Kind(NamedTuple):
     model_type: str
     parse: Callable[..., Any]
     prepare: Callable[[Preprocessor, Any], Prepared]
-    prepare_off_loop: Callable[[Preprocessor, Any], Awaitable[Prepared]]
+    prepare_off_loop: Callable[[Preprocessor, Any, OffLoop], Awaitable[Prepared]]
     stream: type[GenerationStream]
 
 
@@ -91,37 +96,75 @@ class OpenAIRoutes:
         routes.post("/v1/completions", partial(self._serve, _COMPLETION))
 
     def _serve(self, kind: _Kind, exchange: Exchange) -> None:
-        flow = self._flow
-        model = "unknown"
         try:
-            flow.admission.check()
+            self._flow.admission.check()
+            if len(exchange.body) > INLINE_BODY_BYTES:
+                self._tasks.spawn(self._serve_large(kind, exchange), name="large body")
+                return
             request = kind.parse(exchange.body, ignore_unsupported=self._lenient)
-            model = request.model
-            entry = self._models.find(model, kind.model_type)
         except DynamoError as error:
-            self._refuse(exchange, kind, error, model)
+            self._refuse(exchange, kind, error, "unknown")
             return
-        caption = Caption(kind.endpoint, *request_id(exchange.headers))
-        call = Call(flow, exchange, caption, entry.metrics, bool(request.stream))
-        if flow.settings.disable_nvext:
-            request.nvext = None
-        preprocessor = entry.preprocessor
-        if len(exchange.body) > preprocessor.inline_limit_bytes:
-            self._tasks.spawn(self._serve_later(call, entry, kind, request), name="long prompt")
+        found = self._accept(kind, exchange, request)
+        if found is None:
+            return
+        call, entry = found
+        preprocessor, size_bytes = entry.preprocessor, len(exchange.body)
+        exchange.body = b""
+        if size_bytes > preprocessor.inline_limit_bytes:
+            later = self._prepare_later(call, entry, kind, request)
+            self._tasks.spawn(later, name="long prompt")
             return
         try:
             self._dispatch(call, entry, kind, request, kind.prepare(preprocessor, request))
         except DynamoError as error:
             call.fail(error)
         except Exception:
-            log.exception("request %s failed", caption.request_id)
+            log.exception("request %s failed", call.caption.request_id)
             call.fail(DynamoError("a bug in the frontend"))
 
-    async def _serve_later(
+    async def _serve_large(self, kind: _Kind, exchange: Exchange) -> None:
+        """As :meth:`_serve`, with all work on the body in a thread."""
+        threads, admission = self._flow.off_loop, self._flow.admission
+        admission.enter()
+        try:
+            with threads.hold(len(exchange.body)):
+                body, exchange.body = exchange.body, b""
+                request = await threads.run(kind.parse, body, ignore_unsupported=self._lenient)
+                del body
+                found = None if exchange.gone else self._accept(kind, exchange, request)
+                if found is not None:
+                    await self._prepare_later(*found, kind, request)
+        except DynamoError as error:
+            self._refuse(exchange, kind, error, "unknown")
+        except Exception:
+            log.exception("a request of %s failed", kind.endpoint)
+            self._refuse(exchange, kind, DynamoError("a bug in the frontend"), "unknown")
+        finally:
+            admission.leave()
+
+    def _accept(
+        self, kind: _Kind, exchange: Exchange, request: GenerationRequest
+    ) -> tuple[Call, ModelEntry] | None:
+        """Find the model; None if the request was refused."""
+        try:
+            entry = self._models.find(request.model, kind.model_type)
+        except DynamoError as error:
+            self._refuse(exchange, kind, error, request.model)
+            return None
+        flow = self._flow
+        caption = Caption(kind.endpoint, *request_id(exchange.headers))
+        call = Call(flow, exchange, caption, entry.metrics, bool(request.stream))
+        if flow.settings.disable_nvext:
+            request.nvext = None
+        return call, entry
+
+    async def _prepare_later(
         self, call: Call, entry: ModelEntry, kind: _Kind, request: GenerationRequest
     ) -> None:
         try:
-            prepared = await kind.prepare_off_loop(entry.preprocessor, request)
+            threads = self._flow.off_loop
+            prepared = await kind.prepare_off_loop(entry.preprocessor, request, threads)
             if not call.closed:
                 self._dispatch(call, entry, kind, request, prepared)
         except DynamoError as error:
@@ -138,6 +181,8 @@ class OpenAIRoutes:
         metrics.outcomes(model).ended(kind.endpoint, "unary", found.error_type)
         echoed = exchange.headers.get("x-request-id")
         headers = [] if echoed is None else [("x-request-id", echoed)]
+        if error.status == 503:
+            headers.append(_RETRY)
         status, body = error_response(explained(error, model), self._flow.overload_status)
         exchange.respond(status, body, headers=headers)
 
@@ -150,11 +195,6 @@ class OpenAIRoutes:
         prepared: Prepared,
     ) -> None:
         """Choose a worker for every choice, book it, send."""
-        if len(prepared.requests) > _MAX_CHOICES:
-            raise InvalidArgument(
-                f"Validation: prompts times n must not exceed {_MAX_CHOICES} choices, "
-                f"got {len(prepared.requests)}"
-            )
         call.meter.prepared()
         generation = call.generation = kind.stream(
             request,
@@ -182,16 +222,49 @@ class OpenAIRoutes:
             for index in range(len(prepared.requests))
         ]
         engine_id = call.engine_id = self._flow.claim_id(call.caption.request_id)
-        for leg, engine_request in zip(legs, prepared.requests, strict=True):
-            # Each choice has an id of its own, because engines know their requests by it.
-            headers = {REQUEST_ID: f"{engine_id}-{leg.index}" if leg.index else engine_id}
-            entry.dispatch.send(DispatchJob(leg, engine_request, routing, headers))
-            if call.closed:  # what the leg was to wait for failed at once
-                return
+        # Each choice has an id of its own, because engines know their requests by it.
+        jobs = [
+            DispatchJob(
+                leg,
+                engine_request,
+                routing,
+                {REQUEST_ID: f"{engine_id}-{leg.index}" if leg.index else engine_id},
+            )
+            for leg, engine_request in zip(legs, prepared.requests, strict=True)
+        ]
+        leg_tokens = _TOKENS_PER_LEG + prepared.prompt_tokens // len(prepared.prompts)
+        now = max(1, _TOKENS_PER_TURN // leg_tokens)
+        if not _send(call, entry, jobs[:now]):
+            return
         call.dispatched(prepared.prompt_tokens)
+        if len(jobs) > now:
+            self._tasks.spawn(_send_rest(call, entry, jobs[now:], now), name="many choices")
 
     def _worker_id(self, decision: Decision, prefilled: Prefilled | None) -> dict[str, Any]:
         return shown(decision, prefilled, self._models.kv_mode)
+
+
+def _send(call: Call, entry: ModelEntry, jobs: list[DispatchJob]) -> bool:
+    """Send engine requests; False if the call has ended. Raises what :meth:`Dispatch.send` does."""
+    for job in jobs:
+        entry.dispatch.send(job)
+        if call.closed:  # what the leg was to wait for failed at once
+            return False
+    return True
+
+
+async def _send_rest(call: Call, entry: ModelEntry, jobs: list[DispatchJob], per_turn: int) -> None:
+    """Send the choices that one loop turn has no time for, some in each turn."""
+    try:
+        for start in range(0, len(jobs), per_turn):
+            await asyncio.sleep(0)
+            if call.closed or not _send(call, entry, jobs[start : start + per_turn]):
+                return
+    except DynamoError as error:
+        call.fail(error)
+    except Exception:
+        log.exception("request %s failed", call.caption.request_id)
+        call.fail(DynamoError("a bug in the frontend"))
 
 
 def _location_query(request: GenerationRequest) -> str | None:

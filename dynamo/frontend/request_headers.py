@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import InvalidArgument, cut
 from dynamo.protocols.engine import Routing
 
 __all__ = ["new_request_id", "request_id", "routed"]
@@ -16,6 +16,7 @@ __all__ = ["new_request_id", "request_id", "routed"]
 _RANDOM = random.Random()
 _IDS_A_PREFIX = 1 << 16
 _PRIORITY_DIGITS = 10
+_INTEGER_DIGITS = 20
 _INTEGERS = {
     "x-worker-instance-id": "backend_instance_id",
     "x-dynamo-worker-instance-id": "backend_instance_id",
@@ -84,11 +85,13 @@ def routed(routing: Routing | None, headers: Mapping[str, str]) -> Routing | Non
 
 
 def _integer(name: str, text: str) -> int:
-    if text.isascii() and text.isdecimal():
+    if text.isascii() and text.isdecimal() and len(text) <= _INTEGER_DIGITS:
         value = int(text)
         if value < 2**64:
             return value
-    raise InvalidArgument(f"Header '{name}' must be a non-negative integer, got {text!r}")
+    raise InvalidArgument(
+        f"Header '{name}' must be a non-negative integer of 64 bits, got {cut(repr(text))}"
+    )
 
 
 def _priority(name: str, text: str) -> int:
@@ -98,4 +101,4 @@ def _priority(name: str, text: str) -> int:
         value = int(text)
         if -(2**31) <= value < 2**31:
             return value
-    raise InvalidArgument(f"Header '{name}' must be an integer of 32 bits, got {text!r}")
+    raise InvalidArgument(f"Header '{name}' must be an integer of 32 bits, got {cut(repr(text))}")

@@ -6,6 +6,7 @@ Spec 5.9.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import resource
@@ -24,6 +25,7 @@ from dynamo.frontend.info import InfoRoutes
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models import Models
 from dynamo.frontend.openai import OpenAIRoutes
+from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.routes import Routes
 from dynamo.observability.loop_delay import LoopDelay
 from dynamo.router.load.prefill_model import prefill_model
@@ -41,7 +43,10 @@ _LOAD_S = 30.0  # then listen without the models that are still loading
 
 
 class Frontend:
-    """One HTTP frontend on ``runtime``. Make it on the running loop. Raises ConfigError."""
+    """One HTTP frontend on ``runtime``. Make it on the running loop. Raises ConfigError.
+
+    ``on_loaded`` is called after each model that was loaded.
+    """
 
     def __init__(
         self, runtime: DistributedRuntime, settings: FrontendSettings, router: RouterSettings
@@ -60,12 +65,16 @@ class Frontend:
         routes = Routes()
         OpenAIRoutes(self._flow, self.models, self._tasks).install(routes)
         if not settings.disable_admin_api:
-            ExplainRoutes(self.models, self._tasks, self._flow.overload_status).install(routes)
+            ExplainRoutes(
+                self.models, self._tasks, self._flow.overload_status, self._flow.off_loop
+            ).install(routes)
             BusyThresholdRoutes(self.models, self._tasks).install(routes)
         InfoRoutes(self.models, self._admission, runtime.metrics).install(routes)
         self._server = HttpServer(routes, _limits(settings), metrics.refused, turn)
         metrics.http_connections.function = lambda: self._server.connections
         self._stop = asyncio.Event()
+        self.on_loaded: Callable[[], None] = _nobody
+        self.models.on_loaded = self._loaded
 
     async def start(self) -> tuple[str, int]:
         """Bind, load the models whose workers are registered, listen; return the bound address.
@@ -148,6 +157,13 @@ class Frontend:
             log.warning("%d requests did not end in time", self._admission.inside)
             self._flow.fail_all(Unavailable("Service is shutting down"))
 
+    def _loaded(self) -> None:
+        """Fit the default limit on bodies to the contexts that are served now."""
+        if self._settings.body_limit_mb is None:
+            limit_bytes = body_limit_bytes(self.models.context_lengths())
+            self._server.limits = dataclasses.replace(self._server.limits, body_bytes=limit_bytes)
+        self.on_loaded()
+
     async def close(self) -> None:
         """Close connections, models and timers; the runtime belongs to the caller."""
         self._flow.close()
@@ -158,8 +174,9 @@ class Frontend:
 
 
 def _limits(settings: FrontendSettings) -> HttpLimits:
+    limit_mb = settings.body_limit_mb
     return HttpLimits(
-        body_bytes=settings.body_limit_mb * _MIB,
+        body_bytes=MAX_BODY_BYTES if limit_mb is None else limit_mb * _MIB,
         connections=settings.max_connections,
         header_timeout_s=settings.header_timeout_s,
         body_timeout_s=settings.body_timeout_s,
@@ -174,3 +191,7 @@ def _allow_open_files(count: int) -> None:
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _nobody() -> None:
+    """The default of ``on_loaded``."""

@@ -44,6 +44,7 @@ MAX_ECHOED_TOKENS = 32_768
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
     "top_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),
     "min_p": (0, 1),
     "frequency_penalty": (-2, 2),
     "presence_penalty": (-2, 2),
@@ -136,7 +137,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     best_of: Annotated[int, _between("best_of")] | None = None
     temperature: Annotated[float, _between("temperature")] | None = None
     top_p: Fraction | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: Annotated[int, _between("top_k")] | None = None
     min_p: Fraction | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None

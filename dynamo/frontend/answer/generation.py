@@ -64,7 +64,7 @@ class GenerationStream:
         options, nvext = request.stream_options, request.nvext
         self._with_usage = force_usage or bool(options is not None and options.include_usage)
         self._extra = _NOTHING if nvext is None else frozenset(nvext.extra_fields or ())
-        self._annotations = () if nvext is None else nvext.annotations or ()
+        self._annotations = prepared.requests[0].annotations
         self._prepared = prepared
         self._response_id = response_id
         self._envelope = Envelope(self._shape, response_id, created, request.model)

@@ -2,7 +2,7 @@
 
 from dynamo.frontend.http.exchange import Exchange
 from dynamo.frontend.http.limits import HttpLimits
-from dynamo.frontend.http.refusal import Refusal, cut_text, error_body, reason_phrase
+from dynamo.frontend.http.refusal import Refusal, error_body, reason_phrase
 from dynamo.frontend.http.server import HttpServer
 from dynamo.frontend.http.turn import Turn
 
@@ -12,7 +12,6 @@ __all__ = [
     "HttpServer",
     "Refusal",
     "Turn",
-    "cut_text",
     "error_body",
     "reason_phrase",
 ]

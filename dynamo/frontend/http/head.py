@@ -19,8 +19,9 @@ from httptools import (
     HttpRequestParser,
 )
 
+from dynamo.errors import cut
 from dynamo.frontend.http.limits import HttpLimits
-from dynamo.frontend.http.refusal import Refusal, cut_text
+from dynamo.frontend.http.refusal import Refusal
 
 __all__ = ["CHUNKED", "Head", "HeadReader"]
 
@@ -197,7 +198,7 @@ class HeadReader:
         if names is not None and not (_plain_name(match[1]) in names or _is_address(match[1])):
             raise Refusal(
                 403,
-                f"Host '{cut_text(match[1], _SHOWN_CHARACTERS)}' is not served here; to serve it, "
+                f"Host '{cut(match[1], _SHOWN_CHARACTERS)}' is not served here; to serve it, "
                 "add it to DYN_HTTP_ALLOWED_HOSTS",
             )
         if len(self._hosts) < _REMEMBERED:

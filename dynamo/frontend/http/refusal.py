@@ -6,7 +6,9 @@ from http import HTTPStatus
 
 import orjson
 
-__all__ = ["Refusal", "cut_text", "error_body", "reason_phrase"]
+from dynamo.errors import cut
+
+__all__ = ["Refusal", "error_body", "reason_phrase"]
 
 _MESSAGE_LIMIT = 8192  # as much as an engine's HttpError may say
 
@@ -38,10 +40,5 @@ def error_body(status: int, message: str, kind: str | None = None) -> bytes:
 
     Messages may quote input, so a long one is cut to 8192 characters that end in three dots.
     """
-    message = cut_text(message, _MESSAGE_LIMIT)
+    message = cut(message, _MESSAGE_LIMIT)
     return orjson.dumps({"message": message, "type": kind or reason_phrase(status), "code": status})
-
-
-def cut_text(text: str, limit: int) -> str:
-    """``text``, or its beginning and three dots: at most ``limit`` characters."""
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -6,9 +6,7 @@ answers must not take the first for it. docs/openai.md lists the rules.
 
 from __future__ import annotations
 
-from typing import Any
-
-from dynamo.errors import InvalidArgument
+from dynamo.errors import InvalidArgument, cut
 from dynamo.protocols.openai import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -19,7 +17,6 @@ from dynamo.protocols.openai import (
 
 __all__ = ["check_answer_options", "check_tool_choice"]
 
-_QUOTED_CHARACTERS = 64
 _FREE_CHOICES = ("none", "auto")
 
 
@@ -48,8 +45,8 @@ def check_tool_choice(request: ChatCompletionRequest) -> None:
     ):
         if value is not None and value not in _FREE_CHOICES:
             raise InvalidArgument(
-                f"Validation: '{name}' must be 'auto' or 'none', got {_quoted(value)}; a tool call "
-                "cannot be enforced without a tool-call parser"
+                f"Validation: '{name}' must be 'auto' or 'none', got {cut(repr(value))}; a tool "
+                "call cannot be enforced without a tool-call parser"
             )
 
 
@@ -65,7 +62,7 @@ def _check_stop(stop: str | list[str]) -> None:
         if len(string) > MAX_STOP_CHARACTERS:
             raise InvalidArgument(
                 f"Validation: a 'stop' string takes at most {MAX_STOP_CHARACTERS} characters, "
-                f"got {len(string)}: {_quoted(string)}"
+                f"got {len(string)}: {cut(repr(string))}"
             )
 
 
@@ -79,12 +76,3 @@ def _check_best_of(best_of: int, n: int) -> None:
             f"Validation: 'best_of' above 'n' is not supported, got {best_of} > {n}; leave it out "
             "and choose among 'n' answers"
         )
-
-
-def _quoted(value: Any) -> str:
-    """``value`` as an error quotes it."""
-    if not isinstance(value, str):
-        return "an object" if isinstance(value, dict) else f"a {type(value).__name__}"
-    if len(value) <= _QUOTED_CHARACTERS:
-        return repr(value)
-    return repr(value[:_QUOTED_CHARACTERS]) + "..."

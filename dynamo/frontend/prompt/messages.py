@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import InvalidArgument, cut
+from dynamo.frontend.prompt.bounds import check_json
 
 __all__ = ["ContentForm", "message_text", "template_messages"]
 
@@ -56,6 +57,11 @@ def _convert(position: int, message: Message, form: ContentForm) -> Message:
     elif form is ContentForm.TEXT or not isinstance(content, list):
         changed["content"] = text
     calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise InvalidArgument(
+            f"Validation: messages[{position}].tool_calls: expected `array | null`, "
+            f"got `{type(calls).__name__}`"
+        )
     if calls:
         changed["tool_calls"] = [_call(position, each) for each in calls]
     elif "tool_calls" in changed:
@@ -69,7 +75,7 @@ def _part_text(position: int, number: int, part: Mapping[str, Any]) -> str:
             return str(part[key])
     raise InvalidArgument(
         f"Validation: messages[{position}].content[{number}]: this model takes text, "
-        f"got a part of type `{part.get('type')}`"
+        f"got a part of type `{cut(part.get('type'))}`"
     )
 
 
@@ -81,8 +87,10 @@ def _call(position: int, call: Any) -> Any:
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return call
+    text = arguments.encode()
+    check_json(text, f"messages[{position}].tool_calls: `arguments`")
     try:
-        parsed = msgspec.json.decode(arguments) if arguments.strip() else {}
+        parsed = msgspec.json.decode(text) if text.strip() else {}
     except msgspec.DecodeError:
         return call
     return {**call, "function": {**function, "arguments": parsed}}

@@ -44,6 +44,7 @@ class AddedToken(msgspec.Struct):
 class _Model(msgspec.Struct):
     type: str | None = None
     vocab: dict[str, int] | list[Any] = {}
+    byte_fallback: bool | None = None
 
 
 class TokenizerFile(msgspec.Struct):
@@ -51,6 +52,7 @@ class TokenizerFile(msgspec.Struct):
 
     model: _Model
     added_tokens: list[AddedToken] = []
+    normalizer: dict[str, Any] | None = None
     pre_tokenizer: dict[str, Any] | None = None
     decoder: dict[str, Any] | None = None
 

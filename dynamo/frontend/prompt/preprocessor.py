@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES, MAX_ENGINE_BYTES
 from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.prompt.model_files import read_model_files
+from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.sampling import (
+    asked_annotations,
     output_options,
     routing,
     sampling_options,
@@ -24,7 +27,7 @@ from dynamo.frontend.prompt.sampling import (
 from dynamo.frontend.prompt.template import load_template
 from dynamo.frontend.prompt.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
 from dynamo.protocols.card import ModelCard
-from dynamo.protocols.codec import Tokens, tokens
+from dynamo.protocols.codec import Tokens, encode, tokens
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
@@ -57,6 +60,16 @@ class Prepared(NamedTuple):
         return self.prompts[0].text
 
 
+class _Times:
+    """Seconds that a request took; ``rendered_s`` is None without a template."""
+
+    __slots__ = ("rendered_s", "tokenized_s")
+
+    def __init__(self) -> None:
+        self.rendered_s: float | None = None
+        self.tokenized_s: list[float] = []
+
+
 class Preprocessor:
     """Everything about one model that turns requests into engine requests.
 
@@ -87,71 +100,89 @@ class Preprocessor:
     def inline_limit_bytes(self) -> int:
         """Bodies up to this size go through :meth:`chat` and :meth:`completion`, larger ones
         through their ``_off_loop`` twins."""
-        return self.tokenizer.inline_limit_bytes
+        return min(self.tokenizer.inline_limit_bytes, INLINE_BODY_BYTES)
 
     def chat(self, request: ChatCompletionRequest) -> Prepared:
         """Prepare a chat request. Raises InvalidArgument. O(characters)."""
-        prompt = self._given_ids(request)
-        if prompt is None:
-            begun = time.perf_counter()
-            text = self._render(request)
-            rendered = time.perf_counter()
-            ids = self.tokenizer.encode(text, request.add_special_tokens is True)
-            self.on_tokenized(time.perf_counter() - rendered)
-            self.on_rendered(rendered - begun)
-            prompt = Prompt(ids, text)
-        return self._chat_prepared(request, prompt)
+        times = _Times()
+        prepared = self._chat(request, times)
+        self._count(times)
+        return prepared
 
-    async def chat_off_loop(self, request: ChatCompletionRequest) -> Prepared:
-        """As :meth:`chat`; a long prompt is tokenized in a thread."""
-        prompt = self._given_ids(request)
-        if prompt is None:
-            begun = time.perf_counter()
-            text = self._render(request)
-            self.on_rendered(time.perf_counter() - begun)
-            special = request.add_special_tokens is True
-            prompt = Prompt(await self._encode_off_loop(text, special), text)
-        return self._chat_prepared(request, prompt)
+    async def chat_off_loop(self, request: ChatCompletionRequest, threads: OffLoop) -> Prepared:
+        """As :meth:`chat`, in a thread."""
+        times = _Times()
+        prepared = await threads.run(self._chat, request, times)
+        self._count(times)
+        return prepared
 
     def completion(self, request: CompletionRequest) -> Prepared:
         """Prepare a text completion request; as :meth:`chat`."""
+        times = _Times()
+        prepared = self._completion(request, times)
+        self._count(times)
+        return prepared
+
+    async def completion_off_loop(self, request: CompletionRequest, threads: OffLoop) -> Prepared:
+        """As :meth:`completion`, in a thread."""
+        times = _Times()
+        prepared = await threads.run(self._completion, request, times)
+        self._count(times)
+        return prepared
+
+    def _chat(self, request: ChatCompletionRequest, times: _Times) -> Prepared:
+        prompt = self._given_ids(request)
+        if prompt is None:
+            begun = time.perf_counter()
+            text = self._render(request)
+            times.rendered_s = time.perf_counter() - begun
+            self._check_size(text)
+            prompt = self._encode(text, request.add_special_tokens is True, times)
+        limit = request.max_completion_tokens or request.max_tokens
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        return self._prepared(request, [prompt], limit, logprobs)
+
+    def _completion(self, request: CompletionRequest, times: _Times) -> Prepared:
         given = self._given_ids(request)
         if given is not None:
-            return self._prepared(request, [given], request.max_tokens, request.logprobs)
-        special = request.add_special_tokens is not False
-        encode = self._encode
-        prompts = [
-            Prompt(encode(each, special), each) if isinstance(each, str) else self._from_ids(each)
-            for each in _prompts(request)
-        ]
+            prompts = [given]
+        else:
+            special = request.add_special_tokens is not False
+            given_prompts = _prompts(request)
+            for each in given_prompts:
+                self._check_size(each)
+            prompts = [
+                self._encode(each, special, times)
+                if isinstance(each, str)
+                else self._from_ids(each, bool(request.echo))
+                for each in given_prompts
+            ]
         return self._prepared(request, prompts, request.max_tokens, request.logprobs)
 
-    async def completion_off_loop(self, request: CompletionRequest) -> Prepared:
-        """As :meth:`completion`; long prompts are tokenized in a thread."""
-        given = self._given_ids(request)
-        if given is not None:
-            return self._prepared(request, [given], request.max_tokens, request.logprobs)
-        special = request.add_special_tokens is not False
-        prompts = []
-        for each in _prompts(request):
-            if isinstance(each, str):
-                ids = await self._encode_off_loop(each, special)
-                prompts.append(Prompt(ids, each))
-            else:
-                prompts.append(self._from_ids(each))
-        return self._prepared(request, prompts, request.max_tokens, request.logprobs)
-
-    def _encode(self, text: str, special: bool) -> Tokens:
+    def _encode(self, text: str, special: bool, times: _Times) -> Prompt:
         begun = time.perf_counter()
         ids = self.tokenizer.encode(text, special)
-        self.on_tokenized(time.perf_counter() - begun)
-        return ids
+        times.tokenized_s.append(time.perf_counter() - begun)
+        return Prompt(ids, text)
 
-    async def _encode_off_loop(self, text: str, special: bool) -> Tokens:
-        begun = time.perf_counter()
-        ids = await self.tokenizer.encode_off_loop(text, special)
-        self.on_tokenized(time.perf_counter() - begun)
-        return ids
+    def _count(self, times: _Times) -> None:
+        """Report the times of a request, on the event loop."""
+        if times.rendered_s is not None:
+            self.on_rendered(times.rendered_s)
+        for seconds in times.tokenized_s:
+            self.on_tokenized(seconds)
+
+    def _check_size(self, prompt: str | list[int]) -> None:
+        """Refuse, before it is tokenized, a prompt that no context can hold."""
+        context = self.context_length
+        if context is None or 4 * len(prompt) <= context:  # not even with a token for each byte
+            return
+        least = self.tokenizer.least_tokens(prompt) if isinstance(prompt, str) else len(prompt)
+        if least > context:
+            raise InvalidArgument(
+                f"This model's maximum context length is {context} tokens. However, your prompt "
+                f"has at least {least} tokens. Please reduce the length of the prompt."
+            )
 
     def _render(self, request: ChatCompletionRequest) -> str:
         nvext = request.nvext
@@ -167,7 +198,7 @@ class Preprocessor:
             None if request.tool_choice == "none" else request.tools,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=request.continue_final_message is True,
-            **_template_variables(request),
+            variables=_template_variables(request),
         )
 
     def _given_ids(self, request: GenerationRequest) -> Prompt | None:
@@ -176,18 +207,13 @@ class Preprocessor:
             return None
         return self._from_ids(nvext.token_data)
 
-    def _from_ids(self, given: list[int]) -> Prompt:
+    def _from_ids(self, given: list[int], with_text: bool = False) -> Prompt:
         if max(given) >= self.tokenizer.vocab_size:
             raise InvalidArgument(
                 f"Validation: token id {max(given)} is out of range, "
                 f"the vocabulary has {self.tokenizer.vocab_size} tokens"
             )
-        return Prompt(tokens(given), None)
-
-    def _chat_prepared(self, request: ChatCompletionRequest, prompt: Prompt) -> Prepared:
-        limit = request.max_completion_tokens or request.max_tokens
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return self._prepared(request, [prompt], limit, logprobs)
+        return Prompt(tokens(given), self.tokenizer.decode(given) if with_text else None)
 
     def _prepared(
         self,
@@ -200,6 +226,8 @@ class Preprocessor:
             self._engine_request(request, prompt, max_tokens, logprobs) for prompt in prompts
         ]
         n = request.n or 1
+        if n > 1 or len(requests) > 1:
+            _check_engine_bytes(requests, n)
         if n > 1:
             requests = [_choice(each, number) for each in requests for number in range(n)]
         return Prepared(requests, prompts, n)
@@ -222,7 +250,7 @@ class Preprocessor:
             output_options=output_options(request, logprobs),
             eos_token_ids=eos_ids,
             mdc_sum=self.card.checksum or None,
-            annotations=(nvext.annotations or []) if nvext is not None else [],
+            annotations=asked_annotations(nvext),
             routing=routing(request, self.card.lora_name),
             router_config_override=nvext.router_config_override if nvext is not None else None,
             backend_instance_id=nvext.backend_instance_id if nvext is not None else None,
@@ -276,6 +304,20 @@ def _prompts(request: CompletionRequest) -> list[Any]:
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     return prompt
+
+
+def _check_engine_bytes(requests: list[PreprocessedRequest], n: int) -> None:
+    """Bound what all choices together send. Raises InvalidArgument."""
+    first = requests[0]
+    options_bytes = len(encode(first)) - 4 * len(first.token_ids)
+    tokens = sum([len(each.token_ids) for each in requests])
+    total_bytes = n * (4 * tokens + options_bytes * len(requests))
+    if total_bytes > MAX_ENGINE_BYTES:
+        raise InvalidArgument(
+            f"Validation: the prompts and options of {n * len(requests)} choices ('n' for each "
+            f"prompt) are {total_bytes} bytes for the engines, at most {MAX_ENGINE_BYTES}; ask for "
+            "fewer choices in a request"
+        )
 
 
 def _choice(request: PreprocessedRequest, number: int) -> PreprocessedRequest:

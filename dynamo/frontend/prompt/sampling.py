@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import InvalidArgument, cut
 from dynamo.protocols.engine import OutputOptions, Routing, SamplingOptions, StopConditions
 from dynamo.protocols.openai import GenerationRequest, NvExt
 
-__all__ = ["output_options", "routing", "sampling_options", "stop_conditions"]
+__all__ = ["asked_annotations", "output_options", "routing", "sampling_options", "stop_conditions"]
 
 _LARGEST = 2**64 - 1
+_ANNOTATIONS = frozenset(
+    ("formatted_prompt", "llm_metrics", "query_instance_id", "request_id", "token_ids")
+)
 _NUMBERS = (
     "backend_instance_id",
     "prefill_worker_id",
@@ -18,6 +21,14 @@ _NUMBERS = (
     "dp_rank",
     "prefill_dp_rank",
 )
+
+
+def asked_annotations(nvext: NvExt | None) -> list[str]:
+    """The annotations that the request asks for, each once, without those that nothing knows."""
+    if nvext is None or not nvext.annotations:
+        return []
+    found = dict.fromkeys(nvext.annotations)
+    return [name for name in found if name.partition(":")[0] in _ANNOTATIONS]
 
 
 def stop_conditions(
@@ -102,10 +113,10 @@ def _check_numbers(nvext: NvExt) -> None:
     for name in _NUMBERS:
         value = getattr(nvext, name)
         if value is not None and value > _LARGEST:
-            raise InvalidArgument(f"nvext.{name} must be at most {_LARGEST}, got {value}")
+            raise InvalidArgument(f"nvext.{name} must be at most {_LARGEST}, got {cut(value)}")
     for value in nvext.allowed_worker_ids or ():
         if value > _LARGEST:
-            text = f"nvext.allowed_worker_ids must be at most {_LARGEST}, got {value}"
+            text = f"nvext.allowed_worker_ids must be at most {_LARGEST}, got {cut(value)}"
             raise InvalidArgument(text)
 
 
@@ -150,5 +161,5 @@ def _response_schema(form: dict[str, Any]) -> Any:
         return described["schema"]
     raise InvalidArgument(
         "Validation: 'response_format' must be of type text, json_object, or json_schema with a "
-        f"`json_schema.schema`, got type `{kind}`"
+        f"`json_schema.schema`, got type `{cut(kind)}`"
     )

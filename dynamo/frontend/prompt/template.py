@@ -16,7 +16,7 @@ import jinja2.runtime
 import jinja2.sandbox
 import msgspec
 
-from dynamo.errors import ConfigError, InvalidArgument
+from dynamo.errors import ConfigError, InvalidArgument, cut
 from dynamo.frontend.prompt.messages import ContentForm, template_messages
 from dynamo.frontend.prompt.model_files import ModelFiles, read_model_files
 
@@ -36,6 +36,7 @@ _RENDER_ERRORS = (
     TypeError,
     ValueError,
 )
+_SHOWN = 1000
 _PROBE = "\x02probe\x03"
 
 
@@ -76,7 +77,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt. Raises InvalidArgument with the template's own message.
 
@@ -85,7 +86,7 @@ class ChatTemplate:
         """
         ready = template_messages(messages, self._form)
         prompt = self._render(
-            ready, tools, add_generation_prompt and not continue_final_message, variables
+            ready, tools, add_generation_prompt and not continue_final_message, variables or {}
         )
         return _open_last(prompt, messages[-1]) if continue_final_message else prompt
 
@@ -108,7 +109,7 @@ class ChatTemplate:
             # As Template.render does it, but it would copy the variables twice more.
             return "".join(template.root_render_func(template.new_context(seen, shared=True)))
         except _RENDER_ERRORS as error:
-            raise InvalidArgument(f"Chat template: {error}") from None
+            raise InvalidArgument(f"Chat template: {cut(error, _SHOWN)}") from None
 
     def _content_form(self) -> ContentForm:
         as_text = self._shows(_PROBE)

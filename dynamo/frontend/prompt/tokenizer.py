@@ -8,11 +8,11 @@ there before are not tokenized again, and the ids are the same as without it.
 
 from __future__ import annotations
 
-import asyncio
+import math
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import fastokens
 import tokenizers
@@ -29,6 +29,9 @@ __all__ = ["CACHE_BYTES", "CacheStats", "Tokenizer", "load_tokenizer"]
 CACHE_BYTES = 16 << 20
 _FAST_INLINE_BYTES = 256 << 10
 _SLOW_INLINE_BYTES = 4 << 10
+_SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 4}
+"""Bytes of UTF-8 that a normalizer makes one, at most: four of U+1D400, a bold A, become ``A``."""
+
 _PROBE = (
     "The quick brown fox can't jump over 1234567890 lazy dogs!!  \n\n\t"
     " def f(x):\r\n    return x**2 Grüße, naïve façade; Привет мир; 你好,世界。こんにちは 안녕 "
@@ -73,6 +76,8 @@ class Tokenizer:
         self.vocab_size = max(files.vocab_size, reference.get_vocab_size(with_added_tokens=True))
         self.eos_ids = _eos_ids(files, reference)
         self.pieces = PieceTable.of(parsed)
+        self._longest_token_bytes = _longest_token_bytes(parsed, self.pieces)
+        self._shrinks_by = _most_shrunk_by(parsed.normalizer)
         self._encoder = _choose_encoder(files.tokenizer_path, parsed, reference, cache_bytes)
         # The reference holds the whole vocabulary a second time: keep it only if it still works.
         self._reference = None if self.pieces and self._encoder.name == "fastokens" else reference
@@ -84,18 +89,26 @@ class Tokenizer:
 
     @property
     def inline_limit_bytes(self) -> int:
-        """Longer texts belong off the event loop: see :meth:`encode_off_loop`."""
+        """Longer texts belong off the event loop."""
         return self._encoder.inline_limit_bytes
 
     def encode(self, text: str, add_special_tokens: bool = False) -> Tokens:
         """Ids as ``array('I')``. O(characters)."""
         return self._encoder.encode(text, add_special_tokens)
 
-    async def encode_off_loop(self, text: str, add_special_tokens: bool = False) -> Tokens:
-        """As :meth:`encode`; in a thread if the text is long."""
-        if len(text) <= self._encoder.inline_limit_bytes:
-            return self._encoder.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encoder.encode, text, add_special_tokens)
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the number of tokens, without encoding ``text``.
+
+        The bytes of UTF-8 over those of the longest token. 0 where a token may stand for any text:
+        unknown words, unigrams, normalizers that drop characters. White space that a special token
+        takes with it (``lstrip``, ``rstrip``) counts as if it were encoded.
+        """
+        longest_bytes = self._longest_token_bytes * self._shrinks_by
+        if not longest_bytes:
+            return 0
+        if text.isascii():  # which Unicode normalizers leave as it is
+            return -(-len(text) // self._longest_token_bytes)
+        return -(-len(text.encode()) // longest_bytes)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of all ``ids`` at once; ids without an entry are nothing."""
@@ -229,6 +242,34 @@ def _choose_encoder(
 def _probe(parsed: TokenizerFile) -> str:
     special = [token.content for token in parsed.added_tokens[:8] + parsed.added_tokens[-8:]]
     return _PROBE + "".join(f"{content}a b{content} " for content in special) + _PROBE
+
+
+def _longest_token_bytes(parsed: TokenizerFile, pieces: PieceTable | None) -> int:
+    """Bytes of text that the longest token stands for; 0 if there is no bound."""
+    vocab = parsed.model.vocab
+    if pieces is not None:
+        return max((len(pieces.piece(each)) for each in range(len(pieces.text))), default=0)
+    if not parsed.model.byte_fallback or not isinstance(vocab, dict):
+        return 0
+    texts = [*vocab, *(token.content for token in parsed.added_tokens)]
+    return max(len(text.encode()) for text in texts)
+
+
+def _most_shrunk_by(normalizer: dict[str, Any] | None) -> int:
+    """How many bytes may become one; 0 if there is no bound."""
+    if normalizer is None:
+        return 1
+    kind = normalizer.get("type")
+    if kind == "Sequence":
+        return math.prod(map(_most_shrunk_by, normalizer.get("normalizers", ())))
+    if kind == "Prepend":
+        return 1
+    if kind == "Replace":
+        pattern, content = normalizer.get("pattern"), normalizer.get("content")
+        text = pattern.get("String") if isinstance(pattern, dict) else None
+        grows = isinstance(text, str) and isinstance(content, str) and len(text) <= len(content)
+        return 1 if grows else 0
+    return _SHRINKING.get(str(kind), 0)
 
 
 def _eos_ids(files: ModelFiles, reference: tokenizers.Tokenizer) -> list[int]:

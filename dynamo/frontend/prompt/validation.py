@@ -11,8 +11,15 @@ from typing import Any
 
 import msgspec
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import InvalidArgument, cut
 from dynamo.frontend.prompt.answer_options import check_answer_options, check_tool_choice
+from dynamo.frontend.prompt.bounds import (
+    MAX_CHOICES,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    check_engine_value,
+    check_json,
+)
 from dynamo.protocols.openai import (
     MAX_TOKENS_LIMIT,
     RANGES,
@@ -30,14 +37,16 @@ _CHAT_LENIENT = msgspec.json.Decoder(ChatCompletionRequest)
 _COMPLETION = msgspec.json.Decoder(StrictCompletionRequest)
 _COMPLETION_LENIENT = msgspec.json.Decoder(CompletionRequest)
 _DESERIALIZE = "Failed to deserialize the JSON body into the target type: "
+_NAMED = 8
 
 
 def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompletionRequest:
     """Decode and check a chat request.
 
     ``ignore_unsupported`` lets unknown fields pass (DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS).
-    Raises InvalidArgument. O(bytes).
+    Raises InvalidArgument. O(bytes); of more than ``INLINE_BODY_BYTES`` in a thread.
     """
+    check_json(body)
     request: ChatCompletionRequest
     try:
         request = (_CHAT_LENIENT if ignore_unsupported else _CHAT).decode(body)
@@ -47,6 +56,8 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
         raise InvalidArgument(
             "Validation: The 'messages' field cannot be empty. At least one message is required."
         )
+    _check_length("messages", request.messages, MAX_MESSAGES)
+    _check_length("tools", request.tools, MAX_TOOLS)
     for position, message in enumerate(request.messages):
         if type(message.get("role")) is not str or type(message.get("content", "")) is not str:
             _check_message(position, message)
@@ -63,12 +74,13 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
 
 def parse_completion(body: bytes, *, ignore_unsupported: bool = False) -> CompletionRequest:
     """Decode and check a text completion request; as :func:`parse_chat`."""
+    check_json(body)
     request: CompletionRequest
     try:
         request = (_COMPLETION_LENIENT if ignore_unsupported else _COMPLETION).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _explain(body, error, CompletionRequest, ignore_unsupported) from None
-    _check_prompt(request.prompt)
+    _check_prompt(request.prompt, request.n or 1)
     if request.suffix:
         raise InvalidArgument("Validation: 'suffix' is not supported, leave it out")
     _check_common(request, request.max_tokens)
@@ -83,6 +95,19 @@ def _check_common(request: GenerationRequest, limit: int | None) -> None:
     check_answer_options(request)
     if request.logit_bias and not all(key.isdecimal() for key in request.logit_bias):
         raise InvalidArgument("Validation: 'logit_bias' keys must be token ids")
+    if request.guided_json is not None:
+        check_engine_value("guided_json", request.guided_json)
+    if request.response_format is not None:
+        check_engine_value("response_format", request.response_format)
+    if request.nvext is not None and request.nvext.router_config_override is not None:
+        check_engine_value("nvext.router_config_override", request.nvext.router_config_override)
+
+
+def _check_length(name: str, values: list[Any] | None, limit: int) -> None:
+    if values is not None and len(values) > limit:
+        raise InvalidArgument(
+            f"Validation: '{name}' must have at most {limit} entries, got {len(values)}"
+        )
 
 
 def _check_message(position: int, message: dict[str, Any]) -> None:
@@ -103,11 +128,17 @@ def _check_message(position: int, message: dict[str, Any]) -> None:
             raise InvalidArgument(f"{where}.content[{number}]: expected an object with a `type`")
 
 
-def _check_prompt(prompt: str | list[Any]) -> None:
+def _check_prompt(prompt: str | list[Any], n: int) -> None:
     if isinstance(prompt, str):
         empty = not prompt
     else:
         kinds = set(map(type, prompt))
+        choices = n if kinds == {int} else n * len(prompt)
+        if choices > MAX_CHOICES:
+            raise InvalidArgument(
+                f"Validation: the prompts in 'prompt' times 'n' must not exceed {MAX_CHOICES} "
+                f"choices, got {choices}"
+            )
         if len(kinds) > 1:
             raise InvalidArgument(
                 "Validation: 'prompt' must be a string, a list of strings, a list of token ids "
@@ -129,23 +160,24 @@ def _explain(
         return InvalidArgument(f"{_DESERIALIZE}expected `object`, got `{type(raw).__name__}`")
     unknown = sorted(raw.keys() - set(kind.__struct_fields__))
     if unknown and not ignore_unsupported:
-        names = ", ".join(f"`{name}`" for name in unknown)
-        return InvalidArgument(f"Unsupported parameter(s): {names}")
+        names = ", ".join(f"`{cut(name)}`" for name in unknown[:_NAMED])
+        more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+        return InvalidArgument(f"Unsupported parameter(s): {names}{more}")
     return InvalidArgument(_out_of_range(raw) or _DESERIALIZE + _where(str(error)))
 
 
 def _out_of_range(raw: dict[str, Any]) -> str | None:
     for value in _numbers((raw.get("max_tokens"), raw.get("max_completion_tokens"))):
         if value <= 0:
-            return f"Validation: Max tokens must be greater than 0, got {value}"
+            return f"Validation: Max tokens must be greater than 0, got {cut(value)}"
         if value > MAX_TOKENS_LIMIT:
-            return f"Validation: Max tokens must not exceed {MAX_TOKENS_LIMIT}, got {value}"
+            return f"Validation: Max tokens must not exceed {MAX_TOKENS_LIMIT}, got {cut(value)}"
     for name, (low, high) in RANGES.items():
         given = raw.get(name)
         for value in _numbers(given.values() if isinstance(given, dict) else (given,)):
             if not low <= value <= high or (name == "repetition_penalty" and value == 0):
                 title = name.replace("_penalty", " penalty").replace("_bias", " bias").capitalize()
-                return f"Validation: {title} must be between {low} and {high}, got {value}"
+                return f"Validation: {title} must be between {low} and {high}, got {cut(value)}"
     return None
 
 

@@ -15,6 +15,7 @@ from dynamo.errors import ModelNotFound
 from dynamo.frontend.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.explain import ExplainRoutes
 from dynamo.frontend.http import Exchange
+from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.routes import Routes, in_task
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime.tasks import Tasks
@@ -34,7 +35,7 @@ class Site:
         self.tasks = Tasks("test")
         routes = Routes()
         BusyThresholdRoutes(self, self.tasks).install(routes)  # type: ignore[arg-type]
-        ExplainRoutes(self, self.tasks, 503).install(routes)  # type: ignore[arg-type]
+        ExplainRoutes(self, self.tasks, 503, OffLoop()).install(routes)  # type: ignore[arg-type]
         self.bench = Bench(routes)
 
     async def limit(self, thresholds: Thresholds) -> None:

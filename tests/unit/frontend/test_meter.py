@@ -7,6 +7,9 @@ import pytest
 from dynamo.frontend.meter import Meter
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
+from dynamo.router.picker import Decision
+
+DECISION = Decision(1, 0)
 
 
 class Page:
@@ -37,7 +40,7 @@ def test_a_request_of_one_worker() -> None:
     page.meter.prepared()
     page.meter.routed("aggregated")
     assert page.stages == at("route", "aggregated")
-    page.meter.placed(1.0, 0)
+    page.meter.placed(1.0, DECISION, 0)
     page.meter.dispatched(8)
     assert page.stages == at("dispatch", "aggregated")
     page.meter.routed("aggregated")  # another choice of it waits for a worker
@@ -58,7 +61,7 @@ def test_a_request_whose_prompt_is_computed_elsewhere() -> None:
     assert page.stages == at("dispatch", "prefill")
     page.meter.routed("decode")
     assert page.stages == at("route", "decode")
-    page.meter.placed(1.0, 0)
+    page.meter.placed(1.0, DECISION, 0)
     assert page.stages == at("dispatch", "decode")
     page.meter.first_token(2.0)
     assert page.stages == {}

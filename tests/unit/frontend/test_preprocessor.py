@@ -10,6 +10,7 @@ import pytest
 from text_kit import EXAMPLE, card, chat_body, completion_body, example_preprocessor, ids_of
 
 from dynamo.errors import InvalidArgument
+from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.protocols import codec
@@ -203,13 +204,17 @@ def test_model_without_a_template(tmp_path: Path) -> None:
 
 
 async def test_off_loop_gives_the_same() -> None:
-    preprocessor = example_preprocessor()
+    preprocessor, threads = example_preprocessor(), OffLoop()
     long = "word " * 200_000
     assert len(long) > preprocessor.inline_limit_bytes
     request = parse_completion(completion_body(prompt=["a", long], max_tokens=1))
     with pytest.raises(InvalidArgument, match="maximum context length"):
-        await preprocessor.completion_off_loop(request)
+        await preprocessor.completion_off_loop(request, threads)
     request = parse_completion(completion_body(prompt=[[5], [6, 7]], n=2))
-    assert await preprocessor.completion_off_loop(request) == preprocessor.completion(request)
+    assert await preprocessor.completion_off_loop(request, threads) == preprocessor.completion(
+        request
+    )
     chat_request = parse_chat(chat_body())
-    assert await preprocessor.chat_off_loop(chat_request) == preprocessor.chat(chat_request)
+    assert await preprocessor.chat_off_loop(chat_request, threads) == preprocessor.chat(
+        chat_request
+    )

@@ -33,3 +33,13 @@ def test_headers_win_over_the_body_and_leave_the_rest() -> None:
     assert routed(body, {"accept": "*/*"}) is body
     with pytest.raises(InvalidArgument, match="'x-dp-rank' must be a non-negative integer"):
         routed(body, {"x-dp-rank": "-1"})
+
+
+@pytest.mark.parametrize("text", ["9" * 4300, "9" * 5000, str(2**64), "0" * 21])
+def test_ranks_and_ids_have_64_bits(text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        routed(None, {"x-dp-rank": text})
+    message = caught.value.message
+    assert message.startswith("Header 'x-dp-rank' must be a non-negative integer of 64 bits")
+    assert len(message) < 200
+    assert routed(None, {"x-dp-rank": str(2**64 - 1)}) == Routing(dp_rank=2**64 - 1)

@@ -146,7 +146,7 @@ def test_continue_final_message() -> None:
 
 def test_variables_reach_the_template() -> None:
     made = template("{{ enable_thinking }}{{ tools }}")
-    assert made.render(USER, enable_thinking=False) == "FalseNone"
+    assert made.render(USER, variables={"enable_thinking": False}) == "FalseNone"
 
 
 def write(directory: Path, **config: Any) -> None:
@@ -200,3 +200,10 @@ def test_loop_attributes_are_those_of_the_stock_sandbox() -> None:
     expected = stock.render(messages=messages)
     assert "True" in expected and "'b'" in expected
     assert template(source).render(messages) == expected
+
+
+def test_variables_may_have_any_name() -> None:
+    names = ("template", "tools_", "add", "context", "environment")
+    made = template("{{ " + " ~ ".join(names) + " }}")
+    variables = dict.fromkeys((*names, "self"), "x")
+    assert made.render(USER, variables=variables) == "x" * len(names)

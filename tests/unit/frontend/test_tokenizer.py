@@ -119,15 +119,6 @@ def test_special_tokens_are_added_on_request_and_nothing_is_cut(tmp_path: Path) 
     assert tokenizer.encode("one two three four five", True) == array("I", [4096]) + plain
 
 
-async def test_long_text_off_the_loop(tmp_path: Path) -> None:
-    write_metaspace(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    text = "hello world " * 1000
-    assert len(text) > tokenizer.inline_limit_bytes
-    assert await tokenizer.encode_off_loop(text) == tokenizer.encode(text)
-    assert await tokenizer.encode_off_loop("hello") == tokenizer.encode("hello")
-
-
 @given(st.lists(texts, max_size=6))
 @settings(deadline=None)
 def test_segment_cache_is_exact_and_bounded(prompts: list[str]) -> None:

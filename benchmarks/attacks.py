@@ -1,0 +1,345 @@
+"""What hostile requests cost a frontend: the worst GET /live beside each, and the memory it takes.
+
+    python benchmarks/attacks.py [--only TEXT] [--tree DIRECTORY] [--memory-gb 6] [--markdown]
+
+Each attack meets a frontend of its own (kv router, two mock workers behind it), which has an
+address-space limit, so that a defect cannot take the machine down. ``--tree`` is another checkout
+to measure (extensions built in place). Takes about three minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any, Self
+
+HERE = Path(__file__).resolve().parents[1]
+READY_S = 30.0
+ANSWER_S = 40.0
+PROBE_EVERY_S = 0.003
+HOLD_S = 1.0
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+SLOW_NUMBER = b"1.7976931348623157e308"
+TOOL = b'{"type":"function","function":{"name":"f","parameters":{}}}'
+MESSAGE = b'{"role":"user","content":"a"}'
+
+
+@dataclass(frozen=True)
+class Attack:
+    """``payload`` makes the bytes that each of ``connections`` sends; ``unfinished``: it is not a
+    whole request, so nothing is to be answered."""
+
+    name: str
+    payload: Callable[[], bytes]
+    connections: int = 1
+    unfinished: bool = False
+
+
+def post(path: str, body: bytes, headers: str = "") -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{headers}"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode() + body
+
+
+def chat(fields: str | bytes = b"", messages: bytes = MESSAGE) -> bytes:
+    extra = fields.encode() if isinstance(fields, str) else fields
+    start = b'{"model":"m","max_tokens":16,"messages":[' + messages + b"]"
+    return post(CHAT, start + (b"," + extra if extra else b"") + b"}")
+
+
+def completion(prompt: bytes, fields: str = "", path: str = COMPLETION) -> bytes:
+    extra = f",{fields}" if fields else ""
+    return post(path, b'{"model":"m","max_tokens":16,"prompt":' + prompt + extra.encode() + b"}")
+
+
+def array(item: bytes, count: int) -> bytes:
+    return b"[" + b",".join([item] * count) + b"]"
+
+
+def members(count: int) -> bytes:
+    return b",".join(b'"k%d":1' % number for number in range(count))
+
+
+def text(size: int) -> bytes:
+    return b'"' + (b"word " * (size // 5 + 1))[:size] + b'"'
+
+
+def letter(count: int) -> bytes:
+    return completion(b'"' + b"a" * count + b'"')
+
+
+def metadata(value: bytes) -> bytes:
+    return chat(b'"metadata":' + value)
+
+
+def annotations(count: int) -> str:
+    names = array(b'"token_ids"', count).decode()
+    return f'"stream":true,"nvext":{{"annotations":{names}}}'
+
+
+def small_chunks(size: int) -> bytes:
+    body = b'{"model":"m","prompt":"' + b"a" * size + b'"}'
+    head = post(COMPLETION, b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    return head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+
+
+def unfinished(size: int) -> bytes:
+    return post(CHAT, b"a" * size)[:-1]
+
+
+_MIB = 1 << 20
+_STOPS = ",".join(f'"{number:05d}"' for number in range(300_000))
+ATTACKS = (
+    Attack("stop: one string of 100,000 characters", lambda: chat(f'"stop":"{"x" * 100_000}"')),
+    Attack(
+        "stop: 3,000 characters, n 128, 4 prompts",
+        lambda: completion(b'["a","b","c","d"]', f'"n":128,"stop":"{"x" * 3000}"'),
+    ),
+    Attack("stop: 300,000 strings", lambda: chat(f'"stop":[{_STOPS}]')),
+    Attack("60,000 prompts, n 128", lambda: completion(array(b'"a"', 60_000), '"n":128')),
+    Attack("1M prompts, 34 MB", lambda: completion(array(text(31), 1_000_000))),
+    Attack("5M prompts of one id, 19 MB", lambda: completion(array(b"[1]", 4_900_000))),
+    Attack("2M prompts of one id, 8 MB", lambda: completion(array(b"[1]", 2_000_000))),
+    Attack(
+        "60,000 prompts, n 128, /v1/route",
+        lambda: completion(array(b'"a"', 60_000), '"n":128', "/v1/route"),
+    ),
+    Attack(
+        "annotations: token_ids 3,000 times, 120 kB",
+        lambda: completion(text(120_000), annotations(3000)),
+    ),
+    Attack("1-byte chunks, 12 MB", lambda: small_chunks(2_000_000)),
+    Attack("1-byte chunks, 16 connections", lambda: small_chunks(1_000_000), 16),
+    Attack("1M messages, 32 MB", lambda: chat(messages=array(MESSAGE, 1_000_000)[1:-1])),
+    Attack("200,000 messages, 6 MB", lambda: chat(messages=array(MESSAGE, 200_000)[1:-1])),
+    Attack("16,000 messages", lambda: chat(messages=array(MESSAGE, 16_000)[1:-1])),
+    Attack("8,500 messages, 250 kB", lambda: chat(messages=array(MESSAGE, 8_500)[1:-1])),
+    Attack("1,024 prompts, streamed", lambda: completion(array(text(200), 1024), '"stream":true')),
+    Attack("4,000 tools", lambda: chat(b'"tools":' + array(TOOL, 4_000))),
+    Attack("24 unfinished bodies of 44 MiB", lambda: unfinished(44 * _MIB), 24, True),
+    Attack("24 unfinished bodies of 7 MiB", lambda: unfinished(7 * _MIB), 24, True),
+    Attack("prompt: one letter, 44 MB", lambda: letter(44_000_000)),
+    Attack("prompt: one letter, 44 MB, 3 at once", lambda: letter(44_000_000), 3),
+    Attack("prompt: one letter, 7 MB, 8 at once", lambda: letter(7_000_000), 8),
+    Attack("prompt: one letter, 1.9 MB, 8 at once", lambda: letter(1_900_000), 8),
+    Attack("prompt: 120,000 ids, n 128", lambda: completion(array(b"7", 120_000), '"n":128')),
+    Attack("metadata: 14M empty arrays, 44 MB", lambda: metadata(array(b"[]", 14_500_000))),
+    Attack("metadata: 2.6M empty arrays, 8 MB", lambda: metadata(array(b"[]", 2_600_000))),
+    Attack("metadata: 600,000 empty arrays", lambda: metadata(array(b"[]", 600_000))),
+    Attack("metadata: 300,000 slow numbers", lambda: metadata(array(SLOW_NUMBER, 300_000))),
+    Attack("metadata: nested 100,000 deep", lambda: metadata(b"[" * 100_000 + b"]" * 100_000)),
+    Attack("300,000 tools", lambda: chat(b'"tools":' + array(b'{"type":"function"}', 300_000))),
+    Attack("1M unknown keys", lambda: chat(members(1_000_000))),
+    Attack("harmless: a prompt of 120,000 tokens", lambda: completion(text(375_000))),
+)
+
+
+class System:
+    """``with System(...)``: a frontend with two mock workers, from ``tree``."""
+
+    def __init__(self, tree: Path, memory_bytes: int) -> None:
+        self.port = _free_port()
+        self._tree = tree
+        self._memory_bytes = memory_bytes
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._directory = tempfile.TemporaryDirectory()
+
+    def __enter__(self) -> Self:
+        model = str(HERE / "examples" / "model")
+        self._start("mocker", "--model-path", model, "--model-name", "m", "--num-workers", "2",
+                    "--block-size", "16", "--speedup-ratio", "0")  # fmt: skip
+        self._start("frontend", "--router-mode", "kv", "--http-port", str(self.port))
+        deadline = time.monotonic() + READY_S
+        while not self._is_ready():
+            if time.monotonic() > deadline:
+                self.__exit__()
+                raise SystemExit(f"not ready within {READY_S:g} s")
+            time.sleep(0.1)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._directory.cleanup()
+
+    def meet(self, attack: Attack) -> dict[str, Any]:
+        """Let ``attack`` happen with a probe beside it."""
+        payload = attack.payload()
+        frontend = self._processes[1]
+        Path(f"/proc/{frontend.pid}/clear_refs").write_text("5")  # the peak counts from now
+        before = _status_mb(frontend.pid, "VmRSS")
+        answers: list[str] = []
+        begun = time.monotonic()
+        with Probe(self.port) as probe:
+            clients = [
+                threading.Thread(
+                    target=_send, args=(self.port, payload, attack.unfinished, answers)
+                )
+                for _ in range(attack.connections)
+            ]
+            for client in clients:
+                client.start()
+            for client in clients:
+                client.join()
+        lost = frontend.poll() is not None
+        return {
+            "attack": attack.name,
+            "status": "the frontend died" if lost else ", ".join(sorted(set(answers))),
+            "live_ms": probe.worst_ms,
+            "rss_mb": 0.0 if lost else _status_mb(frontend.pid, "VmHWM") - before,
+            "seconds": time.monotonic() - begun,
+        }
+
+    def _start(self, module: str, *flags: str) -> None:
+        root = Path(self._directory.name)
+        env = os.environ | {
+            "PYTHONPATH": str(self._tree),
+            "PYTHONSAFEPATH": "1",
+            "DYN_DISCOVERY_BACKEND": "file",
+            "DYN_FILE_KV": str(root / "store"),
+            "DYN_LOCAL_STATE_DIR": str(root / "state"),
+        }
+        size = self._memory_bytes
+        with (root / f"{module}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"dynamo.{module}", *flags],
+                env=env, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (size, size))
+        self._processes.append(process)
+
+    def _is_ready(self) -> bool:
+        if any(process.poll() is not None for process in self._processes):
+            logs = sorted(Path(self._directory.name).glob("*.log"))
+            raise SystemExit("\n".join(log.read_text()[-2000:] for log in logs))
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/models") as answer:
+                return bool(json.load(answer)["data"])
+        except OSError:
+            return False
+
+
+class Probe:
+    """``with Probe(port)``: a process that asks GET /live all the time; ``worst_ms`` afterwards."""
+
+    def __init__(self, port: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ready, self._stop = context.Event(), context.Event()
+        self._found = context.SimpleQueue()
+        arguments = (port, self._ready, self._stop, self._found)
+        self._process = context.Process(target=_probe, args=arguments)
+        self.worst_ms = 0.0
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        self._ready.wait(10)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self.worst_ms = self._found.get() * 1e3
+        self._process.join()
+
+
+def _probe(port: int, ready: Event, stop: Event, found: Any) -> None:
+    worst_s, begun = 0.0, time.perf_counter()
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S) as one:
+            while not stop.is_set():
+                begun = time.perf_counter()
+                one.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                if not one.recv(4096):
+                    break
+                worst_s = max(worst_s, time.perf_counter() - begun)
+                ready.set()
+                time.sleep(PROBE_EVERY_S)
+    except OSError:
+        worst_s = max(worst_s, time.perf_counter() - begun)  # never answered
+    found.put(worst_s)
+
+
+def _send(port: int, payload: bytes, unfinished: bool, answers: list[str]) -> None:
+    """Send, read to the end, note the status (or what happened instead)."""
+    head = b""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S) as one:
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                one.sendall(payload)  # it may have answered and stopped reading
+            one.settimeout(HOLD_S if unfinished else ANSWER_S)
+            while data := one.recv(1 << 18):
+                head = head or data[:64]
+    except TimeoutError:
+        if not head and not unfinished:
+            head = b"- none within 40 s"
+    except OSError:
+        head = head or b"- reset"
+    answers.append(head.split(b"\r\n")[0].decode().partition(" ")[2] or "held")
+
+
+def _status_mb(pid: int, name: str) -> float:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) / 1e3 if found else 0.0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _show(row: dict[str, Any], markdown: bool) -> None:
+    live, rss, took = f"{row['live_ms']:,.0f}", f"{row['rss_mb']:,.0f}", f"{row['seconds']:.1f}"
+    if markdown:
+        line = f"| {row['attack']} | {row['status']} | {live} | {rss} | {took} |"
+    else:
+        line = f"{row['attack']:52}{row['status']:32}{live:>10}{rss:>10}{took:>8}"
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Measure and print one row for each attack."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", help="only attacks whose name contains this")
+    parser.add_argument("--tree", type=Path, default=HERE)
+    parser.add_argument("--memory-gb", type=float, default=6.0)
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args()
+    if options.markdown:
+        head = "| attack | answer | worst /live, ms | peak RSS growth, MB | s |\n"
+        head += "|---|---|--:|--:|--:|\n"
+    else:
+        head = f"{'attack':52}{'answer':32}{'/live ms':>10}{'RSS MB':>10}{'s':>8}\n"
+    sys.stdout.write(head)
+    for attack in (one for one in ATTACKS if options.only in one.name):
+        with System(options.tree.resolve(), int(options.memory_gb * 1e9)) as system:
+            _show(system.meet(attack), options.markdown)
+
+
+if __name__ == "__main__":
+    main()

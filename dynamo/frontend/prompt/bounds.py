@@ -1,0 +1,101 @@
+"""What one request may ask of the frontend: bounds on its JSON, its lists and its choices.
+
+Each bound is checked before the work that it bounds; docs/limits.md has them all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamo._fast.json_shape import measure
+from dynamo.errors import InvalidArgument, cut
+
+__all__ = [
+    "INLINE_BODY_BYTES",
+    "MAX_BODY_BYTES",
+    "MAX_CHOICES",
+    "MAX_ENGINE_BYTES",
+    "MAX_JSON_DEPTH",
+    "MAX_JSON_WEIGHT",
+    "MAX_MESSAGES",
+    "MAX_TOOLS",
+    "body_limit_bytes",
+    "check_engine_value",
+    "check_json",
+]
+
+INLINE_BODY_BYTES = 128 << 10
+"""Larger bodies are decoded, rendered and tokenized in a thread."""
+
+MAX_JSON_DEPTH = 128
+MAX_JSON_WEIGHT = 1_250_000
+"""In the units of :func:`dynamo._fast.json_shape.measure`: some 50 ms of decoding."""
+
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 4_096
+MAX_CHOICES = 1_024
+"""Prompts times ``n``."""
+
+MAX_ENGINE_BYTES = 80 << 20
+"""What all choices together send to engines: 128 choices of a prompt of 128 Ki tokens fit."""
+
+MAX_BODY_BYTES = 45 << 20
+_BODY_BASE_BYTES = 4 << 20
+_BODY_BYTES_PER_TOKEN = 32
+
+
+def body_limit_bytes(context_lengths: list[int | None]) -> int:
+    """The default limit on a body, for models of these context lengths in tokens.
+
+    4 MiB and 32 bytes for each token of the longest context, at most 45 MiB; 45 MiB without models
+    or where one does not state its length.
+    """
+    known = [each for each in context_lengths if each is not None]
+    if not known or len(known) < len(context_lengths):
+        return MAX_BODY_BYTES
+    return min(MAX_BODY_BYTES, _BODY_BASE_BYTES + _BODY_BYTES_PER_TOKEN * max(known))
+
+
+def check_json(text: bytes, where: str = "") -> None:
+    """Check that ``text`` is decoded within bounds. Raises InvalidArgument. O(bytes).
+
+    The error names ``where``, or else the top-level member at fault. Says nothing of whether the
+    text is valid JSON.
+    """
+    weight, depth, name = measure(text, MAX_JSON_WEIGHT, MAX_JSON_DEPTH)
+    if depth > MAX_JSON_DEPTH:
+        raise InvalidArgument(
+            f"Validation: {where or _member(name)} is nested too deeply: at most {MAX_JSON_DEPTH} "
+            "levels of objects and arrays"
+        )
+    if weight > MAX_JSON_WEIGHT:
+        raise InvalidArgument(
+            f"Validation: {where or _member(name)} has too many JSON values: up to there they "
+            f"weigh more than {MAX_JSON_WEIGHT} (a value weighs 1, an object or array 4, a member "
+            "of an object 8); send fewer"
+        )
+
+
+def check_engine_value(name: str, value: Any, depth: int = MAX_JSON_DEPTH) -> None:
+    """Check that free-form JSON can be sent to an engine: integers of 64 bits, bounded nesting.
+
+    ``name`` is its place in the request. Raises InvalidArgument.
+    """
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**64:
+            raise InvalidArgument(
+                f"Validation: {name}: integers must be between -2**63 and 2**64-1, got {cut(value)}"
+            )
+    elif isinstance(value, dict | list):
+        if not depth:
+            raise InvalidArgument(
+                f"Validation: {name} is nested too deeply: at most {MAX_JSON_DEPTH} levels of "
+                "objects and arrays"
+            )
+        items = value.values() if isinstance(value, dict) else value
+        for each in items:
+            check_engine_value(name, each, depth - 1)
+
+
+def _member(name: bytes) -> str:
+    return f"'{cut(name.decode(errors='replace'))}'" if name else "the JSON body"

@@ -1,0 +1,60 @@
+"""Work on large requests, in threads beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from dynamo.errors import Unavailable
+
+__all__ = ["OffLoop"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_MAX_THREADS = 4
+_LIMIT_BYTES = 256 << 20
+
+
+class OffLoop:
+    """A few threads, and a bound on the bodies of the requests that need them.
+
+    Few, because each decodes or tokenizes one body at a time: their number bounds the memory that
+    large requests take together. ``held_bytes`` are the bodies in work or waiting.
+    """
+
+    def __init__(self, limit_bytes: int = _LIMIT_BYTES) -> None:
+        count = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(count, "prompt")
+        self._limit_bytes = limit_bytes
+        self.held_bytes = 0
+
+    @contextmanager
+    def hold(self, size_bytes: int) -> Iterator[None]:
+        """Account for a body while it is worked on. Raises Unavailable above the limit.
+
+        One body is always accepted, however large.
+        """
+        if self.held_bytes and self.held_bytes + size_bytes > self._limit_bytes:
+            raise Unavailable(
+                f"{self._limit_bytes >> 20} MiB of large requests are in preparation, please retry "
+                "shortly"
+            )
+        self.held_bytes += size_bytes
+        try:
+            yield
+        finally:
+            self.held_bytes -= size_bytes
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``function`` in a thread. Raises what it raises."""
+        work = partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        """Drop what has not begun; does not wait for what has."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,59 @@
+"""Mutated requests against the real path from body to worker: a client's mistake is never a 500."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from hostile_bodies import SHAPES, Mutations
+from http_bench import Bench
+from test_call import Site
+
+from dynamo.frontend.explain import ExplainRoutes
+from dynamo.frontend.openai import OpenAIRoutes
+from dynamo.frontend.routes import Routes
+
+BODIES = 1500
+
+
+async def finish(site: Site) -> None:
+    """Whatever reached a worker is answered."""
+    for _ in range(50):
+        while running := list(site.tasks._running):
+            await asyncio.wait(running)
+        streams, site.streams = site.streams, []
+        for stream in streams:
+            stream.say([5, 300], finish_reason="stop")
+            stream.sink.on_end()
+        await asyncio.sleep(0)
+        if not streams and not site.tasks._running:
+            return
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_no_body_is_a_500(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    site, mutations = Site(), Mutations(seed)
+    routes = Routes()
+    OpenAIRoutes(site.flow, site, site.tasks).install(routes)  # type: ignore[arg-type]
+    ExplainRoutes(site, site.tasks, 503, site.flow.off_loop).install(routes)  # type: ignore[arg-type]
+    seen: dict[int, int] = {}
+    with caplog.at_level(logging.ERROR):
+        for _ in range(BODIES):
+            path = mutations.random.choice(sorted(SHAPES))
+            body, headers = mutations.body(path), mutations.headers()
+            target = "/v1/route" if mutations.random.random() < 0.2 else path
+            site.bench = Bench(handler=routes)
+            site.post(
+                body, target, **{name.replace("-", "_"): text for name, text in headers.items()}
+            )
+            await finish(site)
+            what = f"{target} {headers} {body[:2000]!r} -> {site.bench.transport.out[:500]!r}"
+            assert site.bench.transport.out, what
+            seen[site.status] = seen.get(site.status, 0) + 1
+            assert 200 <= site.status < 500, what
+            assert b"Internal Server Error" not in site.bench.transport.out, what
+            assert not caplog.records, (what, caplog.records[0].getMessage())
+    site.settled()
+    assert set(seen) == {200, 400} and min(seen.values()) > BODIES / 10, seen
