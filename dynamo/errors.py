@@ -40,13 +40,15 @@ class DynamoError(Exception):
 
     ``code`` is the stable name that crosses process borders, ``status`` the HTTP status,
     ``kind`` the ``type`` field of the HTTP error body, ``retryable`` whether the same request may
-    succeed on another worker.
+    succeed on another worker. ``relayed``: received over the request plane, raised by another
+    process.
     """
 
     code: ClassVar[str] = "internal"
     status: int = 500
     kind: str = "Internal Server Error"
     retryable: ClassVar[bool] = False
+    relayed: bool = False
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message)

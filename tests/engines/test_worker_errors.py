@@ -44,18 +44,29 @@ def test_every_exception_has_its_status(failing: Deployment) -> None:
         4: (500, "Internal server error", "Internal Server Error"),
         5: (500, "Internal server error", "Internal Server Error"),
         6: (499, "Request cancelled", "Client Closed Request"),
-        7: UNAVAILABLE,
+        9: (500, "Internal server error", "Internal Server Error"),
     }.items():
         for stream in (False, True):
             status, answer = complete(failing, token, stream=stream)
             said = json.loads(answer)
             assert (status, said["message"], said["type"]) == expected
             assert said["code"] == status and b"secret" not in answer
-    # The only worker is tried all the same, though its engine has just said that it shuts down.
     assert complete(failing, 8)[0] == 200
 
 
-def test_who_shuts_down_is_avoided_while_there_are_others(failing: Deployment) -> None:
+@pytest.mark.parametrize("token", [7, 10])
+def test_a_worker_whose_engine_shut_down_is_not_asked_again(
+    failing: Deployment, token: int
+) -> None:
+    status, answer = complete(failing, token)
+    said = json.loads(answer)
+    assert (status, said["message"], said["type"]) == UNAVAILABLE
+    failing.wait_for_workers(0)
+    status, answer = complete(failing, 8)
+    assert status == 503 and b"is not ready to serve requests" in answer
+
+
+def test_the_others_serve_on_after_an_engine_shutdown(failing: Deployment) -> None:
     start(failing, "second")
     failing.wait_for_workers(2)
     extra = {"nvext": {"extra_fields": ["worker_id"]}}

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from dynamo.config.knob import from_env
@@ -67,16 +68,18 @@ class RequestServer:
         *,
         stats: EndpointStats | None = None,
         graceful_shutdown: bool = True,
+        on_engine_shutdown: Callable[[], None] | None = None,
     ) -> EndpointStats:
         """Serve ``endpoint`` ("ns/component/endpoint"). ValueError: it is served already.
 
         ``graceful_shutdown``: whether :meth:`drain` lets its streams finish or cuts them.
+        ``on_engine_shutdown``: see :class:`ServedEndpoint`.
         """
         if endpoint in self._endpoints:
             raise ValueError(f"endpoint {endpoint} is already served by this process")
         stats = stats or EndpointStats()
         self._endpoints[endpoint] = ServedEndpoint(
-            endpoint, handler, stats, graceful_shutdown, self._on_ended
+            endpoint, handler, stats, graceful_shutdown, self._on_ended, on_engine_shutdown
         )
         return stats
 

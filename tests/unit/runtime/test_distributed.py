@@ -114,9 +114,17 @@ async def test_errors_arrive_as_they_are_named(deployment: Deployment):
             raise asyncio.CancelledError
         if request["how"] == "status":
             raise HttpError(418, "short and stout")
-        if request["how"] == "shutdown":
-            raise EngineShutdown("the GPU fell off the bus")
+        if request["how"] == "exit":
+            raise SystemExit(3)
+        if request["how"] == "base":
+            raise BaseException("lost")
+        if request["how"] == "mute":
+            raise Mute
         raise KeyError("lost")
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
 
     worker = deployment.runtime()
     deployment.serve(worker, "ns.comp.gen", fail)
@@ -131,13 +139,16 @@ async def test_errors_arrive_as_they_are_named(deployment: Deployment):
         await call("cancel")
     with pytest.raises(EngineFailure, match="KeyError: 'lost'"):
         await call("other")
+    with pytest.raises(EngineFailure, match="SystemExit: 3"):
+        await call("exit")
+    with pytest.raises(EngineFailure, match="BaseException: lost"):
+        await call("base")
+    with pytest.raises(EngineFailure, match="Mute"):
+        await call("mute")
     with pytest.raises(HttpFailure, match=r"^short and stout$") as status:
         await call("status")
     assert status.value.status == 418
     assert not client.is_inhibited(worker.instance_id)
-    with pytest.raises(EngineShutdown, match="fell off"):
-        await call("shutdown")
-    assert client.is_inhibited(worker.instance_id)
     with pytest.raises(WorkerUnavailable) as found:
         await client.direct({}, 12345)
     assert str(found.value) == "Unavailable: instance_id=12345 not found for endpoint ns/comp/gen"
@@ -145,6 +156,53 @@ async def test_errors_arrive_as_they_are_named(deployment: Deployment):
     with pytest.raises(NoInstances) as none:
         await nobody.round_robin({})
     assert str(none.value) == "Unavailable: No workers available for endpoint ns/comp/nope"
+
+
+@pytest.mark.parametrize("error", [EngineShutdown("gone"), GeneratorExit("gone")])
+async def test_an_instance_whose_engine_shut_down_leaves_until_it_registers_again(
+    deployment: Deployment, error: BaseException
+):
+    async def fail_once(request: Any) -> AsyncIterator[str]:
+        if failing:
+            raise failing.pop()
+        yield "well"
+
+    failing = [error]
+    worker = deployment.runtime()
+    deployment.serve(worker, "ns.comp.gen", fail_once)
+    client = await deployment.client("ns.comp.gen")
+    with pytest.raises(EngineShutdown, match="gone"):
+        async for _ in await client.random({}):
+            raise AssertionError
+    await until_count(client, 0)
+    assert not worker.serving.health.is_ready()
+    await worker.endpoint("ns.comp.gen").register_endpoint_instance()
+    await until_count(client, 1)
+    assert [item async for item in await client.random({}, annotated=False)] == ["well"]
+
+
+async def test_an_engine_shutdown_that_is_passed_on_leaves_the_relay_in_routing(
+    deployment: Deployment,
+):
+    async def down(request: Any) -> AsyncIterator[str]:
+        raise EngineShutdown("gone")
+        yield ""
+
+    deployment.serve(deployment.runtime(), "ns.comp.inner", down)
+    inner = await deployment.client("ns.comp.inner")
+
+    async def relay(request: Any) -> AsyncIterator[Any]:
+        async for item in await inner.random(request):
+            yield item
+
+    middle = deployment.runtime()
+    deployment.serve(middle, "ns.comp.outer", relay)
+    outer = await deployment.client("ns.comp.outer")
+    with pytest.raises(EngineShutdown, match="gone"):
+        async for _ in await outer.random({}):
+            raise AssertionError
+    await until_count(inner, 0)
+    assert middle.serving.health.is_ready() and len(outer.instance_ids()) == 1
 
 
 class Endless:
