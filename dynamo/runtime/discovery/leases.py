@@ -97,8 +97,13 @@ class LeaseTable:
         seen = self._seen.get(_parse(name))
         if seen is None:
             self.observe(name)
+            return
+        try:
+            modified_ns = (self._directory / name).stat().st_mtime_ns
+        except FileNotFoundError:
+            self._end(seen.record.lease_id)
         else:
-            self._heard(seen, self._loop.time())
+            self._modified(seen, modified_ns)
 
     def observe(self, name: str) -> None:
         """Look at the file ``name`` and act on what has changed. O(1) and one small read."""
@@ -123,9 +128,8 @@ class LeaseTable:
             seen = None
         if seen is None:
             self._adopt(record, modified_ns)
-        elif seen.modified_ns != modified_ns:
-            seen.modified_ns = modified_ns
-            self._heard(seen, self._loop.time())
+        else:
+            self._modified(seen, modified_ns)
 
     def rescan(self) -> None:
         """Compare everything known with the directory (start, or after lost events)."""
@@ -142,18 +146,21 @@ class LeaseTable:
         self._seen.clear()
 
     def _adopt(self, record: LeaseRecord, modified_ns: int) -> None:
-        age_s = max(0.0, time.time() - modified_ns / 1e9)
-        now = self._loop.time()
-        seen = _Seen(record, now - age_s, modified_ns)
+        heard_at = self._moment(modified_ns)
+        seen = _Seen(record, heard_at, modified_ns)
         if record.host == self._host and not self._watch_process(seen):
             (self._directory / f"{record.lease_id:x}").unlink(missing_ok=True)
             self._listener.holder_died(record.lease_id)
             return
         self._seen[record.lease_id] = seen
-        if age_s < record.ttl_s:
+        if self._loop.time() < heard_at + record.ttl_s:
             seen.alive = True
             self._listener.lease_alive(record.lease_id)
         self._arm()
+
+    def _moment(self, modified_ns: int) -> float:
+        """A file's time of modification on the loop's clock; never in the future."""
+        return self._loop.time() - max(0.0, time.time() - modified_ns / 1e9)
 
     def _watch_process(self, seen: _Seen) -> bool:
         record = seen.record
@@ -167,9 +174,12 @@ class LeaseTable:
             _log.warning("cannot watch process %d, only its ttl: %s", record.pid, error)
         return True
 
-    def _heard(self, seen: _Seen, now: float) -> None:
-        seen.heard_at = now
-        if not seen.alive:
+    def _modified(self, seen: _Seen, modified_ns: int) -> None:
+        if modified_ns == seen.modified_ns:
+            return
+        seen.modified_ns = modified_ns
+        seen.heard_at = self._moment(modified_ns)
+        if not seen.alive and self._loop.time() < seen.heard_at + seen.record.ttl_s:
             seen.alive = True
             _log.info("lease %x is heard of again", seen.record.lease_id)
             self._listener.lease_alive(seen.record.lease_id)
