@@ -12,7 +12,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.llm.block_sizes import note_block_size
 from dynamo.llm.model_card import ModelDirectory, slug_of
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
-from dynamo.protocols.card import ModelCard, RuntimeConfig
+from dynamo.protocols.card import ModelCard, RuntimeConfig, decode_card
 from dynamo.protocols.control import instance_key
 from dynamo.runtime import Endpoint
 
@@ -79,8 +79,13 @@ async def register_model(
         checksum=model.checksum(str(model_input), block_size, _content(custom_template_path)),
         runtime_config=config,
     )
+    try:
+        encoded = msgspec.json.encode(card)
+        decode_card(encoded)
+    except (OverflowError, ValueError) as error:
+        raise InvalidArgument(f"the model card of {name!r} is out of range: {error}") from None
     lease = await runtime.granted()
-    await runtime.discovery.put(_key(endpoint, lora_name), msgspec.json.encode(card), lease.id)
+    await runtime.discovery.put(_key(endpoint, lora_name), encoded, lease.id)
 
 
 register_llm = register_model

@@ -15,6 +15,7 @@ from dynamo.runtime.discovery.base import OnKeyEvent
 from dynamo.runtime.discovery.inotify import Inotify
 from dynamo.runtime.discovery.layout import (
     BUCKETS,
+    check_value,
     encode_stored,
     ensure_directories,
     key_path,
@@ -83,6 +84,7 @@ class FileDiscovery:
 
     async def put(self, key: str, value: bytes, lease_id: int) -> None:
         """Write ``key`` under the lease of any live process."""
+        check_value(key, value)
         path = key_path(self._root, key)
         lease_file = lease_path(self._root, lease_id)
         owned = self._owned.get(lease_id)

@@ -9,6 +9,7 @@ ends after :data:`FORGET_AFTER_TTLS`; one whose process lives here stays silent 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -42,6 +43,9 @@ class LeaseListener(Protocol):
 
     def bad_file(self, path: Path, problem: str) -> None:
         """A file that is no lease."""
+
+    def no_file(self, path: Path) -> None:
+        """There is no such file (any more)."""
 
 
 class _Seen:
@@ -108,18 +112,18 @@ class LeaseTable:
     def observe(self, name: str) -> None:
         """Look at the file ``name`` and act on what has changed. O(1) and one small read."""
         path = self._directory / name
-        data = read_file(path)
         lease_id = _parse(name)
-        if data is None:
-            self._end(lease_id)
-            return
         try:
-            record = decode_lease(name, data)
+            data = read_file(path)
+            record = None if data is None else decode_lease(name, data)
             modified_ns = path.stat().st_mtime_ns
         except BadRecord as error:
             self._listener.bad_file(path, str(error))
             return
         except FileNotFoundError:
+            record = None
+        if record is None:
+            self._listener.no_file(path)
             self._end(lease_id)
             return
         seen = self._seen.get(lease_id)
@@ -149,7 +153,7 @@ class LeaseTable:
         heard_at = self._moment(modified_ns)
         seen = _Seen(record, heard_at, modified_ns)
         if record.host == self._host and not self._watch_process(seen):
-            (self._directory / f"{record.lease_id:x}").unlink(missing_ok=True)
+            self._unlink(record.lease_id)
             self._listener.holder_died(record.lease_id)
             return
         self._seen[record.lease_id] = seen
@@ -197,7 +201,11 @@ class LeaseTable:
             seen.process.close()
         self._listener.lease_ended(lease_id)
         if unlink:
-            (self._directory / f"{lease_id:x}").unlink(missing_ok=True)
+            self._unlink(lease_id)
+
+    def _unlink(self, lease_id: int) -> None:
+        with contextlib.suppress(OSError):  # gone, or something else stands there by now
+            (self._directory / f"{lease_id:x}").unlink()
 
     def _arm(self) -> None:
         deadlines = [seen.deadline() for seen in self._seen.values()]
@@ -233,6 +241,7 @@ class LeaseTable:
 
 def _parse(name: str) -> int:
     try:
-        return int(name, 16)
+        lease_id = int(name, 16)
     except ValueError:
         return -1
+    return lease_id if f"{lease_id:x}" == name else -1

@@ -24,6 +24,7 @@ from dynamo.runtime.discovery.layout import (
     names,
     read_file,
     remove_if_lease,
+    shown,
     sweep,
 )
 from dynamo.runtime.discovery.leases import LeaseTable
@@ -54,7 +55,7 @@ class Mirror:
         self._leases = LeaseTable(root / "leases", self, inotify.drain)
         self._entries: dict[str, Stored] = {}
         self._keys_of: dict[int, set[str]] = {}
-        self._bad: dict[Path, tuple[int, int] | None] = {}
+        self._bad: dict[Path, tuple[int, int]] = {}
         self._descriptors: list[int] = []
         self._closed = False
 
@@ -109,13 +110,18 @@ class Mirror:
     def bad_file(self, path: Path, problem: str) -> None:
         """Report a file once for as long as it stays as it is."""
         try:
-            status = path.stat()
-            identity = (status.st_ino, status.st_mtime_ns)
+            status = path.lstat()
         except OSError:
-            identity = None
-        if path not in self._bad or self._bad[path] != identity:
+            self.no_file(path)
+            return
+        identity = (status.st_ino, status.st_mtime_ns)
+        if self._bad.get(path) != identity:
             self._bad[path] = identity
-            _log.warning("skipping %s: %s", path, problem)
+            _log.warning("skipping %s: %s", shown(path), problem)
+
+    def no_file(self, path: Path) -> None:
+        """There is nothing to report (any more)."""
+        self._bad.pop(path, None)
 
     def _watch_directories(self) -> None:
         ensure_directories(self._root)
@@ -162,16 +168,16 @@ class Mirror:
         except BadRecord as error:
             self.bad_file(path, str(error))
             return
-        data = read_file(path)
-        if data is None:
-            self._bad.pop(path, None)
-            self._replace(key, None)
-            return
         try:
-            self._replace(key, decode_stored(data))
+            data = read_file(path)
+            stored = None if data is None else decode_stored(data)
         except BadRecord as error:
             self.bad_file(path, str(error))
             self._replace(key, None)
+            return
+        if stored is None:
+            self.no_file(path)
+        self._replace(key, stored)
 
     def _replace(self, key: str, stored: Stored | None) -> None:
         before = self._entries.pop(key, None)
