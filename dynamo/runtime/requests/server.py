@@ -15,17 +15,20 @@ from dynamo.errors import CannotConnect, EngineShutdown, Overloaded, UnknownEndp
 from dynamo.runtime.requests.address import Address, parse
 from dynamo.runtime.requests.serving import ServingConnection
 from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServedEndpoint
+from dynamo.runtime.tasks import Tasks
 
 __all__ = ["RequestServer"]
 
 CLOSE_TIMEOUT_S = 2.0
+SOCKET_CHECK_S = 1.0
 _log = logging.getLogger(__name__)
 
 
 class RequestServer:
     """Serves any number of endpoints on one UNIX or TCP socket, multiplexed.
 
-    Life: ``start`` · ``register`` … ``unregister`` · ``drain`` · ``close``.
+    Life: ``start`` · ``register`` … ``unregister`` · ``drain`` · ``close``. A UNIX socket whose
+    file was removed is bound again within ``SOCKET_CHECK_S``.
     """
 
     def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
@@ -33,6 +36,9 @@ class RequestServer:
         self.draining = False
         self._listener: asyncio.AbstractServer | None = None
         self._socket_path: tuple[Path, tuple[int, int]] | None = None
+        self._socket_check: asyncio.TimerHandle | None = None
+        self._unreachable = False
+        self._tasks = Tasks("request server")
         self._connections: set[ServingConnection] = set()
         self._endpoints: dict[str, ServedEndpoint] = {}
         self._leaving: list[ServedEndpoint] = []
@@ -46,20 +52,14 @@ class RequestServer:
 
     async def start(self, address: str) -> str:
         """Listen; the real address (a port of 0 is filled in). CannotConnect: it is in use."""
-        loop = asyncio.get_running_loop()
         wanted = parse(address)
-        sock = _listen_unix(wanted.path) if wanted.path is not None else _listen_tcp(wanted)
-
-        def connection() -> ServingConnection:
-            return ServingConnection(self.settings, loop, self._admit, self._connections)
-
-        if wanted.path is None:
-            self._listener = await loop.create_server(connection, sock=sock)
-            return str(wanted._replace(port=sock.getsockname()[1]))
-        path = Path(wanted.path)
-        self._socket_path = path, _identity(path)
-        self._listener = await loop.create_unix_server(connection, sock=sock)
-        return address
+        if wanted.path is not None:
+            await self._listen(wanted.path)
+            return address
+        sock = _listen_tcp(wanted)
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(self._connection, sock=sock)
+        return str(wanted._replace(port=sock.getsockname()[1]))
 
     def register(
         self,
@@ -126,6 +126,9 @@ class RequestServer:
     async def close(self) -> None:
         """Stop listening, cut what is in flight, flush and close all connections. Idempotent."""
         self.draining = True
+        if self._socket_check is not None:
+            self._socket_check.cancel()
+        await self._tasks.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -158,6 +161,46 @@ class RequestServer:
     def _on_ended(self) -> None:
         self._inflight -= 1
         self._ended.set()
+
+    def _connection(self) -> ServingConnection:
+        loop = asyncio.get_running_loop()
+        return ServingConnection(self.settings, loop, self._admit, self._connections)
+
+    async def _listen(self, path: str) -> None:
+        loop = asyncio.get_running_loop()
+        sock = _listen_unix(path)
+        self._socket_path = Path(path), _identity(Path(path))
+        self._listener = await loop.create_unix_server(self._connection, sock=sock)
+        self._socket_check = loop.call_later(SOCKET_CHECK_S, self._check_socket)
+
+    def _check_socket(self) -> None:
+        assert self._socket_path is not None
+        path, identity = self._socket_path
+        try:
+            if _identity(path) == identity:
+                loop = asyncio.get_running_loop()
+                self._socket_check = loop.call_later(SOCKET_CHECK_S, self._check_socket)
+                return
+        except OSError as error:
+            _log.debug("%s: %s", path, error)
+        self._tasks.spawn(self._listen_again(str(path)), name="listen again")
+
+    async def _listen_again(self, path: str) -> None:
+        """Bind the removed socket again; try until it works. Connections are not touched."""
+        if self._listener is not None:
+            self._listener.close()  # first: closing may unlink the path
+            self._listener = None
+        try:
+            await self._listen(path)
+        except CannotConnect as error:
+            level = logging.DEBUG if self._unreachable else logging.ERROR
+            _log.log(level, "the socket was removed, no new client can connect: %s", error)
+            self._unreachable = True
+            loop = asyncio.get_running_loop()
+            self._socket_check = loop.call_later(SOCKET_CHECK_S, self._check_socket)
+        else:
+            self._unreachable = False
+            _log.warning("the socket %s was removed: bound again", path)
 
     def _unlink(self) -> None:
         if self._socket_path is None:
