@@ -14,9 +14,9 @@ from dynamo.errors import (
     Disconnected,
     DynamoError,
     EngineShutdown,
+    InstanceGone,
     InvalidArgument,
     NoInstances,
-    WorkerUnavailable,
 )
 from dynamo.protocols import codec
 from dynamo.protocols.control import EndpointRecord, instance_key, record_decoder
@@ -117,11 +117,11 @@ class Client:
     ) -> ClientStream:
         """Send an encoded request to one instance; never blocks. Failures go to ``sink``.
 
-        Raises WorkerUnavailable if there is no such instance.
+        Raises InstanceGone if there is no such instance.
         """
         address = self._addresses.get(instance_id)
         if address is None:
-            raise WorkerUnavailable(
+            raise InstanceGone(
                 f"Unavailable: instance_id={instance_id} not found for endpoint {self.path}"
             )
         guard = _Guard(self, instance_id, sink)

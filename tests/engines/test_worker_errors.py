@@ -80,3 +80,15 @@ def test_the_others_serve_on_after_an_engine_shutdown(failing: Deployment) -> No
     leaving = where()
     assert complete(failing, 7, nvext={"backend_instance_id": leaving})[0] == 503
     assert leaving not in {where() for _ in range(20)}
+
+
+def test_a_worker_that_cannot_be_reached_costs_no_request(deployment: Deployment) -> None:
+    start(deployment)
+    start(deployment, "second")
+    deployment.frontend("--router-mode", "round-robin")
+    deployment.wait_for_workers(2)
+    run_dir = deployment.state_dir / deployment.namespace
+    sockets = [path for path in run_dir.glob("*.sock") if path.name.count(".") == 1]
+    assert len(sockets) == 2, sockets
+    sockets[0].unlink()
+    assert [complete(deployment, 8)[0] for _ in range(10)] == [200] * 10

@@ -11,7 +11,13 @@ from pathlib import Path
 
 from dynamo.config.knob import from_env
 from dynamo.config.requests import RequestPlaneSettings
-from dynamo.errors import CannotConnect, EngineShutdown, Overloaded, UnknownEndpoint
+from dynamo.errors import (
+    CannotConnect,
+    EngineShutdown,
+    Overloaded,
+    UnknownEndpoint,
+    WorkerLeaving,
+)
 from dynamo.runtime.requests.address import Address, parse
 from dynamo.runtime.requests.serving import ServingConnection
 from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServedEndpoint
@@ -93,7 +99,7 @@ class RequestServer:
     async def drain(self, timeout_s: float, endpoint: str | None = None) -> int:
         """Take nothing new, wait for what is in flight; the number of streams that were cut.
 
-        New requests are handed back with EngineShutdown. Endpoints registered with
+        New requests are handed back with WorkerLeaving. Endpoints registered with
         ``graceful_shutdown=False`` are cut at once, the others after ``timeout_s``. With
         ``endpoint`` only that one is drained, unregistered or not.
         """
@@ -150,7 +156,7 @@ class RequestServer:
     def _admit(self, endpoint: str) -> ServedEndpoint:
         served = self._endpoints.get(endpoint)
         if self.draining or (served is not None and served.draining):
-            raise EngineShutdown(f"the worker that served {endpoint} is shutting down")
+            raise WorkerLeaving(f"the worker that served {endpoint} is shutting down")
         if served is None:
             raise UnknownEndpoint(f"Unknown endpoint: {endpoint}")
         if self._inflight >= self.settings.max_streams:
