@@ -46,11 +46,17 @@ async def register_model(
 
     The card goes with the worker's lease. ``context_length`` (tokens) defaults to the model's own,
     ``kv_cache_block_size`` to 16, ``model_name`` to the name of the directory. InvalidArgument
-    names what is missing; ValueError: only one of ``lora_name`` and ``base_model_path``. Routing
+    names what is missing, and any ``model_input`` but Tokens, the only one that frontends send;
+    ValueError: only one of ``lora_name`` and ``base_model_path``. Routing
     and media are the frontend's: ``router_config`` and ``media_decoder`` are accepted, not used.
     """
     if (lora_name is None) != (base_model_path is None):
         raise ValueError("lora_name and base_model_path must be given together")
+    if model_input is not ModelInput.Tokens:
+        raise InvalidArgument(
+            f"model_input {model_input} is not supported: the frontend sends token ids; register "
+            "with ModelInput.Tokens and read token_ids of each request"
+        )
     model = ModelDirectory(base_model_path or model_path)
     name = model_name or lora_name or model.name
     block_size = kv_cache_block_size or _DEFAULT_BLOCK_SIZE

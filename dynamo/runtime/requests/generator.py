@@ -10,6 +10,7 @@ from typing import Any
 
 from dynamo.errors import Cancelled, DynamoError, EngineShutdown, Overloaded
 from dynamo.protocols import codec
+from dynamo.protocols.engine import with_every_key
 from dynamo.runtime.context import Context
 from dynamo.runtime.requests.calling import ClientStream
 from dynamo.runtime.requests.client import RequestClient
@@ -26,10 +27,11 @@ HARD_CAP_FACTOR = 16
 def generator_handler(generate: Callable[..., Any], tasks: Tasks) -> PushHandler:
     """Serve ``async def generate(request[, context])``, an async generator, as a push handler.
 
-    One task of ``tasks`` per request. The request is decoded to plain values, each item is encoded
-    as MessagePack. asyncio.CancelledError raised by the generator means Cancelled, ValueError
-    InvalidArgument, HttpError HttpFailure, GeneratorExit EngineShutdown, any other BaseException
-    EngineFailure. After a kill the generator is closed at its next item.
+    One task of ``tasks`` per request. The request is decoded to plain values, a preprocessed one
+    with all its keys (:func:`with_every_key`); each item is encoded as MessagePack.
+    asyncio.CancelledError raised by the generator means Cancelled, ValueError InvalidArgument,
+    HttpError HttpFailure, GeneratorExit EngineShutdown, any other BaseException EngineFailure.
+    After a kill the generator is closed at its next item.
     """
     with_context = _takes_context(generate)
 
@@ -164,7 +166,7 @@ async def _serve(
     generate: Callable[..., Any], with_context: bool, stream: ServerStream, payload: bytes
 ) -> None:
     try:
-        request = codec.plain_decode(payload)
+        request = with_every_key(codec.plain_decode(payload))
         items = generate(request, stream.context) if with_context else generate(request)
         try:
             await _send_all(items, stream)

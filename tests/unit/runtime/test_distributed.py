@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,6 +26,12 @@ from dynamo.errors import (
 )
 from dynamo.protocols import codec
 from dynamo.protocols.control import EndpointRecord
+from dynamo.protocols.engine import (
+    OutputOptions,
+    PreprocessedRequest,
+    SamplingOptions,
+    StopConditions,
+)
 from dynamo.runtime import Annotated, Client, Context, DistributedRuntime, dynamo_endpoint
 from dynamo.runtime.tasks import Tasks
 
@@ -617,6 +624,45 @@ class _Model:
 
     def model_dump(self) -> dict[str, Any]:
         return self.fields
+
+
+async def test_dynamo_endpoint_of_other_types_checks_nothing(deployment: Deployment):
+    class Service:
+        @dynamo_endpoint(str, str)
+        async def generate(self, request: str) -> AsyncIterator[Any]:
+            yield request
+            yield {"any": 1}
+
+    deployment.serve(deployment.runtime(), "ns.comp.gen", Service().generate)
+    client = await deployment.client("ns.comp.gen")
+    items = [item async for item in await client.random("plain text", annotated=False)]
+    assert items == ["plain text", {"any": 1}]
+
+
+async def test_a_preprocessed_request_has_every_key(deployment: Deployment):
+    seen: list[Any] = []
+
+    async def remember(request: Any) -> AsyncIterator[int]:
+        seen.append(request)
+        yield 1
+
+    deployment.serve(deployment.runtime(), "ns.comp.gen", remember)
+    client = await deployment.client("ns.comp.gen")
+    sampling = SamplingOptions(top_p=0.5)
+    engine_request = PreprocessedRequest("m", codec.tokens([1, 2]), sampling_options=sampling)
+    for request in (engine_request, {"token_ids": [1]}, {"text": "x"}, None):
+        async for _ in await client.random(request):
+            pass
+    full = seen[0]
+    assert full["token_ids"] == [1, 2] and full["sampling_options"]["top_p"] == 0.5
+    assert full["sampling_options"]["temperature"] is None
+    assert full["stop_conditions"]["max_tokens"] is full["output_options"]["logprobs"] is None
+    assert (full["annotations"], full["eos_token_ids"], full["routing"]) == ([], [], {})
+    assert set(full) == set(PreprocessedRequest.__struct_fields__)
+    for section, kind in (("stop_conditions", StopConditions), ("output_options", OutputOptions)):
+        assert set(full[section]) == set(kind.__struct_fields__)
+    assert msgspec.convert(full, PreprocessedRequest, dec_hook=lambda _, ids: codec.tokens(ids))
+    assert seen[1:] == [{"token_ids": [1]}, {"text": "x"}, None]
 
 
 async def test_dynamo_endpoint_validates(deployment: Deployment):
