@@ -20,6 +20,7 @@ from test_live_router import (
     test_a_silent_worker_is_named_once,
     test_foreign_payloads_are_counted,
     test_ranks_come_from_the_card,
+    test_to_join_late_counts_no_gap,
     test_without_local_indexer_nobody_is_asked,
     test_workers_come_and_go,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "test_a_silent_worker_is_named_once",
     "test_foreign_payloads_are_counted",
     "test_ranks_come_from_the_card",
+    "test_to_join_late_counts_no_gap",
     "test_without_local_indexer_nobody_is_asked",
     "test_workers_come_and_go",
 ]
