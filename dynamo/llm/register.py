@@ -50,13 +50,7 @@ async def register_model(
     ValueError: only one of ``lora_name`` and ``base_model_path``. Routing
     and media are the frontend's: ``router_config`` and ``media_decoder`` are accepted, not used.
     """
-    if (lora_name is None) != (base_model_path is None):
-        raise ValueError("lora_name and base_model_path must be given together")
-    if model_input is not ModelInput.Tokens:
-        raise InvalidArgument(
-            f"model_input {model_input} is not supported: the frontend sends token ids; register "
-            "with ModelInput.Tokens and read token_ids of each request"
-        )
+    _check(model_input, lora_name, base_model_path)
     model = ModelDirectory(base_model_path or model_path)
     name = model_name or lora_name or model.name
     block_size = kv_cache_block_size or _DEFAULT_BLOCK_SIZE
@@ -85,12 +79,7 @@ async def register_model(
         checksum=model.checksum(str(model_input), block_size, _content(custom_template_path)),
         runtime_config=config,
     )
-    try:
-        encoded = msgspec.json.encode(card)
-        decode_card(encoded)
-    except (OverflowError, ValueError) as error:
-        raise InvalidArgument(f"the model card of {name!r} is out of range: {error}") from None
-    lease = await runtime.granted()
+    encoded, lease = _encode(card), await runtime.granted()
     await runtime.discovery.put(_key(endpoint, lora_name), encoded, lease.id)
 
 
@@ -101,6 +90,27 @@ register_llm = register_model
 async def unregister_model(endpoint: Endpoint, lora_name: str | None = None) -> None:
     """Take the card back; harmless if there is none."""
     await endpoint.runtime.discovery.delete(_key(endpoint, lora_name))
+
+
+def _check(model_input: ModelInput, lora_name: str | None, base_model_path: str | None) -> None:
+    if (lora_name is None) != (base_model_path is None):
+        raise ValueError("lora_name and base_model_path must be given together")
+    if model_input is not ModelInput.Tokens:
+        raise InvalidArgument(
+            f"model_input {model_input} is not supported: the frontend sends token ids; register "
+            "with ModelInput.Tokens and read token_ids of each request"
+        )
+
+
+def _encode(card: ModelCard) -> bytes:
+    """Reject here what every frontend would skip."""
+    try:
+        encoded = msgspec.json.encode(card)
+        decode_card(encoded)
+    except (OverflowError, ValueError) as error:
+        text = f"the model card of {card.display_name!r} is out of range: {error}"
+        raise InvalidArgument(text) from None
+    return encoded
 
 
 def _key(endpoint: Endpoint, lora_name: str | None) -> str:
