@@ -13,6 +13,7 @@ __all__ = [
     "Cancelled",
     "CannotConnect",
     "ConfigError",
+    "ConnectTimeout",
     "ConnectionTimeout",
     "Disconnected",
     "DynamoError",
@@ -20,6 +21,7 @@ __all__ = [
     "EngineShutdown",
     "HttpError",
     "HttpFailure",
+    "InstanceGone",
     "InvalidArgument",
     "ModelNotFound",
     "NoInstances",
@@ -28,6 +30,7 @@ __all__ = [
     "StatefileError",
     "StreamIncomplete",
     "UnknownEndpoint",
+    "WorkerLeaving",
     "WorkerUnavailable",
     "cut",
     "from_code",
@@ -41,13 +44,16 @@ class DynamoError(Exception):
 
     ``code`` is the stable name that crosses process borders, ``status`` the HTTP status,
     ``kind`` the ``type`` field of the HTTP error body, ``retryable`` whether the same request may
-    succeed on another worker.
+    succeed on another worker, ``unsent`` whether no handler has seen it. ``relayed``: received over
+    the request plane, raised by another process.
     """
 
     code: ClassVar[str] = "internal"
     status: int = 500
     kind: str = "Internal Server Error"
     retryable: ClassVar[bool] = False
+    unsent: ClassVar[bool] = False
+    relayed: bool = False
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message)
@@ -107,22 +113,38 @@ class WorkerUnavailable(Unavailable):
     retryable = True
 
 
+class InstanceGone(WorkerUnavailable):
+    """Discovery has no such instance (any more)."""
+
+    code = "instance_gone"
+    unsent = True
+
+
 class UnknownEndpoint(WorkerUnavailable):
     """The worker answered, but does not serve this endpoint (any more)."""
 
     code = "unknown_endpoint"
+    unsent = True
 
 
 class CannotConnect(WorkerUnavailable):
     """The worker's socket refused the connection."""
 
     code = "cannot_connect"
+    unsent = True
 
 
 class ConnectionTimeout(WorkerUnavailable):
     """The worker did not answer in time."""
 
     code = "connection_timeout"
+
+
+class ConnectTimeout(ConnectionTimeout):
+    """The worker's socket did not accept the connection in time."""
+
+    code = "connect_timeout"
+    unsent = True
 
 
 class Disconnected(WorkerUnavailable):
@@ -141,6 +163,13 @@ class EngineShutdown(WorkerUnavailable):
     """The worker is shutting down and handed the request back."""
 
     code = "engine_shutdown"
+
+
+class WorkerLeaving(EngineShutdown):
+    """The worker is shutting down and takes no new request."""
+
+    code = "worker_leaving"
+    unsent = True
 
 
 class Overloaded(Unavailable):

@@ -106,7 +106,6 @@ public:
 private:
     static constexpr int MESSAGES_PER_TURN = 256;
     static constexpr size_t MAX_INBOX_BYTES = 64u << 20;
-    static constexpr uint64_t UNHEARD = 0;
 
     struct Order {
         enum { CONNECT, DISCONNECT, STOP } what;
@@ -237,7 +236,8 @@ private:
 
     // Messages that a publisher numbered and that did not come; ids of events tell which those are.
     void note(uint64_t publisher, uint64_t sequence) {
-        uint64_t &expected = expected_.try_emplace(publisher, UNHEARD).first->second;
+        // The first message of a publisher only says where its numbers stand.
+        uint64_t &expected = expected_.try_emplace(publisher, sequence).first->second;
         if (sequence != expected)
             streams_.count(SEQUENCE_GAP, sequence > expected ? sequence - expected : 1);
         if (sequence < expected) streams_.renew(publisher);

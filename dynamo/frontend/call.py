@@ -151,6 +151,12 @@ class Call:
             self.generation.worker_id = self.describe(decision, meter.prefilled)
         return now_s
 
+    def moved(self, leg: Leg, decision: Decision) -> float:
+        """A leg that was placed goes out to another worker instead, now (monotonic seconds)."""
+        if leg is self.legs[0] and self.describe is not None:
+            self.generation.worker_id = self.describe(decision, self.meter.prefilled)
+        return self.works()
+
     def prefilled(self, done: Prefilled) -> None:
         """A prefill worker has computed a leg's prompt; the first of them is shown."""
         self.heard_at = done.done_s

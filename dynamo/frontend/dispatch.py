@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from dynamo.errors import DynamoError
+from dynamo.errors import DynamoError, InstanceGone, InvalidArgument, NoInstances
 from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.kv import KvPicker
@@ -29,12 +29,17 @@ log = logging.getLogger(__name__)
 
 
 class DispatchJob(NamedTuple):
-    """One engine request: ``leg`` takes the answer, ``headers`` go to the worker."""
+    """One engine request: ``leg`` takes the answer, ``headers`` go to the worker.
+
+    ``tried`` are workers that could not be reached, ``error`` what the last of them said.
+    """
 
     leg: Leg
     request: PreprocessedRequest
     routing: Routing | None
     headers: dict[str, str]
+    tried: frozenset[int] = frozenset()
+    error: DynamoError | None = None
 
 
 class Dispatch:
@@ -65,11 +70,14 @@ class Dispatch:
         The leg is still open. Raises what :meth:`Picker.pick` raises, and
         RouterQueueLimitExceeded; what fails later ends the call.
         """
-        leg, request, routing, _ = job
+        leg, request = job.leg, job.request
         line, override = self.line, request.router_config_override
-        prefill = self.prefill
-        apart = request.prefill_result is not None or (prefill is not None and prefill.active)
-        leg.call.meter.routed("decode" if apart else "aggregated")
+        if job.tried:
+            routing = self._untried(job)
+        else:
+            routing, prefill = job.routing, self.prefill
+            apart = request.prefill_result is not None or (prefill is not None and prefill.active)
+            leg.call.meter.routed("decode" if apart else "aggregated")
         if line is None:
             decision = self.picker.pick(
                 leg.booking, request.token_ids, routing=routing, override=override
@@ -82,7 +90,7 @@ class Dispatch:
             routing=routing,
             override=override,
             on_decision=partial(self._its_turn, line, job),
-            on_error=leg.call.fail,
+            on_error=leg.call.fail if job.error is None else partial(_none_left, job),
         )
         if isinstance(found, Ticket):
             leg.pending = found
@@ -103,14 +111,43 @@ class Dispatch:
         _or_fail(job.leg, partial(self._open, job, decision, len(line)))
 
     def _open(self, job: DispatchJob, decision: Decision, waiting: int = 0) -> None:
-        leg, request, routing, headers = job
+        leg, request = job.leg, job.request
         call = leg.call
         leg.pending = None
         leg.decision = decision
-        placed_s = call.placed(decision, waiting)
-        _instruct(request, routing, decision)
-        leg.stream = self.client.open(decision.worker_id, encode(request), leg, headers)
+        leg.reroute = partial(self._reroute, job)
+        placed_s = call.moved(leg, decision) if job.tried else call.placed(decision, waiting)
+        _instruct(request, job.routing, decision)
+        try:
+            leg.stream = self.client.open(decision.worker_id, encode(request), leg, job.headers)
+        except InstanceGone as error:
+            self._reroute(job, error)
+            return
         call.meter.sent(time.monotonic() - placed_s)
+
+    def _reroute(self, job: DispatchJob, error: DynamoError) -> None:
+        """No handler has seen the request: choose again among the workers it has not tried."""
+        leg = job.leg
+        decision, leg.decision, leg.reroute = leg.decision, None, None
+        assert decision is not None, "only a placed leg is routed again"
+        self.picker.free(leg.booking)
+        leg.call.rests()
+        log.info("%s: worker %x: %s; trying another", leg.booking, decision.worker_id, error)
+        again = job._replace(tried=job.tried | {decision.worker_id}, error=error)
+        try:
+            self.decode(again)
+        except DynamoError as later:
+            _none_left(again, later)
+        except Exception:
+            log.exception("request %s failed", leg.booking)
+            leg.call.fail(DynamoError("a bug in the frontend"))
+
+    def _untried(self, job: DispatchJob) -> Routing:
+        routing = job.routing or Routing()
+        allowed = routing.allowed_worker_ids
+        allowed = list(self.picker.fleet.members) if allowed is None else allowed
+        untried = [worker_id for worker_id in allowed if worker_id not in job.tried]
+        return msgspec.structs.replace(routing, allowed_worker_ids=untried)
 
 
 def _or_fail(leg: Leg, step: Callable[[], None]) -> None:
@@ -122,6 +159,12 @@ def _or_fail(leg: Leg, step: Callable[[], None]) -> None:
     except Exception:
         log.exception("request %s failed", leg.booking)
         leg.call.fail(DynamoError("a bug in the frontend"))
+
+
+def _none_left(job: DispatchJob, error: DynamoError) -> None:
+    """End the call: by what the last worker said if all were tried, else by ``error``."""
+    tried_all = isinstance(error, (InvalidArgument, NoInstances))
+    job.leg.call.fail(job.error if tried_all and job.error is not None else error, by_worker=True)
 
 
 def _instruct(request: PreprocessedRequest, routing: Routing | None, decision: Decision) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -39,7 +40,8 @@ class Leg:
     """Choice ``index`` of ``call``, booked at ``picker`` under ``booking``.
 
     ``decision`` and ``stream`` are there once it is dispatched; until then ``pending`` may be what
-    it waits for. Times are monotonic seconds.
+    it waits for. ``reroute`` sends it to another worker, for errors that say that no handler has
+    seen it; it is kept until the first token. Times are monotonic seconds.
     """
 
     __slots__ = (
@@ -54,6 +56,7 @@ class Leg:
         "open",
         "pending",
         "picker",
+        "reroute",
         "stream",
         "tokens",
     )
@@ -69,6 +72,7 @@ class Leg:
         self.decision = None
         self.stream = None
         self.pending: Pending | None = None
+        self.reroute: Callable[[DynamoError], None] | None = None
         self.open = True
         self.first_at = _NEVER
         self.last_at = _NEVER
@@ -115,9 +119,14 @@ class Leg:
 
     def on_error(self, error: DynamoError) -> None:
         """The engine or the way to it failed."""
-        if self.open and not self.call.closed:
-            self.open = False
-            self.call.fail(error, by_worker=True)
+        if not self.open or self.call.closed:
+            return
+        if error.unsent and self.reroute is not None:
+            self.stream = None
+            self.reroute(error)
+            return
+        self.open = False
+        self.call.fail(error, by_worker=True)
 
     def release(self) -> None:
         """Stop the engine if it still runs, free the load. Idempotent."""
@@ -130,7 +139,7 @@ class Leg:
         if self.open and self.stream is not None:
             self.stream.kill()
         self.open = False
-        self.stream = None  # it knows the leg
+        self.stream = self.reroute = None  # they know the leg
         if self.decision is None:  # never booked
             return
         self._report()
@@ -145,6 +154,7 @@ class Leg:
 
     def _first_token(self, now: float) -> None:
         self.first_at = now
+        self.reroute = None
         self.picker.mark_prefill_complete(self.booking)
         self.call.meter.first_token(now)
 

@@ -11,15 +11,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import msgspec
-
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances, cut
 from dynamo.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.frontend.model_entry import ModelEntry
 from dynamo.frontend.prefill.cards import PrefillCards
-from dynamo.protocols.card import ModelCard
+from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import EndpointRecord
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent, Watch
@@ -132,8 +130,8 @@ class Models:
             self._remove(event.key)
             return
         try:
-            card = msgspec.json.decode(event.value, type=ModelCard)
-        except msgspec.MsgspecError as error:
+            card = decode_card(event.value)
+        except ValueError as error:
             self._reject(UNKNOWN_MODEL, "unreadable", f"{event.key}: {error}")
             return
         if not card.namespace.startswith(self._prefix):

@@ -50,8 +50,9 @@ class ModelDirectory:
         """Tokens the model can attend to: ``max_position_embeddings``, else the tokenizer's."""
         for config in (self._config, self._config.get("text_config") or {}):
             for key in ("max_position_embeddings", "n_positions", "max_sequence_length"):
-                if isinstance(config.get(key), int):
-                    return int(config[key])
+                length = config.get(key)
+                if isinstance(length, int) and 0 < length < _NONSENSE_LENGTH:
+                    return length
         if (self.path / "tokenizer_config.json").is_file():
             length = self._read("tokenizer_config.json").get("model_max_length")
             if isinstance(length, int) and 0 < length < _NONSENSE_LENGTH:

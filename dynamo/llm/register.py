@@ -12,7 +12,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.llm.block_sizes import note_block_size
 from dynamo.llm.model_card import ModelDirectory, slug_of
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
-from dynamo.protocols.card import ModelCard, RuntimeConfig
+from dynamo.protocols.card import ModelCard, RuntimeConfig, decode_card
 from dynamo.protocols.control import instance_key
 from dynamo.runtime import Endpoint
 
@@ -46,11 +46,11 @@ async def register_model(
 
     The card goes with the worker's lease. ``context_length`` (tokens) defaults to the model's own,
     ``kv_cache_block_size`` to 16, ``model_name`` to the name of the directory. InvalidArgument
-    names what is missing; ValueError: only one of ``lora_name`` and ``base_model_path``. Routing
+    names what is missing, and any ``model_input`` but Tokens, the only one that frontends send;
+    ValueError: only one of ``lora_name`` and ``base_model_path``. Routing
     and media are the frontend's: ``router_config`` and ``media_decoder`` are accepted, not used.
     """
-    if (lora_name is None) != (base_model_path is None):
-        raise ValueError("lora_name and base_model_path must be given together")
+    _check(model_input, lora_name, base_model_path)
     model = ModelDirectory(base_model_path or model_path)
     name = model_name or lora_name or model.name
     block_size = kv_cache_block_size or _DEFAULT_BLOCK_SIZE
@@ -79,8 +79,8 @@ async def register_model(
         checksum=model.checksum(str(model_input), block_size, _content(custom_template_path)),
         runtime_config=config,
     )
-    lease = await runtime.granted()
-    await runtime.discovery.put(_key(endpoint, lora_name), msgspec.json.encode(card), lease.id)
+    encoded, lease = _encode(card), await runtime.granted()
+    await runtime.discovery.put(_key(endpoint, lora_name), encoded, lease.id)
 
 
 register_llm = register_model
@@ -90,6 +90,27 @@ register_llm = register_model
 async def unregister_model(endpoint: Endpoint, lora_name: str | None = None) -> None:
     """Take the card back; harmless if there is none."""
     await endpoint.runtime.discovery.delete(_key(endpoint, lora_name))
+
+
+def _check(model_input: ModelInput, lora_name: str | None, base_model_path: str | None) -> None:
+    if (lora_name is None) != (base_model_path is None):
+        raise ValueError("lora_name and base_model_path must be given together")
+    if model_input is not ModelInput.Tokens:
+        raise InvalidArgument(
+            f"model_input {model_input} is not supported: the frontend sends token ids; register "
+            "with ModelInput.Tokens and read token_ids of each request"
+        )
+
+
+def _encode(card: ModelCard) -> bytes:
+    """Reject here what every frontend would skip."""
+    try:
+        encoded = msgspec.json.encode(card)
+        decode_card(encoded)
+    except (OverflowError, ValueError) as error:
+        text = f"the model card of {card.display_name!r} is out of range: {error}"
+        raise InvalidArgument(text) from None
+    return encoded
 
 
 def _key(endpoint: Endpoint, lora_name: str | None) -> str:

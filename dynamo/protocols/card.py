@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-__all__ = ["ModelCard", "RuntimeConfig"]
+from dynamo.protocols.control import Id, record_decoder
+
+__all__ = ["BlockSize", "ModelCard", "RuntimeConfig", "decode_card"]
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+BlockSize = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+Ranks = Annotated[int, msgspec.Meta(ge=0, le=1024)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class RuntimeConfig(msgspec.Struct, omit_defaults=True):
     """Capacity and abilities of one worker (``ModelRuntimeConfig`` of the public API)."""
 
-    total_kv_blocks: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
+    total_kv_blocks: Count | None = None
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Count | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
-    data_parallel_size: int = 1
-    data_parallel_start_rank: int = 0
+    data_parallel_size: Ranks = 1
+    data_parallel_start_rank: Rank = 0
     enable_local_indexer: bool = True
-    context_length: int | None = None
+    context_length: Tokens | None = None
     enable_eagle: bool = False
     taints: list[str] = []
     topology_domains: dict[str, str] = {}
     bootstrap_host: str | None = None
-    bootstrap_port: int | None = None
+    bootstrap_port: Port | None = None
     runtime_data: dict[str, Any] = {}
 
 
@@ -43,13 +52,13 @@ class ModelCard(msgspec.Struct, omit_defaults=True):
     namespace: str
     component: str
     endpoint: str
-    instance_id: int
+    instance_id: Id
     model_type: str = "Chat | Completions"
     model_input: str = "Tokens"
     worker_type: str = "Aggregated"
-    context_length: int | None = None
-    kv_cache_block_size: int = 64
-    migration_limit: int = 0
+    context_length: Tokens | None = None
+    kv_cache_block_size: BlockSize = 64
+    migration_limit: Count = 0
     custom_template_path: str | None = None
     user_data: dict[str, Any] | None = None
     lora_name: str | None = None
@@ -57,3 +66,7 @@ class ModelCard(msgspec.Struct, omit_defaults=True):
     needs: list[list[str]] = []
     checksum: str = ""
     runtime_config: RuntimeConfig = msgspec.field(default_factory=RuntimeConfig)
+
+
+decode_card = record_decoder(ModelCard)
+"""JSON to a ModelCard. Raises ValueError, also for values out of range."""

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
 import msgspec
 
-__all__ = ["EndpointRecord", "EventChannelRecord", "LeaseRecord", "instance_key"]
+__all__ = [
+    "EndpointRecord",
+    "EventChannelRecord",
+    "Id",
+    "LeaseRecord",
+    "instance_key",
+    "record_decoder",
+]
+
+T = TypeVar("T")
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e8)]
 
 
 class LeaseRecord(msgspec.Struct):
@@ -14,10 +30,10 @@ class LeaseRecord(msgspec.Struct):
     ``host`` the boot id of the machine, ``ttl_s`` seconds.
     """
 
-    lease_id: int
-    pid: int
-    pid_start: int
-    ttl_s: float
+    lease_id: Id
+    pid: Pid
+    pid_start: Ticks
+    ttl_s: Seconds
     host: str
 
 
@@ -30,8 +46,8 @@ class EndpointRecord(msgspec.Struct, tag_field="type", tag="Endpoint", kw_only=T
     namespace: str
     component: str
     endpoint: str
-    instance_id: int
-    lease_id: int
+    instance_id: Id
+    lease_id: Id
     transport: dict[str, str]
     device_type: str = "cpu"
     request_plane_codec: str = "msgpack"
@@ -47,11 +63,25 @@ class EventChannelRecord(msgspec.Struct, tag_field="type", tag="EventChannel", k
     namespace: str
     component: str
     topic: str
-    instance_id: int
-    lease_id: int
+    instance_id: Id
+    lease_id: Id
     transport: dict[str, str]
 
 
 def instance_key(namespace: str, component: str, endpoint: str, instance_id: int) -> str:
     """``<ns>/<component>/<endpoint>/<instance hex>``, the tail of instance and card keys."""
     return f"{namespace}/{component}/{endpoint}/{instance_id:x}"
+
+
+def record_decoder(kind: type[T]) -> Callable[[bytes], T]:
+    """A decoder of JSON records of ``kind`` that others wrote. It raises ValueError for everything
+    that is no such record: bad JSON, bad text, nesting without end, values out of range."""
+    decode = msgspec.json.Decoder(kind).decode
+
+    def checked(data: bytes) -> T:
+        try:
+            return decode(data)
+        except RecursionError:
+            raise ValueError("JSON nested too deeply") from None
+
+    return checked

@@ -18,6 +18,7 @@ __all__ = [
     "Routing",
     "SamplingOptions",
     "StopConditions",
+    "with_every_key",
 ]
 
 _TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -141,3 +142,37 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     completion_usage: CompletionUsage | None = None
     disaggregated_params: dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
+
+
+def with_every_key(request: Any) -> Any:
+    """A decoded :class:`PreprocessedRequest` with the keys that were left out on the way, as
+    handlers written for Dynamo expect them: None, [] or {} if unset. Other values are returned as
+    they are.
+
+    O(keys), once per request.
+    """
+    if not isinstance(request, dict) or "token_ids" not in request or "model" not in request:
+        return request
+    full = {**_UNSET, "eos_token_ids": [], "annotations": [], **request}
+    full["routing"] = full["routing"] or {}
+    for name, unset in _UNSET_OF.items():
+        given = request.get(name)
+        full[name] = {**unset, **given} if isinstance(given, dict) else dict(unset)
+    return full
+
+
+def _unset(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The fields that have a plain default, with it."""
+    return {
+        field.encode_name: field.default
+        for field in msgspec.structs.fields(kind)
+        if field.default is not msgspec.NODEFAULT
+    }
+
+
+_UNSET = _unset(PreprocessedRequest)
+_UNSET_OF = {
+    "stop_conditions": _unset(StopConditions),
+    "sampling_options": _unset(SamplingOptions),
+    "output_options": _unset(OutputOptions),
+}

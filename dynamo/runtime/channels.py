@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.protocols.control import EventChannelRecord
+from dynamo.protocols.control import EventChannelRecord, record_decoder
 from dynamo.runtime.discovery import Discovery, KeyEvent
 from dynamo.runtime.discovery.remains import event_socket_name
 from dynamo.runtime.events import (
@@ -40,7 +41,8 @@ OnPublisher = Callable[[int, bool], None]
 ZMQ, NATS = "Zmq", "Nats"
 """What a record's transport may be."""
 
-_decode = msgspec.json.Decoder(EventChannelRecord).decode
+_decode = record_decoder(EventChannelRecord)
+_ADDRESS = re.compile(r"ipc:///[^\0]{1,106}|tcp://[^\0]{1,255}:[0-9]{1,5}")
 _log = logging.getLogger(__name__)
 
 
@@ -161,9 +163,10 @@ class Subscription:
             return
         try:
             record = _decode(event.value)
-            kind, address = record.transport["kind"], record.transport["endpoint"]
-        except (msgspec.MsgspecError, KeyError) as error:
+            kind, address = _transport(record, event.key)
+        except ValueError as error:
             _log.warning("skipping the event channel %s: %s", event.key, error)
+            self._drop(event.key)
             return
         followed = _Followed(record.instance_id, kind, address)
         if self._followed.get(event.key) == followed:
@@ -179,8 +182,12 @@ class Subscription:
                 kind,
             )
             return
+        try:
+            subscriber.connect(address, record.instance_id)
+        except ValueError as error:
+            _log.warning("skipping the event channel %s: %s", event.key, error)
+            return
         self._followed[event.key] = followed
-        subscriber.connect(address, record.instance_id)
         if self._on_publisher is not None:
             self._on_publisher(record.instance_id, True)
 
@@ -215,3 +222,15 @@ class _Followed(NamedTuple):
 def _prefix(channel: Channel) -> str:
     namespace, component, topic = channel
     return f"v1/event_channels/namespace/{namespace}/component/{component}/topic/{topic}/"
+
+
+def _transport(record: EventChannelRecord, key: str) -> tuple[str, str]:
+    """(kind, address) of the publisher at ``key``. ValueError: the record is bad."""
+    if key.rpartition("/")[2] != f"{record.instance_id:x}":
+        raise ValueError(f"it is the record of publisher {record.instance_id:x}")
+    kind, address = record.transport.get("kind"), record.transport.get("endpoint")
+    if kind is None or address is None:
+        raise ValueError("its transport has no kind or no endpoint")
+    if kind == ZMQ and not _ADDRESS.fullmatch(address):
+        raise ValueError(f"{address[:200]!r} is neither ipc:///path nor tcp://host:port")
+    return kind, address

@@ -8,23 +8,23 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from dynamo.errors import (
     CannotConnect,
     ConnectionTimeout,
     Disconnected,
     DynamoError,
     EngineShutdown,
+    InstanceGone,
+    InvalidArgument,
     NoInstances,
-    WorkerUnavailable,
 )
 from dynamo.protocols import codec
-from dynamo.protocols.control import EndpointRecord
+from dynamo.protocols.control import EndpointRecord, instance_key, record_decoder
 from dynamo.runtime.annotated import Responses
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery import KeyEvent
 from dynamo.runtime.requests import ClientStream, ResponseStream, StreamSink
+from dynamo.runtime.requests.address import parse
 
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
@@ -37,7 +37,7 @@ OnInhibited = Callable[[int, bool], None]
 OnInstances = Callable[[list[EndpointRecord], list[int]], None]
 """(records that came or changed, ids that went), called on the loop."""
 
-_decode = msgspec.json.Decoder(EndpointRecord).decode
+_decode = record_decoder(EndpointRecord)
 _AVOIDED = (CannotConnect, ConnectionTimeout, Disconnected, EngineShutdown)
 _log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Client:
         self._requests = runtime.requests
         self._records: dict[int, EndpointRecord] = {}
         self._addresses: dict[int, str] = {}
+        self._ids: dict[str, int] = {}
         self._inhibited: dict[int, asyncio.TimerHandle] = {}
         self._listeners: list[OnInstances] = []
         self._on_inhibited: list[OnInhibited] = []
@@ -116,11 +117,11 @@ class Client:
     ) -> ClientStream:
         """Send an encoded request to one instance; never blocks. Failures go to ``sink``.
 
-        Raises WorkerUnavailable if there is no such instance.
+        Raises InstanceGone if there is no such instance.
         """
         address = self._addresses.get(instance_id)
         if address is None:
-            raise WorkerUnavailable(
+            raise InstanceGone(
                 f"Unavailable: instance_id={instance_id} not found for endpoint {self.path}"
             )
         guard = _Guard(self, instance_id, sink)
@@ -195,14 +196,17 @@ class Client:
 
     def _on_key(self, event: KeyEvent) -> None:
         if event.value is None:
-            self._remove(int(event.key.rpartition("/")[2], 16))
+            instance_id = self._ids.pop(event.key, None)
+            if instance_id is not None:
+                self._remove(instance_id)
             return
         try:
             record = _decode(event.value)
-            address = _address(record)
-        except (msgspec.MsgspecError, ValueError) as error:
+            address = _address(record, event.key)
+        except (InvalidArgument, ValueError) as error:
             _log.warning("skipping the instance %s: %s", event.key, error)
             return
+        self._ids[event.key] = record.instance_id
         before = self._addresses.get(record.instance_id)
         if before is not None and before != address:
             self._remove(record.instance_id)
@@ -250,8 +254,14 @@ class _Guard:
         self._sink.on_error(error)
 
 
-def _address(record: EndpointRecord) -> str:
+def _address(record: EndpointRecord, key: str) -> str:
+    """Where the instance at ``key`` listens. InvalidArgument or ValueError: the record is bad."""
+    path = record.namespace, record.component, record.endpoint
+    if key != "v1/instances/" + instance_key(*path, record.instance_id):
+        raise ValueError(f"it is the record of instance {record.instance_id:x} of {'/'.join(path)}")
     for kind in ("uds", "tcp"):
         if kind in record.transport:
-            return f"{kind}:{record.transport[kind]}"
+            address = f"{kind}:{record.transport[kind]}"
+            parse(address)
+            return address
     raise ValueError(f"unknown transport {record.transport}")

@@ -145,7 +145,8 @@ class Endpoint:
         await self.runtime.serving.withdraw(self.path)
 
     async def register_endpoint_instance(self) -> None:
-        """Come back after :meth:`unregister_endpoint_instance`."""
+        """Register again after :meth:`unregister_endpoint_instance`, or after a handler raised
+        EngineShutdown, which unregisters the instance."""
         await self.runtime.serving.publish(self.path)
 
     def __str__(self) -> str:

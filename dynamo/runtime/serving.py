@@ -8,6 +8,7 @@ streams in flight finish or are cut at the deadline, and ``retired`` is set.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 
 import msgspec
@@ -59,6 +60,7 @@ class Serving:
         self._leaving = False
         self._transport: dict[str, str] | None = None
         self._served: set[EndpointPath] = set()
+        self._published: set[EndpointPath] = set()
         export_uptime(metrics, instance_id, self.health)
 
     def is_serving(self) -> bool:
@@ -89,7 +91,13 @@ class Serving:
         stats = endpoint_stats(self._metrics, path, self._instance_id, metrics_labels)
         await self.granted()
         await self._listen()
-        self.server.register("/".join(path), handler, stats=stats, graceful_shutdown=graceful)
+        self.server.register(
+            "/".join(path),
+            handler,
+            stats=stats,
+            graceful_shutdown=graceful,
+            on_engine_shutdown=functools.partial(self._engine_shut_down, path),
+        )
         self._served.add(path)
         try:
             await self.publish(path)
@@ -108,12 +116,14 @@ class Serving:
             lease_id=lease.id,
             transport=self._transport or {},
         )
+        self._published.add(path)
         await self._discovery.put(self._key(path), msgspec.json.encode(record), lease.id)
         self.health.set(path[2], True)
 
     async def withdraw(self, path: EndpointPath) -> None:
         """Take the instance out of discovery; who knows the address may still call it."""
         self.health.set(path[2], False)
+        self._published.discard(path)
         await self._discovery.delete(self._key(path))
 
     async def remove(self, path: EndpointPath, cut: bool = False) -> None:
@@ -195,8 +205,21 @@ class Serving:
             port = address.rpartition(":")[2]
             self._transport = {"tcp": f"{bracketed(advertised_host(host, settings))}:{port}"}
 
+    def _engine_shut_down(self, path: EndpointPath) -> None:
+        """Withdraw the instance: it serves nothing until it is published again."""
+        if path in self._published and not self._leaving:
+            self._published.discard(path)
+            name, instance_id = "/".join(path), self._instance_id
+            _log.error(
+                "%s: the engine shut down; instance %x leaves routing until it registers again",
+                name,
+                instance_id,
+            )
+            self._tasks.spawn(self.withdraw(path), name=f"withdraw {name}")
+
     def _forget(self, path: EndpointPath) -> None:
         self._served.discard(path)
+        self._published.discard(path)
         self.server.unregister("/".join(path))
         self.health.forget(path[2])
 

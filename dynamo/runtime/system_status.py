@@ -94,7 +94,7 @@ class StatusServer:
             return 405, "text/plain", b"Method not allowed"
         try:
             request = json.loads(body) if body else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return 400, "application/json", _problem(f"the body is not JSON: {error}")
         try:
             answer = await route(request)
@@ -141,6 +141,8 @@ class _Exchange(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            return  # answered over HTTP/1.1 as if it had not asked (RFC 9110 7.8)
         except httptools.HttpParserError:
             self._send(400, "text/plain", b"Bad request", keep=False)
 
@@ -171,12 +173,17 @@ class _Exchange(asyncio.Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
         method = self._parser.get_method().decode()
-        keep = self._parser.should_keep_alive()
+        keep = self._parser.should_keep_alive() and not self._parser.should_upgrade()
         path = self._url.split(b"?", 1)[0].decode("latin-1")
         self._tasks.spawn(self._respond(method, path, bytes(self._body), keep))
 
     async def _respond(self, method: str, path: str, body: bytes, keep: bool) -> None:
-        status, kind, answer = await self._answer(method, path, body)
+        try:
+            status, kind, answer = await self._answer(method, path, body)
+        except Exception:  # noqa: BLE001 - the client must get an answer
+            _log.exception("status server: %s %s failed", method, path)
+            self._send(500, "text/plain", b"Internal server error", keep=False)
+            return
         self._send(status, kind, answer, keep, head_only=method == "HEAD")
 
     def _send(

@@ -135,7 +135,8 @@ def dynamo_endpoint(
     """Validate requests and items of a handler by pydantic models (older API).
 
     The request may be a mapping, JSON text or a model. A bad request raises ValueError, which the
-    caller sees as an invalid request.
+    caller sees as an invalid request. A type that is no such model, as ``str``, checks nothing:
+    requests and items pass as they are.
     """
 
     def decorate(
@@ -148,8 +149,10 @@ def dynamo_endpoint(
             given = list(args)
             given[position] = _parse(request_model, given[position])
             async for item in function(*given, **kwargs):
-                checked = item if _is_model(item) else response_model.model_validate(item)
-                yield checked.model_dump()
+                checked = item
+                if _validates(response_model) and not _is_model(item):
+                    checked = response_model.model_validate(item)
+                yield checked.model_dump() if _is_model(checked) else checked
 
         return generate
 
@@ -179,8 +182,12 @@ def _is_model(value: Any) -> bool:
     return hasattr(value, "model_dump")
 
 
+def _validates(model: Any) -> bool:
+    return hasattr(model, "model_validate")
+
+
 def _parse(model: Any, request: Any) -> Any:
-    if _is_model(request):
+    if _is_model(request) or not _validates(model):
         return request
     if isinstance(request, (str, bytes)):
         return model.model_validate_json(request)

@@ -44,18 +44,29 @@ def test_every_exception_has_its_status(failing: Deployment) -> None:
         4: (500, "Internal server error", "Internal Server Error"),
         5: (500, "Internal server error", "Internal Server Error"),
         6: (499, "Request cancelled", "Client Closed Request"),
-        7: UNAVAILABLE,
+        9: (500, "Internal server error", "Internal Server Error"),
     }.items():
         for stream in (False, True):
             status, answer = complete(failing, token, stream=stream)
             said = json.loads(answer)
             assert (status, said["message"], said["type"]) == expected
             assert said["code"] == status and b"secret" not in answer
-    # The only worker is tried all the same, though its engine has just said that it shuts down.
     assert complete(failing, 8)[0] == 200
 
 
-def test_who_shuts_down_is_avoided_while_there_are_others(failing: Deployment) -> None:
+@pytest.mark.parametrize("token", [7, 10])
+def test_a_worker_whose_engine_shut_down_is_not_asked_again(
+    failing: Deployment, token: int
+) -> None:
+    status, answer = complete(failing, token)
+    said = json.loads(answer)
+    assert (status, said["message"], said["type"]) == UNAVAILABLE
+    failing.wait_for_workers(0)
+    status, answer = complete(failing, 8)
+    assert status == 503 and b"is not ready to serve requests" in answer
+
+
+def test_the_others_serve_on_after_an_engine_shutdown(failing: Deployment) -> None:
     start(failing, "second")
     failing.wait_for_workers(2)
     extra = {"nvext": {"extra_fields": ["worker_id"]}}
@@ -69,3 +80,15 @@ def test_who_shuts_down_is_avoided_while_there_are_others(failing: Deployment) -
     leaving = where()
     assert complete(failing, 7, nvext={"backend_instance_id": leaving})[0] == 503
     assert leaving not in {where() for _ in range(20)}
+
+
+def test_a_worker_that_cannot_be_reached_costs_no_request(deployment: Deployment) -> None:
+    start(deployment)
+    start(deployment, "second")
+    deployment.frontend("--router-mode", "round-robin")
+    deployment.wait_for_workers(2)
+    run_dir = deployment.state_dir / deployment.namespace
+    sockets = [path for path in run_dir.glob("*.sock") if path.name.count(".") == 1]
+    assert len(sockets) == 2, sockets
+    sockets[0].unlink()
+    assert [complete(deployment, 8)[0] for _ in range(10)] == [200] * 10

@@ -21,6 +21,8 @@ WAYS = {
     5: RuntimeError("secret"),
     6: asyncio.CancelledError(),
     7: EngineShutdown("secret"),
+    9: SystemExit("secret"),
+    10: GeneratorExit("secret"),
 }
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.card import BlockSize, RuntimeConfig
+from dynamo.protocols.control import Id, record_decoder
 from dynamo.runtime.discovery import Discovery, KeyEvent, Watch
 
 __all__ = ["CardPart", "WorkerCards"]
@@ -18,13 +19,13 @@ logger = logging.getLogger(__name__)
 class CardPart(msgspec.Struct):
     """What the router reads of a model card; defaults are those of the whole card."""
 
-    instance_id: int
-    kv_cache_block_size: int = 64
+    instance_id: Id
+    kv_cache_block_size: BlockSize = 64
     worker_type: str = "Aggregated"
     runtime_config: RuntimeConfig = msgspec.field(default_factory=RuntimeConfig)
 
 
-_decode = msgspec.json.Decoder(CardPart).decode
+_decode = record_decoder(CardPart)
 
 
 class WorkerCards:
@@ -56,7 +57,7 @@ class WorkerCards:
             return
         try:
             card = _decode(event.value)
-        except msgspec.MsgspecError as error:
+        except ValueError as error:
             logger.warning("skipping the model card %s: %s", event.key, error)
             return
         if self._cards.get(card.instance_id) != card:

@@ -18,8 +18,8 @@ from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.base import OnKeyEvent
 from dynamo.runtime.discovery.etcd_lease import RETRY_S, EtcdLease, tombstone_key
 from dynamo.runtime.discovery.etcd_link import EtcdLink, NoLease, Unreachable
-from dynamo.runtime.discovery.etcd_mirror import ROOT, EtcdMirror, is_record
-from dynamo.runtime.discovery.layout import split_key
+from dynamo.runtime.discovery.etcd_mirror import ROOT, EtcdMirror, is_usable
+from dynamo.runtime.discovery.layout import check_value, split_key
 from dynamo.runtime.discovery.process import host_id, start_ticks
 from dynamo.runtime.discovery.views import PrefixWatch, Views
 from dynamo.runtime.tasks import Tasks
@@ -27,7 +27,6 @@ from dynamo.runtime.tasks import Tasks
 __all__ = ["EtcdDiscovery"]
 
 TOMBSTONE_TTL_S = 3600.0
-LARGEST_VALUE_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -100,8 +99,7 @@ class EtcdDiscovery:
         """See :class:`Discovery`. A key under a lease of this process outlives outages, and the
         call waits for etcd; under another's lease an absent etcd is WorkerUnavailable."""
         split_key(key)
-        if len(value) > LARGEST_VALUE_BYTES:
-            raise InvalidArgument(f"{len(value)} bytes are too much for the key {key!r} in etcd")
+        check_value(key, value)
         owned = self._owned.get(lease_id)
         if owned is not None:
             await owned.put(key, value)
@@ -132,7 +130,7 @@ class EtcdDiscovery:
             if self._mirror is None or not self._mirror.relisted:
                 raise _away(error) from error
             return self._views.list(prefix)
-        return {key: value for key, value in found.items() if is_record(key)}
+        return {key: value for key, value in found.items() if is_usable(key, value)}
 
     async def revoke(self, lease_id: int) -> None:
         """See :class:`Discovery`. Leaves a tombstone, so that an owner that is cut off now does not

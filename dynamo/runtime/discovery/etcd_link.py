@@ -113,7 +113,7 @@ class EtcdLink:
             lambda channel: rpc.KVStub(channel).Range,
             rpc.RangeRequest(key=first or b"\0", range_end=_range_end(first)),
         )
-        return Listing(answer.header.revision, {kv.key.decode(): kv.value for kv in answer.kvs})
+        return Listing(answer.header.revision, {_name(kv): kv.value for kv in answer.kvs})
 
     async def exists(self, key: str) -> bool:
         """Whether there is such a key."""
@@ -326,7 +326,12 @@ def _operation(key: str, value: bytes | None, lease_id: int) -> Any:
 
 def _change(event: Any) -> Change:
     kv = event.kv
-    return Change(kv.key.decode(errors="replace"), kv.value if event.type == event.PUT else None)
+    return Change(_name(kv), kv.value if event.type == event.PUT else None)
+
+
+def _name(kv: Any) -> str:
+    """The key; bytes that are no UTF-8 are escaped with backslashes."""
+    return str(kv.key.decode(errors="backslashreplace"))
 
 
 def _range_end(prefix: bytes) -> bytes:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.runtime.discovery.etcd_link import Change, Compacted, EtcdLink, Unreachable
-from dynamo.runtime.discovery.layout import BUCKETS
+from dynamo.runtime.discovery.layout import BUCKETS, check_value, split_key
 from dynamo.runtime.discovery.views import Views
 
-__all__ = ["ROOT", "EtcdMirror", "is_record"]
+__all__ = ["ROOT", "EtcdMirror", "is_record", "is_usable"]
 
 ROOT = "v1/"
 SETTLE_S = 3.0
@@ -29,6 +29,11 @@ def is_record(key: str) -> bool:
     return key.startswith(_PREFIXES)
 
 
+def is_usable(key: str, value: bytes) -> bool:
+    """Whether it is such a key, well formed and of bounded size."""
+    return is_record(key) and not _problem(key, value)
+
+
 class EtcdMirror:
     """Keeps ``views`` like the store; run :meth:`follow` as a task."""
 
@@ -40,6 +45,7 @@ class EtcdMirror:
         self._store: tuple[int, int] | None = None
         self._settled_at_s = 0.0
         self._going: dict[str, asyncio.TimerHandle] = {}
+        self._bad: set[str] = set()
         self._away = False
         self._loop = asyncio.get_running_loop()
 
@@ -90,6 +96,13 @@ class EtcdMirror:
         key, value = change
         if not is_record(key):
             return
+        if value is not None and (problem := _problem(key, value)):
+            if key not in self._bad:
+                self._bad.add(key)
+                _log.warning("skipping %a: %s", key, problem)
+            value = None
+        else:
+            self._bad.discard(key)
         going = self._going.pop(key, None)
         if going is not None:
             going.cancel()
@@ -113,3 +126,13 @@ class EtcdMirror:
             self._away = False
             self._settled_at_s = self._loop.time() + SETTLE_S
             _log.info("etcd is back")
+
+
+def _problem(key: str, value: bytes) -> str:
+    """Why the record is skipped, or ""."""
+    try:
+        split_key(key)
+        check_value(key, value)
+    except InvalidArgument as error:
+        return error.message
+    return ""

@@ -15,6 +15,7 @@ from dynamo.runtime.discovery.base import OnKeyEvent
 from dynamo.runtime.discovery.inotify import Inotify
 from dynamo.runtime.discovery.layout import (
     BUCKETS,
+    check_value,
     encode_stored,
     ensure_directories,
     key_path,
@@ -76,19 +77,24 @@ class FileDiscovery:
             raise InvalidArgument(f"lease {chosen:x} exists")
         pid = os.getpid()
         record = LeaseRecord(chosen, pid, start_ticks(pid) or 0, ttl_s, host_id())
-        write_atomic(path, msgspec.json.encode(record))
-        lease = self._owned[chosen] = OwnedLease(path, chosen, ttl_s, inotify, self._forget)
+        data = msgspec.json.encode(record)
+        write_atomic(path, data)
+        lease = OwnedLease(path, chosen, ttl_s, data, inotify, self._forget)
+        self._owned[chosen] = lease
         return lease
 
     async def put(self, key: str, value: bytes, lease_id: int) -> None:
         """Write ``key`` under the lease of any live process."""
+        check_value(key, value)
         path = key_path(self._root, key)
         lease_file = lease_path(self._root, lease_id)
         owned = self._owned.get(lease_id)
         if lease_file.exists():
-            write_atomic(path, encode_stored(lease_id, value))
+            data = encode_stored(lease_id, value)
+            self._disown(path)
+            write_atomic(path, data)
             if owned is not None:
-                owned.keys.add(path)
+                owned.keys[path] = data
             if lease_file.exists():
                 return
             remove_if_lease(path, lease_id)
@@ -97,9 +103,8 @@ class FileDiscovery:
     async def delete(self, key: str) -> None:
         """Remove ``key``; harmless if there is none."""
         path = key_path(self._root, key)
+        self._disown(path)
         path.unlink(missing_ok=True)
-        for lease in self._owned.values():
-            lease.keys.discard(path)
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         """All live keys that start with ``prefix``, including what was just written."""
@@ -139,6 +144,10 @@ class FileDiscovery:
             lease.look()
         if self._mirror is not None:
             self._mirror.rescan()
+
+    def _disown(self, path: Path) -> None:
+        for lease in self._owned.values():
+            lease.keys.pop(path, None)
 
     def _forget(self, lease: OwnedLease) -> None:
         self._owned.pop(lease.id, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import struct
 from collections.abc import Callable
@@ -22,6 +23,7 @@ _EVENT = struct.Struct("iIII")
 _OVERFLOW = int(Mask.Q_OVERFLOW)
 _IGNORED = int(Mask.IGNORED)
 _READ_BYTES = 1 << 16
+_log = logging.getLogger(__name__)
 
 
 class Inotify:
@@ -95,4 +97,8 @@ class Inotify:
                 self._callbacks.pop(descriptor, None)
                 self._watches.pop(descriptor, None)
             if callback is not None:
-                callback(os.fsdecode(data[offset - size : offset].rstrip(b"\0")), mask)
+                name = os.fsdecode(data[offset - size : offset].rstrip(b"\0"))
+                try:
+                    callback(name, mask)
+                except Exception:  # noqa: BLE001 - the events after this one must not be lost
+                    _log.exception("the event of file %a failed", name)

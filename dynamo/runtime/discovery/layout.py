@@ -11,20 +11,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import stat
 import time
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
-import msgspec
-
 from dynamo.errors import InvalidArgument
-from dynamo.protocols.control import LeaseRecord
+from dynamo.protocols.control import LeaseRecord, record_decoder
 
 __all__ = [
     "BUCKETS",
+    "LARGEST_VALUE_BYTES",
     "BadRecord",
     "Stored",
+    "check_value",
     "decode_lease",
     "decode_stored",
     "encode_stored",
@@ -35,17 +36,23 @@ __all__ = [
     "names",
     "read_file",
     "remove_if_lease",
+    "shown",
     "split_key",
     "sweep",
     "write_atomic",
 ]
 
 BUCKETS = ("instances", "mdc", "event_channels")
+LARGEST_VALUE_BYTES = 1 << 20
+"""What a key may hold in any store; etcd refuses more than 1.5 MiB by itself."""
+
 _NAME_MAX_BYTES = 255
 _HEADER_MAX_BYTES = 64
 _ABANDONED_AFTER_S = 60.0
 _counter = itertools.count()
-_lease_decoder = msgspec.json.Decoder(LeaseRecord)
+_decode_lease = record_decoder(LeaseRecord)
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_LARGEST_ID = 2**63 - 1
 
 
 class BadRecord(ValueError):
@@ -73,13 +80,22 @@ def split_key(key: str) -> tuple[str, str]:
     return bucket, name
 
 
+def check_value(key: str, value: bytes) -> None:
+    """Raise InvalidArgument for a value that is too large for the store."""
+    if len(value) > LARGEST_VALUE_BYTES:
+        raise InvalidArgument(
+            f"{len(value)} bytes under the key {key!r} are more than the {LARGEST_VALUE_BYTES} "
+            "that a record may have"
+        )
+
+
 def join_key(bucket: str, name: str) -> str:
     """The key that :func:`split_key` puts into the file ``name``. Raises BadRecord."""
     try:
         key = f"v1/{bucket}/{unquote(name, errors='strict')}"
         if split_key(key) == (bucket, name):
             return key
-    except (UnicodeDecodeError, InvalidArgument) as error:
+    except (UnicodeError, InvalidArgument) as error:
         raise BadRecord("its name is not a key") from error
     raise BadRecord("its name is not a key")
 
@@ -108,7 +124,7 @@ def names(directory: Path) -> list[str]:
 def sweep(directory: Path) -> None:
     """Remove what a writer that died half way left behind a minute or more ago."""
     for path in list(directory.iterdir()):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             if (
                 path.name.startswith(".")
                 and time.time() - path.stat().st_ctime > _ABANDONED_AFTER_S
@@ -129,6 +145,8 @@ def decode_stored(data: bytes) -> Stored:
         lease_id, size_bytes = int(lease, 16), int(size)
     except ValueError:
         raise BadRecord("it has no lease header") from None
+    if not 0 <= lease_id <= _LARGEST_ID:
+        raise BadRecord("its lease is no lease id")
     value = data[end + 1 :]
     if len(value) != size_bytes:
         raise BadRecord(f"it has {len(value)} bytes of {size_bytes}")
@@ -138,20 +156,38 @@ def decode_stored(data: bytes) -> Stored:
 def decode_lease(name: str, data: bytes) -> LeaseRecord:
     """The lease in the file ``name``. Raises BadRecord."""
     try:
-        record = _lease_decoder.decode(data)
-    except msgspec.MsgspecError as error:
+        record = _decode_lease(data)
+    except ValueError as error:
         raise BadRecord(f"it is not a lease: {error}") from None
-    if f"{record.lease_id:x}" != name or record.ttl_s <= 0:
+    if f"{record.lease_id:x}" != name:
         raise BadRecord("it is not the lease of its name")
     return record
 
 
 def read_file(path: Path) -> bytes | None:
-    """The content, or None if there is no such file."""
+    """The content, or None if there is no such file. Raises BadRecord for anything that is no
+    regular file of bounded size; never blocks."""
     try:
-        return path.read_bytes()
+        descriptor = os.open(path, _READ_FLAGS)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise BadRecord(f"it cannot be read: {error.strerror}") from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadRecord("it is not a regular file")
+        limit = LARGEST_VALUE_BYTES + _HEADER_MAX_BYTES
+        if status.st_size > limit:
+            raise BadRecord(f"its {status.st_size} bytes are more than {limit}")
+        return os.read(descriptor, limit)
+    finally:
+        os.close(descriptor)
+
+
+def shown(path: Path) -> str:
+    """The path for a log line, whatever bytes its name has."""
+    return ascii(str(path))[1:-1]
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -188,8 +224,8 @@ def remove_if_lease(path: Path, lease_id: int) -> bool:
 
 
 def _is_under(path: Path, lease_id: int) -> bool:
-    data = read_file(path)
     try:
+        data = read_file(path)
         return data is not None and decode_stored(data).lease_id == lease_id
     except BadRecord:
         return False

@@ -9,6 +9,7 @@ ends after :data:`FORGET_AFTER_TTLS`; one whose process lives here stays silent 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -42,6 +43,9 @@ class LeaseListener(Protocol):
 
     def bad_file(self, path: Path, problem: str) -> None:
         """A file that is no lease."""
+
+    def no_file(self, path: Path) -> None:
+        """There is no such file (any more)."""
 
 
 class _Seen:
@@ -97,24 +101,29 @@ class LeaseTable:
         seen = self._seen.get(_parse(name))
         if seen is None:
             self.observe(name)
+            return
+        try:
+            modified_ns = (self._directory / name).stat().st_mtime_ns
+        except FileNotFoundError:
+            self._end(seen.record.lease_id)
         else:
-            self._heard(seen, self._loop.time())
+            self._modified(seen, modified_ns)
 
     def observe(self, name: str) -> None:
         """Look at the file ``name`` and act on what has changed. O(1) and one small read."""
         path = self._directory / name
-        data = read_file(path)
         lease_id = _parse(name)
-        if data is None:
-            self._end(lease_id)
-            return
         try:
-            record = decode_lease(name, data)
+            data = read_file(path)
+            record = None if data is None else decode_lease(name, data)
             modified_ns = path.stat().st_mtime_ns
         except BadRecord as error:
             self._listener.bad_file(path, str(error))
             return
         except FileNotFoundError:
+            record = None
+        if record is None:
+            self._listener.no_file(path)
             self._end(lease_id)
             return
         seen = self._seen.get(lease_id)
@@ -123,9 +132,8 @@ class LeaseTable:
             seen = None
         if seen is None:
             self._adopt(record, modified_ns)
-        elif seen.modified_ns != modified_ns:
-            seen.modified_ns = modified_ns
-            self._heard(seen, self._loop.time())
+        else:
+            self._modified(seen, modified_ns)
 
     def rescan(self) -> None:
         """Compare everything known with the directory (start, or after lost events)."""
@@ -142,18 +150,21 @@ class LeaseTable:
         self._seen.clear()
 
     def _adopt(self, record: LeaseRecord, modified_ns: int) -> None:
-        age_s = max(0.0, time.time() - modified_ns / 1e9)
-        now = self._loop.time()
-        seen = _Seen(record, now - age_s, modified_ns)
+        heard_at = self._moment(modified_ns)
+        seen = _Seen(record, heard_at, modified_ns)
         if record.host == self._host and not self._watch_process(seen):
-            (self._directory / f"{record.lease_id:x}").unlink(missing_ok=True)
+            self._unlink(record.lease_id)
             self._listener.holder_died(record.lease_id)
             return
         self._seen[record.lease_id] = seen
-        if age_s < record.ttl_s:
+        if self._loop.time() < heard_at + record.ttl_s:
             seen.alive = True
             self._listener.lease_alive(record.lease_id)
         self._arm()
+
+    def _moment(self, modified_ns: int) -> float:
+        """A file's time of modification on the loop's clock; never in the future."""
+        return self._loop.time() - max(0.0, time.time() - modified_ns / 1e9)
 
     def _watch_process(self, seen: _Seen) -> bool:
         record = seen.record
@@ -167,9 +178,12 @@ class LeaseTable:
             _log.warning("cannot watch process %d, only its ttl: %s", record.pid, error)
         return True
 
-    def _heard(self, seen: _Seen, now: float) -> None:
-        seen.heard_at = now
-        if not seen.alive:
+    def _modified(self, seen: _Seen, modified_ns: int) -> None:
+        if modified_ns == seen.modified_ns:
+            return
+        seen.modified_ns = modified_ns
+        seen.heard_at = self._moment(modified_ns)
+        if not seen.alive and self._loop.time() < seen.heard_at + seen.record.ttl_s:
             seen.alive = True
             _log.info("lease %x is heard of again", seen.record.lease_id)
             self._listener.lease_alive(seen.record.lease_id)
@@ -187,7 +201,11 @@ class LeaseTable:
             seen.process.close()
         self._listener.lease_ended(lease_id)
         if unlink:
-            (self._directory / f"{lease_id:x}").unlink(missing_ok=True)
+            self._unlink(lease_id)
+
+    def _unlink(self, lease_id: int) -> None:
+        with contextlib.suppress(OSError):  # gone, or something else stands there by now
+            (self._directory / f"{lease_id:x}").unlink()
 
     def _arm(self) -> None:
         deadlines = [seen.deadline() for seen in self._seen.values()]
@@ -223,6 +241,7 @@ class LeaseTable:
 
 def _parse(name: str) -> int:
     try:
-        return int(name, 16)
+        lease_id = int(name, 16)
     except ValueError:
         return -1
+    return lease_id if f"{lease_id:x}" == name else -1

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.runtime.discovery.base import OnKeyEvent
-from dynamo.runtime.discovery.layout import split_key
+from dynamo.runtime.discovery.layout import check_value, split_key
 from dynamo.runtime.discovery.views import PrefixWatch, Views
 
 __all__ = ["MemoryDiscovery", "MemoryLease", "MemoryStore"]
@@ -26,6 +26,7 @@ class MemoryStore:
     def put(self, key: str, value: bytes, lease_id: int) -> None:
         """See :class:`Discovery`."""
         split_key(key)
+        check_value(key, value)
         if lease_id not in self.leases:
             raise WorkerUnavailable(f"lease {lease_id:x} is gone")
         self.lease_of[key] = lease_id

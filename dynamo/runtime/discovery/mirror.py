@@ -6,12 +6,14 @@ Every file event leads to a fresh look at that one file, so events may be merged
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from pathlib import Path
 
 from asyncinotify import Mask
 
+from dynamo.errors import ConfigError
 from dynamo.runtime.discovery.inotify import Inotify
 from dynamo.runtime.discovery.layout import (
     BUCKETS,
@@ -24,20 +26,30 @@ from dynamo.runtime.discovery.layout import (
     names,
     read_file,
     remove_if_lease,
+    shown,
     sweep,
 )
 from dynamo.runtime.discovery.leases import LeaseTable
 from dynamo.runtime.discovery.remains import Remains
 from dynamo.runtime.discovery.views import Views
+from dynamo.runtime.paths import private_dir
 
 __all__ = ["Mirror"]
 
 _FILE_MASK = (
-    Mask.MOVED_TO | Mask.MOVED_FROM | Mask.CREATE | Mask.CLOSE_WRITE | Mask.DELETE | Mask.ONLYDIR
+    Mask.MOVED_TO
+    | Mask.MOVED_FROM
+    | Mask.CREATE
+    | Mask.CLOSE_WRITE
+    | Mask.DELETE
+    | Mask.MOVE_SELF
+    | Mask.ONLYDIR
 )
 _LEASE_MASK = _FILE_MASK | Mask.ATTRIB
 _ATTRIB = int(Mask.ATTRIB)
-_GONE = int(Mask.IGNORED)
+_GONE = int(Mask.IGNORED | Mask.MOVE_SELF)
+_SELF_MASK = Mask.MOVE_SELF | Mask.DELETE_SELF | Mask.ONLYDIR
+_REBUILD_S = 0.25
 _log = logging.getLogger(__name__)
 
 
@@ -54,8 +66,10 @@ class Mirror:
         self._leases = LeaseTable(root / "leases", self, inotify.drain)
         self._entries: dict[str, Stored] = {}
         self._keys_of: dict[int, set[str]] = {}
-        self._bad: dict[Path, tuple[int, int] | None] = {}
+        self._bad: dict[Path, tuple[int, int]] = {}
         self._descriptors: list[int] = []
+        self._loop = asyncio.get_running_loop()
+        self._again: asyncio.TimerHandle | None = None
         self._closed = False
 
     def start(self) -> None:
@@ -63,7 +77,7 @@ class Mirror:
         self._watch_directories()
         for directory in ("leases", *(f"v1/{bucket}" for bucket in BUCKETS)):
             sweep(self._root / directory)
-        self.rescan()
+        self._read_all()
         if self._remains is not None:
             self._remains.sweep(self._leases.is_known)
 
@@ -71,11 +85,18 @@ class Mirror:
         """Stop following the store; the views stay as they are."""
         self._closed = True
         self._leases.close()
-        for descriptor in self._descriptors:
-            self._inotify.remove(descriptor)
+        if self._again is not None:
+            self._again.cancel()
+        self._unwatch()
 
     def rescan(self) -> None:
         """Look at every lease and every key, known or new."""
+        try:
+            self._read_all()
+        except OSError:
+            self._directory_lost()
+
+    def _read_all(self) -> None:
         self._leases.rescan()
         for bucket in BUCKETS:
             for name in names(self._root / "v1" / bucket):
@@ -109,19 +130,27 @@ class Mirror:
     def bad_file(self, path: Path, problem: str) -> None:
         """Report a file once for as long as it stays as it is."""
         try:
-            status = path.stat()
-            identity = (status.st_ino, status.st_mtime_ns)
+            status = path.lstat()
         except OSError:
-            identity = None
-        if path not in self._bad or self._bad[path] != identity:
+            self.no_file(path)
+            return
+        identity = (status.st_ino, status.st_mtime_ns)
+        if self._bad.get(path) != identity:
             self._bad[path] = identity
-            _log.warning("skipping %s: %s", path, problem)
+            _log.warning("skipping %s: %s", shown(path), problem)
+
+    def no_file(self, path: Path) -> None:
+        """There is nothing to report (any more)."""
+        self._bad.pop(path, None)
 
     def _watch_directories(self) -> None:
+        private_dir(self._root)
         ensure_directories(self._root)
-        self._descriptors = [
+        for directory in (self._root, self._root / "v1"):
+            self._descriptors.append(self._inotify.add(directory, _SELF_MASK, self._on_directory))
+        self._descriptors.append(
             self._inotify.add(self._root / "leases", _LEASE_MASK, self._on_lease_file)
-        ]
+        )
         for bucket in BUCKETS:
             self._descriptors.append(
                 self._inotify.add(
@@ -130,6 +159,15 @@ class Mirror:
                     functools.partial(self._on_key_file, bucket),
                 )
             )
+
+    def _unwatch(self) -> None:
+        for descriptor in self._descriptors:
+            self._inotify.remove(descriptor)
+        self._descriptors.clear()
+
+    def _on_directory(self, name: str, mask: int) -> None:
+        if mask & _GONE:
+            self._directory_lost()
 
     def _on_lease_file(self, name: str, mask: int) -> None:
         if mask & _GONE:
@@ -147,13 +185,22 @@ class Mirror:
             self._observe(bucket, name)
 
     def _directory_lost(self) -> None:
-        if self._closed:
+        if self._closed or self._again is not None:
             return
-        _log.error("a directory of the store %s was removed; making it anew", self._root)
-        for descriptor in self._descriptors:
-            self._inotify.remove(descriptor)
-        self._watch_directories()
-        self.rescan()
+        _log.error("a directory of the store %s was removed: creating it again", self._root)
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Create the directories and watch them; try again later while someone removes them."""
+        self._again = None
+        self._unwatch()
+        try:
+            self._watch_directories()
+            self._read_all()
+        except (OSError, ConfigError) as error:
+            _log.warning("cannot watch %s: %s; trying again", self._root, error)
+            self._unwatch()
+            self._again = self._loop.call_later(_REBUILD_S, self._rebuild)
 
     def _observe(self, bucket: str, name: str) -> None:
         path = self._root / "v1" / bucket / name
@@ -162,16 +209,16 @@ class Mirror:
         except BadRecord as error:
             self.bad_file(path, str(error))
             return
-        data = read_file(path)
-        if data is None:
-            self._bad.pop(path, None)
-            self._replace(key, None)
-            return
         try:
-            self._replace(key, decode_stored(data))
+            data = read_file(path)
+            stored = None if data is None else decode_stored(data)
         except BadRecord as error:
             self.bad_file(path, str(error))
             self._replace(key, None)
+            return
+        if stored is None:
+            self.no_file(path)
+        self._replace(key, stored)
 
     def _replace(self, key: str, stored: Stored | None) -> None:
         before = self._entries.pop(key, None)

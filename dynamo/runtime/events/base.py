@@ -23,7 +23,8 @@ OnEvent = Callable[[int, int, bytes], None]
 OnGap = Callable[[int, int, int], None]
 """``on_gap(publisher_id, expected, got)``, called before the event that revealed the gap.
 
-``got > expected``: events were lost, or published before this subscriber was connected.
+``got > expected``: events were lost. Those from before the first that arrives are not missing: a
+subscriber that joins late asks for what it needs.
 ``got < expected``: the publisher began anew under its old id.
 """
 

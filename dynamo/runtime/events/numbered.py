@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from dynamo.runtime.events.base import FIRST_SEQUENCE, OnEvent, OnGap
+from dynamo.runtime.events.base import OnEvent, OnGap
 
 __all__ = ["Numbered"]
 
@@ -27,7 +27,7 @@ class Numbered:
 
     def _deliver(self, publisher_id: int, sequence: int, payload: bytes) -> None:
         self.received += 1
-        expected = self._expected.get(publisher_id, FIRST_SEQUENCE)
+        expected = self._expected.get(publisher_id, sequence)  # the first one is no gap
         self._expected[publisher_id] = sequence + 1
         try:
             if sequence != expected:

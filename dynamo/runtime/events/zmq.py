@@ -105,11 +105,17 @@ class ZmqSubscriber(Numbered):
         self._loop.add_reader(self._descriptor, self._drain)
 
     def connect(self, address: str, publisher_id: int | None = None) -> None:
-        """See EventSubscriber. With ``publisher_id`` its state goes away at disconnect."""
+        """See EventSubscriber. With ``publisher_id`` its state goes away at disconnect.
+        ValueError: ZeroMQ does not accept the address."""
         if address not in self._addresses and not self._socket.closed:
-            self._addresses[address] = publisher_id
             self._socket.setsockopt(zmq.IPV6, int("[" in address))
-            self._socket.connect(address)
+            try:
+                self._socket.connect(address)
+            except zmq.ZMQError as error:
+                raise ValueError(
+                    f"{address[:200]!r} is no address of a publisher: {error}"
+                ) from None
+            self._addresses[address] = publisher_id
             self._look()
 
     def disconnect(self, address: str) -> None:

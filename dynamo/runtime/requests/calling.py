@@ -40,7 +40,9 @@ from dynamo.runtime.requests.stream import REQUEST_ID
 
 __all__ = ["CallingConnection", "ClientStream", "StreamSink"]
 
-_SILENT_TICKS = 3
+_TICKS_PER_TIMEOUT = 4
+_SILENT_TICKS = 1 + _TICKS_PER_TIMEOUT  # the first one sends the ping
+_SILENT_TICKS_WHEN_RELEASED = 1 + _TICKS_PER_TIMEOUT // 2
 _log = logging.getLogger(__name__)
 
 
@@ -146,9 +148,10 @@ class ClientStream:
 class CallingConnection(Connection):
     """Numbers the streams, feeds their sinks, and notices a worker that no longer answers.
 
-    There is no acknowledgement per request. While streams are open and nothing has been heard for
-    half of ``request_timeout_s`` a ping is sent; unanswered for the whole of it, the worker
-    counts as gone.
+    There is no acknowledgement per request. While streams are open and nothing has been received
+    for a quarter of ``request_timeout_s`` a ping is sent; unanswered for the whole of it, the
+    worker counts as gone. Half of it is enough once discovery has dropped the worker: one that
+    leaves in peace still answers, one that hangs does not.
     """
 
     def __init__(
@@ -178,6 +181,7 @@ class CallingConnection(Connection):
         context: Context | None,
     ) -> ClientStream:
         """See ``RequestClient.open``."""
+        self._close_when_idle = False  # whoever opens a stream found the worker in discovery again
         number = self._next_number()
         stream = ClientStream(self, number, sink, context)
         if context is not None and REQUEST_ID not in headers:
@@ -291,7 +295,11 @@ class CallingConnection(Connection):
     def _watch(self) -> None:
         self._heard = False
         self._silent_ticks = 0
-        self._timer = self._loop.call_later(self.settings.request_timeout_s / 2, self._tick)
+        self._tick_later()
+
+    def _tick_later(self) -> None:
+        interval_s = self.settings.request_timeout_s / _TICKS_PER_TIMEOUT
+        self._timer = self._loop.call_later(interval_s, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
@@ -301,14 +309,14 @@ class CallingConnection(Connection):
             self._watch()
             return
         self._silent_ticks += 1
-        if self._silent_ticks >= _SILENT_TICKS:
-            self._give_up()
+        allowed = _SILENT_TICKS_WHEN_RELEASED if self._close_when_idle else _SILENT_TICKS
+        if self._silent_ticks >= allowed:
+            self._give_up((allowed - 1) * self.settings.request_timeout_s / _TICKS_PER_TIMEOUT)
             return
         self.write(pack(PING, 0, b""))
-        self._timer = self._loop.call_later(self.settings.request_timeout_s / 2, self._tick)
+        self._tick_later()
 
-    def _give_up(self) -> None:
-        timeout_s = self.settings.request_timeout_s
+    def _give_up(self, timeout_s: float) -> None:
         text = f"the worker at {self.address} has not answered for {timeout_s:g} s"
         _log.warning("request plane: %s", text)
         unheard = [stream for stream in self.streams.values() if not stream.heard]

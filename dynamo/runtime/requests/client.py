@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamo.config.knob import from_env
 from dynamo.config.requests import RequestPlaneSettings
-from dynamo.errors import CannotConnect, ConnectionTimeout, Disconnected
+from dynamo.errors import CannotConnect, ConnectTimeout, Disconnected
 from dynamo.runtime.context import Context
 from dynamo.runtime.requests.address import parse
 from dynamo.runtime.requests.calling import CallingConnection, ClientStream, StreamSink
@@ -91,7 +91,7 @@ class RequestClient:
                 await dial
         except TimeoutError:
             text = f"no connection to {connection.address} within {timeout_s:g} s"
-            connection.lose(ConnectionTimeout(text))
+            connection.lose(ConnectTimeout(text))
         except (OSError, ValueError) as error:
             connection.lose(CannotConnect(f"cannot connect to {connection.address}: {error}"))
 

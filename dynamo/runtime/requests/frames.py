@@ -112,7 +112,9 @@ def parse_error(body: bytes) -> DynamoError:
     """The error an ERROR frame carries; an unknown code is a plain DynamoError."""
     length = body[0] if body else 0
     code = body[1 : 1 + length].decode(errors="replace")
-    return from_code(code, body[1 + length :].decode(errors="replace"))
+    error = from_code(code, body[1 + length :].decode(errors="replace"))
+    error.relayed = True
+    return error
 
 
 @lru_cache(maxsize=1024)

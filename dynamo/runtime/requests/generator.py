@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from dynamo.errors import Cancelled, DynamoError, EngineShutdown, Overloaded
 from dynamo.protocols import codec
+from dynamo.protocols.engine import with_every_key
 from dynamo.runtime.context import Context
 from dynamo.runtime.requests.calling import ClientStream
 from dynamo.runtime.requests.client import RequestClient
-from dynamo.runtime.requests.serving import as_error
 from dynamo.runtime.requests.stream import PushHandler, ServerStream
 from dynamo.runtime.tasks import Tasks
 
@@ -23,16 +22,16 @@ __all__ = ["ResponseStream", "generator_handler", "open_stream"]
 PAUSE_BYTES = 1024 * 1024
 PAUSE_ITEMS = 1024
 HARD_CAP_FACTOR = 16
-_log = logging.getLogger(__name__)
 
 
 def generator_handler(generate: Callable[..., Any], tasks: Tasks) -> PushHandler:
     """Serve ``async def generate(request[, context])``, an async generator, as a push handler.
 
-    One task of ``tasks`` per request. The request is decoded to plain values, each item is encoded
-    as MessagePack. asyncio.CancelledError raised by the generator means Cancelled, ValueError
-    InvalidArgument, HttpError HttpFailure, anything else EngineFailure. After a kill the generator
-    is closed at its next item.
+    One task of ``tasks`` per request. The request is decoded to plain values, a preprocessed one
+    with all its keys (:func:`with_every_key`); each item is encoded as MessagePack.
+    asyncio.CancelledError raised by the generator means Cancelled, ValueError InvalidArgument,
+    HttpError HttpFailure, GeneratorExit EngineShutdown, any other BaseException EngineFailure.
+    After a kill the generator is closed at its next item.
     """
     with_context = _takes_context(generate)
 
@@ -167,7 +166,7 @@ async def _serve(
     generate: Callable[..., Any], with_context: bool, stream: ServerStream, payload: bytes
 ) -> None:
     try:
-        request = codec.plain_decode(payload)
+        request = with_every_key(codec.plain_decode(payload))
         items = generate(request, stream.context) if with_context else generate(request)
         try:
             await _send_all(items, stream)
@@ -181,10 +180,10 @@ async def _serve(
             stream.cut(EngineShutdown("the worker shut down"))
             raise
         stream.error(Cancelled("Request cancelled"))
-    except Exception as error:  # noqa: BLE001 - it becomes the stream's error
-        if not stream.closed:
-            _log.warning("%s: the handler failed", stream.endpoint, exc_info=error)
-        stream.error(as_error(error))
+    except BaseException as error:  # it becomes the stream's error
+        stream.raised(error)
+        if isinstance(error, KeyboardInterrupt):
+            raise
 
 
 async def _send_all(items: AsyncIterator[Any], stream: ServerStream) -> None:

@@ -6,25 +6,35 @@ import asyncio
 import errno
 import logging
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from dynamo.config.knob import from_env
 from dynamo.config.requests import RequestPlaneSettings
-from dynamo.errors import CannotConnect, EngineShutdown, Overloaded, UnknownEndpoint
+from dynamo.errors import (
+    CannotConnect,
+    EngineShutdown,
+    Overloaded,
+    UnknownEndpoint,
+    WorkerLeaving,
+)
 from dynamo.runtime.requests.address import Address, parse
 from dynamo.runtime.requests.serving import ServingConnection
 from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServedEndpoint
+from dynamo.runtime.tasks import Tasks
 
 __all__ = ["RequestServer"]
 
 CLOSE_TIMEOUT_S = 2.0
+SOCKET_CHECK_S = 1.0
 _log = logging.getLogger(__name__)
 
 
 class RequestServer:
     """Serves any number of endpoints on one UNIX or TCP socket, multiplexed.
 
-    Life: ``start`` · ``register`` … ``unregister`` · ``drain`` · ``close``.
+    Life: ``start`` · ``register`` … ``unregister`` · ``drain`` · ``close``. A UNIX socket whose
+    file was removed is bound again within ``SOCKET_CHECK_S``.
     """
 
     def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
@@ -32,6 +42,9 @@ class RequestServer:
         self.draining = False
         self._listener: asyncio.AbstractServer | None = None
         self._socket_path: tuple[Path, tuple[int, int]] | None = None
+        self._socket_check: asyncio.TimerHandle | None = None
+        self._unreachable = False
+        self._tasks = Tasks("request server")
         self._connections: set[ServingConnection] = set()
         self._endpoints: dict[str, ServedEndpoint] = {}
         self._leaving: list[ServedEndpoint] = []
@@ -45,20 +58,14 @@ class RequestServer:
 
     async def start(self, address: str) -> str:
         """Listen; the real address (a port of 0 is filled in). CannotConnect: it is in use."""
-        loop = asyncio.get_running_loop()
         wanted = parse(address)
-        sock = _listen_unix(wanted.path) if wanted.path is not None else _listen_tcp(wanted)
-
-        def connection() -> ServingConnection:
-            return ServingConnection(self.settings, loop, self._admit, self._connections)
-
-        if wanted.path is None:
-            self._listener = await loop.create_server(connection, sock=sock)
-            return str(wanted._replace(port=sock.getsockname()[1]))
-        path = Path(wanted.path)
-        self._socket_path = path, _identity(path)
-        self._listener = await loop.create_unix_server(connection, sock=sock)
-        return address
+        if wanted.path is not None:
+            await self._listen(wanted.path)
+            return address
+        sock = _listen_tcp(wanted)
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(self._connection, sock=sock)
+        return str(wanted._replace(port=sock.getsockname()[1]))
 
     def register(
         self,
@@ -67,16 +74,18 @@ class RequestServer:
         *,
         stats: EndpointStats | None = None,
         graceful_shutdown: bool = True,
+        on_engine_shutdown: Callable[[], None] | None = None,
     ) -> EndpointStats:
         """Serve ``endpoint`` ("ns/component/endpoint"). ValueError: it is served already.
 
         ``graceful_shutdown``: whether :meth:`drain` lets its streams finish or cuts them.
+        ``on_engine_shutdown``: see :class:`ServedEndpoint`.
         """
         if endpoint in self._endpoints:
             raise ValueError(f"endpoint {endpoint} is already served by this process")
         stats = stats or EndpointStats()
         self._endpoints[endpoint] = ServedEndpoint(
-            endpoint, handler, stats, graceful_shutdown, self._on_ended
+            endpoint, handler, stats, graceful_shutdown, self._on_ended, on_engine_shutdown
         )
         return stats
 
@@ -90,7 +99,7 @@ class RequestServer:
     async def drain(self, timeout_s: float, endpoint: str | None = None) -> int:
         """Take nothing new, wait for what is in flight; the number of streams that were cut.
 
-        New requests are handed back with EngineShutdown. Endpoints registered with
+        New requests are handed back with WorkerLeaving. Endpoints registered with
         ``graceful_shutdown=False`` are cut at once, the others after ``timeout_s``. With
         ``endpoint`` only that one is drained, unregistered or not.
         """
@@ -123,6 +132,9 @@ class RequestServer:
     async def close(self) -> None:
         """Stop listening, cut what is in flight, flush and close all connections. Idempotent."""
         self.draining = True
+        if self._socket_check is not None:
+            self._socket_check.cancel()
+        await self._tasks.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -144,7 +156,7 @@ class RequestServer:
     def _admit(self, endpoint: str) -> ServedEndpoint:
         served = self._endpoints.get(endpoint)
         if self.draining or (served is not None and served.draining):
-            raise EngineShutdown(f"the worker that served {endpoint} is shutting down")
+            raise WorkerLeaving(f"the worker that served {endpoint} is shutting down")
         if served is None:
             raise UnknownEndpoint(f"Unknown endpoint: {endpoint}")
         if self._inflight >= self.settings.max_streams:
@@ -155,6 +167,46 @@ class RequestServer:
     def _on_ended(self) -> None:
         self._inflight -= 1
         self._ended.set()
+
+    def _connection(self) -> ServingConnection:
+        loop = asyncio.get_running_loop()
+        return ServingConnection(self.settings, loop, self._admit, self._connections)
+
+    async def _listen(self, path: str) -> None:
+        loop = asyncio.get_running_loop()
+        sock = _listen_unix(path)
+        self._socket_path = Path(path), _identity(Path(path))
+        self._listener = await loop.create_unix_server(self._connection, sock=sock)
+        self._socket_check = loop.call_later(SOCKET_CHECK_S, self._check_socket)
+
+    def _check_socket(self) -> None:
+        assert self._socket_path is not None
+        path, identity = self._socket_path
+        try:
+            if _identity(path) == identity:
+                loop = asyncio.get_running_loop()
+                self._socket_check = loop.call_later(SOCKET_CHECK_S, self._check_socket)
+                return
+        except OSError as error:
+            _log.debug("%s: %s", path, error)
+        self._tasks.spawn(self._listen_again(str(path)), name="listen again")
+
+    async def _listen_again(self, path: str) -> None:
+        """Bind the removed socket again; try until it works. Connections are not touched."""
+        if self._listener is not None:
+            self._listener.close()  # first: closing may unlink the path
+            self._listener = None
+        try:
+            await self._listen(path)
+        except CannotConnect as error:
+            level = logging.DEBUG if self._unreachable else logging.ERROR
+            _log.log(level, "the socket was removed, no new client can connect: %s", error)
+            self._unreachable = True
+            loop = asyncio.get_running_loop()
+            self._socket_check = loop.call_later(SOCKET_CHECK_S, self._check_socket)
+        else:
+            self._unreachable = False
+            _log.warning("the socket %s was removed: bound again", path)
 
     def _unlink(self) -> None:
         if self._socket_path is None:

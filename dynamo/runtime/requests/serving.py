@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from dynamo.config.requests import RequestPlaneSettings
-from dynamo.errors import DynamoError, EngineFailure, HttpError, HttpFailure, InvalidArgument
+from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.runtime.requests.connection import Connection
 from dynamo.runtime.requests.frames import (
     KILL,
@@ -25,7 +25,7 @@ from dynamo.runtime.requests.frames import (
 )
 from dynamo.runtime.requests.stream import ServedEndpoint, ServerStream
 
-__all__ = ["ServingConnection", "as_error"]
+__all__ = ["ServingConnection"]
 
 _log = logging.getLogger(__name__)
 
@@ -107,23 +107,12 @@ class ServingConnection(Connection):
         stream = self.streams[number] = ServerStream(self, number, served, headers)
         try:
             served.handler(stream, payload)
-        except Exception as error:  # noqa: BLE001 - it becomes the stream's error
-            _log.exception("%s: the handler failed", name)
-            stream.error(as_error(error))
+        except BaseException as error:  # it becomes the stream's error
+            stream.raised(error)
+            if isinstance(error, KeyboardInterrupt):
+                raise
 
     def _refuse_size(self, number: int, size: bytes) -> None:
         limit = self.settings.max_message_size_bytes
         text = f"request of {size.decode()} bytes exceeds DYN_TCP_MAX_MESSAGE_SIZE={limit}"
         self.write(pack_error(number, InvalidArgument(text), limit))
-
-
-def as_error(error: BaseException) -> DynamoError:
-    """What a handler's exception means to the caller: ValueError is his fault, HttpError says it,
-    others are ours."""
-    if isinstance(error, DynamoError):
-        return error
-    if isinstance(error, HttpError):
-        return HttpFailure(error.message, error.code)
-    if isinstance(error, ValueError):
-        return InvalidArgument(str(error))
-    return EngineFailure(f"{type(error).__name__}: {error}")

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
 from dynamo.config.requests import RequestPlaneSettings
-from dynamo.errors import Cancelled, DynamoError, EngineFailure, EngineShutdown, Overloaded
+from dynamo.errors import (
+    Cancelled,
+    DynamoError,
+    EngineFailure,
+    EngineShutdown,
+    HttpError,
+    HttpFailure,
+    InvalidArgument,
+    Overloaded,
+)
 from dynamo.observability.metrics import Counter, Gauge, Histogram
 from dynamo.runtime.context import CancelKind, Context
 from dynamo.runtime.requests.frames import DATA, END, pack, pack_error
@@ -24,6 +34,7 @@ __all__ = [
 ]
 
 _NO_FAILURE = (Cancelled, EngineShutdown, Overloaded)
+_log = logging.getLogger(__name__)
 REQUEST_ID = "request-id"
 """The header that carries ``Context.id()``."""
 
@@ -66,9 +77,21 @@ class Carrier(Protocol):
 
 
 class ServedEndpoint:
-    """One registered endpoint: its handler, its counters, its streams in flight."""
+    """One registered endpoint: its handler, its counters, its streams in flight.
 
-    __slots__ = ("active", "draining", "graceful", "handler", "name", "on_ended", "stats")
+    ``on_engine_shutdown`` is called when a handler raises EngineShutdown.
+    """
+
+    __slots__ = (
+        "active",
+        "draining",
+        "graceful",
+        "handler",
+        "name",
+        "on_ended",
+        "on_engine_shutdown",
+        "stats",
+    )
 
     def __init__(
         self,
@@ -77,6 +100,7 @@ class ServedEndpoint:
         stats: EndpointStats,
         graceful: bool,
         on_ended: Callable[[], None],
+        on_engine_shutdown: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.handler = handler
@@ -84,6 +108,7 @@ class ServedEndpoint:
         self.graceful = graceful
         self.draining = False
         self.on_ended = on_ended
+        self.on_engine_shutdown = on_engine_shutdown
         self.active: set[ServerStream] = set()
 
 
@@ -187,6 +212,21 @@ class ServerStream:
             self._connection.write(pack_error(self._number, error, limit))
             self._finish()
 
+    def raised(self, error: BaseException) -> None:
+        """End the response with the exception that its handler raised. Idempotent.
+
+        EngineShutdown (GeneratorExit means the same) also reports that the engine is down, unless
+        the handler passes on the error of another process.
+        """
+        if self.closed:
+            return
+        _log.warning("%s: the handler failed", self.endpoint, exc_info=error)
+        found = _as_error(error)
+        report = self._served.on_engine_shutdown
+        if report is not None and isinstance(found, EngineShutdown) and not found.relayed:
+            report()
+        self.error(found)
+
     async def drained(self) -> None:
         """Wait until another item may be sent without growing a buffer, or the stream is over."""
         while self.above_high_water and not self.closed:
@@ -245,3 +285,20 @@ class ServerStream:
         served.stats.duration_s.observe(perf_counter() - self._started)
         self.wake()
         served.on_ended()
+
+
+def _as_error(error: BaseException) -> DynamoError:
+    """Map ValueError to InvalidArgument, HttpError to HttpFailure, others to EngineFailure."""
+    if isinstance(error, DynamoError):
+        return error
+    if isinstance(error, HttpError):
+        return HttpFailure(error.message, error.code)
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the caller still needs an end frame
+        text = "(no text: its __str__ failed)"
+    if isinstance(error, ValueError):
+        return InvalidArgument(text)
+    if isinstance(error, GeneratorExit):
+        return EngineShutdown(text or "the engine shut down")
+    return EngineFailure(f"{type(error).__name__}: {text}")

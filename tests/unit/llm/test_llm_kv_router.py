@@ -161,7 +161,7 @@ async def test_generate(box: Box) -> None:
     assert [item["token_ids"] for item in items] == [[1], [2], [3]]
     home = items[0]["routing_data"]["worker_id"]["decode_worker_id"]
     assert items[-1]["routing_data"]["timing"]["kv_hit_rate"] == 0.0
-    assert box.requests[0]["stop_conditions"] == {"max_tokens": 3}
+    assert box.requests[0]["stop_conditions"]["max_tokens"] == 3
     assert (await router.best_worker(PROMPT))[::2] == (home, 3)
     others = [worker.instance_id for worker in box.workers if worker.instance_id != home]
     items = [item async for item in await router.generate(PROMPT, "m", worker_id=others[0])]

@@ -21,6 +21,7 @@ from test_live_router import (
     test_foreign_payloads_are_counted,
     test_ranks_come_from_the_card,
     test_the_loop_runs_while_a_dump_is_applied,
+    test_to_join_late_counts_no_gap,
     test_without_local_indexer_nobody_is_asked,
     test_workers_come_and_go,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "test_foreign_payloads_are_counted",
     "test_ranks_come_from_the_card",
     "test_the_loop_runs_while_a_dump_is_applied",
+    "test_to_join_late_counts_no_gap",
     "test_without_local_indexer_nobody_is_asked",
     "test_workers_come_and_go",
 ]

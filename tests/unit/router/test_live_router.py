@@ -360,6 +360,26 @@ async def test_a_worker_that_begins_anew_under_its_id(
     await until(lambda: overlap(live) == 2)
 
 
+async def test_to_join_late_counts_no_gap(box: Box) -> None:
+    worker = await box.worker()
+    for number in range(3):
+        worker.publish(stored(1 + number, number, number + 1))
+    worker.answers = [KvQueryAnswer("tree_dump", [stored(3, 0, 3)], 3)]
+    live = await box.route()
+    await until(lambda: overlap(live) == 3)
+    worker.publish(stored(4, 3, 4))
+    await until(lambda: overlap(live) == 4)
+
+    def gaps() -> list[str]:
+        text = live._runtime.metrics.render().decode()
+        return [line.rpartition(" ")[2] for line in text.splitlines() if "sequence_gap" in line]
+
+    assert set(gaps()) <= {"0"}
+    worker.publisher._sequence += 7  # type: ignore[attr-defined]
+    worker.publish()
+    await until(lambda: gaps() == ["7"])
+
+
 async def test_a_publisher_that_counts_anew_is_asked_for_everything(box: Box) -> None:
     """As when a death and a start under the same id are so close that discovery shows neither."""
     worker = await box.worker()

@@ -67,10 +67,18 @@ async def test_a_bad_record_is_skipped(
     with caplog.at_level(logging.WARNING):
         await runtime.discovery.put(PREFIX + "1", b"{}", lease.id)
         await put(runtime, 2, {"carrier": "pigeon"})
+        await put(runtime, 4, {"tcp": "127.0.0.1"})
         await put(runtime, 3, {"uds": "/c"})
+        stored = (await runtime.discovery.list(PREFIX + "3"))[PREFIX + "3"]
+        await runtime.discovery.put(PREFIX + "5", stored, lease.id)
+        await runtime.discovery.put(
+            PREFIX + "zz", stored.replace(b":3,", b":%d," % 2**70), lease.id
+        )
     assert client.instance_ids() == [3]
-    assert caplog.text.count("skipping the instance") == 2
-    await runtime.discovery.delete(PREFIX + "1")
+    assert caplog.text.count("skipping the instance") == 5
+    for tail in ("1", "5", "zz"):
+        await runtime.discovery.delete(PREFIX + tail)
+    assert client.instance_ids() == [3] and "failed" not in caplog.text
 
 
 async def test_a_failing_listener_does_not_rob_the_next(

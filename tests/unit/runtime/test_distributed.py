@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,6 +26,12 @@ from dynamo.errors import (
 )
 from dynamo.protocols import codec
 from dynamo.protocols.control import EndpointRecord
+from dynamo.protocols.engine import (
+    OutputOptions,
+    PreprocessedRequest,
+    SamplingOptions,
+    StopConditions,
+)
 from dynamo.runtime import Annotated, Client, Context, DistributedRuntime, dynamo_endpoint
 from dynamo.runtime.tasks import Tasks
 
@@ -114,9 +121,17 @@ async def test_errors_arrive_as_they_are_named(deployment: Deployment):
             raise asyncio.CancelledError
         if request["how"] == "status":
             raise HttpError(418, "short and stout")
-        if request["how"] == "shutdown":
-            raise EngineShutdown("the GPU fell off the bus")
+        if request["how"] == "exit":
+            raise SystemExit(3)
+        if request["how"] == "base":
+            raise BaseException("lost")
+        if request["how"] == "mute":
+            raise Mute
         raise KeyError("lost")
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
 
     worker = deployment.runtime()
     deployment.serve(worker, "ns.comp.gen", fail)
@@ -131,13 +146,16 @@ async def test_errors_arrive_as_they_are_named(deployment: Deployment):
         await call("cancel")
     with pytest.raises(EngineFailure, match="KeyError: 'lost'"):
         await call("other")
+    with pytest.raises(EngineFailure, match="SystemExit: 3"):
+        await call("exit")
+    with pytest.raises(EngineFailure, match="BaseException: lost"):
+        await call("base")
+    with pytest.raises(EngineFailure, match="Mute"):
+        await call("mute")
     with pytest.raises(HttpFailure, match=r"^short and stout$") as status:
         await call("status")
     assert status.value.status == 418
     assert not client.is_inhibited(worker.instance_id)
-    with pytest.raises(EngineShutdown, match="fell off"):
-        await call("shutdown")
-    assert client.is_inhibited(worker.instance_id)
     with pytest.raises(WorkerUnavailable) as found:
         await client.direct({}, 12345)
     assert str(found.value) == "Unavailable: instance_id=12345 not found for endpoint ns/comp/gen"
@@ -145,6 +163,53 @@ async def test_errors_arrive_as_they_are_named(deployment: Deployment):
     with pytest.raises(NoInstances) as none:
         await nobody.round_robin({})
     assert str(none.value) == "Unavailable: No workers available for endpoint ns/comp/nope"
+
+
+@pytest.mark.parametrize("error", [EngineShutdown("gone"), GeneratorExit("gone")])
+async def test_an_instance_whose_engine_shut_down_leaves_until_it_registers_again(
+    deployment: Deployment, error: BaseException
+):
+    async def fail_once(request: Any) -> AsyncIterator[str]:
+        if failing:
+            raise failing.pop()
+        yield "well"
+
+    failing = [error]
+    worker = deployment.runtime()
+    deployment.serve(worker, "ns.comp.gen", fail_once)
+    client = await deployment.client("ns.comp.gen")
+    with pytest.raises(EngineShutdown, match="gone"):
+        async for _ in await client.random({}):
+            raise AssertionError
+    await until_count(client, 0)
+    assert not worker.serving.health.is_ready()
+    await worker.endpoint("ns.comp.gen").register_endpoint_instance()
+    await until_count(client, 1)
+    assert [item async for item in await client.random({}, annotated=False)] == ["well"]
+
+
+async def test_an_engine_shutdown_that_is_passed_on_leaves_the_relay_in_routing(
+    deployment: Deployment,
+):
+    async def down(request: Any) -> AsyncIterator[str]:
+        raise EngineShutdown("gone")
+        yield ""
+
+    deployment.serve(deployment.runtime(), "ns.comp.inner", down)
+    inner = await deployment.client("ns.comp.inner")
+
+    async def relay(request: Any) -> AsyncIterator[Any]:
+        async for item in await inner.random(request):
+            yield item
+
+    middle = deployment.runtime()
+    deployment.serve(middle, "ns.comp.outer", relay)
+    outer = await deployment.client("ns.comp.outer")
+    with pytest.raises(EngineShutdown, match="gone"):
+        async for _ in await outer.random({}):
+            raise AssertionError
+    await until_count(inner, 0)
+    assert middle.serving.health.is_ready() and len(outer.instance_ids()) == 1
 
 
 class Endless:
@@ -559,6 +624,45 @@ class _Model:
 
     def model_dump(self) -> dict[str, Any]:
         return self.fields
+
+
+async def test_dynamo_endpoint_of_other_types_checks_nothing(deployment: Deployment):
+    class Service:
+        @dynamo_endpoint(str, str)
+        async def generate(self, request: str) -> AsyncIterator[Any]:
+            yield request
+            yield {"any": 1}
+
+    deployment.serve(deployment.runtime(), "ns.comp.gen", Service().generate)
+    client = await deployment.client("ns.comp.gen")
+    items = [item async for item in await client.random("plain text", annotated=False)]
+    assert items == ["plain text", {"any": 1}]
+
+
+async def test_a_preprocessed_request_has_every_key(deployment: Deployment):
+    seen: list[Any] = []
+
+    async def remember(request: Any) -> AsyncIterator[int]:
+        seen.append(request)
+        yield 1
+
+    deployment.serve(deployment.runtime(), "ns.comp.gen", remember)
+    client = await deployment.client("ns.comp.gen")
+    sampling = SamplingOptions(top_p=0.5)
+    engine_request = PreprocessedRequest("m", codec.tokens([1, 2]), sampling_options=sampling)
+    for request in (engine_request, {"token_ids": [1]}, {"text": "x"}, None):
+        async for _ in await client.random(request):
+            pass
+    full = seen[0]
+    assert full["token_ids"] == [1, 2] and full["sampling_options"]["top_p"] == 0.5
+    assert full["sampling_options"]["temperature"] is None
+    assert full["stop_conditions"]["max_tokens"] is full["output_options"]["logprobs"] is None
+    assert (full["annotations"], full["eos_token_ids"], full["routing"]) == ([], [], {})
+    assert set(full) == set(PreprocessedRequest.__struct_fields__)
+    for section, kind in (("stop_conditions", StopConditions), ("output_options", OutputOptions)):
+        assert set(full[section]) == set(kind.__struct_fields__)
+    assert msgspec.convert(full, PreprocessedRequest, dec_hook=lambda _, ids: codec.tokens(ids))
+    assert seen[1:] == [{"token_ids": [1]}, {"text": "x"}, None]
 
 
 async def test_dynamo_endpoint_validates(deployment: Deployment):

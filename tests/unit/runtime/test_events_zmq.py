@@ -78,20 +78,28 @@ async def test_events_arrive_in_order_with_numbers(tmp_path: Path, kind: str) ->
     publisher.close()
 
 
-async def test_a_late_subscriber_hears_of_the_gap_first(tmp_path: Path) -> None:
+async def test_to_join_late_is_no_gap_but_a_loss_afterwards_is(tmp_path: Path) -> None:
     publisher, listener = ZmqPublisher(TOPIC, 7, ipc(tmp_path)), Listener()
     for _ in range(10):
         publisher.publish(b"before anyone listened")
-    order: list[str] = []
-    listener.subscriber._on_gap = lambda *gap: order.append(f"gap {gap}")
-    listener.subscriber._on_event = lambda *event: (order.append("event"), listener.take(*event))
-    listener.subscriber.connect(publisher.address)
+    listener.subscriber.connect(publisher.address, 7)
     async with asyncio.timeout(TIMEOUT_S):
         while not listener.events:
             publisher.publish(b"x")
             await asyncio.sleep(0.005)
-    first = listener.events[0][1]
-    assert first >= 10 and order[:2] == [f"gap (7, {FIRST_SEQUENCE}, {first})", "event"]
+    assert listener.events[0][1] >= 10
+    assert listener.gaps == [] and listener.subscriber.gaps == 0
+    await listener.joined(publisher)
+    order: list[str] = []
+    listener.subscriber._on_gap = lambda *gap: order.append(f"gap {gap}")
+    listener.subscriber._on_event = lambda *event: (order.append("event"), listener.take(*event))
+    expected = publisher._sequence
+    publisher._sequence += 5
+    publisher.publish(b"x")
+    async with asyncio.timeout(TIMEOUT_S):
+        while (gap := f"gap (7, {expected}, {expected + 5})") not in order:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    assert order[order.index(gap) + 1] == "event"
     listener.subscriber.close()
     publisher.close()
 

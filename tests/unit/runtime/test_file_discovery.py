@@ -1,6 +1,7 @@
 """File discovery: real files, real processes; torn files, silence, races and lost events."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -447,6 +449,72 @@ async def test_a_removed_store_is_made_anew(store: FileDiscovery, root: Path):
     await log.until(3)
     assert [event.kind for event in log.events] == ["put", "delete", "put"]
     await other.close()
+
+
+@pytest.mark.parametrize("way", ["remove", "move", "remove again and again"])
+async def test_a_store_that_vanishes_does_not_blind_its_watchers(
+    store: FileDiscovery, root: Path, way: str
+):
+    import shutil
+
+    log = Log()
+    await store.watch("v1/", log).ready()
+    if way == "move":
+        root.rename(root.with_name("away"))
+    else:
+        for _ in range(20 if "again" in way else 1):
+            await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
+    worker = FileDiscovery(root)
+    async with asyncio.timeout(10):
+        while not log.events:  # a worker may come while the old store is still being removed
+            with contextlib.suppress(OSError, WorkerUnavailable):
+                lease = await worker.grant(10)
+                await worker.put(KEY, b"1", lease.id)
+            await asyncio.sleep(0.05)
+    assert log.events[0] == KeyEvent("put", KEY, b"1")
+    assert await store.list("v1/") == {KEY: b"1"}
+    await worker.close()
+    await asyncio.sleep(0)
+    assert await store.list("v1/") == {}
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"1 5")])
+async def test_a_damaged_record_is_written_again(store: FileDiscovery, root: Path, damage: Any):
+    lease, other = await store.grant(0.3), await store.grant(0.3)
+    await store.put(KEY, b"1", lease.id)
+    await store.put("v1/mdc/moved", b"1", lease.id)
+    await store.put("v1/mdc/moved", b"2", other.id)
+    log = Log()
+    await store.watch(KEY, log).ready()
+    for path in (layout.key_path(root, KEY), layout.key_path(root, "v1/mdc/moved")):
+        damage(path)
+    await log.until(3)
+    assert [event.kind for event in log.events] == ["put", "delete", "put"]
+    await store.delete(KEY)
+    await log.until(4)
+    touched = (root / f"leases/{lease.id:x}").stat().st_mtime_ns
+    async with asyncio.timeout(5):
+        while (root / f"leases/{lease.id:x}").stat().st_mtime_ns == touched:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        while await store.list("v1/") != {"v1/mdc/moved": b"2"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await lease.revoke()
+    await other.revoke()
+    assert files(root) == set()
+
+
+async def test_a_truncated_lease_is_written_again(store: FileDiscovery, root: Path):
+    lease = await store.grant(0.3, 7)
+    await store.put(KEY, b"1", lease.id)
+    whole = (root / "leases/7").read_bytes()
+    os.truncate(root / "leases/7", 0)
+    async with asyncio.timeout(5):
+        while (root / "leases/7").read_bytes() != whole:  # noqa: ASYNC110 - any of its touches
+            await asyncio.sleep(0.02)
+    late = FileDiscovery(root)
+    assert await late.list("v1/") == {KEY: b"1"}
+    assert not lease.lost.is_set()
+    await late.close()
 
 
 async def test_a_process_that_only_registers_watches_one_file(store: FileDiscovery, root: Path):

@@ -185,6 +185,41 @@ async def test_a_worker_that_never_answers_times_out(tmp_path: Path) -> None:
     await client.close()
 
 
+@pytest.mark.parametrize(("released", "ticks"), [(False, 5), (True, 3)])
+async def test_a_hung_worker_that_discovery_dropped_is_given_up_sooner(
+    tmp_path: Path, released: bool, ticks: int
+) -> None:
+    client = RequestClient(RequestPlaneSettings(request_timeout_s=1000))
+    response = PREAMBLE + pack(DATA, 1, b"x")
+    async with fake_worker(tmp_path / "s", response, hang=True) as address:
+        sink = call(client, address)
+        await sink.have(1)
+        [connection] = client._connections.values()
+        connection._tick()  # something was received since the last one
+        if released:
+            client.release(address)
+        for _ in range(ticks - 1):
+            connection._tick()
+        assert not sink.over
+        connection._tick()
+        assert type(sink.errors[0]) is Disconnected
+    await client.close()
+
+
+async def test_a_stream_on_a_released_connection_takes_it_back(tmp_path: Path) -> None:
+    async with pair(tmp_path) as plane:
+        plane.server.register(ENDPOINT, plane.hold)
+        plane.open()
+        await plane.held()
+        plane.client.release(plane.address)
+        plane.open()
+        await plane.held(2)
+        for stream in plane.streams:
+            stream.end()
+        await plane.quiet()
+        assert len(plane.client._connections) == 1
+
+
 async def test_a_silent_but_living_worker_is_left_in_peace(tmp_path: Path) -> None:
     settings = RequestPlaneSettings(request_timeout_s=0.05)
     async with pair(tmp_path, settings=settings) as plane:

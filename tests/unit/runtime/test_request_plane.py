@@ -101,6 +101,34 @@ class Counting:
         self._inner.write(data)
 
 
+async def test_a_removed_socket_is_bound_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dynamo.runtime.requests.server.SOCKET_CHECK_S", 0.01)
+    directory = tmp_path / "sockets"
+    directory.mkdir()
+    async with pair(directory) as plane, asyncio.timeout(10):
+        plane.server.register(ENDPOINT, plane.hold)
+        _, early = plane.open()
+        await plane.held()
+        directory.rename(tmp_path / "away")
+        while "no new client can connect" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        directory.mkdir()
+        client = RequestClient()
+        late = Recorder()
+        while len(plane.streams) < 2:
+            late = Recorder()
+            client.open(plane.address, ENDPOINT, {}, b"", late)
+            await asyncio.sleep(0.02)
+        for stream in plane.streams:
+            stream.end()
+        assert (await early.finish()).ends == (await late.finish()).ends == 1
+        assert caplog.text.count("no new client can connect") == 1
+        await client.close()
+    assert not list(directory.iterdir())
+
+
 async def test_stop_reaches_the_handler_which_still_answers(tmp_path: Path) -> None:
     async with pair(tmp_path) as plane:
         stats = plane.server.register(ENDPOINT, plane.hold)

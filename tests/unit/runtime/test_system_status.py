@@ -210,3 +210,31 @@ async def test_other_hosts_are_let_in_only_when_asked() -> None:
     await server.close()
     assert addresses == ["127.0.0.1"]
     assert from_env(SystemSettings, {"DYN_SYSTEM_HOST": "0.0.0.0"}).host == "0.0.0.0"
+
+
+@pytest.mark.parametrize("extra", ["", "Connection: Upgrade, HTTP2-Settings\r\n"])
+async def test_an_upgrade_is_not_taken_and_the_request_is_answered(
+    make: Make, caplog: pytest.LogCaptureFixture, extra: str
+):
+    parts = await make()
+    connection = extra or "Connection: Upgrade\r\n"
+    head = f"GET /live HTTP/1.1\r\nHost: x\r\n{connection}Upgrade: h2c\r\n\r\n"
+    answer = await parts.ask(head.encode() + b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" in answer
+    answer = await parts.ask(b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert not caplog.records
+
+
+async def test_whatever_fails_the_client_gets_an_answer(make: Make):
+    parts = await make()
+
+    async def route(body: Any) -> Any:
+        return body
+
+    parts.server.routes["echo"] = route
+    status, _ = await parts.get("/engine/echo", "POST", b"[" * 100_000)
+    assert status == 400
+    parts.metrics.before_render.append(lambda: 1 / 0)
+    status, body = await parts.get("/metrics")
+    assert status == 500 and body == b"Internal server error"
