@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from operator import attrgetter
 from random import Random
 
-from dynamo.bench.trace import read_trace
+from dynamo.bench.trace import TraceRequest, parents, read_trace
 from dynamo.config.knob import from_env
 from dynamo.config.router import ROUTER_MODES, RouterSettings
+from dynamo.errors import ConfigError
 from dynamo.router.caches.indexer import Indexer
 from dynamo.router.factory import make_index, make_predicted
 from dynamo.router.kv import KvPicker
@@ -67,12 +69,21 @@ def replay(
 def main(argv: list[str] | None = None) -> None:
     """Parse, replay, print."""
     options = _options(argv)
+    try:
+        _run(options)
+    except ConfigError as error:
+        sys.exit(f"error: {error.message}")
+
+
+def _run(options: argparse.Namespace) -> None:
     trace = read_trace(options.trace, options.limit)[options.skip :]
-    first_ms = trace[0].timestamp if trace else 0.0
-    arrivals = [
-        Arrival((one.timestamp - first_ms) / 1e3, one.hash_ids, one.output_length) for one in trace
-    ]
-    service = ServiceModel(options.prefill_tokens_per_s, 0.02, options.inter_token_ms / 1e3)
+    arrivals = _arrivals(trace, options.speed, options.closed_loop)
+    service = ServiceModel(
+        options.prefill_tokens_per_s,
+        0.02,
+        options.inter_token_ms / 1e3,
+        options.inter_token_ms_per_request / 1e3,
+    )
     rows: list[Row] = []
     for name, settings in _variants(options.mode.split(","), options.predict):
         for blocks in options.blocks_per_worker:
@@ -87,6 +98,21 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps([_record(*row) for row in rows], indent=2))
     else:
         _table(options.workers, rows)
+
+
+def _arrivals(trace: list[TraceRequest], speed: float, closed_loop: bool) -> list[Arrival]:
+    first_ms = min((one.timestamp for one in trace), default=0.0)
+    waits_for = parents(trace) if closed_loop else [None] * len(trace)
+    return [
+        Arrival(
+            (one.timestamp - first_ms) / 1e3 / speed,
+            one.hash_ids,
+            one.output_length,
+            parent,
+            one.delay / 1e3,
+        )
+        for one, parent in zip(trace, waits_for, strict=True)
+    ]
 
 
 def _variants(modes: list[str], predict: bool) -> Iterator[tuple[str, RouterSettings]]:
@@ -121,6 +147,19 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=None, help="only the first requests")
     parser.add_argument("--prefill-tokens-per-s", type=float, default=20_000.0)
     parser.add_argument("--inter-token-ms", type=float, default=10.0)
+    parser.add_argument(
+        "--inter-token-ms-per-request",
+        type=float,
+        default=0.0,
+        help="added for each other request that the worker decodes at the same time",
+    )
+    parser.add_argument("--speed", type=float, default=1.0, help="arrivals so much faster")
+    parser.add_argument(
+        "--closed-loop",
+        action="store_true",
+        help="a turn waits for the answer before it: the last one of its session_id or, without, "
+        "of the prompt that it continues",
+    )
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(argv)
 

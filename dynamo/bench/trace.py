@@ -2,18 +2,21 @@
 
 Public origin: kvcache-ai/Mooncake, FAST25-release/traces. ``{"timestamp": ms, "input_length":
 tokens, "output_length": tokens, "hash_ids": [one id per block]}``; equal ids at equal positions are
-the same prefix block.
+the same prefix block. Optional: ``session_id``, whose requests follow each other, and ``delay``,
+the milliseconds between the session's last answer and this request.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
 
 from dynamo.errors import ConfigError
 
-__all__ = ["TraceRequest", "read_trace"]
+__all__ = ["TraceRequest", "parents", "read_trace"]
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
@@ -23,6 +26,8 @@ class TraceRequest(msgspec.Struct, frozen=True):
     output_length: int
     input_length: int | None = None
     timestamp: float = 0.0
+    session_id: str | None = None
+    delay: float = 0.0
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
@@ -45,3 +50,35 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
     if not found:
         raise ConfigError(f"the trace {path} holds no request")
     return found
+
+
+def parents(requests: Sequence[TraceRequest]) -> list[int | None]:
+    """For each request, the place of the one whose answer it follows; None for a first turn.
+
+    That is the last request of its ``session_id``. Without one it is the latest shorter prompt that
+    this prompt continues: all its blocks but the last, which an answer fills up, and two at least,
+    as unrelated prompts begin with the same system prompt. O(blocks).
+    """
+    by_session: dict[str, int] = {}
+    by_prefix: dict[int, int] = {}
+    found: list[int | None] = []
+    for number, request in enumerate(requests):
+        if request.session_id is not None:
+            found.append(by_session.get(request.session_id))
+            by_session[request.session_id] = number
+            continue
+        prefixes = _prefix_hashes(request.hash_ids)
+        parent = None
+        for prefix in reversed(prefixes[1:]):
+            candidate = by_prefix.get(prefix)
+            if candidate is not None:
+                if len(requests[candidate].hash_ids) < len(prefixes):
+                    parent = candidate
+                break
+        found.append(parent)
+        by_prefix.update(dict.fromkeys(prefixes[1:][-2:], number))
+    return found
+
+
+def _prefix_hashes(block_ids: Sequence[int]) -> list[int]:
+    return list(accumulate(block_ids, lambda prefix, block: hash((prefix, block)), initial=0))[1:]

@@ -123,7 +123,7 @@ class RouterSettings(DisaggSettings):
         env="DYN_ROUTER_DUPLICATE_COST",
         minimum=0,
         help="blocks of prefill that a block costs where it would be computed although another "
-        "worker holds it, times the cached share of the prompt",
+        "worker holds it, times the cached share of the prompt; waived once queueing has cost more",
     )
     kv_events: bool = knob(
         True,

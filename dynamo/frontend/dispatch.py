@@ -72,10 +72,11 @@ class Dispatch:
         """
         leg, request = job.leg, job.request
         line, override = self.line, request.router_config_override
+        routing = job.routing
         if job.tried:
             routing = self._untried(job)
         else:
-            routing, prefill = job.routing, self.prefill
+            prefill = self.prefill
             apart = request.prefill_result is not None or (prefill is not None and prefill.active)
             leg.call.meter.routed("decode" if apart else "aggregated")
         if line is None:

@@ -6,6 +6,7 @@ Nothing is looked up below the device before some worker has told of a block the
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import Weights
@@ -39,10 +40,17 @@ class Holdings:
         self.shared: array[int] | None = None
         self.shared_ranges: list[tuple[int, int]] = []
 
-    def look(self, hashes: array[int], recent: RecentPrompts | None, now_s: float) -> None:
+    def look(
+        self,
+        hashes: array[int],
+        recent: RecentPrompts | None,
+        now_s: float,
+        in_progress: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """Fill the columns for the prompt of these block hashes.
 
-        What ``recent`` believes at ``now_s`` counts as if it were on the device already.
+        What ``recent`` believes at ``now_s``, and the blocks ``in_progress`` as pairs of slot and
+        leading blocks, count as if they were on the device already.
         O(blocks held + slots).
         """
         index = self._index
@@ -51,6 +59,8 @@ class Holdings:
         index.match_into(hashes, self.device)
         if recent is not None:
             recent.raise_into(hashes, self.device, now_s)
+        for slot, depth in in_progress:
+            self.device[slot] = max(self.device[slot], depth)
         tiers = index.tiers()
         if tiers:
             self._look_below(index, hashes, tiers)

@@ -25,7 +25,7 @@ from dynamo.router.caches.recent import make_recent
 from dynamo.router.cost import Terms, add_requests, cached_tokens, overridden, terms_of
 from dynamo.router.decision_log import log_candidates, log_selected
 from dynamo.router.decision_log import logger as decision_logger
-from dynamo.router.duplicates import add_duplicates
+from dynamo.router.duplicates import CopyOffer, CopyPolicy
 from dynamo.router.eligibility.gate import Gate
 from dynamo.router.eligibility.taints import favour
 from dynamo.router.fleet import DenseSlots, Fleet
@@ -75,8 +75,9 @@ class KvPicker:
         self.index = index
         self.recent = make_recent(settings)
         self.believes = predicted is not None or self.recent is not None
-        track_blocks = settings.track_active_blocks
-        self._hasher = Hasher(block_size, index is not None, self.believes, track_blocks)
+        self._copies = CopyPolicy() if settings.duplicate_cost else None
+        chains = self.believes or self._copies is not None
+        self._hasher = Hasher(block_size, index is not None, chains, settings.track_active_blocks)
         self._terms = terms_of(settings, block_size)
         self._held = Holdings(index, settings.shared_cache_type != "none")
         self._metrics = metrics
@@ -97,17 +98,20 @@ class KvPicker:
         override: Mapping[str, Any] | None = None,
     ) -> Decision:
         """See :meth:`dynamo.router.picker.Picker.pick`."""
-        times = [self._clock()]
+        now_s = self._clock()
+        times = [now_s]
         terms = overridden(self._terms, override) if override else self._terms
-        slots = self.gate.slots(routing, times[0])
+        slots = self.gate.slots(routing, now_s)
         prompt = self._look(tokens, routing, terms, times)
-        slot, most = self._choose(prompt, slots, terms, routing)
+        slot, most, offer = self._choose(prompt, slots, terms, routing, now_s)
         decision = self._decision(slot, prompt)
         if decision_logger.isEnabledFor(logging.INFO):
-            self._log(request_id, prompt, terms, slots, slot)
+            self._log(request_id, prompt, terms, slots, slot, offer)
         if request_id is None:
             return decision
         found = self._book(request_id, slot, decision, prompt, routing, terms)
+        if offer is not None and self._copies is not None:
+            self._copies.routed(request_id, slot, offer, now_s)
         times.append(self._clock())
         if self._metrics is not None:
             self._metrics.decided(times, prompt, found, most, self.block_size)
@@ -128,13 +132,13 @@ class KvPicker:
         terms = overridden(self._terms, override) if override else self._terms
         prompt = self._look(tokens, routing, terms, [now_s])
         self.active.project_into(prompt.shared, prompt.unique_blocks, self._prefill, self._decode)
-        slots, chosen, error = array("I"), None, None
+        slots, chosen, offer, error = array("I"), None, None, None
         try:
             slots = self.gate.slots(routing, now_s)
-            chosen, _ = self._choose(prompt, slots, terms, routing)
+            chosen, _, offer = self._choose(prompt, slots, terms, routing, now_s)
         except DynamoError as failure:
             error = failure
-        return self._survey(prompt, terms, slots, chosen, error)
+        return self._survey(prompt, terms, slots, chosen, offer, error)
 
     def assume(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
         """Somebody else sent the prompt there: without events, predict that it is cached."""
@@ -163,6 +167,8 @@ class KvPicker:
 
     def mark_prefill_complete(self, request_id: str) -> None:
         """The first token is here: the prompt is no load any more."""
+        if self._copies is not None:
+            self._copies.ended(request_id)
         booking = self.active.mark_prefill_complete(request_id, self._clock())
         if booking is None:
             return
@@ -210,6 +216,8 @@ class KvPicker:
         for request_id in self.active.booked_on(set(slots)):
             self._end(request_id)
         for slot in slots:
+            if self._copies is not None:
+                self._copies.drop_slot(slot)
             if self.predicted is not None:
                 self.predicted.drop_slot(slot)
             if self.recent is not None:
@@ -225,6 +233,8 @@ class KvPicker:
 
     def _end(self, request_id: str) -> Booking | None:
         """Release all that the request holds; its booking, if it had one."""
+        if self._copies is not None:
+            self._copies.ended(request_id)
         booking = self.active.free(request_id)
         if self.own_requests is not None:
             self.own_requests.freed(request_id)
@@ -255,14 +265,21 @@ class KvPicker:
         prompt = self._hasher.hash(tokens, routing, terms.assume_kv_reuse, self._clock, times)
         if self.predicted is not None:
             self.predicted.expire(times[0])
-        self._held.look(prompt.hashes, self.recent, times[0])
+        copies = [] if self._copies is None else self._copies.in_progress(prompt.chained)
+        self._held.look(prompt.hashes, self.recent, times[0], copies)
         times.append(self._clock())
         return prompt
 
     def _choose(
-        self, prompt: Prompt, slots: array[int], terms: Terms, routing: Routing | None
-    ) -> tuple[int, float]:
-        """The slot with the least cost, and the most effective blocks that one of them has."""
+        self,
+        prompt: Prompt,
+        slots: array[int],
+        terms: Terms,
+        routing: Routing | None,
+        now_s: float,
+    ) -> tuple[int, float, CopyOffer | None]:
+        """The slot with the least cost, the most effective blocks that one of them has, and where
+        a copy of these would help."""
         held, prefill, decode = self._held, self._prefill, self._decode
         self.active.project_into(prompt.shared, prompt.unique_blocks, prefill, decode)
         most = costs(
@@ -279,12 +296,13 @@ class KvPicker:
         )
         if terms.request_weight:
             add_requests(terms.request_weight, slots, self._costs, self.active.load)
-        if terms.duplicate_cost:
-            add_duplicates(terms, slots, held, most, prompt.blocks, self._costs)
+        offer = None
+        if self._copies is not None:
+            offer = self._copies.add_prices(terms, slots, held, most, prompt, self._costs, now_s)
         if routing is not None and routing.preferred_taints:
             favour(self._costs, slots, self.fleet, routing.preferred_taints)
         chosen = choose(self._costs, len(slots), terms.temperature, self._uniform())
-        return slots[chosen], most
+        return slots[chosen], most, offer
 
     def _decision(self, slot: int, prompt: Prompt) -> Decision:
         owner = self.fleet.owners[slot]
@@ -329,18 +347,26 @@ class KvPicker:
         terms: Terms,
         slots: array[int],
         chosen: int | None,
+        offer: CopyOffer | None,
         error: DynamoError | None = None,
     ) -> Survey:
         costs = {} if error else dict(zip(slots, self._costs, strict=False))
         columns = self._held.copy(), self._prefill[:], self._decode[:]
-        return Survey(prompt, terms, slots, *columns, costs, chosen, error)
+        free_copy = offer.target if offer is not None and offer.free else None
+        return Survey(prompt, terms, slots, *columns, costs, chosen, error, free_copy)
 
     def _log(
-        self, request_id: str | None, prompt: Prompt, terms: Terms, slots: array[int], slot: int
+        self,
+        request_id: str | None,
+        prompt: Prompt,
+        terms: Terms,
+        slots: array[int],
+        slot: int,
+        offer: CopyOffer | None,
     ) -> None:
         decision = self._decision(slot, prompt)
         if decision_logger.isEnabledFor(logging.DEBUG):
-            survey = self._survey(prompt, terms, slots, slot)
+            survey = self._survey(prompt, terms, slots, slot, offer)
             log_candidates(survey, self.fleet.owners, self.active, decision)
         if request_id is not None:
             worker_type = "decode" if self._metrics is None else self._metrics.worker_type

@@ -2,106 +2,43 @@
 
 What is real: hashing, index, KV event state machine, active load, cost and choice. What is
 simulated: workers with a prefix cache (LRU, blocks of running requests pinned) that compute one
-prompt after the other at a fixed rate and decode at a fixed rate, and tell the index what they
-store and evict. No I/O, no clock: the same trace gives the same report.
+prompt after the other at a fixed rate, decode in batches, and publish what they store and evict.
+No I/O, no clock: the same trace gives the same report.
 """
 
 from __future__ import annotations
 
 import heapq
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
+from dynamo.errors import ConfigError
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.protocols.codec import Tokens
 from dynamo.protocols.kv import KvEvent, KvEventBatch, Removed, Stored
 from dynamo.router.caches.indexer import Indexer
 from dynamo.router.picker import Picker
+from dynamo.router.simulated_worker import Job, ServiceModel, SimulatedWorker
 
-__all__ = ["Arrival", "Replay", "Report", "ServiceModel", "SimulatedWorker"]
+__all__ = ["Arrival", "Replay", "Report", "ServiceModel"]
 
 
 class Arrival(NamedTuple):
-    """One request: when, the ids of its prompt blocks, and how many tokens it generates."""
+    """One request: when, the ids of its prompt blocks, and how many tokens it generates.
+
+    With ``parent``, the place of an earlier request in the trace, it arrives ``think_s`` after the
+    parent's last token, or at ``at_s`` if that is later.
+    """
 
     at_s: float
     block_ids: Sequence[int]
     output_tokens: int
-
-
-@dataclass(frozen=True)
-class ServiceModel:
-    """How fast a worker is. Decode speed does not depend on how many requests share a worker."""
-
-    prefill_tokens_per_s: float = 20_000.0
-    prefill_fixed_s: float = 0.02
-    inter_token_s: float = 0.01
-
-    def prefill_s(self, tokens: int) -> float:
-        """Seconds to compute ``tokens`` uncached prompt tokens."""
-        return self.prefill_fixed_s + tokens / self.prefill_tokens_per_s
-
-
-@dataclass
-class _Job:
-    """A request on its way through a worker."""
-
-    request_id: str
-    arrived_s: float
-    output_tokens: int
-    local: Tokens
-    chained: Tokens
-    hits: int = 0
-
-
-@dataclass
-class SimulatedWorker:
-    """An engine as far as routing can see it. Counts blocks and seconds, not bytes."""
-
-    worker_id: int
-    capacity_blocks: int
-    queue: deque[_Job] = field(default_factory=deque)
-    pinned: Counter[int] = field(default_factory=Counter)
-    idle: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    busy: bool = False
-    busy_s: float = 0.0
-    hit_blocks: int = 0
-    computed_blocks: int = 0
-    requests: int = 0
-    last_event_id: int = 0
-
-    def cached_prefix(self, chained: Tokens) -> int:
-        """Leading blocks that are in the cache, running or idle."""
-        for depth, block in enumerate(chained):
-            if block not in self.pinned and block not in self.idle:
-                return depth
-        return len(chained)
-
-    def admit(self, job: _Job) -> list[int] | None:
-        """Pin the job's blocks; the evicted ones, or None when there is no room yet."""
-        job.hits = self.cached_prefix(job.chained)
-        fresh = len(job.chained) - job.hits
-        revived = sum(block in self.idle for block in job.chained[: job.hits])
-        evict = len(self.pinned) + len(self.idle) + fresh - self.capacity_blocks
-        if evict > len(self.idle) - revived:
-            return None
-        for block in job.chained:
-            self.idle.pop(block, None)
-            self.pinned[block] += 1
-        return [self.idle.popitem(last=False)[0] for _ in range(evict)]
-
-    def release(self, job: _Job) -> None:
-        """Unpin, deepest first, so that a prefix outlives what hangs under it."""
-        for block in reversed(job.chained):
-            self.pinned[block] -= 1
-            if not self.pinned[block]:
-                del self.pinned[block]
-                self.idle[block] = None
+    parent: int | None = None
+    think_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -161,6 +98,7 @@ class Replay:
         self._workers: dict[int, SimulatedWorker] = {}
         self._ttft_s: list[float] = []
         self._predicted = 0
+        self._children: defaultdict[int, list[int]] = defaultdict(list)
 
     def now(self) -> float:
         """Virtual seconds."""
@@ -170,33 +108,60 @@ class Replay:
         """Add ``workers`` simulated workers of ``blocks`` blocks each, with empty caches."""
         self._picker, self._indexer = picker, indexer
         for worker_id in range(1, workers + 1):
-            self._workers[worker_id] = SimulatedWorker(worker_id, blocks)
+            self._workers[worker_id] = SimulatedWorker(worker_id, blocks, self.service)
             picker.add_worker(worker_id, RuntimeConfig(total_kv_blocks=blocks))
             if indexer is not None:
                 slot = picker.fleet.members[worker_id].slots[0]
                 indexer.add(worker_id, 0, slot, answers=False)
 
     def run(self, arrivals: Sequence[Arrival]) -> Report:
-        """Replay to the end of the last request."""
+        """Replay to the end of the last request.
+
+        Raises ConfigError, before anything runs, for a prompt that no worker can hold and for a
+        parent that does not come before its child.
+        """
+        self._check(arrivals)
+        self._arrivals = arrivals
         for number, arrival in enumerate(arrivals):
-            self._at(arrival.at_s, partial(self._arrive, str(number), arrival))
+            if arrival.parent is None:
+                self._at(arrival.at_s, partial(self._arrive, number))
+            else:
+                self._children[arrival.parent].append(number)
         while self._events:
             self._now_s, _, action = heapq.heappop(self._events)
             action()
+        assert len(self._ttft_s) == len(arrivals), "every request gets its first token"
         return self._report(arrivals)
+
+    def _check(self, arrivals: Sequence[Arrival]) -> None:
+        capacity = min((worker.capacity_blocks for worker in self._workers.values()), default=0)
+        largest = max((len(arrival.block_ids) for arrival in arrivals), default=0)
+        if largest > capacity:
+            count = sum(len(arrival.block_ids) > capacity for arrival in arrivals)
+            raise ConfigError(
+                f"{count} of {len(arrivals)} prompts do not fit a worker of {capacity} blocks, "
+                f"the largest has {largest}: give the workers at least {largest} blocks"
+            )
+        for number, arrival in enumerate(arrivals):
+            if arrival.parent is not None and not 0 <= arrival.parent < number:
+                raise ConfigError(
+                    f"request {number} of the trace waits for request {arrival.parent}, "
+                    "which does not come before it"
+                )
 
     def _at(self, when_s: float, action: Callable[[], None]) -> None:
         self._order += 1
         heapq.heappush(self._events, (when_s, self._order, action))
 
-    def _arrive(self, request_id: str, arrival: Arrival) -> None:
+    def _arrive(self, number: int) -> None:
+        arrival = self._arrivals[number]
         prompt = array("I")
         for block_id in arrival.block_ids:
             prompt.extend(array("I", [block_id]) * self.block_tokens)
-        decision = self._picker.pick(request_id, prompt)
+        decision = self._picker.pick(str(number), prompt)
         self._predicted += decision.overlap_blocks
         local = block_hashes(prompt, self.block_tokens)
-        job = _Job(request_id, self._now_s, arrival.output_tokens, local, sequence_hashes(local))
+        job = Job(number, self._now_s, arrival.output_tokens, local, sequence_hashes(local))
         worker = self._workers[decision.worker_id]
         worker.requests += 1
         worker.queue.append(job)
@@ -221,7 +186,7 @@ class Replay:
             self._publish(worker, Removed(array("Q", evicted).tobytes()))
         self._at(self._now_s + seconds, partial(self._first_token, worker, job))
 
-    def _first_token(self, worker: SimulatedWorker, job: _Job) -> None:
+    def _first_token(self, worker: SimulatedWorker, job: Job) -> None:
         worker.busy = False
         if job.hits < len(job.chained):
             parent = job.chained[job.hits - 1] if job.hits else None
@@ -229,14 +194,29 @@ class Replay:
             self._publish(worker, Stored(blocks.tobytes(), local.tobytes(), parent))
         self._picker.mark_prefill_complete(job.request_id)
         self._ttft_s.append(self._now_s - job.arrived_s)
-        seconds = job.output_tokens * self.service.inter_token_s
-        self._at(self._now_s + seconds, partial(self._end, worker, job))
+        worker.start_decode(job, self._now_s)
+        self._batch_changed(worker)
         self._start(worker)
 
-    def _end(self, worker: SimulatedWorker, job: _Job) -> None:
+    def _batch_changed(self, worker: SimulatedWorker) -> None:
+        """Schedule the next end of the worker's batch, in place of the one scheduled before."""
+        worker.batch_version += 1
+        end_s = worker.next_end_s()
+        if end_s is not None:
+            self._at(end_s, partial(self._end, worker, worker.batch_version))
+
+    def _end(self, worker: SimulatedWorker, version: int) -> None:
+        if version != worker.batch_version:
+            return
+        job = worker.finish_decode(self._now_s)
         worker.release(job)
         self._picker.add_output_tokens(job.request_id, job.output_tokens)
         self._picker.free(job.request_id)
+        for number in self._children.pop(job.number, ()):
+            child = self._arrivals[number]
+            when_s = max(child.at_s, self._now_s + child.think_s)
+            self._at(when_s, partial(self._arrive, number))
+        self._batch_changed(worker)
         self._start(worker)
 
     def _publish(self, worker: SimulatedWorker, data: Stored | Removed) -> None:

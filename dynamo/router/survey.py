@@ -17,7 +17,8 @@ __all__ = ["Survey"]
 class Survey(NamedTuple):
     """Columns by slot; ``costs`` of the eligible ``slots`` only.
 
-    ``chosen`` is None when ``error`` says why there is none.
+    ``chosen`` is None when ``error`` says why there is none. ``free_copy`` is the slot that may
+    compute what others hold without the price of a copy.
     """
 
     prompt: Prompt
@@ -29,6 +30,7 @@ class Survey(NamedTuple):
     costs: dict[int, float]
     chosen: int | None = None
     error: DynamoError | None = None
+    free_copy: int | None = None
 
     @property
     def overlaps(self) -> array[int]:
@@ -46,5 +48,7 @@ class Survey(NamedTuple):
         found = parts(self.terms, self.prompt.isl_tokens, self.held.of(slot), load)
         if not self.terms.duplicate_cost or not self.slots:
             return found
-        copies = duplicate_blocks(self.terms, self.slots, self.held, self.prompt.blocks, slot)
+        copies = duplicate_blocks(
+            self.terms, self.slots, self.held, self.prompt.blocks, slot, slot == self.free_copy
+        )
         return found._replace(prefill_blocks=found.prefill_blocks + copies)

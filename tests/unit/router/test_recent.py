@@ -54,7 +54,7 @@ CACHE_FIRST = {"prefill_load_scale": 64.0, "duplicate_cost": 32.0}
 
 def test_a_burst_before_any_event_stays_together() -> None:
     box = Box(predicted_ttl_s=5.0, **CACHE_FIRST)
-    assert len(box.burst(12)) == 1
+    assert len(box.burst(6)) == 1
     assert len(Box(**CACHE_FIRST).burst(12)) == 4
 
 

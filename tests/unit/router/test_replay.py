@@ -8,12 +8,17 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from benchmarks.make_trace import agents
 from benchmarks.offline_trace import main, replay
-from dynamo.bench.trace import read_trace
+from dynamo.bench.trace import TraceRequest, parents, read_trace
 from dynamo.config.router import RouterSettings
-from dynamo.router.replay import Arrival, SimulatedWorker, _Job
+from dynamo.errors import ConfigError
+from dynamo.router.modes import InflightPicker
+from dynamo.router.replay import Arrival, Replay
+from dynamo.router.simulated_worker import Job, ServiceModel, SimulatedWorker
 
 ROOT = Path(__file__).parents[3]
 KV = RouterSettings(mode="kv")
@@ -64,7 +69,7 @@ def test_the_same_trace_gives_the_same_report() -> None:
 def test_a_worker_never_holds_more_than_it_can() -> None:
     worker = SimulatedWorker(1, 6)
     jobs = [
-        _Job(str(i), 0.0, 1, array("Q"), array("Q", ids))
+        Job(i, 0.0, 1, array("Q"), array("Q", ids))
         for i, ids in enumerate(([1, 2, 3], [1, 2, 4], [9, 8, 7]))
     ]
     assert worker.admit(jobs[0]) == []
@@ -140,3 +145,84 @@ def test_the_public_trace_without_events(mooncake: list[Arrival]) -> None:
     events, predicted = replay(mooncake, KV, 8, 8000), replay(mooncake, PREDICTED, 8, 8000)
     assert predicted.hit_rate == pytest.approx(events.hit_rate, rel=0.02)
     assert predicted.computed_imbalance <= 1.1
+
+
+def test_a_prompt_that_no_worker_can_hold_is_refused() -> None:
+    trace = [Arrival(0.0, [1, 2, 3], 1), Arrival(1.0, range(10, 15), 1)]
+    with pytest.raises(ConfigError, match=r"1 of 2 prompts do not fit a worker of 4 blocks.* 5"):
+        replay(trace, KV, 2, 4)
+    assert replay(trace, KV, 2, 5).requests == 2
+
+
+def test_the_command_ends_with_one_line_for_what_it_cannot_replay() -> None:
+    sample = str(ROOT / "benchmarks/traces/sample.jsonl")
+    with pytest.raises(SystemExit, match="error: 106 of"):
+        main(["--trace", sample, "--blocks-per-worker", "3"])
+    with pytest.raises(SystemExit, match="error: cannot read the trace"):
+        main(["--trace", "/nonexistent", "--blocks-per-worker", "3"])
+
+
+def test_a_turn_waits_for_the_answer_before_it() -> None:
+    """20 ms and 25.6 ms a block to the first token, 10 ms a token behind it."""
+    trace = [
+        Arrival(0.0, [0, 1], 100),
+        Arrival(0.1, [0, 1, 2], 100, parent=0, think_s=0.5),
+        Arrival(9.0, [0, 1, 2, 3], 100, parent=1),
+    ]
+    run = Replay(512, ServiceModel())
+    picker = InflightPicker("least-loaded")
+    run.attach(picker, None, 1, 100)
+    report = run.run(trace)
+    assert report.hit_blocks == 2 + 3
+    assert report.ttft_mean_s == pytest.approx(0.02 + 4 / 3 * 0.0256)
+    # the second comes 0.5 s after the first's end and not at 0.1 s, the third at its own time
+    assert run.now() == pytest.approx(9.0 + 0.02 + 0.0256 + 1.0)
+    late = [trace[0], trace[1], trace[2]._replace(at_s=0.2)]
+    run = Replay(512, ServiceModel())
+    run.attach(InflightPicker("least-loaded"), None, 1, 100)
+    run.run(late)
+    assert run.now() == pytest.approx(3 * (0.02 + 1.0) + 4 * 0.0256 + 0.5)
+
+
+def test_a_parent_comes_before_its_child() -> None:
+    with pytest.raises(ConfigError, match="request 0 of the trace waits for request 1"):
+        replay([Arrival(0.0, [1], 1, parent=1), Arrival(0.0, [1], 1)], KV, 1, 10)
+
+
+@pytest.mark.parametrize("per_request_s", [0.0, 0.01])
+def test_decoding_slows_down_with_the_batch(per_request_s: float) -> None:
+    """Two requests at once, of 100 and 300 tokens, prefills too short to count."""
+    service = ServiceModel(1e12, 0.0, 0.01, per_request_s)
+    run = Replay(512, service)
+    run.attach(InflightPicker("least-loaded"), None, 1, 100)
+    run.run([Arrival(0.0, [1], 100), Arrival(0.0, [2], 300)])
+    # 100 steps of both, then 200 of one
+    assert run.now() == pytest.approx(100 * (0.01 + per_request_s) + 200 * 0.01)
+
+
+def test_sessions_and_continued_prompts_have_parents() -> None:
+    def request(blocks: list[int], session: str | None = None) -> TraceRequest:
+        return TraceRequest(blocks, 1, session_id=session)
+
+    trace = [
+        request([0, 1, 2]),
+        request([0, 5, 6]),  # another conversation under the same system prompt
+        request([0, 1, 3, 4]),  # block 2 was partly filled: it is another one now
+        request([0, 1, 3, 4, 7]),
+        request([0, 1, 3]),  # not longer than what it shares its blocks with
+        request([0, 1, 3, 4, 7], "a"),
+        request([9], "b"),
+        request([8], "a"),
+    ]
+    assert parents(trace) == [None, None, 0, 2, None, None, None, 5]
+
+
+def test_agents_start_their_next_turn_when_the_last_is_answered() -> None:
+    trace = [msgspec.convert(row, TraceRequest) for row in agents(sessions=12, turns=6)]
+    arrivals = [
+        Arrival(one.timestamp / 1e3, one.hash_ids, one.output_length, parent, one.delay / 1e3)
+        for one, parent in zip(trace, parents(trace), strict=True)
+    ]
+    plain, cache_first = (replay(arrivals, one, 3, 120) for one in (KV, CACHE_FIRST))
+    assert cache_first.hit_rate > plain.hit_rate + 0.05
+    assert cache_first.ttft_mean_s < plain.ttft_mean_s
