@@ -152,3 +152,18 @@ def test_the_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         policy.routed(f"copied {prefix}", 2, offer._replace(prefix=prefix + 100), 0.0)
     assert list(policy._losses) == list(range(10, 20))
     assert list(policy._in_progress) == ["copied 0", "copied 1", "copied 2"]
+
+
+def test_sessions_about_one_document_do_not_queue_at_its_holder() -> None:
+    """Each session's prompts share more than the document, so that every prefix is a new one."""
+    arrivals = [Arrival(0.0, list(range(100)), 1)]
+    for number in range(120):
+        blocks, parent = list(range(100)), None
+        for turn in range(8):
+            first_new = 1000 + (number * 8 + turn) * 4
+            blocks = [*blocks, *range(first_new, first_new + 4)]
+            arrivals.append(Arrival(10.0 + number / 20, blocks, 50, parent, 0.5))
+            parent = len(arrivals) - 1
+    report = replay(arrivals, RouterSettings(mode="kv", **CACHE_FIRST), 6, 1500)
+    assert report.ttft_mean_s < 6.0  # 44 s with a price that demand does not lower
+    assert report.request_imbalance < 4.0

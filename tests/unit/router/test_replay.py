@@ -91,6 +91,10 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture[str])
     assert '"mode": "random"' in capsys.readouterr().out
     main(["--trace", sample, "--limit", "20", "--predict"])
     assert "kv, lru" in capsys.readouterr().out
+    main(["--trace", sample, "--limit", "60", "--closed-loop", "--speed", "50"])
+    waiting = capsys.readouterr().out
+    main(["--trace", sample, "--limit", "60", "--speed", "50"])
+    assert capsys.readouterr().out != waiting
 
 
 def test_predicting_by_capacity_is_as_good_as_events() -> None:
