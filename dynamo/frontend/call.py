@@ -10,6 +10,7 @@ everything counted.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -231,6 +232,18 @@ class Call:
             status, body = error_response(error, self.flow.overload_status)
             self.exchange.respond(status, body, headers=self.headers)
         self._close(found)
+
+    def crashed(self, error: BaseException) -> None:
+        """End the call after any exception: a DynamoError as it is, others as internal.
+
+        Raises again what is no failure: cancellation, KeyboardInterrupt, SystemExit.
+        """
+        if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
+            raise error
+        if not isinstance(error, DynamoError):
+            log.error("request %s failed", self.caption.request_id, exc_info=error)
+            error = DynamoError("Internal server error")
+        self.fail(error)
 
     # -- own steps
 

@@ -139,9 +139,8 @@ class Dispatch:
             self.decode(again)
         except DynamoError as later:
             _none_left(again, later)
-        except Exception:
-            log.exception("request %s failed", leg.booking)
-            leg.call.fail(DynamoError("a bug in the frontend"))
+        except BaseException as bug:  # noqa: BLE001 - also panics in Rust; crashed() logs it
+            leg.call.crashed(bug)
 
     def _untried(self, job: DispatchJob) -> Routing:
         routing = job.routing or Routing()
@@ -155,11 +154,8 @@ def _or_fail(leg: Leg, step: Callable[[], None]) -> None:
     """Run ``step``; its error ends the leg's call."""
     try:
         step()
-    except DynamoError as error:
-        leg.call.fail(error)
-    except Exception:
-        log.exception("request %s failed", leg.booking)
-        leg.call.fail(DynamoError("a bug in the frontend"))
+    except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
+        leg.call.crashed(error)
 
 
 def _none_left(job: DispatchJob, error: DynamoError) -> None:

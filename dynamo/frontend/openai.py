@@ -117,11 +117,8 @@ class OpenAIRoutes:
             return
         try:
             self._dispatch(call, entry, kind, request, kind.prepare(preprocessor, request))
-        except DynamoError as error:
-            call.fail(error)
-        except Exception:
-            log.exception("request %s failed", call.caption.request_id)
-            call.fail(DynamoError("a bug in the frontend"))
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
+            call.crashed(error)
 
     async def _serve_large(self, kind: _Kind, exchange: Exchange) -> None:
         """As :meth:`_serve`, with all work on the body in a thread."""
@@ -137,9 +134,11 @@ class OpenAIRoutes:
                     await self._prepare_later(*found, kind, request)
         except DynamoError as error:
             self._refuse(exchange, kind, error, "unknown")
-        except Exception:
+        except asyncio.CancelledError:
+            raise
+        except BaseException:  # also panics in Rust
             log.exception("a request of %s failed", kind.endpoint)
-            self._refuse(exchange, kind, DynamoError("a bug in the frontend"), "unknown")
+            self._refuse(exchange, kind, DynamoError("Internal server error"), "unknown")
         finally:
             admission.leave()
 
@@ -167,11 +166,8 @@ class OpenAIRoutes:
             prepared = await kind.prepare_off_loop(entry.preprocessor, request, threads)
             if not call.closed:
                 self._dispatch(call, entry, kind, request, prepared)
-        except DynamoError as error:
-            call.fail(error)
-        except Exception:
-            log.exception("request %s failed", call.caption.request_id)
-            call.fail(DynamoError("a bug in the frontend"))
+        except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
+            call.crashed(error)
 
     def _refuse(self, exchange: Exchange, kind: _Kind, error: DynamoError, model: str) -> None:
         """The request did not get as far as a model."""
@@ -260,11 +256,8 @@ async def _send_rest(call: Call, entry: ModelEntry, jobs: list[DispatchJob], per
             await asyncio.sleep(0)
             if call.closed or not _send(call, entry, jobs[start : start + per_turn]):
                 return
-    except DynamoError as error:
-        call.fail(error)
-    except Exception:
-        log.exception("request %s failed", call.caption.request_id)
-        call.fail(DynamoError("a bug in the frontend"))
+    except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
+        call.crashed(error)
 
 
 def _location_query(request: GenerationRequest) -> str | None:

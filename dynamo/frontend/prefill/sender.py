@@ -94,7 +94,7 @@ class PrefillSender:
             return self._unsent(turn, error)
         except Exception:
             log.exception("request %s failed", ticket.booking)
-            self.refuse(ticket, DynamoError("a bug in the frontend"))
+            self.refuse(ticket, DynamoError("Internal server error"))
             return True
         cached_tokens = decision.overlap_blocks * self.workers.block_size
         new_tokens = max(len(job.request.token_ids) - cached_tokens, 1)

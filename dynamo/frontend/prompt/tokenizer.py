@@ -247,12 +247,13 @@ def _probe(parsed: TokenizerFile) -> str:
 def _longest_token_bytes(parsed: TokenizerFile, pieces: PieceTable | None) -> int:
     """Bytes of text that the longest token stands for; 0 if there is no bound."""
     vocab = parsed.model.vocab
-    if pieces is not None:
-        return max((len(pieces.piece(each)) for each in range(len(pieces.text))), default=0)
-    if not parsed.model.byte_fallback or not isinstance(vocab, dict):
+    if parsed.model.byte_fallback and isinstance(vocab, dict):
+        # Not the pieces: "▁" in the vocabulary is a space, but also itself, which is longer.
+        texts = [*vocab, *(token.content for token in parsed.added_tokens)]
+        return max(len(text.encode()) for text in texts)
+    if pieces is None:
         return 0
-    texts = [*vocab, *(token.content for token in parsed.added_tokens)]
-    return max(len(text.encode()) for text in texts)
+    return max((len(pieces.piece(each)) for each in range(len(pieces.text))), default=0)
 
 
 def _most_shrunk_by(normalizer: dict[str, Any] | None) -> int:

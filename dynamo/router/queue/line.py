@@ -186,7 +186,7 @@ class Line:
             return True
         except Exception:
             logger.exception("request %s could not be routed", request_id)
-            self._tell(ticket, DynamoError("a bug in the router"))
+            self._tell(ticket, DynamoError("Internal router error"))
             return True
         self._remove(ticket)
         self._metrics.waited.observe(self._clock() - arrived_s)

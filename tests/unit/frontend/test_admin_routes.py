@@ -85,7 +85,8 @@ async def test_a_bad_body_is_a_400(site: Site, path: str, body: bytes) -> None:
         assert status == 422  # the type is wrong before the depth is
     else:
         assert status == 400
-        assert "Failed to deserialize the JSON body" in "".join(errors(answer))
+        text = "".join(errors(answer))
+        assert "Failed to deserialize the JSON body" in text or "nested too deeply" in text
 
 
 async def test_what_is_quoted_is_cut(site: Site) -> None:

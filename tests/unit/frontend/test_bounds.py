@@ -282,7 +282,19 @@ def test_the_least_tokens_of_each_family(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path / "llama").least_tokens("a" * longest * 10) == 10
 
 
-PIECES = ["a", " ", "\n", "é", "😀", "the ", "\u1100\u1161\u11a8", "\u212b", "\u212a", "\u1fbe"]
+PIECES = [
+    "a",
+    " ",
+    "▁",
+    "\n",
+    "é",
+    "😀",
+    "the ",
+    "\u1100\u1161\u11a8",
+    "\u212b",
+    "\u212a",
+    "\u1fbe",
+]
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=60).map("".join))

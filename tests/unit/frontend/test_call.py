@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import re
+import threading
 import uuid
 import weakref
 from pathlib import Path
@@ -708,11 +709,22 @@ async def test_a_panic_leaves_nothing_behind(site: Site, caplog: pytest.LogCaptu
 
 
 async def test_the_deadline_holds_until_the_request_is_sent(site: Site) -> None:
-    prepared: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    site.preprocessor.tokenizer.encode_off_loop = lambda *_: prepared  # type: ignore
+    go_on = threading.Event()
+    encode = site.preprocessor.tokenizer.encode
+
+    def encode_when_told(*arguments: Any) -> Any:
+        assert go_on.wait(60)
+        return encode(*arguments)
+
+    site.preprocessor.tokenizer.encode = encode_when_told  # type: ignore
     site.chat(stream=True, user="long " * 100_000)
+    while not site.flow.live:  # its body is decoded in a thread
+        await turn()
     site.bench.later(61)
     assert site.status == 503 and "not processed in time" in site.answer["message"]
+    go_on.set()
+    while len(site.tasks):
+        await turn()
     site.settled()
     assert site.ended("unavailable", "stream") == 1
     await site.tasks.close()

@@ -310,7 +310,7 @@ def test_an_answer_repeats_prompts_up_to_a_bound() -> None:
     long = [ids_of("a")[0]] * 3000
     with pytest.raises(InvalidArgument, match=r"at most 32768 prompt .*got 36000"):
         completion(prompt=[long] * 3, n=4, echo=True, logprobs=1)
-    long = ids_of("internationalization")[:1] * 3000
+    long = ids_of("internationalization")[:1] * 4000
     text = len(example_preprocessor().tokenizer.decode(long))
     with pytest.raises(InvalidArgument, match="'echo' repeats at most 16777216 characters"):
         completion(prompt=[long] * (1 + (16 << 20) // (128 * text)), n=128, echo=True)

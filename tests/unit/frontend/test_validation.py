@@ -57,17 +57,17 @@ def completion_error(body: bytes) -> str:
         ),
         (
             {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-            "'tool_choice' must be 'auto' or 'none', got an object; a tool call cannot be "
-            "enforced without a tool-call parser",
+            "'tool_choice' must be 'auto' or 'none', got {'type': 'function', 'function': "
+            "{'name': 'f'}}; a tool call cannot be enforced without a tool-call parser",
         ),
         (
             {"tool_choice": "x" * 1000},
-            "'tool_choice' must be 'auto' or 'none', got '" + "x" * 64 + "'...; a tool call "
+            "'tool_choice' must be 'auto' or 'none', got '" + "x" * 60 + "...; a tool call "
             "cannot be enforced without a tool-call parser",
         ),
         (
             {"function_call": ["f"]},
-            "'function_call' must be 'auto' or 'none', got a list; a tool call cannot be "
+            "'function_call' must be 'auto' or 'none', got ['f']; a tool call cannot be "
             "enforced without a tool-call parser",
         ),
         (
@@ -77,7 +77,7 @@ def completion_error(body: bytes) -> str:
         ({"stop": ["a"] * 33}, "'stop' takes at most 32 strings, got 33"),
         (
             {"stop": "x" * 100_000},
-            "a 'stop' string takes at most 512 characters, got 100000: '" + "x" * 64 + "'...",
+            "a 'stop' string takes at most 512 characters, got 100000: '" + "x" * 60 + "...",
         ),
         ({"stop_token_ids": [1] * 1025}, "'stop_token_ids' takes at most 1024 ids, got 1025"),
         ({"logit_bias": {"x": 1}}, "'logit_bias' keys must be token ids"),
