@@ -91,7 +91,7 @@ class HeadReader:
         error ends in ``remedy``.
 
         A page whose name resolves to this machine (DNS rebinding) is same-origin with the API for
-        a browser; only the Host header tells it from a local client.
+        a browser; only the Host header distinguishes it from a local client.
         """
         self._served_names = frozenset(("localhost", *(_plain_name(one) for one in names)))
         self._remedy = remedy
