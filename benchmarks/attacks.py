@@ -11,27 +11,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
-import os
 import re
 import resource
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, Self
 
-HERE = Path(__file__).resolve().parents[1]
-READY_S = 30.0
+from frontend_cpu import HERE, System
+
 ANSWER_S = 40.0
 PROBE_EVERY_S = 0.003
 HOLD_S = 1.0
@@ -91,7 +86,7 @@ def metadata(value: bytes) -> bytes:
     return chat(b'"metadata":' + value)
 
 
-def annotations(count: int) -> str:
+def repeated_annotations(count: int) -> str:
     names = array(b'"token_ids"', count).decode()
     return f'"stream":true,"nvext":{{"annotations":{names}}}'
 
@@ -125,7 +120,7 @@ ATTACKS = (
     ),
     Attack(
         "annotations: token_ids 3,000 times, 120 kB",
-        lambda: completion(text(120_000), annotations(3000)),
+        lambda: completion(text(120_000), repeated_annotations(3000)),
     ),
     Attack("1-byte chunks, 12 MB", lambda: small_chunks(2_000_000)),
     Attack("1-byte chunks, 16 connections", lambda: small_chunks(1_000_000), 16),
@@ -153,44 +148,24 @@ ATTACKS = (
 )
 
 
-class System:
-    """``with System(...)``: a frontend with two mock workers, from ``tree``."""
+class Target(System):
+    """``with Target(...)``: a frontend with two mock workers, from ``tree``, short of memory."""
 
     def __init__(self, tree: Path, memory_bytes: int) -> None:
-        self.port = _free_port()
-        self._tree = tree
+        super().__init__(tree, speedup=0.0)
         self._memory_bytes = memory_bytes
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._directory = tempfile.TemporaryDirectory()
 
-    def __enter__(self) -> Self:
-        model = str(HERE / "examples" / "model")
-        self._start("mocker", "--model-path", model, "--model-name", "m", "--num-workers", "2",
-                    "--block-size", "16", "--speedup-ratio", "0")  # fmt: skip
-        self._start("frontend", "--router-mode", "kv", "--http-port", str(self.port))
-        deadline = time.monotonic() + READY_S
-        while not self._is_ready():
-            if time.monotonic() > deadline:
-                self.__exit__()
-                raise SystemExit(f"not ready within {READY_S:g} s")
-            time.sleep(0.1)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for process in reversed(self._processes):
-            process.send_signal(signal.SIGTERM)
-        for process in self._processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        self._directory.cleanup()
+    def start_process(self, module: str, *flags: str) -> subprocess.Popen[bytes]:
+        """As any, with an address-space limit."""
+        process = super().start_process(module, *flags)
+        limits = self._memory_bytes, self._memory_bytes
+        resource.prlimit(process.pid, resource.RLIMIT_AS, limits)
+        return process
 
     def meet(self, attack: Attack) -> dict[str, Any]:
         """Let ``attack`` happen with a probe beside it."""
         payload = attack.payload()
-        frontend = self._processes[1]
+        frontend = self.processes[1]
         Path(f"/proc/{frontend.pid}/clear_refs").write_text("5")  # the peak counts from now
         before = _status_mb(frontend.pid, "VmRSS")
         answers: list[str] = []
@@ -214,34 +189,6 @@ class System:
             "rss_mb": 0.0 if lost else _status_mb(frontend.pid, "VmHWM") - before,
             "seconds": time.monotonic() - begun,
         }
-
-    def _start(self, module: str, *flags: str) -> None:
-        root = Path(self._directory.name)
-        env = os.environ | {
-            "PYTHONPATH": str(self._tree),
-            "PYTHONSAFEPATH": "1",
-            "DYN_DISCOVERY_BACKEND": "file",
-            "DYN_FILE_KV": str(root / "store"),
-            "DYN_LOCAL_STATE_DIR": str(root / "state"),
-        }
-        size = self._memory_bytes
-        with (root / f"{module}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", f"dynamo.{module}", *flags],
-                env=env, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
-        resource.prlimit(process.pid, resource.RLIMIT_AS, (size, size))
-        self._processes.append(process)
-
-    def _is_ready(self) -> bool:
-        if any(process.poll() is not None for process in self._processes):
-            logs = sorted(Path(self._directory.name).glob("*.log"))
-            raise SystemExit("\n".join(log.read_text()[-2000:] for log in logs))
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/models") as answer:
-                return bool(json.load(answer)["data"])
-        except OSError:
-            return False
 
 
 class Probe:
@@ -306,12 +253,6 @@ def _status_mb(pid: int, name: str) -> float:
     return int(found[1]) / 1e3 if found else 0.0
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _show(row: dict[str, Any], markdown: bool) -> None:
     live, rss, took = f"{row['live_ms']:,.0f}", f"{row['rss_mb']:,.0f}", f"{row['seconds']:.1f}"
     if markdown:
@@ -337,7 +278,7 @@ def main() -> None:
         head = f"{'attack':52}{'answer':32}{'/live ms':>10}{'RSS MB':>10}{'s':>8}\n"
     sys.stdout.write(head)
     for attack in (one for one in ATTACKS if options.only in one.name):
-        with System(options.tree.resolve(), int(options.memory_gb * 1e9)) as system:
+        with Target(options.tree.resolve(), int(options.memory_gb * 1e9)) as system:
             _show(system.meet(attack), options.markdown)
 
 

@@ -129,14 +129,15 @@ class System:
         self.sent = 0
         self._tree = tree
         self._speedup = speedup
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         self._directory = tempfile.TemporaryDirectory()
 
     def __enter__(self) -> Self:
         model = str(HERE / "examples" / "model")
-        self._start("mocker", "--model-path", model, "--model-name", "m", "--num-workers", "2",
-                    "--block-size", "16", "--speedup-ratio", f"{self._speedup:g}")  # fmt: skip
-        self._start("frontend", "--router-mode", "kv", "--http-port", str(self.port))
+        speedup = f"{self._speedup:g}"
+        self.start_process("mocker", "--model-path", model, "--model-name", "m", "--num-workers",
+                           "2", "--block-size", "16", "--speedup-ratio", speedup)  # fmt: skip
+        self.start_process("frontend", "--router-mode", "kv", "--http-port", str(self.port))
         deadline = time.monotonic() + READY_S
         while not self._is_ready():
             if time.monotonic() > deadline:
@@ -146,9 +147,9 @@ class System:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for process in reversed(self._processes):
+        for process in reversed(self.processes):
             process.send_signal(signal.SIGTERM)
-        for process in self._processes:
+        for process in self.processes:
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
@@ -158,23 +159,24 @@ class System:
 
     def measure(self, load: Load) -> dict[str, float]:
         """CPU microseconds of the frontend, each request and each token."""
-        before, before_kernel = _cpu_s(self._processes[1].pid)
+        before, before_kernel = _cpu_s(self.processes[1].pid)
         numbers = list(range(self.sent, self.sent + load.requests))
         self.sent += load.requests
         started = time.monotonic()
         uvloop.run(_send(self.port, load, numbers))
         wall_s = time.monotonic() - started
-        after, after_kernel = _cpu_s(self._processes[1].pid)
+        after, after_kernel = _cpu_s(self.processes[1].pid)
         used_us = (after - before) * 1e6
         return {
             "request_us": used_us / load.requests,
             "token_us": used_us / load.requests / load.max_tokens,
             "kernel_share": (after_kernel - before_kernel) / (after - before),
             "busy_share": (after - before) / wall_s,
-            "rss_mib": _rss_mib(self._processes[1].pid),
+            "rss_mib": _rss_mib(self.processes[1].pid),
         }
 
-    def _start(self, module: str, *flags: str) -> None:
+    def start_process(self, module: str, *flags: str) -> subprocess.Popen[bytes]:
+        """``python -m dynamo.<module>`` in a session of its own."""
         root = Path(self._directory.name)
         env = os.environ | {
             "PYTHONPATH": str(self._tree),
@@ -185,12 +187,14 @@ class System:
         }
         with (root / f"{module}.log").open("wb") as log:
             command = [sys.executable, "-m", f"dynamo.{module}", *flags]
-            self._processes.append(
-                subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                command, env=env, stdout=log, stderr=log, start_new_session=True
             )
+        self.processes.append(process)
+        return process
 
     def _is_ready(self) -> bool:
-        if any(process.poll() is not None for process in self._processes):
+        if any(process.poll() is not None for process in self.processes):
             logs = sorted(Path(self._directory.name).glob("*.log"))
             raise SystemExit("\n".join(log.read_text()[-2000:] for log in logs))
         try:

@@ -1,6 +1,6 @@
 """What a JSON text will cost to decode, before anything is decoded.
 
-The readable twin is tests/oracle/json_shape.py.
+The reference implementation is tests/oracle/json_shape.py.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer

@@ -261,7 +261,7 @@ class Sequences {
     }
 
   private:
-    // `single`: blocks that nobody else on the slot holds, unique ones among them; of each of these
+    // `single`: blocks that no other request on the slot holds, unique ones among them; of each of these
     // `faded` / kWhole does not count. Whole numbers, so that the sums stay exact.
     struct Request {
         std::vector<uint64_t> hashes;

@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from dynamo.errors import cut
-from dynamo.frontend.http import Exchange
 from dynamo.frontend.models import Models
 from dynamo.frontend.routes import Routes, in_task
+from dynamo.http import Exchange
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime.tasks import Tasks
 

@@ -20,10 +20,10 @@ from dynamo.errors import Cancelled, DynamoError, Unavailable
 from dynamo.frontend.answer.generation import GenerationStream
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.failures import Labels, Overwhelmed, error_response, explained, labels
-from dynamo.frontend.http import Exchange
 from dynamo.frontend.leg import Leg
 from dynamo.frontend.meter import Meter
 from dynamo.frontend.metrics import ModelMetrics
+from dynamo.http import Exchange
 from dynamo.router.picker import Decision
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, NoInstances
 from dynamo.frontend.failures import error_response, explained
-from dynamo.frontend.http import Exchange
 from dynamo.frontend.models import Models
 from dynamo.frontend.prefill.explain import explain_both
 from dynamo.frontend.prompt.bounds import check_json
@@ -22,6 +21,7 @@ from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.request_headers import routed
 from dynamo.frontend.routes import Routes, in_task
+from dynamo.http import Exchange
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
 from dynamo.router.kv import KvPicker
 from dynamo.runtime.tasks import Tasks

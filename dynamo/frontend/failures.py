@@ -20,7 +20,7 @@ from dynamo.errors import (
     WorkerUnavailable,
 )
 from dynamo.frontend.answer.sse import public_message
-from dynamo.frontend.http import error_body, reason_phrase
+from dynamo.http import error_body, reason_phrase
 from dynamo.router.eligibility.filters import NoneAllowed
 
 __all__ = ["BackendSilent", "Labels", "Overwhelmed", "error_response", "explained", "labels"]

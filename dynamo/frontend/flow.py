@@ -11,9 +11,9 @@ from dynamo.errors import DynamoError
 from dynamo.frontend.admission import Admission
 from dynamo.frontend.call import Call
 from dynamo.frontend.failures import BackendSilent
-from dynamo.frontend.http import Turn
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.prompt.off_loop import OffLoop
+from dynamo.http import Turn
 
 __all__ = ["Flow"]
 

@@ -11,9 +11,9 @@ import msgspec
 import orjson
 
 from dynamo.frontend.admission import Admission
-from dynamo.frontend.http import Exchange
 from dynamo.frontend.models import Models
 from dynamo.frontend.routes import Routes
+from dynamo.http import Exchange
 from dynamo.observability.metrics import CONTENT_TYPE, Registry
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
 

@@ -20,7 +20,6 @@ from dynamo.frontend.call import Call, Caption
 from dynamo.frontend.dispatch import DispatchJob
 from dynamo.frontend.failures import error_response, explained, labels
 from dynamo.frontend.flow import Flow
-from dynamo.frontend.http import Exchange
 from dynamo.frontend.leg import Leg, TrackedLeg
 from dynamo.frontend.location import located, shown
 from dynamo.frontend.prefill.ticket import Prefilled
@@ -30,6 +29,7 @@ from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.request_headers import request_id, routed
 from dynamo.frontend.routes import Routes
+from dynamo.http import Exchange
 from dynamo.protocols.openai import GenerationRequest
 from dynamo.router.picker import Decision
 from dynamo.runtime.requests.stream import REQUEST_ID

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from dynamo.frontend.http import Exchange
+from dynamo.http import Exchange
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["Route", "Routes", "in_task"]

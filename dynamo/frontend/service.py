@@ -20,13 +20,13 @@ from dynamo.frontend.admission import Admission
 from dynamo.frontend.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.explain import ExplainRoutes
 from dynamo.frontend.flow import Flow
-from dynamo.frontend.http import HttpLimits, HttpServer, Turn
 from dynamo.frontend.info import InfoRoutes
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models import Models
 from dynamo.frontend.openai import OpenAIRoutes
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.routes import Routes
+from dynamo.http import HttpLimits, HttpServer, Turn
 from dynamo.observability.loop_delay import LoopDelay
 from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.summary import in_words, without_effect
@@ -85,7 +85,10 @@ class Frontend:
         settings = self._settings
         try:
             bound = await self._server.bind(
-                settings.http_host, settings.http_port, settings.allowed_hosts
+                settings.http_host,
+                settings.http_port,
+                settings.allowed_hosts,
+                ", or name it in DYN_HTTP_ALLOWED_HOSTS",
             )
         except OSError as error:
             raise self._cannot_listen(error) from None

@@ -238,7 +238,7 @@ class Deployment:
         if registering:
             await self._wait_for_leases(registering)
             return f"ready: {len(registering)} processes are registered, no dynamo.frontend"
-        return "started: all processes; no dynamo.frontend in this graph tells when they are ready"
+        return "started: all processes; readiness is unknown without a dynamo.frontend in the graph"
 
     async def _wait_for_frontends(self, frontends: Sequence[WatcherSpec], workers: int) -> str:
         urls: list[str] = []

@@ -109,8 +109,8 @@ async def wait_until_ready(
 ) -> Health:
     """Until the frontend is healthy and, with ``workers`` behind it, lists a model.
 
-    ``is_ours`` tells our frontend from another program on its port. Waits a few seconds more for
-    the rest of the workers. Never gives up: cancel it.
+    ``is_ours`` distinguishes our frontend from another program on its port. Waits a few seconds
+    more for the rest of the workers. Never gives up: cancel it.
     """
     loop = asyncio.get_running_loop()
     first_s: float | None = None

@@ -136,7 +136,7 @@ def test_gpus_of_watchers_that_come_and_go(serving: Serving) -> None:
 
 
 def test_what_the_planner_has_written_stays(serving: Serving) -> None:
-    """It may write the entry before it adds the watcher, so that nobody else takes the GPU."""
+    """It may write the entry before it adds the watcher, so that the GPU is not given away."""
     serving.start(GPUS, "--gpus", "4")
     base = components(serving)["W"]
     name = f"{serving.namespace}_W_2"

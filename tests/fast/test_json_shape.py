@@ -1,4 +1,4 @@
-"""Weight and depth of a JSON text, against the readable twin."""
+"""Weight and depth of a JSON text, against the reference implementation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo._fast import json_shape
-from tests.oracle import json_shape as twin
+from tests.oracle import json_shape as reference
 
 NO_LIMIT = 2**62
 PIECES = st.sampled_from(
@@ -21,7 +21,7 @@ PIECES = st.sampled_from(
 def measure(text: str | bytes, weight: int = NO_LIMIT, depth: int = NO_LIMIT) -> Any:
     raw = text.encode() if isinstance(text, str) else text
     found = json_shape.measure(raw, weight, depth)
-    assert found == twin.measure(raw, weight, depth), text
+    assert found == reference.measure(raw, weight, depth), text
     return found
 
 
@@ -63,7 +63,7 @@ def test_any_buffer() -> None:
 
 
 @given(st.lists(PIECES, max_size=40).map("".join), st.integers(0, 60), st.integers(0, 6))
-def test_any_text_is_measured_as_the_twin_does(text: str, weight: int, depth: int) -> None:
+def test_any_text_is_measured_as_the_reference_does(text: str, weight: int, depth: int) -> None:
     measure(text)
     measure(text, weight, depth)
 

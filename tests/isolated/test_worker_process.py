@@ -225,7 +225,7 @@ async def test_a_supervised_worker_serves_until_the_frontends_have_finished(
     client = await connect(runtime)
     write_stop_stage(scripts.root / "state/dynamo", workers=False)
     worker.send_signal(signal.SIGTERM)
-    for _ in range(8):  # for longer than it waits for a stage that nobody writes
+    for _ in range(8):  # for longer than it waits for a stage that is never written
         await asyncio.sleep(0.1)
         stream = await client.random({"count": 1}, annotated=False)
         assert [item async for item in stream] == [{"number": 0}]

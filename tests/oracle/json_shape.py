@@ -1,4 +1,4 @@
-"""What a JSON text costs to decode, read byte by byte: the twin of dynamo._fast.json_shape."""
+"""Reference implementation of dynamo._fast.json_shape: what a JSON text costs to decode."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ class PrefillLine(Generic[T]):
 
     Tickets that are pinned to a worker, or bound to it for a while (:meth:`bind`), wait for that
     one; others overtake them meanwhile. The ``busy``
-    workers, which somebody else keeps up to date, get nothing. ``waiting_tokens`` are the prompt
-    tokens of the waiting tickets, which ``tokens_of`` tells.
+    workers, which other routers keep up to date, get nothing. ``waiting_tokens`` are the prompt
+    tokens of the waiting tickets, given by ``tokens_of``.
     """
 
     def __init__(self, limit: int, tokens_of: Callable[[T], int] = lambda _: 0) -> None:

@@ -22,7 +22,7 @@ class Page:
 
     @property
     def stages(self) -> dict[str, float]:
-        """The stages in which somebody is."""
+        """The stages that are not empty."""
         rows = (line.rsplit(" ", 1) for line in self.registry.render().decode().splitlines())
         prefix = "dynamo_frontend_stage_requests{"
         found = {name: float(value) for name, value in rows if name.startswith(prefix)}

@@ -7,8 +7,8 @@ import json
 import pytest
 from http_bench import Bench
 
-from dynamo.frontend.http import Exchange
 from dynamo.frontend.routes import Routes
+from dynamo.http import Exchange
 
 
 def table() -> Routes:

@@ -165,7 +165,7 @@ async def test_a_value_that_no_store_holds_is_refused(root: Path, kind: str):
 
 
 class FakeLink:
-    """An etcd that holds ``listing`` and then tells of ``changes``."""
+    """An etcd that holds ``listing`` and then reports ``changes``."""
 
     def __init__(self, listing: dict[str, bytes], changes: list[Change]) -> None:
         self._listing = listing

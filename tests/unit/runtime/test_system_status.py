@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import psutil
 import pytest
 
 from dynamo.config import from_env
@@ -39,7 +40,7 @@ class Parts:
         return answer
 
     async def get(self, path: str, method: str = "GET", body: bytes = b"") -> tuple[int, bytes]:
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         answer = await self.ask(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         status, _, rest = answer.partition(b"\r\n")
         return int(status.split()[1]), rest.partition(b"\r\n\r\n")[2]
@@ -143,7 +144,7 @@ async def test_a_connection_is_kept_for_the_next_request(make: Make):
     reader, writer = await asyncio.open_connection("127.0.0.1", parts.server.port)
     async with asyncio.timeout(5):
         for _ in range(3):
-            writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             head = await reader.readuntil(b"\r\n\r\n")
             size = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
             assert json.loads(await reader.readexactly(size))["status"] == "ready"
@@ -155,7 +156,11 @@ async def test_a_connection_is_kept_for_the_next_request(make: Make):
     ("data", "status"),
     [
         (b"\x16\x03\x01 not http\r\n\r\n", b"400"),
-        (b"POST /engine/x HTTP/1.1\r\nContent-Length: 9999999\r\n\r\n" + bytes(1 << 20), b"413"),
+        (
+            b"POST /engine/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n"
+            + bytes(1 << 20),
+            b"413",
+        ),
     ],
 )
 async def test_what_is_not_http_or_too_large_is_refused(make: Make, data: bytes, status: bytes):
@@ -164,15 +169,32 @@ async def test_what_is_not_http_or_too_large_is_refused(make: Make, data: bytes,
     assert answer.split()[1] == status
 
 
-async def test_pipelined_requests_are_dropped(make: Make):
+async def test_pipelined_requests_are_answered_in_order(make: Make):
     parts = await make()
-    one = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
-    try:
-        answer = await parts.ask(one + one)
-    except ConnectionResetError:
-        answer = b""
-    assert answer.count(b"HTTP/1.1") <= 1
-    assert (await parts.get("/live"))[0] == 200
+    one = b"GET /%b HTTP/1.1\r\nHost: localhost\r\n%b\r\n"
+    answer = await parts.ask(one % (b"live", b"") + one % (b"none", b"Connection: close\r\n"))
+    assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404"]
+
+
+async def test_web_pages_get_nothing(make: Make):
+    """A page may reach a loopback port, by a name of its own (DNS rebinding) or as it is."""
+    parts = await make()
+    called: list[Any] = []
+
+    async def route(body: Any) -> Any:
+        called.append(body)
+
+    parts.server.routes["sleep"] = route
+    post = "POST /engine/sleep HTTP/1.1\r\nConnection: close\r\nContent-Length: 0\r\n"
+    for more, status in (
+        ("Host: evil.example\r\n", 403),
+        ("Host: localhost\r\nOrigin: http://evil.example\r\n", 403),
+        ("Host: localhost\r\nOrigin: null\r\n", 403),
+        ("Host: localhost\r\n", 200),
+    ):
+        answer = await parts.ask(f"{post}{more}\r\n".encode())
+        assert int(answer.split()[1]) == status, more
+    assert called == [None]
 
 
 async def test_off_by_default_and_a_taken_port_is_named(make: Make):
@@ -205,10 +227,9 @@ async def test_other_hosts_are_let_in_only_when_asked() -> None:
     settings = SystemSettings(port=0)
     server = StatusServer(settings, Health(settings), Registry())
     await server.start()
-    assert server._server is not None
-    addresses = [sock.getsockname()[0] for sock in server._server.sockets]
+    listening = [one.laddr for one in psutil.Process().net_connections() if one.status == "LISTEN"]
+    assert [one.ip for one in listening if one.port == server.port] == ["127.0.0.1"]
     await server.close()
-    assert addresses == ["127.0.0.1"]
     assert from_env(SystemSettings, {"DYN_SYSTEM_HOST": "0.0.0.0"}).host == "0.0.0.0"
 
 
@@ -218,11 +239,9 @@ async def test_an_upgrade_is_not_taken_and_the_request_is_answered(
 ):
     parts = await make()
     connection = extra or "Connection: Upgrade\r\n"
-    head = f"GET /live HTTP/1.1\r\nHost: x\r\n{connection}Upgrade: h2c\r\n\r\n"
+    head = f"GET /live HTTP/1.1\r\nHost: localhost\r\n{connection}Upgrade: h2c\r\n\r\n"
     answer = await parts.ask(head.encode() + b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" in answer
-    answer = await parts.ask(b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 404 ")
     assert not caplog.records
 
 
@@ -237,4 +256,4 @@ async def test_whatever_fails_the_client_gets_an_answer(make: Make):
     assert status == 400
     parts.metrics.before_render.append(lambda: 1 / 0)
     status, body = await parts.get("/metrics")
-    assert status == 500 and body == b"Internal server error"
+    assert status == 500 and b"Internal server error" in body

@@ -20,8 +20,8 @@ from httptools import (
 )
 
 from dynamo.errors import cut
-from dynamo.frontend.http.limits import HttpLimits
-from dynamo.frontend.http.refusal import Refusal
+from dynamo.http.limits import HttpLimits
+from dynamo.http.refusal import Refusal
 
 __all__ = ["CHUNKED", "Head", "HeadReader"]
 
@@ -82,16 +82,19 @@ class HeadReader:
         self._names: dict[bytes, str] = {}
         self._hosts: set[str] = set()
         self._served_names: frozenset[str] | None = None
+        self._remedy = ""
         self._headers: dict[str, str] = {}
         self._repeated: str | None = None
 
-    def serve_only(self, names: Iterable[str]) -> None:
-        """Refuse (403) requests for hosts other than localhost, IP addresses and ``names``.
+    def serve_only(self, names: Iterable[str], remedy: str = "") -> None:
+        """Refuse (403) requests for hosts other than localhost, IP addresses and ``names``; the
+        error ends in ``remedy``.
 
         A page whose name resolves to this machine (DNS rebinding) is same-origin with the API for
-        a browser; only the Host header tells it from a local client.
+        a browser; only the Host header distinguishes it from a local client.
         """
         self._served_names = frozenset(("localhost", *(_plain_name(one) for one in names)))
+        self._remedy = remedy
 
     def read(self, data: bytes, end: int) -> Head:
         """The head in ``data[:end]``, where ``end`` is the offset of its closing CRLFCRLF."""
@@ -198,8 +201,8 @@ class HeadReader:
         if names is not None and not (_plain_name(match[1]) in names or _is_address(match[1])):
             raise Refusal(
                 403,
-                f"Host '{cut(match[1], _SHOWN_CHARACTERS)}' is not served here; to serve it, "
-                "add it to DYN_HTTP_ALLOWED_HOSTS",
+                f"Host '{cut(match[1], _SHOWN_CHARACTERS)}' is not served here; use localhost or "
+                f"an IP address{self._remedy}",
             )
         if len(self._hosts) < _REMEMBERED:
             self._hosts.add(host)

@@ -9,12 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from dynamo.frontend.http.connection import Connection
-from dynamo.frontend.http.exchange import Exchange
-from dynamo.frontend.http.head import HeadReader
-from dynamo.frontend.http.limits import HttpLimits
-from dynamo.frontend.http.response import ResponseHeads
-from dynamo.frontend.http.turn import Turn
+from dynamo.http.connection import Connection
+from dynamo.http.exchange import Exchange
+from dynamo.http.head import HeadReader
+from dynamo.http.limits import HttpLimits
+from dynamo.http.response import ResponseHeads
+from dynamo.http.turn import Turn
 
 __all__ = ["HttpServer"]
 
@@ -59,13 +59,13 @@ class HttpServer:
         return len(self._connections)
 
     async def bind(
-        self, host: str, port: int, names: Sequence[str] | None = None
+        self, host: str, port: int, names: Sequence[str] | None = None, remedy: str = ""
     ) -> tuple[str, int]:
         """Take the address; the one that was bound (port 0 asks for any). Raises OSError.
 
         ``names`` are the hosts that requests may name beside localhost, ``host`` and IP addresses;
         ``*`` stands for all. Without names any host is served, but not on a loopback address. With
-        None, nothing is checked.
+        None, nothing is checked. ``remedy`` ends the error for other hosts.
         """
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
@@ -74,7 +74,7 @@ class HttpServer:
         bound = [one.getsockname() for one in self._server.sockets]
         local = all(ipaddress.ip_address(address[0]).is_loopback for address in bound)
         if names is not None and "*" not in names and (names or local):
-            self.reader.serve_only((host, *names))
+            self.reader.serve_only((host, *names), remedy)
         return bound[0][0], bound[0][1]
 
     async def listen(self) -> None:

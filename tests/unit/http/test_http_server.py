@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.frontend.http import Exchange, HttpLimits, HttpServer
+from dynamo.http import Exchange, HttpLimits, HttpServer
 
 GET = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from http_bench import Bench
 
-from dynamo.frontend.http import Exchange
+from dynamo.http import Exchange
 
 GET = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"
 CHUNKED = b"POST /c HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"

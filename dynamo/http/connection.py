@@ -11,13 +11,13 @@ import logging
 import time
 from typing import Protocol, cast
 
-from dynamo.frontend.http.body import ChunkedBody, SizedBody
-from dynamo.frontend.http.exchange import Exchange
-from dynamo.frontend.http.head import CHUNKED, Head, HeadReader
-from dynamo.frontend.http.limits import HttpLimits
-from dynamo.frontend.http.refusal import Refusal, error_body
-from dynamo.frontend.http.response import CLOSE, ResponseHeads
-from dynamo.frontend.http.turn import Turn
+from dynamo.http.body import ChunkedBody, SizedBody
+from dynamo.http.exchange import Exchange
+from dynamo.http.head import CHUNKED, Head, HeadReader
+from dynamo.http.limits import HttpLimits
+from dynamo.http.refusal import Refusal, error_body
+from dynamo.http.response import CLOSE, ResponseHeads
+from dynamo.http.turn import Turn
 
 __all__ = ["NEVER", "Connection", "Host"]
 

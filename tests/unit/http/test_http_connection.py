@@ -8,7 +8,7 @@ import random
 import pytest
 from http_bench import Bench
 
-from dynamo.frontend.http import Exchange, Turn, response
+from dynamo.http import Exchange, Turn, response
 
 GET = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"
 

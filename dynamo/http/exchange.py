@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from dynamo.frontend.http.head import Head
-from dynamo.frontend.http.refusal import error_body
-from dynamo.frontend.http.response import (
+from dynamo.http.head import Head
+from dynamo.http.refusal import error_body
+from dynamo.http.response import (
     CHUNKS,
     CLOSE,
     OLD_KEEP_ALIVE,

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from dynamo.frontend.http import Exchange, HttpLimits, HttpServer
-from dynamo.frontend.http.connection import Connection
-from dynamo.frontend.http.turn import Flushable, Turn
+from dynamo.http import Exchange, HttpLimits, HttpServer
+from dynamo.http.connection import Connection
+from dynamo.http.turn import Flushable, Turn
 
 
 class MockTransport(asyncio.Transport):
