@@ -87,7 +87,7 @@ def test_pins(fleet: Fleet) -> None:
     )
     assert fleet.ask({"x-worker-instance-id": "me"}) == (
         400,
-        "Header 'x-worker-instance-id' must be a non-negative integer, got 'me'",
+        "Header 'x-worker-instance-id' must be a non-negative integer of 64 bits, got 'me'",
     )
     pinned, other = fleet.tainted
     assert fleet.ask(backend_instance_id=pinned, allowed_worker_ids=[other]) == (
