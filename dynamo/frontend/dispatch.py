@@ -72,13 +72,10 @@ class Dispatch:
         """
         leg, request = job.leg, job.request
         line, override = self.line, request.router_config_override
-        routing = job.routing
-        if job.tried:
-            routing = self._untried(job)
-        else:
-            prefill = self.prefill
-            apart = request.prefill_result is not None or (prefill is not None and prefill.active)
-            leg.call.meter.routed("decode" if apart else "aggregated")
+        routing = self._untried(job) if job.tried else job.routing
+        if not job.tried and (line is not None or request.prefill_result is not None):
+            phase = "aggregated" if request.prefill_result is None else "decode"
+            leg.call.meter.routed(phase)
         if line is None:
             decision = self.picker.pick(
                 leg.booking, request.token_ids, routing=routing, override=override

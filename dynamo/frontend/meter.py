@@ -190,7 +190,8 @@ class Meter:
             metrics.plane_inflight.value -= self._placed
         if self.accepted:
             model.queued.value -= waits
-        self._enter(None)
+        if self._stage is not None:
+            self._enter(None)
         if failure is not None:
             metrics.failures.labels(failure.failure_class, failure.reason).value += 1
         model.active.value -= 1

@@ -228,11 +228,16 @@ class OpenAIRoutes:
             )
             for leg, engine_request in zip(legs, prepared.requests, strict=True)
         ]
-        leg_tokens = _TOKENS_PER_LEG + prepared.prompt_tokens // len(prepared.prompts)
-        now = max(1, _TOKENS_PER_TURN // leg_tokens)
-        if not _send(call, entry, jobs[:now]):
-            return
-        call.dispatched(prepared.prompt_tokens)
+        prompt_tokens = prepared.prompt_tokens
+        now = 1
+        if len(jobs) > 1:
+            leg_tokens = _TOKENS_PER_LEG + prompt_tokens // len(prepared.prompts)
+            now = max(1, _TOKENS_PER_TURN // leg_tokens)
+        for job in jobs[:now]:
+            entry.dispatch.send(job)
+            if call.closed:  # what the leg was to wait for failed at once
+                return
+        call.dispatched(prompt_tokens)
         if len(jobs) > now:
             self._tasks.spawn(_send_rest(call, entry, jobs[now:], now), name="many choices")
 
@@ -240,22 +245,15 @@ class OpenAIRoutes:
         return shown(decision, prefilled, self._models.kv_mode)
 
 
-def _send(call: Call, entry: ModelEntry, jobs: list[DispatchJob]) -> bool:
-    """Send engine requests; False if the call has ended. Raises what :meth:`Dispatch.send` does."""
-    for job in jobs:
-        entry.dispatch.send(job)
-        if call.closed:  # what the leg was to wait for failed at once
-            return False
-    return True
-
-
 async def _send_rest(call: Call, entry: ModelEntry, jobs: list[DispatchJob], per_turn: int) -> None:
     """Send the choices that one loop turn has no time for, some in each turn."""
     try:
-        for start in range(0, len(jobs), per_turn):
-            await asyncio.sleep(0)
-            if call.closed or not _send(call, entry, jobs[start : start + per_turn]):
+        for number, job in enumerate(jobs):
+            if number % per_turn == 0:
+                await asyncio.sleep(0)
+            if call.closed:
                 return
+            entry.dispatch.send(job)
     except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
         call.crashed(error)
 

@@ -83,7 +83,7 @@ class PrefillRouter:
     @property
     def active(self) -> bool:
         """Whether a prompt can be computed by a prefill worker now."""
-        return self._sender.active
+        return self.workers.picker is not None and bool(self.line.workers)
 
     @property
     def patient(self) -> bool:

@@ -6,7 +6,7 @@ Spec 5.6, 7.4. ``n`` choices and lists of prompts become one engine request each
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,11 +43,17 @@ class Prompt(NamedTuple):
 
 class Prepared(NamedTuple):
     """``requests[p * n + i]`` is choice ``i`` of ``prompts[p]``; its index in the answer is the
-    same."""
+    same.
+
+    ``rendered_s`` is the time in the chat template, None without one; ``tokenized_s`` those of the
+    prompts that were text.
+    """
 
     requests: list[PreprocessedRequest]
     prompts: list[Prompt]
     n: int
+    rendered_s: float | None = None
+    tokenized_s: Sequence[float] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -58,16 +64,6 @@ class Prepared(NamedTuple):
     def formatted_prompt(self) -> str | None:
         """The (first) prompt as text, after the chat template."""
         return self.prompts[0].text
-
-
-class _Times:
-    """Seconds that a request took; ``rendered_s`` is None without a template."""
-
-    __slots__ = ("rendered_s", "tokenized_s")
-
-    def __init__(self) -> None:
-        self.rendered_s: float | None = None
-        self.tokenized_s: list[float] = []
 
 
 class Preprocessor:
@@ -104,73 +100,61 @@ class Preprocessor:
 
     def chat(self, request: ChatCompletionRequest) -> Prepared:
         """Prepare a chat request. Raises InvalidArgument. O(characters)."""
-        times = _Times()
-        prepared = self._chat(request, times)
-        self._count(times)
-        return prepared
+        return self._report(self._chat(request))
 
     async def chat_off_loop(self, request: ChatCompletionRequest, threads: OffLoop) -> Prepared:
         """As :meth:`chat`, in a thread."""
-        times = _Times()
-        prepared = await threads.run(self._chat, request, times)
-        self._count(times)
-        return prepared
+        return self._report(await threads.run(self._chat, request))
 
     def completion(self, request: CompletionRequest) -> Prepared:
         """Prepare a text completion request; as :meth:`chat`."""
-        times = _Times()
-        prepared = self._completion(request, times)
-        self._count(times)
-        return prepared
+        return self._report(self._completion(request))
 
     async def completion_off_loop(self, request: CompletionRequest, threads: OffLoop) -> Prepared:
         """As :meth:`completion`, in a thread."""
-        times = _Times()
-        prepared = await threads.run(self._completion, request, times)
-        self._count(times)
+        return self._report(await threads.run(self._completion, request))
+
+    def _report(self, prepared: Prepared) -> Prepared:
+        """Report the times of a request, on the event loop."""
+        if prepared.rendered_s is not None:
+            self.on_rendered(prepared.rendered_s)
+        for seconds in prepared.tokenized_s:
+            self.on_tokenized(seconds)
         return prepared
 
-    def _chat(self, request: ChatCompletionRequest, times: _Times) -> Prepared:
-        prompt = self._given_ids(request)
-        if prompt is None:
-            begun = time.perf_counter()
-            text = self._render(request)
-            times.rendered_s = time.perf_counter() - begun
-            self._check_size(text)
-            prompt = self._encode(text, request.add_special_tokens is True, times)
+    def _chat(self, request: ChatCompletionRequest) -> Prepared:
         limit = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return self._prepared(request, [prompt], limit, logprobs)
-
-    def _completion(self, request: CompletionRequest, times: _Times) -> Prepared:
         given = self._given_ids(request)
         if given is not None:
-            prompts = [given]
-        else:
-            special = request.add_special_tokens is not False
-            given_prompts = _prompts(request)
-            for each in given_prompts:
-                self._check_size(each)
-            prompts = [
-                self._encode(each, special, times)
-                if isinstance(each, str)
-                else self._from_ids(each, bool(request.echo))
-                for each in given_prompts
-            ]
-        return self._prepared(request, prompts, request.max_tokens, request.logprobs)
-
-    def _encode(self, text: str, special: bool, times: _Times) -> Prompt:
+            return self._prepared(request, [given], limit, logprobs)
         begun = time.perf_counter()
-        ids = self.tokenizer.encode(text, special)
-        times.tokenized_s.append(time.perf_counter() - begun)
-        return Prompt(ids, text)
+        text = self._render(request)
+        rendered = time.perf_counter()
+        self._check_size(text)
+        ids = self.tokenizer.encode(text, request.add_special_tokens is True)
+        tokenized_s = (time.perf_counter() - rendered,)
+        prompts = [Prompt(ids, text)]
+        return self._prepared(request, prompts, limit, logprobs, rendered - begun, tokenized_s)
 
-    def _count(self, times: _Times) -> None:
-        """Report the times of a request, on the event loop."""
-        if times.rendered_s is not None:
-            self.on_rendered(times.rendered_s)
-        for seconds in times.tokenized_s:
-            self.on_tokenized(seconds)
+    def _completion(self, request: CompletionRequest) -> Prepared:
+        given = self._given_ids(request)
+        if given is not None:
+            return self._prepared(request, [given], request.max_tokens, request.logprobs)
+        special = request.add_special_tokens is not False
+        texts = _prompts(request)
+        for each in texts:
+            self._check_size(each)
+        prompts, tokenized_s = [], []
+        for each in texts:
+            if isinstance(each, str):
+                begun = time.perf_counter()
+                prompts.append(Prompt(self.tokenizer.encode(each, special), each))
+                tokenized_s.append(time.perf_counter() - begun)
+            else:
+                prompts.append(self._from_ids(each, bool(request.echo)))
+        limit, logprobs = request.max_tokens, request.logprobs
+        return self._prepared(request, prompts, limit, logprobs, tokenized_s=tokenized_s)
 
     def _check_size(self, prompt: str | list[int]) -> None:
         """Refuse, before it is tokenized, a prompt that no context can hold."""
@@ -221,6 +205,8 @@ class Preprocessor:
         prompts: list[Prompt],
         max_tokens: int | None,
         logprobs: int | None,
+        rendered_s: float | None = None,
+        tokenized_s: Sequence[float] = (),
     ) -> Prepared:
         requests = [
             self._engine_request(request, prompt, max_tokens, logprobs) for prompt in prompts
@@ -230,7 +216,7 @@ class Preprocessor:
             _check_engine_bytes(requests, n)
         if n > 1:
             requests = [_choice(each, number) for each in requests for number in range(n)]
-        return Prepared(requests, prompts, n)
+        return Prepared(requests, prompts, n, rendered_s, tokenized_s)
 
     def _engine_request(
         self,

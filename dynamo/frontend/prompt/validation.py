@@ -57,7 +57,8 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
             "Validation: The 'messages' field cannot be empty. At least one message is required."
         )
     _check_length("messages", request.messages, MAX_MESSAGES)
-    _check_length("tools", request.tools, MAX_TOOLS)
+    if request.tools is not None:
+        _check_length("tools", request.tools, MAX_TOOLS)
     for position, message in enumerate(request.messages):
         if type(message.get("role")) is not str or type(message.get("content", "")) is not str:
             _check_message(position, message)
@@ -67,7 +68,8 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
         raise InvalidArgument(
             "Validation: 'continue_final_message' and 'add_generation_prompt' exclude each other"
         )
-    check_tool_choice(request)
+    if request.tool_choice is not None or request.function_call is not None:
+        check_tool_choice(request)
     _check_common(request, request.max_completion_tokens or request.max_tokens)
     return request
 
@@ -103,8 +105,8 @@ def _check_common(request: GenerationRequest, limit: int | None) -> None:
         check_engine_value("nvext.router_config_override", request.nvext.router_config_override)
 
 
-def _check_length(name: str, values: list[Any] | None, limit: int) -> None:
-    if values is not None and len(values) > limit:
+def _check_length(name: str, values: list[Any], limit: int) -> None:
+    if len(values) > limit:
         raise InvalidArgument(
             f"Validation: '{name}' must have at most {limit} entries, got {len(values)}"
         )

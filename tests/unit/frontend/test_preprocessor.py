@@ -211,10 +211,9 @@ async def test_off_loop_gives_the_same() -> None:
     with pytest.raises(InvalidArgument, match="maximum context length"):
         await preprocessor.completion_off_loop(request, threads)
     request = parse_completion(completion_body(prompt=[[5], [6, 7]], n=2))
-    assert await preprocessor.completion_off_loop(request, threads) == preprocessor.completion(
-        request
-    )
+    prepared = await preprocessor.completion_off_loop(request, threads)
+    assert prepared == preprocessor.completion(request)
     chat_request = parse_chat(chat_body())
-    assert await preprocessor.chat_off_loop(chat_request, threads) == preprocessor.chat(
-        chat_request
-    )
+    chat = await preprocessor.chat_off_loop(chat_request, threads)
+    assert chat[:3] == preprocessor.chat(chat_request)[:3]
+    assert chat.rendered_s is not None and len(chat.tokenized_s) == 1
