@@ -75,8 +75,8 @@ class Meter:
         self.prefilled: Prefilled | None = None
         model.active.value += 1
         model.started(endpoint, kind)
-        self._stage: Gauge | None = None
-        self._enter(metrics.preprocessing)
+        self._stage: Gauge | None = metrics.preprocessing
+        metrics.preprocessing.value += 1
 
     @property
     def generated(self) -> bool:

@@ -71,7 +71,9 @@ class Preprocessor:
 
     ``card`` names the model directory in ``source_path`` unless ``model_dir`` is given. Raises
     ConfigError naming the file and the remedy. Loading is O(vocabulary): do it off the event loop.
-    ``on_rendered`` and ``on_tokenized`` hear how many seconds each prompt took.
+    Bodies up to ``inline_limit_bytes`` go through :meth:`chat` and :meth:`completion`, larger ones
+    through :meth:`chat_off_loop` and :meth:`completion_off_loop`. ``on_rendered`` and
+    ``on_tokenized`` are called with the seconds that each prompt took.
     """
 
     def __init__(
@@ -85,18 +87,13 @@ class Preprocessor:
         files = read_model_files(model_dir if model_dir is not None else card.source_path)
         self.card = card
         self.tokenizer: Tokenizer = load_tokenizer(files, cache_bytes)
+        self.inline_limit_bytes = min(self.tokenizer.inline_limit_bytes, INLINE_BODY_BYTES)
         self.on_rendered: Callable[[float], None] = _nobody
         self.on_tokenized: Callable[[float], None] = _nobody
         self.template = load_template(files, custom_template_path or card.custom_template_path)
         self.context_length = (
             card.context_length or card.runtime_config.context_length or files.context_length
         )
-
-    @property
-    def inline_limit_bytes(self) -> int:
-        """Bodies up to this size go through :meth:`chat` and :meth:`completion`, larger ones
-        through their ``_off_loop`` twins."""
-        return min(self.tokenizer.inline_limit_bytes, INLINE_BODY_BYTES)
 
     def chat(self, request: ChatCompletionRequest) -> Prepared:
         """Prepare a chat request. Raises InvalidArgument. O(characters)."""
