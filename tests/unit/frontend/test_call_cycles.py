@@ -212,7 +212,7 @@ async def test_after_the_router_refused(options: str) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 async def test_after_a_long_prompt(options: str, leaves: bool) -> None:
     site = Site()
-    site.preprocessor.tokenizer._encoder.inline_limit_bytes = 10
+    site.preprocessor.inline_limit_bytes = 10
 
     async def step() -> None:
         post(site, options)
