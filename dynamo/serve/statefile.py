@@ -42,7 +42,7 @@ class FileLock:
         self._fd = -1
 
     def try_acquire(self) -> bool:
-        """Take the lock if nobody has it. Creates the file (0600). Raises StatefileError."""
+        """Take the lock if it is free. Creates the file (0600). Raises StatefileError."""
         while True:
             try:
                 fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
