@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamo.http import Exchange, HttpLimits, HttpServer
 from dynamo.http.connection import Connection
-from dynamo.http.turn import Flushable, Turn
+from dynamo.http.write_batch import Flushable, Turn
 
 
 class MockTransport(asyncio.Transport):

@@ -14,8 +14,8 @@ from msgspec import Meta
 
 from dynamo.errors import cut
 from dynamo.frontend.models import Models
-from dynamo.frontend.routes import Routes, in_task
 from dynamo.http import Exchange
+from dynamo.http.routes import Routes, in_task
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime.tasks import Tasks
 

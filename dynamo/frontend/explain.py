@@ -20,8 +20,8 @@ from dynamo.frontend.prompt.bounds import check_json
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.request_headers import routed
-from dynamo.frontend.routes import Routes, in_task
 from dynamo.http import Exchange
+from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
 from dynamo.router.kv import KvPicker
 from dynamo.runtime.tasks import Tasks

@@ -12,8 +12,8 @@ import orjson
 
 from dynamo.frontend.admission import Admission
 from dynamo.frontend.models import Models
-from dynamo.frontend.routes import Routes
 from dynamo.http import Exchange
+from dynamo.http.routes import Routes
 from dynamo.observability.metrics import CONTENT_TYPE, Registry
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
 

@@ -28,8 +28,8 @@ from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.request_headers import request_id, routed
-from dynamo.frontend.routes import Routes
 from dynamo.http import Exchange
+from dynamo.http.routes import Routes
 from dynamo.protocols.openai import GenerationRequest
 from dynamo.router.picker import Decision
 from dynamo.runtime.requests.stream import REQUEST_ID

@@ -25,8 +25,8 @@ from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models import Models
 from dynamo.frontend.openai import OpenAIRoutes
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
-from dynamo.frontend.routes import Routes
 from dynamo.http import HttpLimits, HttpServer, Turn
+from dynamo.http.routes import Routes
 from dynamo.observability.loop_delay import LoopDelay
 from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.summary import in_words, without_effect

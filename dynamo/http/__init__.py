@@ -1,10 +1,10 @@
 """HTTP/1.1 without tasks: httptools reads heads, the rules and limits are ours."""
 
+from dynamo.http.errors import Refusal, error_body, reason_phrase
 from dynamo.http.exchange import Exchange
 from dynamo.http.limits import HttpLimits
-from dynamo.http.refusal import Refusal, error_body, reason_phrase
 from dynamo.http.server import HttpServer
-from dynamo.http.turn import Turn
+from dynamo.http.write_batch import Turn
 
 __all__ = [
     "Exchange",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from io import BytesIO
 
-from dynamo.http.refusal import Refusal
+from dynamo.http.errors import Refusal
 
 __all__ = ["ChunkedBody", "SizedBody"]
 

@@ -12,12 +12,12 @@ import time
 from typing import Protocol, cast
 
 from dynamo.http.body import ChunkedBody, SizedBody
+from dynamo.http.errors import Refusal, error_body
 from dynamo.http.exchange import Exchange
 from dynamo.http.head import CHUNKED, Head, HeadReader
 from dynamo.http.limits import HttpLimits
-from dynamo.http.refusal import Refusal, error_body
 from dynamo.http.response import CLOSE, ResponseHeads
-from dynamo.http.turn import Turn
+from dynamo.http.write_batch import Turn
 
 __all__ = ["NEVER", "Connection", "Host"]
 

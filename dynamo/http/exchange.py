@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from dynamo.http.errors import error_body
 from dynamo.http.head import Head
-from dynamo.http.refusal import error_body
 from dynamo.http.response import (
     CHUNKS,
     CLOSE,

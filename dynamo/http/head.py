@@ -20,8 +20,8 @@ from httptools import (
 )
 
 from dynamo.errors import cut
+from dynamo.http.errors import Refusal
 from dynamo.http.limits import HttpLimits
-from dynamo.http.refusal import Refusal
 
 __all__ = ["CHUNKED", "Head", "HeadReader"]
 

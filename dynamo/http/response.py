@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from email.utils import formatdate
 
-from dynamo.http.refusal import reason_phrase
+from dynamo.http.errors import reason_phrase
 
 __all__ = [
     "CHUNKS",

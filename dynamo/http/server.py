@@ -14,7 +14,7 @@ from dynamo.http.exchange import Exchange
 from dynamo.http.head import HeadReader
 from dynamo.http.limits import HttpLimits
 from dynamo.http.response import ResponseHeads
-from dynamo.http.turn import Turn
+from dynamo.http.write_batch import Turn
 
 __all__ = ["HttpServer"]
 

@@ -15,8 +15,8 @@ from dynamo.errors import ModelNotFound
 from dynamo.frontend.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.explain import ExplainRoutes
 from dynamo.frontend.prompt.off_loop import OffLoop
-from dynamo.frontend.routes import Routes, in_task
 from dynamo.http import Exchange
+from dynamo.http.routes import Routes, in_task
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime.tasks import Tasks
 

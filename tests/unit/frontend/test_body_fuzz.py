@@ -12,7 +12,7 @@ from test_call import Site
 
 from dynamo.frontend.explain import ExplainRoutes
 from dynamo.frontend.openai import OpenAIRoutes
-from dynamo.frontend.routes import Routes
+from dynamo.http.routes import Routes
 
 BODIES = 1500
 

@@ -34,7 +34,7 @@ from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.tokenizer import Tokenizer, load_tokenizer
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
-from dynamo.frontend.routes import Routes
+from dynamo.http.routes import Routes
 
 COMPLETION = "/v1/completions"
 LONGEST = 15  # bytes of the longest token of the example model

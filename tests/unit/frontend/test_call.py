@@ -35,7 +35,7 @@ from dynamo.frontend.flow import Flow
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.openai import OpenAIRoutes
 from dynamo.frontend.prompt.preprocessor import Preprocessor
-from dynamo.frontend.routes import Routes
+from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.codec import decoder, encode

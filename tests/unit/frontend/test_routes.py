@@ -7,8 +7,8 @@ import json
 import pytest
 from http_bench import Bench
 
-from dynamo.frontend.routes import Routes
 from dynamo.http import Exchange
+from dynamo.http.routes import Routes
 
 
 def table() -> Routes:

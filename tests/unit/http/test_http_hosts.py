@@ -8,9 +8,9 @@ import contextlib
 import pytest
 
 from dynamo.http import HttpServer
+from dynamo.http.errors import Refusal
 from dynamo.http.head import HeadReader
 from dynamo.http.limits import HttpLimits
-from dynamo.http.refusal import Refusal
 
 
 def status(reader: HeadReader, host: str | None, target: str = "/x", version: str = "1.1") -> int:
