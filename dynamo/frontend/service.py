@@ -17,13 +17,13 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, Unavailable
 from dynamo.frontend.admission import Admission
-from dynamo.frontend.busy_threshold import BusyThresholdRoutes
-from dynamo.frontend.explain import ExplainRoutes
+from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
+from dynamo.frontend.api.info import InfoRoutes
+from dynamo.frontend.api.openai import OpenAIRoutes
+from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.flow import Flow
-from dynamo.frontend.info import InfoRoutes
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models import Models
-from dynamo.frontend.openai import OpenAIRoutes
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.http import HttpLimits, HttpServer, Turn
 from dynamo.http.routes import Routes

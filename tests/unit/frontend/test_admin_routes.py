@@ -12,8 +12,8 @@ import pytest
 from http_bench import Bench
 
 from dynamo.errors import ModelNotFound
-from dynamo.frontend.busy_threshold import BusyThresholdRoutes
-from dynamo.frontend.explain import ExplainRoutes
+from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
+from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task

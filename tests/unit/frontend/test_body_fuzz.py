@@ -10,8 +10,8 @@ from hostile_bodies import SHAPES, Mutations
 from http_bench import Bench
 from test_call import Site
 
-from dynamo.frontend.explain import ExplainRoutes
-from dynamo.frontend.openai import OpenAIRoutes
+from dynamo.frontend.api.openai import OpenAIRoutes
+from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.http.routes import Routes
 
 BODIES = 1500

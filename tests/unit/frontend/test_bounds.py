@@ -28,7 +28,7 @@ from text_kit import (
 )
 
 from dynamo.errors import InvalidArgument, Unavailable
-from dynamo.frontend.explain import ExplainRoutes
+from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.prompt import bounds
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Preprocessor

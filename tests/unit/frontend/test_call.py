@@ -30,10 +30,10 @@ from dynamo.errors import (
     Overloaded,
 )
 from dynamo.frontend.admission import Admission
+from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.dispatch import Dispatch
 from dynamo.frontend.flow import Flow
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.openai import OpenAIRoutes
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
