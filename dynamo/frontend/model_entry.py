@@ -8,12 +8,12 @@ import time
 
 from dynamo.config.router import RouterSettings
 from dynamo.frontend.accepted import AcceptedWorkers
-from dynamo.frontend.dispatch import Dispatch
-from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.prefill.metrics import PrefillMetrics
 from dynamo.frontend.prefill.pool import PrefillPool
 from dynamo.frontend.prefill.router import PrefillRouter
 from dynamo.frontend.prompt.preprocessor import Preprocessor
+from dynamo.frontend.requests.dispatch import Dispatch
+from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
 from dynamo.router.eligibility.busy import Thresholds

@@ -16,15 +16,15 @@ from collections.abc import Callable
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, Unavailable
-from dynamo.frontend.admission import Admission
 from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.api.info import InfoRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.route import ExplainRoutes
-from dynamo.frontend.flow import Flow
-from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
+from dynamo.frontend.requests.drain import Admission
+from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.frontend.requests.registry import Flow
 from dynamo.http import HttpLimits, HttpServer, Turn
 from dynamo.http.routes import Routes
 from dynamo.observability.loop_delay import LoopDelay

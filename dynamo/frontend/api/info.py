@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import orjson
 
-from dynamo.frontend.admission import Admission
 from dynamo.frontend.models import Models
+from dynamo.frontend.requests.drain import Admission
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import CONTENT_TYPE, Registry

@@ -10,7 +10,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision
 
 if TYPE_CHECKING:
-    from dynamo.frontend.dispatch import Dispatch
+    from dynamo.frontend.requests.dispatch import Dispatch
 
 __all__ = ["located", "shown"]
 

@@ -18,16 +18,16 @@ from dynamo.errors import DynamoError
 from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
 from dynamo.frontend.api.headers import request_id, routed
 from dynamo.frontend.api.nvext import located, shown
-from dynamo.frontend.call import Call, Caption
-from dynamo.frontend.dispatch import DispatchJob
-from dynamo.frontend.failures import error_response, explained, labels
-from dynamo.frontend.flow import Flow
-from dynamo.frontend.leg import Leg, TrackedLeg
 from dynamo.frontend.prefill.ticket import Prefilled
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
+from dynamo.frontend.requests.dispatch import DispatchJob
+from dynamo.frontend.requests.engine_request import Leg, TrackedLeg
+from dynamo.frontend.requests.errors import error_response, explained, labels
+from dynamo.frontend.requests.registry import Flow
+from dynamo.frontend.requests.request import Call, Caption
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
 from dynamo.protocols.openai import GenerationRequest

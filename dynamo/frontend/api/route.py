@@ -15,11 +15,11 @@ import msgspec
 from dynamo.errors import DynamoError, InvalidArgument, NoInstances
 from dynamo.frontend.api.headers import routed
 from dynamo.frontend.api.prefill_route import explain_both
-from dynamo.frontend.failures import error_response, explained
 from dynamo.frontend.models import Models
 from dynamo.frontend.prompt.bounds import check_json
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
+from dynamo.frontend.requests.errors import error_response, explained
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest

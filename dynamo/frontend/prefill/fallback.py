@@ -6,9 +6,9 @@ import logging
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, Overloaded, Unavailable
-from dynamo.frontend.dispatch import Dispatch
 from dynamo.frontend.prefill.metrics import PrefillMetrics
 from dynamo.frontend.prefill.ticket import PrefillTicket
+from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError
 from dynamo.frontend.accepted import AcceptedWorkers
-from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.prefill.news import PREFILL_QUEUE, QueueNews
 from dynamo.frontend.prefill.router import PrefillRouter
+from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
 from dynamo.router.eligibility.busy import Thresholds

@@ -21,13 +21,13 @@ from dynamo.errors import (
     Overloaded,
     WorkerUnavailable,
 )
-from dynamo.frontend.dispatch import Dispatch, DispatchJob
 from dynamo.frontend.prefill.fallback import Fallback
 from dynamo.frontend.prefill.line import PrefillLine, capacity_of
 from dynamo.frontend.prefill.metrics import PrefillMetrics
 from dynamo.frontend.prefill.sender import PrefillSender
 from dynamo.frontend.prefill.ticket import Prefilled, PrefillTicket, after_prefill
 from dynamo.frontend.prefill.workers import PrefillWorkers
+from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing

@@ -19,7 +19,7 @@ from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
 
 if TYPE_CHECKING:
-    from dynamo.frontend.dispatch import DispatchJob
+    from dynamo.frontend.requests.dispatch import DispatchJob
 
 __all__ = [
     "DECODE_OVERRIDE",
@@ -108,7 +108,7 @@ class PrefillTicket:
         return self.job.leg.booking
 
     def cancel(self) -> None:
-        """See :class:`dynamo.frontend.leg.Pending`."""
+        """See :class:`dynamo.frontend.requests.engine_request.Pending`."""
         self._prefills.cancelled(self)
 
     def release(self) -> None:

@@ -29,12 +29,12 @@ from dynamo.errors import (
     NoInstances,
     Overloaded,
 )
-from dynamo.frontend.admission import Admission
 from dynamo.frontend.api.openai import OpenAIRoutes
-from dynamo.frontend.dispatch import Dispatch
-from dynamo.frontend.flow import Flow
-from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.prompt.preprocessor import Preprocessor
+from dynamo.frontend.requests.dispatch import Dispatch
+from dynamo.frontend.requests.drain import Admission
+from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.frontend.requests.registry import Flow
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import ModelCard

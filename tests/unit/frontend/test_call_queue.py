@@ -13,7 +13,7 @@ from test_call import Site, ids, turn
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import Unavailable
-from dynamo.frontend.dispatch import Dispatch, DispatchJob
+from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker

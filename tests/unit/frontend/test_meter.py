@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo.frontend.meter import Meter
-from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.frontend.requests.request_metrics import Meter
 from dynamo.observability.metrics import Registry
 from dynamo.router.picker import Decision
 

@@ -16,8 +16,8 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ModelNotFound, NoInstances
-from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.models import Models
+from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream

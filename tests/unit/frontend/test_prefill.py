@@ -20,12 +20,12 @@ from dynamo.errors import (
     Unavailable,
     WorkerUnavailable,
 )
-from dynamo.frontend.dispatch import Dispatch, DispatchJob
-from dynamo.frontend.leg import Leg
-from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.prefill.metrics import PrefillMetrics
 from dynamo.frontend.prefill.pool import prefill_settings
 from dynamo.frontend.prefill.router import PrefillRouter
+from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
+from dynamo.frontend.requests.engine_request import Leg
+from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import decoder, encode, tokens

@@ -12,8 +12,8 @@ from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box, Caller
 from benchmarks import prefill_patience
 from dynamo.errors import DynamoError, Overloaded
 from dynamo.frontend.api.prefill_route import explain_both
-from dynamo.frontend.dispatch import DispatchJob
-from dynamo.frontend.leg import Leg
+from dynamo.frontend.requests.dispatch import DispatchJob
+from dynamo.frontend.requests.engine_request import Leg
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing, StopConditions

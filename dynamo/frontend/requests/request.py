@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dynamo.errors import Cancelled, DynamoError, Unavailable
 from dynamo.frontend.answer.generation import GenerationStream
 from dynamo.frontend.answer.sse import KEEP_ALIVE
-from dynamo.frontend.failures import Labels, Overwhelmed, error_response, explained, labels
-from dynamo.frontend.leg import Leg
-from dynamo.frontend.meter import Meter
-from dynamo.frontend.metrics import ModelMetrics
+from dynamo.frontend.requests.engine_request import Leg
+from dynamo.frontend.requests.errors import Labels, Overwhelmed, error_response, explained, labels
+from dynamo.frontend.requests.metrics import ModelMetrics
+from dynamo.frontend.requests.request_metrics import Meter
 from dynamo.http import Exchange
 from dynamo.router.picker import Decision
 
 if TYPE_CHECKING:
-    from dynamo.frontend.flow import Flow
     from dynamo.frontend.prefill.ticket import Prefilled
+    from dynamo.frontend.requests.registry import Flow
 
 __all__ = ["Call", "Caption"]
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynamo.frontend.answer.usage import Usage
-from dynamo.frontend.failures import Labels
-from dynamo.frontend.leg import Leg
-from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics
+from dynamo.frontend.requests.engine_request import Leg
+from dynamo.frontend.requests.errors import Labels
+from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.observability.metrics import Gauge
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
 
 if TYPE_CHECKING:
-    from dynamo.frontend.call import Call
+    from dynamo.frontend.requests.request import Call
 
 __all__ = ["Leg", "Pending", "TrackedLeg"]
 

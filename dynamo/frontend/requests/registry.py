@@ -8,11 +8,11 @@ import time
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import DynamoError
-from dynamo.frontend.admission import Admission
-from dynamo.frontend.call import Call
-from dynamo.frontend.failures import BackendSilent
-from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.prompt.off_loop import OffLoop
+from dynamo.frontend.requests.drain import Admission
+from dynamo.frontend.requests.errors import BackendSilent
+from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.frontend.requests.request import Call
 from dynamo.http import Turn
 
 __all__ = ["Flow"]

@@ -1,0 +1,3 @@
+"""One generation request from dispatch to its last byte, and its metrics."""
+
+__all__: list[str] = []
