@@ -20,7 +20,7 @@ from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.api.info import InfoRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.route import ExplainRoutes
-from dynamo.frontend.models import Models
+from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.drain import Admission
 from dynamo.frontend.requests.metrics import FrontendMetrics

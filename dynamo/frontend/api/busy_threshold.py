@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from dynamo.errors import cut
-from dynamo.frontend.models import Models
+from dynamo.frontend.models.registry import Models
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.router.eligibility.busy import Thresholds

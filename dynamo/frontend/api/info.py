@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from dynamo.frontend.models import Models
+from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.drain import Admission
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes

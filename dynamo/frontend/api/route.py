@@ -15,7 +15,7 @@ import msgspec
 from dynamo.errors import DynamoError, InvalidArgument, NoInstances
 from dynamo.frontend.api.headers import routed
 from dynamo.frontend.api.prefill_route import explain_both
-from dynamo.frontend.models import Models
+from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import check_json
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion

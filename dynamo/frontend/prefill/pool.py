@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError
-from dynamo.frontend.accepted import AcceptedWorkers
+from dynamo.frontend.models.registry.workers import AcceptedWorkers
 from dynamo.frontend.prefill.news import PREFILL_QUEUE, QueueNews
 from dynamo.frontend.prefill.router import PrefillRouter
 from dynamo.frontend.requests.metrics import FrontendMetrics

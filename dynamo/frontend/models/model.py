@@ -7,7 +7,7 @@ import logging
 import time
 
 from dynamo.config.router import RouterSettings
-from dynamo.frontend.accepted import AcceptedWorkers
+from dynamo.frontend.models.registry.workers import AcceptedWorkers
 from dynamo.frontend.prefill.metrics import PrefillMetrics
 from dynamo.frontend.prefill.pool import PrefillPool
 from dynamo.frontend.prefill.router import PrefillRouter

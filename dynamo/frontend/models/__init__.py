@@ -1,0 +1,3 @@
+"""The models that the frontend serves, and the workers admitted to each."""
+
+__all__: list[str] = []
