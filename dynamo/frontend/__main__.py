@@ -15,7 +15,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings
 from dynamo.errors import ConfigError
-from dynamo.frontend.collector import settle
+from dynamo.frontend.gc_tuning import settle
 from dynamo.frontend.service import Frontend
 from dynamo.observability.logs import setup_logging
 from dynamo.runtime import DistributedRuntime

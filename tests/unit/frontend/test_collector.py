@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import gc
-from dynamo.frontend.collector import settle
+from dynamo.frontend.gc_tuning import settle
 kept = [[] for _ in range(100_000)]
 settle()
 assert gc.get_freeze_count() > 100_000
