@@ -16,13 +16,13 @@ from random import Random
 
 from dynamo.bench.trace import read_trace
 from dynamo.config.router import RouterSettings
-from dynamo.frontend.prefill.line import PrefillLine, capacity_of
 from dynamo.frontend.prefill.pool import prefill_settings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index, make_predicted
 from dynamo.router.kv import KvPicker
+from dynamo.router.queue.prefill import PrefillLine, capacity_of
 
 __all__ = ["main"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo.frontend.prefill.line import PrefillLine
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.names import counter, gauge, histogram
 from dynamo.observability.names_prefill import Prefill
+from dynamo.router.queue.prefill import PrefillLine
 
 __all__ = ["PrefillMetrics"]
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from dynamo.frontend.prefill.line import PrefillLine
 from dynamo.protocols.codec import encode
 from dynamo.protocols.load import PrefillQueue
+from dynamo.router.queue.prefill import PrefillLine
 
 __all__ = ["INTERVAL_S", "PREFILL_QUEUE", "REPEAT_S", "QueueNews"]
 

@@ -22,7 +22,6 @@ from dynamo.errors import (
     WorkerUnavailable,
 )
 from dynamo.frontend.prefill.fallback import Fallback
-from dynamo.frontend.prefill.line import PrefillLine, capacity_of
 from dynamo.frontend.prefill.metrics import PrefillMetrics
 from dynamo.frontend.prefill.sender import PrefillSender
 from dynamo.frontend.prefill.ticket import Prefilled, PrefillTicket, after_prefill
@@ -32,6 +31,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
+from dynamo.router.queue.prefill import PrefillLine, capacity_of
 from dynamo.router.queue.waiting import claim_of
 from dynamo.runtime import Client
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from dynamo.errors import DynamoError, NoInstances, Overloaded, WorkerUnavailable
 from dynamo.frontend.prefill.fallback import Fallback
-from dynamo.frontend.prefill.line import PrefillLine, Turn
 from dynamo.frontend.prefill.metrics import PrefillMetrics
 from dynamo.frontend.prefill.ticket import PrefillTicket
 from dynamo.frontend.prefill.workers import PrefillWorkers
+from dynamo.router.queue.prefill import PrefillLine, Turn
 
 __all__ = ["PrefillSender"]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dynamo.errors import Overloaded
-from dynamo.frontend.prefill.line import Capacity, PrefillLine
+from dynamo.router.queue.prefill import Capacity, PrefillLine
 
 LIMIT = 6
 WORKERS = (1, 2, 3)

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from dynamo.frontend.prefill import news as prefill_news
-from dynamo.frontend.prefill.line import Capacity, PrefillLine
 from dynamo.frontend.prefill.news import INTERVAL_S, QueueNews
 from dynamo.protocols.codec import decoder
 from dynamo.protocols.load import PrefillQueue
+from dynamo.router.queue.prefill import Capacity, PrefillLine
 
 _decode = decoder(PrefillQueue).decode
 
