@@ -16,7 +16,7 @@ from random import Random
 
 from dynamo.bench.trace import read_trace
 from dynamo.config.router import RouterSettings
-from dynamo.frontend.prefill.pool import prefill_settings
+from dynamo.frontend.disagg.pool import prefill_settings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.engine import Routing

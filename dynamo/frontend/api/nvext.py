@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dynamo.frontend.prefill.ticket import DECODE_OVERRIDE, Prefilled
+from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, Prefilled
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision

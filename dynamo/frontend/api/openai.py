@@ -18,7 +18,7 @@ from dynamo.errors import DynamoError
 from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
 from dynamo.frontend.api.headers import request_id, routed
 from dynamo.frontend.api.nvext import located, shown
-from dynamo.frontend.prefill.ticket import Prefilled
+from dynamo.frontend.disagg.prefill_request import Prefilled
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
-from dynamo.frontend.prefill.router import PrefillRouter
-from dynamo.frontend.prefill.ticket import DECODE_OVERRIDE, wanted_place
+from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, wanted_place
+from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.explain import Explanation, explain
 from dynamo.router.kv import KvPicker

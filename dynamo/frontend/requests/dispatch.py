@@ -20,7 +20,7 @@ from dynamo.router.queue.ticket import Ticket
 from dynamo.runtime import Client
 
 if TYPE_CHECKING:
-    from dynamo.frontend.prefill.router import PrefillRouter
+    from dynamo.frontend.disagg.router import PrefillRouter
     from dynamo.frontend.requests.engine_request import Leg
 
 __all__ = ["Dispatch", "DispatchJob"]

@@ -27,7 +27,7 @@ from dynamo.http import Exchange
 from dynamo.router.picker import Decision
 
 if TYPE_CHECKING:
-    from dynamo.frontend.prefill.ticket import Prefilled
+    from dynamo.frontend.disagg.prefill_request import Prefilled
     from dynamo.frontend.requests.registry import Flow
 
 __all__ = ["Call", "Caption"]

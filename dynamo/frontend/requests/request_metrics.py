@@ -16,7 +16,7 @@ from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.observability.metrics import Gauge
 
 if TYPE_CHECKING:
-    from dynamo.frontend.prefill.ticket import Prefilled
+    from dynamo.frontend.disagg.prefill_request import Prefilled
     from dynamo.router.picker import Decision
 
 __all__ = ["Meter"]

@@ -23,9 +23,9 @@ from dynamo.errors import (
     NoInstances,
     Overloaded,
 )
-from dynamo.frontend.prefill.metrics import PrefillMetrics
-from dynamo.frontend.prefill.pool import prefill_settings
-from dynamo.frontend.prefill.router import PrefillRouter
+from dynamo.frontend.disagg.metrics import PrefillMetrics
+from dynamo.frontend.disagg.pool import prefill_settings
+from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import EngineOutput

@@ -20,9 +20,9 @@ from dynamo.errors import (
     Unavailable,
     WorkerUnavailable,
 )
-from dynamo.frontend.prefill.metrics import PrefillMetrics
-from dynamo.frontend.prefill.pool import prefill_settings
-from dynamo.frontend.prefill.router import PrefillRouter
+from dynamo.frontend.disagg.metrics import PrefillMetrics
+from dynamo.frontend.disagg.pool import prefill_settings
+from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
 from dynamo.frontend.requests.engine_request import Leg
 from dynamo.frontend.requests.metrics import FrontendMetrics

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from dynamo.frontend.prefill import news as prefill_news
-from dynamo.frontend.prefill.news import INTERVAL_S, QueueNews
+from dynamo.frontend.disagg import queue_events as prefill_news
+from dynamo.frontend.disagg.queue_events import INTERVAL_S, QueueNews
 from dynamo.protocols.codec import decoder
 from dynamo.protocols.load import PrefillQueue
 from dynamo.router.queue.prefill import Capacity, PrefillLine

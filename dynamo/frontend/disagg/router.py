@@ -21,11 +21,11 @@ from dynamo.errors import (
     Overloaded,
     WorkerUnavailable,
 )
-from dynamo.frontend.prefill.fallback import Fallback
-from dynamo.frontend.prefill.metrics import PrefillMetrics
-from dynamo.frontend.prefill.sender import PrefillSender
-from dynamo.frontend.prefill.ticket import Prefilled, PrefillTicket, after_prefill
-from dynamo.frontend.prefill.workers import PrefillWorkers
+from dynamo.frontend.disagg.fallback import Fallback
+from dynamo.frontend.disagg.metrics import PrefillMetrics
+from dynamo.frontend.disagg.prefill_request import Prefilled, PrefillTicket, after_prefill
+from dynamo.frontend.disagg.sender import PrefillSender
+from dynamo.frontend.disagg.workers import PrefillWorkers
 from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens

@@ -6,8 +6,8 @@ import logging
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, Overloaded, Unavailable
-from dynamo.frontend.prefill.metrics import PrefillMetrics
-from dynamo.frontend.prefill.ticket import PrefillTicket
+from dynamo.frontend.disagg.metrics import PrefillMetrics
+from dynamo.frontend.disagg.prefill_request import PrefillTicket
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable
 
 from dynamo.errors import DynamoError, NoInstances, Overloaded, WorkerUnavailable
-from dynamo.frontend.prefill.fallback import Fallback
-from dynamo.frontend.prefill.metrics import PrefillMetrics
-from dynamo.frontend.prefill.ticket import PrefillTicket
-from dynamo.frontend.prefill.workers import PrefillWorkers
+from dynamo.frontend.disagg.fallback import Fallback
+from dynamo.frontend.disagg.metrics import PrefillMetrics
+from dynamo.frontend.disagg.prefill_request import PrefillTicket
+from dynamo.frontend.disagg.workers import PrefillWorkers
 from dynamo.router.queue.prefill import PrefillLine, Turn
 
 __all__ = ["PrefillSender"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from dynamo.errors import DynamoError, InvalidArgument, NoInstances, Overloaded, WorkerUnavailable
-from dynamo.frontend.prefill.ticket import PrefillTicket, to_prefill, wanted_place
+from dynamo.frontend.disagg.prefill_request import PrefillTicket, to_prefill, wanted_place
 from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import Routing
 from dynamo.router.kv import KvPicker
