@@ -41,7 +41,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import instance_key
 from dynamo.protocols.kv import KvEvent, KvEventBatch, Removed, Stored
-from dynamo.router.live.router import KV_EVENTS, LiveRouter
+from dynamo.router.discovery.router import KV_EVENTS, LiveRouter
 from dynamo.runtime import DistributedRuntime
 
 BLOCK = 16

@@ -12,7 +12,7 @@ import msgspec
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
-from dynamo.router.live.router import LiveRouter
+from dynamo.router.discovery.router import LiveRouter
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.line import Line
 from dynamo.router.queue.ticket import place

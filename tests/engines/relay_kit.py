@@ -18,7 +18,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.protocols.control import EventChannelRecord
-from dynamo.router.live.router import LiveRouter
+from dynamo.router.discovery.router import LiveRouter
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import Discovery, FileDiscovery, KeyEvent
 from dynamo.runtime.paths import store_dir

@@ -21,9 +21,9 @@ from relay_kit import detoured
 from dynamo._fast.hashing import block_hashes
 from dynamo.errors import DynamoError
 from dynamo.protocols.kv import KvQuery
+from dynamo.router.discovery import maintenance as upkeep
+from dynamo.router.discovery.router import LiveRouter
 from dynamo.router.kv import KvPicker
-from dynamo.router.live import upkeep
-from dynamo.router.live.router import LiveRouter
 
 BLOCK = 4
 CACHE_BLOCKS = 60

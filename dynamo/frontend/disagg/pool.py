@@ -13,8 +13,8 @@ from dynamo.frontend.models.registry.workers import AcceptedWorkers
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
+from dynamo.router.discovery.router import LiveRouter
 from dynamo.router.eligibility.busy import Thresholds
-from dynamo.router.live.router import LiveRouter
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.tasks import Tasks
 

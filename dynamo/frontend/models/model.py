@@ -16,8 +16,8 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
+from dynamo.router.discovery.router import LiveRouter
 from dynamo.router.eligibility.busy import Thresholds
-from dynamo.router.live.router import LiveRouter
 from dynamo.router.picker import Picker
 from dynamo.runtime import Client, DistributedRuntime
 

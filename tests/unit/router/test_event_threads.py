@@ -32,7 +32,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.protocols import codec
 from dynamo.protocols.kv import KvEvent, KvEventBatch, Removed
-from dynamo.router.live.router import LiveRouter
+from dynamo.router.discovery.router import LiveRouter
 
 __all__ = [
     "test_a_dump_on_discovery_then_live_events",

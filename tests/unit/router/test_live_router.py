@@ -23,10 +23,10 @@ from dynamo.protocols.kv import (
 from dynamo.protocols.load import KvMetrics
 from dynamo.router.caches import indexer as indexer_module
 from dynamo.router.caches import recovery as recovery_module
+from dynamo.router.discovery import maintenance as upkeep_module
+from dynamo.router.discovery.load_feed import KV_METRICS
+from dynamo.router.discovery.router import LiveRouter
 from dynamo.router.kv import KvPicker
-from dynamo.router.live import upkeep as upkeep_module
-from dynamo.router.live.load_feed import KV_METRICS
-from dynamo.router.live.router import LiveRouter
 from dynamo.runtime import distributed as distributed_module
 
 

@@ -13,8 +13,8 @@ from live_kit import BLOCK, PROMPT, Box, Worker, until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.card import RuntimeConfig
+from dynamo.router.discovery.router import LiveRouter
 from dynamo.router.kv import KvPicker
-from dynamo.router.live.router import LiveRouter
 from dynamo.router.sync import replicas as sync
 from dynamo.runtime import DistributedRuntime
 

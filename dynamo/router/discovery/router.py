@@ -24,14 +24,14 @@ from dynamo.router.caches.metrics import (
     useless_sources,
 )
 from dynamo.router.caches.recovery import KV_QUERY, Questions
+from dynamo.router.discovery.block_sizes import events_differ, worker_differs
+from dynamo.router.discovery.cards import WorkerCards
+from dynamo.router.discovery.load_feed import LoadFeed
+from dynamo.router.discovery.maintenance import Upkeep
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.router.eligibility.metrics import gates
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
-from dynamo.router.live.block_sizes import events_differ, worker_differs
-from dynamo.router.live.cards import WorkerCards
-from dynamo.router.live.load_feed import LoadFeed
-from dynamo.router.live.upkeep import Upkeep
 from dynamo.router.metrics import DecisionMetrics, Place, WorkerMetrics
 from dynamo.router.queue.line import line_for
 from dynamo.router.sync.replicas import ReplicaSync

@@ -1,0 +1,3 @@
+"""Connect a router to the workers that discovery reports."""
+
+__all__: list[str] = []
