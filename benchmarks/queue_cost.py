@@ -20,12 +20,12 @@ from random import Random
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.router.eligibility.gate import Gate
+from dynamo.router.eligibility.eligibility_filter import Gate
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, Place
-from dynamo.router.queue.line import Line
 from dynamo.router.queue.metrics import LineMetrics
+from dynamo.router.queue.request_queue import Line
 
 BLOCK, WORKERS, RUNNING = 16, 16, 128
 Request = Callable[[str, "array[int]"], None]

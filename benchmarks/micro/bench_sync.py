@@ -20,8 +20,8 @@ from dynamo.protocols.sync import SequenceBatch
 from dynamo.router.kv import KvPicker
 from dynamo.router.load.active import Booking
 from dynamo.router.prompt import Prompt
-from dynamo.router.sync.own import OwnRequests
-from dynamo.router.sync.peers import Peers
+from dynamo.router.sync.local import OwnRequests
+from dynamo.router.sync.remote import Peers
 from dynamo.router.sync.replicas import Board, decode_message
 
 BLOCK, BLOCKS, WORKERS, A_TURN = 16, 256, 16, 16

@@ -13,8 +13,8 @@ from dynamo.llm.router_config import KvRouterConfig
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.protocols.openai import RoutingConstraints
+from dynamo.router.api_views import events_of, overlap_scores, potential_loads
 from dynamo.router.kv import KvPicker
-from dynamo.router.overlaps import events_of, overlap_scores, potential_loads
 from dynamo.router.routed import RoutedEndpoint
 from dynamo.runtime import Endpoint
 

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Sequence
 
 from dynamo.router.cost import Held, formula
+from dynamo.router.decision_snapshot import Survey
 from dynamo.router.load.active import ActiveLoad
 from dynamo.router.picker import Decision
-from dynamo.router.survey import Survey
 
 __all__ = ["log_candidates", "log_selected", "logger"]
 

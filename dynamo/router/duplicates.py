@@ -14,8 +14,8 @@ from collections import OrderedDict
 from math import inf
 from typing import NamedTuple
 
+from dynamo.router.caches.cached_blocks import Holdings
 from dynamo.router.cost import Terms
-from dynamo.router.holdings import Holdings
 from dynamo.router.prompt import Prompt
 
 __all__ = ["CopyOffer", "CopyPolicy", "duplicate_blocks"]

@@ -14,9 +14,9 @@ import msgspec
 from dynamo.errors import DynamoError
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
+from dynamo.router.decision_snapshot import Survey
 from dynamo.router.eligibility.filters import exclusion
 from dynamo.router.kv import KvPicker
-from dynamo.router.survey import Survey
 
 __all__ = ["Candidate", "Explanation", "explain", "table"]
 

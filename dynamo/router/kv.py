@@ -20,23 +20,23 @@ from dynamo.errors import DynamoError
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
+from dynamo.router.caches.cached_blocks import Holdings
+from dynamo.router.caches.optimistic import make_recent
 from dynamo.router.caches.predicted import PredictedCache
-from dynamo.router.caches.recent import make_recent
 from dynamo.router.cost import Terms, add_requests, cached_tokens, overridden, terms_of
 from dynamo.router.decision_log import log_candidates, log_selected
 from dynamo.router.decision_log import logger as decision_logger
+from dynamo.router.decision_snapshot import Survey
 from dynamo.router.duplicates import CopyOffer, CopyPolicy
-from dynamo.router.eligibility.gate import Gate
+from dynamo.router.eligibility.eligibility_filter import Gate
 from dynamo.router.eligibility.taints import favour
-from dynamo.router.fleet import DenseSlots, Fleet
-from dynamo.router.holdings import Holdings
 from dynamo.router.load.active import ActiveLoad, Booking
 from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
 from dynamo.router.prompt import Hasher, Prompt
-from dynamo.router.survey import Survey
-from dynamo.router.sync.own import OwnRequests
+from dynamo.router.sync.local import OwnRequests
+from dynamo.router.worker_pool import DenseSlots, Fleet
 
 __all__ = ["KvPicker"]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from dynamo.observability.metrics import Registry
 from dynamo.observability.names import Frontend, Router, counter, gauge, histogram
 from dynamo.observability.names_router import Hits
-from dynamo.router.fleet import Member
 from dynamo.router.load.active import ActiveLoad, Booking
 from dynamo.router.prompt import Prompt
+from dynamo.router.worker_pool import Member
 
 __all__ = ["DecisionMetrics", "Place", "WorkerMetrics"]
 

@@ -17,10 +17,10 @@ from dynamo.errors import InvalidArgument
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
+from dynamo.router.eligibility.eligibility_filter import Gate
 from dynamo.router.eligibility.filters import pinned_worker
-from dynamo.router.eligibility.gate import Gate
-from dynamo.router.fleet import DenseSlots, Fleet
 from dynamo.router.picker import Decision
+from dynamo.router.worker_pool import DenseSlots, Fleet
 
 __all__ = ["MODES", "InflightPicker"]
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.eligibility.gate import Gate
-from dynamo.router.fleet import Fleet
+from dynamo.router.eligibility.eligibility_filter import Gate
+from dynamo.router.worker_pool import Fleet
 
 __all__ = ["Decision", "Picker"]
 

@@ -14,8 +14,8 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.discovery.router import LiveRouter
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.queue.line import Line
-from dynamo.router.queue.ticket import place
+from dynamo.router.queue.queued_request import place
+from dynamo.router.queue.request_queue import Line
 from dynamo.runtime import Client, Context, DistributedRuntime
 
 __all__ = ["RoutedEndpoint"]
@@ -116,7 +116,7 @@ class RoutedEndpoint:
     ) -> Decision:
         """A worker, booked under ``request_id``, when it is the request's turn: at once unless a
         queue threshold is set. Raises as :meth:`Picker.pick` and
-        :func:`dynamo.router.queue.ticket.place`."""
+        :func:`dynamo.router.queue.queued_request.place`."""
         line = self.line
         if line is None:
             return self.picker.pick(request_id, tokens, routing=routing, override=override)

@@ -11,9 +11,9 @@ import msgspec
 from dynamo.errors import InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.router.api_views import overlap_scores
 from dynamo.router.explain import explain
 from dynamo.router.kv import KvPicker
-from dynamo.router.overlaps import overlap_scores
 from dynamo.router.routed import RoutedEndpoint
 from dynamo.runtime import Context, DistributedRuntime
 

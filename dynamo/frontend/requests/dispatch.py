@@ -15,8 +15,8 @@ from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.kv import KvPicker
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.queue.line import Line
-from dynamo.router.queue.ticket import Ticket
+from dynamo.router.queue.queued_request import Ticket
+from dynamo.router.queue.request_queue import Line
 from dynamo.runtime import Client
 
 if TYPE_CHECKING:

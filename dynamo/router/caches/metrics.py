@@ -6,8 +6,8 @@ from dynamo._fast.radix import RadixTree
 from dynamo.observability.metrics import Counter, Gauge, Registry
 from dynamo.observability.names import Router, counter, gauge
 from dynamo.observability.names_router import EventSources, Predictions, RouterIndex
+from dynamo.router.caches.optimistic import RecentPrompts
 from dynamo.router.caches.predicted import PredictedCache, PredictionCounts
-from dynamo.router.caches.recent import RecentPrompts
 from dynamo.router.metrics import Place
 
 __all__ = ["EventMetrics", "predictions", "recent_prompts", "useless_sources"]

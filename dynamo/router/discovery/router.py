@@ -33,7 +33,7 @@ from dynamo.router.eligibility.metrics import gates
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, Place, WorkerMetrics
-from dynamo.router.queue.line import line_for
+from dynamo.router.queue.request_queue import line_for
 from dynamo.router.sync.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.channels import ZMQ, Subscription

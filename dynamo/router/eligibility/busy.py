@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.load import KvMetrics
-from dynamo.router.fleet import Fleet, Member
+from dynamo.router.worker_pool import Fleet, Member
 
 __all__ = ["UNKNOWN_BATCH_TOKENS", "BusyWatch", "Thresholds", "configured", "is_busy"]
 

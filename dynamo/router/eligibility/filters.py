@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.protocols.engine import Routing
-from dynamo.router.fleet import Fleet, Member
+from dynamo.router.worker_pool import Fleet, Member
 
 __all__ = [
     "NoneAllowed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dynamo.observability.metrics import Registry
 from dynamo.observability.names import counter, gauge
 from dynamo.observability.names_router import RouterGate
-from dynamo.router.eligibility.gate import Gate
+from dynamo.router.eligibility.eligibility_filter import Gate
 from dynamo.router.metrics import Place
 
 __all__ = ["gates"]

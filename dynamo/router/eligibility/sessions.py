@@ -15,7 +15,7 @@ from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.observability.metrics import Counter
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.filters import eligible, pinned_worker
-from dynamo.router.fleet import Fleet
+from dynamo.router.worker_pool import Fleet
 
 __all__ = ["Sessions"]
 

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping
 
 from dynamo.errors import InvalidArgument
-from dynamo.router.fleet import Fleet
+from dynamo.router.worker_pool import Fleet
 
 __all__ = ["favour", "multiplier"]
 

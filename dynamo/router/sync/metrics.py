@@ -6,7 +6,7 @@ from dynamo.observability.metrics import Counter, Registry
 from dynamo.observability.names import counter, gauge
 from dynamo.observability.names_router import Replicas
 from dynamo.router.metrics import Place
-from dynamo.router.sync.peers import Peers
+from dynamo.router.sync.remote import Peers
 
 __all__ = ["show_replicas"]
 

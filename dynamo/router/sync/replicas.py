@@ -19,9 +19,9 @@ from dynamo.protocols.sync import AddRequest, SequenceEvent, SequenceMessage, Se
 from dynamo.router.kv import KvPicker
 from dynamo.router.load.active import Booking
 from dynamo.router.metrics import Place
+from dynamo.router.sync.local import OwnRequests
 from dynamo.router.sync.metrics import show_replicas
-from dynamo.router.sync.own import OwnRequests
-from dynamo.router.sync.peers import Peers
+from dynamo.router.sync.remote import Peers
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.channels import Subscription
 from dynamo.runtime.events import EventPublisher

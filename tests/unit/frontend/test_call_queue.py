@@ -17,8 +17,8 @@ from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.queue.line import Line
 from dynamo.router.queue.metrics import LineMetrics
+from dynamo.router.queue.request_queue import Line
 
 
 class Queued(Site):

@@ -13,9 +13,9 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.load import KvMetrics
 from dynamo.router.eligibility.busy import BusyWatch, Thresholds, is_busy
-from dynamo.router.eligibility.gate import Gate
+from dynamo.router.eligibility.eligibility_filter import Gate
 from dynamo.router.factory import make_index, make_picker
-from dynamo.router.fleet import DenseSlots, Fleet
+from dynamo.router.worker_pool import DenseSlots, Fleet
 
 BLOCKS = Thresholds(decode_blocks_share=0.8)
 TOKENS = Thresholds(prefill_tokens=100)

@@ -8,7 +8,7 @@ from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.filters import eligible, exclusion
-from dynamo.router.fleet import DenseSlots, Fleet
+from dynamo.router.worker_pool import DenseSlots, Fleet
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from dynamo.protocols.sync import AddRequest, SequenceEvent
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, Place
-from dynamo.router.sync.own import OwnRequests
+from dynamo.router.sync.local import OwnRequests
 from dynamo.router.sync.replicas import Board
 
 BLOCK = 4

@@ -34,9 +34,9 @@ from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import Place
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Decision
-from dynamo.router.queue.line import TICK_S, Line, line_for
 from dynamo.router.queue.metrics import LineMetrics
-from dynamo.router.queue.ticket import Ticket, place
+from dynamo.router.queue.queued_request import Ticket, place
+from dynamo.router.queue.request_queue import TICK_S, Line, line_for
 from dynamo.runtime import Context
 
 BLOCK, BATCH = 4, 100

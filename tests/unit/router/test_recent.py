@@ -11,7 +11,7 @@ from benchmarks.offline_trace import replay
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.router.caches.recent import RecentPrompts
+from dynamo.router.caches.optimistic import RecentPrompts
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
 from dynamo.router.replay import Arrival

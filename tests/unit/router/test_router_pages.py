@@ -18,9 +18,9 @@ from dynamo.observability.names_router import Hits, Predictions, RouterGate, Rou
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvQueryAnswer
+from dynamo.router.api_views import overlap_scores
 from dynamo.router.discovery.router import LiveRouter
 from dynamo.router.kv import KvPicker
-from dynamo.router.overlaps import overlap_scores
 
 
 @pytest_asyncio.fixture

@@ -12,10 +12,10 @@ from dynamo.protocols.codec import encode
 from dynamo.protocols.sync import AddRequest, SequenceBatch, SequenceEvent, SequenceMessage
 from dynamo.router.load.active import Booking
 from dynamo.router.prompt import Prompt
-from dynamo.router.sync import own as sync_own
-from dynamo.router.sync import peers as sync_peers
-from dynamo.router.sync.own import OwnRequests
-from dynamo.router.sync.peers import Peers
+from dynamo.router.sync import local as sync_own
+from dynamo.router.sync import remote as sync_peers
+from dynamo.router.sync.local import OwnRequests
+from dynamo.router.sync.remote import Peers
 from dynamo.router.sync.replicas import decode_message
 
 ROUTER, PUBLISHER, BLOCK = 0xA, 7, 4

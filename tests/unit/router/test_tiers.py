@@ -13,12 +13,12 @@ from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, Removed, Stored
+from dynamo.router.api_views import overlap_scores, potential_loads
 from dynamo.router.caches.indexer import Indexer
 from dynamo.router.explain import explain, table
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, Place
-from dynamo.router.overlaps import overlap_scores, potential_loads
 
 BLOCK = 4
 PROMPT = array("I", range(100, 126))  # 26 tokens, six full blocks

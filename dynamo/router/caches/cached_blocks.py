@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import Weights
-from dynamo.router.caches.recent import RecentPrompts
+from dynamo.router.caches.optimistic import RecentPrompts
 from dynamo.router.cost import Held, effective_blocks
 
 __all__ = ["DISK", "EXTERNAL", "HOST", "Holdings"]

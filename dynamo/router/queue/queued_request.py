@@ -14,7 +14,7 @@ from dynamo.router.picker import Decision
 from dynamo.runtime import Context
 
 if TYPE_CHECKING:
-    from dynamo.router.queue.line import Line
+    from dynamo.router.queue.request_queue import Line
 
 __all__ = ["Handle", "Later", "OnDecision", "OnError", "Ticket", "place"]
 

@@ -6,9 +6,9 @@ from array import array
 from typing import NamedTuple
 
 from dynamo.errors import DynamoError
+from dynamo.router.caches.cached_blocks import Holdings
 from dynamo.router.cost import Load, Parts, Terms, parts
 from dynamo.router.duplicates import duplicate_blocks
-from dynamo.router.holdings import Holdings
 from dynamo.router.prompt import Prompt
 
 __all__ = ["Survey"]

@@ -25,7 +25,7 @@ from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import Place
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.metrics import LineMetrics
-from dynamo.router.queue.ticket import Handle, Later, OnDecision, OnError, Ticket
+from dynamo.router.queue.queued_request import Handle, Later, OnDecision, OnError, Ticket
 from dynamo.router.queue.waiting import Waiter, WaitingQueue, claim_of
 
 __all__ = ["TICK_S", "Line", "line_for"]

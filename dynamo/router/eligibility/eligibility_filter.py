@@ -10,7 +10,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.busy import BusyWatch, Thresholds, configured
 from dynamo.router.eligibility.filters import eligible
 from dynamo.router.eligibility.sessions import Sessions
-from dynamo.router.fleet import Fleet
+from dynamo.router.worker_pool import Fleet
 
 __all__ = ["Gate"]
 
