@@ -15,11 +15,11 @@ from dynamo.config.nats import NatsSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.observability.metrics import Registry
-from dynamo.runtime.channels import OnEvent, OnGap, OnPublisher, Publishers, Subscription
 from dynamo.runtime.component import Endpoint, Namespace, parse_endpoint
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
-from dynamo.runtime.discovery.remains import Remains
+from dynamo.runtime.discovery.stale_sockets import Remains
 from dynamo.runtime.events import EventPlane, EventPublisher, EventSubscriber
+from dynamo.runtime.events.channels import OnEvent, OnGap, OnPublisher, Publishers, Subscription
 from dynamo.runtime.extras import extra
 from dynamo.runtime.paths import leave_sockets, socket_dirs, store_dir
 from dynamo.runtime.requests import RequestClient, RequestServer

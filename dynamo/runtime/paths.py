@@ -19,7 +19,7 @@ from pathlib import Path
 from dynamo.config import environ
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
-from dynamo.runtime.short_dirs import hold, let_go
+from dynamo.runtime.socket_fallback import hold, let_go
 
 __all__ = [
     "SOCKET_PATH_MAX_BYTES",

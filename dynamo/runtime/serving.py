@@ -18,12 +18,12 @@ from dynamo.config.system import SystemSettings
 from dynamo.errors import EngineShutdown
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import EndpointRecord, instance_key
+from dynamo.runtime.advertise import advertised_host, bracketed
 from dynamo.runtime.discovery import Discovery, Lease
-from dynamo.runtime.discovery.remains import request_socket_name
+from dynamo.runtime.discovery.stale_sockets import request_socket_name
 from dynamo.runtime.health import Health
 from dynamo.runtime.meters import MetricsLabels, endpoint_stats, export_pool, export_uptime
 from dynamo.runtime.paths import socket_path
-from dynamo.runtime.reach import advertised_host, bracketed
 from dynamo.runtime.requests import PushHandler, RequestServer
 from dynamo.runtime.tasks import Tasks
 

@@ -10,7 +10,7 @@ import msgspec
 from dynamo.protocols import codec
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.channels import Subscription
+from dynamo.runtime.events.channels import Subscription
 
 __all__ = ["KV_METRICS", "LoadFeed"]
 

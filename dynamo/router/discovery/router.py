@@ -36,8 +36,8 @@ from dynamo.router.metrics import DecisionMetrics, Place, WorkerMetrics
 from dynamo.router.queue.request_queue import line_for
 from dynamo.router.sync.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.channels import ZMQ, Subscription
 from dynamo.runtime.client import OnInstances
+from dynamo.runtime.events.channels import ZMQ, Subscription
 
 __all__ = ["KV_EVENTS", "InstanceSource", "LiveRouter"]
 

@@ -23,8 +23,8 @@ from dynamo.router.sync.local import OwnRequests
 from dynamo.router.sync.metrics import show_replicas
 from dynamo.router.sync.remote import Peers
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.channels import Subscription
 from dynamo.runtime.events import EventPublisher
+from dynamo.runtime.events.channels import Subscription
 
 __all__ = ["ACTIVE_SEQUENCES", "Board", "ReplicaSync", "decode_message"]
 

@@ -18,10 +18,10 @@ from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.base import OnKeyEvent
 from dynamo.runtime.discovery.etcd_lease import RETRY_S, EtcdLease, tombstone_key
 from dynamo.runtime.discovery.etcd_link import EtcdLink, NoLease, Unreachable
-from dynamo.runtime.discovery.etcd_mirror import ROOT, EtcdMirror, is_usable
+from dynamo.runtime.discovery.etcd_watcher import ROOT, EtcdMirror, is_usable
+from dynamo.runtime.discovery.key_cache import PrefixWatch, Views
 from dynamo.runtime.discovery.layout import check_value, split_key
 from dynamo.runtime.discovery.process import host_id, start_ticks
-from dynamo.runtime.discovery.views import PrefixWatch, Views
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["EtcdDiscovery"]

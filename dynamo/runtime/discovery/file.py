@@ -13,6 +13,7 @@ from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.base import OnKeyEvent
 from dynamo.runtime.discovery.inotify import Inotify
+from dynamo.runtime.discovery.key_cache import PrefixWatch, Views
 from dynamo.runtime.discovery.layout import (
     BUCKETS,
     check_value,
@@ -24,11 +25,10 @@ from dynamo.runtime.discovery.layout import (
     remove_if_lease,
     write_atomic,
 )
-from dynamo.runtime.discovery.mirror import Mirror
 from dynamo.runtime.discovery.owned import OwnedLease
 from dynamo.runtime.discovery.process import host_id, start_ticks
-from dynamo.runtime.discovery.remains import Remains
-from dynamo.runtime.discovery.views import PrefixWatch, Views
+from dynamo.runtime.discovery.stale_sockets import Remains
+from dynamo.runtime.discovery.store_watcher import Mirror
 from dynamo.runtime.paths import private_dir
 
 __all__ = ["FileDiscovery"]

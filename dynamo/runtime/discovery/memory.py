@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.runtime.discovery.base import OnKeyEvent
+from dynamo.runtime.discovery.key_cache import PrefixWatch, Views
 from dynamo.runtime.discovery.layout import check_value, split_key
-from dynamo.runtime.discovery.views import PrefixWatch, Views
 
 __all__ = ["MemoryDiscovery", "MemoryLease", "MemoryStore"]
 

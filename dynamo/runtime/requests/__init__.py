@@ -1,7 +1,7 @@
 """The request plane: requests to workers and streams of answers back, multiplexed on one socket."""
 
-from dynamo.runtime.requests.calling import ClientStream, StreamSink
 from dynamo.runtime.requests.client import RequestClient
+from dynamo.runtime.requests.client_connection import ClientStream, StreamSink
 from dynamo.runtime.requests.generator import ResponseStream, generator_handler, open_stream
 from dynamo.runtime.requests.server import RequestServer
 from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServerStream

@@ -11,7 +11,7 @@ from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import CannotConnect, ConnectTimeout, Disconnected
 from dynamo.runtime.context import Context
 from dynamo.runtime.requests.address import parse
-from dynamo.runtime.requests.calling import CallingConnection, ClientStream, StreamSink
+from dynamo.runtime.requests.client_connection import CallingConnection, ClientStream, StreamSink
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["RequestClient"]

@@ -12,8 +12,8 @@ from dynamo.errors import Cancelled, DynamoError, EngineShutdown, Overloaded
 from dynamo.protocols import codec
 from dynamo.protocols.engine import with_every_key
 from dynamo.runtime.context import Context
-from dynamo.runtime.requests.calling import ClientStream
 from dynamo.runtime.requests.client import RequestClient
+from dynamo.runtime.requests.client_connection import ClientStream
 from dynamo.runtime.requests.stream import PushHandler, ServerStream
 from dynamo.runtime.tasks import Tasks
 

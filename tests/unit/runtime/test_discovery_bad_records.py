@@ -26,9 +26,9 @@ from dynamo.protocols.control import (
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import FileDiscovery, KeyEvent, MemoryDiscovery, layout
 from dynamo.runtime.discovery.etcd_link import Change, Listing, Step
-from dynamo.runtime.discovery.etcd_mirror import EtcdMirror
+from dynamo.runtime.discovery.etcd_watcher import EtcdMirror
+from dynamo.runtime.discovery.key_cache import Views
 from dynamo.runtime.discovery.process import host_id
-from dynamo.runtime.discovery.views import Views
 
 KEY = "v1/instances/ns/comp/ep/1f"
 MODEL_DIR = Path(__file__).parents[3] / "examples" / "model"

@@ -14,7 +14,7 @@ import pytest
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.discovery.remains import Remains, event_socket_name, request_socket_name
+from dynamo.runtime.discovery.stale_sockets import Remains, event_socket_name, request_socket_name
 
 WORKER = """
 import asyncio

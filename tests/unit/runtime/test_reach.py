@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.runtime import reach
-from dynamo.runtime.reach import advertised_host, bracketed
+from dynamo.runtime import advertise as reach
+from dynamo.runtime.advertise import advertised_host, bracketed
 
 
 def test_an_address_is_told_as_it_is() -> None:

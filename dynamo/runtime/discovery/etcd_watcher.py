@@ -12,8 +12,8 @@ import logging
 
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.runtime.discovery.etcd_link import Change, Compacted, EtcdLink, Unreachable
+from dynamo.runtime.discovery.key_cache import Views
 from dynamo.runtime.discovery.layout import BUCKETS, check_value, split_key
-from dynamo.runtime.discovery.views import Views
 
 __all__ = ["ROOT", "EtcdMirror", "is_record", "is_usable"]
 

@@ -15,6 +15,7 @@ from asyncinotify import Mask
 
 from dynamo.errors import ConfigError
 from dynamo.runtime.discovery.inotify import Inotify
+from dynamo.runtime.discovery.key_cache import Views
 from dynamo.runtime.discovery.layout import (
     BUCKETS,
     BadRecord,
@@ -30,8 +31,7 @@ from dynamo.runtime.discovery.layout import (
     sweep,
 )
 from dynamo.runtime.discovery.leases import LeaseTable
-from dynamo.runtime.discovery.remains import Remains
-from dynamo.runtime.discovery.views import Views
+from dynamo.runtime.discovery.stale_sockets import Remains
 from dynamo.runtime.paths import private_dir
 
 __all__ = ["Mirror"]

@@ -11,8 +11,9 @@ import msgspec
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.control import EventChannelRecord, record_decoder
+from dynamo.runtime.advertise import advertised_host, bracketed
 from dynamo.runtime.discovery import Discovery, KeyEvent
-from dynamo.runtime.discovery.remains import event_socket_name
+from dynamo.runtime.discovery.stale_sockets import event_socket_name
 from dynamo.runtime.events import (
     EventPlane,
     EventPublisher,
@@ -21,7 +22,6 @@ from dynamo.runtime.events import (
     ZmqSubscriber,
 )
 from dynamo.runtime.paths import socket_path
-from dynamo.runtime.reach import advertised_host, bracketed
 from dynamo.runtime.serving import Serving
 
 __all__ = ["ZMQ", "Channel", "OnEvent", "OnGap", "OnPublisher", "Publishers", "Subscription"]
