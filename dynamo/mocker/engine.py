@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo.errors import DynamoError
-from dynamo.mocker.alarm import Alarm
 from dynamo.mocker.blocks import BlockPool, Holding
 from dynamo.mocker.meters import Meters
 from dynamo.mocker.reply import Reply
 from dynamo.mocker.responder import Responder
 from dynamo.mocker.scheduler import Batch, Limits, Scheduler, Sequence
+from dynamo.mocker.timer_fd import Alarm
 from dynamo.mocker.timing import Timing
 from dynamo.mocker.transfer import Transfer, cached_tokens
 from dynamo.protocols.engine import PreprocessedRequest

@@ -26,7 +26,7 @@ from dynamo.protocols.kv import (
 )
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.worker.journal import RING_EVENTS, EventJournal
+from dynamo.worker.event_log import RING_EVENTS, EventJournal
 
 __all__ = ["KV_EVENTS", "KV_METRICS", "KV_QUERY", "REPEAT_S", "KvOutlet", "LoadOutlet", "Publish"]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kv_events import held_after
 
 from dynamo.protocols.kv import Cleared, KvEvent, KvQuery, Removed, Stored
-from dynamo.worker.journal import EventJournal
+from dynamo.worker.event_log import EventJournal
 
 
 def u64(*values: int) -> bytes:

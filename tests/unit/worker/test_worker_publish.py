@@ -11,7 +11,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.kv import KvEventBatch, KvQuery, KvQueryAnswer, Stored
 from dynamo.protocols.load import KvMetrics
 from dynamo.worker import publish
-from dynamo.worker.journal import RING_EVENTS
+from dynamo.worker.event_log import RING_EVENTS
 from dynamo.worker.publish import KvOutlet, LoadOutlet
 
 BATCH = codec.decoder(KvEventBatch).decode
