@@ -16,7 +16,7 @@ from operator import attrgetter
 from random import Random
 
 from dynamo.bench.trace import TraceRequest, parents, read_trace
-from dynamo.config.knob import from_env
+from dynamo.config.option import from_env
 from dynamo.config.router import ROUTER_MODES, RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.router.caches.indexer import Indexer

@@ -1,6 +1,6 @@
 """Every knob once (flag, variable, default, range, help); the only reader of os.environ."""
 
-from dynamo.config.knob import (
+from dynamo.config.option import (
     Knob,
     deprecations,
     describe,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamo.config.knob import knob
+from dynamo.config.option import knob
 from dynamo.errors import ConfigError
 
 __all__ = ["Conditions", "DisaggSettings", "conditions_of"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from dynamo.config.knob import Knob
+    from dynamo.config.option import Knob
 
 __all__ = ["Parser", "range_text"]
 

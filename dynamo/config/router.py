@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo.config.disagg import DisaggSettings
-from dynamo.config.knob import knob
+from dynamo.config.option import knob
 
 __all__ = ["ROUTER_MODES", "RouterSettings"]
 

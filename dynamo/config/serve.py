@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.knob import knob
+from dynamo.config.option import knob
 
 __all__ = ["ServeSettings"]
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dynamo.config.knob import Knob, from_env
 from dynamo.config.mocker import MockerSettings
+from dynamo.config.option import Knob, from_env
 from dynamo.errors import ConfigError
 from dynamo.mocker.engine import EngineShape
 from dynamo.mocker.scheduler import Limits

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.config.disagg import Conditions, conditions_of
-from dynamo.config.knob import from_env
+from dynamo.config.option import from_env
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 

@@ -26,7 +26,7 @@ from test_live_router import (
     test_workers_come_and_go,
 )
 
-from dynamo.config.knob import from_env
+from dynamo.config.option import from_env
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError

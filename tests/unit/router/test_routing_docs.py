@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.config.knob import Knob
+from dynamo.config.option import Knob
 from dynamo.config.parser import range_text
 from dynamo.config.router import RouterSettings
 from dynamo.config.router_process import RouterProcessSettings
