@@ -36,8 +36,8 @@ from dynamo.runtime.requests.stream import REQUEST_ID
 from dynamo.runtime.tasks import Tasks
 
 if TYPE_CHECKING:
+    from dynamo.frontend.models.model import ModelEntry
     from dynamo.frontend.models.registry import Models
-    from dynamo.frontend.models.registry.model import ModelEntry
 
 __all__ = ["OpenAIRoutes"]
 

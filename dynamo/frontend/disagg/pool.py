@@ -9,7 +9,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError
 from dynamo.frontend.disagg.queue_events import PREFILL_QUEUE, QueueNews
 from dynamo.frontend.disagg.router import PrefillRouter
-from dynamo.frontend.models.registry.workers import AcceptedWorkers
+from dynamo.frontend.models.workers import AcceptedWorkers
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import EndpointRecord

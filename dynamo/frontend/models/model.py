@@ -10,7 +10,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.pool import PrefillPool
 from dynamo.frontend.disagg.router import PrefillRouter
-from dynamo.frontend.models.registry.workers import AcceptedWorkers
+from dynamo.frontend.models.workers import AcceptedWorkers
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from dynamo.frontend.models.registry.model import ModelEntry
+from dynamo.frontend.models.model import ModelEntry
 from dynamo.protocols.card import ModelCard
 
 __all__ = ["PrefillCards"]

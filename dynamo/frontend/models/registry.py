@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances, cut
-from dynamo.frontend.models.registry.model import ModelEntry
-from dynamo.frontend.models.registry.prefill_cards import PrefillCards
+from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.prefill_cards import PrefillCards
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import EndpointRecord
