@@ -17,7 +17,7 @@ from dynamo.http.response import (
     encode_headers,
 )
 
-__all__ = ["Exchange", "Line"]
+__all__ = ["Exchange", "Transport"]
 
 JSON = "application/json"
 NEVER = float("inf")
@@ -25,7 +25,7 @@ NEVER = float("inf")
 log = logging.getLogger(__name__)
 
 
-class Line(Protocol):
+class Transport(Protocol):
     """What an exchange needs of its connection."""
 
     heads: ResponseHeads
@@ -78,7 +78,7 @@ class Exchange:
         "status",
     )
 
-    def __init__(self, line: Line, head: Head, body: bytes, received_at: float) -> None:
+    def __init__(self, line: Transport, head: Head, body: bytes, received_at: float) -> None:
         self._line = line
         self._bodiless = head.method == "HEAD"
         self._raw = False
