@@ -19,7 +19,7 @@ from dynamo.http.limits import HttpLimits
 from dynamo.http.response import CLOSE, ResponseHeads
 from dynamo.http.write_batch import Turn
 
-__all__ = ["NEVER", "Connection", "Host"]
+__all__ = ["NEVER", "Connection", "ServerContext"]
 
 NEVER = float("inf")
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _REQUESTS_PER_TURN = 32  # of one pipelining client, before others get their tur
 _FREE_BODY_BYTES = 64 * 1024  # of each body; not in the budget, so a full one admits short bodies
 
 
-class Host(Protocol):
+class ServerContext(Protocol):
     """What a connection shares with all others of its server.
 
     ``clock`` is monotonic seconds as of the last sweep: exact enough for deadlines.
@@ -94,7 +94,7 @@ class Connection(asyncio.Protocol):
         "heads",
     )
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ServerContext) -> None:
         self._host = host
         self.heads = host.heads
         self._transport: asyncio.Transport | None = None
