@@ -1,6 +1,6 @@
 """HTTP/1.1 without tasks: httptools reads heads, the rules and limits are ours."""
 
-from dynamo.http.errors import Refusal, error_body, reason_phrase
+from dynamo.http.errors import HttpError, error_body, reason_phrase
 from dynamo.http.exchange import Exchange
 from dynamo.http.limits import HttpLimits
 from dynamo.http.server import HttpServer
@@ -10,7 +10,7 @@ __all__ = [
     "Exchange",
     "HttpLimits",
     "HttpServer",
-    "Refusal",
+    "HttpError",
     "Turn",
     "error_body",
     "reason_phrase",

@@ -12,7 +12,7 @@ import time
 from typing import Protocol, cast
 
 from dynamo.http.body import ChunkedBody, SizedBody
-from dynamo.http.errors import Refusal, error_body
+from dynamo.http.errors import HttpError, error_body
 from dynamo.http.exchange import Exchange
 from dynamo.http.head import CHUNKED, Head, HeadReader
 from dynamo.http.limits import HttpLimits
@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
         if host.admit(self):
             self.deadline = host.clock + host.limits.header_timeout_s
         else:
-            self._refuse(Refusal(503, "Too many connections", retry_after_s=1))
+            self._refuse(HttpError(503, "Too many connections", retry_after_s=1))
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
@@ -228,11 +228,11 @@ class Connection(asyncio.Protocol):
                 self._pause()
                 self._host.soon(self)
                 return
-        except Refusal as refusal:
+        except HttpError as refusal:
             self._refuse(refusal)
         except Exception:
             log.exception("reading a request head failed")
-            self._refuse(Refusal(500, "Internal server error"))
+            self._refuse(HttpError(500, "Internal server error"))
         finally:
             self._advancing = False
             self.flush()
@@ -245,11 +245,11 @@ class Connection(asyncio.Protocol):
             return
         try:
             self._feed(data)
-        except Refusal as refusal:
+        except HttpError as refusal:
             self._refuse(refusal)
         except Exception:
             log.exception("reading a request body failed")
-            self._refuse(Refusal(500, "Internal server error"))
+            self._refuse(HttpError(500, "Internal server error"))
         else:
             if self._body is None:
                 self.advance()
@@ -264,9 +264,9 @@ class Connection(asyncio.Protocol):
         elif self._exchange is not None:
             self._exchange.expire()
         elif self._head is not None:
-            self._refuse(Refusal(408, "Request body did not arrive in time"))
+            self._refuse(HttpError(408, "Request body did not arrive in time"))
         elif self._buffer:
-            self._refuse(Refusal(408, "Request head did not arrive in time"))
+            self._refuse(HttpError(408, "Request head did not arrive in time"))
         else:
             self._close()
 
@@ -310,7 +310,7 @@ class Connection(asyncio.Protocol):
         """No complete head yet. An empty line before it is skipped (RFC 9112 2.2), but only one."""
         if self._buffer.startswith(b"\r\n"):
             if self._skipped_line:
-                raise Refusal(400, "Empty lines instead of a request")
+                raise HttpError(400, "Empty lines instead of a request")
             self._skipped_line = True
             self._buffer = self._buffer[2:]
             return True
@@ -323,7 +323,7 @@ class Connection(asyncio.Protocol):
     def _open_body(self, head: Head, first: bytes) -> None:
         limits = self._host.limits
         if head.body_bytes > limits.body_bytes:
-            raise Refusal(413, f"Request body exceeds {limits.body_bytes} bytes")
+            raise HttpError(413, f"Request body exceeds {limits.body_bytes} bytes")
         self._check_budget(head.body_bytes - _FREE_BODY_BYTES)
         self._head = head
         self._timing_head = False
@@ -361,7 +361,7 @@ class Connection(asyncio.Protocol):
         limit_bytes = max(limits.bodies_bytes, limits.body_bytes)
         if more_bytes > 0 and self._host.bodies_bytes + more_bytes > limit_bytes:
             text = f"Unfinished request bodies exceed {limit_bytes} bytes in total, retry later"
-            raise Refusal(503, text, retry_after_s=1)
+            raise HttpError(503, text, retry_after_s=1)
 
     def _forget_body(self) -> None:
         self._head = self._body = None
@@ -385,7 +385,7 @@ class Connection(asyncio.Protocol):
         self.deadline = exchange.deadline = host.clock + host.limits.response_timeout_s
         host.handle(exchange)
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: HttpError) -> None:
         """Say why and stop listening. The socket stays open for a moment, reading and discarding,
         because closing on unread bytes resets it, and the client would never see the answer."""
         self._host.refused(refusal.status)

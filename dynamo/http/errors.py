@@ -8,7 +8,7 @@ import orjson
 
 from dynamo.errors import cut
 
-__all__ = ["Refusal", "error_body", "reason_phrase"]
+__all__ = ["HttpError", "error_body", "reason_phrase"]
 
 _MESSAGE_LIMIT = 8192  # as much as an engine's HttpError may say
 
@@ -17,7 +17,7 @@ _REASONS.update({413: "Payload Too Large", 414: "URI Too Long", 499: "Client Clo
 _REASONS[529] = "Overloaded"
 
 
-class Refusal(Exception):
+class HttpError(Exception):
     """The request breaks a rule or a bound; ``status`` and ``message`` go to the client.
 
     ``retry_after_s``, unless 0, is the value of the Retry-After header.
