@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamo.http import Exchange, HttpLimits, HttpServer
 from dynamo.http.connection import Connection
-from dynamo.http.write_batch import Flushable, Turn
+from dynamo.http.write_batch import Flushable, WriteBatch
 
 
 class MockTransport(asyncio.Transport):
@@ -46,7 +46,7 @@ class MockTransport(asyncio.Transport):
         self.paused = False
 
 
-class AtOnce(Turn):
+class AtOnce(WriteBatch):
     """Turns of a loop are not what these tests are about."""
 
     def write(self, one: Flushable) -> None:

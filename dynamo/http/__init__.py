@@ -4,14 +4,14 @@ from dynamo.http.errors import HttpError, error_body, reason_phrase
 from dynamo.http.exchange import Exchange
 from dynamo.http.limits import HttpLimits
 from dynamo.http.server import HttpServer
-from dynamo.http.write_batch import Turn
+from dynamo.http.write_batch import WriteBatch
 
 __all__ = [
     "Exchange",
     "HttpLimits",
     "HttpServer",
     "HttpError",
-    "Turn",
+    "WriteBatch",
     "error_body",
     "reason_phrase",
 ]

@@ -17,7 +17,7 @@ from dynamo.http.exchange import Exchange
 from dynamo.http.head import CHUNKED, Head, HeadReader
 from dynamo.http.limits import HttpLimits
 from dynamo.http.response import CLOSE, ResponseHeads
-from dynamo.http.write_batch import Turn
+from dynamo.http.write_batch import WriteBatch
 
 __all__ = ["NEVER", "Connection", "ServerContext"]
 
@@ -38,7 +38,7 @@ class ServerContext(Protocol):
     limits: HttpLimits
     reader: HeadReader
     heads: ResponseHeads
-    turn: Turn
+    turn: WriteBatch
     clock: float
     draining: bool
     bodies_bytes: int

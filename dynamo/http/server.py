@@ -14,7 +14,7 @@ from dynamo.http.exchange import Exchange
 from dynamo.http.head import HeadReader
 from dynamo.http.limits import HttpLimits
 from dynamo.http.response import ResponseHeads
-from dynamo.http.write_batch import Turn
+from dynamo.http.write_batch import WriteBatch
 
 __all__ = ["HttpServer"]
 
@@ -36,12 +36,12 @@ class HttpServer:
         handler: Callable[[Exchange], None],
         limits: HttpLimits | None = None,
         on_refused: Callable[[int], None] | None = None,
-        turn: Turn | None = None,
+        turn: WriteBatch | None = None,
     ) -> None:
         self.limits = limits or HttpLimits()
         self.reader = HeadReader(self.limits)
         self.heads = ResponseHeads()
-        self.turn = turn or Turn()
+        self.turn = turn or WriteBatch()
         self.clock = time.monotonic()
         self.draining = False
         self.bodies_bytes = 0

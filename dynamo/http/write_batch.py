@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-__all__ = ["Flushable", "Turn"]
+__all__ = ["Flushable", "WriteBatch"]
 
 
 class Flushable(Protocol):
@@ -19,7 +19,7 @@ class Flushable(Protocol):
         """Write it now. Never raises."""
 
 
-class Turn:
+class WriteBatch:
     """Who has news this turn (``tell``: flushed first, they fill sockets), and which sockets have
     unwritten bytes (``write``). Neither may be added twice before it was flushed."""
 

@@ -13,7 +13,7 @@ from dynamo.frontend.requests.drain import Admission
 from dynamo.frontend.requests.errors import BackendSilent
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.request import Call
-from dynamo.http import Turn
+from dynamo.http import WriteBatch
 
 __all__ = ["Flow"]
 
@@ -28,7 +28,7 @@ class Flow:
         settings: FrontendSettings,
         metrics: FrontendMetrics,
         admission: Admission,
-        turn: Turn | None = None,
+        turn: WriteBatch | None = None,
     ) -> None:
         self.settings = settings
         self.metrics = metrics
@@ -40,7 +40,7 @@ class Flow:
         self._engine_ids: set[str] = set()
         self._duplicates = itertools.count(1)
         self._loop = asyncio.get_running_loop()
-        self.turn = turn or Turn()
+        self.turn = turn or WriteBatch()
         self._silence_s = settings.backend_stream_timeout_s
         self._timer: asyncio.TimerHandle | None = None
         if self._silence_s is not None:
