@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo.http import Exchange, HttpLimits, HttpServer
-from dynamo.http.connection import Connection
+from dynamo.http.connection import HttpConnection
 from dynamo.http.write_batch import Flushable, WriteBatch
 
 
@@ -65,8 +65,8 @@ class Bench:
         )
         self.transport, self.connection = self.connect()
 
-    def connect(self) -> tuple[MockTransport, Connection]:
-        transport, connection = MockTransport(), Connection(self.server)
+    def connect(self) -> tuple[MockTransport, HttpConnection]:
+        transport, connection = MockTransport(), HttpConnection(self.server)
         connection.connection_made(transport)
         return transport, connection
 

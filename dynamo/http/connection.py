@@ -19,7 +19,7 @@ from dynamo.http.limits import HttpLimits
 from dynamo.http.response import CLOSE, ResponseHeads
 from dynamo.http.write_batch import WriteBatch
 
-__all__ = ["NEVER", "Connection", "ServerContext"]
+__all__ = ["NEVER", "HttpConnection", "ServerContext"]
 
 NEVER = float("inf")
 log = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ class ServerContext(Protocol):
     draining: bool
     bodies_bytes: int
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: HttpConnection) -> bool:
         """Register; False when the cap is reached."""
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: HttpConnection) -> None:
         """The connection is gone."""
 
     def handle(self, exchange: Exchange) -> None:
@@ -55,14 +55,14 @@ class ServerContext(Protocol):
     def refused(self, status: int) -> None:
         """Count a request that was turned away before it reached a route."""
 
-    def soon(self, connection: Connection) -> None:
+    def soon(self, connection: HttpConnection) -> None:
         """Call ``connection.advance`` in the next loop turn."""
 
-    def decode_later(self, connection: Connection) -> None:
+    def decode_later(self, connection: HttpConnection) -> None:
         """Call ``connection.decode`` in a later loop turn, when its turn comes."""
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """Reads heads and bodies, dispatches exchanges, enforces deadlines when swept.
 
     At any time it is in one of: reading a head, reading a body (``_head`` set), busy (``_exchange``

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from dynamo.http.connection import Connection
+from dynamo.http.connection import HttpConnection
 from dynamo.http.exchange import Exchange
 from dynamo.http.head import HeadReader
 from dynamo.http.limits import HttpLimits
@@ -45,10 +45,10 @@ class HttpServer:
         self.clock = time.monotonic()
         self.draining = False
         self.bodies_bytes = 0
-        self._undecoded: deque[Connection] = deque()
+        self._undecoded: deque[HttpConnection] = deque()
         self._handler = handler
         self._on_refused = on_refused
-        self._connections: set[Connection] = set()
+        self._connections: set[HttpConnection] = set()
         self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._all_gone: asyncio.Event | None = None
@@ -69,7 +69,11 @@ class HttpServer:
         """
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self), host, port, backlog=self.limits.backlog, start_serving=False
+            lambda: HttpConnection(self),
+            host,
+            port,
+            backlog=self.limits.backlog,
+            start_serving=False,
         )
         bound = [one.getsockname() for one in self._server.sockets]
         local = all(ipaddress.ip_address(address[0]).is_loopback for address in bound)
@@ -122,7 +126,7 @@ class HttpServer:
 
     # -- what connections ask of their host
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: HttpConnection) -> bool:
         """Register a connection; False over the cap."""
         self._connections.add(connection)
         count = len(self._connections)
@@ -130,7 +134,7 @@ class HttpServer:
             connection.cut()
         return count <= self.limits.connections
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: HttpConnection) -> None:
         """A connection is gone."""
         self._connections.discard(connection)
         if self._all_gone is not None and not self._connections:
@@ -149,11 +153,11 @@ class HttpServer:
         if self._on_refused is not None:
             self._on_refused(status)
 
-    def soon(self, connection: Connection) -> None:
+    def soon(self, connection: HttpConnection) -> None:
         """Let the other connections have their turn first."""
         asyncio.get_running_loop().call_soon(connection.advance)
 
-    def decode_later(self, connection: Connection) -> None:
+    def decode_later(self, connection: HttpConnection) -> None:
         """Queue a connection that has more chunks to decode than it may in one turn."""
         self._undecoded.append(connection)
         if len(self._undecoded) == 1:
