@@ -20,7 +20,7 @@ from dynamo.bench.events import EventParser
 from dynamo.bench.stats import Outcome
 from dynamo.errors import ConfigError
 
-__all__ = ["Connection", "Target", "parse_url"]
+__all__ = ["LoadConnection", "Target", "parse_url"]
 
 _EVENT_STREAM = b"text/event-stream"
 _LINE_MAX_BYTES = 16 << 20
@@ -75,7 +75,7 @@ def parse_url(url: str, api_key: str | None = None) -> Target:
     return Target(parts.hostname, port or (443 if tls else 80), tls, prefix, api_key)
 
 
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """One request at a time; ``request`` fills an Outcome and never raises for a server's fault."""
 
     def __init__(self, target: Target) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import orjson
 
 from dynamo.bench.answers import refusal
-from dynamo.bench.client import Connection, Target
+from dynamo.bench.client import LoadConnection, Target
 from dynamo.bench.stats import Outcome
 from dynamo.bench.workload import PlannedRequest, Prompts
 from dynamo.config.bench import BenchSettings
@@ -40,7 +40,7 @@ class Runner:
         self._model = model
         self._prompts = prompts
         self._on_done = on_done
-        self._idle: list[Connection] = []
+        self._idle: list[LoadConnection] = []
         self.outcomes: list[Outcome] = []
         self.in_flight = 0
 
@@ -82,10 +82,10 @@ class Runner:
         begun_s = time.perf_counter()
         started_s = begun_s if due_s is None else due_s
         deadline_s = begun_s + self._settings.timeout_s
-        connection = self._idle.pop() if self._idle else Connection(self._target)
+        connection = self._idle.pop() if self._idle else LoadConnection(self._target)
         outcome = None
         if not connection.usable:
-            connection = Connection(self._target)
+            connection = LoadConnection(self._target)
             outcome = await self._open(connection, started_s)
         if outcome is None:
             outcome, _ = await connection.request(
@@ -104,7 +104,7 @@ class Runner:
             connection.close()
         return outcome
 
-    async def _open(self, connection: Connection, started_s: float) -> Outcome | None:
+    async def _open(self, connection: LoadConnection, started_s: float) -> Outcome | None:
         """Connect; None, or the outcome of a request that cannot be sent."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
@@ -190,8 +190,8 @@ async def calibrate(runner: Runner, prompts: Prompts) -> float:
     return max(0.1, (counts[1] - counts[0]) / (many - few))
 
 
-async def _connect(target: Target) -> Connection:
-    connection = Connection(target)
+async def _connect(target: Target) -> LoadConnection:
+    connection = LoadConnection(target)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             await connection.open()

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from dynamo.bench.client import Connection, Target, parse_url
+from dynamo.bench.client import LoadConnection, Target, parse_url
 from dynamo.bench.runner import Runner, calibrate, first_model
 from dynamo.bench.stats import summarize
 from dynamo.bench.workload import PlannedRequest, Prompts, synthetic
@@ -77,7 +77,7 @@ def plain(status: str, body: bytes) -> list[bytes]:
 async def test_stream_is_timed_and_counted() -> None:
     stream = [HEAD, *(chunk(event) for event in EVENTS), b"0\r\n\r\n"]
     async with server([stream, stream]) as target:
-        connection = Connection(target)
+        connection = LoadConnection(target)
         await connection.open()
         for _ in range(2):
             outcome, _ = await connection.request("POST", "/x", b"{}", stream=True, timeout_s=5)
@@ -93,7 +93,7 @@ async def test_any_cut_of_the_bytes_gives_the_same_counts() -> None:
     for size in (1, 7, 64):
         pieces = [whole[i : i + size] for i in range(0, len(whole), size)][:600]
         async with server([pieces]) as target:
-            connection = Connection(target)
+            connection = LoadConnection(target)
             await connection.open()
             outcome, _ = await connection.request("POST", "/x", b"{}", stream=True, timeout_s=20)
             connection.close()
@@ -124,7 +124,7 @@ async def test_failures_are_outcomes_not_exceptions() -> None:
     )
     for parts, reason in answers:
         async with server([parts]) as target:
-            connection = Connection(target)
+            connection = LoadConnection(target)
             await connection.open()
             outcome, _ = await connection.request("POST", "/x", b"{}", stream=True, timeout_s=5)
             connection.close()
@@ -146,7 +146,7 @@ async def test_odd_answers_that_are_good() -> None:
     )
     for parts in answers:
         async with server([parts]) as target:
-            connection = Connection(target)
+            connection = LoadConnection(target)
             await connection.open()
             outcome, _ = await connection.request("POST", "/x", b"{}", stream=True, timeout_s=5)
             connection.close()
@@ -157,7 +157,7 @@ async def test_gaps_do_not_span_requests() -> None:
     """Two tokens in the first read of a second request on one connection."""
     both = [HEAD + b"".join(map(chunk, EVENTS)) + b"0\r\n\r\n"]
     async with server([both, both]) as target:
-        connection = Connection(target)
+        connection = LoadConnection(target)
         await connection.open()
         for _ in range(2):
             outcome, _ = await connection.request("POST", "/x", b"{}", stream=True, timeout_s=5)
@@ -169,14 +169,14 @@ async def test_gaps_do_not_span_requests() -> None:
 
 async def test_the_connect_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = [HEAD, *map(chunk, EVENTS), b"0\r\n\r\n"]
-    connect = Connection.open
+    connect = LoadConnection.open
     delay_s = 0.05
 
-    async def slowly(self: Connection) -> None:
+    async def slowly(self: LoadConnection) -> None:
         await asyncio.sleep(delay_s)
         await connect(self)
 
-    monkeypatch.setattr(Connection, "open", slowly)
+    monkeypatch.setattr(LoadConnection, "open", slowly)
     async with server([stream, stream]) as target:
         runner = Runner(target, from_env(BenchSettings, {}), "m", Prompts())
         await runner.run(synthetic(2, isl=4, osl=3), concurrency=1)
