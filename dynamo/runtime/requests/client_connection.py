@@ -18,7 +18,7 @@ from dynamo.errors import (
     Overloaded,
 )
 from dynamo.runtime.context import CancelKind, Context
-from dynamo.runtime.requests.connection import Connection
+from dynamo.runtime.requests.connection import FramedConnection
 from dynamo.runtime.requests.frames import (
     DATA,
     END,
@@ -145,7 +145,7 @@ class ClientStream:
             self._connection.write(pack(kind, self._number, b""))
 
 
-class CallingConnection(Connection):
+class CallingConnection(FramedConnection):
     """Numbers the streams, feeds their sinks, and notices a worker that no longer answers.
 
     There is no acknowledgement per request. While streams are open and nothing has been received

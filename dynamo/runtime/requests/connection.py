@@ -10,12 +10,12 @@ from typing import cast
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.runtime.requests.frames import LAST_KIND, PREAMBLE, FrameError, Splitter
 
-__all__ = ["Connection"]
+__all__ = ["FramedConnection"]
 
 _log = logging.getLogger(__name__)
 
 
-class Connection(asyncio.Protocol):
+class FramedConnection(asyncio.Protocol):
     """What client and server connections share. Subclasses say what a frame means.
 
     Everything written during one loop turn leaves in one ``transport.write``: writes made while a

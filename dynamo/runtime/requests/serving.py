@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import DynamoError, InvalidArgument
-from dynamo.runtime.requests.connection import Connection
+from dynamo.runtime.requests.connection import FramedConnection
 from dynamo.runtime.requests.frames import (
     KILL,
     OPEN,
@@ -30,7 +30,7 @@ __all__ = ["ServingConnection"]
 _log = logging.getLogger(__name__)
 
 
-class ServingConnection(Connection):
+class ServingConnection(FramedConnection):
     """``streams`` holds the streams in flight by number, ``waiting`` those in ``drained()``."""
 
     def __init__(
