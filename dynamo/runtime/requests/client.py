@@ -11,7 +11,7 @@ from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import CannotConnect, ConnectTimeout, Disconnected
 from dynamo.runtime.context import Context
 from dynamo.runtime.requests.address import parse
-from dynamo.runtime.requests.client_connection import CallingConnection, ClientStream, StreamSink
+from dynamo.runtime.requests.client_connection import ClientConnection, ClientStream, StreamSink
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["RequestClient"]
@@ -22,7 +22,7 @@ class RequestClient:
 
     def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
         self.settings = settings or from_env(RequestPlaneSettings)
-        self._connections: dict[str, CallingConnection] = {}
+        self._connections: dict[str, ClientConnection] = {}
         self._tasks = Tasks("request client")
 
     def __len__(self) -> int:
@@ -67,12 +67,12 @@ class RequestClient:
         for connection in list(self._connections.values()):
             connection.lose(Disconnected("the request client was closed"))
 
-    def _connect(self, address: str) -> CallingConnection:
+    def _connect(self, address: str) -> ClientConnection:
         target = parse(address)
         loop = asyncio.get_running_loop()
-        connection = CallingConnection(self.settings, loop, address, self._forget)
+        connection = ClientConnection(self.settings, loop, address, self._forget)
 
-        def protocol() -> CallingConnection:
+        def protocol() -> ClientConnection:
             return connection
 
         dial: Coroutine[Any, Any, Any]
@@ -84,7 +84,7 @@ class RequestClient:
         self._connections[address] = connection
         return connection
 
-    async def _dial(self, connection: CallingConnection, dial: Coroutine[Any, Any, Any]) -> None:
+    async def _dial(self, connection: ClientConnection, dial: Coroutine[Any, Any, Any]) -> None:
         timeout_s = self.settings.connect_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -95,6 +95,6 @@ class RequestClient:
         except (OSError, ValueError) as error:
             connection.lose(CannotConnect(f"cannot connect to {connection.address}: {error}"))
 
-    def _forget(self, connection: CallingConnection) -> None:
+    def _forget(self, connection: ClientConnection) -> None:
         if self._connections.get(connection.address) is connection:
             del self._connections[connection.address]

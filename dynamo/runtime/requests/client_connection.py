@@ -38,7 +38,7 @@ from dynamo.runtime.requests.frames import (
 )
 from dynamo.runtime.requests.stream import REQUEST_ID
 
-__all__ = ["CallingConnection", "ClientStream", "StreamSink"]
+__all__ = ["ClientConnection", "ClientStream", "StreamSink"]
 
 _TICKS_PER_TIMEOUT = 4
 _SILENT_TICKS = 1 + _TICKS_PER_TIMEOUT  # the first one sends the ping
@@ -71,7 +71,7 @@ class ClientStream:
 
     def __init__(
         self,
-        connection: CallingConnection,
+        connection: ClientConnection,
         number: int,
         sink: StreamSink,
         context: Context | None,
@@ -145,7 +145,7 @@ class ClientStream:
             self._connection.write(pack(kind, self._number, b""))
 
 
-class CallingConnection(FramedConnection):
+class ClientConnection(FramedConnection):
     """Numbers the streams, feeds their sinks, and notices a worker that no longer answers.
 
     There is no acknowledgement per request. While streams are open and nothing has been received
@@ -159,7 +159,7 @@ class CallingConnection(FramedConnection):
         settings: RequestPlaneSettings,
         loop: asyncio.AbstractEventLoop,
         address: str,
-        on_lost: Callable[[CallingConnection], None],
+        on_lost: Callable[[ClientConnection], None],
     ) -> None:
         super().__init__(settings, loop)
         self.address = address
