@@ -27,7 +27,7 @@ from dynamo.frontend.requests.dispatch import DispatchJob
 from dynamo.frontend.requests.engine_request import Leg, TrackedLeg
 from dynamo.frontend.requests.errors import error_response, explained, labels
 from dynamo.frontend.requests.registry import Flow
-from dynamo.frontend.requests.request import Call, Caption
+from dynamo.frontend.requests.request import ActiveRequest, Caption
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
 from dynamo.protocols.openai import GenerationRequest
@@ -81,7 +81,7 @@ _COMPLETION = _Kind(
 
 
 class OpenAIRoutes:
-    """Starts calls; what becomes of them is theirs (see :class:`Call`)."""
+    """Starts calls; what becomes of them is theirs (see :class:`ActiveRequest`)."""
 
     def __init__(self, flow: Flow, models: Models, tasks: Tasks) -> None:
         self._flow = flow
@@ -144,7 +144,7 @@ class OpenAIRoutes:
 
     def _accept(
         self, kind: _Kind, exchange: Exchange, request: GenerationRequest
-    ) -> tuple[Call, ModelEntry] | None:
+    ) -> tuple[ActiveRequest, ModelEntry] | None:
         """Find the model; None if the request was refused."""
         try:
             entry = self._models.find(request.model, kind.model_type)
@@ -153,13 +153,13 @@ class OpenAIRoutes:
             return None
         flow = self._flow
         caption = Caption(kind.endpoint, *request_id(exchange.headers))
-        call = Call(flow, exchange, caption, entry.metrics, bool(request.stream))
+        call = ActiveRequest(flow, exchange, caption, entry.metrics, bool(request.stream))
         if flow.settings.disable_nvext:
             request.nvext = None
         return call, entry
 
     async def _prepare_later(
-        self, call: Call, entry: ModelEntry, kind: _Kind, request: GenerationRequest
+        self, call: ActiveRequest, entry: ModelEntry, kind: _Kind, request: GenerationRequest
     ) -> None:
         try:
             threads = self._flow.off_loop
@@ -184,7 +184,7 @@ class OpenAIRoutes:
 
     def _dispatch(
         self,
-        call: Call,
+        call: ActiveRequest,
         entry: ModelEntry,
         kind: _Kind,
         request: GenerationRequest,
@@ -245,7 +245,9 @@ class OpenAIRoutes:
         return shown(decision, prefilled, self._models.kv_mode)
 
 
-async def _send_rest(call: Call, entry: ModelEntry, jobs: list[DispatchJob], per_turn: int) -> None:
+async def _send_rest(
+    call: ActiveRequest, entry: ModelEntry, jobs: list[DispatchJob], per_turn: int
+) -> None:
     """Send the choices that one loop turn has no time for, some in each turn."""
     try:
         for number, job in enumerate(jobs):

@@ -19,7 +19,7 @@ from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
 
 if TYPE_CHECKING:
-    from dynamo.frontend.requests.request import Call
+    from dynamo.frontend.requests.request import ActiveRequest
 
 __all__ = ["Leg", "Pending", "TrackedLeg"]
 
@@ -64,7 +64,7 @@ class Leg:
     decision: Decision | None
     stream: ClientStream | None
 
-    def __init__(self, call: Call, index: int, picker: Picker, booking: str) -> None:
+    def __init__(self, call: ActiveRequest, index: int, picker: Picker, booking: str) -> None:
         self.call = call
         self.index = index
         self.picker = picker

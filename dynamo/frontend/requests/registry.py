@@ -12,7 +12,7 @@ from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.requests.drain import Admission
 from dynamo.frontend.requests.errors import BackendSilent
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.frontend.requests.request import Call
+from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.http import WriteBatch
 
 __all__ = ["Flow"]
@@ -36,7 +36,7 @@ class Flow:
         self.overload_status = settings.overload_status
         self.held_limit_bytes = settings.slow_client_limit_mb * _MIB
         self.off_loop = OffLoop()
-        self.live: set[Call] = set()
+        self.live: set[ActiveRequest] = set()
         self._engine_ids: set[str] = set()
         self._duplicates = itertools.count(1)
         self._loop = asyncio.get_running_loop()

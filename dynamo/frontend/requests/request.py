@@ -4,7 +4,7 @@ A call has a leg for each engine request (``n`` choices, lists of prompts), whic
 worker. What a worker sends is
 detokenized in the read that brought it and written at the end of the loop turn: no task, queue or
 generator is made for a request or a token. However a call ends (finished, failed, client gone,
-worker gone, silence, shutdown), :meth:`Call._close` runs exactly once: engines stopped, load freed,
+worker gone, silence, shutdown), :meth:`ActiveRequest._close` runs exactly once: engines stopped, load freed,
 everything counted.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dynamo.frontend.disagg.prefill_request import Prefilled
     from dynamo.frontend.requests.registry import Flow
 
-__all__ = ["Call", "Caption"]
+__all__ = ["ActiveRequest", "Caption"]
 
 log = logging.getLogger(__name__)
 _NEVER = float("inf")
@@ -46,7 +46,7 @@ class Caption(NamedTuple):
     echoed_id: str | None
 
 
-class Call:
+class ActiveRequest:
     """``dispatched`` gives it legs; ``generation`` turns their outputs into bytes.
 
     ``heard_at`` is when an engine last gave a sign of life, infinite while none has anything to do;
