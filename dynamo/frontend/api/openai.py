@@ -27,7 +27,7 @@ from dynamo.frontend.requests.dispatch import DispatchJob
 from dynamo.frontend.requests.engine_request import Leg, TrackedLeg
 from dynamo.frontend.requests.errors import error_response, explained, labels
 from dynamo.frontend.requests.registry import Flow
-from dynamo.frontend.requests.request import ActiveRequest, Caption
+from dynamo.frontend.requests.request import ActiveRequest, RequestInfo
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
 from dynamo.protocols.openai import GenerationRequest
@@ -152,7 +152,7 @@ class OpenAIRoutes:
             self._refuse(exchange, kind, error, request.model)
             return None
         flow = self._flow
-        caption = Caption(kind.endpoint, *request_id(exchange.headers))
+        caption = RequestInfo(kind.endpoint, *request_id(exchange.headers))
         call = ActiveRequest(flow, exchange, caption, entry.metrics, bool(request.stream))
         if flow.settings.disable_nvext:
             request.nvext = None

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from dynamo.frontend.disagg.prefill_request import Prefilled
     from dynamo.frontend.requests.registry import Flow
 
-__all__ = ["ActiveRequest", "Caption"]
+__all__ = ["ActiveRequest", "RequestInfo"]
 
 log = logging.getLogger(__name__)
 _NEVER = float("inf")
 _NO_CACHE = ("cache-control", "no-cache")
 
 
-class Caption(NamedTuple):
+class RequestInfo(NamedTuple):
     """How a call is named: ``endpoint`` of the counters, the request's id, and whether the client
     gave an id itself (then it is echoed)."""
 
@@ -79,7 +79,12 @@ class ActiveRequest:
     generation: GenerationStream
 
     def __init__(
-        self, flow: Flow, exchange: Exchange, caption: Caption, model: ModelMetrics, stream: bool
+        self,
+        flow: Flow,
+        exchange: Exchange,
+        caption: RequestInfo,
+        model: ModelMetrics,
+        stream: bool,
     ) -> None:
         self.flow = flow
         self.exchange = exchange
