@@ -21,7 +21,7 @@ from dynamo.runtime import Client
 
 if TYPE_CHECKING:
     from dynamo.frontend.disagg.router import PrefillRouter
-    from dynamo.frontend.requests.engine_request import Leg
+    from dynamo.frontend.requests.engine_request import EngineRequest
 
 __all__ = ["Dispatch", "DispatchJob"]
 
@@ -34,7 +34,7 @@ class DispatchJob(NamedTuple):
     ``tried`` are workers that could not be reached, ``error`` what the last of them said.
     """
 
-    leg: Leg
+    leg: EngineRequest
     request: PreprocessedRequest
     routing: Routing | None
     headers: dict[str, str]
@@ -147,7 +147,7 @@ class Dispatch:
         return msgspec.structs.replace(routing, allowed_worker_ids=untried)
 
 
-def _or_fail(leg: Leg, step: Callable[[], None]) -> None:
+def _or_fail(leg: EngineRequest, step: Callable[[], None]) -> None:
     """Run ``step``; its error ends the leg's call."""
     try:
         step()

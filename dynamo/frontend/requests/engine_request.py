@@ -1,6 +1,6 @@
 """One engine request of a call: a sink of the request plane, and its share of the counters.
 
-This is the token path: what stands in :meth:`Leg.on_data` is paid for every token.
+This is the token path: what stands in :meth:`EngineRequest.on_data` is paid for every token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dynamo.runtime.requests import ClientStream
 if TYPE_CHECKING:
     from dynamo.frontend.requests.request import ActiveRequest
 
-__all__ = ["Leg", "Pending", "TrackedLeg"]
+__all__ = ["EngineRequest", "Pending", "TrackedLeg"]
 
 log = logging.getLogger(__name__)
 _decode = decoder(EngineOutput).decode
@@ -36,7 +36,7 @@ class Pending(Protocol):
         ...
 
 
-class Leg:
+class EngineRequest:
     """Choice ``index`` of ``call``, booked at ``picker`` under ``booking``.
 
     ``decision`` and ``stream`` are there once it is dispatched; until then ``pending`` may be what
@@ -170,7 +170,7 @@ class Leg:
         self.call.leg_done()
 
 
-class TrackedLeg(Leg):
+class TrackedLeg(EngineRequest):
     """A leg whose tokens are load as they come: where the picker tracks output blocks."""
 
     __slots__ = ()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dynamo.errors import Cancelled, DynamoError, Unavailable
 from dynamo.frontend.answer.generation import GenerationStream
 from dynamo.frontend.answer.sse import KEEP_ALIVE
-from dynamo.frontend.requests.engine_request import Leg
+from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import Labels, Overwhelmed, error_response, explained, labels
 from dynamo.frontend.requests.metrics import ModelMetrics
 from dynamo.frontend.requests.request_metrics import Meter
@@ -91,7 +91,7 @@ class ActiveRequest:
         self.caption = caption
         self.model = model
         self.streaming = stream
-        self.legs: Sequence[Leg] = ()
+        self.legs: Sequence[EngineRequest] = ()
         self.closed = False
         self.engine_id = ""
         self.heard_at = _NEVER
@@ -157,7 +157,7 @@ class ActiveRequest:
             self.generation.worker_id = self.describe(decision, meter.prefilled)
         return now_s
 
-    def moved(self, leg: Leg, decision: Decision) -> float:
+    def moved(self, leg: EngineRequest, decision: Decision) -> float:
         """A leg that was placed goes out to another worker instead, now (monotonic seconds)."""
         if leg is self.legs[0] and self.describe is not None:
             self.generation.worker_id = self.describe(decision, self.meter.prefilled)

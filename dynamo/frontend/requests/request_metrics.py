@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynamo.frontend.answer.usage import Usage
-from dynamo.frontend.requests.engine_request import Leg
+from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.observability.metrics import Gauge
@@ -161,7 +161,7 @@ class Meter:
             "router_queue_depth": self._queue_depth,
         }
 
-    def generation(self, usage: Usage, legs: Sequence[Leg], text_s: float) -> None:
+    def generation(self, usage: Usage, legs: Sequence[EngineRequest], text_s: float) -> None:
         """What came out, be it all of the answer or a part; ``text_s`` went into its text."""
         model, metrics = self._model, self._metrics
         tokens = usage.completion_tokens

@@ -24,7 +24,7 @@ from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.pool import prefill_settings
 from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
-from dynamo.frontend.requests.engine_request import Leg
+from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
@@ -96,7 +96,7 @@ class Caller:
         self.stages: list[str] = []
         self.done: Any = None
         self.error: DynamoError | None = None
-        self.leg: Leg
+        self.leg: EngineRequest
 
     def fail(self, error: DynamoError, by_worker: bool = False) -> None:
         self.error, self.closed = error, True
@@ -170,7 +170,7 @@ class Box:
             "tiny", ids, StopConditions(max_tokens=7, min_tokens=2), **more
         )
         caller = Caller()
-        caller.leg = Leg(caller, 0, self.decode, f"r{self.count}")  # type: ignore[arg-type]
+        caller.leg = EngineRequest(caller, 0, self.decode, f"r{self.count}")  # type: ignore[arg-type]
         self.dispatch.send(DispatchJob(caller.leg, request, routing, {}))
         return caller
 
@@ -475,7 +475,7 @@ async def test_conditional_what_the_decode_worker_has_cached_counts() -> None:
     request = PreprocessedRequest("tiny", tokens(list(range(64))), StopConditions(max_tokens=3))
     box.decode.assume(tokens(list(range(48))), DECODE)  # type: ignore[attr-defined]
     caller = Caller()
-    caller.leg = Leg(caller, 0, box.decode, "own")  # type: ignore[arg-type]
+    caller.leg = EngineRequest(caller, 0, box.decode, "own")  # type: ignore[arg-type]
     box.dispatch.send(DispatchJob(caller.leg, request, None, {}))
     assert len(box.decoders.streams) == 1 and box.counted("local_total") == {"cached": 1}
 

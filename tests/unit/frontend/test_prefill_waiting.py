@@ -13,7 +13,7 @@ from benchmarks import prefill_patience
 from dynamo.errors import DynamoError, Overloaded
 from dynamo.frontend.api.prefill_route import explain_both
 from dynamo.frontend.requests.dispatch import DispatchJob
-from dynamo.frontend.requests.engine_request import Leg
+from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing, StopConditions
@@ -244,7 +244,7 @@ def cached_at(box: Box, worker: int, length: int = 640) -> PreprocessedRequest:
 
 def sent(box: Box, request: PreprocessedRequest) -> Caller:
     caller = Caller()
-    caller.leg = Leg(caller, 0, box.decode, "cached")  # type: ignore[arg-type]
+    caller.leg = EngineRequest(caller, 0, box.decode, "cached")  # type: ignore[arg-type]
     box.dispatch.send(DispatchJob(caller.leg, request, None, {}))
     return caller
 
