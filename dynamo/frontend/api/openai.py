@@ -24,7 +24,7 @@ from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.requests.dispatch import DispatchJob
-from dynamo.frontend.requests.engine_request import EngineRequest, TrackedLeg
+from dynamo.frontend.requests.engine_request import EngineRequest, TrackedEngineRequest
 from dynamo.frontend.requests.errors import error_response, explained, labels
 from dynamo.frontend.requests.registry import Flow
 from dynamo.frontend.requests.request import ActiveRequest, RequestInfo
@@ -211,7 +211,7 @@ class OpenAIRoutes:
             generation.worker_id = located(entry.dispatch, tokens, routing, phase, ranks)
             call.located()
             return
-        make_leg = TrackedLeg if entry.dispatch.tracks_output else EngineRequest
+        make_leg = TrackedEngineRequest if entry.dispatch.tracks_output else EngineRequest
         legs = call.legs = [
             # Numbered, because clients may send the same id twice at once.
             make_leg(call, index, entry.picker, f"{call.caption.request_id}/{next(self._numbers)}")

@@ -21,7 +21,7 @@ from dynamo.runtime.requests import ClientStream
 if TYPE_CHECKING:
     from dynamo.frontend.requests.request import ActiveRequest
 
-__all__ = ["EngineRequest", "Pending", "TrackedLeg"]
+__all__ = ["EngineRequest", "Pending", "TrackedEngineRequest"]
 
 log = logging.getLogger(__name__)
 _decode = decoder(EngineOutput).decode
@@ -170,7 +170,7 @@ class EngineRequest:
         self.call.leg_done()
 
 
-class TrackedLeg(EngineRequest):
+class TrackedEngineRequest(EngineRequest):
     """A leg whose tokens are load as they come: where the picker tracks output blocks."""
 
     __slots__ = ()
