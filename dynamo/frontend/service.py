@@ -24,7 +24,7 @@ from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.drain import Admission
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.frontend.requests.registry import Flow
+from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import HttpLimits, HttpServer, WriteBatch
 from dynamo.http.routes import Routes
 from dynamo.observability.loop_delay import LoopDelay
@@ -59,7 +59,7 @@ class Frontend:
         metrics = FrontendMetrics(runtime.metrics, settings.metrics_prefix)
         self._admission = Admission()
         turn = WriteBatch()
-        self._flow = Flow(settings, metrics, self._admission, turn)
+        self._flow = RequestRegistry(settings, metrics, self._admission, turn)
         self.models = Models(runtime, settings, router, metrics, self._tasks)
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         routes = Routes()

@@ -26,7 +26,7 @@ from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.requests.dispatch import DispatchJob
 from dynamo.frontend.requests.engine_request import EngineRequest, TrackedEngineRequest
 from dynamo.frontend.requests.errors import error_response, explained, labels
-from dynamo.frontend.requests.registry import Flow
+from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest, RequestInfo
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
@@ -83,7 +83,7 @@ _COMPLETION = _Kind(
 class OpenAIRoutes:
     """Starts calls; what becomes of them is theirs (see :class:`ActiveRequest`)."""
 
-    def __init__(self, flow: Flow, models: Models, tasks: Tasks) -> None:
+    def __init__(self, flow: RequestRegistry, models: Models, tasks: Tasks) -> None:
         self._flow = flow
         self._models = models
         self._tasks = tasks

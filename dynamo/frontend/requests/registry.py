@@ -15,12 +15,12 @@ from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.http import WriteBatch
 
-__all__ = ["Flow"]
+__all__ = ["RequestRegistry"]
 
 _MIB = 1024 * 1024
 
 
-class Flow:
+class RequestRegistry:
     """Make it on the running loop; :meth:`close` stops its timer."""
 
     def __init__(

@@ -28,7 +28,7 @@ from dynamo.router.picker import Decision
 
 if TYPE_CHECKING:
     from dynamo.frontend.disagg.prefill_request import Prefilled
-    from dynamo.frontend.requests.registry import Flow
+    from dynamo.frontend.requests.registry import RequestRegistry
 
 __all__ = ["ActiveRequest", "RequestInfo"]
 
@@ -80,7 +80,7 @@ class ActiveRequest:
 
     def __init__(
         self,
-        flow: Flow,
+        flow: RequestRegistry,
         exchange: Exchange,
         caption: RequestInfo,
         model: ModelMetrics,

@@ -34,7 +34,7 @@ from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.drain import Admission
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.frontend.requests.registry import Flow
+from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import ModelCard
@@ -87,7 +87,7 @@ class Site:
         )
         self.registry = Registry()
         self.metrics = FrontendMetrics(self.registry)
-        self.flow = Flow(FrontendSettings(**settings), self.metrics, Admission())
+        self.flow = RequestRegistry(FrontendSettings(**settings), self.metrics, Admission())
         self.preprocessor = Preprocessor(card)
         self.entry = SimpleNamespace(
             preprocessor=self.preprocessor,
