@@ -22,7 +22,7 @@ from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import Labels, Overwhelmed, error_response, explained, labels
 from dynamo.frontend.requests.metrics import ModelMetrics
-from dynamo.frontend.requests.request_metrics import Meter
+from dynamo.frontend.requests.request_metrics import RequestMetrics
 from dynamo.http import Exchange
 from dynamo.router.picker import Decision
 
@@ -107,7 +107,9 @@ class ActiveRequest:
         flow.admission.enter()
         flow.live.add(self)
         kind = "stream" if stream else "unary"
-        self.meter = Meter(flow.metrics, model, caption.endpoint, kind, exchange.received_at)
+        self.meter = RequestMetrics(
+            flow.metrics, model, caption.endpoint, kind, exchange.received_at
+        )
 
     @property
     def headers(self) -> list[tuple[str, str]]:

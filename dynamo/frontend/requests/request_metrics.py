@@ -1,6 +1,6 @@
 """What is counted and timed of one generation request, from its arrival to its end.
 
-Every gauge that goes up here goes down in :meth:`Meter.ended`, however the request ends.
+Every gauge that goes up here goes down in :meth:`RequestMetrics.ended`, however the request ends.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from dynamo.frontend.disagg.prefill_request import Prefilled
     from dynamo.router.picker import Decision
 
-__all__ = ["Meter"]
+__all__ = ["RequestMetrics"]
 
 
-class Meter:
+class RequestMetrics:
     """Of one request to ``endpoint``; ``kind`` is ``stream`` or ``unary``.
 
     ``accepted``: its engine requests are on their way or wait; ``prefilled``: who computed its

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.frontend.requests.request_metrics import Meter
+from dynamo.frontend.requests.request_metrics import RequestMetrics
 from dynamo.observability.metrics import Registry
 from dynamo.router.picker import Decision
 
@@ -18,7 +18,9 @@ class Page:
     def __init__(self) -> None:
         self.registry = Registry()
         metrics = FrontendMetrics(self.registry)
-        self.meter = Meter(metrics, metrics.model("tiny"), "chat_completions", "stream", 0.0)
+        self.meter = RequestMetrics(
+            metrics, metrics.model("tiny"), "chat_completions", "stream", 0.0
+        )
 
     @property
     def stages(self) -> dict[str, float]:
