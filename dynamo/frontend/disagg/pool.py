@@ -9,7 +9,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError
 from dynamo.frontend.disagg.queue_events import PREFILL_QUEUE, QueueNews
 from dynamo.frontend.disagg.router import PrefillRouter
-from dynamo.frontend.models.workers import AcceptedWorkers
+from dynamo.frontend.models.workers import AdmittedWorkers
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
@@ -144,7 +144,7 @@ class _Active:
         self._metrics = metrics
         self._cards: dict[int, ModelCard] = {}
         self._client: Client | None = None
-        self._workers: AcceptedWorkers | None = None
+        self._workers: AdmittedWorkers | None = None
         self._live: LiveRouter | None = None
         self._news: QueueNews | None = None
 
@@ -172,7 +172,7 @@ class _Active:
         """Connect. Raises DynamoError."""
         runtime, place, router = self._runtime, self.place, self._router
         client = self._client = await runtime.endpoint(".".join(place)).client()
-        workers = self._workers = AcceptedWorkers(client)
+        workers = self._workers = AdmittedWorkers(client)
         for worker_id in self._cards:
             workers.accept(worker_id)
         live = self._live = LiveRouter(

@@ -10,7 +10,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.pool import PrefillPool
 from dynamo.frontend.disagg.router import PrefillRouter
-from dynamo.frontend.models.workers import AcceptedWorkers
+from dynamo.frontend.models.workers import AdmittedWorkers
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics
@@ -49,7 +49,7 @@ class ModelEntry:
         self.ready = False
         self.loading = False
         self._all_metrics = metrics
-        self._accepted: AcceptedWorkers | None = None
+        self._accepted: AdmittedWorkers | None = None
         self._live: LiveRouter | None = None
         self._closed = False
 
@@ -110,7 +110,7 @@ class ModelEntry:
             self.preprocessor.on_tokenized = self._all_metrics.tokenized
             path = f"{card.namespace}.{card.component}.{card.endpoint}"
             self.client = await runtime.endpoint(path).client()
-            self._accepted = AcceptedWorkers(self.client)
+            self._accepted = AdmittedWorkers(self.client)
             for worker in self.workers.values():
                 self._accepted.accept(worker.instance_id)
             self._live = await self._start_router(runtime, settings, self._accepted)
@@ -156,7 +156,7 @@ class ModelEntry:
         self.prefill.open(runtime, settings, router)
 
     async def _start_router(
-        self, runtime: DistributedRuntime, settings: RouterSettings, workers: AcceptedWorkers
+        self, runtime: DistributedRuntime, settings: RouterSettings, workers: AdmittedWorkers
     ) -> LiveRouter:
         card = self.card
         live = LiveRouter(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dynamo.protocols.control import EndpointRecord
 from dynamo.runtime.client import Client, OnInstances
 
-__all__ = ["AcceptedWorkers"]
+__all__ = ["AdmittedWorkers"]
 
 
-class AcceptedWorkers:
+class AdmittedWorkers:
     """Stands between discovery's instances and the router.
 
     An instance is passed on when it is both alive (``client``) and accepted (:meth:`accept`), in
