@@ -31,10 +31,10 @@ from dynamo.protocols.codec import Tokens, encode, tokens
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
-__all__ = ["Prepared", "Preprocessor", "Prompt"]
+__all__ = ["Prepared", "Preprocessor", "TokenizedPrompt"]
 
 
-class Prompt(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """One prompt: its ids, and its text where there was one (or it is needed for ``echo``)."""
 
     token_ids: Tokens
@@ -50,7 +50,7 @@ class Prepared(NamedTuple):
     """
 
     requests: list[PreprocessedRequest]
-    prompts: list[Prompt]
+    prompts: list[TokenizedPrompt]
     n: int
     rendered_s: float | None = None
     tokenized_s: Sequence[float] = ()
@@ -131,7 +131,7 @@ class Preprocessor:
         self._check_size(text)
         ids = self.tokenizer.encode(text, request.add_special_tokens is True)
         tokenized_s = (time.perf_counter() - rendered,)
-        prompts = [Prompt(ids, text)]
+        prompts = [TokenizedPrompt(ids, text)]
         return self._prepared(request, prompts, limit, logprobs, rendered - begun, tokenized_s)
 
     def _completion(self, request: CompletionRequest) -> Prepared:
@@ -146,7 +146,7 @@ class Preprocessor:
         for each in texts:
             if isinstance(each, str):
                 begun = time.perf_counter()
-                prompts.append(Prompt(self.tokenizer.encode(each, special), each))
+                prompts.append(TokenizedPrompt(self.tokenizer.encode(each, special), each))
                 tokenized_s.append(time.perf_counter() - begun)
             else:
                 prompts.append(self._from_ids(each, bool(request.echo)))
@@ -182,24 +182,24 @@ class Preprocessor:
             variables=_template_variables(request),
         )
 
-    def _given_ids(self, request: GenerationRequest) -> Prompt | None:
+    def _given_ids(self, request: GenerationRequest) -> TokenizedPrompt | None:
         nvext = request.nvext
         if nvext is None or not nvext.token_data:
             return None
         return self._from_ids(nvext.token_data)
 
-    def _from_ids(self, given: list[int], with_text: bool = False) -> Prompt:
+    def _from_ids(self, given: list[int], with_text: bool = False) -> TokenizedPrompt:
         if max(given) >= self.tokenizer.vocab_size:
             raise InvalidArgument(
                 f"Validation: token id {max(given)} is out of range, "
                 f"the vocabulary has {self.tokenizer.vocab_size} tokens"
             )
-        return Prompt(tokens(given), self.tokenizer.decode(given) if with_text else None)
+        return TokenizedPrompt(tokens(given), self.tokenizer.decode(given) if with_text else None)
 
     def _prepared(
         self,
         request: GenerationRequest,
-        prompts: list[Prompt],
+        prompts: list[TokenizedPrompt],
         max_tokens: int | None,
         logprobs: int | None,
         rendered_s: float | None = None,
@@ -218,7 +218,7 @@ class Preprocessor:
     def _engine_request(
         self,
         request: GenerationRequest,
-        prompt: Prompt,
+        prompt: TokenizedPrompt,
         max_tokens: int | None,
         logprobs: int | None,
     ) -> PreprocessedRequest:
