@@ -23,8 +23,8 @@ from dynamo.frontend.answer.logprobs import ChatLogprobs, CompletionLogprobs, Lo
 from dynamo.frontend.answer.sse import (
     DONE,
     ChatShape,
+    ChunkTemplate,
     CompletionShape,
-    Envelope,
     Shape,
     annotation,
     error_event,
@@ -67,7 +67,7 @@ class GenerationStream:
         self._annotations = prepared.requests[0].annotations
         self._prepared = prepared
         self._response_id = response_id
-        self._envelope = Envelope(self._shape, response_id, created, request.model)
+        self._envelope = ChunkTemplate(self._shape, response_id, created, request.model)
         self._choices = self._make_choices(request, prepared, tokenizer)
         self._shapes: list[Shape] = []
         self._own_count: set[int] = set()

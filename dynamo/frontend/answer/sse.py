@@ -17,7 +17,7 @@ __all__ = [
     "KEEP_ALIVE",
     "ChatShape",
     "CompletionShape",
-    "Envelope",
+    "ChunkTemplate",
     "Shape",
     "annotation",
     "error_event",
@@ -38,7 +38,7 @@ _ERROR_TYPES = {
 _VERBATIM_503 = frozenset(("overloaded", "no_instances", "unavailable"))
 
 
-class Envelope:
+class ChunkTemplate:
     """The fields that all chunks, or the unary body, of one answer share.
 
     Both end where the array of choices begins.
@@ -84,7 +84,7 @@ class Shape:
     _first_open: bytes
     _empty_delta: bytes
 
-    def __init__(self, envelope: Envelope, index: int, usage: bytes) -> None:
+    def __init__(self, envelope: ChunkTemplate, index: int, usage: bytes) -> None:
         self._index = envelope.chunk() + b'{"index":%d,' % index
         self._usage = usage
         self.head = self._index + self._text_open

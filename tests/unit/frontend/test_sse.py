@@ -20,8 +20,8 @@ from dynamo.errors import (
 )
 from dynamo.frontend.answer.sse import (
     ChatShape,
+    ChunkTemplate,
     CompletionShape,
-    Envelope,
     Shape,
     annotation,
     error_event,
@@ -41,7 +41,7 @@ def payload(event: bytes) -> Any:
 @pytest.mark.parametrize("kind", [ChatShape, CompletionShape])
 @given(text=st.text(scalars), model=st.text(scalars), response_id=st.text(scalars))
 def test_any_text_survives(kind: type[Shape], text: str, model: str, response_id: str) -> None:
-    shape = kind(Envelope(kind, response_id, 12, model), 3, b',"usage":null')
+    shape = kind(ChunkTemplate(kind, response_id, 12, model), 3, b',"usage":null')
     first, middle = payload(shape.chunk(text)), payload(shape.delta(text))
     last = payload(shape.chunk("", b'{"content":[]}', "stop", {"a": 1}))
     for each in (first, middle, last):
