@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError
-from dynamo.frontend.disagg.queue_events import PREFILL_QUEUE, QueueNews
+from dynamo.frontend.disagg.queue_events import PREFILL_QUEUE, QueueStatePublisher
 from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.workers import AdmittedWorkers
 from dynamo.frontend.requests.metrics import FrontendMetrics
@@ -146,7 +146,7 @@ class _Active:
         self._client: Client | None = None
         self._workers: AdmittedWorkers | None = None
         self._live: LiveRouter | None = None
-        self._news: QueueNews | None = None
+        self._news: QueueStatePublisher | None = None
 
     def instances(self) -> list[EndpointRecord]:
         """The live instances of the endpoint."""
@@ -186,7 +186,7 @@ class _Active:
         )
         await live.start()
         publisher = await runtime.publisher(*place[:2], PREFILL_QUEUE)
-        self._news = QueueNews(model, router.line, publisher.publish)
+        self._news = QueueStatePublisher(model, router.line, publisher.publish)
         client.on_inhibited(live.picker.fleet.shun)
         router.attach(live.picker, client)
         router.on_change = self._news.look

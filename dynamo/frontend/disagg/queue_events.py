@@ -10,14 +10,14 @@ from dynamo.protocols.codec import encode
 from dynamo.protocols.load import PrefillQueue
 from dynamo.router.queue.prefill import PrefillLine
 
-__all__ = ["INTERVAL_S", "PREFILL_QUEUE", "REPEAT_S", "QueueNews"]
+__all__ = ["INTERVAL_S", "PREFILL_QUEUE", "REPEAT_S", "QueueStatePublisher"]
 
 PREFILL_QUEUE = "prefill_queue"
 INTERVAL_S = 0.1
 REPEAT_S = 1.0
 
 
-class QueueNews:
+class QueueStatePublisher:
     """Publishes the state of ``line``: at once when it becomes empty or ceases to be, else at most
     every ``INTERVAL_S``, and every ``REPEAT_S`` unchanged for those who come later."""
 

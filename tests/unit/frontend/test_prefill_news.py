@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dynamo.frontend.disagg import queue_events as prefill_news
-from dynamo.frontend.disagg.queue_events import INTERVAL_S, QueueNews
+from dynamo.frontend.disagg.queue_events import INTERVAL_S, QueueStatePublisher
 from dynamo.protocols.codec import decoder
 from dynamo.protocols.load import PrefillQueue
 from dynamo.router.queue.prefill import Capacity, PrefillLine
@@ -41,7 +41,7 @@ class Ear:
 async def test_at_once_to_and_from_zero_else_with_a_pause() -> None:
     line: PrefillLine[int] = PrefillLine(100)
     ear = Ear()
-    news = QueueNews("tiny", line, ear)
+    news = QueueStatePublisher("tiny", line, ear)
     for number in range(50):
         line.enter(number, 0.0)
         news.look()
@@ -66,7 +66,7 @@ async def test_those_who_come_later_hear_it_too(monkeypatch: pytest.MonkeyPatch)
     line.start(1, 7, 10)
     line.enter(2, 0.0)
     ear = Ear()
-    news = QueueNews("tiny", line, ear)
+    news = QueueStatePublisher("tiny", line, ear)
     await ear.until(3)
     assert all(state == PrefillQueue("tiny", 1, 1, 1) for _, state in ear.heard)
     news.close()
