@@ -7,7 +7,7 @@ import logging
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, Overloaded, Unavailable
 from dynamo.frontend.disagg.metrics import PrefillMetrics
-from dynamo.frontend.disagg.prefill_request import PrefillTicket
+from dynamo.frontend.disagg.prefill_request import PrefillRequest
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
@@ -54,7 +54,7 @@ class Fallback:
         if missed:
             self._metrics.fell_back("no_worker")
 
-    def take(self, ticket: PrefillTicket, reason: str, error: DynamoError | None = None) -> None:
+    def take(self, ticket: PrefillRequest, reason: str, error: DynamoError | None = None) -> None:
         """The decode worker computes the prompt itself, if it may."""
         if self._enforced:
             self.refuse(ticket, self._refusal(str(error or "the last one has left")))
@@ -65,7 +65,7 @@ class Fallback:
         ticket.job.leg.call.meter.routed("aggregated")
         self._dispatch.decode_later(ticket.job)
 
-    def refuse(self, ticket: PrefillTicket, error: DynamoError, by_worker: bool = False) -> None:
+    def refuse(self, ticket: PrefillRequest, error: DynamoError, by_worker: bool = False) -> None:
         """The client hears ``error``."""
         if isinstance(error, Overloaded):
             self._metrics.refused("overloaded")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DECODE_OVERRIDE",
-    "PrefillTicket",
+    "PrefillRequest",
     "Prefilled",
     "after_prefill",
     "to_prefill",
@@ -55,17 +55,17 @@ class Prefilled(NamedTuple):
 class Prefills(Protocol):
     """Who is told what becomes of a ticket."""
 
-    def cancelled(self, ticket: PrefillTicket) -> None:
+    def cancelled(self, ticket: PrefillRequest) -> None:
         """The client has gone."""
 
-    def computed(self, ticket: PrefillTicket) -> None:
+    def computed(self, ticket: PrefillRequest) -> None:
         """``ticket.output`` is there and the worker has finished."""
 
-    def failed(self, ticket: PrefillTicket, error: DynamoError) -> None:
+    def failed(self, ticket: PrefillRequest, error: DynamoError) -> None:
         """The worker, or the way to it, failed."""
 
 
-class PrefillTicket:
+class PrefillRequest:
     """What a leg waits for, and the sink of its prefill request.
 
     ``pin`` is the worker it insists on; it is ``patient`` while it would wait for the one that is

@@ -23,7 +23,7 @@ from dynamo.errors import (
 )
 from dynamo.frontend.disagg.fallback import Fallback
 from dynamo.frontend.disagg.metrics import PrefillMetrics
-from dynamo.frontend.disagg.prefill_request import Prefilled, PrefillTicket, after_prefill
+from dynamo.frontend.disagg.prefill_request import Prefilled, PrefillRequest, after_prefill
 from dynamo.frontend.disagg.sender import PrefillSender
 from dynamo.frontend.disagg.workers import PrefillWorkers
 from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
@@ -57,7 +57,7 @@ class PrefillRouter:
     ) -> None:
         self.model = model
         self.block_size = block_size
-        self.line: PrefillLine[PrefillTicket] = PrefillLine(
+        self.line: PrefillLine[PrefillRequest] = PrefillLine(
             settings.prefill_queue_limit, lambda ticket: len(ticket.job.request.token_ids)
         )
         self.workers = PrefillWorkers(block_size)
@@ -110,7 +110,7 @@ class PrefillRouter:
             return False
         now_s = time.monotonic()
         pin = self.workers.pin(routing)
-        ticket = PrefillTicket(self, job, pin, now_s)
+        ticket = PrefillRequest(self, job, pin, now_s)
         if self.workers.overloaded(pin, self.line.waiting_tokens):
             self._metrics.refused("overloaded")
             raise Overloaded("all prefill workers have too many prompt tokens to compute")
@@ -178,13 +178,13 @@ class PrefillRouter:
 
     # -- told by the tickets
 
-    def cancelled(self, ticket: PrefillTicket) -> None:
+    def cancelled(self, ticket: PrefillRequest) -> None:
         """The client has gone: nothing runs or waits for it."""
         self.line.leave(ticket)
         ticket.release()
         self._sender.drain()
 
-    def computed(self, ticket: PrefillTicket) -> None:
+    def computed(self, ticket: PrefillRequest) -> None:
         """On to the decode worker."""
         decision, output, job = ticket.decision, ticket.output, ticket.job
         assert decision is not None and output is not None, "a sent ticket has both at its end"
@@ -203,7 +203,7 @@ class PrefillRouter:
         self._dispatch.decode_later(job._replace(request=request))
         self._sender.drain()
 
-    def failed(self, ticket: PrefillTicket, error: DynamoError) -> None:
+    def failed(self, ticket: PrefillRequest, error: DynamoError) -> None:
         """Again with another worker, without, or not at all: it depends on the error."""
         self.line.finish(ticket)
         ticket.release()
@@ -220,7 +220,7 @@ class PrefillRouter:
 
     # -- own steps
 
-    def _again(self, ticket: PrefillTicket, error: DynamoError) -> None:
+    def _again(self, ticket: PrefillRequest, error: DynamoError) -> None:
         ticket.attempts += 1
         if ticket.attempts > self._settings.prefill_retries:
             self._sender.go_without(ticket, "retries", error)

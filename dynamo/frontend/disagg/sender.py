@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dynamo.errors import DynamoError, NoInstances, Overloaded, WorkerUnavailable
 from dynamo.frontend.disagg.fallback import Fallback
 from dynamo.frontend.disagg.metrics import PrefillMetrics
-from dynamo.frontend.disagg.prefill_request import PrefillTicket
+from dynamo.frontend.disagg.prefill_request import PrefillRequest
 from dynamo.frontend.disagg.workers import PrefillWorkers
 from dynamo.router.queue.prefill import PrefillLine, Turn
 
@@ -29,7 +29,7 @@ class PrefillSender:
 
     def __init__(
         self,
-        line: PrefillLine[PrefillTicket],
+        line: PrefillLine[PrefillRequest],
         workers: PrefillWorkers,
         fallback: Fallback,
         metrics: PrefillMetrics,
@@ -83,7 +83,7 @@ class PrefillSender:
                 self.go_without(ticket, "no_worker")
         self.drain()
 
-    def _send(self, turn: Turn[PrefillTicket]) -> bool:
+    def _send(self, turn: Turn[PrefillRequest]) -> bool:
         """Whether the line may go on; the ticket has left its head then."""
         ticket, job = turn.ticket, turn.ticket.job
         try:
@@ -104,7 +104,7 @@ class PrefillSender:
         self._metrics.sent(ticket.sent_s - ticket.arrived_s)
         return True
 
-    def _binds(self, ticket: PrefillTicket, free: list[int]) -> bool:
+    def _binds(self, ticket: PrefillRequest, free: list[int]) -> bool:
         """Whether it steps aside, to wait a while for a better worker than the ``free`` ones."""
         if not ticket.patient or not self.patience_s or len(self.line) > self.line.limit:
             return False
@@ -116,11 +116,11 @@ class PrefillSender:
         self._loop.call_later(self.patience_s, self._unbind, ticket)
         return True
 
-    def _unbind(self, ticket: PrefillTicket) -> None:
+    def _unbind(self, ticket: PrefillRequest) -> None:
         self.line.bind(ticket, None)
         self.drain()
 
-    def _unsent(self, turn: Turn[PrefillTicket], error: DynamoError) -> bool:
+    def _unsent(self, turn: Turn[PrefillRequest], error: DynamoError) -> bool:
         """See :meth:`_send`. A pin is the client's word; of other constraints (taints, a rank) a
         decode worker may think differently."""
         ticket = turn.ticket
@@ -138,12 +138,12 @@ class PrefillSender:
         return True
 
     def go_without(
-        self, ticket: PrefillTicket, reason: str, error: DynamoError | None = None
+        self, ticket: PrefillRequest, reason: str, error: DynamoError | None = None
     ) -> None:
         self.line.leave(ticket)
         self._fallback.take(ticket, reason, error)
 
-    def refuse(self, ticket: PrefillTicket, error: DynamoError, by_worker: bool = False) -> None:
+    def refuse(self, ticket: PrefillRequest, error: DynamoError, by_worker: bool = False) -> None:
         self.line.leave(ticket)
         self._fallback.refuse(ticket, error, by_worker)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from dynamo.errors import DynamoError, InvalidArgument, NoInstances, Overloaded, WorkerUnavailable
-from dynamo.frontend.disagg.prefill_request import PrefillTicket, to_prefill, wanted_place
+from dynamo.frontend.disagg.prefill_request import PrefillRequest, to_prefill, wanted_place
 from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import Routing
 from dynamo.router.kv import KvPicker
@@ -59,7 +59,7 @@ class PrefillWorkers:
             return None
         return self.picker.pick(None, tokens, routing=wanted_place(routing))
 
-    def best(self, ticket: PrefillTicket) -> int | None:
+    def best(self, ticket: PrefillRequest) -> int | None:
         """The worker it would go to if all had a free slot; None where caches don't matter, or
         where none would do."""
         if not isinstance(self.picker, KvPicker) or self.picker.index is None:
@@ -70,7 +70,7 @@ class PrefillWorkers:
             return None
         return None if found is None else found.worker_id
 
-    def suits_any(self, ticket: PrefillTicket) -> bool:
+    def suits_any(self, ticket: PrefillRequest) -> bool:
         """Whether one of them might take it some time, if none does now."""
         try:
             self.locate(ticket.job.request.token_ids, ticket.job.routing)
@@ -80,7 +80,7 @@ class PrefillWorkers:
             return False
         return True
 
-    def send(self, ticket: PrefillTicket, allowed: list[int] | None) -> Decision:
+    def send(self, ticket: PrefillRequest, allowed: list[int] | None) -> Decision:
         """Choose one of ``allowed`` (None: of all), book, send; the ticket has decision and stream.
 
         Raises as :meth:`Picker.pick`, and WorkerUnavailable, with ``ticket.decision`` set, if the
