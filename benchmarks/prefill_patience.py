@@ -22,7 +22,7 @@ from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index, make_predicted
 from dynamo.router.kv import KvPicker
-from dynamo.router.queue.prefill import PrefillLine, capacity_of
+from dynamo.router.queue.prefill import PrefillQueue, capacity_of
 
 __all__ = ["main"]
 
@@ -48,7 +48,7 @@ class Run:
             clock=lambda: self.now_s,
             predicted=make_predicted(settings, index),
         )
-        self.line: PrefillLine[int] = PrefillLine(len(arrivals))
+        self.line: PrefillQueue[int] = PrefillQueue(len(arrivals))
         self.arrivals = arrivals
         self.rate = options.prefill_tokens_per_s
         self.patience_s = 0.0

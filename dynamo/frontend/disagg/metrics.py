@@ -7,7 +7,7 @@ from typing import Any
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.names import counter, gauge, histogram
 from dynamo.observability.names_prefill import Prefill
-from dynamo.router.queue.prefill import PrefillLine
+from dynamo.router.queue.prefill import PrefillQueue
 
 __all__ = ["PrefillMetrics"]
 
@@ -31,7 +31,7 @@ class PrefillMetrics:
         self._requests = counter(registry, Prefill.REQUESTS, prefix)
         self._requeues = counter(registry, Prefill.REQUEUES, prefix)
 
-    def show(self, line: PrefillLine[Any]) -> None:
+    def show(self, line: PrefillQueue[Any]) -> None:
         """Depth, active requests and workers of ``line`` are on the page from now on."""
         depth, active, workers = (family.labels(self._model) for family in self._gauges)
         depth.function = line.__len__

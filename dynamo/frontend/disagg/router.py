@@ -31,7 +31,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.queue.prefill import PrefillLine, capacity_of
+from dynamo.router.queue.prefill import PrefillQueue, capacity_of
 from dynamo.router.queue.waiting import claim_of
 from dynamo.runtime import Client
 
@@ -57,7 +57,7 @@ class PrefillRouter:
     ) -> None:
         self.model = model
         self.block_size = block_size
-        self.line: PrefillLine[PrefillRequest] = PrefillLine(
+        self.line: PrefillQueue[PrefillRequest] = PrefillQueue(
             settings.prefill_queue_limit, lambda ticket: len(ticket.job.request.token_ids)
         )
         self.workers = PrefillWorkers(block_size)

@@ -11,7 +11,7 @@ from dynamo.frontend.disagg.fallback import Fallback
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.prefill_request import PrefillRequest
 from dynamo.frontend.disagg.workers import PrefillWorkers
-from dynamo.router.queue.prefill import PrefillLine, Turn
+from dynamo.router.queue.prefill import PrefillQueue, Turn
 
 __all__ = ["PrefillSender"]
 
@@ -29,7 +29,7 @@ class PrefillSender:
 
     def __init__(
         self,
-        line: PrefillLine[PrefillRequest],
+        line: PrefillQueue[PrefillRequest],
         workers: PrefillWorkers,
         fallback: Fallback,
         metrics: PrefillMetrics,

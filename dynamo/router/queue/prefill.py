@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 from dynamo.errors import Overloaded
 from dynamo.protocols.card import RuntimeConfig
 
-__all__ = ["Capacity", "PrefillLine", "Rank", "Turn", "capacity_of"]
+__all__ = ["Capacity", "PrefillQueue", "Rank", "Turn", "capacity_of"]
 
 T = TypeVar("T")
 Rank = tuple[bool, int, float, int]
@@ -78,7 +78,7 @@ class Turn(NamedTuple, Generic[T]):
     workers: list[int] | None
 
 
-class PrefillLine(Generic[T]):
+class PrefillQueue(Generic[T]):
     """Tickets are waiting (:meth:`enter`), then running (:meth:`start`), then gone.
 
     Tickets that are pinned to a worker, or bound to it for a while (:meth:`bind`), wait for that

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dynamo.errors import Overloaded
-from dynamo.router.queue.prefill import Capacity, PrefillLine
+from dynamo.router.queue.prefill import Capacity, PrefillQueue
 
 LIMIT = 6
 WORKERS = (1, 2, 3)
 
 
-def served(line: PrefillLine[str], tokens: int = 10) -> list[tuple[str, int]]:
+def served(line: PrefillQueue[str], tokens: int = 10) -> list[tuple[str, int]]:
     """Send whoever there is a slot for, to the first worker allowed."""
     sent = []
     while (turn := line.next()) is not None:
@@ -25,7 +25,7 @@ def served(line: PrefillLine[str], tokens: int = 10) -> list[tuple[str, int]]:
 
 
 def test_a_worker_gets_no_more_than_its_slots_and_the_rest_wait_in_order() -> None:
-    line: PrefillLine[str] = PrefillLine(LIMIT)
+    line: PrefillQueue[str] = PrefillQueue(LIMIT)
     line.set_worker(1, Capacity(10**6, 2))
     for number, name in enumerate("abcd"):
         line.enter(name, float(number))
@@ -36,7 +36,7 @@ def test_a_worker_gets_no_more_than_its_slots_and_the_rest_wait_in_order() -> No
 
 
 def test_tokens_are_slots_too_and_an_idle_worker_takes_any_prompt() -> None:
-    line: PrefillLine[str] = PrefillLine(LIMIT)
+    line: PrefillQueue[str] = PrefillQueue(LIMIT)
     line.set_worker(1, Capacity(100, 10))
     for number, name in enumerate("abc"):
         line.enter(name, float(number))
@@ -46,7 +46,7 @@ def test_tokens_are_slots_too_and_an_idle_worker_takes_any_prompt() -> None:
 
 
 def test_priority_goes_before_a_head_start_goes_before_arrival() -> None:
-    line: PrefillLine[str] = PrefillLine(LIMIT)
+    line: PrefillQueue[str] = PrefillQueue(LIMIT)
     line.enter("old", 0.0)
     line.enter("hinted", 5.0, jump_s=6.0)
     line.enter("strict", 9.0, strict=1)
@@ -59,7 +59,7 @@ def test_priority_goes_before_a_head_start_goes_before_arrival() -> None:
 
 
 def test_what_a_dead_worker_had_is_at_the_head_in_order_before_any_priority() -> None:
-    line: PrefillLine[str] = PrefillLine(LIMIT)
+    line: PrefillQueue[str] = PrefillQueue(LIMIT)
     line.set_worker(1, Capacity(10**6, 2))
     for number, name in enumerate("ab"):
         line.enter(name, float(number))
@@ -73,7 +73,7 @@ def test_what_a_dead_worker_had_is_at_the_head_in_order_before_any_priority() ->
 
 
 def test_the_pinned_wait_for_their_worker_and_others_overtake_them() -> None:
-    line: PrefillLine[str] = PrefillLine(LIMIT)
+    line: PrefillQueue[str] = PrefillQueue(LIMIT)
     for worker in (1, 2):
         line.set_worker(worker, Capacity(10**6, 1))
     line.enter("x", 0.0, pin=1)
@@ -86,7 +86,7 @@ def test_the_pinned_wait_for_their_worker_and_others_overtake_them() -> None:
 
 
 def test_the_bound_keep_their_place_when_they_are_unbound() -> None:
-    line: PrefillLine[str] = PrefillLine(LIMIT)
+    line: PrefillQueue[str] = PrefillQueue(LIMIT)
     for worker in (1, 2):
         line.set_worker(worker, Capacity(10**6, 1))
     for number, name in enumerate("abc"):
@@ -101,7 +101,7 @@ def test_the_bound_keep_their_place_when_they_are_unbound() -> None:
 
 
 def test_a_full_line_refuses_but_not_who_can_go_at_once() -> None:
-    line: PrefillLine[str] = PrefillLine(0)
+    line: PrefillQueue[str] = PrefillQueue(0)
     with pytest.raises(Overloaded, match="0 requests wait"):
         line.enter("a", 0.0)
     line.set_worker(1, Capacity(10, 1))
@@ -112,7 +112,7 @@ def test_a_full_line_refuses_but_not_who_can_go_at_once() -> None:
 
 
 def test_the_suspended_get_nothing_until_they_are_back() -> None:
-    line: PrefillLine[str] = PrefillLine(LIMIT)
+    line: PrefillQueue[str] = PrefillQueue(LIMIT)
     line.set_worker(1, Capacity(10, 1))
     line.suspend(1)
     line.enter("a", 0.0)
@@ -122,7 +122,7 @@ def test_the_suspended_get_nothing_until_they_are_back() -> None:
 
 
 def test_who_leaves_in_masses_leaves_no_memory_behind() -> None:
-    line: PrefillLine[int] = PrefillLine(10)
+    line: PrefillQueue[int] = PrefillQueue(10)
     for number in range(5000):
         line.enter(number, float(number))
         line.leave(number)
@@ -134,7 +134,7 @@ class LineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.line: PrefillLine[int] = PrefillLine(LIMIT, lambda ticket: ticket + 7)
+        self.line: PrefillQueue[int] = PrefillQueue(LIMIT, lambda ticket: ticket + 7)
         self.line.busy = self.busy = set()
         self.slots: dict[int, Capacity] = {}
         self.waiting: list[int] = []  # in the order in which they must go, as all priorities agree
