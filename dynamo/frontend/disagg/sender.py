@@ -11,7 +11,7 @@ from dynamo.frontend.disagg.fallback import Fallback
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.prefill_request import PrefillRequest
 from dynamo.frontend.disagg.workers import PrefillWorkers
-from dynamo.router.queue.prefill import PrefillQueue, Turn
+from dynamo.router.queue.prefill import NextPrefill, PrefillQueue
 
 __all__ = ["PrefillSender"]
 
@@ -83,7 +83,7 @@ class PrefillSender:
                 self.go_without(ticket, "no_worker")
         self.drain()
 
-    def _send(self, turn: Turn[PrefillRequest]) -> bool:
+    def _send(self, turn: NextPrefill[PrefillRequest]) -> bool:
         """Whether the line may go on; the ticket has left its head then."""
         ticket, job = turn.ticket, turn.ticket.job
         try:
@@ -120,7 +120,7 @@ class PrefillSender:
         self.line.bind(ticket, None)
         self.drain()
 
-    def _unsent(self, turn: Turn[PrefillRequest], error: DynamoError) -> bool:
+    def _unsent(self, turn: NextPrefill[PrefillRequest], error: DynamoError) -> bool:
         """See :meth:`_send`. A pin is the client's word; of other constraints (taints, a rank) a
         decode worker may think differently."""
         ticket = turn.ticket

@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 from dynamo.errors import Overloaded
 from dynamo.protocols.card import RuntimeConfig
 
-__all__ = ["Capacity", "PrefillQueue", "Rank", "Turn", "capacity_of"]
+__all__ = ["Capacity", "PrefillQueue", "Rank", "NextPrefill", "capacity_of"]
 
 T = TypeVar("T")
 Rank = tuple[bool, int, float, int]
@@ -71,7 +71,7 @@ class _Waiting(Generic[T]):
         return self.rank < other.rank
 
 
-class Turn(NamedTuple, Generic[T]):
+class NextPrefill(NamedTuple, Generic[T]):
     """``ticket`` may go to one of ``workers`` (None: to any)."""
 
     ticket: T
@@ -201,7 +201,7 @@ class PrefillQueue(Generic[T]):
             self._drop(ticket)
             self._put(ticket, entry.rank, worker_id)
 
-    def next(self) -> Turn[T] | None:
+    def next(self) -> NextPrefill[T] | None:
         """The first ticket that there is a free slot for. It waits until :meth:`start` (or
         :meth:`leave`), and is the next one until then."""
         free = self.free_workers
@@ -210,8 +210,8 @@ class PrefillQueue(Generic[T]):
         if entry is None:
             return None
         if entry.pin is not None:
-            return Turn(entry.ticket, [entry.pin])
-        return Turn(entry.ticket, None if len(free) == len(self._lanes) else free)
+            return NextPrefill(entry.ticket, [entry.pin])
+        return NextPrefill(entry.ticket, None if len(free) == len(self._lanes) else free)
 
     def start(self, ticket: T, worker_id: int, tokens: int) -> None:
         """It was sent to the worker, which has ``tokens`` prompt tokens of it to compute."""
