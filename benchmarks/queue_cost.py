@@ -25,7 +25,7 @@ from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, Place
 from dynamo.router.queue.metrics import LineMetrics
-from dynamo.router.queue.request_queue import Line
+from dynamo.router.queue.request_queue import RequestQueue
 
 BLOCK, WORKERS, RUNNING = 16, 16, 128
 Request = Callable[[str, "array[int]"], None]
@@ -59,7 +59,11 @@ def direct(picker: KvPicker, request_id: str, tokens: array[int]) -> None:
 
 
 def lined(
-    line: Line, picker: KvPicker, request_id: str, tokens: array[int], nobody: Callable[..., None]
+    line: RequestQueue,
+    picker: KvPicker,
+    request_id: str,
+    tokens: array[int],
+    nobody: Callable[..., None],
 ) -> None:
     """Through a line, with the callback that a frontend makes for each request."""
     line.request(request_id, tokens, on_decision=partial(nobody, request_id), on_error=nobody)
@@ -72,7 +76,7 @@ def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
     settings = RouterSettings(mode="kv", queue_threshold=1.0)
     picker = picker_of(settings, prompts)
     gate = picker.gate
-    line = Line(picker, settings, LineMetrics(Registry(), "m"))
+    line = RequestQueue(picker, settings, LineMetrics(Registry(), "m"))
 
     def unaware() -> Request:
         gate.__class__ = Unaware

@@ -15,7 +15,7 @@ from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.discovery.router import LiveRouter
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.queued_request import place
-from dynamo.router.queue.request_queue import Line
+from dynamo.router.queue.request_queue import RequestQueue
 from dynamo.runtime import Client, Context, DistributedRuntime
 
 __all__ = ["RoutedEndpoint"]
@@ -45,7 +45,7 @@ class RoutedEndpoint:
         self._numbers = itertools.count(1)
 
     @property
-    def line(self) -> Line | None:
+    def line(self) -> RequestQueue | None:
         """Where requests wait, if they may have to."""
         return None if self._live is None else self._live.line
 

@@ -16,7 +16,7 @@ from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.kv import KvPicker
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.queued_request import Ticket
-from dynamo.router.queue.request_queue import Line
+from dynamo.router.queue.request_queue import RequestQueue
 from dynamo.runtime import Client
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Dispatch:
     workers compute their prompts first.
     """
 
-    def __init__(self, picker: Picker, client: Client, line: Line | None = None) -> None:
+    def __init__(self, picker: Picker, client: Client, line: RequestQueue | None = None) -> None:
         self.picker = picker
         self.client = client
         self.line = line
@@ -105,7 +105,7 @@ class Dispatch:
         if leg.open and not leg.call.closed:
             _or_fail(leg, partial(self.decode, job))
 
-    def _its_turn(self, line: Line, job: DispatchJob, decision: Decision) -> None:
+    def _its_turn(self, line: RequestQueue, job: DispatchJob, decision: Decision) -> None:
         _or_fail(job.leg, partial(self._open, job, decision, len(line)))
 
     def _open(self, job: DispatchJob, decision: Decision, waiting: int = 0) -> None:

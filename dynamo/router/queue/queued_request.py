@@ -14,7 +14,7 @@ from dynamo.router.picker import Decision
 from dynamo.runtime import Context
 
 if TYPE_CHECKING:
-    from dynamo.router.queue.request_queue import Line
+    from dynamo.router.queue.request_queue import RequestQueue
 
 __all__ = ["Handle", "Later", "OnDecision", "OnError", "Ticket", "place"]
 
@@ -73,7 +73,7 @@ class Ticket:
 
 
 async def place(
-    line: Line,
+    line: RequestQueue,
     request_id: str,
     tokens: Tokens,
     *,
@@ -81,7 +81,7 @@ async def place(
     override: Mapping[str, Any] | None = None,
     context: Context | None = None,
 ) -> Decision:
-    """:meth:`Line.request` for a task, which waits for its turn. Raises the same, and Cancelled
+    """:meth:`RequestQueue.request` for a task, which waits for its turn. Raises the same, and Cancelled
     when ``context`` ends first; a task that is cancelled leaves nothing booked."""
     future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
     free = partial(line.picker.free, request_id)

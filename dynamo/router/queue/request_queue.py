@@ -28,7 +28,7 @@ from dynamo.router.queue.metrics import LineMetrics
 from dynamo.router.queue.queued_request import Handle, Later, OnDecision, OnError, Ticket
 from dynamo.router.queue.waiting import Waiter, WaitingQueue, claim_of
 
-__all__ = ["TICK_S", "Line", "line_for"]
+__all__ = ["TICK_S", "RequestQueue", "line_for"]
 
 TICK_S = 0.1
 """While somebody waits, look this often for what nobody tells: busy reports, decaying load."""
@@ -37,7 +37,7 @@ _AT_ONCE = 32
 logger = logging.getLogger(__name__)
 
 
-class Line:
+class RequestQueue:
     """Lets requests through to ``picker``, or has them wait for it, in the order of a policy.
 
     A request waits if others do, or if every (worker, dp_rank) that may take it has more active
@@ -244,7 +244,7 @@ class Line:
 
 def line_for(
     settings: RouterSettings, picker: Picker, registry: Registry, place: Place
-) -> Line | None:
+) -> RequestQueue | None:
     """The line before ``picker``, None where there is none: without a threshold, before prefill
     workers (theirs is the prefill router's), and, with a warning, where no prefill load is known.
     """
@@ -260,7 +260,7 @@ def line_for(
             "--router-queue-threshold has no effect with --no-router-track-prefill-tokens"
         )
         return None
-    return Line(picker, settings, LineMetrics(registry, place.model, place.worker_type))
+    return RequestQueue(picker, settings, LineMetrics(registry, place.model, place.worker_type))
 
 
 def _on_loop(delay_s: float, callback: Callable[[], None]) -> Handle:

@@ -36,7 +36,7 @@ from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Decision
 from dynamo.router.queue.metrics import LineMetrics
 from dynamo.router.queue.queued_request import Ticket, place
-from dynamo.router.queue.request_queue import TICK_S, Line, line_for
+from dynamo.router.queue.request_queue import TICK_S, RequestQueue, line_for
 from dynamo.runtime import Context
 
 BLOCK, BATCH = 4, 100
@@ -65,7 +65,7 @@ class World:
         index = make_index(self.settings)
         self.picker = KvPicker(self.settings, BLOCK, index, None, Random(1), self.clock)
         metrics = LineMetrics(self.registry, "m")
-        self.line = Line(self.picker, self.settings, metrics, self.clock, self.later)
+        self.line = RequestQueue(self.picker, self.settings, metrics, self.clock, self.later)
         self.outcomes: dict[str, Decision | DynamoError] = {}
         self.order: list[str] = []
         self.tickets: dict[str, Ticket] = {}
@@ -407,7 +407,9 @@ def test_only_the_kv_mode_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
     queued = RouterSettings(mode="kv", queue_threshold=1.0)
     before_prefill = Place("n", "c", phase="prefill", worker_type="prefill")
     assert line_for(queued, KvPicker(queued, BLOCK, None), registry, before_prefill) is None
-    assert isinstance(line_for(queued, KvPicker(queued, BLOCK, None), registry, place), Line)
+    assert isinstance(
+        line_for(queued, KvPicker(queued, BLOCK, None), registry, place), RequestQueue
+    )
 
 
 async def placed(world: World, name: str, context: Context | None = None) -> Decision:
