@@ -24,7 +24,7 @@ from dynamo.router.eligibility.eligibility_filter import Gate
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, Place
-from dynamo.router.queue.metrics import LineMetrics
+from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.request_queue import RequestQueue
 
 BLOCK, WORKERS, RUNNING = 16, 16, 128
@@ -76,7 +76,7 @@ def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
     settings = RouterSettings(mode="kv", queue_threshold=1.0)
     picker = picker_of(settings, prompts)
     gate = picker.gate
-    line = RequestQueue(picker, settings, LineMetrics(Registry(), "m"))
+    line = RequestQueue(picker, settings, QueueMetrics(Registry(), "m"))
 
     def unaware() -> Request:
         gate.__class__ = Unaware

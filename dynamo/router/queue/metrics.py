@@ -10,13 +10,13 @@ from dynamo.observability.names import counter, gauge, histogram
 from dynamo.observability.names_queue import RouterQueue
 from dynamo.router.queue.waiting import POLICY_CLASS, WaitingQueue
 
-__all__ = ["LineMetrics"]
+__all__ = ["QueueMetrics"]
 
 _LIMIT, _OVERLOADED = "queue_limit", "overloaded"
 _BACKLOG, _PREFILL = "backlog", "prefill_load"
 
 
-class LineMetrics:
+class QueueMetrics:
     """Children of ``registry``'s families for ``model``, or free-standing ones without it."""
 
     def __init__(

@@ -24,7 +24,7 @@ from dynamo.router.eligibility.busy import UNKNOWN_BATCH_TOKENS
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import Place
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.queue.metrics import LineMetrics
+from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.queued_request import Handle, Later, OnDecision, OnError, Ticket
 from dynamo.router.queue.waiting import Waiter, WaitingQueue, claim_of
 
@@ -50,7 +50,7 @@ class RequestQueue:
         self,
         picker: KvPicker,
         settings: RouterSettings,
-        metrics: LineMetrics | None = None,
+        metrics: QueueMetrics | None = None,
         clock: Callable[[], float] = time.perf_counter,
         later: Later | None = None,
     ) -> None:
@@ -62,7 +62,7 @@ class RequestQueue:
             settings.queue_policy, settings.queue_limit
         )
         self._waiters: dict[str, Waiter[Ticket]] = {}  # in the order of looking at their caches
-        self._metrics = metrics or LineMetrics()
+        self._metrics = metrics or QueueMetrics()
         self._metrics.show(self._queue)
         self._clock = clock
         self._later = later or _on_loop
@@ -260,7 +260,7 @@ def line_for(
             "--router-queue-threshold has no effect with --no-router-track-prefill-tokens"
         )
         return None
-    return RequestQueue(picker, settings, LineMetrics(registry, place.model, place.worker_type))
+    return RequestQueue(picker, settings, QueueMetrics(registry, place.model, place.worker_type))
 
 
 def _on_loop(delay_s: float, callback: Callable[[], None]) -> Handle:

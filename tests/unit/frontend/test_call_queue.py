@@ -17,7 +17,7 @@ from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.queue.metrics import LineMetrics
+from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.request_queue import RequestQueue
 
 
@@ -32,7 +32,7 @@ class Queued(Site):
         self.kv.add_worker(7, RuntimeConfig(max_num_batched_tokens=100))
         self.line = None
         if picked.queue_threshold is not None:
-            self.line = RequestQueue(self.kv, picked, LineMetrics(self.registry, "tiny"))
+            self.line = RequestQueue(self.kv, picked, QueueMetrics(self.registry, "tiny"))
         self.entry.picker = self.kv
         self.entry.dispatch = Dispatch(self.kv, self, self.line)  # type: ignore[arg-type]
 

@@ -34,7 +34,7 @@ from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import Place
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Decision
-from dynamo.router.queue.metrics import LineMetrics
+from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.queued_request import Ticket, place
 from dynamo.router.queue.request_queue import TICK_S, RequestQueue, line_for
 from dynamo.runtime import Context
@@ -64,7 +64,7 @@ class World:
         self.registry = Registry()
         index = make_index(self.settings)
         self.picker = KvPicker(self.settings, BLOCK, index, None, Random(1), self.clock)
-        metrics = LineMetrics(self.registry, "m")
+        metrics = QueueMetrics(self.registry, "m")
         self.line = RequestQueue(self.picker, self.settings, metrics, self.clock, self.later)
         self.outcomes: dict[str, Decision | DynamoError] = {}
         self.order: list[str] = []
