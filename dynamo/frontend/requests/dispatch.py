@@ -15,7 +15,7 @@ from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.kv import KvPicker
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.queue.queued_request import Ticket
+from dynamo.router.queue.queued_request import QueuedRequest
 from dynamo.router.queue.request_queue import RequestQueue
 from dynamo.runtime import Client
 
@@ -90,7 +90,7 @@ class Dispatch:
             on_decision=partial(self._its_turn, line, job),
             on_error=leg.call.fail if job.error is None else partial(_none_left, job),
         )
-        if isinstance(found, Ticket):
+        if isinstance(found, QueuedRequest):
             leg.pending = found
         else:
             self._open(job, found, len(line))

@@ -16,7 +16,7 @@ from dynamo.runtime import Context
 if TYPE_CHECKING:
     from dynamo.router.queue.request_queue import RequestQueue
 
-__all__ = ["Handle", "Later", "OnDecision", "OnError", "Ticket", "place"]
+__all__ = ["Handle", "Later", "OnDecision", "OnError", "QueuedRequest", "place"]
 
 OnDecision = Callable[[Decision], None]
 OnError = Callable[[DynamoError], None]
@@ -34,7 +34,7 @@ Later = Callable[[float, Callable[[], None]], Handle]
 """(delay in seconds, what to call) to a handle."""
 
 
-class Ticket:
+class QueuedRequest:
     """A request in line. ``cancel`` it when nobody wants its decision any more."""
 
     __slots__ = (
@@ -50,7 +50,7 @@ class Ticket:
 
     def __init__(
         self,
-        leave: Callable[[Ticket], None],
+        leave: Callable[[QueuedRequest], None],
         request_id: str,
         tokens: Tokens,
         routing: Routing | None,
@@ -93,7 +93,7 @@ async def place(
         on_decision=partial(_settle, future, free),
         on_error=partial(_fail, future),
     )
-    if not isinstance(found, Ticket):
+    if not isinstance(found, QueuedRequest):
         return found
 
     def left(kind: str) -> None:

@@ -25,7 +25,7 @@ from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import Place
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.metrics import QueueMetrics
-from dynamo.router.queue.queued_request import Handle, Later, OnDecision, OnError, Ticket
+from dynamo.router.queue.queued_request import Handle, Later, OnDecision, OnError, QueuedRequest
 from dynamo.router.queue.waiting import Waiter, WaitingQueue, claim_of
 
 __all__ = ["TICK_S", "RequestQueue", "line_for"]
@@ -58,10 +58,12 @@ class RequestQueue:
         self.picker = picker
         self._threshold = settings.queue_threshold
         self._refresh_s = settings.overlap_refresh_after_s
-        self._queue: WaitingQueue[Ticket] = WaitingQueue(
+        self._queue: WaitingQueue[QueuedRequest] = WaitingQueue(
             settings.queue_policy, settings.queue_limit
         )
-        self._waiters: dict[str, Waiter[Ticket]] = {}  # in the order of looking at their caches
+        self._waiters: dict[
+            str, Waiter[QueuedRequest]
+        ] = {}  # in the order of looking at their caches
         self._metrics = metrics or QueueMetrics()
         self._metrics.show(self._queue)
         self._clock = clock
@@ -83,7 +85,7 @@ class RequestQueue:
         override: Mapping[str, Any] | None = None,
         on_decision: OnDecision,
         on_error: OnError,
-    ) -> Decision | Ticket:
+    ) -> Decision | QueuedRequest:
         """The decision, booked, if there is no need to wait; else a ticket.
 
         Of a ticket, exactly one of ``on_decision`` (booked by then) and ``on_error`` is called,
@@ -97,7 +99,9 @@ class RequestQueue:
             if not self._queue and self._admits(routing):
                 return self.picker.pick(request_id, tokens, routing=routing, override=override)
             return self._join(
-                Ticket(self.leave, request_id, tokens, routing, override, on_decision, on_error)
+                QueuedRequest(
+                    self.leave, request_id, tokens, routing, override, on_decision, on_error
+                )
             )
         except Overloaded as error:
             self._metrics.refused(error)
@@ -108,8 +112,8 @@ class RequestQueue:
         if self._queue and self._soon is None:
             self._soon = self._later(0.0, self._drain)
 
-    def leave(self, ticket: Ticket) -> None:
-        """See :meth:`Ticket.cancel`."""
+    def leave(self, ticket: QueuedRequest) -> None:
+        """See :meth:`QueuedRequest.cancel`."""
         if self._remove(ticket):
             self._metrics.left.value += 1
             self.wake()
@@ -137,7 +141,7 @@ class RequestQueue:
                 return True
         return False
 
-    def _join(self, ticket: Ticket) -> Ticket:
+    def _join(self, ticket: QueuedRequest) -> QueuedRequest:
         request_id = ticket.request_id
         if request_id in self._waiters or request_id in self.picker.active:
             raise InvalidArgument(f"Request {request_id} already exists")
@@ -154,7 +158,7 @@ class RequestQueue:
             self._tick_timer = self._later(TICK_S, self._tick)
         return ticket
 
-    def _cached_tokens(self, ticket: Ticket) -> int:
+    def _cached_tokens(self, ticket: QueuedRequest) -> int:
         """Tokens of the prompt that the best of its workers need not compute. Raises what its pick
         would."""
         survey = self.picker.survey(ticket.tokens, ticket.routing, ticket.override)
@@ -172,7 +176,7 @@ class RequestQueue:
                 return
         self.wake()
 
-    def _serve(self, ticket: Ticket, arrived_s: float) -> bool:
+    def _serve(self, ticket: QueuedRequest, arrived_s: float) -> bool:
         """Send or turn away the head; False: it must wait on."""
         request_id = ticket.request_id
         try:
@@ -197,7 +201,7 @@ class RequestQueue:
             self.picker.free(request_id)
         return True
 
-    def _tell(self, ticket: Ticket, error: DynamoError) -> None:
+    def _tell(self, ticket: QueuedRequest, error: DynamoError) -> None:
         """It shall not wait any more: nobody can take it."""
         self._remove(ticket)
         if isinstance(error, Overloaded):
@@ -207,7 +211,7 @@ class RequestQueue:
         except Exception:
             logger.exception("request %s did not take its error", ticket.request_id)
 
-    def _remove(self, ticket: Ticket) -> bool:
+    def _remove(self, ticket: QueuedRequest) -> bool:
         waiter = self._waiters.get(ticket.request_id)
         if waiter is None or waiter.item is not ticket:
             return False

@@ -35,7 +35,7 @@ from dynamo.router.metrics import Place
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Decision
 from dynamo.router.queue.metrics import QueueMetrics
-from dynamo.router.queue.queued_request import Ticket, place
+from dynamo.router.queue.queued_request import QueuedRequest, place
 from dynamo.router.queue.request_queue import TICK_S, RequestQueue, line_for
 from dynamo.runtime import Context
 
@@ -68,7 +68,7 @@ class World:
         self.line = RequestQueue(self.picker, self.settings, metrics, self.clock, self.later)
         self.outcomes: dict[str, Decision | DynamoError] = {}
         self.order: list[str] = []
-        self.tickets: dict[str, Ticket] = {}
+        self.tickets: dict[str, QueuedRequest] = {}
         for worker_id in range(1, workers + 1):
             self.add_worker(worker_id)
 
@@ -107,7 +107,7 @@ class World:
         found = self.line.request(
             name, prompt, routing=routing, override=override, on_decision=settled, on_error=settled
         )
-        if isinstance(found, Ticket):
+        if isinstance(found, QueuedRequest):
             self.tickets[name] = found
             return False
         settled(found)
