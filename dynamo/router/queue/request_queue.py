@@ -26,7 +26,7 @@ from dynamo.router.metrics import Place
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.queued_request import Handle, Later, OnDecision, OnError, QueuedRequest
-from dynamo.router.queue.waiting import Waiter, WaitingQueue, claim_of
+from dynamo.router.queue.waiting import QueueEntry, WaitingQueue, claim_of
 
 __all__ = ["TICK_S", "RequestQueue", "line_for"]
 
@@ -62,7 +62,7 @@ class RequestQueue:
             settings.queue_policy, settings.queue_limit
         )
         self._waiters: dict[
-            str, Waiter[QueuedRequest]
+            str, QueueEntry[QueuedRequest]
         ] = {}  # in the order of looking at their caches
         self._metrics = metrics or QueueMetrics()
         self._metrics.show(self._queue)

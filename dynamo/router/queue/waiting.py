@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 from dynamo.errors import RouterQueueLimitExceeded
 from dynamo.protocols.engine import Routing
 
-__all__ = ["POLICIES", "POLICY_CLASS", "Claim", "Waiter", "WaitingQueue", "claim_of"]
+__all__ = ["POLICIES", "POLICY_CLASS", "Claim", "QueueEntry", "WaitingQueue", "claim_of"]
 
 T = TypeVar("T")
 POLICY_CLASS = "default"
@@ -37,7 +37,7 @@ def claim_of(routing: Routing | None) -> Claim:
     return Claim(routing.strict_priority or 0, float(max(-_MOST_S, min(jump_s, _MOST_S))))
 
 
-class Waiter(Generic[T]):
+class QueueEntry(Generic[T]):
     """One who waits: ``isl_tokens`` of prompt, of which a worker holds ``cached_tokens``."""
 
     __slots__ = ("_entry", "arrived_s", "cached_tokens", "claim", "isl_tokens", "item", "number")
@@ -57,7 +57,7 @@ class Waiter(Generic[T]):
         self.cached_tokens = cached_tokens
         self.arrived_s = arrived_s
         self.number = number
-        self._entry: tuple[int, float, int, int, Waiter[T]] | None = None
+        self._entry: tuple[int, float, int, int, QueueEntry[T]] | None = None
 
 
 class WaitingQueue(Generic[T]):
@@ -72,7 +72,7 @@ class WaitingQueue(Generic[T]):
         self.isl_tokens = 0
         self.cached_tokens = 0
         self._score = POLICIES[policy]
-        self._heap: list[tuple[int, float, int, int, Waiter[T]]] = []
+        self._heap: list[tuple[int, float, int, int, QueueEntry[T]]] = []
         self._waiting = 0
         self._numbers = 0
         self._versions = 0
@@ -94,19 +94,19 @@ class WaitingQueue(Generic[T]):
 
     def join(
         self, item: T, claim: Claim, isl_tokens: int, cached_tokens: int, now_s: float
-    ) -> Waiter[T]:
+    ) -> QueueEntry[T]:
         """Stand in line. Raises RouterQueueLimitExceeded when it is full."""
         if self.full:
             raise self.refuse()
         self._numbers += 1
-        waiter = Waiter(item, claim, isl_tokens, cached_tokens, now_s, self._numbers)
+        waiter = QueueEntry(item, claim, isl_tokens, cached_tokens, now_s, self._numbers)
         self._waiting += 1
         self.isl_tokens += isl_tokens
         self.cached_tokens += cached_tokens
         self._enter(waiter)
         return waiter
 
-    def leave(self, waiter: Waiter[T]) -> bool:
+    def leave(self, waiter: QueueEntry[T]) -> bool:
         """Go, served or not, and let go of the item; whether ``waiter`` was still in line."""
         if waiter._entry is None:
             return False
@@ -119,7 +119,7 @@ class WaitingQueue(Generic[T]):
             self._compact()
         return True
 
-    def head(self) -> Waiter[T] | None:
+    def head(self) -> QueueEntry[T] | None:
         """Who is next; they stay until they leave."""
         heap = self._heap
         while heap:
@@ -129,7 +129,7 @@ class WaitingQueue(Generic[T]):
             heapq.heappop(heap)
         return None
 
-    def recount(self, waiter: Waiter[T], cached_tokens: int) -> None:
+    def recount(self, waiter: QueueEntry[T], cached_tokens: int) -> None:
         """Workers hold more or less of the prompt than they did; the score may change with it."""
         if waiter._entry is None:
             return
@@ -138,7 +138,7 @@ class WaitingQueue(Generic[T]):
         if -self._score(waiter) != waiter._entry[1]:
             self._enter(waiter)
 
-    def _enter(self, waiter: Waiter[T]) -> None:
+    def _enter(self, waiter: QueueEntry[T]) -> None:
         self._versions += 1
         key = (-waiter.claim.strict, -self._score(waiter), waiter.number, self._versions, waiter)
         waiter._entry = key
@@ -151,19 +151,19 @@ class WaitingQueue(Generic[T]):
         heapq.heapify(self._heap)
 
 
-def _first_come(waiter: Waiter[T]) -> float:
+def _first_come(waiter: QueueEntry[T]) -> float:
     return max(waiter.claim.jump_s, 0.0) - waiter.arrived_s
 
 
-def _last_come(waiter: Waiter[T]) -> float:
+def _last_come(waiter: QueueEntry[T]) -> float:
     return waiter.claim.jump_s + waiter.arrived_s
 
 
-def _shortest_work(waiter: Waiter[T]) -> float:
+def _shortest_work(waiter: QueueEntry[T]) -> float:
     return (1.0 + waiter.claim.jump_s) / max(waiter.isl_tokens - waiter.cached_tokens, 1)
 
 
-POLICIES: dict[str, Callable[[Waiter[T]], float]] = {
+POLICIES: dict[str, Callable[[QueueEntry[T]], float]] = {
     "fcfs": _first_come,
     "lcfs": _last_come,
     "wspt": _shortest_work,
