@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 from dynamo.errors import RouterQueueLimitExceeded
 from dynamo.protocols.engine import Routing
 
-__all__ = ["POLICIES", "POLICY_CLASS", "Claim", "QueueEntry", "WaitingQueue", "claim_of"]
+__all__ = ["POLICIES", "POLICY_CLASS", "Priority", "QueueEntry", "WaitingQueue", "claim_of"]
 
 T = TypeVar("T")
 POLICY_CLASS = "default"
@@ -18,7 +18,7 @@ _MOST_S = 10**9
 _SLACK = 64
 
 
-class Claim(NamedTuple):
+class Priority(NamedTuple):
     """What a request says for itself: ``strict`` beats everything, ``jump_s`` are seconds that it
     may claim to have come earlier."""
 
@@ -26,15 +26,15 @@ class Claim(NamedTuple):
     jump_s: float = 0.0
 
 
-def claim_of(routing: Routing | None) -> Claim:
+def claim_of(routing: Routing | None) -> Priority:
     """The claim in the request's hints. ``priority`` is the newer name of ``priority_jump`` and
     wins; beyond 1e9 seconds all are alike."""
     if routing is None:
-        return Claim()
+        return Priority()
     jump_s = routing.priority_jump if routing.priority is None else routing.priority
     if jump_s is None or jump_s != jump_s:  # NaN
         jump_s = 0
-    return Claim(routing.strict_priority or 0, float(max(-_MOST_S, min(jump_s, _MOST_S))))
+    return Priority(routing.strict_priority or 0, float(max(-_MOST_S, min(jump_s, _MOST_S))))
 
 
 class QueueEntry(Generic[T]):
@@ -45,7 +45,7 @@ class QueueEntry(Generic[T]):
     def __init__(
         self,
         item: T,
-        claim: Claim,
+        claim: Priority,
         isl_tokens: int,
         cached_tokens: int,
         arrived_s: float,
@@ -93,7 +93,7 @@ class WaitingQueue(Generic[T]):
         )
 
     def join(
-        self, item: T, claim: Claim, isl_tokens: int, cached_tokens: int, now_s: float
+        self, item: T, claim: Priority, isl_tokens: int, cached_tokens: int, now_s: float
     ) -> QueueEntry[T]:
         """Stand in line. Raises RouterQueueLimitExceeded when it is full."""
         if self.full:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynamo.errors import Overloaded, RouterQueueLimitExceeded
 from dynamo.protocols.engine import Routing
-from dynamo.router.queue.waiting import POLICIES, Claim, WaitingQueue, claim_of
+from dynamo.router.queue.waiting import POLICIES, Priority, WaitingQueue, claim_of
 
 
 class Twin:
@@ -65,7 +65,7 @@ def test_as_the_rule_says(policy: str, steps: list[Any]) -> None:
         known = [one["number"] for one in twin.waiting]
         if step == "join" and len(known) < 40:
             strict, jump, isl = values
-            held[number] = queue.join(number, Claim(strict, jump), isl, 0, now)
+            held[number] = queue.join(number, Priority(strict, jump), isl, 0, now)
             one = {"number": number, "strict": strict, "jump": jump, "isl": isl}
             twin.waiting.append({**one, "cached": 0, "at": now})
         elif step == "recount" and known:
@@ -92,10 +92,10 @@ def test_as_the_rule_says(policy: str, steps: list[Any]) -> None:
 
 def test_a_jump_counts_as_having_come_earlier() -> None:
     queue: WaitingQueue[str] = WaitingQueue("fcfs", 10)
-    queue.join("early", Claim(), 8, 0, 10.0)
-    queue.join("hasty", Claim(jump_s=2.5), 8, 0, 12.0)
-    queue.join("patient", Claim(jump_s=-50.0), 8, 0, 12.5)
-    queue.join("first of all", Claim(strict=1), 8, 0, 90.0)
+    queue.join("early", Priority(), 8, 0, 10.0)
+    queue.join("hasty", Priority(jump_s=2.5), 8, 0, 12.0)
+    queue.join("patient", Priority(jump_s=-50.0), 8, 0, 12.5)
+    queue.join("first of all", Priority(strict=1), 8, 0, 90.0)
     order = []
     while (head := queue.head()) is not None:
         order.append(head.item)
@@ -105,22 +105,22 @@ def test_a_jump_counts_as_having_come_earlier() -> None:
 
 def test_a_negative_jump_is_none_where_who_came_first_goes_first() -> None:
     queue: WaitingQueue[str] = WaitingQueue("fcfs", 10)
-    queue.join("patient", Claim(jump_s=-50.0), 8, 0, 10.0)
-    queue.join("later", Claim(), 8, 0, 11.0)
+    queue.join("patient", Priority(jump_s=-50.0), 8, 0, 10.0)
+    queue.join("later", Priority(), 8, 0, 11.0)
     head = queue.head()
     assert head is not None and head.item == "patient"
 
 
 def test_the_bound() -> None:
     queue: WaitingQueue[int] = WaitingQueue("fcfs", 2)
-    first = queue.join(1, Claim(), 8, 0, 0.0)
-    queue.join(2, Claim(), 8, 0, 0.0)
+    first = queue.join(1, Priority(), 8, 0, 0.0)
+    queue.join(2, Priority(), 8, 0, 0.0)
     text = r'router policy class "default" queue requests limit reached \(current=2, limit=2\)'
     with pytest.raises(RouterQueueLimitExceeded, match=text) as caught:
-        queue.join(3, Claim(strict=9), 8, 0, 0.0)
+        queue.join(3, Priority(strict=9), 8, 0, 0.0)
     assert isinstance(caught.value, Overloaded) and len(queue) == 2
     queue.leave(first)
-    queue.join(3, Claim(), 8, 0, 0.0)
+    queue.join(3, Priority(), 8, 0, 0.0)
 
 
 @pytest.mark.parametrize(
