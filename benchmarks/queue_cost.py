@@ -23,7 +23,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.eligibility.eligibility_filter import Gate
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics, Place
+from dynamo.router.metrics import DecisionMetrics, RouterLabels
 from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.request_queue import RequestQueue
 
@@ -41,7 +41,7 @@ class Unaware(Gate):
 
 def picker_of(settings: RouterSettings, prompts: list[array[int]]) -> KvPicker:
     """A picker with workers that are busy with other requests."""
-    metrics = DecisionMetrics(Registry(), Place("ns", "backend"))
+    metrics = DecisionMetrics(Registry(), RouterLabels("ns", "backend"))
     made = KvPicker(settings, BLOCK, make_index(settings), metrics, Random(1))
     for worker in range(WORKERS):
         made.add_worker(worker, RuntimeConfig(max_num_batched_tokens=8192))

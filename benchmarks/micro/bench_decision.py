@@ -21,7 +21,7 @@ from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics, Place
+from dynamo.router.metrics import DecisionMetrics, RouterLabels
 
 BLOCK, TOKENS, WORKERS, INDEXED = 16, 4096, 16, 100_000
 
@@ -40,7 +40,7 @@ def box(cached: float, **given: Any) -> tuple[KvPicker, list[array[int]]]:
     source = Random(1)
     settings = RouterSettings(mode="kv", **given)
     index = RadixTree()
-    metrics = DecisionMetrics(Registry(), Place("ns", "backend"))
+    metrics = DecisionMetrics(Registry(), RouterLabels("ns", "backend"))
     picker = KvPicker(settings, BLOCK, index, metrics, source)
     for worker in range(WORKERS):
         picker.add_worker(worker, RuntimeConfig())

@@ -15,11 +15,11 @@ from dynamo.router.load.active import ActiveLoad, Booking
 from dynamo.router.prompt import Prompt
 from dynamo.router.worker_pool import Member
 
-__all__ = ["DecisionMetrics", "Place", "WorkerMetrics"]
+__all__ = ["DecisionMetrics", "RouterLabels", "WorkerMetrics"]
 
 
 @dataclass(frozen=True)
-class Place:
+class RouterLabels:
     """Whose metrics these are: the component routed to, and the process that routes.
 
     ``phase`` and ``worker_type`` are label values: what the routed requests do there (aggregated,
@@ -59,7 +59,7 @@ class Place:
 class DecisionMetrics:
     """Where the time of a decision goes, what it finds, and how its requests end."""
 
-    def __init__(self, registry: Registry, place: Place) -> None:
+    def __init__(self, registry: Registry, place: RouterLabels) -> None:
         steps = (
             Router.BLOCK_HASHING_MS,
             Router.SEQ_HASHING_MS,
@@ -138,7 +138,7 @@ class DecisionMetrics:
 class WorkerMetrics:
     """One row per (worker, dp_rank) that can be chosen; gone with the worker."""
 
-    def __init__(self, registry: Registry, place: Place) -> None:
+    def __init__(self, registry: Registry, place: RouterLabels) -> None:
         self._place = place
         self._registered = gauge(registry, Router.WORKER_REGISTERED)
         self._loads = (

@@ -8,7 +8,7 @@ from dynamo.observability.names import Router, counter, gauge
 from dynamo.observability.names_router import EventSources, Predictions, RouterIndex
 from dynamo.router.caches.optimistic import RecentPrompts
 from dynamo.router.caches.predicted import PredictedCache, PredictionCounts
-from dynamo.router.metrics import Place
+from dynamo.router.metrics import RouterLabels
 
 __all__ = ["EventMetrics", "predictions", "recent_prompts", "useless_sources"]
 
@@ -16,7 +16,7 @@ __all__ = ["EventMetrics", "predictions", "recent_prompts", "useless_sources"]
 class EventMetrics:
     """KV events by type and outcome, oddities by kind, and the size of the index."""
 
-    def __init__(self, registry: Registry, place: Place, index: RadixTree) -> None:
+    def __init__(self, registry: Registry, place: RouterLabels, index: RadixTree) -> None:
         self._place = place
         self._applied = counter(registry, Router.EVENTS_APPLIED)
         self._warnings = counter(registry, Router.EVENT_WARNINGS)
@@ -41,7 +41,7 @@ class EventMetrics:
 
 
 def predictions(
-    registry: Registry, place: Place, index: RadixTree, cache: PredictedCache, policy: str
+    registry: Registry, place: RouterLabels, index: RadixTree, cache: PredictedCache, policy: str
 ) -> None:
     """Show what is predicted to be cached, and count what is forgotten."""
     _show_index(registry, place, index)
@@ -66,13 +66,13 @@ def predictions(
         gauge(registry, spec).labels(*here, place.router_id).function = read
 
 
-def recent_prompts(registry: Registry, place: Place, recent: RecentPrompts) -> None:
+def recent_prompts(registry: Registry, place: RouterLabels, recent: RecentPrompts) -> None:
     """Show what is believed for a moment beside the events."""
     here = place.component, place.namespace, place.router_id
     gauge(registry, Predictions.MEMORY_BYTES).labels(*here).function = recent.memory_bytes
 
 
-def useless_sources(registry: Registry, place: Place, endpoint: str) -> Gauge:
+def useless_sources(registry: Registry, place: RouterLabels, endpoint: str) -> Gauge:
     """How many workers' KV events are missing or of no use."""
     return gauge(registry, EventSources.MISMATCHED_WORKERS).labels(
         place.component,
@@ -86,7 +86,7 @@ def useless_sources(registry: Registry, place: Place, endpoint: str) -> Gauge:
     )
 
 
-def _show_index(registry: Registry, place: Place, index: RadixTree) -> None:
+def _show_index(registry: Registry, place: RouterLabels, index: RadixTree) -> None:
     for spec, read in (
         (RouterIndex.BLOCKS, index.blocks),
         (RouterIndex.MEMORY_BYTES, index.memory_bytes),

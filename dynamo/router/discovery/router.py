@@ -32,7 +32,7 @@ from dynamo.router.eligibility.busy import Thresholds
 from dynamo.router.eligibility.metrics import gates
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics, Place, WorkerMetrics
+from dynamo.router.metrics import DecisionMetrics, RouterLabels, WorkerMetrics
 from dynamo.router.queue.request_queue import line_for
 from dynamo.router.sync.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
@@ -81,7 +81,7 @@ class LiveRouter:
         self._settings = settings
         self._client = client
         kind = "prefill" if phase == "prefill" else "decode"
-        place = Place(namespace, component, model, f"{runtime.instance_id:x}", phase, kind)
+        place = RouterLabels(namespace, component, model, f"{runtime.instance_id:x}", phase, kind)
         registry = runtime.metrics
         index = make_index(settings)
         kv_mode = settings.mode == "kv"
@@ -177,7 +177,7 @@ class LiveRouter:
         if self._sync is not None:
             self._sync.close()
 
-    def _show_beliefs(self, place: Place, picker: KvPicker) -> None:
+    def _show_beliefs(self, place: RouterLabels, picker: KvPicker) -> None:
         """What decisions predict of the caches, for good or for a moment."""
         registry = self._runtime.metrics
         if picker.index is not None and picker.predicted is not None:

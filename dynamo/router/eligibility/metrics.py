@@ -6,12 +6,12 @@ from dynamo.observability.metrics import Registry
 from dynamo.observability.names import counter, gauge
 from dynamo.observability.names_router import RouterGate
 from dynamo.router.eligibility.eligibility_filter import Gate
-from dynamo.router.metrics import Place
+from dynamo.router.metrics import RouterLabels
 
 __all__ = ["gates"]
 
 
-def gates(registry: Registry, place: Place, gate: Gate) -> None:
+def gates(registry: Registry, place: RouterLabels, gate: Gate) -> None:
     """Show busy workers and bound sessions."""
     here = place.component, place.namespace
     busy = gauge(registry, RouterGate.BUSY_WORKERS).labels(*here, place.router_id)

@@ -22,7 +22,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.cost import cached_tokens
 from dynamo.router.eligibility.busy import UNKNOWN_BATCH_TOKENS
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import Place
+from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.queued_request import Handle, Later, OnDecision, OnError, QueuedRequest
@@ -247,7 +247,7 @@ class RequestQueue:
 
 
 def line_for(
-    settings: RouterSettings, picker: Picker, registry: Registry, place: Place
+    settings: RouterSettings, picker: Picker, registry: Registry, place: RouterLabels
 ) -> RequestQueue | None:
     """The line before ``picker``, None where there is none: without a threshold, before prefill
     workers (theirs is the prefill router's), and, with a warning, where no prefill load is known.

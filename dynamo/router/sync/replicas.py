@@ -18,7 +18,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.sync import AddRequest, SequenceEvent, SequenceMessage, SequenceQuery
 from dynamo.router.kv import KvPicker
 from dynamo.router.load.active import Booking
-from dynamo.router.metrics import Place
+from dynamo.router.metrics import RouterLabels
 from dynamo.router.sync.local import OwnRequests
 from dynamo.router.sync.metrics import show_replicas
 from dynamo.router.sync.remote import Peers
@@ -44,7 +44,7 @@ class ReplicaSync:
     then :meth:`close`.
     """
 
-    def __init__(self, runtime: DistributedRuntime, place: Place, picker: KvPicker) -> None:
+    def __init__(self, runtime: DistributedRuntime, place: RouterLabels, picker: KvPicker) -> None:
         self._runtime = runtime
         self._place = place
         self._picker = picker

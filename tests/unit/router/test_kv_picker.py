@@ -21,7 +21,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.protocols.sync import AddRequest, SequenceEvent
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics, Place
+from dynamo.router.metrics import DecisionMetrics, RouterLabels
 from dynamo.router.sync.local import OwnRequests
 from dynamo.router.sync.replicas import Board
 
@@ -253,7 +253,7 @@ def test_the_decision_is_explained_at_debug(caplog: pytest.LogCaptureFixture) ->
 def test_metrics_follow_a_request() -> None:
     registry, clock = Registry(), Clock()
     settings = RouterSettings(mode="kv")
-    metrics = DecisionMetrics(registry, Place("ns", "backend", "tiny", "7"))
+    metrics = DecisionMetrics(registry, RouterLabels("ns", "backend", "tiny", "7"))
     picker = KvPicker(settings, BLOCK, make_index(settings), metrics, Random(1), clock)
     picker.add_worker(1, RuntimeConfig())
     cache(picker, 1, PROMPT, 3)
@@ -285,7 +285,7 @@ def test_metrics_follow_a_request() -> None:
 def test_requests_of_a_removed_worker_have_ended() -> None:
     registry = Registry()
     settings = RouterSettings(mode="kv")
-    metrics = DecisionMetrics(registry, Place("ns", "backend", "tiny", "7"))
+    metrics = DecisionMetrics(registry, RouterLabels("ns", "backend", "tiny", "7"))
     picker = KvPicker(settings, BLOCK, make_index(settings), metrics, Random(1), Clock())
     picker.own_requests = own = OwnRequests(1, BLOCK, False, lambda: None)
     picker.add_worker(1, RuntimeConfig())
@@ -326,7 +326,7 @@ def test_a_rank_that_is_gone_leaves_nothing_in_its_slot(indexed: bool) -> None:
 def test_what_a_choice_leaves_lying_is_counted() -> None:
     registry = Registry()
     settings = RouterSettings(mode="kv")
-    place = Place("ns", "backend", "tiny", "7", "prefill", "prefill")
+    place = RouterLabels("ns", "backend", "tiny", "7", "prefill", "prefill")
     metrics = DecisionMetrics(registry, place)
     picker = KvPicker(settings, BLOCK, make_index(settings), metrics, Random(1), Clock())
     for worker_id in (1, 2, 3):

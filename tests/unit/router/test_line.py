@@ -31,7 +31,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import Place
+from dynamo.router.metrics import RouterLabels
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Decision
 from dynamo.router.queue.metrics import QueueMetrics
@@ -396,7 +396,7 @@ def test_a_long_line_goes_in_turns_of_the_loop() -> None:
 
 def test_only_the_kv_mode_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
     kv = RouterSettings(mode="kv")
-    registry, place = Registry(), Place("n", "c")
+    registry, place = Registry(), RouterLabels("n", "c")
     assert line_for(kv, KvPicker(kv, BLOCK, None), registry, place) is None
     other = RouterSettings(queue_threshold=1.0)
     assert line_for(other, InflightPicker("random"), registry, place) is None
@@ -405,7 +405,7 @@ def test_only_the_kv_mode_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
     assert line_for(blind, KvPicker(blind, BLOCK, None), registry, place) is None
     assert "--no-router-track-prefill-tokens" in caplog.text
     queued = RouterSettings(mode="kv", queue_threshold=1.0)
-    before_prefill = Place("n", "c", phase="prefill", worker_type="prefill")
+    before_prefill = RouterLabels("n", "c", phase="prefill", worker_type="prefill")
     assert line_for(queued, KvPicker(queued, BLOCK, None), registry, before_prefill) is None
     assert isinstance(
         line_for(queued, KvPicker(queued, BLOCK, None), registry, place), RequestQueue

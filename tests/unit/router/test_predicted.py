@@ -19,7 +19,7 @@ from dynamo.router.caches.metrics import predictions
 from dynamo.router.caches.predicted import PredictedCache
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import Place
+from dynamo.router.metrics import RouterLabels
 
 TTL_S = 10.0
 
@@ -269,7 +269,7 @@ def test_predictions_age_in_the_picker() -> None:
 def test_predictions_are_counted() -> None:
     registry, picker = Registry(), make_kv(max_tree_size=2, prune_target_ratio=0.5)
     assert picker.predicted is not None and picker.index is not None
-    place = Place("ns", "backend", "m", "7")
+    place = RouterLabels("ns", "backend", "m", "7")
     predictions(registry, place, picker.index, picker.predicted, "ttl")
     picker.pick("a", PROMPT)
     page = registry.render().decode()

@@ -15,7 +15,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.metrics import gates
 from dynamo.router.eligibility.sessions import Sessions
 from dynamo.router.factory import make_index, make_picker
-from dynamo.router.metrics import Place
+from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Picker
 
 TOKENS = array("I", range(40))
@@ -125,7 +125,7 @@ def test_the_table_is_bounded() -> None:
 
 def test_sessions_are_counted() -> None:
     registry, made = Registry(), picker()
-    gates(registry, Place("ns", "backend", "m", "7"), made.gate)
+    gates(registry, RouterLabels("ns", "backend", "m", "7"), made.gate)
     where(made)
     where(made)
     page = registry.render().decode()

@@ -18,7 +18,7 @@ from dynamo.router.caches.indexer import Indexer
 from dynamo.router.explain import explain, table
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics, Place
+from dynamo.router.metrics import DecisionMetrics, RouterLabels
 
 BLOCK = 4
 PROMPT = array("I", range(100, 126))  # 26 tokens, six full blocks
@@ -148,7 +148,7 @@ def test_shared_blocks_count_for_everybody(given: str, counts: bool) -> None:
 def test_what_the_shared_cache_gives_is_counted() -> None:
     registry = Registry()
     settings = RouterSettings(mode="kv", shared_cache_type="hicache")
-    metrics = DecisionMetrics(registry, Place("ns", "backend", "tiny", "7"))
+    metrics = DecisionMetrics(registry, RouterLabels("ns", "backend", "tiny", "7"))
     picker = KvPicker(settings, BLOCK, make_index(settings), metrics, Random(1))
     picker.add_worker(1, RuntimeConfig())
     assert picker.index is not None
