@@ -6,7 +6,7 @@ from array import array
 from typing import NamedTuple
 
 from dynamo.errors import DynamoError
-from dynamo.router.caches.cached_blocks import Holdings
+from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.cost import Load, Parts, Terms, parts
 from dynamo.router.duplicates import duplicate_blocks
 from dynamo.router.prompt import Prompt
@@ -24,7 +24,7 @@ class Survey(NamedTuple):
     prompt: Prompt
     terms: Terms
     slots: array[int]
-    held: Holdings
+    held: CachedBlocks
     prefill: array[int]
     decode: array[int]
     costs: dict[int, float]

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from math import inf
 from typing import NamedTuple
 
-from dynamo.router.caches.cached_blocks import Holdings
+from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.cost import Terms
 from dynamo.router.prompt import Prompt
 
@@ -67,7 +67,7 @@ class CopyPolicy:
         self,
         terms: Terms,
         slots: array[int],
-        held: Holdings,
+        held: CachedBlocks,
         most: float,
         prompt: Prompt,
         costs: array[float],
@@ -148,7 +148,7 @@ class CopyPolicy:
 
 
 def duplicate_blocks(
-    terms: Terms, slots: array[int], held: Holdings, prompt_blocks: int, slot: int, free: bool
+    terms: Terms, slots: array[int], held: CachedBlocks, prompt_blocks: int, slot: int, free: bool
 ) -> float:
     """What :meth:`CopyPolicy.add_prices` adds for one of ``slots``, as blocks of prefill. O(slots).
 

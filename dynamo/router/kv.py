@@ -20,7 +20,7 @@ from dynamo.errors import DynamoError
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.caches.cached_blocks import Holdings
+from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.caches.optimistic import make_recent
 from dynamo.router.caches.predicted import PredictedCache
 from dynamo.router.cost import Terms, add_requests, cached_tokens, overridden, terms_of
@@ -79,7 +79,7 @@ class KvPicker:
         chains = self.believes or self._copies is not None
         self._hasher = Hasher(block_size, index is not None, chains, settings.track_active_blocks)
         self._terms = terms_of(settings, block_size)
-        self._held = Holdings(index, settings.shared_cache_type != "none")
+        self._held = CachedBlocks(index, settings.shared_cache_type != "none")
         self._metrics = metrics
         self._uniform = (random or Random()).random
         self._clock = clock

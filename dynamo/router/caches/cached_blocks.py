@@ -13,13 +13,13 @@ from dynamo._fast.scoring import Weights
 from dynamo.router.caches.optimistic import RecentPrompts
 from dynamo.router.cost import Held, effective_blocks
 
-__all__ = ["DISK", "EXTERNAL", "HOST", "Holdings"]
+__all__ = ["DISK", "EXTERNAL", "HOST", "CachedBlocks"]
 
 HOST, DISK, EXTERNAL = 1, 2, 3
 """Tiers of the prefix index, beside 0, the device."""
 
 
-class Holdings:
+class CachedBlocks:
     """``device`` is always there; ``host``, ``disk`` and ``shared`` are None while nothing can be.
 
     ``shares``: blocks on an external tier, whoever told of them, count for every slot, those beyond
@@ -89,9 +89,9 @@ class Holdings:
         """The most that one of the slots has of this. O(slots)."""
         return max((self.effective(weights, slot) for slot in slots), default=0.0)
 
-    def copy(self) -> Holdings:
+    def copy(self) -> CachedBlocks:
         """As it is now."""
-        made = Holdings(None, self.shares)
+        made = CachedBlocks(None, self.shares)
         made.device = self.device[:]
         made.host = None if self.host is None else self.host[:]
         made.disk = None if self.disk is None else self.disk[:]
