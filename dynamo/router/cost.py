@@ -16,7 +16,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 
 __all__ = [
-    "Held",
+    "TierCounts",
     "Load",
     "Parts",
     "Terms",
@@ -107,7 +107,7 @@ def overridden(terms: Terms, override: Mapping[str, Any]) -> Terms:
     )
 
 
-class Held(NamedTuple):
+class TierCounts(NamedTuple):
     """Blocks of a prompt that one rank can use: on the device from the prompt's begin, further ones
     in host memory, further ones on disk; ``shared`` ones beyond the device's, wherever they lie."""
 
@@ -139,7 +139,7 @@ class Parts(NamedTuple):
     request_blocks: float
 
 
-def parts(terms: Terms, isl_tokens: int, held: Held, load: Load) -> Parts:
+def parts(terms: Terms, isl_tokens: int, held: TierCounts, load: Load) -> Parts:
     """The cost of one rank taken apart, as ``dynamo._fast.scoring.costs`` adds it up."""
     weights = terms.weights
     size = weights.block_size
@@ -162,7 +162,7 @@ def parts(terms: Terms, isl_tokens: int, held: Held, load: Load) -> Parts:
     )
 
 
-def effective_blocks(weights: Weights, held: Held) -> float:
+def effective_blocks(weights: Weights, held: TierCounts) -> float:
     """Blocks that need not be computed, those that must be loaded first counted for less."""
     return held.device + weights.host * held.host + weights.disk * held.disk
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from dynamo.router.cost import Held, formula
+from dynamo.router.cost import TierCounts, formula
 from dynamo.router.decision_snapshot import Survey
 from dynamo.router.load.active import ActiveLoad
 from dynamo.router.picker import Decision
@@ -34,7 +34,7 @@ def log_candidates(survey: Survey, owners: Owners, active: ActiveLoad, decision:
 
 
 def log_selected(
-    request_id: str, decision: Decision, held: Held, cost: float, worker_type: str
+    request_id: str, decision: Decision, held: TierCounts, cost: float, worker_type: str
 ) -> None:
     """One line, and the same as fields where the log is JSON."""
     fields = {

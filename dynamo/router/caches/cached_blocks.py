@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import Weights
 from dynamo.router.caches.optimistic import RecentPrompts
-from dynamo.router.cost import Held, effective_blocks
+from dynamo.router.cost import TierCounts, effective_blocks
 
 __all__ = ["DISK", "EXTERNAL", "HOST", "CachedBlocks"]
 
@@ -65,9 +65,9 @@ class CachedBlocks:
         if tiers:
             self._look_below(index, hashes, tiers)
 
-    def of(self, slot: int) -> Held:
+    def of(self, slot: int) -> TierCounts:
         """What one slot holds."""
-        return Held(
+        return TierCounts(
             self.device[slot],
             0 if self.host is None else self.host[slot],
             0 if self.disk is None else self.disk[slot],

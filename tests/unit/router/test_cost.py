@@ -10,9 +10,9 @@ from dynamo.config.option import load
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 from dynamo.router.cost import (
-    Held,
     Load,
     Parts,
+    TierCounts,
     cached_tokens,
     effective_blocks,
     formula,
@@ -169,7 +169,7 @@ def test_parts_of_a_cost() -> None:
         decode_active_request_weight=3.0,
     )
     terms = terms_of(settings, 4)
-    found = parts(terms, 40, Held(4, 2, 1, 3), Load(20, 16, 12, 2))
+    found = parts(terms, 40, TierCounts(4, 2, 1, 3), Load(20, 16, 12, 2))
     assert found.raw_prefill_blocks == 15.0
     assert found.credit_decay == 1 / (1 + 2.0 * 4 / 10)
     assert found.credit_blocks == pytest.approx(4 * found.credit_decay + 1.5 + 0.25 + 1.5)
@@ -179,6 +179,6 @@ def test_parts_of_a_cost() -> None:
 
 def test_effective_blocks_become_cached_tokens() -> None:
     weights = terms_of(RouterSettings(), 2).weights
-    assert effective_blocks(weights, Held(3, 2, 1, 9)) == 4.75
+    assert effective_blocks(weights, TierCounts(3, 2, 1, 9)) == 4.75
     assert cached_tokens(weights, 4.75) == 10  # 9.5 rounds up
-    assert cached_tokens(weights, effective_blocks(weights, Held(3))) == 6
+    assert cached_tokens(weights, effective_blocks(weights, TierCounts(3))) == 6
