@@ -19,7 +19,7 @@ __all__ = [
     "TierCounts",
     "Load",
     "Parts",
-    "Terms",
+    "CostParams",
     "add_requests",
     "cached_tokens",
     "effective_blocks",
@@ -34,7 +34,7 @@ _LARGEST = 1e12
 
 
 @dataclass(frozen=True)
-class Terms:
+class CostParams:
     """Everything that shapes one decision; ``request_weight`` blocks for each running request."""
 
     weights: Weights
@@ -45,7 +45,7 @@ class Terms:
     duplicate_cost: float = 0.0
 
 
-def terms_of(settings: RouterSettings, block_size: int) -> Terms:
+def terms_of(settings: RouterSettings, block_size: int) -> CostParams:
     """The terms that the settings ask for; weight 0 takes the credit away too. Spec 3.2."""
     ignores_overlap = settings.overlap_score_weight == 0
     weights = Weights(
@@ -57,7 +57,7 @@ def terms_of(settings: RouterSettings, block_size: int) -> Terms:
         disk=settings.disk_cache_hit_weight,
         shared=settings.shared_cache_multiplier or 0.0,
     )
-    return Terms(
+    return CostParams(
         weights,
         settings.temperature,
         settings.assume_kv_reuse,
@@ -67,7 +67,7 @@ def terms_of(settings: RouterSettings, block_size: int) -> Terms:
     )
 
 
-def overridden(terms: Terms, override: Mapping[str, Any]) -> Terms:
+def overridden(terms: CostParams, override: Mapping[str, Any]) -> CostParams:
     """``terms`` with a request's ``router_config_override``; unknown keys are ignored.
 
     Raises InvalidArgument that names the key when a value cannot be used.
@@ -89,7 +89,7 @@ def overridden(terms: Terms, override: Mapping[str, Any]) -> Terms:
         if value < 0:
             raise InvalidArgument(f"{name} must be finite and non-negative")
     track_prefill = _flag(override, "track_prefill_tokens", terms.track_prefill_tokens)
-    return Terms(
+    return CostParams(
         Weights(
             old.block_size,
             prefill_scale=scale if track_prefill else 0.0,
@@ -139,7 +139,7 @@ class Parts(NamedTuple):
     request_blocks: float
 
 
-def parts(terms: Terms, isl_tokens: int, held: TierCounts, load: Load) -> Parts:
+def parts(terms: CostParams, isl_tokens: int, held: TierCounts, load: Load) -> Parts:
     """The cost of one rank taken apart, as ``dynamo._fast.scoring.costs`` adds it up."""
     weights = terms.weights
     size = weights.block_size

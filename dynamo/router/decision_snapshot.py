@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dynamo.errors import DynamoError
 from dynamo.router.caches.cached_blocks import CachedBlocks
-from dynamo.router.cost import Load, Parts, Terms, parts
+from dynamo.router.cost import CostParams, Load, Parts, parts
 from dynamo.router.duplicates import duplicate_blocks
 from dynamo.router.prompt import Prompt
 
@@ -22,7 +22,7 @@ class Survey(NamedTuple):
     """
 
     prompt: Prompt
-    terms: Terms
+    terms: CostParams
     slots: array[int]
     held: CachedBlocks
     prefill: array[int]

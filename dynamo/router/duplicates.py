@@ -15,7 +15,7 @@ from math import inf
 from typing import NamedTuple
 
 from dynamo.router.caches.cached_blocks import CachedBlocks
-from dynamo.router.cost import Terms
+from dynamo.router.cost import CostParams
 from dynamo.router.prompt import Prompt
 
 __all__ = ["CopyOffer", "CopyPolicy", "duplicate_blocks"]
@@ -65,7 +65,7 @@ class CopyPolicy:
 
     def add_prices(
         self,
-        terms: Terms,
+        terms: CostParams,
         slots: array[int],
         held: CachedBlocks,
         most: float,
@@ -148,7 +148,12 @@ class CopyPolicy:
 
 
 def duplicate_blocks(
-    terms: Terms, slots: array[int], held: CachedBlocks, prompt_blocks: int, slot: int, free: bool
+    terms: CostParams,
+    slots: array[int],
+    held: CachedBlocks,
+    prompt_blocks: int,
+    slot: int,
+    free: bool,
 ) -> float:
     """What :meth:`CopyPolicy.add_prices` adds for one of ``slots``, as blocks of prefill. O(slots).
 
@@ -159,5 +164,5 @@ def duplicate_blocks(
     return -lacking if free else _price(terms, most, prompt_blocks) * lacking
 
 
-def _price(terms: Terms, most: float, prompt_blocks: int) -> float:
+def _price(terms: CostParams, most: float, prompt_blocks: int) -> float:
     return terms.duplicate_cost * most / max(prompt_blocks, 1)

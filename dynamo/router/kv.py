@@ -23,7 +23,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.caches.optimistic import make_recent
 from dynamo.router.caches.predicted import PredictedCache
-from dynamo.router.cost import Terms, add_requests, cached_tokens, overridden, terms_of
+from dynamo.router.cost import CostParams, add_requests, cached_tokens, overridden, terms_of
 from dynamo.router.decision_log import log_candidates, log_selected
 from dynamo.router.decision_log import logger as decision_logger
 from dynamo.router.decision_snapshot import Survey
@@ -259,7 +259,7 @@ class KvPicker:
         self._costs = array("d", bytes(8 * width))
 
     def _look(
-        self, tokens: Tokens, routing: Routing | None, terms: Terms, times: list[float]
+        self, tokens: Tokens, routing: Routing | None, terms: CostParams, times: list[float]
     ) -> Prompt:
         """Hash the prompt and find what every slot holds of it."""
         prompt = self._hasher.hash(tokens, routing, terms.assume_kv_reuse, self._clock, times)
@@ -274,7 +274,7 @@ class KvPicker:
         self,
         prompt: Prompt,
         slots: array[int],
-        terms: Terms,
+        terms: CostParams,
         routing: Routing | None,
         now_s: float,
     ) -> tuple[int, float, CopyOffer | None]:
@@ -316,7 +316,7 @@ class KvPicker:
         decision: Decision,
         prompt: Prompt,
         routing: Routing | None,
-        terms: Terms,
+        terms: CostParams,
     ) -> float:
         """Make it the slot's load; the effective blocks of the prompt that are there."""
         found = self._held.effective(terms.weights, slot)
@@ -344,7 +344,7 @@ class KvPicker:
     def _survey(
         self,
         prompt: Prompt,
-        terms: Terms,
+        terms: CostParams,
         slots: array[int],
         chosen: int | None,
         offer: CopyOffer | None,
@@ -359,7 +359,7 @@ class KvPicker:
         self,
         request_id: str | None,
         prompt: Prompt,
-        terms: Terms,
+        terms: CostParams,
         slots: array[int],
         slot: int,
         offer: CopyOffer | None,
