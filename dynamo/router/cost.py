@@ -18,7 +18,7 @@ from dynamo.errors import InvalidArgument
 __all__ = [
     "TierCounts",
     "Load",
-    "Parts",
+    "CostBreakdown",
     "CostParams",
     "add_requests",
     "cached_tokens",
@@ -127,7 +127,7 @@ class Load(NamedTuple):
     requests: int
 
 
-class Parts(NamedTuple):
+class CostBreakdown(NamedTuple):
     """Of what a cost consists: ``prefill_scale * prefill_blocks + decode_blocks +
     request_blocks``, times the factor of preferred taints. All in blocks."""
 
@@ -139,7 +139,7 @@ class Parts(NamedTuple):
     request_blocks: float
 
 
-def parts(terms: CostParams, isl_tokens: int, held: TierCounts, load: Load) -> Parts:
+def parts(terms: CostParams, isl_tokens: int, held: TierCounts, load: Load) -> CostBreakdown:
     """The cost of one rank taken apart, as ``dynamo._fast.scoring.costs`` adds it up."""
     weights = terms.weights
     size = weights.block_size
@@ -152,7 +152,7 @@ def parts(terms: CostParams, isl_tokens: int, held: TierCounts, load: Load) -> P
         + weights.shared * held.shared
     )
     raw = (load.prefill_tokens + isl_tokens) / size
-    return Parts(
+    return CostBreakdown(
         raw,
         decay,
         credit,
@@ -186,7 +186,9 @@ def add_requests(
         costs[place] += weight * load(slot)[2]
 
 
-def formula(worker_id: int, scale: float, cost: float, found: Parts, cached_blocks: float) -> str:
+def formula(
+    worker_id: int, scale: float, cost: float, found: CostBreakdown, cached_blocks: float
+) -> str:
     """One candidate's cost as the router guide shows it. Spec 3.4.
 
     Running requests and the factor of taints stand there only where they play a part.

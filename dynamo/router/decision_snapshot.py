@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dynamo.errors import DynamoError
 from dynamo.router.caches.cached_blocks import CachedBlocks
-from dynamo.router.cost import CostParams, Load, Parts, parts
+from dynamo.router.cost import CostBreakdown, CostParams, Load, parts
 from dynamo.router.duplicates import duplicate_blocks
 from dynamo.router.prompt import Prompt
 
@@ -37,7 +37,7 @@ class Survey(NamedTuple):
         """Leading blocks on the device."""
         return self.held.device
 
-    def parts(self, slot: int, requests: int) -> Parts:
+    def parts(self, slot: int, requests: int) -> CostBreakdown:
         """What the cost of ``slot`` consists of, ``requests`` running there. O(slots).
 
         Its prefill blocks have the price of duplicates in them.

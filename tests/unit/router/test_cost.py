@@ -10,8 +10,8 @@ from dynamo.config.option import load
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 from dynamo.router.cost import (
+    CostBreakdown,
     Load,
-    Parts,
     TierCounts,
     cached_tokens,
     effective_blocks,
@@ -149,7 +149,7 @@ def test_bad_overrides(override: dict[str, Any], message: str) -> None:
 
 
 def test_formula_reads_as_in_the_router_guide() -> None:
-    found = Parts(115.5, 1.0, 15.0, 100.5, 25, 0.0)
+    found = CostBreakdown(115.5, 1.0, 15.0, 100.5, 25, 0.0)
     assert formula(1, 1.0, 125.5, found, 15) == (
         "Formula for worker_1: 125.500 = 1.0 * 100.500 + 25.0 (cached_blocks: 15)"
     )
