@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from dynamo.router.cost import TierCounts, formula
-from dynamo.router.decision_snapshot import Survey
+from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.load.active import ActiveLoad
 from dynamo.router.picker import Decision
 
@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 Owners = Sequence[tuple[int, int] | None]
 
 
-def log_candidates(survey: Survey, owners: Owners, active: ActiveLoad, decision: Decision) -> None:
+def log_candidates(
+    survey: DecisionSnapshot, owners: Owners, active: ActiveLoad, decision: Decision
+) -> None:
     """The cost of every candidate as the router guide shows it, and the choice."""
     weights = survey.terms.weights
     for slot, cost in survey.costs.items():

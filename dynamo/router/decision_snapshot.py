@@ -11,10 +11,10 @@ from dynamo.router.cost import CostBreakdown, CostParams, Load, parts
 from dynamo.router.duplicates import duplicate_blocks
 from dynamo.router.prompt import Prompt
 
-__all__ = ["Survey"]
+__all__ = ["DecisionSnapshot"]
 
 
-class Survey(NamedTuple):
+class DecisionSnapshot(NamedTuple):
     """Columns by slot; ``costs`` of the eligible ``slots`` only.
 
     ``chosen`` is None when ``error`` says why there is none. ``free_copy`` is the slot that may

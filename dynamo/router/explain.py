@@ -14,7 +14,7 @@ import msgspec
 from dynamo.errors import DynamoError
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.decision_snapshot import Survey
+from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.eligibility.filters import exclusion
 from dynamo.router.kv import KvPicker
 
@@ -192,7 +192,9 @@ def _formula(found: Explanation) -> str:
     return text
 
 
-def _row(picker: KvPicker, survey: Survey, routing: Routing | None, slot: int) -> Candidate:
+def _row(
+    picker: KvPicker, survey: DecisionSnapshot, routing: Routing | None, slot: int
+) -> Candidate:
     owner = picker.fleet.owners[slot]
     assert owner is not None, "a candidate slot has an owner"
     _, blocks, requests = picker.active.load(slot)

@@ -26,7 +26,7 @@ from dynamo.router.caches.predicted import PredictedCache
 from dynamo.router.cost import CostParams, add_requests, cached_tokens, overridden, terms_of
 from dynamo.router.decision_log import log_candidates, log_selected
 from dynamo.router.decision_log import logger as decision_logger
-from dynamo.router.decision_snapshot import Survey
+from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.duplicates import CopyOffer, CopyPolicy
 from dynamo.router.eligibility.eligibility_filter import Gate
 from dynamo.router.eligibility.taints import favour
@@ -125,7 +125,7 @@ class KvPicker:
         tokens: Tokens,
         routing: Routing | None = None,
         override: Mapping[str, Any] | None = None,
-    ) -> Survey:
+    ) -> DecisionSnapshot:
         """What :meth:`pick` would weigh, over all slots; books nothing. Raises InvalidArgument
         for a bad ``override`` only."""
         now_s = self._clock()
@@ -349,11 +349,11 @@ class KvPicker:
         chosen: int | None,
         offer: CopyOffer | None,
         error: DynamoError | None = None,
-    ) -> Survey:
+    ) -> DecisionSnapshot:
         costs = {} if error else dict(zip(slots, self._costs, strict=False))
         columns = self._held.copy(), self._prefill[:], self._decode[:]
         free_copy = offer.target if offer is not None and offer.free else None
-        return Survey(prompt, terms, slots, *columns, costs, chosen, error, free_copy)
+        return DecisionSnapshot(prompt, terms, slots, *columns, costs, chosen, error, free_copy)
 
     def _log(
         self,
