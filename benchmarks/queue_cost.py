@@ -20,7 +20,7 @@ from random import Random
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.router.eligibility.eligibility_filter import Gate
+from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels
@@ -31,7 +31,7 @@ BLOCK, WORKERS, RUNNING = 16, 16, 128
 Request = Callable[[str, "array[int]"], None]
 
 
-class Unaware(Gate):
+class Unaware(EligibilityFilter):
     """A gate as it was before somebody could wait behind it."""
 
     def load_changed(self, worker_id: int) -> None:
@@ -83,11 +83,11 @@ def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
         return partial(direct, picker)
 
     def without() -> Request:
-        gate.__class__, gate.on_change = Gate, None
+        gate.__class__, gate.on_change = EligibilityFilter, None
         return partial(direct, picker)
 
     def waiting() -> Request:
-        gate.__class__, gate.on_change = Gate, line.wake
+        gate.__class__, gate.on_change = EligibilityFilter, line.wake
         return partial(lined, line, picker, nobody=print)
 
     return {

@@ -28,7 +28,7 @@ from dynamo.router.decision_log import log_candidates, log_selected
 from dynamo.router.decision_log import logger as decision_logger
 from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.duplicates import CopyOffer, CopyPolicy
-from dynamo.router.eligibility.eligibility_filter import Gate
+from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.taints import favour
 from dynamo.router.load.active import ActiveLoad, Booking
 from dynamo.router.load.prefill_model import prefill_model
@@ -71,7 +71,7 @@ class KvPicker:
             prefill_model(settings),
             clock,
         )
-        self.gate = Gate(self.fleet, settings, self._booked_prefill)
+        self.gate = EligibilityFilter(self.fleet, settings, self._booked_prefill)
         self.index = index
         self.recent = make_recent(settings)
         self.believes = predicted is not None or self.recent is not None

@@ -17,7 +17,7 @@ from dynamo.errors import InvalidArgument
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.eligibility.eligibility_filter import Gate
+from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.filters import pinned_worker
 from dynamo.router.picker import Decision
 from dynamo.router.worker_pool import DenseSlots, Fleet
@@ -42,7 +42,7 @@ class InflightPicker:
     ) -> None:
         settings = settings or RouterSettings(mode=mode)
         self.fleet = Fleet(DenseSlots())
-        self.gate = Gate(self.fleet, settings)
+        self.gate = EligibilityFilter(self.fleet, settings)
         self._clock = clock
         self._gpu_weight = settings.encoder_cuda_to_cpu_ratio
         self._random = random or Random()

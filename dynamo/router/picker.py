@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
-from dynamo.router.eligibility.eligibility_filter import Gate
+from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.worker_pool import Fleet
 
 __all__ = ["Decision", "Picker"]
@@ -27,7 +27,7 @@ class Picker(Protocol):
     """Synchronous and cheap; everything but ``pick`` may be repeated and ignores unknown ids."""
 
     fleet: Fleet
-    gate: Gate
+    gate: EligibilityFilter
 
     def pick(
         self,

@@ -12,10 +12,10 @@ from dynamo.router.eligibility.filters import eligible
 from dynamo.router.eligibility.sessions import Sessions
 from dynamo.router.worker_pool import Fleet
 
-__all__ = ["Gate"]
+__all__ = ["EligibilityFilter"]
 
 
-class Gate:
+class EligibilityFilter:
     """Stands before the choice; ``sessions`` is None without session affinity.
 
     ``booked`` gives the active prefill tokens of a slot where the router tracks them. ``on_change``

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dynamo.observability.metrics import Registry
 from dynamo.observability.names import counter, gauge
 from dynamo.observability.names_router import RouterGate
-from dynamo.router.eligibility.eligibility_filter import Gate
+from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.metrics import RouterLabels
 
 __all__ = ["gates"]
 
 
-def gates(registry: Registry, place: RouterLabels, gate: Gate) -> None:
+def gates(registry: Registry, place: RouterLabels, gate: EligibilityFilter) -> None:
     """Show busy workers and bound sessions."""
     here = place.component, place.namespace
     busy = gauge(registry, RouterGate.BUSY_WORKERS).labels(*here, place.router_id)

@@ -13,7 +13,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.load import KvMetrics
 from dynamo.router.eligibility.busy import BusyWatch, Thresholds, is_busy
-from dynamo.router.eligibility.eligibility_filter import Gate
+from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.worker_pool import DenseSlots, Fleet
 
@@ -96,15 +96,15 @@ def test_thresholds_change_while_running() -> None:
 def test_thresholds_count_only_with_admission_control() -> None:
     given = ["--active-decode-blocks-threshold", "0.5", "--active-prefill-tokens-threshold", "7"]
     (settings,) = load("router", "", [RouterSettings], given, {})
-    assert not Gate(one_worker(), settings).thresholds.any
+    assert not EligibilityFilter(one_worker(), settings).thresholds.any
     given += ["--admission-control", "token-capacity"]
     (settings,) = load("router", "", [RouterSettings], given, {})
-    gate = Gate(one_worker(), settings)
+    gate = EligibilityFilter(one_worker(), settings)
     assert gate.thresholds == gate.busy.thresholds == Thresholds(0.5, 7, None)
 
 
 def test_without_admission_control_thresholds_are_kept_only() -> None:
-    gate = Gate(one_worker(), RouterSettings(mode="kv"), lambda slot: 100)
+    gate = EligibilityFilter(one_worker(), RouterSettings(mode="kv"), lambda slot: 100)
     gate.thresholds = Thresholds(prefill_tokens=5)
     assert gate.thresholds.any and not gate.busy.thresholds.any
     gate.load_changed(1)
@@ -113,7 +113,7 @@ def test_without_admission_control_thresholds_are_kept_only() -> None:
 
 def test_thresholds_are_in_force_at_once() -> None:
     settings = RouterSettings(mode="kv", admission_control="token-capacity")
-    gate = Gate(one_worker(), settings, lambda slot: 100)
+    gate = EligibilityFilter(one_worker(), settings, lambda slot: 100)
     gate.thresholds = Thresholds(prefill_tokens=99)
     assert gate.fleet.busy == {1}
     gate.thresholds = Thresholds(prefill_tokens=100)
