@@ -36,7 +36,7 @@ from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
 from dynamo.router.prompt import Hasher, Prompt
 from dynamo.router.sync.local import OwnRequests
-from dynamo.router.worker_pool import DenseSlots, Fleet
+from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 __all__ = ["KvPicker"]
 
@@ -62,7 +62,7 @@ class KvPicker:
         clock: Callable[[], float] = time.perf_counter,
         predicted: PredictedCache | None = None,
     ) -> None:
-        self.fleet = Fleet(DenseSlots() if index is None else index)
+        self.fleet = WorkerPool(DenseSlots() if index is None else index)
         self.block_size = block_size
         self.active = ActiveLoad(
             block_size,

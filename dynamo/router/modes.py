@@ -20,7 +20,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.filters import pinned_worker
 from dynamo.router.picker import Decision
-from dynamo.router.worker_pool import DenseSlots, Fleet
+from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 __all__ = ["MODES", "InflightPicker"]
 
@@ -41,7 +41,7 @@ class InflightPicker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = settings or RouterSettings(mode=mode)
-        self.fleet = Fleet(DenseSlots())
+        self.fleet = WorkerPool(DenseSlots())
         self.gate = EligibilityFilter(self.fleet, settings)
         self._clock = clock
         self._gpu_weight = settings.encoder_cuda_to_cpu_ratio

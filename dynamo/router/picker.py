@@ -9,7 +9,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
-from dynamo.router.worker_pool import Fleet
+from dynamo.router.worker_pool import WorkerPool
 
 __all__ = ["Decision", "Picker"]
 
@@ -26,7 +26,7 @@ class Decision(NamedTuple):
 class Picker(Protocol):
     """Synchronous and cheap; everything but ``pick`` may be repeated and ignores unknown ids."""
 
-    fleet: Fleet
+    fleet: WorkerPool
     gate: EligibilityFilter
 
     def pick(

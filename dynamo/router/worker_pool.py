@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dynamo.protocols.card import RuntimeConfig
 
-__all__ = ["DenseSlots", "Fleet", "Member", "SlotSource"]
+__all__ = ["DenseSlots", "WorkerPool", "Member", "SlotSource"]
 
 
 class SlotSource(Protocol):
@@ -54,7 +54,7 @@ class Member:
     slots: dict[int, int]
 
 
-class Fleet:
+class WorkerPool:
     """The live workers. Reads are plain attributes; changes rebuild them (rare).
 
     ``candidates`` is the column of all slots, ``owners[slot]`` its (worker_id, dp_rank), ``width``

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.load import KvMetrics
-from dynamo.router.worker_pool import Fleet, Member
+from dynamo.router.worker_pool import Member, WorkerPool
 
 __all__ = ["UNKNOWN_BATCH_TOKENS", "BusyWatch", "Thresholds", "configured", "is_busy"]
 
@@ -77,7 +77,7 @@ class BusyWatch:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: WorkerPool,
         thresholds: Thresholds,
         booked: Callable[[int], int] | None = None,
     ) -> None:

@@ -10,7 +10,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.busy import BusyWatch, Thresholds, configured
 from dynamo.router.eligibility.filters import eligible
 from dynamo.router.eligibility.sessions import Sessions
-from dynamo.router.worker_pool import Fleet
+from dynamo.router.worker_pool import WorkerPool
 
 __all__ = ["EligibilityFilter"]
 
@@ -24,7 +24,7 @@ class EligibilityFilter:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: WorkerPool,
         settings: RouterSettings,
         booked: Callable[[int], int] | None = None,
     ) -> None:

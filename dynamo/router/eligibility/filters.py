@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.protocols.engine import Routing
-from dynamo.router.worker_pool import Fleet, Member
+from dynamo.router.worker_pool import Member, WorkerPool
 
 __all__ = [
     "NoneAllowed",
@@ -43,7 +43,7 @@ def pinned_worker(routing: Routing) -> tuple[str, int] | None:
     return None
 
 
-def eligible(fleet: Fleet, routing: Routing | None) -> array[int]:
+def eligible(fleet: WorkerPool, routing: Routing | None) -> array[int]:
     """Candidate slots (u32), never empty. O(1) without constraints, else O(workers).
 
     Raises NoInstances when there is no worker (NoneAllowed: none of the allow-list),
@@ -67,7 +67,7 @@ def eligible(fleet: Fleet, routing: Routing | None) -> array[int]:
     return _slots(_ready(fleet, members), routing.dp_rank)
 
 
-def exclusion(fleet: Fleet, routing: Routing | None, member: Member, dp_rank: int) -> str:
+def exclusion(fleet: WorkerPool, routing: Routing | None, member: Member, dp_rank: int) -> str:
     """Why :func:`eligible` leaves this rank out, in its order of checks; "" if it does not."""
     routing = routing or Routing()
     pin = pinned_worker(routing)
@@ -96,7 +96,7 @@ def _constrains(routing: Routing) -> bool:
     )
 
 
-def _pinned(fleet: Fleet, routing: Routing, field: str, worker_id: int) -> Member:
+def _pinned(fleet: WorkerPool, routing: Routing, field: str, worker_id: int) -> Member:
     if routing.allowed_worker_ids is not None and worker_id not in routing.allowed_worker_ids:
         raise PinnedWorkerNotAllowed(
             f"pinned worker {worker_id} is not in the request's allow-list"
@@ -122,7 +122,7 @@ def _bounds(member: Member) -> str:
     return f"[{first}, {first + len(member.slots)})"
 
 
-def _allowed(fleet: Fleet, routing: Routing) -> list[Member]:
+def _allowed(fleet: WorkerPool, routing: Routing) -> list[Member]:
     if routing.allowed_worker_ids is None:
         return list(fleet.members.values())
     allowed = [
@@ -149,7 +149,7 @@ def _tainted(members: list[Member], required: list[str]) -> list[Member]:
     return fitting
 
 
-def _ready(fleet: Fleet, members: Iterable[Member]) -> list[Member]:
+def _ready(fleet: WorkerPool, members: Iterable[Member]) -> list[Member]:
     ready = [member for member in members if member.worker_id not in fleet.busy]
     if not ready:
         raise Overloaded("all eligible workers are overloaded")

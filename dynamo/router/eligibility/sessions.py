@@ -15,7 +15,7 @@ from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.observability.metrics import Counter
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.filters import eligible, pinned_worker
-from dynamo.router.worker_pool import Fleet
+from dynamo.router.worker_pool import WorkerPool
 
 __all__ = ["Sessions"]
 
@@ -49,7 +49,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._bonds)
 
-    def eligible(self, fleet: Fleet, routing: Routing, now_s: float) -> array[int]:
+    def eligible(self, fleet: WorkerPool, routing: Routing, now_s: float) -> array[int]:
         """Candidate slots: the bound one if it can be had. Raises as :func:`eligible`."""
         bond = self._bond(routing.session_id, now_s)
         if bond is None or bond.worker_id in fleet.shunned or pinned_worker(routing) is not None:

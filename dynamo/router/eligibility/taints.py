@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping
 
 from dynamo.errors import InvalidArgument
-from dynamo.router.worker_pool import Fleet
+from dynamo.router.worker_pool import WorkerPool
 
 __all__ = ["favour", "multiplier"]
 
@@ -22,7 +22,7 @@ def multiplier(preferred: Mapping[str, float], taints: list[str]) -> float:
 
 
 def favour(
-    costs: array[float], slots: array[int], fleet: Fleet, preferred: Mapping[str, float]
+    costs: array[float], slots: array[int], fleet: WorkerPool, preferred: Mapping[str, float]
 ) -> None:
     """Apply the multiplier to ``costs[i]``, the cost of ``slots[i]``. O(slots).
 

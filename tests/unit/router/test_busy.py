@@ -15,16 +15,16 @@ from dynamo.protocols.load import KvMetrics
 from dynamo.router.eligibility.busy import BusyWatch, Thresholds, is_busy
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.factory import make_index, make_picker
-from dynamo.router.worker_pool import DenseSlots, Fleet
+from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 BLOCKS = Thresholds(decode_blocks_share=0.8)
 TOKENS = Thresholds(prefill_tokens=100)
 BATCH = Thresholds(prefill_batch_share=0.5)
 
 
-def one_worker() -> Fleet:
+def one_worker() -> WorkerPool:
     """Worker 1 with one rank."""
-    fleet = Fleet(DenseSlots())
+    fleet = WorkerPool(DenseSlots())
     fleet.add(1, RuntimeConfig())
     return fleet
 
@@ -62,7 +62,7 @@ def test_unknown_capacities() -> None:
 
 
 def test_a_worker_is_busy_when_all_its_ranks_are() -> None:
-    fleet = Fleet(DenseSlots())
+    fleet = WorkerPool(DenseSlots())
     fleet.add(1, RuntimeConfig(data_parallel_size=2, total_kv_blocks=10))
     watch = BusyWatch(fleet, BLOCKS)
     watch.report(KvMetrics(1, 0, active_decode_blocks=9))
@@ -76,7 +76,7 @@ def test_a_worker_is_busy_when_all_its_ranks_are() -> None:
 
 
 def test_thresholds_change_while_running() -> None:
-    fleet = Fleet(DenseSlots())
+    fleet = WorkerPool(DenseSlots())
     fleet.add(1, RuntimeConfig(total_kv_blocks=10))
     watch = BusyWatch(fleet, Thresholds())
     watch.report(KvMetrics(1, active_decode_blocks=9))

@@ -8,20 +8,20 @@ from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.filters import eligible, exclusion
-from dynamo.router.worker_pool import DenseSlots, Fleet
+from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 
 @pytest.fixture
-def fleet() -> Fleet:
+def fleet() -> WorkerPool:
     """Worker 1 with one rank, worker 2 with ranks 0 and 1, worker 3 with ranks 4 and 5."""
-    fleet = Fleet(DenseSlots())
+    fleet = WorkerPool(DenseSlots())
     fleet.add(1, RuntimeConfig(taints=["h100"]))
     fleet.add(2, RuntimeConfig(data_parallel_size=2))
     fleet.add(3, RuntimeConfig(data_parallel_size=2, data_parallel_start_rank=4))
     return fleet
 
 
-def owners(fleet: Fleet, routing: Routing | None) -> list[tuple[int, int]]:
+def owners(fleet: WorkerPool, routing: Routing | None) -> list[tuple[int, int]]:
     """Who the candidates are."""
     found = [fleet.owners[slot] for slot in eligible(fleet, routing)]
     return sorted(owner for owner in found if owner is not None)
@@ -30,7 +30,7 @@ def owners(fleet: Fleet, routing: Routing | None) -> list[tuple[int, int]]:
 EVERYONE = [(1, 0), (2, 0), (2, 1), (3, 4), (3, 5)]
 
 
-def test_nothing_asked_for_gives_the_fleets_own_column(fleet: Fleet) -> None:
+def test_nothing_asked_for_gives_the_fleets_own_column(fleet: WorkerPool) -> None:
     assert eligible(fleet, None) is fleet.candidates
     assert eligible(fleet, Routing(priority=3)) is fleet.candidates
     assert owners(fleet, None) == EVERYONE
@@ -49,7 +49,7 @@ def test_nothing_asked_for_gives_the_fleets_own_column(fleet: Fleet) -> None:
         (Routing(required_taints=["h100"]), [(1, 0)]),
     ],
 )
-def test_constraints(fleet: Fleet, routing: Routing, expected: list[tuple[int, int]]) -> None:
+def test_constraints(fleet: WorkerPool, routing: Routing, expected: list[tuple[int, int]]) -> None:
     assert owners(fleet, routing) == expected
 
 
@@ -83,13 +83,13 @@ def test_constraints(fleet: Fleet, routing: Routing, expected: list[tuple[int, i
         ),
     ],
 )
-def test_the_callers_faults(fleet: Fleet, routing: Routing, message: str) -> None:
+def test_the_callers_faults(fleet: WorkerPool, routing: Routing, message: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         eligible(fleet, routing)
     assert caught.value.message == message
 
 
-def test_busy_workers_are_left_out_until_none_is_left(fleet: Fleet) -> None:
+def test_busy_workers_are_left_out_until_none_is_left(fleet: WorkerPool) -> None:
     fleet.set_busy(2, True)
     fleet.set_busy(99, True)
     assert owners(fleet, None) == [(1, 0), (3, 4), (3, 5)]
@@ -105,15 +105,15 @@ def test_busy_workers_are_left_out_until_none_is_left(fleet: Fleet) -> None:
 
 def test_no_worker_at_all() -> None:
     with pytest.raises(NoInstances):
-        eligible(Fleet(DenseSlots()), Routing(backend_instance_id=1))
+        eligible(WorkerPool(DenseSlots()), Routing(backend_instance_id=1))
 
 
-def test_an_allow_list_of_strangers(fleet: Fleet) -> None:
+def test_an_allow_list_of_strangers(fleet: WorkerPool) -> None:
     with pytest.raises(NoInstances, match="allowed"):
         eligible(fleet, Routing(allowed_worker_ids=[8, 9]))
 
 
-def test_slots_are_dense_and_used_again(fleet: Fleet) -> None:
+def test_slots_are_dense_and_used_again(fleet: WorkerPool) -> None:
     assert sorted(fleet.candidates) == list(range(5))
     freed = fleet.remove(2)
     assert fleet.remove(2) == []
@@ -129,7 +129,7 @@ def test_slots_are_dense_and_used_again(fleet: Fleet) -> None:
     assert fleet.width == 6
 
 
-def test_a_shunned_worker_is_the_last_resort(fleet: Fleet) -> None:
+def test_a_shunned_worker_is_the_last_resort(fleet: WorkerPool) -> None:
     fleet.shun(99, True)
     assert eligible(fleet, None) is fleet.candidates
     fleet.shun(2, True)
