@@ -41,7 +41,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import instance_key
 from dynamo.protocols.kv import KvEvent, KvEventBatch, Removed, Stored
-from dynamo.router.discovery.router import KV_EVENTS, LiveRouter
+from dynamo.router.discovery.router import KV_EVENTS, ConnectedRouter
 from dynamo.runtime import DistributedRuntime
 
 BLOCK = 16
@@ -144,7 +144,7 @@ async def running(state_dir: str) -> AsyncIterator[DistributedRuntime]:
 class Beat:
     """Datagrams from another process, each with the time it was sent; every one leads to a pick."""
 
-    def __init__(self, live: LiveRouter, source: socket.socket) -> None:
+    def __init__(self, live: ConnectedRouter, source: socket.socket) -> None:
         self.late_us: list[float] = []
         self.pick_us: list[float] = []
         self._live = live
@@ -189,7 +189,7 @@ async def measure(state_dir: str, threads: int, rate: int, args: argparse.Namesp
     async with running(state_dir) as runtime:
         client = await runtime.endpoint(".".join(PATH)).client()
         chosen = RouterSettings(mode="kv", event_threads=threads)
-        live = LiveRouter(runtime, *PATH, BLOCK, chosen, client)
+        live = ConnectedRouter(runtime, *PATH, BLOCK, chosen, client)
         await live.start()
         while len(live.picker.fleet.members) < args.publishers:  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(0.01)

@@ -12,7 +12,7 @@ import msgspec
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
-from dynamo.router.discovery.router import LiveRouter
+from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.queued_request import place
 from dynamo.router.queue.request_queue import RequestQueue
@@ -22,7 +22,7 @@ __all__ = ["RoutedEndpoint"]
 
 
 class RoutedEndpoint:
-    """The workers of ``path`` behind a :class:`LiveRouter`. :meth:`start`, then :meth:`generate`.
+    """The workers of ``path`` behind a :class:`ConnectedRouter`. :meth:`start`, then :meth:`generate`.
 
     ``picker`` and ``client`` are there after :meth:`start`.
     """
@@ -41,7 +41,7 @@ class RoutedEndpoint:
         self.block_size = block_size
         self._runtime = runtime
         self._settings = settings
-        self._live: LiveRouter | None = None
+        self._live: ConnectedRouter | None = None
         self._numbers = itertools.count(1)
 
     @property
@@ -52,7 +52,7 @@ class RoutedEndpoint:
     async def start(self) -> None:
         """Follow the workers; those that exist can be picked on return."""
         self.client = await self._runtime.endpoint(".".join(self.path)).client()
-        self._live = LiveRouter(
+        self._live = ConnectedRouter(
             self._runtime, *self.path, self.block_size, self._settings, self.client
         )
         self.picker = self._live.picker

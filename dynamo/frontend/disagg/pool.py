@@ -13,7 +13,7 @@ from dynamo.frontend.models.workers import AdmittedWorkers
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
-from dynamo.router.discovery.router import LiveRouter
+from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.tasks import Tasks
@@ -145,7 +145,7 @@ class _Active:
         self._cards: dict[int, ModelCard] = {}
         self._client: Client | None = None
         self._workers: AdmittedWorkers | None = None
-        self._live: LiveRouter | None = None
+        self._live: ConnectedRouter | None = None
         self._news: QueueStatePublisher | None = None
 
     def instances(self) -> list[EndpointRecord]:
@@ -175,7 +175,7 @@ class _Active:
         workers = self._workers = AdmittedWorkers(client)
         for worker_id in self._cards:
             workers.accept(worker_id)
-        live = self._live = LiveRouter(
+        live = self._live = ConnectedRouter(
             runtime,
             *place,
             router.block_size,

@@ -16,7 +16,7 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
-from dynamo.router.discovery.router import LiveRouter
+from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.router.picker import Picker
 from dynamo.runtime import Client, DistributedRuntime
@@ -50,7 +50,7 @@ class ModelEntry:
         self.loading = False
         self._all_metrics = metrics
         self._accepted: AdmittedWorkers | None = None
-        self._live: LiveRouter | None = None
+        self._live: ConnectedRouter | None = None
         self._closed = False
 
     @property
@@ -157,9 +157,9 @@ class ModelEntry:
 
     async def _start_router(
         self, runtime: DistributedRuntime, settings: RouterSettings, workers: AdmittedWorkers
-    ) -> LiveRouter:
+    ) -> ConnectedRouter:
         card = self.card
-        live = LiveRouter(
+        live = ConnectedRouter(
             runtime,
             card.namespace,
             card.component,

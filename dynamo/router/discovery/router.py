@@ -39,7 +39,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.client import OnInstances
 from dynamo.runtime.events.channels import ZMQ, Subscription
 
-__all__ = ["KV_EVENTS", "InstanceSource", "LiveRouter"]
+__all__ = ["KV_EVENTS", "InstanceSource", "ConnectedRouter"]
 
 KV_EVENTS = "kv-events"
 
@@ -55,7 +55,7 @@ class InstanceSource(Protocol):
         ...
 
 
-class LiveRouter:
+class ConnectedRouter:
     """Keeps ``picker`` true to the workers of ``namespace.component.endpoint``.
 
     ``client`` follows that endpoint; ``phase`` is what metrics call the requests routed there.

@@ -15,7 +15,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import instance_key
 from dynamo.protocols.kv import KvEvent, KvEventBatch, KvQuery, KvQueryAnswer, Stored
-from dynamo.router.discovery.router import KV_EVENTS, LiveRouter
+from dynamo.router.discovery.router import KV_EVENTS, ConnectedRouter
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
 
@@ -95,7 +95,7 @@ class Box:
         self.settings = settings
         self.runtime = DistributedRuntime(None, settings)
         self.workers: list[Worker] = []
-        self.live: LiveRouter | None = None
+        self.live: ConnectedRouter | None = None
 
     async def worker(self, config: RuntimeConfig | None = None, answers: bool = True) -> Worker:
         worker = Worker(self.settings)
@@ -103,10 +103,10 @@ class Box:
         await worker.start(config, answers)
         return worker
 
-    async def route(self, **settings: object) -> LiveRouter:
+    async def route(self, **settings: object) -> ConnectedRouter:
         chosen = RouterSettings(**{"mode": "kv", **settings})  # type: ignore[arg-type]
         client = await self.runtime.endpoint("ns.backend.generate").client()
-        self.live = LiveRouter(
+        self.live = ConnectedRouter(
             self.runtime, "ns", "backend", "generate", BLOCK, chosen, client, "tiny"
         )
         await self.live.start()

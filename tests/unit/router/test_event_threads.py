@@ -32,7 +32,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.protocols import codec
 from dynamo.protocols.kv import KvEvent, KvEventBatch, Removed
-from dynamo.router.discovery.router import LiveRouter
+from dynamo.router.discovery.router import ConnectedRouter
 
 __all__ = [
     "test_a_dump_on_discovery_then_live_events",
@@ -52,7 +52,7 @@ __all__ = [
 class ThreadedBox(Box):
     """A box whose router has three threads for events."""
 
-    async def route(self, **settings: object) -> LiveRouter:
+    async def route(self, **settings: object) -> ConnectedRouter:
         return await super().route(**{"event_threads": 3, **settings})
 
 
@@ -65,7 +65,7 @@ async def box(tmp_path: Path) -> AsyncIterator[Box]:
     assert not [one for one in threading.enumerate() if one.name.startswith("kv-events")]
 
 
-def counted(live: LiveRouter, name: str) -> float:
+def counted(live: ConnectedRouter, name: str) -> float:
     """The sum of a metric's rows that mention ``name``."""
     text = live._runtime.metrics.render().decode()
     return sum(

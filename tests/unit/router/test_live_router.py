@@ -25,7 +25,7 @@ from dynamo.router.caches import indexer as indexer_module
 from dynamo.router.caches import recovery as recovery_module
 from dynamo.router.discovery import maintenance as upkeep_module
 from dynamo.router.discovery.load_feed import KV_METRICS
-from dynamo.router.discovery.router import LiveRouter
+from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.kv import KvPicker
 from dynamo.runtime import distributed as distributed_module
 
@@ -38,7 +38,7 @@ async def box(tmp_path: Path) -> AsyncIterator[Box]:
     await made.close()
 
 
-def overlap(live: LiveRouter) -> int:
+def overlap(live: ConnectedRouter) -> int:
     """Blocks of the prompt that the best worker holds; -1 without workers."""
     try:
         return live.picker.pick(None, PROMPT).overlap_blocks

@@ -13,7 +13,7 @@ from live_kit import BLOCK, PROMPT, Box, Worker, until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.router.discovery.router import LiveRouter
+from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.kv import KvPicker
 from dynamo.router.sync import replicas as sync
 from dynamo.runtime import DistributedRuntime
@@ -35,7 +35,7 @@ class Replicas:
         await worker.start(config or RuntimeConfig())
         return worker
 
-    async def router(self, workers: int = 1, **settings: object) -> LiveRouter:
+    async def router(self, workers: int = 1, **settings: object) -> ConnectedRouter:
         box = Box(self.settings)
         self.boxes.append(box)
         live = await box.route(replica_sync=True, **settings)
@@ -61,17 +61,17 @@ async def replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     await made.close()
 
 
-def kv(live: LiveRouter) -> KvPicker:
+def kv(live: ConnectedRouter) -> KvPicker:
     assert isinstance(live.picker, KvPicker)
     return live.picker
 
 
-def load(live: LiveRouter, worker: Worker) -> Load:
+def load(live: ConnectedRouter, worker: Worker) -> Load:
     picker = kv(live)
     return picker.active.load(picker.fleet.members[worker.id].slots[0])
 
 
-async def hear_each_other(*lives: LiveRouter) -> None:
+async def hear_each_other(*lives: ConnectedRouter) -> None:
     """Until each knows the others, and misses nothing."""
     for live in lives:
         peers = live._sync.peers if live._sync is not None else None
