@@ -11,7 +11,7 @@ from dynamo.router.caches.indexer import Indexer
 from dynamo.router.caches.predicted import STEP_BLOCKS, PredictedCache
 from dynamo.router.kv import KvPicker
 
-__all__ = ["Upkeep"]
+__all__ = ["Maintenance"]
 
 SWEEP_S = 30.0
 SILENCE_S = 2.0
@@ -20,7 +20,7 @@ SILENCE_S = 2.0
 logger = logging.getLogger(__name__)
 
 
-class Upkeep:
+class Maintenance:
     """Timers of one router. ``indexer`` is None where no events are followed.
 
     ``useless`` counts the workers whose KV events are missing, or of another block size.

@@ -27,7 +27,7 @@ from dynamo.router.caches.recovery import KV_QUERY, Questions
 from dynamo.router.discovery.block_sizes import events_differ, worker_differs
 from dynamo.router.discovery.cards import WorkerCards
 from dynamo.router.discovery.load_feed import LoadFeed
-from dynamo.router.discovery.maintenance import Upkeep
+from dynamo.router.discovery.maintenance import Maintenance
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.router.eligibility.metrics import gates
 from dynamo.router.factory import make_index, make_picker
@@ -110,13 +110,13 @@ class ConnectedRouter:
         self._cards = WorkerCards(self._on_card)
         self._events: Subscription | None = None
         self._loads = LoadFeed(runtime, namespace, component, self.picker.gate.busy.report)
-        self._upkeep: Upkeep | None = None
+        self._upkeep: Maintenance | None = None
         self._sync: ReplicaSync | None = None
         if isinstance(self.picker, KvPicker):
             self._show_beliefs(place, self.picker)
             expiry_s = settings.active_request_expiry_s
             useless = useless_sources(registry, place, endpoint)
-            self._upkeep = Upkeep(self.picker, self.indexer, expiry_s, useless)
+            self._upkeep = Maintenance(self.picker, self.indexer, expiry_s, useless)
             if settings.replica_sync:
                 self._sync = ReplicaSync(runtime, place, self.picker)
         self._closed = False
