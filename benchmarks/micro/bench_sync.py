@@ -19,7 +19,7 @@ from dynamo.protocols.codec import encode
 from dynamo.protocols.sync import SequenceBatch
 from dynamo.router.kv import KvPicker
 from dynamo.router.load.active import Booking
-from dynamo.router.prompt import Prompt
+from dynamo.router.prompt import HashedPrompt
 from dynamo.router.sync.local import OwnRequests
 from dynamo.router.sync.remote import Peers
 from dynamo.router.sync.replicas import Board, decode_message
@@ -35,7 +35,7 @@ def life(own: OwnRequests, numbers: Any) -> list[bytes]:
     for _ in range(A_TURN):
         number = next(numbers)
         hashes = HASHES[number % len(HASHES)]
-        prompt = Prompt(BLOCK * BLOCKS, BLOCKS, hashes, hashes, 0)
+        prompt = HashedPrompt(BLOCK * BLOCKS, BLOCKS, hashes, hashes, 0)
         booking = Booking(0, number % WORKERS, 0, BLOCK * BLOCKS, 0, 0.0)
         own.booked(str(number), booking, prompt, BLOCK * BLOCKS)
         own.prefill_completed(str(number))

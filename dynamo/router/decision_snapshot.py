@@ -9,7 +9,7 @@ from dynamo.errors import DynamoError
 from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.cost import CostBreakdown, CostParams, Load, parts
 from dynamo.router.duplicates import duplicate_blocks
-from dynamo.router.prompt import Prompt
+from dynamo.router.prompt import HashedPrompt
 
 __all__ = ["DecisionSnapshot"]
 
@@ -21,7 +21,7 @@ class DecisionSnapshot(NamedTuple):
     compute what others hold without the price of a copy.
     """
 
-    prompt: Prompt
+    prompt: HashedPrompt
     terms: CostParams
     slots: array[int]
     held: CachedBlocks

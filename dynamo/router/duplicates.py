@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.cost import CostParams
-from dynamo.router.prompt import Prompt
+from dynamo.router.prompt import HashedPrompt
 
 __all__ = ["CopyOffer", "CopyPolicy", "duplicate_blocks"]
 
@@ -69,7 +69,7 @@ class CopyPolicy:
         slots: array[int],
         held: CachedBlocks,
         most: float,
-        prompt: Prompt,
+        prompt: HashedPrompt,
         costs: array[float],
         now_s: float,
     ) -> CopyOffer | None:

@@ -34,7 +34,7 @@ from dynamo.router.load.active import ActiveLoad, Booking
 from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
-from dynamo.router.prompt import Hasher, Prompt
+from dynamo.router.prompt import HashedPrompt, Hasher
 from dynamo.router.sync.local import OwnRequests
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
@@ -260,7 +260,7 @@ class KvPicker:
 
     def _look(
         self, tokens: Tokens, routing: Routing | None, terms: CostParams, times: list[float]
-    ) -> Prompt:
+    ) -> HashedPrompt:
         """Hash the prompt and find what every slot holds of it."""
         prompt = self._hasher.hash(tokens, routing, terms.assume_kv_reuse, self._clock, times)
         if self.predicted is not None:
@@ -272,7 +272,7 @@ class KvPicker:
 
     def _choose(
         self,
-        prompt: Prompt,
+        prompt: HashedPrompt,
         slots: array[int],
         terms: CostParams,
         routing: Routing | None,
@@ -304,7 +304,7 @@ class KvPicker:
         chosen = choose(self._costs, len(slots), terms.temperature, self._uniform())
         return slots[chosen], most, offer
 
-    def _decision(self, slot: int, prompt: Prompt) -> Decision:
+    def _decision(self, slot: int, prompt: HashedPrompt) -> Decision:
         owner = self.fleet.owners[slot]
         assert owner is not None, "a candidate slot has an owner"
         return Decision(*owner, self._held.device[slot], prompt.blocks)
@@ -314,7 +314,7 @@ class KvPicker:
         request_id: str,
         slot: int,
         decision: Decision,
-        prompt: Prompt,
+        prompt: HashedPrompt,
         routing: Routing | None,
         terms: CostParams,
     ) -> float:
@@ -343,7 +343,7 @@ class KvPicker:
 
     def _survey(
         self,
-        prompt: Prompt,
+        prompt: HashedPrompt,
         terms: CostParams,
         slots: array[int],
         chosen: int | None,
@@ -358,7 +358,7 @@ class KvPicker:
     def _log(
         self,
         request_id: str | None,
-        prompt: Prompt,
+        prompt: HashedPrompt,
         terms: CostParams,
         slots: array[int],
         slot: int,

@@ -12,7 +12,7 @@ from dynamo.observability.metrics import Registry
 from dynamo.observability.names import Frontend, Router, counter, gauge, histogram
 from dynamo.observability.names_router import Hits
 from dynamo.router.load.active import ActiveLoad, Booking
-from dynamo.router.prompt import Prompt
+from dynamo.router.prompt import HashedPrompt
 from dynamo.router.worker_pool import Member
 
 __all__ = ["DecisionMetrics", "RouterLabels", "WorkerMetrics"]
@@ -88,7 +88,12 @@ class DecisionMetrics:
         self._shared_rate = histogram(registry, Hits.SHARED_HIT_RATE).labels(*place.router)
 
     def decided(
-        self, times: Sequence[float], prompt: Prompt, found: float, best: float, block_size: int
+        self,
+        times: Sequence[float],
+        prompt: HashedPrompt,
+        found: float,
+        best: float,
+        block_size: int,
     ) -> None:
         """A request was booked; ``times`` are the borders of the four steps, seconds.
 

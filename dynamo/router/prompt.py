@@ -10,12 +10,12 @@ from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_ha
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 
-__all__ = ["Hasher", "Prompt"]
+__all__ = ["Hasher", "HashedPrompt"]
 
 _NO_HASHES = array("Q")
 
 
-class Prompt(NamedTuple):
+class HashedPrompt(NamedTuple):
     """``blocks`` are the full ones; ``hashes`` and ``chained`` are empty where nobody needs them.
 
     As active load, ``unique_blocks`` count without a hash, and without them ``chained`` ones do.
@@ -48,7 +48,7 @@ class Hasher(NamedTuple):
         reuse: bool,
         clock: Callable[[], float],
         times: list[float],
-    ) -> Prompt:
+    ) -> HashedPrompt:
         """The prompt; ``reuse``: its blocks may be shared. Appends the ends of the two steps."""
         seed = BLOCK_SEED
         if routing is not None and (routing.lora_name or routing.cache_namespace):
@@ -62,6 +62,6 @@ class Hasher(NamedTuple):
             chained = sequence_hashes(hashes)
         times.append(clock())
         blocks = len(tokens) // self.block_size
-        return Prompt(
+        return HashedPrompt(
             len(tokens), blocks, hashes, chained, blocks if self.load and not shared else 0
         )
