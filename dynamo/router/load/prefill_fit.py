@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from dynamo.router.load.prefill_load import Stretch
+from dynamo.router.load.prefill_load import BusyInterval
 
 __all__ = ["MIN_SAMPLES", "PrefillFit"]
 
@@ -43,7 +43,7 @@ class PrefillFit:
 
     def __init__(self) -> None:
         self.terms: Row | None = None
-        self._samples: deque[Stretch] = deque(maxlen=_WINDOW)
+        self._samples: deque[BusyInterval] = deque(maxlen=_WINDOW)
         self._new = 0
         self._fitted_s = -math.inf
 
@@ -57,7 +57,7 @@ class PrefillFit:
         a, b, c = self.terms
         return a + b * tokens + c * tokens * (cached_tokens + tokens / 2)
 
-    def observe(self, stretch: Stretch, now_s: float) -> None:
+    def observe(self, stretch: BusyInterval, now_s: float) -> None:
         """Remember, and fit when it is time."""
         self.remember(stretch)
         enough = len(self._samples) >= MIN_SAMPLES and self._new >= _REFIT_SAMPLES
@@ -70,7 +70,7 @@ class PrefillFit:
         text = "prefill load model: %.3g s + %.3g s a token + %.3g s a token and token before it"
         logger.log(level, text, *(self.terms or ()))
 
-    def remember(self, stretch: Stretch) -> None:
+    def remember(self, stretch: BusyInterval) -> None:
         """One more sample."""
         self._samples.append(stretch)
         self._new += 1
@@ -81,7 +81,7 @@ class PrefillFit:
         self.terms = _fit(self._samples)
 
 
-def _fit(samples: Sequence[Stretch]) -> Row:
+def _fit(samples: Sequence[BusyInterval]) -> Row:
     """Relative errors, weighted down by how unusual they are, from the median rate on."""
     features = [(float(one.prefills), float(one.tokens), one.attention) for one in samples]
     seconds = [max(one.seconds, _LEAST_S) for one in samples]

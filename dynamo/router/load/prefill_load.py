@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from dynamo._fast.anchors import Anchors
 
-__all__ = ["Predictor", "PrefillLoad", "PrefillModel", "Stretch", "Unfitted"]
+__all__ = ["Predictor", "PrefillLoad", "PrefillModel", "BusyInterval", "Unfitted"]
 
 Predictor = Callable[[int, int], float | None]
 """(tokens to compute, tokens of the prefix that is cached) to seconds; None: it does not know."""
@@ -21,7 +21,7 @@ Predictor = Callable[[int, int], float | None]
 _STRETCH_PREFILLS = 8
 
 
-class Stretch(NamedTuple):
+class BusyInterval(NamedTuple):
     """A time in which a slot computed prompts without a pause.
 
     ``attention`` sums, over its ``prefills``, tokens × (cached tokens + half of the tokens).
@@ -39,7 +39,7 @@ class PrefillModel(Protocol):
     def predict(self, tokens: int, cached_tokens: int) -> float | None:
         """Seconds to the first token on an idle worker; None: it does not know."""
 
-    def observe(self, stretch: Stretch, now_s: float) -> None:
+    def observe(self, stretch: BusyInterval, now_s: float) -> None:
         """What a worker took."""
 
 
@@ -53,7 +53,7 @@ class Unfitted:
         """What the predictor says."""
         return self._predictor(tokens, cached_tokens)
 
-    def observe(self, stretch: Stretch, now_s: float) -> None:
+    def observe(self, stretch: BusyInterval, now_s: float) -> None:
         """Nothing to learn."""
 
 
@@ -158,12 +158,12 @@ class _Line:
         self._tokens += prefill.tokens
         self._attention += prefill.tokens * (prefill.cached_tokens + prefill.tokens / 2)
 
-    def stretch(self, now_s: float) -> Stretch | None:
+    def stretch(self, now_s: float) -> BusyInterval | None:
         """What was computed since the last one, when that is worth a look."""
         if not self.spoiled and self.prefills and self._count < _STRETCH_PREFILLS:
             return None
         spoiled, seconds = self.spoiled, now_s - self._since_s
-        found = Stretch(self._count, self._tokens, self._attention, seconds)
+        found = BusyInterval(self._count, self._tokens, self._attention, seconds)
         self._restart(now_s)
         return None if spoiled or seconds <= 0 else found
 

@@ -11,7 +11,7 @@ from typing import Any
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.router.load.prefill_fit import PrefillFit
-from dynamo.router.load.prefill_load import PrefillModel, Stretch, Unfitted
+from dynamo.router.load.prefill_load import BusyInterval, PrefillModel, Unfitted
 
 __all__ = ["prefill_model"]
 
@@ -87,7 +87,7 @@ def _estimated(
                 f"AIConfigurator has no estimate for {model} on {system} with {backend}: {error}"
             ) from error
         attention = tokens * (cached + tokens / 2)
-        fit.remember(Stretch(1, tokens, attention, found.ttft / 1e3))
+        fit.remember(BusyInterval(1, tokens, attention, found.ttft / 1e3))
     fit.fit()
     logger.info("prefill load model: AIConfigurator for %s on %s with %s", model, system, backend)
     return Unfitted(fit.predict)

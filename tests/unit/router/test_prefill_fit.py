@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from dynamo.router.load.prefill_fit import MIN_SAMPLES, PrefillFit
-from dynamo.router.load.prefill_load import Stretch
+from dynamo.router.load.prefill_load import BusyInterval
 
 
 def seconds(tokens: int, cached: int) -> float:
@@ -25,7 +25,7 @@ def taught(count: int, noise: float, outliers: float, seed: int = 1) -> PrefillF
         took = seconds(tokens, cached) * source.uniform(1 - noise, 1 + noise)
         if source.random() < outliers:
             took *= source.choice([0.05, 8.0, 30.0])
-        fit.observe(Stretch(1, tokens, tokens * (cached + tokens / 2), took), number * 2.0)
+        fit.observe(BusyInterval(1, tokens, tokens * (cached + tokens / 2), took), number * 2.0)
     return fit
 
 
@@ -61,7 +61,7 @@ def test_a_worker_that_becomes_slower_is_followed() -> None:
     for number in range(200):
         tokens = int(2 ** source.uniform(4, 15))
         took = 3 * seconds(tokens, 0)
-        fit.observe(Stretch(1, tokens, tokens * tokens / 2, took), 1000.0 + number)
+        fit.observe(BusyInterval(1, tokens, tokens * tokens / 2, took), 1000.0 + number)
     after = fit.predict(4096, 0)
     assert before is not None and after is not None
     assert 2.7 < after / before < 3.3
@@ -73,7 +73,7 @@ def test_a_stretch_of_several_teaches_the_same() -> None:
     for number in range(100):
         sizes = [int(2 ** source.uniform(4, 15)) for _ in range(source.randint(1, 8))]
         took = sum(seconds(size, 0) for size in sizes)
-        stretch = Stretch(len(sizes), sum(sizes), sum(size * size / 2 for size in sizes), took)
+        stretch = BusyInterval(len(sizes), sum(sizes), sum(size * size / 2 for size in sizes), took)
         fit.observe(stretch, float(number))
     said = fit.predict(1024, 0)
     assert said is not None and abs(said / seconds(1024, 0) - 1) < 0.02
@@ -82,7 +82,7 @@ def test_a_stretch_of_several_teaches_the_same() -> None:
 def test_alike_prompts_only() -> None:
     fit = PrefillFit()
     for number in range(50):
-        fit.observe(Stretch(1, 1000, 500_000.0, 0.05), number * 2.0)
+        fit.observe(BusyInterval(1, 1000, 500_000.0, 0.05), number * 2.0)
     said = fit.predict(1000, 0)
     assert said is not None and abs(said - 0.05) < 1e-6
     assert all(term >= 0 for term in fit.terms or ())
@@ -91,7 +91,7 @@ def test_alike_prompts_only() -> None:
 def test_memory_and_effort_are_bounded() -> None:
     fit = PrefillFit()
     for number in range(10_000):
-        fit.observe(Stretch(1, 100 + number % 7, 5000.0, 0.01), number * 1e-3)
+        fit.observe(BusyInterval(1, 100 + number % 7, 5000.0, 0.01), number * 1e-3)
     assert len(fit) == 128
     assert fit._fitted_s > 9.0 - 1.1
 
@@ -99,6 +99,6 @@ def test_memory_and_effort_are_bounded() -> None:
 def test_times_of_nothing_do_no_harm() -> None:
     fit = PrefillFit()
     for number in range(20):
-        fit.observe(Stretch(1, 1, 0.5, 1e-12), number * 2.0)
+        fit.observe(BusyInterval(1, 1, 0.5, 1e-12), number * 2.0)
     said = fit.predict(10**6, 10**6)
     assert said is not None and 0 <= said < 1e6

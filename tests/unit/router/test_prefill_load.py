@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.router.load.active import ActiveLoad, Booking
-from dynamo.router.load.prefill_load import PrefillLoad, Stretch, Unfitted
+from dynamo.router.load.prefill_load import BusyInterval, PrefillLoad, Unfitted
 
 
 class Model:
@@ -17,12 +17,12 @@ class Model:
 
     def __init__(self, expected_s: float | None = 10.0) -> None:
         self.expected_s = expected_s
-        self.heard: list[Stretch] = []
+        self.heard: list[BusyInterval] = []
 
     def predict(self, tokens: int, cached_tokens: int) -> float | None:
         return self.expected_s
 
-    def observe(self, stretch: Stretch, now_s: float) -> None:
+    def observe(self, stretch: BusyInterval, now_s: float) -> None:
         self.heard.append(stretch)
 
 
@@ -180,7 +180,7 @@ def test_what_is_heard_of_a_busy_time(here: Clocked) -> None:
     here.now_s = 6.0
     here.first_token("b")
     attention = 100 * (8 + 50) + 50 * (8 + 25)
-    assert here.model.heard == [Stretch(2, 150, attention, 6.0)]
+    assert here.model.heard == [BusyInterval(2, 150, attention, 6.0)]
 
 
 def test_a_busy_time_is_cut_after_eight(here: Clocked) -> None:
