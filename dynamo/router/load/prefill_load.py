@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from dynamo._fast.anchors import Anchors
 
-__all__ = ["Predictor", "PrefillLoad", "PrefillModel", "BusyInterval", "Unfitted"]
+__all__ = ["Predictor", "PrefillLoad", "PrefillModel", "BusyInterval", "StaticModel"]
 
 Predictor = Callable[[int, int], float | None]
 """(tokens to compute, tokens of the prefix that is cached) to seconds; None: it does not know."""
@@ -43,7 +43,7 @@ class PrefillModel(Protocol):
         """What a worker took."""
 
 
-class Unfitted:
+class StaticModel:
     """A model that is a given ``predictor`` and learns nothing."""
 
     def __init__(self, predictor: Predictor) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.router.load.prefill_fit import PrefillFit
-from dynamo.router.load.prefill_load import BusyInterval, PrefillModel, Unfitted
+from dynamo.router.load.prefill_load import BusyInterval, PrefillModel, StaticModel
 
 __all__ = ["prefill_model"]
 
@@ -31,7 +31,7 @@ def prefill_model(settings: RouterSettings) -> PrefillModel | None:
     if settings.mode != "kv":
         return None
     if settings.prefill_load_predictor is not None:
-        return Unfitted(settings.prefill_load_predictor)
+        return StaticModel(settings.prefill_load_predictor)
     if settings.prefill_load_model == "none":
         return None
     if not settings.track_prefill_tokens:
@@ -90,7 +90,7 @@ def _estimated(
         fit.remember(BusyInterval(1, tokens, attention, found.ttft / 1e3))
     fit.fit()
     logger.info("prefill load model: AIConfigurator for %s on %s with %s", model, system, backend)
-    return Unfitted(fit.predict)
+    return StaticModel(fit.predict)
 
 
 def _estimator() -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.router.load.active import ActiveLoad, Booking
-from dynamo.router.load.prefill_load import BusyInterval, PrefillLoad, Unfitted
+from dynamo.router.load.prefill_load import BusyInterval, PrefillLoad, StaticModel
 
 
 class Model:
@@ -206,7 +206,7 @@ def test_a_cancelled_prefill_spoils_the_time_it_was_in(here: Clocked) -> None:
 
 
 def test_a_predictor_alone_is_a_model() -> None:
-    load = PrefillLoad(Unfitted(lambda tokens, cached: (tokens + cached) / 100))
+    load = PrefillLoad(StaticModel(lambda tokens, cached: (tokens + cached) / 100))
     load.begin(0, "a", 100, 100, 0.0)
     assert load.done_tokens(0, 1.0) == 50
     load.first_token(0, "a", 2.0)
