@@ -18,7 +18,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import encode
 from dynamo.protocols.sync import SequenceBatch
 from dynamo.router.kv import KvPicker
-from dynamo.router.load.active import Booking
+from dynamo.router.load.active import Reservation
 from dynamo.router.prompt import HashedPrompt
 from dynamo.router.sync.local import OwnRequests
 from dynamo.router.sync.remote import Peers
@@ -36,7 +36,7 @@ def life(own: OwnRequests, numbers: Any) -> list[bytes]:
         number = next(numbers)
         hashes = HASHES[number % len(HASHES)]
         prompt = HashedPrompt(BLOCK * BLOCKS, BLOCKS, hashes, hashes, 0)
-        booking = Booking(0, number % WORKERS, 0, BLOCK * BLOCKS, 0, 0.0)
+        booking = Reservation(0, number % WORKERS, 0, BLOCK * BLOCKS, 0, 0.0)
         own.booked(str(number), booking, prompt, BLOCK * BLOCKS)
         own.prefill_completed(str(number))
         own.freed(str(number))

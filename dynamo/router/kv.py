@@ -30,7 +30,7 @@ from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.duplicates import CopyOffer, CopyPolicy
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.taints import favour
-from dynamo.router.load.active import ActiveLoad, Booking
+from dynamo.router.load.active import ActiveLoad, Reservation
 from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
@@ -231,7 +231,7 @@ class KvPicker:
             self.free(request_id)
         return stale
 
-    def _end(self, request_id: str) -> Booking | None:
+    def _end(self, request_id: str) -> Reservation | None:
         """Release all that the request holds; its booking, if it had one."""
         if self._copies is not None:
             self._copies.ended(request_id)
@@ -324,7 +324,7 @@ class KvPicker:
         if terms.track_prefill_tokens:
             prefill = max(prompt.isl_tokens - cached_tokens(terms.weights, found), 0)
         now_s = self._clock()
-        booking = Booking(
+        booking = Reservation(
             slot,
             decision.worker_id,
             decision.dp_rank,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dynamo.observability.metrics import Registry
 from dynamo.observability.names import Frontend, Router, counter, gauge, histogram
 from dynamo.observability.names_router import Hits
-from dynamo.router.load.active import ActiveLoad, Booking
+from dynamo.router.load.active import ActiveLoad, Reservation
 from dynamo.router.prompt import HashedPrompt
 from dynamo.router.worker_pool import Member
 
@@ -126,12 +126,12 @@ class DecisionMetrics:
         """An engine said how many prompt tokens it did not have to compute."""
         self._reused.value += tokens
 
-    def first_token(self, booking: Booking) -> None:
+    def first_token(self, booking: Reservation) -> None:
         """The first token came."""
         if booking.first_token_at_s is not None:
             self._ttft.observe(booking.first_token_at_s - booking.booked_at_s)
 
-    def ended(self, booking: Booking, now_s: float) -> None:
+    def ended(self, booking: Reservation, now_s: float) -> None:
         """A request ended, however it did."""
         self._ended.value += 1
         self._osl.observe(booking.output_tokens)

@@ -14,11 +14,11 @@ from dynamo._fast.sequences import ActiveSequences
 from dynamo.errors import InvalidArgument
 from dynamo.router.load.prefill_load import PrefillLoad, PrefillModel
 
-__all__ = ["ActiveLoad", "Booking"]
+__all__ = ["ActiveLoad", "Reservation"]
 
 
 @dataclass(slots=True)
-class Booking:
+class Reservation:
     """One running request. ``overlap_blocks`` of its prompt were cached when it was placed.
 
     ``remote``: another replica of the router sent it.
@@ -59,7 +59,7 @@ class ActiveLoad:
         self._prefills = None if prefill_model is None else PrefillLoad(prefill_model)
         self._clock = clock
         self._sequences = ActiveSequences()
-        self._bookings: dict[str, Booking] = {}
+        self._bookings: dict[str, Reservation] = {}
 
     def __len__(self) -> int:
         return len(self._bookings)
@@ -87,7 +87,7 @@ class ActiveLoad:
     def book(
         self,
         request_id: str,
-        booking: Booking,
+        booking: Reservation,
         sequence_hashes: array[int] | None,
         unique_blocks: int,
         prefill_tokens: int,
@@ -109,7 +109,7 @@ class ActiveLoad:
             now_s = booking.booked_at_s
             self._prefills.begin(booking.slot, request_id, prefill_tokens, cached, now_s)
 
-    def mark_prefill_complete(self, request_id: str, now_s: float) -> Booking | None:
+    def mark_prefill_complete(self, request_id: str, now_s: float) -> Reservation | None:
         """Release the prefill tokens; the booking the first time, else None."""
         booking = self._bookings.get(request_id)
         if booking is None or booking.first_token_at_s is not None:
@@ -132,7 +132,7 @@ class ActiveLoad:
             if crossed:
                 self._sequences.grow(booking.handle, crossed, _faded(booking))
 
-    def free(self, request_id: str) -> Booking | None:
+    def free(self, request_id: str) -> Reservation | None:
         """End the request; its booking, or None when there is none (any more)."""
         booking = self._bookings.pop(request_id, None)
         if booking is not None:
@@ -171,6 +171,6 @@ class ActiveLoad:
         assert sum(self.load(slot)[2] for slot in slots) == len(self._bookings)
 
 
-def _faded(booking: Booking) -> float:
+def _faded(booking: Reservation) -> float:
     expected = booking.expected_output_tokens
     return min(booking.output_tokens / expected, 1.0) if expected else 0.0

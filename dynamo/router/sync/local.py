@@ -11,7 +11,7 @@ from dynamo.protocols.sync import (
     SequenceBatch,
     SequenceEvent,
 )
-from dynamo.router.load.active import Booking
+from dynamo.router.load.active import Reservation
 from dynamo.router.prompt import HashedPrompt
 
 __all__ = ["OwnRequests"]
@@ -44,7 +44,7 @@ class OwnRequests:
         return len(self._live)
 
     def booked(
-        self, request_id: str, booking: Booking, prompt: HashedPrompt, prefill_tokens: int
+        self, request_id: str, booking: Reservation, prompt: HashedPrompt, prefill_tokens: int
     ) -> None:
         """The request was sent to a worker. O(blocks), two copies of 8 bytes each."""
         data = AddRequest(

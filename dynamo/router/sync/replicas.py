@@ -17,7 +17,7 @@ import msgspec
 from dynamo.protocols import codec
 from dynamo.protocols.sync import AddRequest, SequenceEvent, SequenceMessage, SequenceQuery
 from dynamo.router.kv import KvPicker
-from dynamo.router.load.active import Booking
+from dynamo.router.load.active import Reservation
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.sync.local import OwnRequests
 from dynamo.router.sync.metrics import show_replicas
@@ -179,7 +179,7 @@ class Board:
         shared = None if data.unique_blocks else chained
         now_s = time.perf_counter()
         place = slot, event.worker_id, event.dp_rank, data.isl_tokens, data.overlap_blocks
-        booking = Booking(*place, now_s, data.expected_output_tokens, remote=True)
+        booking = Reservation(*place, now_s, data.expected_output_tokens, remote=True)
         prefill = 0 if data.prefill_completed else data.prefill_tokens
         picker.active.book(key, booking, shared, data.unique_blocks, prefill)
         if data.prefill_completed:

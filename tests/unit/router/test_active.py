@@ -8,7 +8,7 @@ import pytest
 
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.errors import InvalidArgument
-from dynamo.router.load.active import ActiveLoad, Booking
+from dynamo.router.load.active import ActiveLoad, Reservation
 
 
 def book(
@@ -16,7 +16,7 @@ def book(
 ) -> array[int]:
     """Book ``isl`` tokens (all different per request length) with ``overlap`` blocks cached."""
     chained = sequence_hashes(block_hashes(array("I", range(isl)), load.block_size))
-    booking = Booking(slot, 10 + slot, 0, isl, overlap, float(len(load)), **more)
+    booking = Reservation(slot, 10 + slot, 0, isl, overlap, float(len(load)), **more)
     load.book(request_id, booking, chained, 0, isl - overlap * load.block_size)
     return chained
 

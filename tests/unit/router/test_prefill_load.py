@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.router.load.active import ActiveLoad, Booking
+from dynamo.router.load.active import ActiveLoad, Reservation
 from dynamo.router.load.prefill_load import BusyInterval, PrefillLoad, StaticModel
 
 
@@ -36,7 +36,7 @@ class Clocked:
 
     def book(self, name: str, tokens: int, expected_s: float | None = 10.0, slot: int = 0) -> None:
         self.model.expected_s = expected_s
-        booking = Booking(slot, 10 + slot, 0, tokens + 8, 2, self.now_s)
+        booking = Reservation(slot, 10 + slot, 0, tokens + 8, 2, self.now_s)
         self.load.book(name, booking, None, 0, tokens)
 
     def first_token(self, name: str) -> None:
@@ -166,7 +166,7 @@ def test_slots_do_not_mix_and_time_does_not_run_backwards(here: Clocked) -> None
 
 def test_without_a_model_nothing_fades() -> None:
     load = ActiveLoad(4, clock=lambda: 1e9)
-    load.book("a", Booking(0, 10, 0, 100, 0, 0.0), None, 0, 100)
+    load.book("a", Reservation(0, 10, 0, 100, 0, 0.0), None, 0, 100)
     assert load.load(0)[0] == 100
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynamo.protocols.codec import encode
 from dynamo.protocols.sync import AddRequest, SequenceBatch, SequenceEvent, SequenceMessage
-from dynamo.router.load.active import Booking
+from dynamo.router.load.active import Reservation
 from dynamo.router.prompt import HashedPrompt
 from dynamo.router.sync import local as sync_own
 from dynamo.router.sync import remote as sync_peers
@@ -52,7 +52,7 @@ class Pair:
     def book(self, name: str, worker_id: int, blocks: int = 2) -> None:
         hashes = array("Q", range(blocks))
         prompt = HashedPrompt(blocks * BLOCK, blocks, hashes, hashes, 0)
-        self.own.booked(name, Booking(0, worker_id, 0, blocks * BLOCK, 0, 0.0), prompt, 8)
+        self.own.booked(name, Reservation(0, worker_id, 0, blocks * BLOCK, 0, 0.0), prompt, 8)
         self.truth[name] = (worker_id, False)
 
     def complete(self, name: str) -> None:
