@@ -20,7 +20,7 @@ from dynamo.protocols.sync import SequenceBatch
 from dynamo.router.kv import KvPicker
 from dynamo.router.load.active import Reservation
 from dynamo.router.prompt import HashedPrompt
-from dynamo.router.sync.local import OwnRequests
+from dynamo.router.sync.local import LocalRequests
 from dynamo.router.sync.remote import Peers
 from dynamo.router.sync.replicas import Board, decode_message
 
@@ -30,7 +30,7 @@ BLOCK, BLOCKS, WORKERS, A_TURN = 16, 256, 16, 16
 HASHES = [array("Q", range(at * BLOCKS, (at + 1) * BLOCKS)) for at in range(64)]
 
 
-def life(own: OwnRequests, numbers: Any) -> list[bytes]:
+def life(own: LocalRequests, numbers: Any) -> list[bytes]:
     """A loop turn in which so many requests begin, answer and end."""
     for _ in range(A_TURN):
         number = next(numbers)
@@ -44,13 +44,13 @@ def life(own: OwnRequests, numbers: Any) -> list[bytes]:
 
 
 def test_told(benchmark: Any) -> None:
-    own, numbers = OwnRequests(1, BLOCK, False, lambda: None), count()
+    own, numbers = LocalRequests(1, BLOCK, False, lambda: None), count()
     benchmark(life, own, numbers)
     benchmark.extra_info["us_a_request"] = benchmark.stats["mean"] * 1e6 / A_TURN
 
 
 def test_heard(benchmark: Any) -> None:
-    own, numbers = OwnRequests(1, BLOCK, False, lambda: None), count()
+    own, numbers = LocalRequests(1, BLOCK, False, lambda: None), count()
     picker = KvPicker(RouterSettings(mode="kv"), BLOCK, None)
     for worker in range(WORKERS):
         picker.add_worker(worker, RuntimeConfig())

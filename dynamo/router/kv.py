@@ -35,7 +35,7 @@ from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.picker import Decision
 from dynamo.router.prompt import HashedPrompt, Hasher
-from dynamo.router.sync.local import OwnRequests
+from dynamo.router.sync.local import LocalRequests
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 __all__ = ["KvPicker"]
@@ -85,7 +85,7 @@ class KvPicker:
         self._clock = clock
         self.predicted = predicted
         self.served: dict[int, int] = {}
-        self.own_requests: OwnRequests | None = None
+        self.own_requests: LocalRequests | None = None
         self.on_first_served: Callable[[int], None] = _nobody
         self._resize()
 

@@ -14,7 +14,7 @@ from dynamo.protocols.sync import (
 from dynamo.router.load.active import Reservation
 from dynamo.router.prompt import HashedPrompt
 
-__all__ = ["OwnRequests"]
+__all__ = ["LocalRequests"]
 
 MAX_BATCH_BYTES = 262_144
 """About so much goes into one message (an event plane may refuse 1 MiB)."""
@@ -22,7 +22,7 @@ MAX_BATCH_BYTES = 262_144
 _EVENT_BYTES = 100
 
 
-class OwnRequests:
+class LocalRequests:
     """What runs now, and what has not been told yet. Every batch that it gives must be sent.
 
     ``on_news`` is called when there is something to tell again; ``predicts``: tell also what

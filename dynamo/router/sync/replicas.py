@@ -19,7 +19,7 @@ from dynamo.protocols.sync import AddRequest, SequenceEvent, SequenceMessage, Se
 from dynamo.router.kv import KvPicker
 from dynamo.router.load.active import Reservation
 from dynamo.router.metrics import RouterLabels
-from dynamo.router.sync.local import OwnRequests
+from dynamo.router.sync.local import LocalRequests
 from dynamo.router.sync.metrics import show_replicas
 from dynamo.router.sync.remote import Peers
 from dynamo.runtime import DistributedRuntime
@@ -56,7 +56,7 @@ class ReplicaSync:
         self._answering: asyncio.Handle | None = None
         self._foreign: set[int] = set()
         router_id = secrets.randbits(62) + 1
-        self.own = OwnRequests(router_id, picker.block_size, picker.believes, self._on_news)
+        self.own = LocalRequests(router_id, picker.block_size, picker.believes, self._on_news)
         self.peers = Peers(Board(picker), self._ask)
         self._resyncs = show_replicas(runtime.metrics, place, self.peers)
 

@@ -22,7 +22,7 @@ from dynamo.protocols.sync import AddRequest, SequenceEvent
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels
-from dynamo.router.sync.local import OwnRequests
+from dynamo.router.sync.local import LocalRequests
 from dynamo.router.sync.replicas import Board
 
 BLOCK = 4
@@ -287,7 +287,7 @@ def test_requests_of_a_removed_worker_have_ended() -> None:
     settings = RouterSettings(mode="kv")
     metrics = DecisionMetrics(registry, RouterLabels("ns", "backend", "tiny", "7"))
     picker = KvPicker(settings, BLOCK, make_index(settings), metrics, Random(1), Clock())
-    picker.own_requests = own = OwnRequests(1, BLOCK, False, lambda: None)
+    picker.own_requests = own = LocalRequests(1, BLOCK, False, lambda: None)
     picker.add_worker(1, RuntimeConfig())
     for number in range(5):
         picker.pick(str(number), PROMPT)

@@ -14,7 +14,7 @@ from dynamo.router.load.active import Reservation
 from dynamo.router.prompt import HashedPrompt
 from dynamo.router.sync import local as sync_own
 from dynamo.router.sync import remote as sync_peers
-from dynamo.router.sync.local import OwnRequests
+from dynamo.router.sync.local import LocalRequests
 from dynamo.router.sync.remote import Peers
 from dynamo.router.sync.replicas import decode_message
 
@@ -42,7 +42,7 @@ class Pair:
     """A router that tells and one that hears, with the wire format between them."""
 
     def __init__(self) -> None:
-        self.own = OwnRequests(ROUTER, BLOCK, False, lambda: None)
+        self.own = LocalRequests(ROUTER, BLOCK, False, lambda: None)
         self.truth: dict[str, tuple[int, bool]] = {}
         self.board = Board()
         self.asked: list[int] = []
