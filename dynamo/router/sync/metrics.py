@@ -6,12 +6,12 @@ from dynamo.observability.metrics import Counter, Registry
 from dynamo.observability.names import counter, gauge
 from dynamo.observability.names_router import Replicas
 from dynamo.router.metrics import RouterLabels
-from dynamo.router.sync.remote import Peers
+from dynamo.router.sync.remote import RemoteReplicas
 
 __all__ = ["show_replicas"]
 
 
-def show_replicas(registry: Registry, place: RouterLabels, peers: Peers) -> Counter:
+def show_replicas(registry: Registry, place: RouterLabels, peers: RemoteReplicas) -> Counter:
     """Show ``peers``; the counter of questions for their accounts."""
     here = place.component, place.namespace, place.router_id
     gauge(registry, Replicas.KNOWN).labels(*here).function = peers.__len__

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from dynamo.protocols.sync import AddRequest, Free, SequenceBatch, SequenceEvent
 
-__all__ = ["Board", "Peers"]
+__all__ = ["Board", "RemoteReplicas"]
 
 MAX_REQUESTS = 262_144
 """Requests of one replica that are remembered; more are refused and counted."""
@@ -46,7 +46,7 @@ class _Peer:
     requests: dict[str, SequenceEvent] = field(default_factory=dict)
 
 
-class Peers:
+class RemoteReplicas:
     """Keeps ``board`` true to what other routers tell. ``ask`` is called, synchronously, with the
     id of a router whose account is needed, again at each of its messages until it has come.
     ``publishers`` are the processes that are there."""

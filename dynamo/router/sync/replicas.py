@@ -21,7 +21,7 @@ from dynamo.router.load.active import Reservation
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.sync.local import LocalRequests
 from dynamo.router.sync.metrics import show_replicas
-from dynamo.router.sync.remote import Peers
+from dynamo.router.sync.remote import RemoteReplicas
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.events.channels import Subscription
@@ -57,7 +57,7 @@ class ReplicaSync:
         self._foreign: set[int] = set()
         router_id = secrets.randbits(62) + 1
         self.own = LocalRequests(router_id, picker.block_size, picker.believes, self._on_news)
-        self.peers = Peers(Board(picker), self._ask)
+        self.peers = RemoteReplicas(Board(picker), self._ask)
         self._resyncs = show_replicas(runtime.metrics, place, self.peers)
 
     async def start(self) -> None:

@@ -15,7 +15,7 @@ from dynamo.router.prompt import HashedPrompt
 from dynamo.router.sync import local as sync_own
 from dynamo.router.sync import remote as sync_peers
 from dynamo.router.sync.local import LocalRequests
-from dynamo.router.sync.remote import Peers
+from dynamo.router.sync.remote import RemoteReplicas
 from dynamo.router.sync.replicas import decode_message
 
 ROUTER, PUBLISHER, BLOCK = 0xA, 7, 4
@@ -46,7 +46,7 @@ class Pair:
         self.truth: dict[str, tuple[int, bool]] = {}
         self.board = Board()
         self.asked: list[int] = []
-        self.peers = Peers(self.board, self.asked.append)
+        self.peers = RemoteReplicas(self.board, self.asked.append)
         self.peers.came(PUBLISHER)
 
     def book(self, name: str, worker_id: int, blocks: int = 2) -> None:
