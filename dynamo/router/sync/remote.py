@@ -13,13 +13,13 @@ from typing import Protocol
 
 from dynamo.protocols.sync import AddRequest, Free, SequenceBatch, SequenceEvent
 
-__all__ = ["Board", "RemoteReplicas"]
+__all__ = ["LoadSink", "RemoteReplicas"]
 
 MAX_REQUESTS = 262_144
 """Requests of one replica that are remembered; more are refused and counted."""
 
 
-class Board(Protocol):
+class LoadSink(Protocol):
     """Where the load of other replicas is booked, under ids that no request of our own has."""
 
     def book(self, key: str, event: SequenceEvent) -> None:
@@ -51,7 +51,7 @@ class RemoteReplicas:
     id of a router whose account is needed, again at each of its messages until it has come.
     ``publishers`` are the processes that are there."""
 
-    def __init__(self, board: Board, ask: Callable[[int], None]) -> None:
+    def __init__(self, board: LoadSink, ask: Callable[[int], None]) -> None:
         self._board = board
         self._ask = ask
         self.publishers: set[int] = set()
