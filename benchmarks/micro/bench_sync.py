@@ -22,7 +22,7 @@ from dynamo.router.load.active import Reservation
 from dynamo.router.prompt import HashedPrompt
 from dynamo.router.sync.local import LocalRequests
 from dynamo.router.sync.remote import RemoteReplicas
-from dynamo.router.sync.replicas import Board, decode_message
+from dynamo.router.sync.replicas import PickerLoadSink, decode_message
 
 BLOCK, BLOCKS, WORKERS, A_TURN = 16, 256, 16, 16
 
@@ -54,7 +54,7 @@ def test_heard(benchmark: Any) -> None:
     picker = KvPicker(RouterSettings(mode="kv"), BLOCK, None)
     for worker in range(WORKERS):
         picker.add_worker(worker, RuntimeConfig())
-    peers = RemoteReplicas(Board(picker), lambda router_id: None)
+    peers = RemoteReplicas(PickerLoadSink(picker), lambda router_id: None)
     peers.came(7)
 
     def hear(payloads: list[bytes]) -> None:

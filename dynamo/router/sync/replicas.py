@@ -26,7 +26,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.events.channels import Subscription
 
-__all__ = ["ACTIVE_SEQUENCES", "Board", "ReplicaSync", "decode_message"]
+__all__ = ["ACTIVE_SEQUENCES", "PickerLoadSink", "ReplicaSync", "decode_message"]
 
 ACTIVE_SEQUENCES = "active_sequences_events"
 BEAT_S = 1.0
@@ -57,7 +57,7 @@ class ReplicaSync:
         self._foreign: set[int] = set()
         router_id = secrets.randbits(62) + 1
         self.own = LocalRequests(router_id, picker.block_size, picker.believes, self._on_news)
-        self.peers = RemoteReplicas(Board(picker), self._ask)
+        self.peers = RemoteReplicas(PickerLoadSink(picker), self._ask)
         self._resyncs = show_replicas(runtime.metrics, place, self.peers)
 
     async def start(self) -> None:
@@ -162,7 +162,7 @@ class ReplicaSync:
             )
 
 
-class Board:
+class PickerLoadSink:
     """Books the load of other replicas at the picker, beside its own."""
 
     def __init__(self, picker: KvPicker) -> None:

@@ -23,7 +23,7 @@ from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels
 from dynamo.router.sync.local import LocalRequests
-from dynamo.router.sync.replicas import Board
+from dynamo.router.sync.replicas import PickerLoadSink
 
 BLOCK = 4
 
@@ -292,7 +292,7 @@ def test_requests_of_a_removed_worker_have_ended() -> None:
     for number in range(5):
         picker.pick(str(number), PROMPT)
     for name in ("remote", "remote and forgotten"):
-        Board(picker).book(name, SequenceEvent(name, 1, AddRequest(b"", 14, 14, 3), 0))
+        PickerLoadSink(picker).book(name, SequenceEvent(name, 1, AddRequest(b"", 14, 14, 3), 0))
     picker.free("0")
     picker.free("remote and forgotten")
     picker.remove_worker(1)
