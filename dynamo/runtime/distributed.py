@@ -17,7 +17,7 @@ from dynamo.config.system import SystemSettings
 from dynamo.observability.metrics import Registry
 from dynamo.runtime.component import Endpoint, Namespace, parse_endpoint
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
-from dynamo.runtime.discovery.stale_sockets import Remains
+from dynamo.runtime.discovery.stale_sockets import StaleSockets
 from dynamo.runtime.events import EventPlane, EventPublisher, EventSubscriber
 from dynamo.runtime.events.channels import OnEvent, OnGap, OnPublisher, Publishers, Subscription
 from dynamo.runtime.extras import extra
@@ -212,7 +212,7 @@ def _discovery(settings: RuntimeSettings) -> Discovery:
         room = extra("etcd", "dynamo.runtime.discovery.etcd")
         etcd: Discovery = room.EtcdDiscovery(from_env(EtcdSettings))
         return etcd
-    return FileDiscovery(store_dir(settings), Remains(lambda: socket_dirs(settings)))
+    return FileDiscovery(store_dir(settings), StaleSockets(lambda: socket_dirs(settings)))
 
 
 def _nats(settings: RuntimeSettings) -> EventPlane | None:

@@ -27,7 +27,7 @@ from dynamo.runtime.discovery.layout import (
 )
 from dynamo.runtime.discovery.owned import OwnedLease
 from dynamo.runtime.discovery.process import host_id, start_ticks
-from dynamo.runtime.discovery.stale_sockets import Remains
+from dynamo.runtime.discovery.stale_sockets import StaleSockets
 from dynamo.runtime.discovery.store_watcher import Mirror
 from dynamo.runtime.paths import private_dir
 
@@ -44,7 +44,7 @@ class FileDiscovery:
     read and written on the loop. ``remains`` clears up what dead processes left elsewhere.
     """
 
-    def __init__(self, root: Path, remains: Remains | None = None) -> None:
+    def __init__(self, root: Path, remains: StaleSockets | None = None) -> None:
         self._root = root
         self._remains = remains
         self._views = Views()

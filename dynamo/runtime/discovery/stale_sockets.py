@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["Remains", "event_socket_name", "request_socket_name"]
+__all__ = ["StaleSockets", "event_socket_name", "request_socket_name"]
 
 _SOCKET = re.compile(r"([0-9a-f]{1,16})(?:\.\d+\.events)?\.sock")
 _ABANDONED_AFTER_S = 60.0
@@ -26,7 +26,7 @@ def event_socket_name(instance_id: int, number: int) -> str:
     return f"{instance_id:x}.{number}.events.sock"
 
 
-class Remains:
+class StaleSockets:
     """Removes sockets of dead instances from ``directories()``, and touches nothing else there.
 
     The lease of an instance has its id, so a dead lease names the sockets.

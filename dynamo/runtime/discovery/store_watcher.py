@@ -31,7 +31,7 @@ from dynamo.runtime.discovery.layout import (
     sweep,
 )
 from dynamo.runtime.discovery.leases import LeaseTable
-from dynamo.runtime.discovery.stale_sockets import Remains
+from dynamo.runtime.discovery.stale_sockets import StaleSockets
 from dynamo.runtime.paths import private_dir
 
 __all__ = ["Mirror"]
@@ -57,7 +57,7 @@ class Mirror:
     """Keeps ``views`` equal to the live keys under ``root``, and clears up after the dead."""
 
     def __init__(
-        self, root: Path, inotify: Inotify, views: Views, remains: Remains | None = None
+        self, root: Path, inotify: Inotify, views: Views, remains: StaleSockets | None = None
     ) -> None:
         self._root = root
         self._inotify = inotify

@@ -14,7 +14,11 @@ import pytest
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.discovery.stale_sockets import Remains, event_socket_name, request_socket_name
+from dynamo.runtime.discovery.stale_sockets import (
+    StaleSockets,
+    event_socket_name,
+    request_socket_name,
+)
 
 WORKER = """
 import asyncio
@@ -64,9 +68,9 @@ def test_only_the_sockets_of_the_dead_are_removed(
     kept = {"abc.sock", "ab.sock.old", "circus.sock", "ab.x.events.sock", "0ab.0.events"}
     sockets += [bound(tmp_path / name) for name in gone | kept]
     (tmp_path / "b.sock").write_text("a file with the name of a socket")
-    Remains(lambda: [tmp_path, tmp_path / "missing"]).remove(0xAB)
+    StaleSockets(lambda: [tmp_path, tmp_path / "missing"]).remove(0xAB)
     assert names(tmp_path) == kept | {"b.sock"}
-    Remains(lambda: [tmp_path]).remove(0xB)
+    StaleSockets(lambda: [tmp_path]).remove(0xB)
     assert "b.sock" in names(tmp_path)
 
 
@@ -81,7 +85,7 @@ def test_a_sweep_takes_what_is_old_unknown_and_deaf(
         bound(tmp_path / "a4.sock"),
         bound(tmp_path / "circus.sock"),
     ]
-    Remains(lambda: [tmp_path]).sweep(lambda lease_id: lease_id == 0xA4)
+    StaleSockets(lambda: [tmp_path]).sweep(lambda lease_id: lease_id == 0xA4)
     assert names(tmp_path) == {"a2.sock", "a3.sock", "a4.sock", "circus.sock"}
 
 
