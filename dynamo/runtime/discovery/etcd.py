@@ -19,7 +19,7 @@ from dynamo.runtime.discovery.base import OnKeyEvent
 from dynamo.runtime.discovery.etcd_lease import RETRY_S, EtcdLease, tombstone_key
 from dynamo.runtime.discovery.etcd_link import EtcdLink, NoLease, Unreachable
 from dynamo.runtime.discovery.etcd_watcher import ROOT, EtcdMirror, is_usable
-from dynamo.runtime.discovery.key_cache import PrefixWatch, Views
+from dynamo.runtime.discovery.key_cache import KeyCache, PrefixWatch
 from dynamo.runtime.discovery.layout import check_value, split_key
 from dynamo.runtime.discovery.process import host_id, start_ticks
 from dynamo.runtime.tasks import Tasks
@@ -40,7 +40,7 @@ class EtcdDiscovery:
     def __init__(self, settings: EtcdSettings) -> None:
         self._settings = settings
         self._link = EtcdLink(settings)
-        self._views = Views(opened=False)
+        self._views = KeyCache(opened=False)
         self._tasks = Tasks("etcd discovery")
         self._mirror: EtcdMirror | None = None
         self._owned: dict[int, EtcdLease] = {}

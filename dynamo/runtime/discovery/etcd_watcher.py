@@ -12,7 +12,7 @@ import logging
 
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.runtime.discovery.etcd_link import Change, Compacted, EtcdLink, Unreachable
-from dynamo.runtime.discovery.key_cache import Views
+from dynamo.runtime.discovery.key_cache import KeyCache
 from dynamo.runtime.discovery.layout import BUCKETS, check_value, split_key
 
 __all__ = ["ROOT", "EtcdMirror", "is_record", "is_usable"]
@@ -37,7 +37,7 @@ def is_usable(key: str, value: bytes) -> bool:
 class EtcdMirror:
     """Keeps ``views`` like the store; run :meth:`follow` as a task."""
 
-    def __init__(self, link: EtcdLink, views: Views) -> None:
+    def __init__(self, link: EtcdLink, views: KeyCache) -> None:
         self.relisted = 0
         self._link = link
         self._views = views

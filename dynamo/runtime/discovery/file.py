@@ -13,7 +13,7 @@ from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.base import OnKeyEvent
 from dynamo.runtime.discovery.inotify import Inotify
-from dynamo.runtime.discovery.key_cache import PrefixWatch, Views
+from dynamo.runtime.discovery.key_cache import KeyCache, PrefixWatch
 from dynamo.runtime.discovery.layout import (
     BUCKETS,
     check_value,
@@ -47,7 +47,7 @@ class FileDiscovery:
     def __init__(self, root: Path, remains: StaleSockets | None = None) -> None:
         self._root = root
         self._remains = remains
-        self._views = Views()
+        self._views = KeyCache()
         self._inotify: Inotify | None = None
         self._mirror: Mirror | None = None
         self._owned: dict[int, OwnedLease] = {}

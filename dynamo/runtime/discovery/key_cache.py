@@ -7,7 +7,7 @@ import logging
 
 from dynamo.runtime.discovery.base import KeyEvent, OnKeyEvent
 
-__all__ = ["PrefixWatch", "Views"]
+__all__ = ["PrefixWatch", "KeyCache"]
 
 _log = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ class PrefixWatch:
 
     __slots__ = ("_on_event", "_ready", "_views", "prefix", "primed")
 
-    def __init__(self, views: Views, prefix: str, on_event: OnKeyEvent) -> None:
+    def __init__(self, views: KeyCache, prefix: str, on_event: OnKeyEvent) -> None:
         self.prefix = prefix
         self.primed = False
         self._views = views
@@ -50,7 +50,7 @@ class PrefixWatch:
             _log.exception("watch of %s failed on %s %s", self.prefix, event.kind, event.key)
 
 
-class Views:
+class KeyCache:
     """Holds each live key once, so that every change is told exactly once.
 
     ``set`` is O(watches). With ``opened=False`` no watch is primed before :meth:`open`.

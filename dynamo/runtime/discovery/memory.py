@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from dynamo.errors import InvalidArgument, WorkerUnavailable
 from dynamo.runtime.discovery.base import OnKeyEvent
-from dynamo.runtime.discovery.key_cache import PrefixWatch, Views
+from dynamo.runtime.discovery.key_cache import KeyCache, PrefixWatch
 from dynamo.runtime.discovery.layout import check_value, split_key
 
 __all__ = ["MemoryDiscovery", "MemoryLease", "MemoryStore"]
@@ -19,7 +19,7 @@ class MemoryStore:
     """What the memory discoveries of one event loop share."""
 
     def __init__(self) -> None:
-        self.views = Views()
+        self.views = KeyCache()
         self.leases: dict[int, MemoryLease] = {}
         self.lease_of: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""A live copy of the store: files and leases in, :class:`Views` out.
+"""A live copy of the store: files and leases in, :class:`KeyCache` out.
 
 Every file event leads to a fresh look at that one file, so events may be merged, doubled or lost
 (then everything is looked at again) without a wrong or repeated answer.
@@ -15,7 +15,7 @@ from asyncinotify import Mask
 
 from dynamo.errors import ConfigError
 from dynamo.runtime.discovery.inotify import Inotify
-from dynamo.runtime.discovery.key_cache import Views
+from dynamo.runtime.discovery.key_cache import KeyCache
 from dynamo.runtime.discovery.layout import (
     BUCKETS,
     BadRecord,
@@ -57,7 +57,7 @@ class Mirror:
     """Keeps ``views`` equal to the live keys under ``root``, and clears up after the dead."""
 
     def __init__(
-        self, root: Path, inotify: Inotify, views: Views, remains: StaleSockets | None = None
+        self, root: Path, inotify: Inotify, views: KeyCache, remains: StaleSockets | None = None
     ) -> None:
         self._root = root
         self._inotify = inotify

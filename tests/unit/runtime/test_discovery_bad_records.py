@@ -27,7 +27,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import FileDiscovery, KeyEvent, MemoryDiscovery, layout
 from dynamo.runtime.discovery.etcd_link import Change, Listing, Step
 from dynamo.runtime.discovery.etcd_watcher import EtcdMirror
-from dynamo.runtime.discovery.key_cache import Views
+from dynamo.runtime.discovery.key_cache import KeyCache
 from dynamo.runtime.discovery.process import host_id
 
 KEY = "v1/instances/ns/comp/ep/1f"
@@ -187,7 +187,7 @@ async def test_the_same_checks_for_etcd(caplog: pytest.LogCaptureFixture):
         {"v1/mdc/big": big, "v1/mdc/": b"x", KEY: b"good", "v1/mdc/other": b"1"},
         [Change("v1/mdc/big", big), Change("v1/mdc/other", big), Change("v1/mdc/new", b"2")],
     )
-    views = Views(opened=False)
+    views = KeyCache(opened=False)
     events: list[KeyEvent] = []
     views.watch("v1/", events.append)
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:
