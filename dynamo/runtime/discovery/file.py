@@ -28,7 +28,7 @@ from dynamo.runtime.discovery.layout import (
 from dynamo.runtime.discovery.owned import OwnedLease
 from dynamo.runtime.discovery.process import host_id, start_ticks
 from dynamo.runtime.discovery.stale_sockets import StaleSockets
-from dynamo.runtime.discovery.store_watcher import Mirror
+from dynamo.runtime.discovery.store_watcher import StoreWatcher
 from dynamo.runtime.paths import private_dir
 
 __all__ = ["FileDiscovery"]
@@ -49,7 +49,7 @@ class FileDiscovery:
         self._remains = remains
         self._views = KeyCache()
         self._inotify: Inotify | None = None
-        self._mirror: Mirror | None = None
+        self._mirror: StoreWatcher | None = None
         self._owned: dict[int, OwnedLease] = {}
 
     async def start(self) -> None:
@@ -135,7 +135,7 @@ class FileDiscovery:
     def _mirrored(self) -> None:
         if self._mirror is None:
             inotify = self._open()
-            self._mirror = Mirror(self._root, inotify, self._views, self._remains)
+            self._mirror = StoreWatcher(self._root, inotify, self._views, self._remains)
             self._mirror.start()
 
     def _overflowed(self) -> None:

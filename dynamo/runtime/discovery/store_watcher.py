@@ -34,7 +34,7 @@ from dynamo.runtime.discovery.leases import LeaseTable
 from dynamo.runtime.discovery.stale_sockets import StaleSockets
 from dynamo.runtime.paths import private_dir
 
-__all__ = ["Mirror"]
+__all__ = ["StoreWatcher"]
 
 _FILE_MASK = (
     Mask.MOVED_TO
@@ -53,7 +53,7 @@ _REBUILD_S = 0.25
 _log = logging.getLogger(__name__)
 
 
-class Mirror:
+class StoreWatcher:
     """Keeps ``views`` equal to the live keys under ``root``, and clears up after the dead."""
 
     def __init__(
