@@ -18,7 +18,7 @@ from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.base import OnKeyEvent
 from dynamo.runtime.discovery.etcd_lease import RETRY_S, EtcdLease, tombstone_key
 from dynamo.runtime.discovery.etcd_link import EtcdLink, NoLease, Unreachable
-from dynamo.runtime.discovery.etcd_watcher import ROOT, EtcdMirror, is_usable
+from dynamo.runtime.discovery.etcd_watcher import ROOT, EtcdWatcher, is_usable
 from dynamo.runtime.discovery.key_cache import KeyCache, PrefixWatch
 from dynamo.runtime.discovery.layout import check_value, split_key
 from dynamo.runtime.discovery.process import host_id, start_ticks
@@ -42,7 +42,7 @@ class EtcdDiscovery:
         self._link = EtcdLink(settings)
         self._views = KeyCache(opened=False)
         self._tasks = Tasks("etcd discovery")
-        self._mirror: EtcdMirror | None = None
+        self._mirror: EtcdWatcher | None = None
         self._owned: dict[int, EtcdLease] = {}
 
     async def start(self) -> None:
@@ -152,7 +152,7 @@ class EtcdDiscovery:
     def watch(self, prefix: str, on_event: OnKeyEvent) -> PrefixWatch:
         """See :class:`Discovery`. Waits for the first listing; stands through outages."""
         if self._mirror is None:
-            self._mirror = EtcdMirror(self._link, self._views)
+            self._mirror = EtcdWatcher(self._link, self._views)
             self._tasks.spawn(self._mirror.follow(), name="mirror")
         return self._views.watch(prefix, on_event)
 

@@ -15,7 +15,7 @@ from dynamo.runtime.discovery.etcd_link import Change, Compacted, EtcdLink, Unre
 from dynamo.runtime.discovery.key_cache import KeyCache
 from dynamo.runtime.discovery.layout import BUCKETS, check_value, split_key
 
-__all__ = ["ROOT", "EtcdMirror", "is_record", "is_usable"]
+__all__ = ["ROOT", "EtcdWatcher", "is_record", "is_usable"]
 
 ROOT = "v1/"
 SETTLE_S = 3.0
@@ -34,7 +34,7 @@ def is_usable(key: str, value: bytes) -> bool:
     return is_record(key) and not _problem(key, value)
 
 
-class EtcdMirror:
+class EtcdWatcher:
     """Keeps ``views`` like the store; run :meth:`follow` as a task."""
 
     def __init__(self, link: EtcdLink, views: KeyCache) -> None:

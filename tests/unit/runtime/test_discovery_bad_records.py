@@ -26,7 +26,7 @@ from dynamo.protocols.control import (
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import FileDiscovery, KeyEvent, MemoryDiscovery, layout
 from dynamo.runtime.discovery.etcd_link import Change, Listing, Step
-from dynamo.runtime.discovery.etcd_watcher import EtcdMirror
+from dynamo.runtime.discovery.etcd_watcher import EtcdWatcher
 from dynamo.runtime.discovery.key_cache import KeyCache
 from dynamo.runtime.discovery.process import host_id
 
@@ -191,7 +191,7 @@ async def test_the_same_checks_for_etcd(caplog: pytest.LogCaptureFixture):
     events: list[KeyEvent] = []
     views.watch("v1/", events.append)
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:
-        following = group.create_task(EtcdMirror(link, views).follow())  # type: ignore[arg-type]
+        following = group.create_task(EtcdWatcher(link, views).follow())  # type: ignore[arg-type]
         await link.told.wait()
         following.cancel()
     assert views.list("v1/") == {KEY: b"good", "v1/mdc/new": b"2"}
