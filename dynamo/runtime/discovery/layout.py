@@ -24,7 +24,7 @@ __all__ = [
     "BUCKETS",
     "LARGEST_VALUE_BYTES",
     "BadRecord",
-    "Stored",
+    "StoredRecord",
     "check_value",
     "decode_lease",
     "decode_stored",
@@ -59,7 +59,7 @@ class BadRecord(ValueError):
     """A file in the store is torn or was not written by us."""
 
 
-class Stored(NamedTuple):
+class StoredRecord(NamedTuple):
     """The content of a key file."""
 
     lease_id: int
@@ -137,7 +137,7 @@ def encode_stored(lease_id: int, value: bytes) -> bytes:
     return b"%x %d\n%s" % (lease_id, len(value), value)
 
 
-def decode_stored(data: bytes) -> Stored:
+def decode_stored(data: bytes) -> StoredRecord:
     """The inverse of :func:`encode_stored`. Raises BadRecord."""
     end = data.find(b"\n", 0, _HEADER_MAX_BYTES)
     try:
@@ -150,7 +150,7 @@ def decode_stored(data: bytes) -> Stored:
     value = data[end + 1 :]
     if len(value) != size_bytes:
         raise BadRecord(f"it has {len(value)} bytes of {size_bytes}")
-    return Stored(lease_id, value)
+    return StoredRecord(lease_id, value)
 
 
 def decode_lease(name: str, data: bytes) -> LeaseRecord:

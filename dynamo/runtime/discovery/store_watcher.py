@@ -19,7 +19,7 @@ from dynamo.runtime.discovery.key_cache import KeyCache
 from dynamo.runtime.discovery.layout import (
     BUCKETS,
     BadRecord,
-    Stored,
+    StoredRecord,
     decode_stored,
     ensure_directories,
     join_key,
@@ -64,7 +64,7 @@ class StoreWatcher:
         self._views = views
         self._remains = remains
         self._leases = LeaseTable(root / "leases", self, inotify.drain)
-        self._entries: dict[str, Stored] = {}
+        self._entries: dict[str, StoredRecord] = {}
         self._keys_of: dict[int, set[str]] = {}
         self._bad: dict[Path, tuple[int, int]] = {}
         self._descriptors: list[int] = []
@@ -220,7 +220,7 @@ class StoreWatcher:
             self.no_file(path)
         self._replace(key, stored)
 
-    def _replace(self, key: str, stored: Stored | None) -> None:
+    def _replace(self, key: str, stored: StoredRecord | None) -> None:
         before = self._entries.pop(key, None)
         if before is not None:
             keys = self._keys_of[before.lease_id]
