@@ -9,10 +9,10 @@ from typing import Any
 from dynamo.config.system import SystemSettings
 from dynamo.errors import ConfigError
 
-__all__ = ["Health"]
+__all__ = ["SystemHealth"]
 
 
-class Health:
+class SystemHealth:
     """Readiness by endpoint name. Ready means: all required endpoints are, or, with none required,
     at least one is served and all that are served are ready."""
 

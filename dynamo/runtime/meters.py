@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dynamo.observability import names, names_worker
 from dynamo.observability.metrics import Registry
-from dynamo.runtime.health import Health
+from dynamo.runtime.health import SystemHealth
 from dynamo.runtime.requests import EndpointStats, RequestServer
 
 __all__ = ["MetricsLabels", "endpoint_stats", "export_pool", "export_uptime"]
@@ -43,7 +43,7 @@ def endpoint_stats(
     )
 
 
-def export_uptime(metrics: Registry, instance_id: int, health: Health) -> None:
+def export_uptime(metrics: Registry, instance_id: int, health: SystemHealth) -> None:
     """Seconds since the start."""
     uptime = names.gauge(metrics, names.Worker.UPTIME).labels(f"{instance_id:x}")
     uptime.function = lambda: health.uptime_s

@@ -21,7 +21,7 @@ from dynamo.protocols.control import EndpointRecord, instance_key
 from dynamo.runtime.advertise import advertised_host, bracketed
 from dynamo.runtime.discovery import Discovery, Lease
 from dynamo.runtime.discovery.stale_sockets import request_socket_name
-from dynamo.runtime.health import Health
+from dynamo.runtime.health import SystemHealth
 from dynamo.runtime.meters import MetricsLabels, endpoint_stats, export_pool, export_uptime
 from dynamo.runtime.paths import socket_path
 from dynamo.runtime.requests import PushHandler, RequestServer
@@ -47,7 +47,7 @@ class Serving:
         metrics: Registry,
     ) -> None:
         self.server = RequestServer()
-        self.health = Health(system)
+        self.health = SystemHealth(system)
         self.lease: Lease | None = None
         self.retired = asyncio.Event()
         self._settings = settings

@@ -11,7 +11,7 @@ from dynamo.config.system import SystemSettings
 from dynamo.errors import ConfigError
 from dynamo.http import Exchange, HttpLimits, HttpServer
 from dynamo.observability.metrics import CONTENT_TYPE, Registry
-from dynamo.runtime.health import Health
+from dynamo.runtime.health import SystemHealth
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["EngineRoute", "StatusServer"]
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 class StatusServer:
     """Answers probes and Prometheus, and runs the commands that the engine offers."""
 
-    def __init__(self, settings: SystemSettings, health: Health, metrics: Registry) -> None:
+    def __init__(self, settings: SystemSettings, health: SystemHealth, metrics: Registry) -> None:
         self.routes: dict[str, EngineRoute] = {}
         self.port = -1
         self._settings = settings

@@ -15,7 +15,7 @@ from dynamo.config.system import SystemSettings
 from dynamo.errors import ConfigError
 from dynamo.observability.metrics import Registry
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.health import Health
+from dynamo.runtime.health import SystemHealth
 from dynamo.runtime.system_status import StatusServer
 
 Start = Callable[..., Awaitable[StatusServer]]
@@ -26,7 +26,7 @@ class Parts:
 
     def __init__(self, **settings: Any) -> None:
         self.settings = SystemSettings(**{"port": 0, "host": "127.0.0.1", **settings})
-        self.health = Health(self.settings)
+        self.health = SystemHealth(self.settings)
         self.metrics = Registry()
         self.server = StatusServer(self.settings, self.health, self.metrics)
 
@@ -107,7 +107,7 @@ async def test_paths_and_starting_status_are_knobs(make: Make):
 def test_a_bad_list_of_endpoints_is_named(text: str):
     if text.startswith("["):
         with pytest.raises(ConfigError, match="USE_ENDPOINT_HEALTH_STATUS"):
-            Health(SystemSettings(use_endpoint_health_status=text))
+            SystemHealth(SystemSettings(use_endpoint_health_status=text))
 
 
 async def test_metrics_are_rendered(make: Make):
@@ -225,7 +225,7 @@ async def test_the_runtime_serves_it():
 async def test_other_hosts_are_let_in_only_when_asked() -> None:
     """Its engine routes take commands without authentication."""
     settings = SystemSettings(port=0)
-    server = StatusServer(settings, Health(settings), Registry())
+    server = StatusServer(settings, SystemHealth(settings), Registry())
     await server.start()
     listening = [one.laddr for one in psutil.Process().net_connections() if one.status == "LISTEN"]
     assert [one.ip for one in listening if one.port == server.port] == ["127.0.0.1"]
