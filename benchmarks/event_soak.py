@@ -24,7 +24,7 @@ from statistics import mean
 from dynamo._fast.ingest import Ingest
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
-from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, Removed, Stored
+from dynamo.protocols.kv import BlocksStored, Cleared, KvEvent, KvEventBatch, Removed
 from dynamo.router.caches.event_threads import take_handed
 from dynamo.router.caches.indexer import Indexer
 
@@ -71,7 +71,7 @@ class Engine:
                 self.blocks, clear = 0, False
         return codec.encode(KvEventBatch(self.worker, events))
 
-    def _change(self) -> Stored | Removed:
+    def _change(self) -> BlocksStored | Removed:
         if self.blocks >= LIVE_BLOCKS:
             names = self._chains.popleft()
             self.blocks -= len(names) // 8
@@ -80,7 +80,7 @@ class Engine:
         names = self._source.randbytes(8 * count)
         self._chains.append(names)
         self.blocks += count
-        return Stored(names, self._source.randbytes(8 * count))
+        return BlocksStored(names, self._source.randbytes(8 * count))
 
 
 class Soak:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from dynamo.protocols.kv import KvEvent, Removed, Stored
+from dynamo.protocols.kv import BlocksStored, KvEvent, Removed
 
 __all__ = ["held_after"]
 
@@ -15,7 +15,7 @@ def held_after(events: Iterable[KvEvent]) -> dict[int, tuple[int, ...]]:
     held: dict[int, tuple[int, ...]] = {}
     for event in events:
         data = event.data
-        if isinstance(data, Stored):
+        if isinstance(data, BlocksStored):
             path = () if data.parent_hash is None else held[data.parent_hash]
             hashes = array("Q", data.block_hashes), array("Q", data.tokens_hashes)
             for block, local in zip(*hashes, strict=True):

@@ -17,7 +17,7 @@ import pytest
 
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
-from dynamo.protocols.kv import KvEvent, KvQueryAnswer, Stored
+from dynamo.protocols.kv import BlocksStored, KvEvent, KvQueryAnswer
 from dynamo.router.caches import recovery
 from dynamo.router.caches.indexer import Indexer, Recovery
 
@@ -41,7 +41,7 @@ def dump(chain: int) -> bytes:
     def column() -> bytes:
         return array("Q", [source.getrandbits(64) for _ in range(chain)]).tobytes()
 
-    events = [KvEvent(n, Stored(column(), column())) for n in range(BLOCKS // chain)]
+    events = [KvEvent(n, BlocksStored(column(), column())) for n in range(BLOCKS // chain)]
     return codec.encode(KvQueryAnswer("tree_dump", events, 1))
 
 

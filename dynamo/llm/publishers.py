@@ -20,7 +20,7 @@ from dynamo.llm.relay import EngineEventRelay
 from dynamo.llm.vllm_events import EngineEvent, EngineRemoved, EngineStored, tier_of
 from dynamo.observability.names import counter
 from dynamo.observability.names_worker import PUBLISHER_DROPPED
-from dynamo.protocols.kv import STORAGE_TIERS, Cleared, Removed, Stored
+from dynamo.protocols.kv import STORAGE_TIERS, BlocksStored, Cleared, Removed
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import Component, DistributedRuntime, Endpoint
 from dynamo.worker.channels import connect_kv_events, connect_load
@@ -100,7 +100,7 @@ class KvEventPublisher:
         """
         tier = _tier(medium)
         if tier != STORAGE_TIERS[0] and not token_ids:
-            self._record(self.dp_rank, [Stored(_column(block_hashes), b"")], tier)
+            self._record(self.dp_rank, [BlocksStored(_column(block_hashes), b"")], tier)
             return
         stored = self._stored(
             token_ids, num_block_tokens, block_hashes, parent_hash, block_mm_infos, lora_name
@@ -129,7 +129,7 @@ class KvEventPublisher:
         parent_hash: int | None,
         block_mm_infos: Sequence[Mapping[str, Any] | None] | None,
         lora_name: str | None,
-    ) -> Stored | None:
+    ) -> BlocksStored | None:
         size, count = self.kv_block_size, 0
         for length in num_block_tokens[: len(block_hashes)]:
             if length != size:
@@ -147,10 +147,10 @@ class KvEventPublisher:
         if not local:
             return None
         parent = None if parent_hash is None else parent_hash & _U64
-        return Stored(_column(block_hashes[: len(local)]), local.tobytes(), parent)
+        return BlocksStored(_column(block_hashes[: len(local)]), local.tobytes(), parent)
 
     def _record(
-        self, dp_rank: int, changes: Iterable[Stored | Removed | Cleared], tier: str
+        self, dp_rank: int, changes: Iterable[BlocksStored | Removed | Cleared], tier: str
     ) -> None:
         if threading.get_ident() == self._thread:
             self._outlet.record(dp_rank, changes, tier)
@@ -182,7 +182,7 @@ class KvEventPublisher:
                 PUBLISHER_DROPPED.name,
             )
 
-    def _translated(self, event: EngineEvent) -> Stored | Removed | Cleared | None:
+    def _translated(self, event: EngineEvent) -> BlocksStored | Removed | Cleared | None:
         if isinstance(event, EngineStored):
             if not event.token_ids:
                 return self._by_id(event)
@@ -199,14 +199,14 @@ class KvEventPublisher:
             return Removed(_column(event.block_hashes))
         return Cleared()
 
-    def _by_id(self, event: EngineStored) -> Stored | None:
+    def _by_id(self, event: EngineStored) -> BlocksStored | None:
         """Blocks that an engine moved down and names by their hashes alone."""
         if event.storage_tier == STORAGE_TIERS[0] or event.block_size not in (
             0,
             self.kv_block_size,
         ):
             return None
-        return Stored(_column(event.block_hashes), b"")
+        return BlocksStored(_column(event.block_hashes), b"")
 
 
 class WorkerMetricsPublisher:

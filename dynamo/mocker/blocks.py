@@ -12,7 +12,7 @@ from array import array
 
 from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_hashes, xxh3_64
 from dynamo.protocols.codec import Tokens
-from dynamo.protocols.kv import Removed, Stored
+from dynamo.protocols.kv import BlocksStored, Removed
 
 __all__ = ["BlockPool", "Holding"]
 
@@ -66,7 +66,7 @@ class BlockPool:
         self.capacity = capacity
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.changes: list[Stored | Removed] = []
+        self.changes: list[BlocksStored | Removed] = []
         self._active: dict[int, int] = {}
         self._idle: dict[int, None] = {}
         self._private = 0
@@ -185,7 +185,7 @@ class BlockPool:
             if end > begin:
                 parent = holding.chain[begin - 1] if begin else None
                 blocks, local = holding.chain[begin:end], holding.local[begin:end]
-                self.changes.append(Stored(blocks.tobytes(), local.tobytes(), parent, begin))
+                self.changes.append(BlocksStored(blocks.tobytes(), local.tobytes(), parent, begin))
             begin = end + 1
 
     def _check(self) -> None:

@@ -16,7 +16,7 @@ __all__ = [
     "KvQuery",
     "KvQueryAnswer",
     "Removed",
-    "Stored",
+    "BlocksStored",
 ]
 
 
@@ -24,7 +24,7 @@ STORAGE_TIERS = ("device", "host_pinned", "disk", "external")
 """Where a block lies: nearest first, the place in this tuple is its number."""
 
 
-class Stored(msgspec.Struct, tag_field="kind", tag="stored", omit_defaults=True):
+class BlocksStored(msgspec.Struct, tag_field="kind", tag="stored", omit_defaults=True):
     """A chain of blocks under ``parent_hash`` (None = root): equal-length u64le columns.
 
     ``block_hashes`` are the engine's own 64-bit ids, ``tokens_hashes`` the local block hashes. Off
@@ -51,7 +51,7 @@ class KvEvent(msgspec.Struct, omit_defaults=True):
     """One change; ``event_id`` rises by one per (worker, dp_rank)."""
 
     event_id: int
-    data: Stored | Removed | Cleared
+    data: BlocksStored | Removed | Cleared
     dp_rank: int = 0
     storage_tier: str = "device"
 

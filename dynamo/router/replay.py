@@ -19,7 +19,7 @@ from typing import NamedTuple
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.errors import ConfigError
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.protocols.kv import KvEvent, KvEventBatch, Removed, Stored
+from dynamo.protocols.kv import BlocksStored, KvEvent, KvEventBatch, Removed
 from dynamo.router.caches.indexer import Indexer
 from dynamo.router.picker import Picker
 from dynamo.router.simulated_worker import Job, ServiceModel, SimulatedWorker
@@ -191,7 +191,7 @@ class Replay:
         if job.hits < len(job.chained):
             parent = job.chained[job.hits - 1] if job.hits else None
             blocks, local = job.chained[job.hits :], job.local[job.hits :]
-            self._publish(worker, Stored(blocks.tobytes(), local.tobytes(), parent))
+            self._publish(worker, BlocksStored(blocks.tobytes(), local.tobytes(), parent))
         self._picker.mark_prefill_complete(job.request_id)
         self._ttft_s.append(self._now_s - job.arrived_s)
         worker.start_decode(job, self._now_s)
@@ -219,7 +219,7 @@ class Replay:
         self._batch_changed(worker)
         self._start(worker)
 
-    def _publish(self, worker: SimulatedWorker, data: Stored | Removed) -> None:
+    def _publish(self, worker: SimulatedWorker, data: BlocksStored | Removed) -> None:
         worker.last_event_id += 1
         if self._indexer is not None:
             event = KvEvent(worker.last_event_id, data)

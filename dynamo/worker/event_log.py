@@ -12,12 +12,12 @@ from collections import deque
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
 from dynamo.protocols.kv import (
     STORAGE_TIERS,
+    BlocksStored,
     Cleared,
     KvEvent,
     KvQuery,
     KvQueryAnswer,
     Removed,
-    Stored,
 )
 
 __all__ = ["RING_EVENTS", "EventJournal"]
@@ -37,7 +37,7 @@ class EventJournal:
         self._tree = RadixTree()
 
     def record(
-        self, data: Stored | Removed | Cleared, storage_tier: str = STORAGE_TIERS[0]
+        self, data: BlocksStored | Removed | Cleared, storage_tier: str = STORAGE_TIERS[0]
     ) -> KvEvent | None:
         """The event of this change, remembered; None (counted, logged) if it makes no sense.
 
@@ -74,7 +74,10 @@ class EventJournal:
         """Stored events, parents first, that rebuild the index; ids count from 0. O(blocks)."""
         events = [
             KvEvent(
-                number, Stored(blocks.tobytes(), local.tobytes(), parent), rank, STORAGE_TIERS[tier]
+                number,
+                BlocksStored(blocks.tobytes(), local.tobytes(), parent),
+                rank,
+                STORAGE_TIERS[tier],
             )
             for number, chain in enumerate(self._tree.dump_tiers())
             for _, rank, parent, blocks, local, tier in (chain,)
@@ -85,9 +88,9 @@ class EventJournal:
         """Blocks that the events leave behind, counted once per tier."""
         return self._tree.blocks()
 
-    def _apply(self, data: Stored | Removed | Cleared, tier: int) -> None:
+    def _apply(self, data: BlocksStored | Removed | Cleared, tier: int) -> None:
         slot = self._tree.slot(0, self.dp_rank, tier)
-        if isinstance(data, Stored):
+        if isinstance(data, BlocksStored):
             self._store(slot, data, tier)
         elif isinstance(data, Removed):
             self._tree.remove(slot, data.block_hashes)
@@ -96,7 +99,7 @@ class EventJournal:
         else:
             self._tree.clear(slot)
 
-    def _store(self, slot: int, data: Stored, tier: int) -> None:
+    def _store(self, slot: int, data: BlocksStored, tier: int) -> None:
         if tier == 0 or data.tokens_hashes:
             self._tree.store(slot, data.parent_hash, data.block_hashes, data.tokens_hashes)
             return

@@ -22,7 +22,7 @@ from dynamo._fast import ingest
 from dynamo._fast.ingest import Ingest
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
-from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, Removed, Stored
+from dynamo.protocols.kv import BlocksStored, Cleared, KvEvent, KvEventBatch, Removed
 from dynamo.router.caches.event_threads import EventThreads, take_handed
 from dynamo.router.caches.indexer import Indexer
 
@@ -149,7 +149,7 @@ def contents(tree: RadixTree) -> list[Any]:
     )
 
 
-def event(event_id: int, data: Stored | Removed | Cleared, worker: int = 7) -> bytes:
+def event(event_id: int, data: BlocksStored | Removed | Cleared, worker: int = 7) -> bytes:
     return codec.encode(KvEventBatch(worker, [KvEvent(event_id, data)]))
 
 
@@ -159,8 +159,8 @@ def test_a_gap_makes_the_stream_the_loops_until_it_is_settled() -> None:
     threads = Ingest(tree, 1, "kv-events")
     indexer = Indexer(tree, asked.append, counts, threads)
     indexer.add(7, 0, tree.slot(7, 0))
-    threads.push(0, event(1, Stored(column(1), column(11))))
-    threads.push(0, event(2, Stored(column(2), column(12), 1)))
+    threads.push(0, event(1, BlocksStored(column(1), column(11))))
+    threads.push(0, event(2, BlocksStored(column(2), column(12), 1)))
     threads.stop(0)
     threads.run(0)
     assert threads.applied() == {}
@@ -178,7 +178,7 @@ def test_a_stream_is_given_only_when_nothing_waits() -> None:
     assert not threads.give(9, 0, 3)
     assert threads.give(7, 0, 3)
     for event_id in (4, 6, 7):
-        threads.push(0, event(event_id, Stored(column(event_id), column(event_id))))
+        threads.push(0, event(event_id, BlocksStored(column(event_id), column(event_id))))
     threads.stop(0)
     threads.run(0)
     assert (tree.blocks(), threads.applied()) == (1, {("stored", "ok"): 1})
@@ -235,7 +235,7 @@ class Storm:
             thread.join()
         assert self.threads.handed() is None
 
-    def send(self, worker: int, data: Stored | Removed | Cleared) -> None:
+    def send(self, worker: int, data: BlocksStored | Removed | Cleared) -> None:
         self.next_id[worker] += 1
         self.threads.push(worker % 3, event(self.next_id[worker], data, worker))
 
@@ -249,7 +249,7 @@ class Storm:
                 names = [hash((worker, path)) % 2**64 for path in paths]
                 self.ever[worker] |= {path for path in paths if len(path) <= 6}
                 held |= dict(zip(names, paths, strict=True))
-                self.send(worker, Stored(column(*names), column(*chain)))
+                self.send(worker, BlocksStored(column(*names), column(*chain)))
             case 1:
                 gone = self.source.sample(sorted(held), min(len(held), self.source.randrange(90)))
                 for name in gone:
@@ -328,7 +328,7 @@ async def test_messages_over_zmq(tmp_path: Path) -> None:
         body = msgspec.msgpack.encode({"publisher_id": 7, "payload": payload, "more": [1]})
         return b"\x01" + len(body).to_bytes(4, "big") + body
 
-    good = event(1, Stored(column(1), column(11)))
+    good = event(1, BlocksStored(column(1), column(11)))
     for frames in (
         [topic],
         [topic, number, b"short", envelope(good)],

@@ -9,7 +9,7 @@ from oracle.ingest import Counts
 from dynamo._fast.ingest import Ingest
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
-from dynamo.protocols.kv import KvEvent, KvEventBatch, KvQueryAnswer, Stored
+from dynamo.protocols.kv import BlocksStored, KvEvent, KvEventBatch, KvQueryAnswer
 from dynamo.router.caches.event_threads import take_handed
 from dynamo.router.caches.indexer import Indexer, Recovery
 
@@ -39,7 +39,7 @@ class Box:
 
     def push(self, worker: int, event_id: int, tier: str = "device") -> None:
         blocks = array("Q", [event_id * 10, event_id * 10 + 1]).tobytes()
-        event = KvEvent(event_id, Stored(blocks, blocks), 0, tier)
+        event = KvEvent(event_id, BlocksStored(blocks, blocks), 0, tier)
         self.ingest.push(0, codec.encode(KvEventBatch(worker, [event])))
 
     def run(self) -> None:
@@ -92,7 +92,7 @@ def test_an_answer_for_the_first_owner_does_not_reach_the_slots_heir() -> None:
     box.remove(GONE)
     assert box.add(HEIR) == slot
     blocks = array("Q", [10, 11]).tobytes()
-    dump = [KvEvent(1, Stored(blocks, blocks))]
+    dump = [KvEvent(1, BlocksStored(blocks, blocks))]
     first, second = box.asked
     box.indexer.recovered(first, KvQueryAnswer("tree_dump", dump, 1))
     box.settle()
@@ -113,7 +113,7 @@ def test_a_worker_that_comes_back_under_its_id_begins_with_nothing() -> None:
     box.settle()
     assert box.tree.blocks() == 0, "all that comes is held until the worker's answer"
     blocks = array("Q", [30, 31]).tobytes()
-    dump = [KvEvent(1, Stored(blocks, blocks))]
+    dump = [KvEvent(1, BlocksStored(blocks, blocks))]
     box.indexer.recovered(box.asked[-1], KvQueryAnswer("tree_dump", dump, 3))
     box.settle()
     box.push(GONE, 5)

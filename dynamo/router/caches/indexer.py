@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
-from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, KvQueryAnswer, Removed, Stored
+from dynamo.protocols.kv import BlocksStored, Cleared, KvEvent, KvEventBatch, KvQueryAnswer, Removed
 
 __all__ = ["TIERS", "EventCounts", "Indexer", "Recovery", "Threads"]
 
@@ -367,11 +367,13 @@ class Indexer:
             status = "invalid_block"
         self._counts.applied(_TYPES[type(data)], status)
 
-    def _apply_to_index(self, stream: _Stream, data: Stored | Removed | Cleared, tier: int) -> str:
+    def _apply_to_index(
+        self, stream: _Stream, data: BlocksStored | Removed | Cleared, tier: int
+    ) -> str:
         slot = stream.slot
         if tier:
             slot = self._index.slot(stream.worker_id, stream.dp_rank, tier)
-        if isinstance(data, Stored):
+        if isinstance(data, BlocksStored):
             if data.tokens_hashes or not tier:
                 self._index.store(slot, data.parent_hash, data.block_hashes, data.tokens_hashes)
             elif self._index.adopt(slot, data.block_hashes):
@@ -392,4 +394,4 @@ def _cost(event: KvEvent) -> int:
     return _EVENT_BLOCKS + (0 if isinstance(data, Cleared) else len(data.block_hashes) // 8)
 
 
-_TYPES: dict[type, str] = {Stored: "stored", Removed: "removed", Cleared: "cleared"}
+_TYPES: dict[type, str] = {BlocksStored: "stored", Removed: "removed", Cleared: "cleared"}

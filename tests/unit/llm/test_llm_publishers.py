@@ -18,7 +18,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.llm import KvEventPublisher, WorkerMetricsPublisher, compute_block_hash_for_seq
 from dynamo.protocols import codec
-from dynamo.protocols.kv import Cleared, KvEventBatch, KvQuery, KvQueryAnswer, Removed, Stored
+from dynamo.protocols.kv import BlocksStored, Cleared, KvEventBatch, KvQuery, KvQueryAnswer, Removed
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import DistributedRuntime, Endpoint
 
@@ -115,8 +115,8 @@ async def test_what_is_published_arrives_in_order(endpoint: Endpoint, listener: 
     assert {batch.worker_id for batch in listener.batches} == {endpoint.connection_id()}
     assert [event.event_id for event in listener.events] == [last + n for n in (1, 2, 3, 4)]
     assert [event.data for event in listener.events] == [
-        Stored(u64(11, 2**64 - 1), local(TOKENS)),
-        Stored(u64(13), local([9] * B), 2**64 - 1),
+        BlocksStored(u64(11, 2**64 - 1), local(TOKENS)),
+        BlocksStored(u64(13), local([9] * B), 2**64 - 1),
         Removed(u64(13)),
         Cleared(),
     ]
@@ -130,7 +130,7 @@ async def test_a_router_may_ask_again(endpoint: Endpoint, listener: Listener) ->
     other.publish_stored(TOKENS, [B], [11])
     dump = await listener.ask(KvQuery(dp_rank=1))
     assert (dump.kind, dump.last_event_id, dump.block_size) == ("tree_dump", 2, B)
-    assert dump.events[0].data == Stored(u64(11), local(TOKENS[:B]))
+    assert dump.events[0].data == BlocksStored(u64(11), local(TOKENS[:B]))
     again = await listener.ask(KvQuery(dp_rank=1, start_event_id=2))
     assert [event.data for event in again.events] == [Removed(u64(12))]
     assert (await listener.ask(KvQuery(dp_rank=0))).last_event_id == 1
@@ -182,17 +182,17 @@ async def test_blocks_below_the_device(endpoint: Endpoint, listener: Listener) -
     publisher.publish_removed([12])
     await listener.until(lambda: len(listener.events) == 5)
     assert [(event.storage_tier, event.data) for event in listener.events] == [
-        ("device", Stored(u64(11, 12), local(TOKENS))),
-        ("host_pinned", Stored(u64(11, 12), local(TOKENS))),
-        ("disk", Stored(u64(12), b"")),
+        ("device", BlocksStored(u64(11, 12), local(TOKENS))),
+        ("host_pinned", BlocksStored(u64(11, 12), local(TOKENS))),
+        ("disk", BlocksStored(u64(12), b"")),
         ("host_pinned", Removed(u64(11))),
         ("device", Removed(u64(12))),
     ]
     dump = await listener.ask(KvQuery())
     assert [(event.storage_tier, event.data) for event in dump.events] == [
-        ("device", Stored(u64(11), local(TOKENS[:B]))),
-        ("host_pinned", Stored(u64(12), local(TOKENS[B:]), 11)),
-        ("disk", Stored(u64(12), local(TOKENS[B:]), 11)),
+        ("device", BlocksStored(u64(11), local(TOKENS[:B]))),
+        ("host_pinned", BlocksStored(u64(12), local(TOKENS[B:]), 11)),
+        ("disk", BlocksStored(u64(12), local(TOKENS[B:]), 11)),
     ]
     with pytest.raises(ValueError, match="unknown medium 'TAPE'"):
         publisher.publish_removed([1], "TAPE")
@@ -253,10 +253,10 @@ async def test_the_events_of_an_engine_are_relayed(
     )
     await listener.until(lambda: len(listener.events) == 5)
     assert [(event.storage_tier, event.data) for event in listener.events] == [
-        ("device", Stored(u64(11, 12), local(TOKENS))),
+        ("device", BlocksStored(u64(11, 12), local(TOKENS))),
         ("device", Removed(u64(12))),
-        ("host_pinned", Stored(u64(11), b"")),
-        ("disk", Stored(u64(13), local(TOKENS[:B]), 11)),
+        ("host_pinned", BlocksStored(u64(11), b"")),
+        ("disk", BlocksStored(u64(13), local(TOKENS[:B]), 11)),
         ("device", Cleared()),
     ]
     assert {event.dp_rank for event in listener.events} == {1}
@@ -287,7 +287,7 @@ async def test_a_malformed_event_does_not_end_the_relay(
     await engine.send(2, ["AllBlocksCleared"])
     await listener.until(lambda: len(listener.events) == 2)
     assert [event.data for event in listener.events] == [
-        Stored(u64(11, 12), local(TOKENS)),
+        BlocksStored(u64(11, 12), local(TOKENS)),
         Cleared(),
     ]
     assert dropped(endpoint) == 3

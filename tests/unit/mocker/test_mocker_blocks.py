@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dynamo.mocker.blocks import BlockPool, Holding
 from dynamo.protocols.codec import tokens
-from dynamo.protocols.kv import Removed, Stored
+from dynamo.protocols.kv import BlocksStored, Removed
 
 B = 4
 
@@ -59,12 +59,12 @@ def test_a_partial_block_becomes_shared_when_it_fills() -> None:
     assert pool.grow(held, 4)
     assert pool.used == 1
     stored = pool.changes.pop()
-    assert isinstance(stored, Stored) and stored.parent_hash is None
+    assert isinstance(stored, BlocksStored) and stored.parent_hash is None
     held.tokens.extend([5, 6, 7, 8])
     assert pool.grow(held, 5) and pool.used == 2 and not pool.changes
     assert pool.grow(held, 8)
     second = pool.changes.pop()
-    assert isinstance(second, Stored) and second.parent_hash == u64(stored.block_hashes)[0]
+    assert isinstance(second, BlocksStored) and second.parent_hash == u64(stored.block_hashes)[0]
     whole = Holding(tokens(range(1, 9)), B)
     assert list(held.chain) == list(whole.chain) and list(held.local) == list(whole.local)
 
@@ -77,7 +77,7 @@ def test_the_tail_of_the_least_recently_used_chain_is_evicted_first() -> None:
     pool.changes.clear()
     hold_all(pool, [21, 22, 23, 24, 25])
     removed, stored = pool.changes
-    assert isinstance(removed, Removed) and isinstance(stored, Stored)
+    assert isinstance(removed, Removed) and isinstance(stored, BlocksStored)
     assert u64(removed.block_hashes) == [old.chain[1]]
 
 
@@ -124,7 +124,7 @@ class PoolMachine(RuleBasedStateMachine):
     def listen(self) -> None:
         for change in self.pool.changes:
             hashes = set(u64(change.block_hashes))
-            if isinstance(change, Stored):
+            if isinstance(change, BlocksStored):
                 assert not hashes & self.told
                 assert change.parent_hash is None or change.parent_hash in self.told
                 self.told |= hashes

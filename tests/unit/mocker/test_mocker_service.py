@@ -25,7 +25,7 @@ from dynamo.protocols.engine import (
     SamplingOptions,
     StopConditions,
 )
-from dynamo.protocols.kv import Removed, Stored
+from dynamo.protocols.kv import BlocksStored, Removed
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
@@ -69,7 +69,7 @@ class Bench:
         self.service = service
         self.client = client
         self.address = ""
-        self.changes: list[Stored | Removed] = []
+        self.changes: list[BlocksStored | Removed] = []
         self.loads: list[KvMetrics] = []
         self.registry = Registry()
 
@@ -256,7 +256,7 @@ async def test_events_and_load_tell_the_state(tmp_path: Path) -> None:
         assert here.loads[0].kv_total_blocks == 100
         assert here.loads[-1].kv_used_blocks == 0
         (stored,) = here.changes
-        assert isinstance(stored, Stored) and len(stored.block_hashes) == 5 * 8
+        assert isinstance(stored, BlocksStored) and len(stored.block_hashes) == 5 * 8
         text = here.registry.render().decode()
         assert 'vllm:time_to_first_token_seconds_count{engine="0",model_name="m"} 1' in text
         assert 'vllm:num_requests_running{engine="0",model_name="m"} 0' in text

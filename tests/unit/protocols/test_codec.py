@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynamo.protocols import codec
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, StopConditions
-from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, Removed, Stored
+from dynamo.protocols.kv import BlocksStored, Cleared, KvEvent, KvEventBatch, Removed
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=300))
@@ -39,7 +39,7 @@ def test_tokens_does_not_copy_arrays() -> None:
 def test_events_keep_their_kind() -> None:
     column = (1).to_bytes(8, "little")
     events = [
-        KvEvent(1, Stored(column, column, parent_hash=2**64 - 1)),
+        KvEvent(1, BlocksStored(column, column, parent_hash=2**64 - 1)),
         KvEvent(2, Removed(column), dp_rank=3),
         KvEvent(3, Cleared()),
     ]

@@ -14,7 +14,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import instance_key
-from dynamo.protocols.kv import KvEvent, KvEventBatch, KvQuery, KvQueryAnswer, Stored
+from dynamo.protocols.kv import BlocksStored, KvEvent, KvEventBatch, KvQuery, KvQueryAnswer
 from dynamo.router.discovery.router import KV_EVENTS, ConnectedRouter
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
@@ -32,7 +32,7 @@ def stored(event_id: int, first: int, last: int, rank: int = 0) -> KvEvent:
     """Blocks first..last-1 of the prompt."""
     parent = CHAINED[first - 1] if first else None
     blocks = CHAINED[first:last].tobytes(), LOCAL[first:last].tobytes()
-    return KvEvent(event_id, Stored(*blocks, parent), rank)
+    return KvEvent(event_id, BlocksStored(*blocks, parent), rank)
 
 
 class Worker:

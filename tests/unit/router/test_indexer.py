@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo._fast.radix import RadixTree
-from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, KvQueryAnswer, Removed, Stored
+from dynamo.protocols.kv import BlocksStored, Cleared, KvEvent, KvEventBatch, KvQueryAnswer, Removed
 from dynamo.router.caches import indexer as indexer_module
 from dynamo.router.caches.indexer import Indexer, Recovery
 
@@ -25,7 +25,7 @@ def column(*values: int) -> bytes:
 def stored(event_id: int, *blocks: int, parent: int | None = None) -> KvEvent:
     """Blocks whose token hash is their block hash plus 1000."""
     hashes = column(*blocks), column(*(block + 1000 for block in blocks))
-    return KvEvent(event_id, Stored(*hashes, parent))
+    return KvEvent(event_id, BlocksStored(*hashes, parent))
 
 
 def removed(event_id: int, *blocks: int) -> KvEvent:
@@ -225,8 +225,8 @@ def test_lower_tiers_are_kept_apart_until_everything_is_cleared(bench: Bench) ->
 
 
 def test_unknown_blocks_and_parents_and_torn_columns_are_counted(bench: Bench) -> None:
-    bench.live(removed(1, 5), stored(2, 2, parent=1), KvEvent(3, Stored(column(1), b"")))
-    bench.live(KvEvent(4, Stored(b"1234567", b"1234567")), KvEvent(5, Removed(b"123")))
+    bench.live(removed(1, 5), stored(2, 2, parent=1), KvEvent(3, BlocksStored(column(1), b"")))
+    bench.live(KvEvent(4, BlocksStored(b"1234567", b"1234567")), KvEvent(5, Removed(b"123")))
     assert bench.counts.seen == {
         "removed block_not_found": 1,
         "stored parent_block_not_found": 1,

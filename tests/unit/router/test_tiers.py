@@ -12,7 +12,7 @@ from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch, Removed, Stored
+from dynamo.protocols.kv import BlocksStored, Cleared, KvEvent, KvEventBatch, Removed
 from dynamo.router.api_views import overlap_scores, potential_loads
 from dynamo.router.caches.indexer import Indexer
 from dynamo.router.explain import explain, table
@@ -51,14 +51,14 @@ class Box:
             slot = self.picker.fleet.members[worker_id].slots[0]
             self.indexer.add(worker_id, 0, slot, answers=False)
 
-    def tell(self, worker_id: int, data: Stored | Removed | Cleared, tier: str) -> None:
+    def tell(self, worker_id: int, data: BlocksStored | Removed | Cleared, tier: str) -> None:
         self.told[worker_id] = number = self.told.get(worker_id, 0) + 1
         self.indexer.apply(KvEventBatch(worker_id, [KvEvent(number, data, 0, tier)]))
 
     def store(self, worker_id: int, begin: int, end: int, tier: str = "device") -> None:
         """Blocks ``begin`` to ``end`` of the prompt now lie there."""
         parent = IDS[begin - 1] if begin else None
-        data = Stored(IDS[begin:end].tobytes(), LOCAL[begin:end].tobytes(), parent)
+        data = BlocksStored(IDS[begin:end].tobytes(), LOCAL[begin:end].tobytes(), parent)
         self.tell(worker_id, data, tier)
 
     def costs(self) -> dict[int, float | None]:
@@ -110,7 +110,7 @@ def test_blocks_that_moved_down_still_count_for_less() -> None:
 def test_what_an_engine_offloads_by_id_alone_is_found() -> None:
     box = Box(1)
     box.store(1, 0, 6)
-    box.tell(1, Stored(IDS[:3].tobytes(), b""), "host_pinned")
+    box.tell(1, BlocksStored(IDS[:3].tobytes(), b""), "host_pinned")
     box.tell(1, Removed(IDS[1:].tobytes()), "device")
     assert box.picker.survey(PROMPT).held.of(0) == (1, 2, 0, 0)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_events import held_after
 
-from dynamo.protocols.kv import Cleared, KvEvent, KvQuery, Removed, Stored
+from dynamo.protocols.kv import BlocksStored, Cleared, KvEvent, KvQuery, Removed
 from dynamo.worker.event_log import EventJournal
 
 
@@ -16,8 +16,8 @@ def u64(*values: int) -> bytes:
     return array("Q", values).tobytes()
 
 
-def stored(*hashes: int, parent: int | None = None) -> Stored:
-    return Stored(u64(*hashes), u64(*(h + 1000 for h in hashes)), parent)
+def stored(*hashes: int, parent: int | None = None) -> BlocksStored:
+    return BlocksStored(u64(*hashes), u64(*(h + 1000 for h in hashes)), parent)
 
 
 def test_ids_rise_by_one_from_one() -> None:
@@ -64,13 +64,13 @@ def test_every_tier_is_remembered() -> None:
     journal = EventJournal(ring_events=2)
     journal.record(stored(1, 2, 3))
     journal.record(stored(3, 4, parent=2), "host_pinned")
-    journal.record(Stored(u64(1, 4), b""), "disk")
+    journal.record(BlocksStored(u64(1, 4), b""), "disk")
     journal.record(Removed(u64(2)), "host_pinned")
     held = {
         tier: sorted(
             block
             for event in journal.dump().events
-            if event.storage_tier == tier and isinstance(event.data, Stored)
+            if event.storage_tier == tier and isinstance(event.data, BlocksStored)
             for block in array("Q", event.data.block_hashes)
         )
         for tier in ("device", "host_pinned", "disk")
@@ -90,9 +90,9 @@ def test_every_tier_is_remembered() -> None:
 
 def test_ids_that_no_tier_knows_are_refused() -> None:
     journal = EventJournal()
-    assert journal.record(Stored(u64(7), b""), "host_pinned") is None
+    assert journal.record(BlocksStored(u64(7), b""), "host_pinned") is None
     journal.record(stored(7))
-    assert journal.record(Stored(u64(7, 8), b""), "host_pinned") is not None
+    assert journal.record(BlocksStored(u64(7, 8), b""), "host_pinned") is not None
     assert (journal.refused, journal.blocks()) == (1, 2)
 
 

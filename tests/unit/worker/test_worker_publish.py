@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.protocols import codec
-from dynamo.protocols.kv import KvEventBatch, KvQuery, KvQueryAnswer, Stored
+from dynamo.protocols.kv import BlocksStored, KvEventBatch, KvQuery, KvQueryAnswer
 from dynamo.protocols.load import KvMetrics
 from dynamo.worker import publish
 from dynamo.worker.event_log import RING_EVENTS
@@ -36,9 +36,9 @@ class Stream:
         self.failure = error
 
 
-def stored(*hashes: int) -> Stored:
+def stored(*hashes: int) -> BlocksStored:
     column = array("Q", hashes).tobytes()
-    return Stored(column, column)
+    return BlocksStored(column, column)
 
 
 async def turn() -> None:
