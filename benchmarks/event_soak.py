@@ -24,7 +24,7 @@ from statistics import mean
 from dynamo._fast.ingest import Ingest
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
-from dynamo.protocols.kv import BlocksStored, Cleared, KvEvent, KvEventBatch, Removed
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored, Cleared, KvEvent, KvEventBatch
 from dynamo.router.caches.event_threads import take_handed
 from dynamo.router.caches.indexer import Indexer
 
@@ -71,11 +71,13 @@ class Engine:
                 self.blocks, clear = 0, False
         return codec.encode(KvEventBatch(self.worker, events))
 
-    def _change(self) -> BlocksStored | Removed:
+    def _change(self) -> BlocksStored | BlocksRemoved:
         if self.blocks >= LIVE_BLOCKS:
             names = self._chains.popleft()
             self.blocks -= len(names) // 8
-            return Removed(b"".join(names[at : at + 8] for at in range(len(names) - 8, -1, -8)))
+            return BlocksRemoved(
+                b"".join(names[at : at + 8] for at in range(len(names) - 8, -1, -8))
+            )
         count = self._source.randrange(1, 41)
         names = self._source.randbytes(8 * count)
         self._chains.append(names)

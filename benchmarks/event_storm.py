@@ -40,7 +40,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import instance_key
-from dynamo.protocols.kv import BlocksStored, KvEvent, KvEventBatch, Removed
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.discovery.router import KV_EVENTS, ConnectedRouter
 from dynamo.runtime import DistributedRuntime
 
@@ -115,7 +115,7 @@ class Sender:
     def _publish(self) -> None:
         self._event_id += 1
         if len(self._held) * self.blocks >= LIVE_BLOCKS and self._event_id % 2:
-            data: BlocksStored | Removed = Removed(self._held.popleft())
+            data: BlocksStored | BlocksRemoved = BlocksRemoved(self._held.popleft())
         else:
             names = self._source.randbytes(8 * self.blocks)
             self._held.append(names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from dynamo.protocols.kv import BlocksStored, KvEvent, Removed
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvEvent
 
 __all__ = ["held_after"]
 
@@ -20,7 +20,7 @@ def held_after(events: Iterable[KvEvent]) -> dict[int, tuple[int, ...]]:
             hashes = array("Q", data.block_hashes), array("Q", data.tokens_hashes)
             for block, local in zip(*hashes, strict=True):
                 held[block] = path = (*path, local)
-        elif isinstance(data, Removed):
+        elif isinstance(data, BlocksRemoved):
             for block in array("Q", data.block_hashes):
                 del held[block]
         else:

@@ -20,7 +20,7 @@ from dynamo.llm.relay import EngineEventRelay
 from dynamo.llm.vllm_events import EngineEvent, EngineRemoved, EngineStored, tier_of
 from dynamo.observability.names import counter
 from dynamo.observability.names_worker import PUBLISHER_DROPPED
-from dynamo.protocols.kv import STORAGE_TIERS, BlocksStored, Cleared, Removed
+from dynamo.protocols.kv import STORAGE_TIERS, BlocksRemoved, BlocksStored, Cleared
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import Component, DistributedRuntime, Endpoint
 from dynamo.worker.channels import connect_kv_events, connect_load
@@ -110,7 +110,7 @@ class KvEventPublisher:
 
     def publish_removed(self, block_hashes: Sequence[int], medium: str | None = None) -> None:
         """These blocks are gone from ``medium``. ValueError: unknown."""
-        self._record(self.dp_rank, [Removed(_column(block_hashes))], _tier(medium))
+        self._record(self.dp_rank, [BlocksRemoved(_column(block_hashes))], _tier(medium))
 
     def publish_all_cleared(self) -> None:
         """No block is left."""
@@ -150,7 +150,7 @@ class KvEventPublisher:
         return BlocksStored(_column(block_hashes[: len(local)]), local.tobytes(), parent)
 
     def _record(
-        self, dp_rank: int, changes: Iterable[BlocksStored | Removed | Cleared], tier: str
+        self, dp_rank: int, changes: Iterable[BlocksStored | BlocksRemoved | Cleared], tier: str
     ) -> None:
         if threading.get_ident() == self._thread:
             self._outlet.record(dp_rank, changes, tier)
@@ -182,7 +182,7 @@ class KvEventPublisher:
                 PUBLISHER_DROPPED.name,
             )
 
-    def _translated(self, event: EngineEvent) -> BlocksStored | Removed | Cleared | None:
+    def _translated(self, event: EngineEvent) -> BlocksStored | BlocksRemoved | Cleared | None:
         if isinstance(event, EngineStored):
             if not event.token_ids:
                 return self._by_id(event)
@@ -196,7 +196,7 @@ class KvEventPublisher:
                 event.lora_name,
             )
         if isinstance(event, EngineRemoved):
-            return Removed(_column(event.block_hashes))
+            return BlocksRemoved(_column(event.block_hashes))
         return Cleared()
 
     def _by_id(self, event: EngineStored) -> BlocksStored | None:

@@ -12,7 +12,7 @@ from array import array
 
 from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_hashes, xxh3_64
 from dynamo.protocols.codec import Tokens
-from dynamo.protocols.kv import BlocksStored, Removed
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored
 
 __all__ = ["BlockPool", "Holding"]
 
@@ -66,7 +66,7 @@ class BlockPool:
         self.capacity = capacity
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.changes: list[BlocksStored | Removed] = []
+        self.changes: list[BlocksStored | BlocksRemoved] = []
         self._active: dict[int, int] = {}
         self._idle: dict[int, None] = {}
         self._private = 0
@@ -174,7 +174,7 @@ class BlockPool:
                 break
         for block_hash in victims:
             del self._idle[block_hash]
-        self.changes.append(Removed(victims.tobytes()))
+        self.changes.append(BlocksRemoved(victims.tobytes()))
 
     def _announce(self, holding: Holding, full: int, new: set[int]) -> None:
         begin = holding.full

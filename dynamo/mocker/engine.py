@@ -22,7 +22,7 @@ from dynamo.mocker.timer_fd import Alarm
 from dynamo.mocker.timing import Timing
 from dynamo.mocker.transfer import Transfer, cached_tokens
 from dynamo.protocols.engine import PreprocessedRequest
-from dynamo.protocols.kv import BlocksStored, Removed
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
@@ -60,7 +60,7 @@ class Rank:
         shape: EngineShape,
         meters: Meters,
         tasks: Tasks,
-        on_events: Callable[[int, list[BlocksStored | Removed]], None],
+        on_events: Callable[[int, list[BlocksStored | BlocksRemoved]], None],
         on_load: Callable[[KvMetrics], None],
         worker_id: int = 0,
     ) -> None:

@@ -15,7 +15,7 @@ __all__ = [
     "KvEventBatch",
     "KvQuery",
     "KvQueryAnswer",
-    "Removed",
+    "BlocksRemoved",
     "BlocksStored",
 ]
 
@@ -37,7 +37,7 @@ class BlocksStored(msgspec.Struct, tag_field="kind", tag="stored", omit_defaults
     start_position: int | None = None
 
 
-class Removed(msgspec.Struct, tag_field="kind", tag="removed"):
+class BlocksRemoved(msgspec.Struct, tag_field="kind", tag="removed"):
     """These blocks (u64le engine ids) are gone."""
 
     block_hashes: bytes
@@ -51,7 +51,7 @@ class KvEvent(msgspec.Struct, omit_defaults=True):
     """One change; ``event_id`` rises by one per (worker, dp_rank)."""
 
     event_id: int
-    data: BlocksStored | Removed | Cleared
+    data: BlocksStored | BlocksRemoved | Cleared
     dp_rank: int = 0
     storage_tier: str = "device"
 

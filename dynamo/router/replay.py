@@ -19,7 +19,7 @@ from typing import NamedTuple
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.errors import ConfigError
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.protocols.kv import BlocksStored, KvEvent, KvEventBatch, Removed
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.caches.indexer import Indexer
 from dynamo.router.picker import Picker
 from dynamo.router.simulated_worker import Job, ServiceModel, SimulatedWorker
@@ -183,7 +183,7 @@ class Replay:
         seconds = self.service.prefill_s(fresh * self.block_tokens)
         worker.busy_s += seconds
         if evicted:
-            self._publish(worker, Removed(array("Q", evicted).tobytes()))
+            self._publish(worker, BlocksRemoved(array("Q", evicted).tobytes()))
         self._at(self._now_s + seconds, partial(self._first_token, worker, job))
 
     def _first_token(self, worker: SimulatedWorker, job: Job) -> None:
@@ -219,7 +219,7 @@ class Replay:
         self._batch_changed(worker)
         self._start(worker)
 
-    def _publish(self, worker: SimulatedWorker, data: BlocksStored | Removed) -> None:
+    def _publish(self, worker: SimulatedWorker, data: BlocksStored | BlocksRemoved) -> None:
         worker.last_event_id += 1
         if self._indexer is not None:
             event = KvEvent(worker.last_event_id, data)

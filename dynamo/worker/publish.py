@@ -16,13 +16,13 @@ from dynamo.errors import InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.kv import (
     STORAGE_TIERS,
+    BlocksRemoved,
     BlocksStored,
     Cleared,
     KvEvent,
     KvEventBatch,
     KvQuery,
     KvQueryAnswer,
-    Removed,
 )
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime.requests.stream import ServerStream
@@ -75,7 +75,7 @@ class KvOutlet:
     def record(
         self,
         dp_rank: int,
-        changes: Iterable[BlocksStored | Removed | Cleared],
+        changes: Iterable[BlocksStored | BlocksRemoved | Cleared],
         storage_tier: str = STORAGE_TIERS[0],
     ) -> None:
         """Number, remember and publish ``changes``; what makes no sense is dropped and logged.

@@ -22,7 +22,7 @@ from dynamo._fast import ingest
 from dynamo._fast.ingest import Ingest
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
-from dynamo.protocols.kv import BlocksStored, Cleared, KvEvent, KvEventBatch, Removed
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored, Cleared, KvEvent, KvEventBatch
 from dynamo.router.caches.event_threads import EventThreads, take_handed
 from dynamo.router.caches.indexer import Indexer
 
@@ -149,7 +149,7 @@ def contents(tree: RadixTree) -> list[Any]:
     )
 
 
-def event(event_id: int, data: BlocksStored | Removed | Cleared, worker: int = 7) -> bytes:
+def event(event_id: int, data: BlocksStored | BlocksRemoved | Cleared, worker: int = 7) -> bytes:
     return codec.encode(KvEventBatch(worker, [KvEvent(event_id, data)]))
 
 
@@ -235,7 +235,7 @@ class Storm:
             thread.join()
         assert self.threads.handed() is None
 
-    def send(self, worker: int, data: BlocksStored | Removed | Cleared) -> None:
+    def send(self, worker: int, data: BlocksStored | BlocksRemoved | Cleared) -> None:
         self.next_id[worker] += 1
         self.threads.push(worker % 3, event(self.next_id[worker], data, worker))
 
@@ -254,7 +254,7 @@ class Storm:
                 gone = self.source.sample(sorted(held), min(len(held), self.source.randrange(90)))
                 for name in gone:
                     del held[name]
-                self.send(worker, Removed(column(*gone)))
+                self.send(worker, BlocksRemoved(column(*gone)))
             case 2:
                 held.clear()
                 self.send(worker, Cleared())

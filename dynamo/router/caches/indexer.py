@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
-from dynamo.protocols.kv import BlocksStored, Cleared, KvEvent, KvEventBatch, KvQueryAnswer, Removed
+from dynamo.protocols.kv import (
+    BlocksRemoved,
+    BlocksStored,
+    Cleared,
+    KvEvent,
+    KvEventBatch,
+    KvQueryAnswer,
+)
 
 __all__ = ["TIERS", "EventCounts", "Indexer", "Recovery", "Threads"]
 
@@ -368,7 +375,7 @@ class Indexer:
         self._counts.applied(_TYPES[type(data)], status)
 
     def _apply_to_index(
-        self, stream: _Stream, data: BlocksStored | Removed | Cleared, tier: int
+        self, stream: _Stream, data: BlocksStored | BlocksRemoved | Cleared, tier: int
     ) -> str:
         slot = stream.slot
         if tier:
@@ -378,7 +385,7 @@ class Indexer:
                 self._index.store(slot, data.parent_hash, data.block_hashes, data.tokens_hashes)
             elif self._index.adopt(slot, data.block_hashes):
                 return "block_not_found"
-        elif isinstance(data, Removed):
+        elif isinstance(data, BlocksRemoved):
             if self._index.remove(slot, data.block_hashes):
                 return "block_not_found"
         elif tier:
@@ -394,4 +401,4 @@ def _cost(event: KvEvent) -> int:
     return _EVENT_BLOCKS + (0 if isinstance(data, Cleared) else len(data.block_hashes) // 8)
 
 
-_TYPES: dict[type, str] = {BlocksStored: "stored", Removed: "removed", Cleared: "cleared"}
+_TYPES: dict[type, str] = {BlocksStored: "stored", BlocksRemoved: "removed", Cleared: "cleared"}

@@ -18,7 +18,14 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.llm import KvEventPublisher, WorkerMetricsPublisher, compute_block_hash_for_seq
 from dynamo.protocols import codec
-from dynamo.protocols.kv import BlocksStored, Cleared, KvEventBatch, KvQuery, KvQueryAnswer, Removed
+from dynamo.protocols.kv import (
+    BlocksRemoved,
+    BlocksStored,
+    Cleared,
+    KvEventBatch,
+    KvQuery,
+    KvQueryAnswer,
+)
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import DistributedRuntime, Endpoint
 
@@ -117,7 +124,7 @@ async def test_what_is_published_arrives_in_order(endpoint: Endpoint, listener: 
     assert [event.data for event in listener.events] == [
         BlocksStored(u64(11, 2**64 - 1), local(TOKENS)),
         BlocksStored(u64(13), local([9] * B), 2**64 - 1),
-        Removed(u64(13)),
+        BlocksRemoved(u64(13)),
         Cleared(),
     ]
 
@@ -132,7 +139,7 @@ async def test_a_router_may_ask_again(endpoint: Endpoint, listener: Listener) ->
     assert (dump.kind, dump.last_event_id, dump.block_size) == ("tree_dump", 2, B)
     assert dump.events[0].data == BlocksStored(u64(11), local(TOKENS[:B]))
     again = await listener.ask(KvQuery(dp_rank=1, start_event_id=2))
-    assert [event.data for event in again.events] == [Removed(u64(12))]
+    assert [event.data for event in again.events] == [BlocksRemoved(u64(12))]
     assert (await listener.ask(KvQuery(dp_rank=0))).last_event_id == 1
     assert (await listener.ask(KvQuery(dp_rank=7))).last_event_id == 0
 
@@ -185,8 +192,8 @@ async def test_blocks_below_the_device(endpoint: Endpoint, listener: Listener) -
         ("device", BlocksStored(u64(11, 12), local(TOKENS))),
         ("host_pinned", BlocksStored(u64(11, 12), local(TOKENS))),
         ("disk", BlocksStored(u64(12), b"")),
-        ("host_pinned", Removed(u64(11))),
-        ("device", Removed(u64(12))),
+        ("host_pinned", BlocksRemoved(u64(11))),
+        ("device", BlocksRemoved(u64(12))),
     ]
     dump = await listener.ask(KvQuery())
     assert [(event.storage_tier, event.data) for event in dump.events] == [
@@ -254,7 +261,7 @@ async def test_the_events_of_an_engine_are_relayed(
     await listener.until(lambda: len(listener.events) == 5)
     assert [(event.storage_tier, event.data) for event in listener.events] == [
         ("device", BlocksStored(u64(11, 12), local(TOKENS))),
-        ("device", Removed(u64(12))),
+        ("device", BlocksRemoved(u64(12))),
         ("host_pinned", BlocksStored(u64(11), b"")),
         ("disk", BlocksStored(u64(13), local(TOKENS[:B]), 11)),
         ("device", Cleared()),

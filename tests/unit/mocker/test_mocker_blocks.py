@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dynamo.mocker.blocks import BlockPool, Holding
 from dynamo.protocols.codec import tokens
-from dynamo.protocols.kv import BlocksStored, Removed
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored
 
 B = 4
 
@@ -77,7 +77,7 @@ def test_the_tail_of_the_least_recently_used_chain_is_evicted_first() -> None:
     pool.changes.clear()
     hold_all(pool, [21, 22, 23, 24, 25])
     removed, stored = pool.changes
-    assert isinstance(removed, Removed) and isinstance(stored, BlocksStored)
+    assert isinstance(removed, BlocksRemoved) and isinstance(stored, BlocksStored)
     assert u64(removed.block_hashes) == [old.chain[1]]
 
 

@@ -25,7 +25,7 @@ from dynamo.protocols.engine import (
     SamplingOptions,
     StopConditions,
 )
-from dynamo.protocols.kv import BlocksStored, Removed
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
@@ -69,7 +69,7 @@ class Bench:
         self.service = service
         self.client = client
         self.address = ""
-        self.changes: list[BlocksStored | Removed] = []
+        self.changes: list[BlocksStored | BlocksRemoved] = []
         self.loads: list[KvMetrics] = []
         self.registry = Registry()
 

@@ -31,7 +31,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.protocols import codec
-from dynamo.protocols.kv import KvEvent, KvEventBatch, Removed
+from dynamo.protocols.kv import BlocksRemoved, KvEvent, KvEventBatch
 from dynamo.router.discovery.router import ConnectedRouter
 
 __all__ = [
@@ -80,7 +80,7 @@ async def test_events_are_applied_by_a_thread_and_counted(box: Box) -> None:
     live = await box.route()
     await until(lambda: live.indexer is not None and not live.indexer.recovering())
     worker.publish(stored(1, 0, 2), stored(2, 2, 3))
-    worker.publish(KvEvent(3, Removed(CHAINED[2:3].tobytes())))
+    worker.publish(KvEvent(3, BlocksRemoved(CHAINED[2:3].tobytes())))
     await until(lambda: overlap(live) == 2)
     assert live._threads is not None
     await until(
@@ -130,7 +130,7 @@ async def test_a_worker_that_dies_in_a_storm_leaves_nothing(box: Box) -> None:
     await until(lambda: live.indexer is not None and not live.indexer.recovering())
     for event_id in range(1, 2000, 2):
         worker.publish(stored(event_id, 0, 4))
-        worker.publish(KvEvent(event_id + 1, Removed(CHAINED[1:].tobytes())))
+        worker.publish(KvEvent(event_id + 1, BlocksRemoved(CHAINED[1:].tobytes())))
     await until(lambda: overlap(live) >= 1)
     live._on_instances([], [worker.id])
     index = live.picker.index  # type: ignore[attr-defined]

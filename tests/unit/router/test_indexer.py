@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo._fast.radix import RadixTree
-from dynamo.protocols.kv import BlocksStored, Cleared, KvEvent, KvEventBatch, KvQueryAnswer, Removed
+from dynamo.protocols.kv import (
+    BlocksRemoved,
+    BlocksStored,
+    Cleared,
+    KvEvent,
+    KvEventBatch,
+    KvQueryAnswer,
+)
 from dynamo.router.caches import indexer as indexer_module
 from dynamo.router.caches.indexer import Indexer, Recovery
 
@@ -30,7 +37,7 @@ def stored(event_id: int, *blocks: int, parent: int | None = None) -> KvEvent:
 
 def removed(event_id: int, *blocks: int) -> KvEvent:
     """Blocks gone."""
-    return KvEvent(event_id, Removed(column(*blocks)))
+    return KvEvent(event_id, BlocksRemoved(column(*blocks)))
 
 
 class Counts:
@@ -226,7 +233,7 @@ def test_lower_tiers_are_kept_apart_until_everything_is_cleared(bench: Bench) ->
 
 def test_unknown_blocks_and_parents_and_torn_columns_are_counted(bench: Bench) -> None:
     bench.live(removed(1, 5), stored(2, 2, parent=1), KvEvent(3, BlocksStored(column(1), b"")))
-    bench.live(KvEvent(4, BlocksStored(b"1234567", b"1234567")), KvEvent(5, Removed(b"123")))
+    bench.live(KvEvent(4, BlocksStored(b"1234567", b"1234567")), KvEvent(5, BlocksRemoved(b"123")))
     assert bench.counts.seen == {
         "removed block_not_found": 1,
         "stored parent_block_not_found": 1,

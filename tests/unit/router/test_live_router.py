@@ -15,10 +15,10 @@ from dynamo.errors import NoInstances, Overloaded
 from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.kv import (
+    BlocksRemoved,
     KvEvent,
     KvQuery,
     KvQueryAnswer,
-    Removed,
 )
 from dynamo.protocols.load import KvMetrics
 from dynamo.router.caches import indexer as indexer_module
@@ -54,7 +54,7 @@ async def test_a_dump_on_discovery_then_live_events(box: Box) -> None:
     assert worker.queries == [KvQuery(0, None, None)]
     worker.publish(stored(6, 2, 3))
     await until(lambda: overlap(live) == 3)
-    worker.publish(KvEvent(7, Removed(CHAINED[1:2].tobytes())))
+    worker.publish(KvEvent(7, BlocksRemoved(CHAINED[1:2].tobytes())))
     await until(lambda: overlap(live) == 1)
 
 

@@ -12,7 +12,7 @@ from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.protocols.kv import BlocksStored, Cleared, KvEvent, KvEventBatch, Removed
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored, Cleared, KvEvent, KvEventBatch
 from dynamo.router.api_views import overlap_scores, potential_loads
 from dynamo.router.caches.indexer import Indexer
 from dynamo.router.explain import explain, table
@@ -51,7 +51,7 @@ class Box:
             slot = self.picker.fleet.members[worker_id].slots[0]
             self.indexer.add(worker_id, 0, slot, answers=False)
 
-    def tell(self, worker_id: int, data: BlocksStored | Removed | Cleared, tier: str) -> None:
+    def tell(self, worker_id: int, data: BlocksStored | BlocksRemoved | Cleared, tier: str) -> None:
         self.told[worker_id] = number = self.told.get(worker_id, 0) + 1
         self.indexer.apply(KvEventBatch(worker_id, [KvEvent(number, data, 0, tier)]))
 
@@ -90,10 +90,10 @@ def test_a_hole_ends_what_a_tier_adds() -> None:
     box.store(1, 0, 1)
     box.store(1, 1, 6, "host_pinned")
     box.store(1, 1, 6, "disk")
-    box.tell(1, Removed(IDS[2:3].tobytes()), "host_pinned")
+    box.tell(1, BlocksRemoved(IDS[2:3].tobytes()), "host_pinned")
     found = box.picker.survey(PROMPT).held
     assert found.of(0) == (1, 1, 4, 0)
-    box.tell(1, Removed(IDS[0:1].tobytes()), "device")
+    box.tell(1, BlocksRemoved(IDS[0:1].tobytes()), "device")
     assert box.picker.survey(PROMPT).held.of(0) == (0, 0, 0, 0)
 
 
@@ -103,7 +103,7 @@ def test_blocks_that_moved_down_still_count_for_less() -> None:
     before = box.costs()[1]
     box.store(1, 0, 6, "host_pinned")
     assert box.costs()[1] == before
-    box.tell(1, Removed(IDS.tobytes()), "device")
+    box.tell(1, BlocksRemoved(IDS.tobytes()), "device")
     assert box.costs()[1] == 6.5 - 0.75 * 6 + 6
 
 
@@ -111,7 +111,7 @@ def test_what_an_engine_offloads_by_id_alone_is_found() -> None:
     box = Box(1)
     box.store(1, 0, 6)
     box.tell(1, BlocksStored(IDS[:3].tobytes(), b""), "host_pinned")
-    box.tell(1, Removed(IDS[1:].tobytes()), "device")
+    box.tell(1, BlocksRemoved(IDS[1:].tobytes()), "device")
     assert box.picker.survey(PROMPT).held.of(0) == (1, 2, 0, 0)
 
 

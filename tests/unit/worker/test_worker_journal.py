@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_events import held_after
 
-from dynamo.protocols.kv import BlocksStored, Cleared, KvEvent, KvQuery, Removed
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored, Cleared, KvEvent, KvQuery
 from dynamo.worker.event_log import EventJournal
 
 
@@ -65,7 +65,7 @@ def test_every_tier_is_remembered() -> None:
     journal.record(stored(1, 2, 3))
     journal.record(stored(3, 4, parent=2), "host_pinned")
     journal.record(BlocksStored(u64(1, 4), b""), "disk")
-    journal.record(Removed(u64(2)), "host_pinned")
+    journal.record(BlocksRemoved(u64(2)), "host_pinned")
     held = {
         tier: sorted(
             block
@@ -121,7 +121,7 @@ def test_a_dump_rebuilds_what_the_events_left(steps: list[tuple[bool, int, int]]
             event = journal.record(stored(block, parent=parent or None))
             held[block] = parent
         elif not store and block in held and block not in held.values():
-            event = journal.record(Removed(u64(block)))
+            event = journal.record(BlocksRemoved(u64(block)))
             del held[block]
         else:
             continue
