@@ -24,7 +24,7 @@ from statistics import mean
 from dynamo._fast.ingest import Ingest
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
-from dynamo.protocols.kv import BlocksRemoved, BlocksStored, Cleared, KvEvent, KvEventBatch
+from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.caches.event_threads import take_handed
 from dynamo.router.caches.indexer import Indexer
 
@@ -65,7 +65,7 @@ class Engine:
         events = []
         for _ in range(EVENTS_PER_BATCH):
             self._event_id += 1
-            events.append(KvEvent(self._event_id, Cleared() if clear else self._change()))
+            events.append(KvEvent(self._event_id, BlocksCleared() if clear else self._change()))
             if clear:
                 self._chains.clear()
                 self.blocks, clear = 0, False

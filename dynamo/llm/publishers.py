@@ -20,7 +20,7 @@ from dynamo.llm.relay import EngineEventRelay
 from dynamo.llm.vllm_events import EngineEvent, EngineRemoved, EngineStored, tier_of
 from dynamo.observability.names import counter
 from dynamo.observability.names_worker import PUBLISHER_DROPPED
-from dynamo.protocols.kv import STORAGE_TIERS, BlocksRemoved, BlocksStored, Cleared
+from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import Component, DistributedRuntime, Endpoint
 from dynamo.worker.channels import connect_kv_events, connect_load
@@ -114,7 +114,7 @@ class KvEventPublisher:
 
     def publish_all_cleared(self) -> None:
         """No block is left."""
-        self._record(self.dp_rank, [Cleared()], STORAGE_TIERS[0])
+        self._record(self.dp_rank, [BlocksCleared()], STORAGE_TIERS[0])
 
     def shutdown(self) -> None:
         """Stop relaying the engine's events. Idempotent."""
@@ -150,7 +150,10 @@ class KvEventPublisher:
         return BlocksStored(_column(block_hashes[: len(local)]), local.tobytes(), parent)
 
     def _record(
-        self, dp_rank: int, changes: Iterable[BlocksStored | BlocksRemoved | Cleared], tier: str
+        self,
+        dp_rank: int,
+        changes: Iterable[BlocksStored | BlocksRemoved | BlocksCleared],
+        tier: str,
     ) -> None:
         if threading.get_ident() == self._thread:
             self._outlet.record(dp_rank, changes, tier)
@@ -182,7 +185,9 @@ class KvEventPublisher:
                 PUBLISHER_DROPPED.name,
             )
 
-    def _translated(self, event: EngineEvent) -> BlocksStored | BlocksRemoved | Cleared | None:
+    def _translated(
+        self, event: EngineEvent
+    ) -> BlocksStored | BlocksRemoved | BlocksCleared | None:
         if isinstance(event, EngineStored):
             if not event.token_ids:
                 return self._by_id(event)
@@ -197,7 +202,7 @@ class KvEventPublisher:
             )
         if isinstance(event, EngineRemoved):
             return BlocksRemoved(_column(event.block_hashes))
-        return Cleared()
+        return BlocksCleared()
 
     def _by_id(self, event: EngineStored) -> BlocksStored | None:
         """Blocks that an engine moved down and names by their hashes alone."""

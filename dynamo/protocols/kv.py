@@ -10,7 +10,7 @@ import msgspec
 
 __all__ = [
     "STORAGE_TIERS",
-    "Cleared",
+    "BlocksCleared",
     "KvEvent",
     "KvEventBatch",
     "KvQuery",
@@ -43,7 +43,7 @@ class BlocksRemoved(msgspec.Struct, tag_field="kind", tag="removed"):
     block_hashes: bytes
 
 
-class Cleared(msgspec.Struct, tag_field="kind", tag="cleared"):
+class BlocksCleared(msgspec.Struct, tag_field="kind", tag="cleared"):
     """The (worker, dp_rank) has no blocks at all; off the device: none on that tier."""
 
 
@@ -51,7 +51,7 @@ class KvEvent(msgspec.Struct, omit_defaults=True):
     """One change; ``event_id`` rises by one per (worker, dp_rank)."""
 
     event_id: int
-    data: BlocksStored | BlocksRemoved | Cleared
+    data: BlocksStored | BlocksRemoved | BlocksCleared
     dp_rank: int = 0
     storage_tier: str = "device"
 

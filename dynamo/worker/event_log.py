@@ -12,9 +12,9 @@ from collections import deque
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
 from dynamo.protocols.kv import (
     STORAGE_TIERS,
+    BlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    Cleared,
     KvEvent,
     KvQuery,
     KvQueryAnswer,
@@ -37,7 +37,9 @@ class EventJournal:
         self._tree = RadixTree()
 
     def record(
-        self, data: BlocksStored | BlocksRemoved | Cleared, storage_tier: str = STORAGE_TIERS[0]
+        self,
+        data: BlocksStored | BlocksRemoved | BlocksCleared,
+        storage_tier: str = STORAGE_TIERS[0],
     ) -> KvEvent | None:
         """The event of this change, remembered; None (counted, logged) if it makes no sense.
 
@@ -88,7 +90,7 @@ class EventJournal:
         """Blocks that the events leave behind, counted once per tier."""
         return self._tree.blocks()
 
-    def _apply(self, data: BlocksStored | BlocksRemoved | Cleared, tier: int) -> None:
+    def _apply(self, data: BlocksStored | BlocksRemoved | BlocksCleared, tier: int) -> None:
         slot = self._tree.slot(0, self.dp_rank, tier)
         if isinstance(data, BlocksStored):
             self._store(slot, data, tier)

@@ -16,9 +16,9 @@ from dynamo.errors import InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.kv import (
     STORAGE_TIERS,
+    BlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    Cleared,
     KvEvent,
     KvEventBatch,
     KvQuery,
@@ -75,7 +75,7 @@ class KvOutlet:
     def record(
         self,
         dp_rank: int,
-        changes: Iterable[BlocksStored | BlocksRemoved | Cleared],
+        changes: Iterable[BlocksStored | BlocksRemoved | BlocksCleared],
         storage_tier: str = STORAGE_TIERS[0],
     ) -> None:
         """Number, remember and publish ``changes``; what makes no sense is dropped and logged.

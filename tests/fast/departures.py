@@ -16,7 +16,7 @@ import zmq
 
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
-from dynamo.protocols.kv import Cleared, KvEvent, KvEventBatch
+from dynamo.protocols.kv import BlocksCleared, KvEvent, KvEventBatch
 from dynamo.router.caches.event_threads import EventThreads
 from dynamo.router.caches.indexer import Indexer
 
@@ -56,7 +56,7 @@ class Publisher:
         self._socket.close()
 
     def _publish(self) -> None:
-        batch = codec.encode(KvEventBatch(self.number, [KvEvent(1, Cleared())]))
+        batch = codec.encode(KvEventBatch(self.number, [KvEvent(1, BlocksCleared())]))
         body = msgspec.msgpack.encode({"publisher_id": self.number, "payload": batch})
         packed = b"\x01" + len(body).to_bytes(4, "big") + body
         head = TOPIC.encode(), self.number.to_bytes(8, "big")

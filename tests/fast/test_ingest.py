@@ -22,7 +22,7 @@ from dynamo._fast import ingest
 from dynamo._fast.ingest import Ingest
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
-from dynamo.protocols.kv import BlocksRemoved, BlocksStored, Cleared, KvEvent, KvEventBatch
+from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.caches.event_threads import EventThreads, take_handed
 from dynamo.router.caches.indexer import Indexer
 
@@ -149,7 +149,9 @@ def contents(tree: RadixTree) -> list[Any]:
     )
 
 
-def event(event_id: int, data: BlocksStored | BlocksRemoved | Cleared, worker: int = 7) -> bytes:
+def event(
+    event_id: int, data: BlocksStored | BlocksRemoved | BlocksCleared, worker: int = 7
+) -> bytes:
     return codec.encode(KvEventBatch(worker, [KvEvent(event_id, data)]))
 
 
@@ -235,7 +237,7 @@ class Storm:
             thread.join()
         assert self.threads.handed() is None
 
-    def send(self, worker: int, data: BlocksStored | BlocksRemoved | Cleared) -> None:
+    def send(self, worker: int, data: BlocksStored | BlocksRemoved | BlocksCleared) -> None:
         self.next_id[worker] += 1
         self.threads.push(worker % 3, event(self.next_id[worker], data, worker))
 
@@ -257,7 +259,7 @@ class Storm:
                 self.send(worker, BlocksRemoved(column(*gone)))
             case 2:
                 held.clear()
-                self.send(worker, Cleared())
+                self.send(worker, BlocksCleared())
             case 3:
                 self.die(worker)
         self.look()

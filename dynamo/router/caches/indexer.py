@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol
 
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
 from dynamo.protocols.kv import (
+    BlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    Cleared,
     KvEvent,
     KvEventBatch,
     KvQueryAnswer,
@@ -375,7 +375,7 @@ class Indexer:
         self._counts.applied(_TYPES[type(data)], status)
 
     def _apply_to_index(
-        self, stream: _Stream, data: BlocksStored | BlocksRemoved | Cleared, tier: int
+        self, stream: _Stream, data: BlocksStored | BlocksRemoved | BlocksCleared, tier: int
     ) -> str:
         slot = stream.slot
         if tier:
@@ -398,7 +398,11 @@ class Indexer:
 def _cost(event: KvEvent) -> int:
     """What it costs to apply the event, in blocks."""
     data = event.data
-    return _EVENT_BLOCKS + (0 if isinstance(data, Cleared) else len(data.block_hashes) // 8)
+    return _EVENT_BLOCKS + (0 if isinstance(data, BlocksCleared) else len(data.block_hashes) // 8)
 
 
-_TYPES: dict[type, str] = {BlocksStored: "stored", BlocksRemoved: "removed", Cleared: "cleared"}
+_TYPES: dict[type, str] = {
+    BlocksStored: "stored",
+    BlocksRemoved: "removed",
+    BlocksCleared: "cleared",
+}

@@ -19,9 +19,9 @@ from dynamo.config.system import SystemSettings
 from dynamo.llm import KvEventPublisher, WorkerMetricsPublisher, compute_block_hash_for_seq
 from dynamo.protocols import codec
 from dynamo.protocols.kv import (
+    BlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    Cleared,
     KvEventBatch,
     KvQuery,
     KvQueryAnswer,
@@ -125,7 +125,7 @@ async def test_what_is_published_arrives_in_order(endpoint: Endpoint, listener: 
         BlocksStored(u64(11, 2**64 - 1), local(TOKENS)),
         BlocksStored(u64(13), local([9] * B), 2**64 - 1),
         BlocksRemoved(u64(13)),
-        Cleared(),
+        BlocksCleared(),
     ]
 
 
@@ -264,7 +264,7 @@ async def test_the_events_of_an_engine_are_relayed(
         ("device", BlocksRemoved(u64(12))),
         ("host_pinned", BlocksStored(u64(11), b"")),
         ("disk", BlocksStored(u64(13), local(TOKENS[:B]), 11)),
-        ("device", Cleared()),
+        ("device", BlocksCleared()),
     ]
     assert {event.dp_rank for event in listener.events} == {1}
     assert dropped(endpoint) == 2
@@ -295,7 +295,7 @@ async def test_a_malformed_event_does_not_end_the_relay(
     await listener.until(lambda: len(listener.events) == 2)
     assert [event.data for event in listener.events] == [
         BlocksStored(u64(11, 12), local(TOKENS)),
-        Cleared(),
+        BlocksCleared(),
     ]
     assert dropped(endpoint) == 3
     assert caplog.text.count("malformed") == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynamo.protocols import codec
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, StopConditions
-from dynamo.protocols.kv import BlocksRemoved, BlocksStored, Cleared, KvEvent, KvEventBatch
+from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=300))
@@ -41,7 +41,7 @@ def test_events_keep_their_kind() -> None:
     events = [
         KvEvent(1, BlocksStored(column, column, parent_hash=2**64 - 1)),
         KvEvent(2, BlocksRemoved(column), dp_rank=3),
-        KvEvent(3, Cleared()),
+        KvEvent(3, BlocksCleared()),
     ]
     batch = KvEventBatch(7, events)
     assert codec.decoder(KvEventBatch).decode(codec.encode(batch)) == batch

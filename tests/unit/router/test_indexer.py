@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols.kv import (
+    BlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    Cleared,
     KvEvent,
     KvEventBatch,
     KvQueryAnswer,
@@ -107,7 +107,7 @@ def test_events_in_order(bench: Bench) -> None:
     assert bench.depth(1, 2, 3) == 3
     bench.live(removed(3, 3))
     assert bench.depth(1, 2, 3) == 2
-    bench.live(KvEvent(4, Cleared()))
+    bench.live(KvEvent(4, BlocksCleared()))
     assert bench.depth(1, 2, 3) == 0
     assert bench.counts.seen == {"stored ok": 2, "removed ok": 1, "cleared ok": 1}
 
@@ -220,14 +220,14 @@ def test_an_unknown_tier_advances_the_id_and_is_counted(bench: Bench) -> None:
 
 
 def test_lower_tiers_are_kept_apart_until_everything_is_cleared(bench: Bench) -> None:
-    below, gone = stored(2, 2, 3, parent=1), KvEvent(3, Cleared(), storage_tier="disk")
+    below, gone = stored(2, 2, 3, parent=1), KvEvent(3, BlocksCleared(), storage_tier="disk")
     below.storage_tier = "host_pinned"
     bench.live(stored(1, 1), below, gone)
     depths, further = array("I", [1]), array("I", [0])
     assert bench.depth(1, 2, 3) == 1
     assert bench.index.extend_into(array("Q", [1001, 1002, 1003]), depths, further, 1) == 1
     assert further[0] == 2
-    bench.live(KvEvent(4, Cleared()))
+    bench.live(KvEvent(4, BlocksCleared()))
     assert bench.index.blocks() == 0
 
 

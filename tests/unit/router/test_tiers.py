@@ -12,7 +12,7 @@ from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.protocols.kv import BlocksRemoved, BlocksStored, Cleared, KvEvent, KvEventBatch
+from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.api_views import overlap_scores, potential_loads
 from dynamo.router.caches.indexer import Indexer
 from dynamo.router.explain import explain, table
@@ -51,7 +51,9 @@ class Box:
             slot = self.picker.fleet.members[worker_id].slots[0]
             self.indexer.add(worker_id, 0, slot, answers=False)
 
-    def tell(self, worker_id: int, data: BlocksStored | BlocksRemoved | Cleared, tier: str) -> None:
+    def tell(
+        self, worker_id: int, data: BlocksStored | BlocksRemoved | BlocksCleared, tier: str
+    ) -> None:
         self.told[worker_id] = number = self.told.get(worker_id, 0) + 1
         self.indexer.apply(KvEventBatch(worker_id, [KvEvent(number, data, 0, tier)]))
 
@@ -119,9 +121,9 @@ def test_clearing_the_device_clears_everything() -> None:
     box = Box(1)
     for tier in ("device", "host_pinned", "disk"):
         box.store(1, 0, 3, tier)
-    box.tell(1, Cleared(), "host_pinned")
+    box.tell(1, BlocksCleared(), "host_pinned")
     assert box.picker.survey(PROMPT).held.of(0) == (3, 0, 0, 0)
-    box.tell(1, Cleared(), "device")
+    box.tell(1, BlocksCleared(), "device")
     assert box.picker.survey(PROMPT).held.of(0) == (0, 0, 0, 0)
 
 

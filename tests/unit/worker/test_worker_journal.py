@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_events import held_after
 
-from dynamo.protocols.kv import BlocksRemoved, BlocksStored, Cleared, KvEvent, KvQuery
+from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvQuery
 from dynamo.worker.event_log import EventJournal
 
 
@@ -55,7 +55,7 @@ def test_the_table_of_answers() -> None:
 def test_cleared_leaves_nothing() -> None:
     journal = EventJournal(dp_rank=3)
     journal.record(stored(1, 2))
-    event = journal.record(Cleared())
+    event = journal.record(BlocksCleared())
     assert event is not None and event.dp_rank == 3
     assert journal.blocks() == 0 and journal.dump().events == []
 
@@ -100,9 +100,9 @@ def test_clearing_the_device_clears_every_tier() -> None:
     journal = EventJournal()
     for tier in ("device", "host_pinned", "disk"):
         journal.record(stored(1), tier)
-    journal.record(Cleared(), "host_pinned")
+    journal.record(BlocksCleared(), "host_pinned")
     assert journal.blocks() == 2
-    journal.record(Cleared())
+    journal.record(BlocksCleared())
     assert journal.blocks() == 0
 
 
