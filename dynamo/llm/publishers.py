@@ -24,13 +24,13 @@ from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, Blo
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import Component, DistributedRuntime, Endpoint
 from dynamo.worker.channels import connect_kv_events, connect_load
-from dynamo.worker.publish import KvOutlet, LoadOutlet
+from dynamo.worker.publish import KvEventSender, LoadOutlet
 
 __all__ = ["KvEventPublisher", "WorkerMetricsPublisher"]
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _log = logging.getLogger(__name__)
-_outlets: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], KvOutlet]] = (
+_outlets: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], KvEventSender]] = (
     WeakKeyDictionary()
 )
 
@@ -250,13 +250,13 @@ class WorkerMetricsPublisher:
             self._call(self._outlet.report, state)
 
 
-def _outlet(endpoint: Endpoint, worker_id: int, delay_s: float) -> KvOutlet:
+def _outlet(endpoint: Endpoint, worker_id: int, delay_s: float) -> KvEventSender:
     """The outlet that all publishers of a component in this process share."""
     runtime = endpoint.runtime
     made = _outlets.setdefault(runtime, {})
     key = endpoint.path[:2]
     if key not in made:
-        made[key] = KvOutlet(worker_id, delay_s)
+        made[key] = KvEventSender(worker_id, delay_s)
         runtime.tasks.spawn(connect_kv_events(endpoint, made[key]), name="KV events")
     return made[key]
 

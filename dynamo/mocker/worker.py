@@ -20,7 +20,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.worker.admission import AdmissionGate
 from dynamo.worker.channels import connect_kv_events, connect_load
-from dynamo.worker.publish import KvOutlet, LoadOutlet
+from dynamo.worker.publish import KvEventSender, LoadOutlet
 
 __all__ = ["MockerWorker", "Plan", "make_plan"]
 
@@ -87,7 +87,7 @@ class MockerWorker:
     def __init__(self, plan: Plan, runtime: DistributedRuntime, number: int) -> None:
         self.plan = plan
         self.endpoint: Endpoint = runtime.endpoint(plan.endpoint)
-        self.events = KvOutlet(runtime.instance_id)
+        self.events = KvEventSender(runtime.instance_id)
         self.load = LoadOutlet(runtime.instance_id)
         self.publishes = plan.mocker.disaggregation_mode != "decode"
         first = number * plan.mocker.data_parallel_size

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dynamo.runtime.component import Endpoint
-from dynamo.worker.publish import KV_EVENTS, KV_METRICS, KV_QUERY, KvOutlet, LoadOutlet
+from dynamo.worker.publish import KV_EVENTS, KV_METRICS, KV_QUERY, KvEventSender, LoadOutlet
 
 __all__ = ["connect_kv_events", "connect_load"]
 
 
-async def connect_kv_events(endpoint: Endpoint, outlet: KvOutlet) -> None:
+async def connect_kv_events(endpoint: Endpoint, outlet: KvEventSender) -> None:
     """Publish ``outlet`` on topic ``kv-events`` of the endpoint's component and answer ``kv_query``
     there. Do it before the endpoint is served, so that routers find both together."""
     runtime = endpoint.runtime

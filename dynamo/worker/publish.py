@@ -28,7 +28,15 @@ from dynamo.protocols.load import KvMetrics
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.worker.event_log import RING_EVENTS, EventJournal
 
-__all__ = ["KV_EVENTS", "KV_METRICS", "KV_QUERY", "REPEAT_S", "KvOutlet", "LoadOutlet", "Publish"]
+__all__ = [
+    "KV_EVENTS",
+    "KV_METRICS",
+    "KV_QUERY",
+    "REPEAT_S",
+    "KvEventSender",
+    "LoadOutlet",
+    "Publish",
+]
 
 KV_EVENTS = "kv-events"
 """Topic of KV events; a message is one ``KvEventBatch``."""
@@ -46,7 +54,7 @@ Publish = Callable[[bytes], object]
 _DECODE_QUERY = codec.decoder(KvQuery).decode
 
 
-class KvOutlet:
+class KvEventSender:
     """The KV events of one worker, all its ranks, numbered per rank.
 
     Until :meth:`open` the newest ``RING_EVENTS`` wait; a router that misses older ones asks.

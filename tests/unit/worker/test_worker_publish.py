@@ -12,7 +12,7 @@ from dynamo.protocols.kv import BlocksStored, KvEventBatch, KvQuery, KvQueryAnsw
 from dynamo.protocols.load import KvMetrics
 from dynamo.worker import publish
 from dynamo.worker.event_log import RING_EVENTS
-from dynamo.worker.publish import KvOutlet, LoadOutlet
+from dynamo.worker.publish import KvEventSender, LoadOutlet
 
 BATCH = codec.decoder(KvEventBatch).decode
 LOADS = codec.decoder(list[KvMetrics]).decode
@@ -48,7 +48,7 @@ async def turn() -> None:
 
 async def test_one_message_per_loop_turn() -> None:
     sent: list[bytes] = []
-    outlet = KvOutlet(7)
+    outlet = KvEventSender(7)
     outlet.open(sent.append)
     outlet.record(0, [stored(1), stored(2)])
     outlet.record(1, [stored(1)])
@@ -62,7 +62,7 @@ async def test_one_message_per_loop_turn() -> None:
 
 async def test_events_wait_for_the_outlet_to_open_within_bounds() -> None:
     sent: list[bytes] = []
-    outlet = KvOutlet(7)
+    outlet = KvEventSender(7)
     for number in range(RING_EVENTS + 10):
         outlet.record(0, [stored(number)])
     outlet.open(sent.append)
@@ -76,7 +76,7 @@ async def test_events_wait_for_the_outlet_to_open_within_bounds() -> None:
 
 async def test_a_burst_is_sent_in_pieces() -> None:
     sent: list[bytes] = []
-    outlet = KvOutlet(7)
+    outlet = KvEventSender(7)
     outlet.open(sent.append)
     outlet.record(0, [stored(n) for n in range(RING_EVENTS * 2 + 5)])
     await turn()
@@ -85,7 +85,7 @@ async def test_a_burst_is_sent_in_pieces() -> None:
 
 
 async def test_answers() -> None:
-    outlet = KvOutlet(7)
+    outlet = KvEventSender(7)
     outlet.record(0, [stored(1)])
     good, bad, unknown = Stream(), Stream(), Stream()
     answer: Any = outlet.answer
