@@ -24,7 +24,7 @@ from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, Blo
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import Component, DistributedRuntime, Endpoint
 from dynamo.worker.channels import connect_kv_events, connect_load
-from dynamo.worker.publish import KvEventSender, LoadOutlet
+from dynamo.worker.publish import KvEventSender, LoadSender
 
 __all__ = ["KvEventPublisher", "WorkerMetricsPublisher"]
 
@@ -219,7 +219,7 @@ class WorkerMetricsPublisher:
     thread; before that the newest state of each rank waits."""
 
     def __init__(self) -> None:
-        self._outlet = LoadOutlet(0)
+        self._outlet = LoadSender(0)
         self._call: Callable[..., object] = _directly
         self._thread = threading.get_ident()
 

@@ -20,7 +20,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.worker.admission import AdmissionGate
 from dynamo.worker.channels import connect_kv_events, connect_load
-from dynamo.worker.publish import KvEventSender, LoadOutlet
+from dynamo.worker.publish import KvEventSender, LoadSender
 
 __all__ = ["MockerWorker", "Plan", "make_plan"]
 
@@ -88,7 +88,7 @@ class MockerWorker:
         self.plan = plan
         self.endpoint: Endpoint = runtime.endpoint(plan.endpoint)
         self.events = KvEventSender(runtime.instance_id)
-        self.load = LoadOutlet(runtime.instance_id)
+        self.load = LoadSender(runtime.instance_id)
         self.publishes = plan.mocker.disaggregation_mode != "decode"
         first = number * plan.mocker.data_parallel_size
         self.ranks = [

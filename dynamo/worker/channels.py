@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo.runtime.component import Endpoint
-from dynamo.worker.publish import KV_EVENTS, KV_METRICS, KV_QUERY, KvEventSender, LoadOutlet
+from dynamo.worker.publish import KV_EVENTS, KV_METRICS, KV_QUERY, KvEventSender, LoadSender
 
 __all__ = ["connect_kv_events", "connect_load"]
 
@@ -20,7 +20,7 @@ async def connect_kv_events(endpoint: Endpoint, outlet: KvEventSender) -> None:
     outlet.open(publisher.publish)
 
 
-async def connect_load(endpoint: Endpoint, outlet: LoadOutlet) -> None:
+async def connect_load(endpoint: Endpoint, outlet: LoadSender) -> None:
     """Publish ``outlet`` on topic ``kv_metrics`` of the endpoint's component."""
     runtime = endpoint.runtime
     namespace, component, _ = endpoint.path

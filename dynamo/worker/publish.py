@@ -34,7 +34,7 @@ __all__ = [
     "KV_QUERY",
     "REPEAT_S",
     "KvEventSender",
-    "LoadOutlet",
+    "LoadSender",
     "Publish",
 ]
 
@@ -135,7 +135,7 @@ class KvEventSender:
         self._publish(codec.encode(batch))
 
 
-class LoadOutlet:
+class LoadSender:
     """The load of one worker's ranks: the newest state of each, sent at the end of the loop turn,
     and again every ``REPEAT_S`` for routers that came later."""
 

@@ -12,7 +12,7 @@ from dynamo.protocols.kv import BlocksStored, KvEventBatch, KvQuery, KvQueryAnsw
 from dynamo.protocols.load import KvMetrics
 from dynamo.worker import publish
 from dynamo.worker.event_log import RING_EVENTS
-from dynamo.worker.publish import KvEventSender, LoadOutlet
+from dynamo.worker.publish import KvEventSender, LoadSender
 
 BATCH = codec.decoder(KvEventBatch).decode
 LOADS = codec.decoder(list[KvMetrics]).decode
@@ -107,7 +107,7 @@ async def test_load_is_sent_once_per_turn_and_repeated() -> None:
         if len(sent) == 2:
             again.set()
 
-    outlet = LoadOutlet(7)
+    outlet = LoadSender(7)
     outlet.report(KvMetrics(0, active_decode_blocks=1))
     outlet.report(KvMetrics(0, active_decode_blocks=2))
     outlet.report(KvMetrics(0, 1, active_decode_blocks=9))
