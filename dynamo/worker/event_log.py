@@ -20,13 +20,13 @@ from dynamo.protocols.kv import (
     KvQueryAnswer,
 )
 
-__all__ = ["RING_EVENTS", "EventJournal"]
+__all__ = ["RING_EVENTS", "EventLog"]
 
 RING_EVENTS = 1024
 _log = logging.getLogger(__name__)
 
 
-class EventJournal:
+class EventLog:
     """Numbers the events of one (worker, dp_rank), without a hole, from 1."""
 
     def __init__(self, dp_rank: int = 0, ring_events: int = RING_EVENTS) -> None:

@@ -26,7 +26,7 @@ from dynamo.protocols.kv import (
 )
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.worker.event_log import RING_EVENTS, EventJournal
+from dynamo.worker.event_log import RING_EVENTS, EventLog
 
 __all__ = [
     "KV_EVENTS",
@@ -64,7 +64,7 @@ class KvEventSender:
     def __init__(self, worker_id: int, delay_s: float = 0.0) -> None:
         self.worker_id = worker_id
         self.block_size: int | None = None
-        self.journals: dict[int, EventJournal] = {}
+        self.journals: dict[int, EventLog] = {}
         self._delay_s = delay_s
         self._publish: Publish | None = None
         self._pending: deque[KvEvent] = deque(maxlen=RING_EVENTS)
@@ -104,11 +104,11 @@ class KvEventSender:
             else:
                 self._timer = loop.call_soon(self._flush)
 
-    def journal(self, dp_rank: int) -> EventJournal:
+    def journal(self, dp_rank: int) -> EventLog:
         """The journal of ``dp_rank``, made on first use."""
         found = self.journals.get(dp_rank)
         if found is None:
-            found = self.journals[dp_rank] = EventJournal(dp_rank)
+            found = self.journals[dp_rank] = EventLog(dp_rank)
         return found
 
     def answer(self, stream: ServerStream, payload: bytes) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kv_events import held_after
 
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvQuery
-from dynamo.worker.event_log import EventJournal
+from dynamo.worker.event_log import EventLog
 
 
 def u64(*values: int) -> bytes:
@@ -21,20 +21,20 @@ def stored(*hashes: int, parent: int | None = None) -> BlocksStored:
 
 
 def test_ids_rise_by_one_from_one() -> None:
-    journal = EventJournal()
+    journal = EventLog()
     events = [journal.record(stored(n, parent=n - 1 or None)) for n in (1, 2, 3)]
     assert [event.event_id for event in events if event] == [1, 2, 3]
 
 
 def test_nonsense_is_dropped_and_takes_no_number() -> None:
-    journal = EventJournal()
+    journal = EventLog()
     assert journal.record(stored(2, parent=1)) is None
     assert journal.record(stored(1)).event_id == 1  # type: ignore[union-attr]
     assert (journal.refused, journal.last_event_id) == (1, 1)
 
 
 def test_the_table_of_answers() -> None:
-    journal = EventJournal(ring_events=4)
+    journal = EventLog(ring_events=4)
     empty = journal.answer(KvQuery(start_event_id=1))
     assert (empty.kind, empty.last_event_id, empty.events) == ("tree_dump", 0, [])
     for n in range(1, 11):
@@ -53,7 +53,7 @@ def test_the_table_of_answers() -> None:
 
 
 def test_cleared_leaves_nothing() -> None:
-    journal = EventJournal(dp_rank=3)
+    journal = EventLog(dp_rank=3)
     journal.record(stored(1, 2))
     event = journal.record(BlocksCleared())
     assert event is not None and event.dp_rank == 3
@@ -61,7 +61,7 @@ def test_cleared_leaves_nothing() -> None:
 
 
 def test_every_tier_is_remembered() -> None:
-    journal = EventJournal(ring_events=2)
+    journal = EventLog(ring_events=2)
     journal.record(stored(1, 2, 3))
     journal.record(stored(3, 4, parent=2), "host_pinned")
     journal.record(BlocksStored(u64(1, 4), b""), "disk")
@@ -82,14 +82,14 @@ def test_every_tier_is_remembered() -> None:
         (3, "disk"),
         (4, "host_pinned"),
     ]
-    again = EventJournal()
+    again = EventLog()
     for event in journal.dump().events:
         assert again.record(event.data, event.storage_tier) is not None
     assert again.dump().events == journal.dump().events
 
 
 def test_ids_that_no_tier_knows_are_refused() -> None:
-    journal = EventJournal()
+    journal = EventLog()
     assert journal.record(BlocksStored(u64(7), b""), "host_pinned") is None
     journal.record(stored(7))
     assert journal.record(BlocksStored(u64(7, 8), b""), "host_pinned") is not None
@@ -97,7 +97,7 @@ def test_ids_that_no_tier_knows_are_refused() -> None:
 
 
 def test_clearing_the_device_clears_every_tier() -> None:
-    journal = EventJournal()
+    journal = EventLog()
     for tier in ("device", "host_pinned", "disk"):
         journal.record(stored(1), tier)
     journal.record(BlocksCleared(), "host_pinned")
@@ -113,7 +113,7 @@ def test_clearing_the_device_clears_every_tier() -> None:
     )
 )
 def test_a_dump_rebuilds_what_the_events_left(steps: list[tuple[bool, int, int]]) -> None:
-    journal = EventJournal(ring_events=8)
+    journal = EventLog(ring_events=8)
     told: list[KvEvent] = []
     held: dict[int, int] = {}
     for store, block, parent in steps:
