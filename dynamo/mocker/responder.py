@@ -16,7 +16,7 @@ from dynamo.runtime.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["Desk", "Responder", "token_item"]
+__all__ = ["EngineHooks", "Responder", "token_item"]
 
 _PREFIX = codec.encode({"token_ids": [0]})[:-1]
 _U16 = struct.Struct(">BH")
@@ -33,7 +33,7 @@ def token_item(token_id: int) -> bytes:
     return _PREFIX + _U32.pack(0xCE, token_id)
 
 
-class Desk(Protocol):
+class EngineHooks(Protocol):
     """Who owns a responder: the rank that computes its sequence."""
 
     meters: Meters
@@ -59,7 +59,9 @@ class Responder:
 
     sequence: Sequence
 
-    def __init__(self, stream: ServerStream, desk: Desk, on_done: Callable[[], None]) -> None:
+    def __init__(
+        self, stream: ServerStream, desk: EngineHooks, on_done: Callable[[], None]
+    ) -> None:
         self.stream = stream
         self._desk = desk
         self._on_done = on_done
