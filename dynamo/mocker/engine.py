@@ -18,7 +18,7 @@ from dynamo.mocker.meters import Meters
 from dynamo.mocker.reply import Reply
 from dynamo.mocker.responder import Responder
 from dynamo.mocker.scheduler import Batch, Limits, Scheduler, Sequence
-from dynamo.mocker.timer_fd import Alarm
+from dynamo.mocker.timer_fd import TimerFd
 from dynamo.mocker.timing import Timing
 from dynamo.mocker.transfer import Transfer, cached_tokens
 from dynamo.protocols.engine import PreprocessedRequest
@@ -145,10 +145,10 @@ class Rank:
 
     async def run(self) -> None:
         """Iterate for ever; cancel to end."""
-        with Alarm() as alarm:
+        with TimerFd() as alarm:
             await self._iterate(alarm)
 
-    async def _iterate(self, alarm: Alarm) -> None:
+    async def _iterate(self, alarm: TimerFd) -> None:
         timing, pool, scheduler = self.shape.timing, self.pool, self.scheduler
         due = time.monotonic()
         self._report(due)

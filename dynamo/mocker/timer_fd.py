@@ -12,7 +12,7 @@ import os
 import time
 from types import TracebackType
 
-__all__ = ["Alarm"]
+__all__ = ["TimerFd"]
 
 _ABSOLUTE = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,7 +29,7 @@ class _Timerspec(ctypes.Structure):
     )
 
 
-class Alarm:
+class TimerFd:
     """One sleeper at a time; use it as a context manager on the running loop. Linux only."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Alarm:
             raise OSError(ctypes.get_errno(), "timerfd_create")
         self._waiter: asyncio.Future[None] | None = None
 
-    def __enter__(self) -> Alarm:
+    def __enter__(self) -> TimerFd:
         self._loop.add_reader(self._fd, self._rang)
         return self
 

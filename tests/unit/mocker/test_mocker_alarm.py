@@ -9,7 +9,7 @@ import time
 import pytest
 import uvloop
 
-from dynamo.mocker.timer_fd import Alarm
+from dynamo.mocker.timer_fd import TimerFd
 
 LOOPS = pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
 
@@ -18,7 +18,7 @@ LOOPS = pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_e
 def test_it_never_rings_early(factory: object) -> None:
     async def sleep() -> list[float]:
         early = []
-        with Alarm() as alarm:
+        with TimerFd() as alarm:
             for delay_s in (0.0, 0.0003, 0.0021, 0.012):
                 when = time.monotonic() + delay_s
                 await alarm.until(when)
@@ -32,7 +32,7 @@ def test_it_never_rings_early(factory: object) -> None:
 @LOOPS
 def test_a_cancelled_sleeper_does_not_wake_the_next(factory: object) -> None:
     async def sleep() -> float:
-        with Alarm() as alarm:
+        with TimerFd() as alarm:
             async with asyncio.TaskGroup() as group:
                 cancelled = group.create_task(alarm.until(time.monotonic() + 0.002))
                 await asyncio.sleep(0)
@@ -48,7 +48,7 @@ def test_a_cancelled_sleeper_does_not_wake_the_next(factory: object) -> None:
 
 def test_the_descriptor_is_closed() -> None:
     async def use() -> int:
-        with Alarm() as alarm:
+        with TimerFd() as alarm:
             await alarm.until(time.monotonic() + 0.001)
         return alarm._fd
 
