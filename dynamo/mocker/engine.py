@@ -14,7 +14,7 @@ from typing import Any
 
 from dynamo.errors import DynamoError
 from dynamo.mocker.blocks import BlockPool, Holding
-from dynamo.mocker.meters import Meters
+from dynamo.mocker.meters import MockerMetrics
 from dynamo.mocker.reply import Reply
 from dynamo.mocker.responder import Responder
 from dynamo.mocker.scheduler import Batch, Limits, Scheduler, Sequence
@@ -58,7 +58,7 @@ class Rank:
         self,
         number: int,
         shape: EngineShape,
-        meters: Meters,
+        meters: MockerMetrics,
         tasks: Tasks,
         on_events: Callable[[int, list[BlocksStored | BlocksRemoved]], None],
         on_load: Callable[[KvMetrics], None],

@@ -9,10 +9,10 @@ from dynamo.observability import names_worker as names
 from dynamo.observability.metrics import Registry
 from dynamo.observability.names import counter, gauge, histogram
 
-__all__ = ["Meters"]
+__all__ = ["MockerMetrics"]
 
 
-class Meters:
+class MockerMetrics:
     """The ``vllm:*`` metrics of one data-parallel rank, labelled (engine, model_name)."""
 
     def __init__(self, registry: Registry, engine: str, model_name: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Protocol
 
-from dynamo.mocker.meters import Meters
+from dynamo.mocker.meters import MockerMetrics
 from dynamo.mocker.scheduler import Sequence
 from dynamo.protocols import codec
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
@@ -36,7 +36,7 @@ def token_item(token_id: int) -> bytes:
 class EngineHooks(Protocol):
     """Who owns a responder: the rank that computes its sequence."""
 
-    meters: Meters
+    meters: MockerMetrics
     tasks: Tasks
 
     def abort(self, sequence: Sequence) -> None:

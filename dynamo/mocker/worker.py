@@ -14,7 +14,7 @@ from dynamo.llm.model_card import ModelDirectory
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
 from dynamo.mocker.engine import EngineShape, Rank
-from dynamo.mocker.meters import Meters
+from dynamo.mocker.meters import MockerMetrics
 from dynamo.mocker.service import MockerService
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
@@ -95,7 +95,7 @@ class MockerWorker:
             Rank(
                 rank,
                 plan.shape,
-                Meters(runtime.metrics, str(first + rank), plan.model_name),
+                MockerMetrics(runtime.metrics, str(first + rank), plan.model_name),
                 runtime.tasks,
                 self.events.record if self.publishes else lambda _rank, _changes: None,
                 self.load.report,

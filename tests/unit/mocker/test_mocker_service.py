@@ -12,7 +12,7 @@ import pytest
 
 from dynamo.errors import DynamoError, InvalidArgument, Overloaded
 from dynamo.mocker.engine import EngineShape, Rank
-from dynamo.mocker.meters import Meters
+from dynamo.mocker.meters import MockerMetrics
 from dynamo.mocker.scheduler import Limits
 from dynamo.mocker.service import DEFAULT_MAX_TOKENS, MockerService
 from dynamo.mocker.timing import Timing
@@ -101,7 +101,7 @@ async def bench(
     tasks, server, client = Tasks(), RequestServer(), RequestClient()
     here = Bench([], None, client)  # type: ignore[arg-type]
     for number in range(ranks):
-        meters = Meters(here.registry, str(number), "m")
+        meters = MockerMetrics(here.registry, str(number), "m")
         here.ranks.append(
             Rank(
                 number, made, meters, tasks, lambda _, c: here.changes.extend(c), here.loads.append
