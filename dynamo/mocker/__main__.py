@@ -17,7 +17,7 @@ from dynamo.config.system import LogSettings, SystemSettings
 from dynamo.config.worker import WorkerSettings
 from dynamo.errors import DynamoError
 from dynamo.mocker.arguments import engine_shape, stagger_delay_s, with_extra_arguments
-from dynamo.mocker.worker import MockerWorker, Plan, make_plan
+from dynamo.mocker.worker import MockerWorker, WorkerPlan, make_plan
 from dynamo.observability.logs import setup_logging
 from dynamo.observability.metrics import Registry
 from dynamo.runtime import DistributedRuntime
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: Plan) -> None:
+async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: WorkerPlan) -> None:
     life, metrics = WorkerLife(), Registry()
     delay_s = stagger_delay_s(plan.mocker)
 

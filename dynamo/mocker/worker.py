@@ -22,7 +22,7 @@ from dynamo.worker.admission import AdmissionGate
 from dynamo.worker.channels import connect_kv_events, connect_load
 from dynamo.worker.publish import KvEventSender, LoadSender
 
-__all__ = ["MockerWorker", "Plan", "make_plan"]
+__all__ = ["MockerWorker", "WorkerPlan", "make_plan"]
 
 _WORKER_TYPES = {
     "agg": WorkerType.Aggregated,
@@ -33,7 +33,7 @@ _API_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions}
 
 
 @dataclass(frozen=True)
-class Plan:
+class WorkerPlan:
     """What all workers of this process have in common."""
 
     settings: WorkerSettings
@@ -58,7 +58,7 @@ def make_plan(
     settings: WorkerSettings,
     mocker: MockerSettings,
     shape: EngineShape,
-) -> Plan:
+) -> WorkerPlan:
     """Check what can be checked before anything starts. ConfigError, InvalidArgument."""
     if settings.model_path is None:
         raise ConfigError("--model-path is missing; give the directory of a model's tokenizer")
@@ -70,7 +70,7 @@ def make_plan(
         raise ConfigError(f"--custom-jinja-template {template}: no such file")
     suffix = f"-{worker_suffix}" if worker_suffix else ""
     component = "prefill" if shape.prefill_only else "backend"
-    return Plan(
+    return WorkerPlan(
         settings,
         mocker,
         shape,
@@ -84,7 +84,7 @@ def make_plan(
 class MockerWorker:
     """Worker ``number`` of this process, on a runtime of its own."""
 
-    def __init__(self, plan: Plan, runtime: DistributedRuntime, number: int) -> None:
+    def __init__(self, plan: WorkerPlan, runtime: DistributedRuntime, number: int) -> None:
         self.plan = plan
         self.endpoint: Endpoint = runtime.endpoint(plan.endpoint)
         self.events = KvEventSender(runtime.instance_id)

@@ -14,7 +14,7 @@ from dynamo.config.system import SystemSettings
 from dynamo.config.worker import WorkerSettings
 from dynamo.errors import WorkerUnavailable
 from dynamo.mocker.arguments import engine_shape
-from dynamo.mocker.worker import MockerWorker, Plan, make_plan
+from dynamo.mocker.worker import MockerWorker, WorkerPlan, make_plan
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.engine import PreprocessedRequest, StopConditions
@@ -24,7 +24,7 @@ from dynamo.worker.life import WorkerLife
 MODEL = Path(__file__).resolve().parents[3] / "examples/model"
 
 
-def plan(settings: RuntimeSettings, **mocker: object) -> Plan:
+def plan(settings: RuntimeSettings, **mocker: object) -> WorkerPlan:
     engine = MockerSettings(**mocker)  # type: ignore[arg-type]
     worker = WorkerSettings(model_path=str(MODEL))
     return make_plan(settings, "blue", worker, engine, engine_shape(engine))
