@@ -27,7 +27,7 @@ from dynamo.protocols.load import KvMetrics
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["EngineShape", "Rank"]
+__all__ = ["EngineShape", "EngineRank"]
 
 _REPORT_INTERVAL_S = 0.05
 _LAG_LIMIT_S = 0.1
@@ -47,7 +47,7 @@ class EngineShape:
     transfer: Transfer = field(default_factory=Transfer)
 
 
-class Rank:
+class EngineRank:
     """One scheduler and its loop.
 
     ``on_events(dp_rank, changes)`` takes what each iteration stored and removed, ``on_load`` the

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument
-from dynamo.mocker.engine import Rank
+from dynamo.mocker.engine import EngineRank
 from dynamo.mocker.reply import Reply, echo_reply, random_reply
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
@@ -26,7 +26,9 @@ _DECODE = codec.decoder(PreprocessedRequest).decode
 class MockerService:
     """A push handler over the ranks of one worker."""
 
-    def __init__(self, ranks: Sequence[Rank], gate: AdmissionGate, reply: str = "random") -> None:
+    def __init__(
+        self, ranks: Sequence[EngineRank], gate: AdmissionGate, reply: str = "random"
+    ) -> None:
         self.ranks = ranks
         self.gate = gate
         self._echo = reply == "echo"
@@ -43,7 +45,7 @@ class MockerService:
         except DynamoError as error:
             stream.error(error)
 
-    def _rank(self, request: PreprocessedRequest) -> Rank:
+    def _rank(self, request: PreprocessedRequest) -> EngineRank:
         number = request.routing.dp_rank if request.routing else None
         if number is None:
             return min(self.ranks, key=lambda rank: rank.load)
@@ -53,7 +55,7 @@ class MockerService:
             )
         return self.ranks[number]
 
-    def _reply(self, request: PreprocessedRequest, rank: Rank) -> Reply:
+    def _reply(self, request: PreprocessedRequest, rank: EngineRank) -> Reply:
         prompt = request.token_ids
         if not prompt:
             raise InvalidArgument("token_ids is empty; send at least one token")

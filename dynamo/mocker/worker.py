@@ -13,7 +13,7 @@ from dynamo.errors import ConfigError
 from dynamo.llm.model_card import ModelDirectory
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
-from dynamo.mocker.engine import EngineShape, Rank
+from dynamo.mocker.engine import EngineRank, EngineShape
 from dynamo.mocker.meters import MockerMetrics
 from dynamo.mocker.service import MockerService
 from dynamo.protocols.card import RuntimeConfig
@@ -92,7 +92,7 @@ class MockerWorker:
         self.publishes = plan.mocker.disaggregation_mode != "decode"
         first = number * plan.mocker.data_parallel_size
         self.ranks = [
-            Rank(
+            EngineRank(
                 rank,
                 plan.shape,
                 MockerMetrics(runtime.metrics, str(first + rank), plan.model_name),
@@ -119,7 +119,7 @@ class MockerWorker:
             for rank in ranks:
                 rank.cancel()
 
-    async def _iterate(self, rank: Rank) -> None:
+    async def _iterate(self, rank: EngineRank) -> None:
         """A rank that fails takes its worker along, and cuts streams that would never end."""
         try:
             await rank.run()

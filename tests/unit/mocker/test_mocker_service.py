@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo.errors import DynamoError, InvalidArgument, Overloaded
-from dynamo.mocker.engine import EngineShape, Rank
+from dynamo.mocker.engine import EngineRank, EngineShape
 from dynamo.mocker.meters import MockerMetrics
 from dynamo.mocker.scheduler import Limits
 from dynamo.mocker.service import DEFAULT_MAX_TOKENS, MockerService
@@ -64,7 +64,9 @@ class Sink:
 class Bench:
     """A service, its ranks and a client that is connected to it."""
 
-    def __init__(self, ranks: list[Rank], service: MockerService, client: RequestClient) -> None:
+    def __init__(
+        self, ranks: list[EngineRank], service: MockerService, client: RequestClient
+    ) -> None:
         self.ranks = ranks
         self.service = service
         self.client = client
@@ -103,7 +105,7 @@ async def bench(
     for number in range(ranks):
         meters = MockerMetrics(here.registry, str(number), "m")
         here.ranks.append(
-            Rank(
+            EngineRank(
                 number, made, meters, tasks, lambda _, c: here.changes.extend(c), here.loads.append
             )
         )
