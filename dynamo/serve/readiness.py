@@ -16,7 +16,7 @@ from dynamo.errors import ConfigError
 
 __all__ = [
     "StatusAddress",
-    "Health",
+    "ProbedHealth",
     "address_of",
     "check_free",
     "wait_until_ready",
@@ -60,7 +60,7 @@ class StatusAddress:
 
 
 @dataclass(frozen=True)
-class Health:
+class ProbedHealth:
     """What a frontend said: the models, and how many ``generate`` instances serve them."""
 
     models: tuple[str, ...]
@@ -106,7 +106,7 @@ def check_free(address: StatusAddress) -> None:
 
 async def wait_until_ready(
     address: StatusAddress, workers: int, is_ours: Callable[[], bool] = lambda: True
-) -> Health:
+) -> ProbedHealth:
     """Until the frontend is healthy and, with ``workers`` behind it, lists a model.
 
     ``is_ours`` distinguishes our frontend from another program on its port. Waits a few seconds
@@ -124,7 +124,7 @@ async def wait_until_ready(
         await asyncio.sleep(_PAUSE_S)
 
 
-async def ask(address: StatusAddress) -> Health | None:
+async def ask(address: StatusAddress) -> ProbedHealth | None:
     """One look; None while the frontend does not answer or is not healthy."""
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
@@ -135,7 +135,7 @@ async def ask(address: StatusAddress) -> Health | None:
     if status != 200 or not isinstance(health, dict) or not isinstance(models, dict):
         return None
     instances = health.get("instances") or ()
-    return Health(
+    return ProbedHealth(
         models=tuple(str(model.get("id")) for model in models.get("data") or ()),
         instances=sum(each.get("endpoint") == "generate" for each in instances),
     )
