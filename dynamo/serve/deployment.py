@@ -25,7 +25,7 @@ from dynamo.serve.leases import Leases
 from dynamo.serve.output import Announcer, LogFile, ServiceOutput
 from dynamo.serve.processes import end_descendants
 from dynamo.serve.readiness import address_of, wait_until_ready
-from dynamo.serve.record import Component, Record
+from dynamo.serve.record import Record, RecordedComponent
 from dynamo.serve.restarts import RestartPolicy
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.supervised import SupervisedWatcher
@@ -90,12 +90,12 @@ class Deployment:
         self._record.changed()
         self._change.set()
 
-    def _components(self) -> list[Component]:
+    def _components(self) -> list[RecordedComponent]:
         leases = self._leases.by_session()
         held = self._arbiter.alive()
         commands = {watcher.name: tuple(watcher.words()) for watcher in self._arbiter.watchers}
         return [
-            Component(
+            RecordedComponent(
                 replace(self._specs[name], argv=commands.get(name, self._specs[name].argv)),
                 processes,
                 next((leases[p.pid] for p in processes if p.pid in leases), None),

@@ -19,7 +19,7 @@ from dynamo.serve.processes import stat
 from dynamo.serve.statefile import Document, Statefile
 from dynamo.serve.watchers import Plan, WatcherSpec
 
-__all__ = ["Component", "Record", "RecordedProcess", "document_of"]
+__all__ = ["RecordedComponent", "Record", "RecordedProcess", "document_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class RecordedProcess(Protocol):
 
 
 @dataclass(frozen=True)
-class Component:
+class RecordedComponent:
     """A watcher of the arbiter, or one that was removed and still has processes."""
 
     spec: WatcherSpec
@@ -89,7 +89,7 @@ class Record:
         self,
         statefile: Statefile,
         plan: Plan,
-        components: Callable[[], Sequence[Component]],
+        components: Callable[[], Sequence[RecordedComponent]],
     ) -> None:
         self._statefile = statefile
         self._plan = plan
@@ -130,7 +130,7 @@ class Record:
             except (StatefileError, OSError) as error:
                 _log.error("the statefile could not be written: %s", error)
 
-    def _write(self, components: Sequence[Component]) -> None:
+    def _write(self, components: Sequence[RecordedComponent]) -> None:
         present = {component.spec.name for component in components}
         gone = self._written - present
         change = partial(
@@ -147,7 +147,10 @@ class Record:
 
 
 def _apply(
-    document: Document, components: Iterable[Component], removed: Set[str], emptied: Set[str]
+    document: Document,
+    components: Iterable[RecordedComponent],
+    removed: Set[str],
+    emptied: Set[str],
 ) -> None:
     entries = document["components"]
     for component in components:
