@@ -1,7 +1,7 @@
 """Every knob once (flag, variable, default, range, help); the only reader of os.environ."""
 
 from dynamo.config.option import (
-    Knob,
+    Option,
     deprecations,
     describe,
     environ,
@@ -13,7 +13,7 @@ from dynamo.config.option import (
 )
 
 __all__ = [
-    "Knob",
+    "Option",
     "deprecations",
     "describe",
     "environ",

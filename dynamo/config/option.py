@@ -18,7 +18,7 @@ from dynamo.config.parser import Parser
 from dynamo.errors import ConfigError
 
 __all__ = [
-    "Knob",
+    "Option",
     "deprecations",
     "describe",
     "environ",
@@ -35,7 +35,7 @@ _UNSET = ("", "None")
 
 
 @dataclasses.dataclass(frozen=True)
-class Knob:
+class Option:
     """What one field needs to be read from a command line and an environment.
 
     ``flags`` may be empty (variable only), ``env`` may be empty (flag only). ``minimum`` and
@@ -64,10 +64,10 @@ def knob(
     help: str,
     **limits: Any,
 ) -> Any:
-    """A dataclass field with a :class:`Knob` in its metadata."""
+    """A dataclass field with a :class:`Option` in its metadata."""
     names = (env,) if isinstance(env, str) else env
     return dataclasses.field(
-        default=default, metadata={"knob": Knob(flags=flags, env=names, help=help, **limits)}
+        default=default, metadata={"knob": Option(flags=flags, env=names, help=help, **limits)}
     )
 
 
@@ -113,7 +113,7 @@ def to_env(settings: Any) -> dict[str, str]:
     out: dict[str, str] = {}
     for field in _fields(type(settings)):
         value = getattr(settings, field.name)
-        spec: Knob = field.metadata["knob"]
+        spec: Option = field.metadata["knob"]
         if spec.env and value is not None:
             out[spec.env[0]] = _text(value)
     return out
@@ -123,7 +123,7 @@ def describe(group: type[Any]) -> list[tuple[str, str, Any, str]]:
     """Rows of (flags, variables, default, help) for documentation."""
     rows = []
     for field in _fields(group):
-        spec: Knob = field.metadata["knob"]
+        spec: Option = field.metadata["knob"]
         rows.append((" ".join(spec.flags), " ".join(spec.env), field.default, spec.help))
     return rows
 
@@ -161,7 +161,7 @@ def _types(group: type[Any], name: str) -> tuple[type[Any], bool]:
 def _build(group: type[T], given: Mapping[str, Any], env: Mapping[str, str]) -> T:
     values: dict[str, Any] = {}
     for field in _fields(group):
-        spec: Knob = field.metadata["knob"]
+        spec: Option = field.metadata["knob"]
         kind, nullable = _types(group, field.name)
         name, raw = _source(field, spec, given, env)
         if raw is None:
@@ -171,7 +171,7 @@ def _build(group: type[T], given: Mapping[str, Any], env: Mapping[str, str]) -> 
 
 
 def _source(
-    field: dataclasses.Field[Any], spec: Knob, given: Mapping[str, Any], env: Mapping[str, str]
+    field: dataclasses.Field[Any], spec: Option, given: Mapping[str, Any], env: Mapping[str, str]
 ) -> tuple[str, Any]:
     if field.name in given:
         return (spec.flags[0] if spec.flags else field.name), given[field.name]
@@ -182,7 +182,7 @@ def _source(
     return "", None
 
 
-def _convert(name: str, raw: Any, kind: type[Any], nullable: bool, spec: Knob) -> Any:
+def _convert(name: str, raw: Any, kind: type[Any], nullable: bool, spec: Option) -> Any:
     if nullable and raw in _UNSET:
         return None
     if spec.repeat:
@@ -197,7 +197,7 @@ def _convert(name: str, raw: Any, kind: type[Any], nullable: bool, spec: Knob) -
     return value
 
 
-def _number(name: str, raw: Any, kind: Callable[[Any], Any], spec: Knob) -> Any:
+def _number(name: str, raw: Any, kind: Callable[[Any], Any], spec: Option) -> Any:
     try:
         value = kind(raw)
     except ValueError:
@@ -210,7 +210,7 @@ def _number(name: str, raw: Any, kind: Callable[[Any], Any], spec: Knob) -> Any:
     return value
 
 
-def _range(spec: Knob, whole: bool) -> str:
+def _range(spec: Option, whole: bool) -> str:
     if spec.minimum is not None and spec.maximum is not None:
         return f"between {spec.minimum} and {spec.maximum}"
     if spec.minimum is not None:

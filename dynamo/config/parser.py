@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from dynamo.config.option import Knob
+    from dynamo.config.option import Option
 
 __all__ = ["Parser", "range_text"]
 
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         of the last field that has one."""
         section = self.add_argument_group(title)
         for field in fields:
-            spec: Knob = field.metadata["knob"]
+            spec: Option = field.metadata["knob"]
             if spec.heading:
                 section = self.add_argument_group(spec.heading)
             if spec.flags:
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
 
 
-def range_text(spec: Knob) -> str:
+def range_text(spec: Option) -> str:
     """What a number may be, like ``0 to 1`` or ``> 0``; "" without limits."""
     low, high = spec.minimum, spec.maximum
     if low is None:
@@ -74,7 +74,7 @@ def _plain(number: float) -> str:
 
 
 def _add_argument(
-    section: argparse._ArgumentGroup, field: dataclasses.Field[Any], spec: Knob
+    section: argparse._ArgumentGroup, field: dataclasses.Field[Any], spec: Option
 ) -> None:
     text = _text(spec, field.default).replace("%", "%%")
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
@@ -89,7 +89,7 @@ def _add_argument(
     section.add_argument(*spec.flags, **options)
 
 
-def _metavar(spec: Knob, kind: str) -> str | None:
+def _metavar(spec: Option, kind: str) -> str | None:
     if spec.metavar or spec.choices:
         return spec.metavar or "|".join(spec.choices)
     if spec.flags[0].endswith(("-secs", "-timeout")):
@@ -99,7 +99,7 @@ def _metavar(spec: Knob, kind: str) -> str | None:
     return spec.flags[0].rsplit("-", 1)[-1].upper() if spec.flags[0].startswith("-") else None
 
 
-def _text(spec: Knob, default: Any) -> str:
+def _text(spec: Option, default: Any) -> str:
     old = f" (deprecated: {spec.deprecated})" if spec.deprecated else ""
     limits = [range_text(spec)] if range_text(spec) else []
     if default not in (None, (), ""):
@@ -109,7 +109,7 @@ def _text(spec: Knob, default: Any) -> str:
     return f"{spec.help}{old}{shown}{variables}"
 
 
-def _paragraph(spec: Knob, default: Any) -> str:
+def _paragraph(spec: Option, default: Any) -> str:
     width = min(shutil.get_terminal_size().columns, _WIDEST) - 2
     text = textwrap.fill(_text(spec, default), width, initial_indent=" " * 8)
     return f"  {', '.join(spec.env)}\n{textwrap.indent(text.lstrip(), ' ' * 8)}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.config.mocker import MockerSettings
-from dynamo.config.option import Knob, from_env
+from dynamo.config.option import Option, from_env
 from dynamo.errors import ConfigError
 from dynamo.mocker.engine import EngineShape
 from dynamo.mocker.scheduler import Limits
@@ -87,7 +87,7 @@ def stagger_delay_s(settings: MockerSettings) -> float:
 def _setting_names() -> dict[str, str]:
     names = {}
     for field in dataclasses.fields(MockerSettings):
-        spec: Knob = field.metadata["knob"]
+        spec: Option = field.metadata["knob"]
         for name in (field.name, *(flag.lstrip("-").replace("-", "_") for flag in spec.flags)):
             names[name] = field.name
     del names["extra_engine_args"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.config.option import Knob
+from dynamo.config.option import Option
 from dynamo.config.parser import range_text
 from dynamo.config.router import RouterSettings
 from dynamo.config.router_process import RouterProcessSettings
@@ -28,7 +28,7 @@ def tables() -> Iterator[tuple[str, str]]:
     for group in (RouterSettings, RouterProcessSettings):
         heading, lines = str(group.__doc__), ""
         for field in _knobs(group):
-            spec: Knob = field.metadata["knob"]
+            spec: Option = field.metadata["knob"]
             if spec.heading:
                 if lines:
                     yield heading, TITLE + lines
@@ -41,7 +41,7 @@ def _knobs(group: type) -> list[dataclasses.Field[object]]:
     return [field for field in dataclasses.fields(group) if "knob" in field.metadata]
 
 
-def _row(spec: Knob, default: object) -> str:
+def _row(spec: Option, default: object) -> str:
     names = "<br>".join(f"`{flag}`" for flag in spec.flags) or "(variable only)"
     known = "<br>".join(f"`{variable}`" for variable in spec.env)
     shown = "" if default is None else default
