@@ -14,7 +14,7 @@ from dynamo.observability.metrics import Counter, Family, Gauge, Histogram, Regi
 
 __all__ = [
     "DEFAULT_FRONTEND_PREFIX",
-    "Frontend",
+    "FrontendNames",
     "MetricSpec",
     "RequestPlane",
     "Router",
@@ -106,7 +106,7 @@ _OVERHEAD_MS = _tripled(0.01, 17)
 _FRONT = DEFAULT_FRONTEND_PREFIX
 
 
-class Frontend:
+class FrontendNames:
     """``dynamo_frontend_*``. Spec 6, 6.1."""
 
     ACTIVE = _g(f"{_FRONT}_active_requests", "Requests being processed, by model", "model")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dynamo.observability.metrics import Registry
-from dynamo.observability.names import Frontend, Router, counter, gauge, histogram
+from dynamo.observability.names import FrontendNames, Router, counter, gauge, histogram
 from dynamo.observability.names_router import Hits
 from dynamo.router.load.active import ActiveLoad, Reservation
 from dynamo.router.prompt import HashedPrompt
@@ -147,8 +147,8 @@ class WorkerMetrics:
         self._place = place
         self._registered = gauge(registry, Router.WORKER_REGISTERED)
         self._loads = (
-            gauge(registry, Frontend.WORKER_PREFILL_TOKENS),
-            gauge(registry, Frontend.WORKER_DECODE_BLOCKS),
+            gauge(registry, FrontendNames.WORKER_PREFILL_TOKENS),
+            gauge(registry, FrontendNames.WORKER_DECODE_BLOCKS),
         )
 
     def added(self, member: Member, active: ActiveLoad | None) -> None:

@@ -13,13 +13,13 @@ from deployment import Deployment, free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo.observability import names_worker
-from dynamo.observability.names import Frontend, MetricSpec, RequestPlane, Worker
+from dynamo.observability.names import FrontendNames, MetricSpec, RequestPlane, Worker
 from dynamo.observability.names_queue import RouterQueue
 
 MOVED_ELSEWHERE = {
-    Frontend.LOOP_STALLS: "a stall of 100 ms cannot be ordered: test_loop_delay",
-    Frontend.CARDS_REJECTED: "needs a worker that disagrees: test_models",
-    Frontend.MODEL_MIGRATION: "the limit is 0",
+    FrontendNames.LOOP_STALLS: "a stall of 100 ms cannot be ordered: test_loop_delay",
+    FrontendNames.CARDS_REJECTED: "needs a worker that disagrees: test_models",
+    FrontendNames.MODEL_MIGRATION: "the limit is 0",
     Worker.ERRORS: "needs an engine that fails: test_distributed",
     RouterQueue.CACHED_TOKENS: "needs a cache that waits: test_line",
     RouterQueue.REJECTED: "needs a full queue: test_router_queue",
@@ -35,7 +35,7 @@ def declared(*rooms: Any) -> list[MetricSpec]:
     return [value for value in values if isinstance(value, MetricSpec)]
 
 
-FRONT = declared(Frontend, RequestPlane, RouterQueue)
+FRONT = declared(FrontendNames, RequestPlane, RouterQueue)
 BACK = declared(Worker, names_worker)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dynamo.observability.metrics import Counter, Family, Gauge, Histogram, Registry
 from dynamo.observability.names import (
     DEFAULT_FRONTEND_PREFIX,
-    Frontend,
+    FrontendNames,
     MetricSpec,
     RequestPlane,
     counter,
@@ -44,27 +44,27 @@ class FrontendMetrics:
         self.registry = registry
         self.prefix = prefix
         self._models: dict[str, ModelMetrics] = {}
-        self.disconnected = self._gauge(Frontend.DISCONNECTED).labels()
+        self.disconnected = self._gauge(FrontendNames.DISCONNECTED).labels()
         self.disconnected.set(0)
-        self.http_refused = self._counter(Frontend.HTTP_REFUSED)
-        self.http_connections = self._gauge(Frontend.HTTP_CONNECTIONS).labels()
-        self.failures = self._counter(Frontend.FAILURES)
-        self.cards_rejected = self._counter(Frontend.CARDS_REJECTED)
-        self.loop_delay = self._histogram(Frontend.LOOP_DELAY).labels()
-        self.loop_stalls = self._counter(Frontend.LOOP_STALLS).labels()
-        self.template = self._histogram(Frontend.TEMPLATE_SECONDS).labels()
-        self.tokenize = self._histogram(Frontend.TOKENIZE_SECONDS).labels()
-        latency = self._histogram(Frontend.TOKENIZER_LATENCY_MS)
+        self.http_refused = self._counter(FrontendNames.HTTP_REFUSED)
+        self.http_connections = self._gauge(FrontendNames.HTTP_CONNECTIONS).labels()
+        self.failures = self._counter(FrontendNames.FAILURES)
+        self.cards_rejected = self._counter(FrontendNames.CARDS_REJECTED)
+        self.loop_delay = self._histogram(FrontendNames.LOOP_DELAY).labels()
+        self.loop_stalls = self._counter(FrontendNames.LOOP_STALLS).labels()
+        self.template = self._histogram(FrontendNames.TEMPLATE_SECONDS).labels()
+        self.tokenize = self._histogram(FrontendNames.TOKENIZE_SECONDS).labels()
+        latency = self._histogram(FrontendNames.TOKENIZER_LATENCY_MS)
         self.tokenize_ms = latency.labels("tokenize")
         self._detokenize_ms = latency.labels("detokenize")
-        self._detokenize_tokens = self._counter(Frontend.DETOKENIZE_TOKENS).labels()
-        self._detokenize_us = self._counter(Frontend.DETOKENIZE_US).labels()
-        stages = self._histogram(Frontend.STAGE_SECONDS)
+        self._detokenize_tokens = self._counter(FrontendNames.DETOKENIZE_TOKENS).labels()
+        self._detokenize_us = self._counter(FrontendNames.DETOKENIZE_US).labels()
+        stages = self._histogram(FrontendNames.STAGE_SECONDS)
         self.preprocess_stage = stages.labels("preprocess")
         self.route_stage = stages.labels("route")
         self.dispatch_stage = stages.labels("dispatch")
         self.roundtrip_stage = stages.labels("transport_roundtrip")
-        waiting = self._gauge(Frontend.STAGE_REQUESTS)
+        waiting = self._gauge(FrontendNames.STAGE_REQUESTS)
         self.preprocessing = waiting.labels("", "preprocess")
         self.routing = {phase: waiting.labels(phase, "route") for phase in PHASES}
         self.dispatching = {phase: waiting.labels(phase, "dispatch") for phase in PHASES}
@@ -73,9 +73,9 @@ class FrontendMetrics:
         self.plane_send = histogram(registry, RequestPlane.SEND_SECONDS).labels()
         self.plane_roundtrip = histogram(registry, RequestPlane.ROUNDTRIP).labels()
         self._last = (
-            self._gauge(Frontend.WORKER_LAST_ISL),
-            self._gauge(Frontend.WORKER_LAST_TTFT),
-            self._gauge(Frontend.WORKER_LAST_ITL),
+            self._gauge(FrontendNames.WORKER_LAST_ISL),
+            self._gauge(FrontendNames.WORKER_LAST_TTFT),
+            self._gauge(FrontendNames.WORKER_LAST_ITL),
         )
         self._workers: dict[tuple[int, int, str], WorkerLast] = {}
         self._unknown = Outcomes(self, UNKNOWN_MODEL)
@@ -93,8 +93,8 @@ class FrontendMetrics:
 
     def tokenizer_cache(self, hits: int, misses: int) -> None:
         """Prompt segments found and not found tokenized, all models, since the start."""
-        self._counter(Frontend.CACHE_HITS).labels().value = hits
-        self._counter(Frontend.CACHE_MISSES).labels().value = misses
+        self._counter(FrontendNames.CACHE_HITS).labels().value = hits
+        self._counter(FrontendNames.CACHE_MISSES).labels().value = misses
 
     def refused(self, status: int) -> None:
         """The HTTP layer turned a request away."""
@@ -132,13 +132,13 @@ class FrontendMetrics:
         """The model's gauges, from its card."""
         config = card.runtime_config
         rows: list[tuple[MetricSpec, float | None]] = [
-            (Frontend.MODEL_READY, float(ready)),
-            (Frontend.MODEL_CONTEXT, card.context_length),
-            (Frontend.MODEL_BLOCK_SIZE, card.kv_cache_block_size),
-            (Frontend.MODEL_BATCHED_TOKENS, config.max_num_batched_tokens),
-            (Frontend.MODEL_SEQS, config.max_num_seqs),
-            (Frontend.MODEL_MIGRATION, card.migration_limit),
-            (Frontend.MODEL_KV_BLOCKS, config.total_kv_blocks),
+            (FrontendNames.MODEL_READY, float(ready)),
+            (FrontendNames.MODEL_CONTEXT, card.context_length),
+            (FrontendNames.MODEL_BLOCK_SIZE, card.kv_cache_block_size),
+            (FrontendNames.MODEL_BATCHED_TOKENS, config.max_num_batched_tokens),
+            (FrontendNames.MODEL_SEQS, config.max_num_seqs),
+            (FrontendNames.MODEL_MIGRATION, card.migration_limit),
+            (FrontendNames.MODEL_KV_BLOCKS, config.total_kv_blocks),
         ]
         for spec, value in rows:
             if value is not None:
@@ -160,10 +160,10 @@ class Outcomes:
     def __init__(self, metrics: FrontendMetrics, name: str) -> None:
         registry, prefix = metrics.registry, metrics.prefix
         self.name = name
-        self._started = counter(registry, Frontend.STARTED, prefix)
-        self._requests = counter(registry, Frontend.REQUESTS, prefix)
-        self._rejection = counter(registry, Frontend.REJECTION, prefix)
-        self._cancellation = counter(registry, Frontend.CANCELLATION, prefix)
+        self._started = counter(registry, FrontendNames.STARTED, prefix)
+        self._requests = counter(registry, FrontendNames.REQUESTS, prefix)
+        self._rejection = counter(registry, FrontendNames.REJECTION, prefix)
+        self._cancellation = counter(registry, FrontendNames.CANCELLATION, prefix)
 
     def started(self, endpoint: str, request_type: str) -> None:
         """A request was accepted for processing."""
@@ -185,13 +185,13 @@ class ModelMetrics(Outcomes):
     def __init__(self, metrics: FrontendMetrics, name: str) -> None:
         super().__init__(metrics, name)
         registry, prefix = metrics.registry, metrics.prefix
-        self.active = gauge(registry, Frontend.ACTIVE, prefix).labels(name)
-        self.inflight = gauge(registry, Frontend.INFLIGHT, prefix).labels(name)
-        self.queued = gauge(registry, Frontend.QUEUED, prefix).labels(name)
-        self.duration = histogram(registry, Frontend.DURATION, prefix).labels(name)
-        self.ttft = histogram(registry, Frontend.TTFT, prefix).labels(name)
-        self.itl = histogram(registry, Frontend.ITL, prefix).labels(name)
-        self.isl = histogram(registry, Frontend.ISL, prefix).labels(name)
-        self.osl = histogram(registry, Frontend.OSL, prefix).labels(name)
-        self.cached = histogram(registry, Frontend.CACHED, prefix).labels(name)
-        self.output_tokens = counter(registry, Frontend.OUTPUT_TOKENS, prefix).labels(name)
+        self.active = gauge(registry, FrontendNames.ACTIVE, prefix).labels(name)
+        self.inflight = gauge(registry, FrontendNames.INFLIGHT, prefix).labels(name)
+        self.queued = gauge(registry, FrontendNames.QUEUED, prefix).labels(name)
+        self.duration = histogram(registry, FrontendNames.DURATION, prefix).labels(name)
+        self.ttft = histogram(registry, FrontendNames.TTFT, prefix).labels(name)
+        self.itl = histogram(registry, FrontendNames.ITL, prefix).labels(name)
+        self.isl = histogram(registry, FrontendNames.ISL, prefix).labels(name)
+        self.osl = histogram(registry, FrontendNames.OSL, prefix).labels(name)
+        self.cached = histogram(registry, FrontendNames.CACHED, prefix).labels(name)
+        self.output_tokens = counter(registry, FrontendNames.OUTPUT_TOKENS, prefix).labels(name)

@@ -7,13 +7,13 @@ import time
 
 from dynamo.observability.loop_delay import LoopDelay
 from dynamo.observability.metrics import Registry
-from dynamo.observability.names import Frontend, counter, histogram
+from dynamo.observability.names import FrontendNames, counter, histogram
 
 
 async def test_a_stall_is_counted_and_a_stop_ends_it() -> None:
     registry = Registry()
-    delays = histogram(registry, Frontend.LOOP_DELAY).labels()
-    stalls = counter(registry, Frontend.LOOP_STALLS).labels()
+    delays = histogram(registry, FrontendNames.LOOP_DELAY).labels()
+    stalls = counter(registry, FrontendNames.LOOP_STALLS).labels()
     delay = LoopDelay(delays, stalls)
     delay.start()
     time.sleep(0.25)  # noqa: ASYNC251 - the stall

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo.observability.metrics import Registry
 from dynamo.observability.names import (
-    Frontend,
+    FrontendNames,
     MetricSpec,
     RequestPlane,
     Router,
@@ -16,7 +16,7 @@ from dynamo.observability.names import (
     histogram,
 )
 
-AREAS = (Frontend, RequestPlane, Router, Worker)
+AREAS = (FrontendNames, RequestPlane, Router, Worker)
 
 
 def specs() -> list[MetricSpec]:
@@ -48,7 +48,7 @@ def test_the_reference_parser_reads_what_was_counted() -> None:
 
 def test_names_without_total_and_numbers_keep_their_form() -> None:
     registry = Registry()
-    counter(registry, Frontend.DETOKENIZE_TOKENS).labels().inc()
+    counter(registry, FrontendNames.DETOKENIZE_TOKENS).labels().inc()
     histogram(registry, Router.HIT_RATE).labels("c", "n", "r", "w").observe(0.5)
     histogram(registry, Router.TOTAL_MS).labels("r").observe(0.5)
     registry.gauge("tiny", "t").labels().set(2.5e-6)
@@ -87,5 +87,5 @@ def test_every_name_is_said_once_and_well_formed() -> None:
 
 
 def test_the_prefix_of_the_frontend_can_be_changed() -> None:
-    assert Frontend.TTFT.named("acme") == "acme_time_to_first_token_seconds"
+    assert FrontendNames.TTFT.named("acme") == "acme_time_to_first_token_seconds"
     assert Router.TOTAL_MS.named("acme") == "dynamo_router_overhead_total_ms"
