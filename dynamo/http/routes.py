@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 from dynamo.http import Exchange
-from dynamo.runtime.tasks import Tasks
 
-__all__ = ["Route", "Routes", "in_task"]
+__all__ = ["Route", "Routes", "TaskParent", "in_task"]
 
 Route = Callable[[Exchange], None]
 
@@ -62,7 +62,15 @@ class Routes:
         return None
 
 
-def in_task(tasks: Tasks, answer: Callable[[Exchange], Awaitable[None]]) -> Route:
+class TaskParent(Protocol):
+    """What starts the task of a route and waits for it at shutdown: ``dynamo.runtime.Tasks``."""
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
+        """Run ``work``."""
+        ...
+
+
+def in_task(tasks: TaskParent, answer: Callable[[Exchange], Coroutine[Any, Any, None]]) -> Route:
     """A route that runs ``answer`` in a task, which is cancelled if the client disconnects or the
     deadline passes. An exception that ``answer`` does not catch is a 500."""
 
@@ -73,7 +81,7 @@ def in_task(tasks: Tasks, answer: Callable[[Exchange], Awaitable[None]]) -> Rout
     return route
 
 
-async def _run(exchange: Exchange, answer: Callable[[Exchange], Awaitable[None]]) -> None:
+async def _run(exchange: Exchange, answer: Callable[[Exchange], Coroutine[Any, Any, None]]) -> None:
     try:
         await answer(exchange)
     except asyncio.CancelledError:

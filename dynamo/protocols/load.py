@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["KvMetrics", "PrefillQueue"]
+__all__ = ["KvMetrics", "PrefillQueueState"]
 
 
 class KvMetrics(msgspec.Struct, omit_defaults=True):
@@ -23,7 +23,7 @@ class KvMetrics(msgspec.Struct, omit_defaults=True):
     num_requests_waiting: int | None = None
 
 
-class PrefillQueue(msgspec.Struct, omit_defaults=True):
+class PrefillQueueState(msgspec.Struct, omit_defaults=True):
     """Topic ``prefill_queue`` of the prefill workers' component, one publisher for each frontend.
 
     ``size`` requests of ``model`` wait for a slot (what a planner reads), ``active`` are at one of

@@ -16,10 +16,10 @@ from deployment import Deployment
 from mocker_kit import caller
 
 from dynamo.protocols import codec
-from dynamo.protocols.load import PrefillQueue
+from dynamo.protocols.load import PrefillQueueState
 
 PROMPT = "Disaggregated serving computes the prompt in one place and the answer in another. " * 4
-_QUEUE = codec.decoder(PrefillQueue).decode
+_QUEUE = codec.decoder(PrefillQueueState).decode
 
 
 def prefiller(deployment: Deployment, *flags: str, **env: str) -> subprocess.Popen[bytes]:
@@ -122,7 +122,7 @@ async def test_a_killed_prefill_worker_loses_nothing(deployment: Deployment) -> 
     deployment.frontend("--router-mode", "kv", "--router-prefill-slots", "1")
     await asyncio.to_thread(deployment.wait_for_workers, 3)
     await asyncio.to_thread(prefill_workers, deployment, 2)
-    told: list[PrefillQueue] = []
+    told: list[PrefillQueueState] = []
     with ThreadPoolExecutor(8) as pool:
         async with caller(deployment, 2, "prefill") as here:
             subscription = here.runtime.subscribe(

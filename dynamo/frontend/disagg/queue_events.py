@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo.protocols.codec import encode
-from dynamo.protocols.load import PrefillQueue
-from dynamo.router.queue.prefill import PrefillQueue
+from dynamo.protocols.load import PrefillQueueState
+from dynamo.router.queue.prefill import PrefillQueueState
 
 __all__ = ["INTERVAL_S", "PREFILL_QUEUE", "REPEAT_S", "QueueStatePublisher"]
 
@@ -22,13 +22,13 @@ class QueueStatePublisher:
     every ``INTERVAL_S``, and every ``REPEAT_S`` unchanged for those who come later."""
 
     def __init__(
-        self, model: str, line: PrefillQueue[Any], publish: Callable[[bytes], object]
+        self, model: str, line: PrefillQueueState[Any], publish: Callable[[bytes], object]
     ) -> None:
         self._model = model
         self._line = line
         self._publish = publish
         self._loop = asyncio.get_running_loop()
-        self._told = PrefillQueue(model)
+        self._told = PrefillQueueState(model)
         self._told_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
@@ -49,9 +49,9 @@ class QueueStatePublisher:
             self._timer.cancel()
             self._timer = None
 
-    def _state(self) -> PrefillQueue:
+    def _state(self) -> PrefillQueueState:
         line = self._line
-        return PrefillQueue(self._model, len(line), line.running, len(line.workers))
+        return PrefillQueueState(self._model, len(line), line.running, len(line.workers))
 
     def _tell(self) -> None:
         self._told, self._told_s = self._state(), self._loop.time()
