@@ -6,8 +6,8 @@ from dynamo.config.option import (
     describe,
     environ,
     from_env,
-    knob,
     load,
+    option,
     preset,
     to_env,
 )
@@ -18,7 +18,7 @@ __all__ = [
     "describe",
     "environ",
     "from_env",
-    "knob",
+    "option",
     "load",
     "preset",
     "to_env",

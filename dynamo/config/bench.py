@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import knob
+from dynamo.config.option import option
 
 __all__ = ["BenchSettings"]
 
@@ -13,91 +13,91 @@ __all__ = ["BenchSettings"]
 class BenchSettings:
     """bench: where to send load, what load, and what to report"""
 
-    url: str = knob(
+    url: str = option(
         "http://127.0.0.1:8000", "--url", env="DYN_BENCH_URL", help="base URL of the endpoint"
     )
-    model: str | None = knob(None, "--model", help="model name; default: the first of /v1/models")
-    api_key: str | None = knob(
+    model: str | None = option(None, "--model", help="model name; default: the first of /v1/models")
+    api_key: str | None = option(
         None,
         "--api-key",
         env="OPENAI_API_KEY",
         help="bearer token, if the server wants one",
     )
-    endpoint_type: str = knob(
+    endpoint_type: str = option(
         "chat",
         "--endpoint-type",
         choices=("chat", "completions"),
         help="/v1/chat/completions or /v1/completions",
     )
-    prompt_format: str = knob(
+    prompt_format: str = option(
         "text",
         "--prompt-format",
         choices=("text", "tokens"),
         help="prompts as text, or as token ids (completions only; exact lengths)",
     )
-    trace: str | None = knob(
+    trace: str | None = option(
         None, "--trace", help="Mooncake-format JSONL to replay; without it the load is synthetic"
     )
-    trace_speedup: float = knob(
+    trace_speedup: float = option(
         1.0,
         "--trace-speedup",
         minimum=0.0,
         exclusive_minimum=True,
         help="replay the trace's clock this many times faster",
     )
-    trace_block_tokens: int = knob(
+    trace_block_tokens: int = option(
         512,
         "--trace-block-tokens",
         minimum=1,
         help="tokens per hash id; lower it to shrink the trace's prompts for a small box",
     )
-    output_scale: float = knob(
+    output_scale: float = option(
         1.0, "--output-scale", minimum=0.0, help="multiply the trace's output lengths"
     )
-    requests: int | None = knob(
+    requests: int | None = option(
         None, "--requests", minimum=1, help="stop after this many (synthetic default: 100)"
     )
-    concurrency: int | None = knob(
+    concurrency: int | None = option(
         None,
         "--concurrency",
         minimum=1,
         help="requests in flight at most (synthetic default: 8; trace default: no cap); with a "
         "trace or --rate, what this delays is reported as schedule lag, and counts",
     )
-    rate: float | None = knob(
+    rate: float | None = option(
         None,
         "--rate",
         minimum=0.0,
         exclusive_minimum=True,
         help="synthetic arrivals per second, Poisson; default: as fast as --concurrency allows",
     )
-    isl: int = knob(256, "--isl", minimum=1, help="synthetic prompt length in tokens")
-    osl: int = knob(64, "--osl", minimum=1, help="synthetic output length in tokens")
-    prefix_ratio: float = knob(
+    isl: int = option(256, "--isl", minimum=1, help="synthetic prompt length in tokens")
+    osl: int = option(64, "--osl", minimum=1, help="synthetic output length in tokens")
+    prefix_ratio: float = option(
         0.0,
         "--prefix-ratio",
         minimum=0.0,
         maximum=1.0,
         help="share of each synthetic prompt that all prompts have in common",
     )
-    stream: bool = knob(True, "--stream", help="stream the answers (TTFT and ITL need it)")
-    ignore_eos: bool = knob(
+    stream: bool = option(True, "--stream", help="stream the answers (TTFT and ITL need it)")
+    ignore_eos: bool = option(
         False,
         "--ignore-eos",
         help="ask the engine to generate exactly the wanted length (an extension of the API)",
     )
-    worker_ids: bool = knob(
+    worker_ids: bool = option(
         False,
         "--worker-ids",
         help="ask a dynamo endpoint which worker answered (nvext) and report the balance",
     )
-    goodput: str | None = knob(
+    goodput: str | None = option(
         None,
         "--goodput",
         metavar="ttft:MS,itl:MS,latency:MS",
         help="count the requests that meet all these limits, e.g. ttft:2000,itl:25",
     )
-    timeout_s: float = knob(600.0, "--timeout", minimum=1.0, help="seconds until a request fails")
-    seed: int = knob(0, "--seed", minimum=0, help="seed of prompts and arrivals")
-    json: bool = knob(False, "--json", help="print the result as JSON instead of a table")
-    output: str | None = knob(None, "--output", help="also write the JSON result to this file")
+    timeout_s: float = option(600.0, "--timeout", minimum=1.0, help="seconds until a request fails")
+    seed: int = option(0, "--seed", minimum=0, help="seed of prompts and arrivals")
+    json: bool = option(False, "--json", help="print the result as JSON instead of a table")
+    output: str | None = option(None, "--output", help="also write the JSON result to this file")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamo.config.option import knob
+from dynamo.config.option import option
 from dynamo.errors import ConfigError
 
 __all__ = ["Conditions", "DisaggSettings", "conditions_of"]
@@ -66,20 +66,20 @@ def conditions_of(text: str | None) -> Conditions:
 class DisaggSettings:
     """Part of the router's settings."""
 
-    enforce_disagg: bool = knob(
+    enforce_disagg: bool = option(
         False,
         "--enforce-disagg",
         env="DYN_ENFORCE_DISAGG",
         heading="disaggregation: prefill workers",
         help="refuse (503) what no prefill worker can take, instead of decode-only serving",
     )
-    conditional_disagg: bool = knob(
+    conditional_disagg: bool = option(
         False,
         "--router-conditional-disagg",
         env="DYN_ROUTER_CONDITIONAL_DISAGG",
         help="send only prompts that are worth it to prefill workers",
     )
-    conditional_disagg_config: str | None = knob(
+    conditional_disagg_config: str | None = option(
         None,
         _FLAG,
         env="DYN_ROUTER_CONDITIONAL_DISAGG_CONFIG",
@@ -87,7 +87,7 @@ class DisaggSettings:
         help="thresholds of --router-conditional-disagg: eff_isl_threshold 1000, "
         "eff_isl_ratio_threshold, max_prefill_queue_size 2",
     )
-    prefill_slots: int | None = knob(
+    prefill_slots: int | None = option(
         None,
         "--router-prefill-slots",
         env="DYN_ROUTER_PREFILL_SLOTS",
@@ -95,27 +95,27 @@ class DisaggSettings:
         help="requests that a rank of a prefill worker gets at once; default: until its prompt "
         "tokens fill max_num_batched_tokens",
     )
-    prefill_queue_limit: int = knob(
+    prefill_queue_limit: int = option(
         4096,
         "--router-prefill-queue-limit",
         env="DYN_ROUTER_PREFILL_QUEUE_LIMIT",
         minimum=0,
         help="requests of a model that may wait for a prefill slot; beyond, they are refused",
     )
-    prefill_retries: int = knob(
+    prefill_retries: int = option(
         3,
         env="DYN_ROUTER_PREFILL_RETRIES",
         minimum=0,
         help="prefill workers that may die under a request before it goes without",
     )
-    prefill_patience_s: float = knob(
+    prefill_patience_s: float = option(
         3.0,
         env="DYN_ROUTER_PREFILL_PATIENCE_SECS",
         minimum=0,
         help="seconds a prompt waits for the prefill worker that is best for it (mode kv) while "
         "others have a free slot",
     )
-    prefill_drain_timeout_s: float = knob(
+    prefill_drain_timeout_s: float = option(
         30.0,
         env="DYN_PREFILL_DRAIN_TIMEOUT_S",
         minimum=0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import knob
+from dynamo.config.option import option
 
 __all__ = ["EtcdSettings"]
 
@@ -13,23 +13,23 @@ __all__ = ["EtcdSettings"]
 class EtcdSettings:
     """etcd: endpoints, credentials, TLS"""
 
-    endpoints: str = knob(
+    endpoints: str = option(
         "http://localhost:2379",
         env="ETCD_ENDPOINTS",
         help="members of the etcd cluster, separated by commas: host:port, http:// or https://",
     )
-    username: str | None = knob(
+    username: str | None = option(
         None, env="ETCD_AUTH_USERNAME", help="user of etcd, with ETCD_AUTH_PASSWORD"
     )
-    password: str | None = knob(None, env="ETCD_AUTH_PASSWORD", help="password of that user")
-    ca: str | None = knob(
+    password: str | None = option(None, env="ETCD_AUTH_PASSWORD", help="password of that user")
+    ca: str | None = option(
         None, env="ETCD_AUTH_CA", help="PEM file of the authority that signed etcd's certificate"
     )
-    client_cert: str | None = knob(
+    client_cert: str | None = option(
         None, env="ETCD_AUTH_CLIENT_CERT", help="PEM file of our own certificate"
     )
-    client_key: str | None = knob(None, env="ETCD_AUTH_CLIENT_KEY", help="PEM file of its key")
-    start_timeout_s: float = knob(
+    client_key: str | None = option(None, env="ETCD_AUTH_CLIENT_KEY", help="PEM file of its key")
+    start_timeout_s: float = option(
         5.0,
         env="DYN_ETCD_START_TIMEOUT",
         minimum=0.1,

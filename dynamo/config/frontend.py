@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import knob
+from dynamo.config.option import option
 
 __all__ = ["FrontendSettings"]
 
@@ -13,13 +13,13 @@ __all__ = ["FrontendSettings"]
 class FrontendSettings:
     """frontend: address, limits, API, metrics, logs"""
 
-    http_host: str = knob(
+    http_host: str = option(
         "127.0.0.1",
         "--http-host",
         env="DYN_HTTP_HOST",
         help="address to listen on; 0.0.0.0 opens it to the network",
     )
-    http_port: int = knob(
+    http_port: int = option(
         8000,
         "--http-port",
         env="DYN_HTTP_PORT",
@@ -27,106 +27,106 @@ class FrontendSettings:
         maximum=65535,
         help="port to listen on; 0 takes any free one",
     )
-    allowed_hosts: tuple[str, ...] = knob(
+    allowed_hosts: tuple[str, ...] = option(
         (),
         env="DYN_HTTP_ALLOWED_HOSTS",
         repeat=True,
         help="names in the Host header to serve besides localhost, --http-host and IP addresses, "
         "separated by spaces; * serves any. Default: none on a loopback address, any elsewhere",
     )
-    namespace_prefix: str | None = knob(
+    namespace_prefix: str | None = option(
         None,
         "--namespace-prefix",
         env="DYN_NAMESPACE_PREFIX",
         help="serve only models of namespaces that begin like this",
     )
-    metrics_prefix: str = knob(
+    metrics_prefix: str = option(
         "dynamo_frontend",
         "--metrics-prefix",
         env="DYN_METRICS_PREFIX",
         help="first part of the names of the frontend's metrics",
     )
-    body_limit_mb: int | None = knob(
+    body_limit_mb: int | None = option(
         None,
         env="DYN_HTTP_BODY_LIMIT_MB",
         minimum=1,
         help="largest request body in MiB; default: 4 and 32 bytes for each token of the longest "
         "context that is served, at most 45",
     )
-    max_connections: int = knob(
+    max_connections: int = option(
         4096, env="DYN_HTTP_MAX_CONNECTIONS", minimum=1, help="clients connected at once"
     )
-    header_timeout_s: float = knob(
+    header_timeout_s: float = option(
         15.0,
         env="DYN_HTTP_HEADER_TIMEOUT_SECS",
         minimum=0,
         exclusive_minimum=True,
         help="seconds a client may take to send a request head",
     )
-    body_timeout_s: float = knob(
+    body_timeout_s: float = option(
         120.0,
         env="DYN_HTTP_BODY_TIMEOUT_SECS",
         minimum=0,
         exclusive_minimum=True,
         help="seconds a client may take to send a request body",
     )
-    idle_timeout_s: float = knob(
+    idle_timeout_s: float = option(
         75.0,
         env="DYN_HTTP_IDLE_TIMEOUT_SECS",
         minimum=0,
         exclusive_minimum=True,
         help="seconds an idle connection is kept",
     )
-    listen_backlog: int = knob(
+    listen_backlog: int = option(
         2048, env="DYN_HTTP_LISTEN_BACKLOG", minimum=1, help="connections waiting to be accepted"
     )
-    overload_status: int = knob(
+    overload_status: int = option(
         503,
         env="DYN_HTTP_OVERLOAD_STATUS_CODE",
         minimum=200,
         maximum=999,
         help="HTTP status when every worker is busy",
     )
-    graceful_shutdown_timeout_s: float = knob(
+    graceful_shutdown_timeout_s: float = option(
         5.0,
         env="DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
         minimum=0,
         help="seconds requests in flight may take to end after SIGTERM",
     )
-    backend_stream_timeout_s: float | None = knob(
+    backend_stream_timeout_s: float | None = option(
         None,
         env="DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS",
         minimum=0,
         exclusive_minimum=True,
         help="seconds an engine may be silent in the middle of a request; default: any",
     )
-    sse_keep_alive_ms: float | None = knob(
+    sse_keep_alive_ms: float | None = option(
         None,
         env="DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS",
         minimum=0,
         exclusive_minimum=True,
         help="send a comment on streams that were silent for so many milliseconds; default: never",
     )
-    slow_client_limit_mb: int = knob(
+    slow_client_limit_mb: int = option(
         8,
         env="DYN_HTTP_SLOW_CLIENT_LIMIT_MB",
         minimum=1,
         help="MiB kept for a client that reads its stream too slowly; then it is cut off",
     )
-    ignore_unsupported_fields: bool = knob(
+    ignore_unsupported_fields: bool = option(
         False,
         env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS",
         help="let unknown request fields pass instead of refusing them",
     )
-    disable_nvext: bool = knob(
+    disable_nvext: bool = option(
         False, env="DYN_DISABLE_FRONTEND_NVEXT", help="drop nvext from requests"
     )
-    disable_admin_api: bool = knob(
+    disable_admin_api: bool = option(
         False,
         env="DYN_DISABLE_FRONTEND_ADMIN_API",
         help="do not serve the operators' routes (/busy_threshold, /v1/route)",
     )
-    force_usage: bool = knob(
+    force_usage: bool = option(
         False,
         env="DYN_ENABLE_FORCE_INCLUDE_USAGE",
         help="send token counts at the end of every stream",

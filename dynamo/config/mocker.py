@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import knob
+from dynamo.config.option import option
 
 __all__ = ["MockerSettings"]
 
@@ -13,95 +13,95 @@ __all__ = ["MockerSettings"]
 class MockerSettings:
     """mocker: size, speed and manners of the pretended engine"""
 
-    reply: str = knob(
+    reply: str = option(
         "random",
         "--reply",
         choices=("random", "echo"),
         help="random: max_tokens random tokens; echo: the prompt, or the last turn of a chat",
     )
-    speedup_ratio: float = knob(
+    speedup_ratio: float = option(
         1.0, "--speedup-ratio", minimum=0, help="how much faster than real; 0 = no delay at all"
     )
-    decode_speedup_ratio: float = knob(
+    decode_speedup_ratio: float = option(
         1.0,
         "--decode-speedup-ratio",
         minimum=0,
         exclusive_minimum=True,
         help="how much faster decoding is, on top of --speedup-ratio",
     )
-    num_gpu_blocks: int = knob(
+    num_gpu_blocks: int = option(
         16384, "--num-gpu-blocks-override", minimum=1, help="KV cache size in blocks"
     )
-    block_size: int | None = knob(
+    block_size: int | None = option(
         None,
         "--block-size",
         minimum=1,
         maximum=4096,
         help="tokens in a block; default: by --engine-type vllm 64, sglang 1, trtllm 32",
     )
-    max_num_seqs: int = knob(
+    max_num_seqs: int = option(
         256, "--max-num-seqs", minimum=1, help="sequences computed at once per rank"
     )
-    max_num_batched_tokens: int = knob(
+    max_num_batched_tokens: int = option(
         8192, "--max-num-batched-tokens", minimum=1, help="tokens computed in one iteration"
     )
-    max_model_len: int | None = knob(
+    max_model_len: int | None = option(
         None, "--max-model-len", minimum=2, help="longest prompt plus output, in tokens"
     )
-    enable_prefix_caching: bool = knob(
+    enable_prefix_caching: bool = option(
         True, "--enable-prefix-caching", help="find blocks of earlier prompts again"
     )
-    enable_chunked_prefill: bool = knob(
+    enable_chunked_prefill: bool = option(
         True, "--enable-chunked-prefill", help="split long prompts over iterations"
     )
-    preemption_mode: str = knob(
+    preemption_mode: str = option(
         "lifo",
         "--preemption-mode",
         choices=("lifo", "fifo"),
         help="who loses its blocks when there are none: newest or oldest",
     )
-    watermark: float = knob(
+    watermark: float = option(
         0.01,
         "--watermark",
         minimum=0,
         maximum=1,
         help="share of the blocks that must stay free when a prompt is admitted",
     )
-    data_parallel_size: int = knob(
+    data_parallel_size: int = option(
         1,
         "--data-parallel-size",
         minimum=1,
         maximum=1024,
         help="ranks, each with a cache and a scheduler of its own",
     )
-    num_workers: int = knob(
+    num_workers: int = option(
         1, "--num-workers", minimum=1, maximum=1024, help="workers in this one process"
     )
-    stagger_delay_s: float = knob(
+    stagger_delay_s: float = option(
         0.0,
         "--stagger-delay",
         minimum=-1,
         help="seconds between the starts of workers; -1 = by their number",
     )
-    startup_time_s: float | None = knob(
+    startup_time_s: float | None = option(
         None, "--startup-time", minimum=0, help="seconds that loading the model pretends to take"
     )
-    engine_type: str = knob(
+    engine_type: str = option(
         "vllm",
         "--engine-type",
         choices=("vllm", "sglang", "trtllm"),
         help="whose default block size to take",
     )
-    disaggregation_mode: str = knob(
+    disaggregation_mode: str = option(
         "agg",
         "--disaggregation-mode",
         choices=("agg", "prefill", "decode"),
         help="compute prompts and output, prompts alone, or output alone",
     )
-    taints: tuple[str, ...] = knob(
+    taints: tuple[str, ...] = option(
         (), "--taint", repeat=True, help="what requests may ask for or avoid; may be repeated"
     )
-    kv_transfer_bandwidth_gb_s: float = knob(
+    kv_transfer_bandwidth_gb_s: float = option(
         64.0,
         "--kv-transfer-bandwidth",
         minimum=0,
@@ -109,13 +109,13 @@ class MockerSettings:
         metavar="GB/S",
         help="how fast a decode worker gets the KV blocks of a prefill worker, in 10^9 bytes/s",
     )
-    kv_bytes_per_token: int | None = knob(
+    kv_bytes_per_token: int | None = option(
         None,
         "--kv-bytes-per-token",
         minimum=1,
         help="size of a token's KV; default: from the model's config.json, else 131072",
     )
-    extra_engine_args: str | None = knob(
+    extra_engine_args: str | None = option(
         None,
         "--extra-engine-args",
         metavar="FILE",

@@ -1,6 +1,6 @@
 """A knob is a dataclass field that knows its flag, its variable, its range and its help.
 
-A settings group is a frozen dataclass whose fields are made by :func:`knob`. Flags beat variables,
+A settings group is a frozen dataclass whose fields are made by :func:`option`. Flags beat variables,
 variables beat defaults (spec 4, general rules).
 """
 
@@ -23,7 +23,7 @@ __all__ = [
     "describe",
     "environ",
     "from_env",
-    "knob",
+    "option",
     "load",
     "preset",
     "to_env",
@@ -57,7 +57,7 @@ class Option:
     heading: str = ""
 
 
-def knob(
+def option(
     default: Any,
     *flags: str,
     env: str | tuple[str, ...] = (),
@@ -67,7 +67,7 @@ def knob(
     """A dataclass field with a :class:`Option` in its metadata."""
     names = (env,) if isinstance(env, str) else env
     return dataclasses.field(
-        default=default, metadata={"knob": Option(flags=flags, env=names, help=help, **limits)}
+        default=default, metadata={"option": Option(flags=flags, env=names, help=help, **limits)}
     )
 
 
@@ -113,7 +113,7 @@ def to_env(settings: Any) -> dict[str, str]:
     out: dict[str, str] = {}
     for field in _fields(type(settings)):
         value = getattr(settings, field.name)
-        spec: Option = field.metadata["knob"]
+        spec: Option = field.metadata["option"]
         if spec.env and value is not None:
             out[spec.env[0]] = _text(value)
     return out
@@ -123,7 +123,7 @@ def describe(group: type[Any]) -> list[tuple[str, str, Any, str]]:
     """Rows of (flags, variables, default, help) for documentation."""
     rows = []
     for field in _fields(group):
-        spec: Option = field.metadata["knob"]
+        spec: Option = field.metadata["option"]
         rows.append((" ".join(spec.flags), " ".join(spec.env), field.default, spec.help))
     return rows
 
@@ -133,7 +133,7 @@ def deprecations(settings: Any) -> list[str]:
     return [
         f"{(*spec.flags, *spec.env)[0]} is deprecated: {spec.deprecated}"
         for field in _fields(type(settings))
-        if (spec := field.metadata["knob"]).deprecated
+        if (spec := field.metadata["option"]).deprecated
         and getattr(settings, field.name) != field.default
     ]
 
@@ -145,7 +145,7 @@ def _text(value: Any) -> str:
 
 
 def _fields(group: type[Any]) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(group) if "knob" in field.metadata]
+    return [field for field in dataclasses.fields(group) if "option" in field.metadata]
 
 
 def _types(group: type[Any], name: str) -> tuple[type[Any], bool]:
@@ -161,7 +161,7 @@ def _types(group: type[Any], name: str) -> tuple[type[Any], bool]:
 def _build(group: type[T], given: Mapping[str, Any], env: Mapping[str, str]) -> T:
     values: dict[str, Any] = {}
     for field in _fields(group):
-        spec: Option = field.metadata["knob"]
+        spec: Option = field.metadata["option"]
         kind, nullable = _types(group, field.name)
         name, raw = _source(field, spec, given, env)
         if raw is None:

@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         of the last field that has one."""
         section = self.add_argument_group(title)
         for field in fields:
-            spec: Option = field.metadata["knob"]
+            spec: Option = field.metadata["option"]
             if spec.heading:
                 section = self.add_argument_group(spec.heading)
             if spec.flags:

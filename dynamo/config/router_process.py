@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import knob
+from dynamo.config.option import option
 
 __all__ = ["RouterProcessSettings"]
 
@@ -13,14 +13,14 @@ __all__ = ["RouterProcessSettings"]
 class RouterProcessSettings:
     """standalone router: whom it routes to"""
 
-    endpoint: str | None = knob(
+    endpoint: str | None = option(
         None,
         "--endpoint",
         env="DYN_ROUTER_ENDPOINT",
         metavar="NS.COMPONENT.ENDPOINT",
         help="the workers' endpoint",
     )
-    block_size: int = knob(
+    block_size: int = option(
         128,
         "--router-block-size",
         "--block-size",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import knob
+from dynamo.config.option import option
 
 __all__ = ["RuntimeSettings"]
 
@@ -13,58 +13,58 @@ __all__ = ["RuntimeSettings"]
 class RuntimeSettings:
     """runtime: namespace, discovery, request plane, event plane"""
 
-    namespace: str = knob(
+    namespace: str = option(
         "dynamo", "--namespace", env="DYN_NAMESPACE", help="namespace of this deployment"
     )
-    discovery_backend: str = knob(
+    discovery_backend: str = option(
         "file",
         "--discovery-backend",
         env="DYN_DISCOVERY_BACKEND",
         choices=("file", "mem", "etcd"),
         help="where instances are registered; etcd for more than one box (ETCD_ENDPOINTS)",
     )
-    file_kv: str | None = knob(
+    file_kv: str | None = option(
         None,
         env="DYN_FILE_KV",
         help="directory of file discovery; default: store/ in the run directory",
     )
-    state_dir: str | None = knob(
+    state_dir: str | None = option(
         None,
         env="DYN_LOCAL_STATE_DIR",
         help="root of statefiles and run directories; default ~/.dynamo/state",
     )
-    request_plane: str = knob(
+    request_plane: str = option(
         "uds",
         "--request-plane",
         env="DYN_REQUEST_PLANE",
         choices=("uds", "tcp"),
         help="transport between frontend and workers: UNIX socket or TCP",
     )
-    tcp_rpc_host: str = knob(
+    tcp_rpc_host: str = option(
         "127.0.0.1",
         env="DYN_TCP_RPC_HOST",
         help="address a worker listens on with tcp; 0.0.0.0 advertises the one towards the others",
     )
-    tcp_rpc_port: int = knob(
+    tcp_rpc_port: int = option(
         0,
         env="DYN_TCP_RPC_PORT",
         minimum=0,
         maximum=65535,
         help="port a worker listens on with tcp; 0 lets the system choose",
     )
-    event_plane: str = knob(
+    event_plane: str = option(
         "zmq",
         "--event-plane",
         env="DYN_EVENT_PLANE",
         choices=("zmq", "nats"),
         help="KV event transport: between the processes, or over a NATS server (NATS_SERVER)",
     )
-    event_plane_host: str | None = knob(
+    event_plane_host: str | None = option(
         None,
         env="DYN_EVENT_PLANE_HOST",
         help="address zmq publishers listen on with tcp; default: DYN_TCP_RPC_HOST",
     )
-    lease_ttl_s: float = knob(
+    lease_ttl_s: float = option(
         10.0,
         env="ETCD_LEASE_TTL",
         minimum=0.5,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import knob
+from dynamo.config.option import option
 
 __all__ = ["ServeSettings"]
 
@@ -13,55 +13,57 @@ __all__ = ["ServeSettings"]
 class ServeSettings:
     """serve: the graph and how its processes are kept running"""
 
-    graph: str = knob("", "graph", help="YAML file that names the services")
-    namespace: str | None = knob(
+    graph: str = option("", "graph", help="YAML file that names the services")
+    namespace: str | None = option(
         None, "--namespace", help="namespace of this deployment; beats the one in the graph"
     )
-    dry_run: bool = knob(
+    dry_run: bool = option(
         False, "--dry-run", help="print what would run (commands, environment, GPUs) and exit"
     )
-    json: bool = knob(False, "--json", help="with --dry-run: print it as JSON")
-    gpus: int | None = knob(
+    json: bool = option(False, "--json", help="with --dry-run: print it as JSON")
+    gpus: int | None = option(
         None, "--gpus", minimum=0, maximum=1024, help="pretend that this machine has N GPUs"
     )
-    disable_gpu_allocation: bool = knob(
+    disable_gpu_allocation: bool = option(
         False,
         env=("DYN_DISABLE_AUTO_GPU_ALLOCATION", "DYNAMO_DISABLE_GPU_ALLOCATION"),
         help="place nothing: workers see the GPUs that this process sees",
     )
-    circus_endpoint: str | None = knob(
+    circus_endpoint: str | None = option(
         None,
         "--circus-endpoint",
         env="DYN_CIRCUS_ENDPOINT",
         help="control endpoint; default: a UNIX socket in the run directory. A TCP port, e.g. "
         "tcp://127.0.0.1:5555, lets everyone who reaches it run commands as you",
     )
-    graceful_timeout_s: float = knob(
+    graceful_timeout_s: float = option(
         30.0,
         "--graceful-timeout",
         env="DYN_SERVE_GRACEFUL_TIMEOUT_S",
         minimum=0.0,
         help="seconds a process may take to finish its work before it is killed",
     )
-    restart_burst: int = knob(
+    restart_burst: int = option(
         5,
         env="DYN_SERVE_RESTART_BURST",
         minimum=1,
         help="deaths of one worker within the window after which it is given up",
     )
-    restart_window_s: float = knob(
+    restart_window_s: float = option(
         60.0, env="DYN_SERVE_RESTART_WINDOW_S", minimum=1.0, help="the window, in seconds"
     )
-    log_size_mb: float = knob(
+    log_size_mb: float = option(
         16.0,
         env="DYN_SERVE_LOG_SIZE_MB",
         minimum=0.01,
         help="size at which a process's log file is rotated; one older file is kept",
     )
-    quiet: bool = knob(False, "--quiet", help="show no output of the services, only our own lines")
-    jsonl: bool = knob(
+    quiet: bool = option(
+        False, "--quiet", help="show no output of the services, only our own lines"
+    )
+    jsonl: bool = option(
         False, env="DYN_LOGGING_JSONL", help="one JSON object per line instead of prefixed text"
     )
-    deployment_config: str | None = knob(
+    deployment_config: str | None = option(
         None, env="DYN_DEPLOYMENT_CONFIG", help="YAML text that is used instead of the graph file"
     )

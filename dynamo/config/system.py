@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import knob
+from dynamo.config.option import option
 
 __all__ = ["LogSettings", "SystemSettings"]
 
@@ -13,51 +13,51 @@ __all__ = ["LogSettings", "SystemSettings"]
 class SystemSettings:
     """system: status server and graceful end"""
 
-    port: int = knob(
+    port: int = option(
         -1,
         env="DYN_SYSTEM_PORT",
         minimum=-1,
         maximum=65535,
         help="port of /health, /live and /metrics; -1: off, 0: the system chooses",
     )
-    host: str = knob(
+    host: str = option(
         "127.0.0.1",
         env="DYN_SYSTEM_HOST",
         help="address the status server listens on; 0.0.0.0 lets other hosts in, to the engine's "
         "routes (POST /engine/...) too",
     )
-    health_path: str = knob("/health", env="DYN_SYSTEM_HEALTH_PATH", help="path of readiness")
-    live_path: str = knob("/live", env="DYN_SYSTEM_LIVE_PATH", help="path of liveness")
-    starting_health_status: str = knob(
+    health_path: str = option("/health", env="DYN_SYSTEM_HEALTH_PATH", help="path of readiness")
+    live_path: str = option("/live", env="DYN_SYSTEM_LIVE_PATH", help="path of liveness")
+    starting_health_status: str = option(
         "notready",
         env="DYN_SYSTEM_STARTING_HEALTH_STATUS",
         choices=("ready", "notready"),
         help="readiness as long as nothing is served",
     )
-    use_endpoint_health_status: str = knob(
+    use_endpoint_health_status: str = option(
         "",
         env="DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS",
         help="JSON list (or comma separated names) of the endpoints that must be ready",
     )
-    grace_period_s: float = knob(
+    grace_period_s: float = option(
         0.25,
         env="DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
         minimum=0,
         help="seconds between leaving discovery and refusing requests",
     )
-    shutdown_timeout_s: float = knob(
+    shutdown_timeout_s: float = option(
         900.0,
         env="DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
         minimum=0,
         help="seconds that requests in flight may take to finish at shutdown",
     )
-    inhibited_duration_s: float = knob(
+    inhibited_duration_s: float = option(
         5.0,
         env="DYN_RUNTIME_INHIBITED_DURATION_SECS",
         minimum=0,
         help="seconds an instance is avoided after a failed connection",
     )
-    namespace_worker_suffix: str | None = knob(
+    namespace_worker_suffix: str | None = option(
         None,
         env="DYN_NAMESPACE_WORKER_SUFFIX",
         help="appended to the namespace of workers, after a hyphen",
@@ -68,7 +68,7 @@ class SystemSettings:
 class LogSettings:
     """logs"""
 
-    level: str = knob(
+    level: str = option(
         "info", env="DYN_LOG", help="log level, with exceptions: info,dynamo.router=debug"
     )
-    jsonl: bool = knob(False, env="DYN_LOGGING_JSONL", help="write logs as JSON lines")
+    jsonl: bool = option(False, env="DYN_LOGGING_JSONL", help="write logs as JSON lines")

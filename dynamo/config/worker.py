@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.config.option import knob
+from dynamo.config.option import option
 
 __all__ = ["WorkerSettings"]
 
@@ -13,47 +13,47 @@ __all__ = ["WorkerSettings"]
 class WorkerSettings:
     """worker: model, endpoint, admission, shutdown"""
 
-    model_path: str | None = knob(
+    model_path: str | None = option(
         None,
         "--model-path",
         "--model",
         help="directory with tokenizer.json, tokenizer_config.json and config.json",
     )
-    model_name: str | None = knob(
+    model_name: str | None = option(
         None,
         "--model-name",
         "--served-model-name",
         help="name in the API; default: the name of the directory",
     )
-    endpoint: str | None = knob(
+    endpoint: str | None = option(
         None,
         "--endpoint",
         env="DYN_ENDPOINT",
         metavar="NS.COMPONENT.ENDPOINT",
         help="where to serve; default: <namespace>.backend.generate",
     )
-    endpoint_types: str = knob(
+    endpoint_types: str = option(
         "chat,completions",
         "--endpoint-types",
         "--dyn-endpoint-types",
         env="DYN_ENDPOINT_TYPES",
         help="which APIs the model answers: chat, completions or both, comma separated",
     )
-    custom_jinja_template: str | None = knob(
+    custom_jinja_template: str | None = option(
         None,
         "--custom-jinja-template",
         env="DYN_CUSTOM_JINJA_TEMPLATE",
         metavar="FILE",
         help="chat template instead of the model's own",
     )
-    engine_request_limit: int | None = knob(
+    engine_request_limit: int | None = option(
         None,
         "--engine-request-limit",
         env="DYN_ENGINE_REQUEST_LIMIT",
         minimum=1,
         help="requests in the engine at once; more wait in a bounded line or are refused",
     )
-    request_queue_limit: int = knob(
+    request_queue_limit: int = option(
         16,
         env="DYN_DYNAMO_REQUEST_QUEUE_LIMIT",
         minimum=2,

@@ -87,7 +87,7 @@ def stagger_delay_s(settings: MockerSettings) -> float:
 def _setting_names() -> dict[str, str]:
     names = {}
     for field in dataclasses.fields(MockerSettings):
-        spec: Option = field.metadata["knob"]
+        spec: Option = field.metadata["option"]
         for name in (field.name, *(flag.lstrip("-").replace("-", "_") for flag in spec.flags)):
             names[name] = field.name
     del names["extra_engine_args"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dynamo.config import describe, environ, from_env, knob, load, preset, to_env
+from dynamo.config import describe, environ, from_env, load, option, preset, to_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 
@@ -15,7 +15,7 @@ from dynamo.errors import ConfigError
 class Settings:
     """sample: one knob of every kind"""
 
-    mode: str = knob(
+    mode: str = option(
         "kv",
         "--mode",
         env="DYN_MODE",
@@ -23,15 +23,15 @@ class Settings:
         aliases={"round_robin": "round-robin"},
         help="how",
     )
-    share: float = knob(0.5, "--share", env="DYN_SHARE", minimum=0, maximum=1, help="0..1")
-    count: int | None = knob(
+    share: float = option(0.5, "--share", env="DYN_SHARE", minimum=0, maximum=1, help="0..1")
+    count: int | None = option(
         None, "--count", "-c", env=("DYN_COUNT", "DYN_OLD_COUNT"), minimum=1, help="how many"
     )
-    events: bool = knob(
+    events: bool = option(
         True, "--events", env="DYN_EVENTS", heading="second part", help="100% of events"
     )
-    tags: tuple[str, ...] = knob((), "--tag", env="DYN_TAGS", repeat=True, help="tags")
-    hidden: float = knob(
+    tags: tuple[str, ...] = option((), "--tag", env="DYN_TAGS", repeat=True, help="tags")
+    hidden: float = option(
         1.0, env="DYN_HIDDEN", minimum=0, exclusive_minimum=True, help="variable only"
     )
 

@@ -95,7 +95,7 @@ def field(flag: str) -> tuple[int, str]:
     """Where the value of ``flag`` is."""
     for number, group in enumerate(GROUPS):
         for one in group.__dataclass_fields__.values():
-            if "knob" in one.metadata and flag in one.metadata["knob"].flags:
+            if "option" in one.metadata and flag in one.metadata["option"].flags:
                 return number, one.name
     raise AssertionError(f"{flag} is not known")
 

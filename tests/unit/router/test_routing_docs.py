@@ -28,7 +28,7 @@ def tables() -> Iterator[tuple[str, str]]:
     for group in (RouterSettings, RouterProcessSettings):
         heading, lines = str(group.__doc__), ""
         for field in _knobs(group):
-            spec: Option = field.metadata["knob"]
+            spec: Option = field.metadata["option"]
             if spec.heading:
                 if lines:
                     yield heading, TITLE + lines
@@ -38,7 +38,7 @@ def tables() -> Iterator[tuple[str, str]]:
 
 
 def _knobs(group: type) -> list[dataclasses.Field[object]]:
-    return [field for field in dataclasses.fields(group) if "knob" in field.metadata]
+    return [field for field in dataclasses.fields(group) if "option" in field.metadata]
 
 
 def _row(spec: Option, default: object) -> str:
