@@ -36,8 +36,8 @@ def life(own: LocalRequests, numbers: Any) -> list[bytes]:
         number = next(numbers)
         hashes = HASHES[number % len(HASHES)]
         prompt = HashedPrompt(BLOCK * BLOCKS, BLOCKS, hashes, hashes, 0)
-        booking = Reservation(0, number % WORKERS, 0, BLOCK * BLOCKS, 0, 0.0)
-        own.booked(str(number), booking, prompt, BLOCK * BLOCKS)
+        reservation_id = Reservation(0, number % WORKERS, 0, BLOCK * BLOCKS, 0, 0.0)
+        own.booked(str(number), reservation_id, prompt, BLOCK * BLOCKS)
         own.prefill_completed(str(number))
         own.freed(str(number))
     return [encode(batch) for batch in own.news()]

@@ -169,19 +169,19 @@ class KvPicker:
         """The first token is here: the prompt is no load any more."""
         if self._copies is not None:
             self._copies.ended(request_id)
-        booking = self.active.mark_prefill_complete(request_id, self._clock())
-        if booking is None:
+        reservation_id = self.active.mark_prefill_complete(request_id, self._clock())
+        if reservation_id is None:
             return
         if self.own_requests is not None:
             self.own_requests.prefill_completed(request_id)
-        self.gate.load_changed(booking.worker_id)
-        if booking.isl_tokens >= self.block_size:
-            served = self.served.get(booking.worker_id, 0)
-            self.served[booking.worker_id] = served + 1
+        self.gate.load_changed(reservation_id.worker_id)
+        if reservation_id.isl_tokens >= self.block_size:
+            served = self.served.get(reservation_id.worker_id, 0)
+            self.served[reservation_id.worker_id] = served + 1
             if not served:
-                self.on_first_served(booking.worker_id)
+                self.on_first_served(reservation_id.worker_id)
         if self._metrics is not None:
-            self._metrics.first_token(booking)
+            self._metrics.first_token(reservation_id)
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
         """``count`` more tokens were generated."""
@@ -194,9 +194,9 @@ class KvPicker:
 
     def free(self, request_id: str) -> None:
         """The request has ended, however it did."""
-        booking = self._end(request_id)
-        if booking is not None:
-            self.gate.load_changed(booking.worker_id)
+        reservation_id = self._end(request_id)
+        if reservation_id is not None:
+            self.gate.load_changed(reservation_id.worker_id)
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
         """A worker appeared, or its configuration changed."""
@@ -235,14 +235,14 @@ class KvPicker:
         """Release all that the request holds; its booking, if it had one."""
         if self._copies is not None:
             self._copies.ended(request_id)
-        booking = self.active.free(request_id)
+        reservation_id = self.active.free(request_id)
         if self.own_requests is not None:
             self.own_requests.freed(request_id)
         if self.predicted is not None:
             self.predicted.ended(request_id, self._clock())
-        if booking is not None and self._metrics is not None and not booking.remote:
-            self._metrics.ended(booking, self._clock())
-        return booking
+        if reservation_id is not None and self._metrics is not None and not reservation_id.remote:
+            self._metrics.ended(reservation_id, self._clock())
+        return reservation_id
 
     def _booked_prefill(self, slot: int) -> int:
         return self.active.load(slot)[0]
@@ -324,7 +324,7 @@ class KvPicker:
         if terms.track_prefill_tokens:
             prefill = max(prompt.isl_tokens - cached_tokens(terms.weights, found), 0)
         now_s = self._clock()
-        booking = Reservation(
+        reservation_id = Reservation(
             slot,
             decision.worker_id,
             decision.dp_rank,
@@ -333,10 +333,10 @@ class KvPicker:
             now_s,
             None if routing is None else routing.expected_output_tokens,
         )
-        self.active.book(request_id, booking, prompt.shared, prompt.unique_blocks, prefill)
+        self.active.book(request_id, reservation_id, prompt.shared, prompt.unique_blocks, prefill)
         self.gate.settled(routing, decision.worker_id, decision.dp_rank, now_s)
         if self.own_requests is not None:
-            self.own_requests.booked(request_id, booking, prompt, prefill)
+            self.own_requests.booked(request_id, reservation_id, prompt, prefill)
         if self.believes:
             self.believe(request_id, slot, prompt.chained, prompt.hashes, now_s)
         return found

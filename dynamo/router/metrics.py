@@ -126,18 +126,18 @@ class DecisionMetrics:
         """An engine said how many prompt tokens it did not have to compute."""
         self._reused.value += tokens
 
-    def first_token(self, booking: Reservation) -> None:
+    def first_token(self, reservation_id: Reservation) -> None:
         """The first token came."""
-        if booking.first_token_at_s is not None:
-            self._ttft.observe(booking.first_token_at_s - booking.booked_at_s)
+        if reservation_id.first_token_at_s is not None:
+            self._ttft.observe(reservation_id.first_token_at_s - reservation_id.booked_at_s)
 
-    def ended(self, booking: Reservation, now_s: float) -> None:
+    def ended(self, reservation_id: Reservation, now_s: float) -> None:
         """A request ended, however it did."""
         self._ended.value += 1
-        self._osl.observe(booking.output_tokens)
-        gaps = booking.output_tokens - 1
-        if booking.first_token_at_s is not None and gaps > 0:
-            self._itl.observe((now_s - booking.first_token_at_s) / gaps, gaps)
+        self._osl.observe(reservation_id.output_tokens)
+        gaps = reservation_id.output_tokens - 1
+        if reservation_id.first_token_at_s is not None and gaps > 0:
+            self._itl.observe((now_s - reservation_id.first_token_at_s) / gaps, gaps)
 
 
 class WorkerMetrics:

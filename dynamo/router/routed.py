@@ -74,10 +74,10 @@ class RoutedEndpoint:
         The first item carries ``routing_data.worker_id``, the one with the finish reason
         ``routing_data.timing``. Raises what :meth:`place` raises, and the worker's errors.
         """
-        booking = f"{context.id() if context else 'request'}/{next(self._numbers)}"
+        reservation_id = f"{context.id() if context else 'request'}/{next(self._numbers)}"
         begun_s = time.monotonic()
         decision = await self.place(
-            booking,
+            reservation_id,
             request.token_ids,
             request.routing,
             request.router_config_override,
@@ -95,8 +95,8 @@ class RoutedEndpoint:
                     if not told:
                         told, data["worker_id"] = True, _place(decision)
                     if count := len(item.get("token_ids") or ()):
-                        first_s = first_s or self._first_token(booking)
-                        self.picker.add_output_tokens(booking, count)
+                        first_s = first_s or self._first_token(reservation_id)
+                        self.picker.add_output_tokens(reservation_id, count)
                     if item.get("finish_reason"):
                         data["timing"] = _timing(decision, begun_s, first_s)
                         self.picker.reused(_reused(item))
@@ -104,7 +104,7 @@ class RoutedEndpoint:
             finally:
                 await items.aclose()
         finally:
-            self.picker.free(booking)
+            self.picker.free(reservation_id)
 
     async def place(
         self,
@@ -124,8 +124,8 @@ class RoutedEndpoint:
             line, request_id, tokens, routing=routing, override=override, context=context
         )
 
-    def _first_token(self, booking: str) -> float:
-        self.picker.mark_prefill_complete(booking)
+    def _first_token(self, reservation_id: str) -> float:
+        self.picker.mark_prefill_complete(reservation_id)
         return time.monotonic()
 
 

@@ -60,7 +60,7 @@ class Fallback:
             self.refuse(ticket, self._refusal(str(error or "the last one has left")))
             return
         if error is not None:
-            log.warning("no prefill for %s (%s): %s", ticket.booking, reason, error)
+            log.warning("no prefill for %s (%s): %s", ticket.reservation_id, reason, error)
         self._metrics.fell_back(reason)
         ticket.job.leg.call.meter.routed("aggregated")
         self._dispatch.decode_later(ticket.job)

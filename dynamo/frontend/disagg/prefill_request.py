@@ -103,9 +103,9 @@ class PrefillRequest:
         self.output: EngineOutput | None = None
 
     @property
-    def booking(self) -> str:
+    def reservation_id(self) -> str:
         """The id under which the prefill router has booked it."""
-        return self.job.leg.booking
+        return self.job.leg.reservation_id
 
     def cancel(self) -> None:
         """See :class:`dynamo.frontend.requests.engine_request.Pending`."""
@@ -118,7 +118,7 @@ class PrefillRequest:
             stream.kill()
         picker, self.picker = self.picker, None
         if picker is not None:
-            picker.free(self.booking)
+            picker.free(self.reservation_id)
 
     def on_data(self, payload: bytes) -> None:
         """An item of the prefill worker: the one with ``disaggregated_params`` counts."""
@@ -132,7 +132,7 @@ class PrefillRequest:
             self._prefills.failed(self, EngineFailure(reason.removeprefix("error").lstrip(": ")))
             return
         if output.token_ids and self.picker is not None:
-            self.picker.mark_prefill_complete(self.booking)
+            self.picker.mark_prefill_complete(self.reservation_id)
         if self.output is None or output.disaggregated_params is not None:
             self.output = output
 

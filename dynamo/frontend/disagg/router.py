@@ -227,7 +227,7 @@ class PrefillRouter:
         elif not self.active or ticket.pin not in (None, *self.line.known_workers):
             self._sender.go_without(ticket, "no_worker", error)
         else:
-            log.info("prefill of %s goes back to the head: %s", ticket.booking, error)
+            log.info("prefill of %s goes back to the head: %s", ticket.reservation_id, error)
             self._metrics.requeued()
             ticket.patient = False
             ticket.job.leg.call.meter.routed("prefill")

@@ -93,7 +93,7 @@ class PrefillSender:
         except DynamoError as error:
             return self._unsent(turn, error)
         except Exception:
-            log.exception("request %s failed", ticket.booking)
+            log.exception("request %s failed", ticket.reservation_id)
             self.refuse(ticket, DynamoError("Internal server error"))
             return True
         cached_tokens = decision.overlap_blocks * self.workers.block_size

@@ -91,7 +91,7 @@ class PrefillWorkers:
             raise NoInstances("no prefill worker is registered")
         ticket.decision = None
         decision = picker.pick(
-            ticket.booking,
+            ticket.reservation_id,
             job.request.token_ids,
             routing=wanted_place(job.routing, allowed if ticket.pin is None else None),
             override=job.request.router_config_override,

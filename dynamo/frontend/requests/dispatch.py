@@ -78,12 +78,12 @@ class Dispatch:
             leg.call.meter.routed(phase)
         if line is None:
             decision = self.picker.pick(
-                leg.booking, request.token_ids, routing=routing, override=override
+                leg.reservation_id, request.token_ids, routing=routing, override=override
             )
             self._open(job, decision)
             return
         found = line.request(
-            leg.booking,
+            leg.reservation_id,
             request.token_ids,
             routing=routing,
             override=override,
@@ -128,9 +128,9 @@ class Dispatch:
         leg = job.leg
         decision, leg.decision, leg.reroute = leg.decision, None, None
         assert decision is not None, "only a placed leg is routed again"
-        self.picker.free(leg.booking)
+        self.picker.free(leg.reservation_id)
         leg.call.rests()
-        log.info("%s: worker %x: %s; trying another", leg.booking, decision.worker_id, error)
+        log.info("%s: worker %x: %s; trying another", leg.reservation_id, decision.worker_id, error)
         again = job._replace(tried=job.tried | {decision.worker_id}, error=error)
         try:
             self.decode(again)

@@ -37,7 +37,7 @@ class Pending(Protocol):
 
 
 class EngineRequest:
-    """Choice ``index`` of ``call``, booked at ``picker`` under ``booking``.
+    """Choice ``index`` of ``call``, booked at ``picker`` under ``reservation_id``.
 
     ``decision`` and ``stream`` are there once it is dispatched; until then ``pending`` may be what
     it waits for. ``reroute`` sends it to another worker, for errors that say that no handler has
@@ -47,7 +47,7 @@ class EngineRequest:
     __slots__ = (
         "_released",
         "_reported",
-        "booking",
+        "reservation_id",
         "call",
         "decision",
         "first_at",
@@ -64,11 +64,13 @@ class EngineRequest:
     decision: Decision | None
     stream: ClientStream | None
 
-    def __init__(self, call: ActiveRequest, index: int, picker: Picker, booking: str) -> None:
+    def __init__(
+        self, call: ActiveRequest, index: int, picker: Picker, reservation_id: str
+    ) -> None:
         self.call = call
         self.index = index
         self.picker = picker
-        self.booking = booking
+        self.reservation_id = reservation_id
         self.decision = None
         self.stream = None
         self.pending: Pending | None = None
@@ -143,19 +145,19 @@ class EngineRequest:
         if self.decision is None:  # never booked
             return
         self._report()
-        self.picker.free(self.booking)
+        self.picker.free(self.reservation_id)
 
     def _report(self) -> None:
         """Tell the picker of tokens that it does not know of yet."""
         count = self.tokens - self._reported
         if count:
             self._reported = self.tokens
-            self.picker.add_output_tokens(self.booking, count)
+            self.picker.add_output_tokens(self.reservation_id, count)
 
     def _first_token(self, now: float) -> None:
         self.first_at = now
         self.reroute = None
-        self.picker.mark_prefill_complete(self.booking)
+        self.picker.mark_prefill_complete(self.reservation_id)
         self.call.meter.first_token(now)
 
     def _enough(self) -> None:

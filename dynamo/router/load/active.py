@@ -87,7 +87,7 @@ class ActiveLoad:
     def book(
         self,
         request_id: str,
-        booking: Reservation,
+        reservation_id: Reservation,
         sequence_hashes: array[int] | None,
         unique_blocks: int,
         prefill_tokens: int,
@@ -100,56 +100,58 @@ class ActiveLoad:
             )
         if not self.track_blocks:
             sequence_hashes, unique_blocks = None, 0
-        booking.handle = self._sequences.book(
-            booking.slot, sequence_hashes, unique_blocks, prefill_tokens
+        reservation_id.handle = self._sequences.book(
+            reservation_id.slot, sequence_hashes, unique_blocks, prefill_tokens
         )
-        self._bookings[request_id] = booking
+        self._bookings[request_id] = reservation_id
         if self._prefills is not None:
-            cached = booking.isl_tokens - prefill_tokens
-            now_s = booking.booked_at_s
-            self._prefills.begin(booking.slot, request_id, prefill_tokens, cached, now_s)
+            cached = reservation_id.isl_tokens - prefill_tokens
+            now_s = reservation_id.booked_at_s
+            self._prefills.begin(reservation_id.slot, request_id, prefill_tokens, cached, now_s)
 
     def mark_prefill_complete(self, request_id: str, now_s: float) -> Reservation | None:
         """Release the prefill tokens; the booking the first time, else None."""
-        booking = self._bookings.get(request_id)
-        if booking is None or booking.first_token_at_s is not None:
+        reservation_id = self._bookings.get(request_id)
+        if reservation_id is None or reservation_id.first_token_at_s is not None:
             return None
-        booking.first_token_at_s = now_s
-        self._sequences.end_prefill(booking.handle)
+        reservation_id.first_token_at_s = now_s
+        self._sequences.end_prefill(reservation_id.handle)
         if self._prefills is not None:
-            self._prefills.first_token(booking.slot, request_id, now_s)
-        return booking
+            self._prefills.first_token(reservation_id.slot, request_id, now_s)
+        return reservation_id
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
         """Count generated tokens, and the blocks they fill when output is tracked."""
-        booking = self._bookings.get(request_id)
-        if booking is None:
+        reservation_id = self._bookings.get(request_id)
+        if reservation_id is None:
             return
-        before = booking.isl_tokens + booking.output_tokens
-        booking.output_tokens += count
+        before = reservation_id.isl_tokens + reservation_id.output_tokens
+        reservation_id.output_tokens += count
         if self.track_output and self.track_blocks:
             crossed = (before + count) // self.block_size - before // self.block_size
             if crossed:
-                self._sequences.grow(booking.handle, crossed, _faded(booking))
+                self._sequences.grow(reservation_id.handle, crossed, _faded(reservation_id))
 
     def free(self, request_id: str) -> Reservation | None:
         """End the request; its booking, or None when there is none (any more)."""
-        booking = self._bookings.pop(request_id, None)
-        if booking is not None:
-            self._sequences.release(booking.handle)
-            if self._prefills is not None and booking.first_token_at_s is None:
-                self._prefills.abandon(booking.slot, request_id, self._clock())
-        return booking
+        reservation_id = self._bookings.pop(request_id, None)
+        if reservation_id is not None:
+            self._sequences.release(reservation_id.handle)
+            if self._prefills is not None and reservation_id.first_token_at_s is None:
+                self._prefills.abandon(reservation_id.slot, request_id, self._clock())
+        return reservation_id
 
     def booked_on(self, slots: Collection[int]) -> list[str]:
         """The requests that are booked on any of ``slots``. O(all requests)."""
-        return [key for key, booking in self._bookings.items() if booking.slot in slots]
+        return [
+            key for key, reservation_id in self._bookings.items() if reservation_id.slot in slots
+        ]
 
     def stale(self, before_s: float) -> list[str]:
         """Who was booked before ``before_s``; bookings stand in order of time. O(them)."""
         found = []
-        for request_id, booking in self._bookings.items():
-            if booking.booked_at_s >= before_s:
+        for request_id, reservation_id in self._bookings.items():
+            if reservation_id.booked_at_s >= before_s:
                 break
             found.append(request_id)
         return found
@@ -167,10 +169,10 @@ class ActiveLoad:
 
     def _check(self) -> None:
         self._sequences._check()
-        slots = {booking.slot for booking in self._bookings.values()}
+        slots = {reservation_id.slot for reservation_id in self._bookings.values()}
         assert sum(self.load(slot)[2] for slot in slots) == len(self._bookings)
 
 
-def _faded(booking: Reservation) -> float:
-    expected = booking.expected_output_tokens
-    return min(booking.output_tokens / expected, 1.0) if expected else 0.0
+def _faded(reservation_id: Reservation) -> float:
+    expected = reservation_id.expected_output_tokens
+    return min(reservation_id.output_tokens / expected, 1.0) if expected else 0.0

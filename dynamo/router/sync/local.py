@@ -44,7 +44,11 @@ class LocalRequests:
         return len(self._live)
 
     def booked(
-        self, request_id: str, booking: Reservation, prompt: HashedPrompt, prefill_tokens: int
+        self,
+        request_id: str,
+        reservation_id: Reservation,
+        prompt: HashedPrompt,
+        prefill_tokens: int,
     ) -> None:
         """The request was sent to a worker. O(blocks), two copies of 8 bytes each."""
         data = AddRequest(
@@ -52,11 +56,11 @@ class LocalRequests:
             prompt.isl_tokens,
             prefill_tokens,
             prompt.unique_blocks,
-            booking.overlap_blocks,
-            booking.expected_output_tokens,
+            reservation_id.overlap_blocks,
+            reservation_id.expected_output_tokens,
             prompt.hashes.tobytes() if self._predicts else b"",
         )
-        event = SequenceEvent(request_id, booking.worker_id, data, booking.dp_rank)
+        event = SequenceEvent(request_id, reservation_id.worker_id, data, reservation_id.dp_rank)
         self._live[request_id] = event
         self._tell(event)
 

@@ -179,9 +179,9 @@ class PickerLoadSink:
         shared = None if data.unique_blocks else chained
         now_s = time.perf_counter()
         place = slot, event.worker_id, event.dp_rank, data.isl_tokens, data.overlap_blocks
-        booking = Reservation(*place, now_s, data.expected_output_tokens, remote=True)
+        reservation_id = Reservation(*place, now_s, data.expected_output_tokens, remote=True)
         prefill = 0 if data.prefill_completed else data.prefill_tokens
-        picker.active.book(key, booking, shared, data.unique_blocks, prefill)
+        picker.active.book(key, reservation_id, shared, data.unique_blocks, prefill)
         if data.prefill_completed:
             picker.active.mark_prefill_complete(key, now_s)
         if len(data.tokens_hashes) == len(data.token_sequence):
@@ -189,14 +189,14 @@ class PickerLoadSink:
         picker.gate.load_changed(event.worker_id)
 
     def prefill_completed(self, key: str) -> None:
-        booking = self._picker.active.mark_prefill_complete(key, time.perf_counter())
-        if booking is not None:
-            self._picker.gate.load_changed(booking.worker_id)
+        reservation_id = self._picker.active.mark_prefill_complete(key, time.perf_counter())
+        if reservation_id is not None:
+            self._picker.gate.load_changed(reservation_id.worker_id)
 
     def free(self, key: str) -> None:
         picker = self._picker
-        booking = picker.active.free(key)
+        reservation_id = picker.active.free(key)
         if picker.predicted is not None:
             picker.predicted.ended(key, time.perf_counter())
-        if booking is not None:
-            picker.gate.load_changed(booking.worker_id)
+        if reservation_id is not None:
+            picker.gate.load_changed(reservation_id.worker_id)

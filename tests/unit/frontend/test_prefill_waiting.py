@@ -168,7 +168,7 @@ async def test_a_bug_in_the_choice_ends_its_request_and_not_the_line() -> None:
     pick = box.prefill.pick
 
     def failing(request_id: str | None, *args: Any, **more: Any) -> Any:
-        if request_id == doomed.leg.booking:
+        if request_id == doomed.leg.reservation_id:
             raise ZeroDivisionError
         return pick(request_id, *args, **more)
 

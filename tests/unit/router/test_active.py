@@ -16,8 +16,8 @@ def book(
 ) -> array[int]:
     """Book ``isl`` tokens (all different per request length) with ``overlap`` blocks cached."""
     chained = sequence_hashes(block_hashes(array("I", range(isl)), load.block_size))
-    booking = Reservation(slot, 10 + slot, 0, isl, overlap, float(len(load)), **more)
-    load.book(request_id, booking, chained, 0, isl - overlap * load.block_size)
+    reservation_id = Reservation(slot, 10 + slot, 0, isl, overlap, float(len(load)), **more)
+    load.book(request_id, reservation_id, chained, 0, isl - overlap * load.block_size)
     return chained
 
 

@@ -36,8 +36,8 @@ class Clocked:
 
     def book(self, name: str, tokens: int, expected_s: float | None = 10.0, slot: int = 0) -> None:
         self.model.expected_s = expected_s
-        booking = Reservation(slot, 10 + slot, 0, tokens + 8, 2, self.now_s)
-        self.load.book(name, booking, None, 0, tokens)
+        reservation_id = Reservation(slot, 10 + slot, 0, tokens + 8, 2, self.now_s)
+        self.load.book(name, reservation_id, None, 0, tokens)
 
     def first_token(self, name: str) -> None:
         self.load.mark_prefill_complete(name, self.now_s)
