@@ -15,7 +15,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings
 from dynamo.errors import ConfigError
-from dynamo.frontend.gc_tuning import settle
+from dynamo.frontend.gc_tuning import freeze_heap
 from dynamo.frontend.service import Frontend
 from dynamo.observability.logs import setup_logging
 from dynamo.runtime import DistributedRuntime
@@ -52,7 +52,7 @@ async def _serve(
     undo = frontend.stop_on_signals()
     try:
         await runtime.start()
-        frontend.on_loaded = settle
+        frontend.on_loaded = freeze_heap
         host, port = await frontend.start()
         print(f"OpenAI API at http://{host}:{port}/v1", flush=True)
         await frontend.run_until_stopped()

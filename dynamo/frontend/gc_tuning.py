@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import gc
 
-__all__ = ["settle"]
+__all__ = ["freeze_heap"]
 
 _NEW_OBJECTS = 50_000
 
 
-def settle() -> None:
+def freeze_heap() -> None:
     """What exists now stays: never look at it again, and at what comes only once it is much.
 
     For the whole process; call it after each large thing that was loaded. O(objects).
