@@ -18,8 +18,8 @@ __all__ = [
     "describe",
     "environ",
     "from_env",
-    "option",
     "load",
+    "option",
     "preset",
     "to_env",
 ]

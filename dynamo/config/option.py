@@ -1,7 +1,7 @@
-"""A knob is a dataclass field that knows its flag, its variable, its range and its help.
+"""An option is a dataclass field with a flag, a variable, a range and a help text.
 
-A settings group is a frozen dataclass whose fields are made by :func:`option`. Flags beat variables,
-variables beat defaults (spec 4, general rules).
+A settings group is a frozen dataclass whose fields are made by :func:`option`. Flags override
+variables, and variables override defaults (spec 4, general rules).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = [
     "describe",
     "environ",
     "from_env",
-    "option",
     "load",
+    "option",
     "preset",
     "to_env",
 ]
@@ -64,7 +64,7 @@ def option(
     help: str,
     **limits: Any,
 ) -> Any:
-    """A dataclass field with a :class:`Option` in its metadata."""
+    """A dataclass field with a in its metadata."""
     names = (env,) if isinstance(env, str) else env
     return dataclasses.field(
         default=default, metadata={"option": Option(flags=flags, env=names, help=help, **limits)}

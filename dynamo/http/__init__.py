@@ -8,9 +8,9 @@ from dynamo.http.write_batch import WriteBatch
 
 __all__ = [
     "Exchange",
+    "HttpError",
     "HttpLimits",
     "HttpServer",
-    "HttpError",
     "WriteBatch",
     "error_body",
     "reason_phrase",

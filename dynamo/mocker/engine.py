@@ -27,7 +27,7 @@ from dynamo.protocols.load import KvMetrics
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["EngineShape", "EngineRank"]
+__all__ = ["EngineRank", "EngineShape"]
 
 _REPORT_INTERVAL_S = 0.05
 _LAG_LIMIT_S = 0.1

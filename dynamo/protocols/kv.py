@@ -11,12 +11,12 @@ import msgspec
 __all__ = [
     "STORAGE_TIERS",
     "BlocksCleared",
+    "BlocksRemoved",
+    "BlocksStored",
     "KvEvent",
     "KvEventBatch",
     "KvQuery",
     "KvQueryAnswer",
-    "BlocksRemoved",
-    "BlocksStored",
 ]
 
 

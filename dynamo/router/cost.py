@@ -16,10 +16,10 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 
 __all__ = [
-    "TierCounts",
-    "Load",
     "CostBreakdown",
     "CostParams",
+    "Load",
+    "TierCounts",
     "add_requests",
     "cached_tokens",
     "effective_blocks",

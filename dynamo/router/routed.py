@@ -22,7 +22,7 @@ __all__ = ["RoutedEndpoint"]
 
 
 class RoutedEndpoint:
-    """The workers of ``path`` behind a :class:`ConnectedRouter`. :meth:`start`, then :meth:`generate`.
+    """The workers of ``path`` behind a :class:`ConnectedRouter`: :meth:`start`, :meth:`generate`.
 
     ``picker`` and ``client`` are there after :meth:`start`.
     """

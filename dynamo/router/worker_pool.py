@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dynamo.protocols.card import RuntimeConfig
 
-__all__ = ["DenseSlots", "WorkerPool", "Member", "SlotSource"]
+__all__ = ["DenseSlots", "Member", "SlotSource", "WorkerPool"]
 
 
 class SlotSource(Protocol):

@@ -19,7 +19,7 @@ from dynamo.serve.processes import stat
 from dynamo.serve.statefile import Document, Statefile
 from dynamo.serve.watchers import WatcherPlan, WatcherSpec
 
-__all__ = ["RecordedComponent", "Record", "RecordedProcess", "document_of"]
+__all__ = ["Record", "RecordedComponent", "RecordedProcess", "document_of"]
 
 _log = logging.getLogger(__name__)
 

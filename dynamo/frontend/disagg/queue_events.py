@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamo.protocols.codec import encode
 from dynamo.protocols.load import PrefillQueueState
-from dynamo.router.queue.prefill import PrefillQueueState
+from dynamo.router.queue.prefill import PrefillQueue
 
 __all__ = ["INTERVAL_S", "PREFILL_QUEUE", "REPEAT_S", "QueueStatePublisher"]
 
@@ -22,7 +22,7 @@ class QueueStatePublisher:
     every ``INTERVAL_S``, and every ``REPEAT_S`` unchanged for those who come later."""
 
     def __init__(
-        self, model: str, line: PrefillQueueState[Any], publish: Callable[[bytes], object]
+        self, model: str, line: PrefillQueue[Any], publish: Callable[[bytes], object]
     ) -> None:
         self._model = model
         self._line = line

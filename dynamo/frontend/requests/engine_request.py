@@ -47,7 +47,6 @@ class EngineRequest:
     __slots__ = (
         "_released",
         "_reported",
-        "reservation_id",
         "call",
         "decision",
         "first_at",
@@ -57,6 +56,7 @@ class EngineRequest:
         "pending",
         "picker",
         "reroute",
+        "reservation_id",
         "stream",
         "tokens",
     )

@@ -4,8 +4,8 @@ A call has a leg for each engine request (``n`` choices, lists of prompts), whic
 worker. What a worker sends is
 detokenized in the read that brought it and written at the end of the loop turn: no task, queue or
 generator is made for a request or a token. However a call ends (finished, failed, client gone,
-worker gone, silence, shutdown), :meth:`ActiveRequest._close` runs exactly once: engines stopped, load freed,
-everything counted.
+worker gone, silence, shutdown), :meth:`ActiveRequest._close`
+runs exactly once: engines stopped, load freed, everything counted.
 """
 
 from __future__ import annotations

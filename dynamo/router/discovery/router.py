@@ -39,7 +39,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.client import OnInstances
 from dynamo.runtime.events.channels import ZMQ, Subscription
 
-__all__ = ["KV_EVENTS", "InstanceSource", "ConnectedRouter"]
+__all__ = ["KV_EVENTS", "ConnectedRouter", "InstanceSource"]
 
 KV_EVENTS = "kv-events"
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from dynamo._fast.anchors import Anchors
 
-__all__ = ["Predictor", "PrefillLoad", "PrefillModel", "BusyInterval", "StaticModel"]
+__all__ = ["BusyInterval", "Predictor", "PrefillLoad", "PrefillModel", "StaticModel"]
 
 Predictor = Callable[[int, int], float | None]
 """(tokens to compute, tokens of the prefix that is cached) to seconds; None: it does not know."""

@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 from dynamo.errors import Overloaded
 from dynamo.protocols.card import RuntimeConfig
 
-__all__ = ["Capacity", "PrefillQueue", "Rank", "NextPrefill", "capacity_of"]
+__all__ = ["Capacity", "NextPrefill", "PrefillQueue", "Rank", "capacity_of"]
 
 T = TypeVar("T")
 Rank = tuple[bool, int, float, int]

@@ -81,8 +81,10 @@ async def place(
     override: Mapping[str, Any] | None = None,
     context: Context | None = None,
 ) -> Decision:
-    """:meth:`RequestQueue.request` for a task, which waits for its turn. Raises the same, and Cancelled
-    when ``context`` ends first; a task that is cancelled leaves nothing booked."""
+    """Wait in a task for the decision of :meth:`RequestQueue.request`.
+
+    Raises the same errors, and Cancelled when ``context`` ends first. A cancelled task leaves no
+    reservation."""
     future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
     free = partial(line.picker.free, request_id)
     found = line.request(

@@ -7,7 +7,7 @@ import logging
 
 from dynamo.runtime.discovery.base import KeyEvent, OnKeyEvent
 
-__all__ = ["PrefixWatch", "KeyCache"]
+__all__ = ["KeyCache", "PrefixWatch"]
 
 _log = logging.getLogger(__name__)
 

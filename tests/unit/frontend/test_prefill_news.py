@@ -11,7 +11,7 @@ from dynamo.frontend.disagg import queue_events as prefill_news
 from dynamo.frontend.disagg.queue_events import INTERVAL_S, QueueStatePublisher
 from dynamo.protocols.codec import decoder
 from dynamo.protocols.load import PrefillQueueState
-from dynamo.router.queue.prefill import Capacity, PrefillQueueState
+from dynamo.router.queue.prefill import Capacity, PrefillQueue
 
 _decode = decoder(PrefillQueueState).decode
 
@@ -39,7 +39,7 @@ class Ear:
 
 
 async def test_at_once_to_and_from_zero_else_with_a_pause() -> None:
-    line: PrefillQueueState[int] = PrefillQueueState(100)
+    line: PrefillQueue[int] = PrefillQueue(100)
     ear = Ear()
     news = QueueStatePublisher("tiny", line, ear)
     for number in range(50):
@@ -60,7 +60,7 @@ async def test_at_once_to_and_from_zero_else_with_a_pause() -> None:
 
 async def test_those_who_come_later_hear_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_news, "REPEAT_S", 0.02)
-    line: PrefillQueueState[int] = PrefillQueueState(100)
+    line: PrefillQueue[int] = PrefillQueue(100)
     line.set_worker(7, Capacity(10, 1))
     line.enter(1, 0.0)
     line.start(1, 7, 10)
