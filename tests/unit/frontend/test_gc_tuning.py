@@ -7,9 +7,9 @@ import sys
 
 SCRIPT = """
 import gc
-from dynamo.frontend.gc_tuning import settle
+from dynamo.frontend.gc_tuning import freeze_heap
 kept = [[] for _ in range(100_000)]
-settle()
+freeze_heap()
 assert gc.get_freeze_count() > 100_000
 assert gc.get_threshold()[0] >= 10_000 and gc.isenabled()
 loop = []
@@ -20,5 +20,5 @@ assert not gc.is_tracked(0) and len(gc.get_objects()) < 50_000
 """
 
 
-def test_settle() -> None:
+def test_freeze_heap() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=30)
