@@ -199,7 +199,7 @@ class HttpConnection(asyncio.Protocol):
         if not self._advancing and (self._buffer or self._paused):
             self.advance()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Drop the connection without sending what is still buffered."""
         if self._transport is not None:
             self._transport.abort()

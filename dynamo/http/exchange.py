@@ -39,7 +39,7 @@ class Transport(Protocol):
     def finished(self, exchange: Exchange) -> None:
         """The response is complete."""
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Drop the connection at once."""
 
 
@@ -165,7 +165,7 @@ class Exchange:
         ``on_disconnect`` is not called: the caller knows.
         """
         self.on_disconnect = None
-        self._line.cut()
+        self._line.abort()
 
     def lift_deadline(self) -> None:
         """Remove the deadline: from here on the route enforces its own timeouts."""

@@ -118,7 +118,7 @@ class HttpServer:
                     await self._all_gone.wait()
             except TimeoutError:
                 for connection in list(self._connections):
-                    connection.cut()
+                    connection.abort()
                 await self._all_gone.wait()
         if self._timer is not None:
             self._timer.cancel()
@@ -131,7 +131,7 @@ class HttpServer:
         self._connections.add(connection)
         count = len(self._connections)
         if count > self.limits.connections + _POLITE:
-            connection.cut()
+            connection.abort()
         return count <= self.limits.connections
 
     def forget(self, connection: HttpConnection) -> None:

@@ -64,9 +64,9 @@ def test_every_split_of_the_bytes_gives_the_same(
         stream = request_bytes * 3
         pieces = []
         while stream:
-            cut = random_source.randint(1, len(stream))
-            pieces.append(stream[:cut])
-            stream = stream[cut:]
+            abort = random_source.randint(1, len(stream))
+            pieces.append(stream[:abort])
+            stream = stream[abort:]
         bench = Bench()
         assert bench.feed(*pieces) == whole * 3
         assert len(bench.seen) == 3
