@@ -270,7 +270,7 @@ class HttpConnection(asyncio.Protocol):
         else:
             self._close()
 
-    def retire(self) -> None:
+    def close_when_idle(self) -> None:
         """Close if idle."""
         if self._exchange is None and self._head is None and not self._buffer:
             self._close()

@@ -106,7 +106,7 @@ class HttpServer:
         """Stop listening, let written bytes leave for at most ``timeout_s``, cut what remains."""
         self.drain()
         for connection in list(self._connections):
-            connection.retire()
+            connection.close_when_idle()
         server, self._server = self._server, None
         if server is None:
             return

@@ -569,7 +569,7 @@ def test_draining_closes_after_the_response() -> None:
     bench.feed(GET)
     bench.server.drain()
     assert not idle.closed and not bench.transport.closed
-    waiting.retire()
+    waiting.close_when_idle()
     assert idle.closed
     bench.seen[0].respond(200, b"")
     assert b"connection: close" in bench.transport.out and bench.transport.closed
