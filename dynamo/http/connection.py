@@ -180,7 +180,7 @@ class HttpConnection(asyncio.Protocol):
         out = self._out
         out.append(data)
         if len(out) == 1 and not self._advancing:
-            self._host.turn.write(self)
+            self._host.turn.flush_later(self)
 
     def finished(self, exchange: Exchange) -> None:
         """The response is complete: close, or take the next request."""
