@@ -58,8 +58,8 @@ class Frontend:
         self._tasks = Tasks("frontend")
         metrics = FrontendMetrics(runtime.metrics, settings.metrics_prefix)
         self._admission = Admission()
-        turn = WriteBatch()
-        self._flow = RequestRegistry(settings, metrics, self._admission, turn)
+        write_batch = WriteBatch()
+        self._flow = RequestRegistry(settings, metrics, self._admission, write_batch)
         self.models = Models(runtime, settings, router, metrics, self._tasks)
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         routes = Routes()
@@ -70,7 +70,7 @@ class Frontend:
             ).install(routes)
             BusyThresholdRoutes(self.models, self._tasks).install(routes)
         InfoRoutes(self.models, self._admission, runtime.metrics).install(routes)
-        self._server = HttpServer(routes, _limits(settings), metrics.refused, turn)
+        self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch)
         metrics.http_connections.function = lambda: self._server.connections
         self._stop = asyncio.Event()
         self.on_loaded: Callable[[], None] = _nobody

@@ -38,7 +38,7 @@ class ServerContext(Protocol):
     limits: HttpLimits
     reader: HeadReader
     heads: ResponseHeads
-    turn: WriteBatch
+    write_batch: WriteBatch
     clock: float
     draining: bool
     bodies_bytes: int
@@ -180,7 +180,7 @@ class HttpConnection(asyncio.Protocol):
         out = self._out
         out.append(data)
         if len(out) == 1 and not self._advancing:
-            self._host.turn.flush_later(self)
+            self._host.write_batch.flush_later(self)
 
     def finished(self, exchange: Exchange) -> None:
         """The response is complete: close, or take the next request."""

@@ -27,7 +27,7 @@ class HttpServer:
     """Hands every request to ``handler``, which answers at once or later through the exchange.
 
     ``handler`` is a plain function, so that a request costs neither task nor queue. ``on_refused``
-    hears the status of each request that broke a rule or a limit, before any route. ``turn`` is
+    hears the status of each request that broke a rule or a limit, before any route. ``write_batch`` is
     given to share one with the handler.
     """
 
@@ -36,12 +36,12 @@ class HttpServer:
         handler: Callable[[Exchange], None],
         limits: HttpLimits | None = None,
         on_refused: Callable[[int], None] | None = None,
-        turn: WriteBatch | None = None,
+        write_batch: WriteBatch | None = None,
     ) -> None:
         self.limits = limits or HttpLimits()
         self.reader = HeadReader(self.limits)
         self.heads = ResponseHeads()
-        self.turn = turn or WriteBatch()
+        self.write_batch = write_batch or WriteBatch()
         self.clock = time.monotonic()
         self.draining = False
         self.bodies_bytes = 0

@@ -28,7 +28,7 @@ class RequestRegistry:
         settings: FrontendSettings,
         metrics: FrontendMetrics,
         admission: Admission,
-        turn: WriteBatch | None = None,
+        write_batch: WriteBatch | None = None,
     ) -> None:
         self.settings = settings
         self.metrics = metrics
@@ -40,7 +40,7 @@ class RequestRegistry:
         self._engine_ids: set[str] = set()
         self._duplicates = itertools.count(1)
         self._loop = asyncio.get_running_loop()
-        self.turn = turn or WriteBatch()
+        self.write_batch = write_batch or WriteBatch()
         self._silence_s = settings.backend_stream_timeout_s
         self._timer: asyncio.TimerHandle | None = None
         if self._silence_s is not None:

@@ -177,7 +177,7 @@ class ActiveRequest:
         """
         if not self._dirty:
             self._dirty = True
-            self.flow.turn.defer(self)
+            self.flow.write_batch.defer(self)
         if self._held_bytes:
             self._held_bytes += size_bytes
             if self._held_bytes > self.flow.held_limit_bytes:

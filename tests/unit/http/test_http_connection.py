@@ -90,7 +90,7 @@ def test_pipelined_requests_are_answered_in_order_and_one_at_a_time() -> None:
 
 async def test_what_a_turn_brings_is_one_write() -> None:
     bench = Bench()
-    bench.server.turn = WriteBatch()
+    bench.server.write_batch = WriteBatch()
     bench.feed(GET * 3)
     assert bench.transport.writes == 1 and bench.transport.out.count(b"200 OK") == 3
     bench.answer = False
