@@ -84,7 +84,7 @@ class OpenAIRoutes:
     """Starts calls; what becomes of them is theirs (see :class:`ActiveRequest`)."""
 
     def __init__(self, flow: RequestRegistry, models: Models, tasks: Tasks) -> None:
-        self._flow = flow
+        self._registry = flow
         self._models = models
         self._tasks = tasks
         self._lenient = flow.settings.ignore_unsupported_fields
@@ -97,7 +97,7 @@ class OpenAIRoutes:
 
     def _serve(self, kind: _Kind, exchange: Exchange) -> None:
         try:
-            self._flow.admission.check()
+            self._registry.admission.check()
             if len(exchange.body) > INLINE_BODY_BYTES:
                 self._tasks.spawn(self._serve_large(kind, exchange), name="large body")
                 return
@@ -122,7 +122,7 @@ class OpenAIRoutes:
 
     async def _serve_large(self, kind: _Kind, exchange: Exchange) -> None:
         """As :meth:`_serve`, with all work on the body in a thread."""
-        threads, admission = self._flow.off_loop, self._flow.admission
+        threads, admission = self._registry.off_loop, self._registry.admission
         admission.enter()
         try:
             with threads.hold(len(exchange.body)):
@@ -151,7 +151,7 @@ class OpenAIRoutes:
         except DynamoError as error:
             self._refuse(exchange, kind, error, request.model)
             return None
-        flow = self._flow
+        flow = self._registry
         caption = RequestInfo(kind.endpoint, *request_id(exchange.headers))
         call = ActiveRequest(flow, exchange, caption, entry.metrics, bool(request.stream))
         if flow.settings.disable_nvext:
@@ -162,7 +162,7 @@ class OpenAIRoutes:
         self, call: ActiveRequest, entry: ModelEntry, kind: _Kind, request: GenerationRequest
     ) -> None:
         try:
-            threads = self._flow.off_loop
+            threads = self._registry.off_loop
             prepared = await kind.prepare_off_loop(entry.preprocessor, request, threads)
             if not call.closed:
                 self._dispatch(call, entry, kind, request, prepared)
@@ -171,7 +171,7 @@ class OpenAIRoutes:
 
     def _refuse(self, exchange: Exchange, kind: _Kind, error: DynamoError, model: str) -> None:
         """The request did not get as far as a model."""
-        metrics = self._flow.metrics
+        metrics = self._registry.metrics
         found = labels(error)
         metrics.failures.labels(found.failure_class, found.reason).value += 1
         metrics.outcomes(model).ended(kind.endpoint, "unary", found.error_type)
@@ -179,7 +179,7 @@ class OpenAIRoutes:
         headers = [] if echoed is None else [("x-request-id", echoed)]
         if error.status == 503:
             headers.append(_RETRY)
-        status, body = error_response(explained(error, model), self._flow.overload_status)
+        status, body = error_response(explained(error, model), self._registry.overload_status)
         exchange.respond(status, body, headers=headers)
 
     def _dispatch(
@@ -198,7 +198,7 @@ class OpenAIRoutes:
             entry.preprocessor.tokenizer,
             kind.id_prefix + call.caption.request_id,
             int(time.time()),
-            force_usage=self._flow.settings.force_usage,
+            force_usage=self._registry.settings.force_usage,
         )
         if request.nvext is not None:
             # The meter's, not the call's: a call refers to its generation.
@@ -217,7 +217,7 @@ class OpenAIRoutes:
             make_leg(call, index, entry.picker, f"{call.caption.request_id}/{next(self._numbers)}")
             for index in range(len(prepared.requests))
         ]
-        engine_id = call.engine_id = self._flow.claim_id(call.caption.request_id)
+        engine_id = call.engine_id = self._registry.claim_id(call.caption.request_id)
         # Each choice has an id of its own, because engines know their requests by it.
         jobs = [
             DispatchJob(
