@@ -83,11 +83,11 @@ _COMPLETION = _Kind(
 class OpenAIRoutes:
     """Starts calls; what becomes of them is theirs (see :class:`ActiveRequest`)."""
 
-    def __init__(self, flow: RequestRegistry, models: Models, tasks: Tasks) -> None:
-        self._registry = flow
+    def __init__(self, registry: RequestRegistry, models: Models, tasks: Tasks) -> None:
+        self._registry = registry
         self._models = models
         self._tasks = tasks
-        self._lenient = flow.settings.ignore_unsupported_fields
+        self._lenient = registry.settings.ignore_unsupported_fields
         self._numbers = itertools.count()
 
     def install(self, routes: Routes) -> None:
@@ -151,10 +151,10 @@ class OpenAIRoutes:
         except DynamoError as error:
             self._refuse(exchange, kind, error, request.model)
             return None
-        flow = self._registry
+        registry = self._registry
         caption = RequestInfo(kind.endpoint, *request_id(exchange.headers))
-        call = ActiveRequest(flow, exchange, caption, entry.metrics, bool(request.stream))
-        if flow.settings.disable_nvext:
+        call = ActiveRequest(registry, exchange, caption, entry.metrics, bool(request.stream))
+        if registry.settings.disable_nvext:
             request.nvext = None
         return call, entry
 

@@ -66,7 +66,7 @@ class ActiveRequest:
         "describe",
         "engine_id",
         "exchange",
-        "flow",
+        "registry",
         "generation",
         "heard_at",
         "legs",
@@ -80,13 +80,13 @@ class ActiveRequest:
 
     def __init__(
         self,
-        flow: RequestRegistry,
+        registry: RequestRegistry,
         exchange: Exchange,
         caption: RequestInfo,
         model: ModelMetrics,
         stream: bool,
     ) -> None:
-        self.flow = flow
+        self.registry = registry
         self.exchange = exchange
         self.caption = caption
         self.model = model
@@ -104,11 +104,11 @@ class ActiveRequest:
         self._working_legs = 0
         exchange.on_disconnect = self._client_left
         exchange.on_expired = self._expired
-        flow.admission.enter()
-        flow.live.add(self)
+        registry.admission.enter()
+        registry.live.add(self)
         kind = "stream" if stream else "unary"
         self.meter = RequestMetrics(
-            flow.metrics, model, caption.endpoint, kind, exchange.received_at
+            registry.metrics, model, caption.endpoint, kind, exchange.received_at
         )
 
     @property
@@ -177,10 +177,10 @@ class ActiveRequest:
         """
         if not self._dirty:
             self._dirty = True
-            self.flow.write_batch.defer(self)
+            self.registry.write_batch.defer(self)
         if self._held_bytes:
             self._held_bytes += size_bytes
-            if self._held_bytes > self.flow.held_limit_bytes:
+            if self._held_bytes > self.registry.held_limit_bytes:
                 self.fail(Overwhelmed("the client reads too slowly"))
 
     def leg_done(self) -> None:
@@ -236,7 +236,7 @@ class ActiveRequest:
         elif self._begun:
             self.exchange.end(self.generation.error(error))
         else:
-            status, body = error_response(error, self.flow.overload_status)
+            status, body = error_response(error, self.registry.overload_status)
             self.exchange.respond(status, body, headers=self.headers)
         self._close(found)
 
@@ -263,7 +263,7 @@ class ActiveRequest:
 
     def _client_left(self) -> None:
         if not self.closed:
-            self.flow.metrics.disconnected.value += 1
+            self.registry.metrics.disconnected.value += 1
             self._close(labels(Cancelled()))
 
     def _expired(self) -> None:
@@ -272,13 +272,13 @@ class ActiveRequest:
     def _close(self, failure: Labels | None) -> None:
         """The exit door."""
         self.closed = True
-        flow, legs = self.flow, self.legs
-        flow.live.discard(self)
-        flow.release_id(self.engine_id)
+        registry, legs = self.registry, self.legs
+        registry.live.discard(self)
+        registry.release_id(self.engine_id)
         for leg in legs:
             leg.release()
         if self.meter.generated:
             self.meter.generation(self.generation.usage(), legs, self.text_s)
         self.meter.ended(failure)
         self.legs = ()  # they know the call: without a cycle nothing is left for the collector
-        flow.admission.leave()
+        registry.admission.leave()
