@@ -152,8 +152,8 @@ class OpenAIRoutes:
             self._refuse(exchange, kind, error, request.model)
             return None
         registry = self._registry
-        caption = RequestInfo(kind.endpoint, *request_id(exchange.headers))
-        call = ActiveRequest(registry, exchange, caption, entry.metrics, bool(request.stream))
+        info = RequestInfo(kind.endpoint, *request_id(exchange.headers))
+        call = ActiveRequest(registry, exchange, info, entry.metrics, bool(request.stream))
         if registry.settings.disable_nvext:
             request.nvext = None
         return call, entry
@@ -196,7 +196,7 @@ class OpenAIRoutes:
             request,
             prepared,
             entry.preprocessor.tokenizer,
-            kind.id_prefix + call.caption.request_id,
+            kind.id_prefix + call.info.request_id,
             int(time.time()),
             force_usage=self._registry.settings.force_usage,
         )
@@ -217,7 +217,7 @@ class OpenAIRoutes:
             make_leg(call, index, entry.picker, f"{call.caption.request_id}/{next(self._numbers)}")
             for index in range(len(prepared.requests))
         ]
-        engine_id = call.engine_id = self._registry.claim_id(call.caption.request_id)
+        engine_id = call.engine_id = self._registry.claim_id(call.info.request_id)
         # Each choice has an id of its own, because engines know their requests by it.
         jobs = [
             DispatchJob(

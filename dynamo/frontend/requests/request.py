@@ -61,7 +61,7 @@ class ActiveRequest:
         "_held_bytes",
         "_open_legs",
         "_working_legs",
-        "caption",
+        "info",
         "closed",
         "describe",
         "engine_id",
@@ -82,13 +82,13 @@ class ActiveRequest:
         self,
         registry: RequestRegistry,
         exchange: Exchange,
-        caption: RequestInfo,
+        info: RequestInfo,
         model: ModelMetrics,
         stream: bool,
     ) -> None:
         self.registry = registry
         self.exchange = exchange
-        self.caption = caption
+        self.info = info
         self.model = model
         self.streaming = stream
         self.legs: Sequence[EngineRequest] = ()
@@ -108,13 +108,13 @@ class ActiveRequest:
         registry.live.add(self)
         kind = "stream" if stream else "unary"
         self.meter = RequestMetrics(
-            registry.metrics, model, caption.endpoint, kind, exchange.received_at
+            registry.metrics, model, info.endpoint, kind, exchange.received_at
         )
 
     @property
     def headers(self) -> list[tuple[str, str]]:
         """Response headers of every outcome."""
-        echoed = self.caption.echoed_id
+        echoed = self.info.echoed_id
         return [] if echoed is None else [("x-request-id", echoed)]
 
     @property
@@ -229,7 +229,7 @@ class ActiveRequest:
             return
         found = labels(error, by_worker)
         if found.error_type == "internal":
-            log.error("request %s failed: %s", self.caption.request_id, error)
+            log.error("request %s failed: %s", self.info.request_id, error)
         error = explained(error, self.model.name)
         if isinstance(error, Overwhelmed):
             self.exchange.abort()
@@ -248,7 +248,7 @@ class ActiveRequest:
         if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
             raise error
         if not isinstance(error, DynamoError):
-            log.error("request %s failed", self.caption.request_id, exc_info=error)
+            log.error("request %s failed", self.info.request_id, exc_info=error)
             error = DynamoError("Internal server error")
         self.fail(error)
 
