@@ -191,7 +191,7 @@ class OpenAIRoutes:
         prepared: Prepared,
     ) -> None:
         """Choose a worker for every choice, book it, send."""
-        call.meter.prepared()
+        call.metrics.prepared()
         generation = call.generation = kind.stream(
             request,
             prepared,
@@ -202,7 +202,7 @@ class OpenAIRoutes:
         )
         if request.nvext is not None:
             # The meter's, not the call's: a call refers to its generation.
-            generation.timing = call.meter.timing
+            generation.timing = call.metrics.timing
             call.describe = self._worker_id
         routing = routed(prepared.requests[0].routing, call.exchange.headers)
         phase = _location_query(request)

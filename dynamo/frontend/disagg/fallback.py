@@ -62,7 +62,7 @@ class Fallback:
         if error is not None:
             log.warning("no prefill for %s (%s): %s", ticket.reservation_id, reason, error)
         self._metrics.fell_back(reason)
-        ticket.job.leg.call.meter.routed("aggregated")
+        ticket.job.leg.call.metrics.routed("aggregated")
         self._dispatch.decode_later(ticket.job)
 
     def refuse(self, ticket: PrefillRequest, error: DynamoError, by_worker: bool = False) -> None:

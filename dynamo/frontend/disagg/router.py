@@ -121,7 +121,7 @@ class PrefillRouter:
             self._metrics.refused("queue_full")
             raise
         job.leg.pending = ticket
-        job.leg.call.meter.routed("prefill")
+        job.leg.call.metrics.routed("prefill")
         self._sender.drain()
         return True
 
@@ -230,7 +230,7 @@ class PrefillRouter:
             log.info("prefill of %s goes back to the head: %s", ticket.reservation_id, error)
             self._metrics.requeued()
             ticket.patient = False
-            ticket.job.leg.call.meter.routed("prefill")
+            ticket.job.leg.call.metrics.routed("prefill")
             self.line.give_back(ticket, ticket.pin)
 
     def _lose(self, worker_id: int) -> None:

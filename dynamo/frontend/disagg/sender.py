@@ -100,7 +100,7 @@ class PrefillSender:
         new_tokens = max(len(job.request.token_ids) - cached_tokens, 1)
         self.line.start(ticket, decision.worker_id, new_tokens)
         ticket.sent_s = job.leg.call.works()
-        job.leg.call.meter.prefilling()
+        job.leg.call.metrics.prefilling()
         self._metrics.sent(ticket.sent_s - ticket.arrived_s)
         return True
 

@@ -75,7 +75,7 @@ class Dispatch:
         routing = self._untried(job) if job.tried else job.routing
         if not job.tried and (line is not None or request.prefill_result is not None):
             phase = "aggregated" if request.prefill_result is None else "decode"
-            leg.call.meter.routed(phase)
+            leg.call.metrics.routed(phase)
         if line is None:
             decision = self.picker.pick(
                 leg.reservation_id, request.token_ids, routing=routing, override=override
@@ -121,7 +121,7 @@ class Dispatch:
         except InstanceGone as error:
             self._reroute(job, error)
             return
-        call.meter.sent(time.monotonic() - placed_s)
+        call.metrics.sent(time.monotonic() - placed_s)
 
     def _reroute(self, job: DispatchJob, error: DynamoError) -> None:
         """No handler has seen the request: choose again among the workers it has not tried."""

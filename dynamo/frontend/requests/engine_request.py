@@ -158,7 +158,7 @@ class EngineRequest:
         self.first_at = now
         self.reroute = None
         self.picker.mark_prefill_complete(self.reservation_id)
-        self.call.meter.first_token(now)
+        self.call.metrics.first_token(now)
 
     def _enough(self) -> None:
         """A stop string was found: the engine may end, the text is complete."""

@@ -50,7 +50,7 @@ class ActiveRequest:
     """``dispatched`` gives it legs; ``generation`` turns their outputs into bytes.
 
     ``heard_at`` is when an engine last gave a sign of life, infinite while none has anything to do;
-    ``text_s`` the time in which engine outputs became text; ``meter`` counts the rest;
+    ``text_s`` the time in which engine outputs became text; ``metrics`` counts the rest;
     ``describe``, where set, says what ``nvext.worker_id`` shows of the first decision.
     ``engine_id`` is the id of the first engine request, empty before the legs are made.
     """
@@ -70,7 +70,7 @@ class ActiveRequest:
         "generation",
         "heard_at",
         "legs",
-        "meter",
+        "metrics",
         "model",
         "streaming",
         "text_s",
@@ -107,7 +107,7 @@ class ActiveRequest:
         registry.admission.enter()
         registry.live.add(self)
         kind = "stream" if stream else "unary"
-        self.meter = RequestMetrics(
+        self.metrics = RequestMetrics(
             registry.metrics, model, info.endpoint, kind, exchange.received_at
         )
 
@@ -120,14 +120,14 @@ class ActiveRequest:
     @property
     def quiet_since(self) -> float:
         """When the client last had news of an engine or began to wait for one; infinite before."""
-        waits = self.meter.accepted and self.heard_at == _NEVER
+        waits = self.metrics.accepted and self.heard_at == _NEVER
         return self.exchange.received_at if waits else self.heard_at
 
     def dispatched(self, prompt_tokens: int) -> None:
         """The engine requests of ``legs`` are on their way, or wait for a worker."""
         self._open_legs = len(self.legs)
         self.exchange.lift_deadline()
-        self.meter.dispatched(prompt_tokens)
+        self.metrics.dispatched(prompt_tokens)
 
     def located(self) -> None:
         """The request only asked where it would go."""
@@ -154,21 +154,21 @@ class ActiveRequest:
         the router's line."""
         self._working_legs += 1
         now_s = self.heard_at = time.monotonic()
-        meter = self.meter
-        if meter.placed(now_s, decision, waiting) and self.describe is not None:
-            self.generation.worker_id = self.describe(decision, meter.prefilled)
+        metrics = self.metrics
+        if metrics.placed(now_s, decision, waiting) and self.describe is not None:
+            self.generation.worker_id = self.describe(decision, metrics.prefilled)
         return now_s
 
     def moved(self, leg: EngineRequest, decision: Decision) -> float:
         """A leg that was placed goes out to another worker instead, now (monotonic seconds)."""
         if leg is self.legs[0] and self.describe is not None:
-            self.generation.worker_id = self.describe(decision, self.meter.prefilled)
+            self.generation.worker_id = self.describe(decision, self.metrics.prefilled)
         return self.works()
 
     def prefilled(self, done: Prefilled) -> None:
         """A prefill worker has computed a leg's prompt; the first of them is shown."""
         self.heard_at = done.done_s
-        self.meter.prefilled = self.meter.prefilled or done
+        self.metrics.prefilled = self.metrics.prefilled or done
 
     def has_news(self, size_bytes: int) -> None:
         """A leg has pushed an output; it is written at the end of this loop turn.
@@ -277,8 +277,8 @@ class ActiveRequest:
         registry.release_id(self.engine_id)
         for leg in legs:
             leg.release()
-        if self.meter.generated:
-            self.meter.generation(self.generation.usage(), legs, self.text_s)
-        self.meter.ended(failure)
+        if self.metrics.generated:
+            self.metrics.generation(self.generation.usage(), legs, self.text_s)
+        self.metrics.ended(failure)
         self.legs = ()  # they know the call: without a cycle nothing is left for the collector
         registry.admission.leave()

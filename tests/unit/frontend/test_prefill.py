@@ -92,7 +92,7 @@ class Caller:
     def __init__(self) -> None:
         self.closed = False
         self.working = 0
-        self.meter = self
+        self.metrics = self
         self.stages: list[str] = []
         self.done: Any = None
         self.error: DynamoError | None = None
