@@ -214,7 +214,7 @@ class OpenAIRoutes:
         make_leg = TrackedEngineRequest if entry.dispatch.tracks_output else EngineRequest
         legs = call.legs = [
             # Numbered, because clients may send the same id twice at once.
-            make_leg(call, index, entry.picker, f"{call.caption.request_id}/{next(self._numbers)}")
+            make_leg(call, index, entry.picker, f"{call.info.request_id}/{next(self._numbers)}")
             for index in range(len(prepared.requests))
         ]
         engine_id = call.engine_id = self._registry.claim_id(call.info.request_id)
