@@ -32,7 +32,6 @@ from dynamo.errors import (
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
-from dynamo.frontend.requests.drain import Admission
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http.routes import Routes
@@ -87,7 +86,7 @@ class Site:
         )
         self.registry = Registry()
         self.metrics = FrontendMetrics(self.registry)
-        self.flow = RequestRegistry(FrontendSettings(**settings), self.metrics, Admission())
+        self.active = RequestRegistry(FrontendSettings(**settings), self.metrics)
         self.preprocessor = Preprocessor(card)
         self.entry = SimpleNamespace(
             preprocessor=self.preprocessor,
@@ -108,7 +107,7 @@ class Site:
         self.pick_error: DynamoError | None = None
         self.found: type[DynamoError] | None = None
         routes = Routes()
-        OpenAIRoutes(self.flow, self, self.tasks).install(routes)  # type: ignore[arg-type]
+        OpenAIRoutes(self.active, self, self.tasks).install(routes)  # type: ignore[arg-type]
         self.bench = Bench(handler=routes)
 
     # models, picker, client
@@ -125,6 +124,9 @@ class Site:
             raise self.pick_error
         self.routings.append(routing)
         if request_id is not None:
+            if request_id in self.freed:  # the client uses its id again
+                self.freed.remove(request_id)
+                del self.booked[request_id]
             assert request_id not in self.booked
             self.booked[request_id] = 0
         return Decision(7, 1, 2, 4)
@@ -195,7 +197,7 @@ class Site:
     def settled(self) -> None:
         """Whatever happened: nothing is left open, nothing counted twice."""
         assert sorted(self.freed) == sorted(self.booked)
-        assert not self.flow.live and self.flow.admission.inside == 0
+        assert not self.active._active and self.active.admitted == 0
         for name in ("active_requests", "inflight_requests", "queued_requests"):
             assert self.sample(f"dynamo_frontend_{name}", model="tiny") == 0
         assert self.sample("dynamo_request_plane_inflight_requests") == 0
@@ -545,7 +547,7 @@ async def test_before_any_model(site: Site) -> None:
     site.chat()
     assert site.answer == NOT_READY
     site = Site()
-    site.flow.admission.draining = True
+    site.active.draining = True
     site.post(b"not even parsed")
     assert site.status == 503 and site.ended("unavailable", model="unknown_model") == 1
 
@@ -631,7 +633,7 @@ async def test_each_engine_request_has_its_own_id(site: Site, ending: str) -> No
         if ending == "answer":
             assert site.answer["id"] == f"cmpl-{given}"
     site.settled()
-    assert not site.flow._engine_ids
+    assert not site.active._engine_ids
 
 
 async def test_headers_route(site: Site) -> None:
@@ -718,7 +720,7 @@ async def test_the_deadline_holds_until_the_request_is_sent(site: Site) -> None:
 
     site.preprocessor.tokenizer.encode = encode_when_told  # type: ignore
     site.chat(stream=True, user="long " * 100_000)
-    while not site.flow.live:  # its body is decoded in a thread
+    while not site.active._active:  # its body is decoded in a thread
         await turn()
     site.bench.later(61)
     assert site.status == 503 and "not processed in time" in site.answer["message"]
@@ -752,7 +754,7 @@ async def test_a_slow_client_gathers_one_delta_and_is_cut_off_at_the_bound(site:
     site.bench.connection.resume_writing()
     assert site.events[1]["choices"][0]["delta"]["content"] == " day" * 10
     site.bench.connection.pause_writing()
-    site.flow.held_limit_bytes = 1000
+    site.active.held_limit_bytes = 1000
     for _ in range(200):
         stream.say(ids(site, " day"))
         await turn()
@@ -773,7 +775,7 @@ async def test_a_waiting_client_hears_that_its_stream_lives(stream: bool) -> Non
     await turn()
     assert site.status == 200
     site.settled()
-    site.flow.close()
+    site.active.close()
 
 
 async def test_a_silent_engine_ends_the_request() -> None:
@@ -786,14 +788,14 @@ async def test_a_silent_engine_ends_the_request() -> None:
     assert site.status == 503 and site.streams[0].killed == 1
     site.settled()
     assert site.ended("response_timeout") == 1
-    site.flow.close()
+    site.active.close()
 
 
 async def test_the_end_of_the_drain(site: Site) -> None:
     site.chat(stream=True)
-    assert not await site.flow.admission.drain(0.01)
-    site.flow.fail_all(NoInstances())
-    assert await site.flow.admission.drain(0.01)
+    assert not await site.active.drain(0.01)
+    site.active.fail_all(NoInstances())
+    assert await site.active.drain(0.01)
     site.settled()
 
 
@@ -818,7 +820,7 @@ async def test_an_ended_call_needs_no_collector(site: Site, streaming: bool) -> 
     (stream,) = site.streams
     stream.say([1, 2])
     stream.say([3], finish_reason="length")
-    call = weakref.ref(stream.sink.call.generation)
+    call = weakref.ref(stream.sink.request.generation)
     gc.disable()
     try:
         stream.sink.on_end()
