@@ -103,7 +103,7 @@ class WorkerPool:
         else:
             self.busy.discard(worker_id)
 
-    def shun(self, worker_id: int, shunned: bool) -> None:
+    def avoid(self, worker_id: int, shunned: bool) -> None:
         """Avoid a worker while there are others, or take it back; unknown ones are ignored."""
         if shunned and worker_id in self.members:
             self.shunned.add(worker_id)

@@ -187,7 +187,7 @@ class _Active:
         await live.start()
         publisher = await runtime.publisher(*place[:2], PREFILL_QUEUE)
         self._news = QueueStatePublisher(model, router.line, publisher.publish)
-        client.on_inhibited(live.picker.fleet.shun)
+        client.on_inhibited(live.picker.fleet.avoid)
         router.attach(live.picker, client)
         router.on_change = self._news.look
         workers.on_change(self._changed)  # after the picker's own

@@ -86,13 +86,13 @@ def test_why_the_others_were_left_out() -> None:
 
 def test_a_worker_that_just_failed_is_left_out_while_there_are_others() -> None:
     picker = make(2)
-    picker.fleet.shun(2, True)
+    picker.fleet.avoid(2, True)
     found = explain(picker, PROMPT)
     assert [(row.worker_id, row.excluded) for row in found.candidates] == [
         (1, ""),
         (2, "has just failed to answer"),
     ]
-    picker.fleet.shun(1, True)
+    picker.fleet.avoid(1, True)
     assert all(row.cost is not None for row in explain(picker, PROMPT).candidates)
 
 

@@ -130,17 +130,17 @@ def test_slots_are_dense_and_used_again(fleet: WorkerPool) -> None:
 
 
 def test_a_shunned_worker_is_the_last_resort(fleet: WorkerPool) -> None:
-    fleet.shun(99, True)
+    fleet.avoid(99, True)
     assert eligible(fleet, None) is fleet.candidates
-    fleet.shun(2, True)
+    fleet.avoid(2, True)
     assert owners(fleet, None) == [(1, 0), (3, 4), (3, 5)]
     assert owners(fleet, Routing(backend_instance_id=2)) == [(2, 0), (2, 1)]
     assert owners(fleet, Routing(allowed_worker_ids=[2])) == [(2, 0), (2, 1)]
     assert exclusion(fleet, None, fleet.members[2], 0) == "has just failed to answer"
     fleet.set_busy(1, True)
-    fleet.shun(3, True)
+    fleet.avoid(3, True)
     assert owners(fleet, None) == [(2, 0), (2, 1), (3, 4), (3, 5)]
-    fleet.shun(3, False)
+    fleet.avoid(3, False)
     assert owners(fleet, None) == [(3, 4), (3, 5)]
     fleet.remove(2)
     assert fleet.shunned == set()

@@ -137,8 +137,8 @@ def test_sessions_are_counted() -> None:
 def test_a_session_leaves_a_worker_that_does_not_answer() -> None:
     made = picker()
     home = where(made)
-    made.fleet.shun(home, True)
+    made.fleet.avoid(home, True)
     moved = where(made)
     assert moved != home
-    made.fleet.shun(home, False)
+    made.fleet.avoid(home, False)
     assert where(made) == moved
