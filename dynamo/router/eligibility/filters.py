@@ -53,7 +53,7 @@ def eligible(fleet: WorkerPool, routing: Routing | None) -> array[int]:
     if not fleet.candidates:
         raise NoInstances("no endpoints: no worker is registered")
     if routing is None or not _constrains(routing):
-        if not fleet.busy and not fleet.shunned:
+        if not fleet.busy and not fleet.avoided:
             return fleet.candidates
         return _slots(_ready(fleet, fleet.members.values()), None)
     pin = pinned_worker(routing)
@@ -83,7 +83,7 @@ def exclusion(fleet: WorkerPool, routing: Routing | None, member: Member, dp_ran
         return f"lacks the taints: {', '.join(sorted(missing))}"
     if member.worker_id in fleet.busy:
         return "busy"
-    return "has just failed to answer" if member.worker_id in fleet.shunned else ""
+    return "has just failed to answer" if member.worker_id in fleet.avoided else ""
 
 
 def _constrains(routing: Routing) -> bool:
@@ -153,8 +153,8 @@ def _ready(fleet: WorkerPool, members: Iterable[Member]) -> list[Member]:
     ready = [member for member in members if member.worker_id not in fleet.busy]
     if not ready:
         raise Overloaded("all eligible workers are overloaded")
-    if fleet.shunned:
-        return [member for member in ready if member.worker_id not in fleet.shunned] or ready
+    if fleet.avoided:
+        return [member for member in ready if member.worker_id not in fleet.avoided] or ready
     return ready
 
 

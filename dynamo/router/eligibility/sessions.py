@@ -52,7 +52,7 @@ class Sessions:
     def eligible(self, fleet: WorkerPool, routing: Routing, now_s: float) -> array[int]:
         """Candidate slots: the bound one if it can be had. Raises as :func:`eligible`."""
         bond = self._bond(routing.session_id, now_s)
-        if bond is None or bond.worker_id in fleet.shunned or pinned_worker(routing) is not None:
+        if bond is None or bond.worker_id in fleet.avoided or pinned_worker(routing) is not None:
             return eligible(fleet, routing)
         rank = bond.dp_rank if routing.dp_rank is None else routing.dp_rank
         bound = msgspec.structs.replace(routing, backend_instance_id=bond.worker_id, dp_rank=rank)

@@ -143,4 +143,4 @@ def test_a_shunned_worker_is_the_last_resort(fleet: WorkerPool) -> None:
     fleet.avoid(3, False)
     assert owners(fleet, None) == [(3, 4), (3, 5)]
     fleet.remove(2)
-    assert fleet.shunned == set()
+    assert fleet.avoided == set()
