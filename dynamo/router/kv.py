@@ -29,7 +29,7 @@ from dynamo.router.decision_log import logger as decision_logger
 from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.duplicates import CopyOffer, CopyPolicy
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
-from dynamo.router.eligibility.taints import favour
+from dynamo.router.eligibility.taints import apply_preferred_taints
 from dynamo.router.load.active import ActiveLoad, Reservation
 from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.metrics import DecisionMetrics
@@ -300,7 +300,7 @@ class KvPicker:
         if self._copies is not None:
             offer = self._copies.add_prices(terms, slots, held, most, prompt, self._costs, now_s)
         if routing is not None and routing.preferred_taints:
-            favour(self._costs, slots, self.fleet, routing.preferred_taints)
+            apply_preferred_taints(self._costs, slots, self.fleet, routing.preferred_taints)
         chosen = choose(self._costs, len(slots), terms.temperature, self._uniform())
         return slots[chosen], most, offer
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dynamo.errors import InvalidArgument
 from dynamo.router.worker_pool import WorkerPool
 
-__all__ = ["favour", "multiplier"]
+__all__ = ["apply_preferred_taints", "multiplier"]
 
 
 def multiplier(preferred: Mapping[str, float], taints: list[str]) -> float:
@@ -21,7 +21,7 @@ def multiplier(preferred: Mapping[str, float], taints: list[str]) -> float:
     return math.exp(-math.tanh(total))
 
 
-def favour(
+def apply_preferred_taints(
     costs: array[float], slots: array[int], fleet: WorkerPool, preferred: Mapping[str, float]
 ) -> None:
     """Apply the multiplier to ``costs[i]``, the cost of ``slots[i]``. O(slots).
