@@ -210,7 +210,7 @@ class ConnectedRouter:
             worker_differs(worker_id, size, self.block_size)
             return
         if self._upkeep is not None and card is not None and card.worker_type == "Decode":
-            self._upkeep.excuse(worker_id)
+            self._upkeep.exempt(worker_id)
         config = RuntimeConfig() if card is None else card.runtime_config
         self._hide(worker_id)
         self.picker.add_worker(worker_id, config, self._devices.get(worker_id, "cpu"))
