@@ -103,7 +103,7 @@ class KvPicker:
         terms = overridden(self._terms, override) if override else self._terms
         slots = self.gate.slots(routing, now_s)
         prompt = self._look(tokens, routing, terms, times)
-        slot, most, offer = self._choose(prompt, slots, terms, routing, now_s)
+        slot, best_overlap, offer = self._choose(prompt, slots, terms, routing, now_s)
         decision = self._decision(slot, prompt)
         if decision_logger.isEnabledFor(logging.INFO):
             self._log(request_id, prompt, terms, slots, slot, offer)
@@ -114,7 +114,7 @@ class KvPicker:
             self._copies.routed(request_id, slot, offer, now_s)
         times.append(self._clock())
         if self._metrics is not None:
-            self._metrics.decided(times, prompt, found, most, self.block_size)
+            self._metrics.decided(times, prompt, found, best_overlap, self.block_size)
             if self._held.shares:
                 beyond = self._held.of(slot).shared
                 self._metrics.shared(self._held.shared_blocks, beyond, prompt.blocks)
@@ -282,7 +282,7 @@ class KvPicker:
         a copy of these would help."""
         held, prefill, decode = self._held, self._prefill, self._decode
         self.active.project_into(prompt.shared, prompt.unique_blocks, prefill, decode)
-        most = costs(
+        best_overlap = costs(
             terms.weights,
             prompt.isl_tokens,
             slots,
@@ -298,11 +298,13 @@ class KvPicker:
             add_requests(terms.request_weight, slots, self._costs, self.active.load)
         offer = None
         if self._copies is not None:
-            offer = self._copies.add_prices(terms, slots, held, most, prompt, self._costs, now_s)
+            offer = self._copies.add_prices(
+                terms, slots, held, best_overlap, prompt, self._costs, now_s
+            )
         if routing is not None and routing.preferred_taints:
             apply_preferred_taints(self._costs, slots, self.fleet, routing.preferred_taints)
         chosen = choose(self._costs, len(slots), terms.temperature, self._uniform())
-        return slots[chosen], most, offer
+        return slots[chosen], best_overlap, offer
 
     def _decision(self, slot: int, prompt: HashedPrompt) -> Decision:
         owner = self.fleet.owners[slot]

@@ -85,7 +85,7 @@ class CachedBlocks:
         """Blocks of the prompt in the shared cache."""
         return sum(end - begin for begin, end in self.shared_ranges)
 
-    def most(self, weights: Weights, slots: array[int]) -> float:
+    def best_overlap(self, weights: Weights, slots: array[int]) -> float:
         """The most that one of the slots has of this. O(slots)."""
         return max((self.effective(weights, slot) for slot in slots), default=0.0)
 

@@ -165,7 +165,7 @@ class RequestQueue:
         if survey.error is not None:
             raise survey.error
         weights = survey.terms.weights
-        return cached_tokens(weights, survey.held.most(weights, survey.slots))
+        return cached_tokens(weights, survey.held.best_overlap(weights, survey.slots))
 
     def _drain(self) -> None:
         """Let go who may, from the head on, a few in a turn of the loop."""
