@@ -86,6 +86,6 @@ def events_of(index: RadixTree) -> str:
 
 
 def _owners(picker: KvPicker) -> list[tuple[int, int, int]]:
-    owners = picker.fleet.owners
-    found = [(owners[slot], slot) for slot in picker.fleet.candidates]
+    owners = picker.worker_pool.owners
+    found = [(owners[slot], slot) for slot in picker.worker_pool.candidates]
     return sorted((*owner, slot) for owner, slot in found if owner is not None)

@@ -90,7 +90,7 @@ def explain(
     may differ.
     """
     survey = picker.survey(tokens, routing, override)
-    rows = [_row(picker, survey, routing, slot) for slot in picker.fleet.candidates]
+    rows = [_row(picker, survey, routing, slot) for slot in picker.worker_pool.candidates]
     rows.sort(key=lambda row: (row.cost is None, row.cost or 0.0, not row.chosen, row.worker_id))
     weights = survey.terms.weights
     return Explanation(
@@ -195,15 +195,17 @@ def _formula(found: Explanation) -> str:
 def _row(
     picker: KvPicker, survey: DecisionSnapshot, routing: Routing | None, slot: int
 ) -> Candidate:
-    owner = picker.fleet.owners[slot]
+    owner = picker.worker_pool.owners[slot]
     assert owner is not None, "a candidate slot has an owner"
     _, blocks, requests = picker.active.load(slot)
     held = survey.held.of(slot)
     found = survey.parts(slot, requests)
     excluded = ""
     if slot not in survey.costs:
-        member = picker.fleet.members[owner[0]]
-        excluded = exclusion(picker.fleet, routing, member, owner[1]) or "bound to another worker"
+        member = picker.worker_pool.members[owner[0]]
+        excluded = (
+            exclusion(picker.worker_pool, routing, member, owner[1]) or "bound to another worker"
+        )
     return Candidate(
         worker_id=owner[0],
         dp_rank=owner[1],

@@ -62,7 +62,7 @@ class KvPicker:
         clock: Callable[[], float] = time.perf_counter,
         predicted: PredictedCache | None = None,
     ) -> None:
-        self.fleet = WorkerPool(DenseSlots() if index is None else index)
+        self.worker_pool = WorkerPool(DenseSlots() if index is None else index)
         self.block_size = block_size
         self.active = ActiveLoad(
             block_size,
@@ -71,7 +71,7 @@ class KvPicker:
             prefill_model(settings),
             clock,
         )
-        self.gate = EligibilityFilter(self.fleet, settings, self._booked_prefill)
+        self.gate = EligibilityFilter(self.worker_pool, settings, self._booked_prefill)
         self.index = index
         self.recent = make_recent(settings)
         self.believes = predicted is not None or self.recent is not None
@@ -142,7 +142,7 @@ class KvPicker:
 
     def assume(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
         """Somebody else sent the prompt there: without events, predict that it is cached."""
-        member = self.fleet.members.get(worker_id)
+        member = self.worker_pool.members.get(worker_id)
         if self.predicted is None or member is None or dp_rank not in member.slots:
             return
         now_s = self._clock()
@@ -200,7 +200,7 @@ class KvPicker:
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
         """A worker appeared, or its configuration changed."""
-        member = self.fleet.add(worker_id, config, device_type)
+        member = self.worker_pool.add(worker_id, config, device_type)
         self._resize()
         self.gate.load_changed(worker_id)
         for slot in member.slots.values():
@@ -212,7 +212,7 @@ class KvPicker:
     def remove_worker(self, worker_id: int) -> None:
         """A worker is gone: its blocks leave the index, its requests end."""
         self.gate.forget(worker_id)
-        slots = self.fleet.remove(worker_id)
+        slots = self.worker_pool.remove(worker_id)
         for request_id in self.active.booked_on(set(slots)):
             self._end(request_id)
         for slot in slots:
@@ -251,7 +251,7 @@ class KvPicker:
         """Columns by slot, long enough for the slots that the index has ever handed out."""
         known = 0 if self.index is None else self.index.capacity()
         width = 16
-        while width < max(self.fleet.width, known):
+        while width < max(self.worker_pool.width, known):
             width *= 2
         self._held.resize(width)
         self._prefill = array("q", bytes(8 * width))
@@ -302,12 +302,12 @@ class KvPicker:
                 terms, slots, held, best_overlap, prompt, self._costs, now_s
             )
         if routing is not None and routing.preferred_taints:
-            apply_preferred_taints(self._costs, slots, self.fleet, routing.preferred_taints)
+            apply_preferred_taints(self._costs, slots, self.worker_pool, routing.preferred_taints)
         chosen = choose(self._costs, len(slots), terms.temperature, self._uniform())
         return slots[chosen], best_overlap, offer
 
     def _decision(self, slot: int, prompt: HashedPrompt) -> Decision:
-        owner = self.fleet.owners[slot]
+        owner = self.worker_pool.owners[slot]
         assert owner is not None, "a candidate slot has an owner"
         return Decision(*owner, self._held.device[slot], prompt.blocks)
 
@@ -369,7 +369,7 @@ class KvPicker:
         decision = self._decision(slot, prompt)
         if decision_logger.isEnabledFor(logging.DEBUG):
             survey = self._survey(prompt, terms, slots, slot, offer)
-            log_candidates(survey, self.fleet.owners, self.active, decision)
+            log_candidates(survey, self.worker_pool.owners, self.active, decision)
         if request_id is not None:
             worker_type = "decode" if self._metrics is None else self._metrics.worker_type
             cost = self._costs[slots.index(slot)]

@@ -41,8 +41,8 @@ class InflightPicker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = settings or RouterSettings(mode=mode)
-        self.fleet = WorkerPool(DenseSlots())
-        self.gate = EligibilityFilter(self.fleet, settings)
+        self.worker_pool = WorkerPool(DenseSlots())
+        self.gate = EligibilityFilter(self.worker_pool, settings)
         self._clock = clock
         self._gpu_weight = settings.encoder_cuda_to_cpu_ratio
         self._random = random or Random()
@@ -67,7 +67,7 @@ class InflightPicker:
             raise InvalidArgument(f"Request {request_id} already exists")
         now_s = self._clock()
         slot = self._choose(self.gate.slots(routing, now_s))
-        owner = self.fleet.owners[slot]
+        owner = self.worker_pool.owners[slot]
         assert owner is not None, "a candidate slot has an owner"
         if request_id is not None:
             self._slot_of[request_id] = slot
@@ -92,14 +92,14 @@ class InflightPicker:
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
         """A worker appeared, or its configuration changed."""
-        self.fleet.add(worker_id, config, device_type)
-        self._inflight.extend([0] * (self.fleet.width - len(self._inflight)))
+        self.worker_pool.add(worker_id, config, device_type)
+        self._inflight.extend([0] * (self.worker_pool.width - len(self._inflight)))
         self.gate.load_changed(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
         """A worker is gone, and with it what it had in flight."""
         self.gate.forget(worker_id)
-        slots = set(self.fleet.remove(worker_id))
+        slots = set(self.worker_pool.remove(worker_id))
         for request_id in [key for key, slot in self._slot_of.items() if slot in slots]:
             self.free(request_id)
 
@@ -125,9 +125,9 @@ class InflightPicker:
         cpu: list[int] = []
         other: list[int] = []
         for slot in slots:
-            owner = self.fleet.owners[slot]
+            owner = self.worker_pool.owners[slot]
             assert owner is not None, "a candidate slot has an owner"
-            (cpu if self.fleet.members[owner[0]].device_type == "cpu" else other).append(slot)
+            (cpu if self.worker_pool.members[owner[0]].device_type == "cpu" else other).append(slot)
         if not cpu or not other:
             return self._least_loaded(slots)
         cpu_load = sum(self._inflight[slot] for slot in cpu) / len(cpu)

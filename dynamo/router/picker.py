@@ -26,7 +26,7 @@ class Decision(NamedTuple):
 class Picker(Protocol):
     """Synchronous and cheap; everything but ``pick`` may be repeated and ignores unknown ids."""
 
-    fleet: WorkerPool
+    worker_pool: WorkerPool
     gate: EligibilityFilter
 
     def pick(

@@ -56,7 +56,7 @@ class RoutedEndpoint:
             self._runtime, *self.path, self.block_size, self._settings, self.client
         )
         self.picker = self._live.picker
-        self.client.on_inhibited(self.picker.fleet.avoid)
+        self.client.on_inhibited(self.picker.worker_pool.avoid)
         await self._live.start()
 
     async def close(self) -> None:

@@ -187,7 +187,7 @@ class _Active:
         await live.start()
         publisher = await runtime.publisher(*place[:2], PREFILL_QUEUE)
         self._news = QueueStatePublisher(model, router.line, publisher.publish)
-        client.on_inhibited(live.picker.fleet.avoid)
+        client.on_inhibited(live.picker.worker_pool.avoid)
         router.attach(live.picker, client)
         router.on_change = self._news.look
         workers.on_change(self._changed)  # after the picker's own
@@ -217,7 +217,7 @@ class _Active:
     def _add(self, worker_id: int) -> None:
         """Let it have prompts, if the picker does not refuse it (its blocks may be others)."""
         card = self._cards.get(worker_id)
-        if self._live is not None and worker_id in self._live.picker.fleet.members:
+        if self._live is not None and worker_id in self._live.picker.worker_pool.members:
             config = card.runtime_config if card is not None else RuntimeConfig()
             self._router.add_worker(worker_id, config)
 

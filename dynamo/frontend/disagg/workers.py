@@ -26,11 +26,11 @@ class PrefillWorkers:
     @property
     def busy(self) -> Collection[int]:
         """Those over the thresholds of ``--admission-control``, kept up to date."""
-        return frozenset() if self.picker is None else self.picker.fleet.busy
+        return frozenset() if self.picker is None else self.picker.worker_pool.busy
 
     def knows(self, worker_id: int) -> bool:
         """Whether it is one of them."""
-        return self.picker is not None and worker_id in self.picker.fleet.members
+        return self.picker is not None and worker_id in self.picker.worker_pool.members
 
     def pin(self, routing: Routing | None) -> int | None:
         """The worker that the request insists on. Raises InvalidArgument if there is no such."""
@@ -47,9 +47,9 @@ class PrefillWorkers:
         of what waits. O(ranks), O(1) without such thresholds."""
         if self.picker is None or not self.picker.gate.busy.thresholds.any:
             return False
-        fleet, watch = self.picker.fleet, self.picker.gate.busy
-        share = waiting_tokens // max(len(fleet.candidates), 1)
-        workers = fleet.members if pin is None else (pin,)
+        worker_pool, watch = self.picker.worker_pool, self.picker.gate.busy
+        share = waiting_tokens // max(len(worker_pool.candidates), 1)
+        workers = worker_pool.members if pin is None else (pin,)
         return bool(workers) and all(watch.would_prefill_too_much(one, share) for one in workers)
 
     def locate(self, tokens: Tokens, routing: Routing | None) -> Decision | None:

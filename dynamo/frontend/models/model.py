@@ -117,7 +117,7 @@ class ModelEntry:
             self._accepted.on_change(self._workers_changed)  # after the picker's own
             self.picker = self._live.picker
             self.dispatch = Dispatch(self.picker, self.client, self._live.line)
-            self.client.on_inhibited(self._live.picker.fleet.avoid)
+            self.client.on_inhibited(self._live.picker.worker_pool.avoid)
             self._open_prefill(runtime, settings)
             self.ready = not self._closed
         finally:

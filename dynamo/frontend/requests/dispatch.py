@@ -142,7 +142,7 @@ class Dispatch:
     def _untried(self, job: DispatchJob) -> Routing:
         routing = job.routing or Routing()
         allowed = routing.allowed_worker_ids
-        allowed = list(self.picker.fleet.members) if allowed is None else allowed
+        allowed = list(self.picker.worker_pool.members) if allowed is None else allowed
         untried = [worker_id for worker_id in allowed if worker_id not in job.tried]
         return msgspec.structs.replace(routing, allowed_worker_ids=untried)
 

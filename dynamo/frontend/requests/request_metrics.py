@@ -172,7 +172,7 @@ class RequestMetrics:
             model.cached.observe(usage.cached_tokens)
             legs[0].picker.reused(usage.cached_tokens)
         for leg in legs:
-            if leg.decision is None or leg.decision.worker_id not in leg.picker.fleet.members:
+            if leg.decision is None or leg.decision.worker_id not in leg.picker.worker_pool.members:
                 continue  # a worker that has left has no rows, also if it finished its requests
             last = metrics.worker(leg.decision.worker_id, leg.decision.dp_rank)
             last.isl.value = self._prompt_tokens

@@ -79,7 +79,7 @@ class Maintenance:
 
     def look(self, indexer: Indexer) -> None:
         """Name, once, each worker that has served prompts and published nothing."""
-        for worker_id in self._picker.fleet.members:
+        for worker_id in self._picker.worker_pool.members:
             if not self._picker.served.get(worker_id) or not indexer.silent(worker_id):
                 self._silent.discard(worker_id)
             elif worker_id not in self._silent | self._unusable | self._exempt:

@@ -172,7 +172,7 @@ class ConnectedRouter:
                 before_render.remove(self._threads.flush)
         if self._questions is not None:
             await self._questions.close()
-        for worker_id in list(self.picker.fleet.members):
+        for worker_id in list(self.picker.worker_pool.members):
             self._remove(worker_id)
         if self._sync is not None:
             self._sync.close()
@@ -214,7 +214,7 @@ class ConnectedRouter:
         config = RuntimeConfig() if card is None else card.runtime_config
         self._hide(worker_id)
         self.picker.add_worker(worker_id, config, self._devices.get(worker_id, "cpu"))
-        member = self.picker.fleet.members[worker_id]
+        member = self.picker.worker_pool.members[worker_id]
         if self._rows is not None and isinstance(self.picker, KvPicker):
             self._rows.added(member, self.picker.active)
         if self.indexer is not None:
@@ -247,7 +247,7 @@ class ConnectedRouter:
             self._upkeep.unusable(worker_id)
 
     def _hide(self, worker_id: int) -> None:
-        member = self.picker.fleet.members.get(worker_id)
+        member = self.picker.worker_pool.members.get(worker_id)
         if member is not None and self._rows is not None:
             self._rows.removed(member)
 

@@ -15,7 +15,7 @@ def gates(registry: Registry, place: RouterLabels, gate: EligibilityFilter) -> N
     """Show busy workers and bound sessions."""
     here = place.component, place.namespace
     busy = gauge(registry, RouterGate.BUSY_WORKERS).labels(*here, place.router_id)
-    busy.function = lambda: len(gate.fleet.busy)
+    busy.function = lambda: len(gate.worker_pool.busy)
     sessions = gate.sessions
     if sessions is None:
         return

@@ -22,7 +22,7 @@ def multiplier(preferred: Mapping[str, float], taints: list[str]) -> float:
 
 
 def apply_preferred_taints(
-    costs: array[float], slots: array[int], fleet: WorkerPool, preferred: Mapping[str, float]
+    costs: array[float], slots: array[int], worker_pool: WorkerPool, preferred: Mapping[str, float]
 ) -> None:
     """Apply the multiplier to ``costs[i]``, the cost of ``slots[i]``. O(slots).
 
@@ -31,6 +31,6 @@ def apply_preferred_taints(
     if not all(math.isfinite(weight) for weight in preferred.values()):
         raise InvalidArgument("the weights of preferred taints must be finite")
     for number, slot in enumerate(slots):
-        owner = fleet.owners[slot]
+        owner = worker_pool.owners[slot]
         assert owner is not None, "a candidate slot has an owner"
-        costs[number] *= multiplier(preferred, fleet.members[owner[0]].config.taints)
+        costs[number] *= multiplier(preferred, worker_pool.members[owner[0]].config.taints)

@@ -132,7 +132,7 @@ class RequestQueue:
         """Whether a slot that may take the request has room. Raises as :meth:`Gate.slots`."""
         picker = self.picker
         load, threshold = picker.active.load, self._threshold
-        owners, members = picker.fleet.owners, picker.fleet.members
+        owners, members = picker.worker_pool.owners, picker.worker_pool.members
         for slot in picker.gate.slots(routing, self._clock()):
             owner = owners[slot]
             assert owner is not None, "a candidate slot has an owner"

@@ -171,7 +171,7 @@ class PickerLoadSink:
     def book(self, key: str, event: SequenceEvent) -> None:
         picker, data = self._picker, event.data
         assert isinstance(data, AddRequest), "only these are booked"
-        member = picker.fleet.members.get(event.worker_id)
+        member = picker.worker_pool.members.get(event.worker_id)
         slot = None if member is None else member.slots.get(event.dp_rank)
         if slot is None or key in picker.active:
             return

@@ -97,7 +97,7 @@ class Site:
             dispatch=Dispatch(self, self),
         )
         self.kv_mode = True
-        self.fleet = SimpleNamespace(members={7: None})
+        self.worker_pool = SimpleNamespace(members={7: None})
         self.tasks = Tasks("test")
         self.streams: list[Stream] = []
         self.booked: dict[str, int] = {}
@@ -280,7 +280,7 @@ async def test_a_worker_that_has_left_gets_no_rows(site: Site) -> None:
     (stream,) = site.streams
     stream.say(ids(site, "good "))
     await turn()
-    site.fleet.members.clear()
+    site.worker_pool.members.clear()
     site.metrics.forget_worker(7)
     stream.say(ids(site, "day"), finish_reason="stop")
     stream.sink.on_end()

@@ -197,7 +197,7 @@ class Box:
         loads = [
             picker.active.load(slot)  # type: ignore[attr-defined]
             for picker in (self.prefill, self.decode)
-            for member in picker.fleet.members.values()
+            for member in picker.worker_pool.members.values()
             for slot in member.slots.values()
         ]
         return not len(line) and not line.running and all(load == (0, 0, 0) for load in loads)
@@ -222,7 +222,7 @@ async def test_one_token_there_then_the_whole_answer_here() -> None:
     assert caller.done.worker_id == PREFILL and caller.decision.worker_id == DECODE
     assert caller.stages == ["route prefill", "dispatch prefill", "route decode"]
     assert caller.working == 0
-    slot = box.decode.fleet.members[DECODE].slots[0]
+    slot = box.decode.worker_pool.members[DECODE].slots[0]
     load = box.decode.active.load(slot)  # type: ignore[attr-defined]
     assert load[:2] == (0, 2), "blocks are load there, prompt tokens are not"
     caller.leg.release()

@@ -31,7 +31,7 @@ def make(workers: int = 3, **given: object) -> KvPicker:
         picker.add_worker(worker_id, RuntimeConfig(taints=["a"] if worker_id < 3 else []))
     if picker.index is not None:
         hashes = block_hashes(PROMPT, BLOCK)
-        slot = picker.fleet.members[workers].slots[0]
+        slot = picker.worker_pool.members[workers].slots[0]
         picker.index.store(slot, None, sequence_hashes(hashes), hashes)
     return picker
 
@@ -68,7 +68,7 @@ def test_the_price_of_copies_is_named_where_it_counts() -> None:
 def test_why_the_others_were_left_out() -> None:
     picker = make(5)
     picker.add_worker(5, RuntimeConfig(data_parallel_size=2, taints=["a"]))
-    picker.fleet.set_busy(1, True)
+    picker.worker_pool.set_busy(1, True)
     asked = Routing(allowed_worker_ids=[1, 2, 3, 5], required_taints=["a"], dp_rank=1)
     found = explain(picker, PROMPT, asked)
     reasons = {(row.worker_id, row.dp_rank): row.excluded for row in found.candidates}
@@ -86,13 +86,13 @@ def test_why_the_others_were_left_out() -> None:
 
 def test_a_worker_that_just_failed_is_left_out_while_there_are_others() -> None:
     picker = make(2)
-    picker.fleet.avoid(2, True)
+    picker.worker_pool.avoid(2, True)
     found = explain(picker, PROMPT)
     assert [(row.worker_id, row.excluded) for row in found.candidates] == [
         (1, ""),
         (2, "has just failed to answer"),
     ]
-    picker.fleet.avoid(1, True)
+    picker.worker_pool.avoid(1, True)
     assert all(row.cost is not None for row in explain(picker, PROMPT).candidates)
 
 
@@ -114,7 +114,7 @@ def test_sessions_show() -> None:
 def test_no_candidate_at_all() -> None:
     picker = make()
     for worker_id in (1, 2, 3):
-        picker.fleet.set_busy(worker_id, True)
+        picker.worker_pool.set_busy(worker_id, True)
     found = explain(picker, PROMPT)
     assert found.error == "all eligible workers are overloaded"
     assert [row.excluded for row in found.candidates] == ["busy"] * 3

@@ -52,7 +52,9 @@ def cache(picker: KvPicker, worker_id: int, tokens: array[int], blocks: int, **s
     index = picker.index
     assert isinstance(index, RadixTree)
     hashes = block_hashes(tokens, BLOCK, seed=seed_for(**seed))[:blocks]
-    index.store(picker.fleet.members[worker_id].slots[0], None, sequence_hashes(hashes), hashes)
+    index.store(
+        picker.worker_pool.members[worker_id].slots[0], None, sequence_hashes(hashes), hashes
+    )
 
 
 PROMPT = array("I", range(100, 114))  # 14 tokens, three full blocks
@@ -314,13 +316,13 @@ def test_a_rank_that_is_gone_leaves_nothing_in_its_slot(indexed: bool) -> None:
     picker.add_worker(1, RuntimeConfig(data_parallel_size=1))
     assert {picker.pick(None, PROMPT).dp_rank for _ in range(20)} == {0}
     picker.add_worker(1, RuntimeConfig(data_parallel_size=2))  # what runs there was not forgotten
-    rank = picker.fleet.members[1].slots[1]
+    rank = picker.worker_pool.members[1].slots[1]
     assert picker.active.load(rank)[2] == 1
     picker.add_worker(1, RuntimeConfig(data_parallel_size=1))
     picker.remove_worker(1)
     assert len(picker.active) == 0
     picker.add_worker(2, RuntimeConfig(data_parallel_size=4))
-    assert {picker.active.load(slot) for slot in picker.fleet.candidates} == {(0, 0, 0)}
+    assert {picker.active.load(slot) for slot in picker.worker_pool.candidates} == {(0, 0, 0)}
 
 
 def test_what_a_choice_leaves_lying_is_counted() -> None:

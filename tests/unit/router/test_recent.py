@@ -34,7 +34,7 @@ class Box:
         """An event: the worker has computed the prompt."""
         assert self.index is not None
         local = block_hashes(tokens, BLOCK)
-        slot = self.picker.fleet.members[worker_id].slots[0]
+        slot = self.picker.worker_pool.members[worker_id].slots[0]
         self.index.store(slot, None, sequence_hashes(local), local)
 
     def burst(self, count: int) -> set[int]:
@@ -120,7 +120,8 @@ def costs(**settings: Any) -> dict[int, float]:
     box.hold(2, prompt[:16])
     by_slot = box.picker.survey(prompt).costs
     return {
-        member.worker_id: by_slot[member.slots[0]] for member in box.picker.fleet.members.values()
+        member.worker_id: by_slot[member.slots[0]]
+        for member in box.picker.worker_pool.members.values()
     }
 
 

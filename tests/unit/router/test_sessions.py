@@ -98,11 +98,11 @@ def test_hard_refuses_and_soft_moves() -> None:
     hard, soft = picker(), picker(session_affinity_mode="soft")
     for made in (hard, soft):
         home = where(made)
-        made.fleet.set_busy(home, True)
+        made.worker_pool.set_busy(home, True)
     with pytest.raises(Overloaded):
         where(hard)
     moved = where(soft)
-    assert moved not in soft.fleet.busy
+    assert moved not in soft.worker_pool.busy
     assert where(soft) == moved
 
 
@@ -137,8 +137,8 @@ def test_sessions_are_counted() -> None:
 def test_a_session_leaves_a_worker_that_does_not_answer() -> None:
     made = picker()
     home = where(made)
-    made.fleet.avoid(home, True)
+    made.worker_pool.avoid(home, True)
     moved = where(made)
     assert moved != home
-    made.fleet.avoid(home, False)
+    made.worker_pool.avoid(home, False)
     assert where(made) == moved

@@ -48,7 +48,7 @@ class Box:
         self.told: dict[int, int] = {}
         for worker_id in range(1, workers + 1):
             self.picker.add_worker(worker_id, RuntimeConfig())
-            slot = self.picker.fleet.members[worker_id].slots[0]
+            slot = self.picker.worker_pool.members[worker_id].slots[0]
             self.indexer.add(worker_id, 0, slot, answers=False)
 
     def tell(
