@@ -71,7 +71,7 @@ class KvPicker:
             prefill_model(settings),
             clock,
         )
-        self.gate = EligibilityFilter(self.worker_pool, settings, self._booked_prefill)
+        self.eligibility = EligibilityFilter(self.worker_pool, settings, self._booked_prefill)
         self.index = index
         self.recent = make_recent(settings)
         self.believes = predicted is not None or self.recent is not None
@@ -101,7 +101,7 @@ class KvPicker:
         now_s = self._clock()
         times = [now_s]
         terms = overridden(self._terms, override) if override else self._terms
-        slots = self.gate.slots(routing, now_s)
+        slots = self.eligibility.slots(routing, now_s)
         prompt = self._look(tokens, routing, terms, times)
         slot, best_overlap, offer = self._choose(prompt, slots, terms, routing, now_s)
         decision = self._decision(slot, prompt)
@@ -134,7 +134,7 @@ class KvPicker:
         self.active.project_into(prompt.shared, prompt.unique_blocks, self._prefill, self._decode)
         slots, chosen, offer, error = array("I"), None, None, None
         try:
-            slots = self.gate.slots(routing, now_s)
+            slots = self.eligibility.slots(routing, now_s)
             chosen, _, offer = self._choose(prompt, slots, terms, routing, now_s)
         except DynamoError as failure:
             error = failure
@@ -174,7 +174,7 @@ class KvPicker:
             return
         if self.own_requests is not None:
             self.own_requests.prefill_completed(request_id)
-        self.gate.load_changed(reservation_id.worker_id)
+        self.eligibility.load_changed(reservation_id.worker_id)
         if reservation_id.isl_tokens >= self.block_size:
             served = self.served.get(reservation_id.worker_id, 0)
             self.served[reservation_id.worker_id] = served + 1
@@ -196,13 +196,13 @@ class KvPicker:
         """The request has ended, however it did."""
         reservation_id = self._end(request_id)
         if reservation_id is not None:
-            self.gate.load_changed(reservation_id.worker_id)
+            self.eligibility.load_changed(reservation_id.worker_id)
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
         """A worker appeared, or its configuration changed."""
         member = self.worker_pool.add(worker_id, config, device_type)
         self._resize()
-        self.gate.load_changed(worker_id)
+        self.eligibility.load_changed(worker_id)
         for slot in member.slots.values():
             if self.predicted is not None:
                 self.predicted.add_slot(slot, config.total_kv_blocks)
@@ -211,7 +211,7 @@ class KvPicker:
 
     def remove_worker(self, worker_id: int) -> None:
         """A worker is gone: its blocks leave the index, its requests end."""
-        self.gate.forget(worker_id)
+        self.eligibility.forget(worker_id)
         slots = self.worker_pool.remove(worker_id)
         for request_id in self.active.booked_on(set(slots)):
             self._end(request_id)
@@ -336,7 +336,7 @@ class KvPicker:
             None if routing is None else routing.expected_output_tokens,
         )
         self.active.book(request_id, reservation_id, prompt.shared, prompt.unique_blocks, prefill)
-        self.gate.settled(routing, decision.worker_id, decision.dp_rank, now_s)
+        self.eligibility.settled(routing, decision.worker_id, decision.dp_rank, now_s)
         if self.own_requests is not None:
             self.own_requests.booked(request_id, reservation_id, prompt, prefill)
         if self.believes:

@@ -42,7 +42,7 @@ class InflightPicker:
     ) -> None:
         settings = settings or RouterSettings(mode=mode)
         self.worker_pool = WorkerPool(DenseSlots())
-        self.gate = EligibilityFilter(self.worker_pool, settings)
+        self.eligibility = EligibilityFilter(self.worker_pool, settings)
         self._clock = clock
         self._gpu_weight = settings.encoder_cuda_to_cpu_ratio
         self._random = random or Random()
@@ -66,13 +66,13 @@ class InflightPicker:
         if request_id is not None and request_id in self._slot_of:
             raise InvalidArgument(f"Request {request_id} already exists")
         now_s = self._clock()
-        slot = self._choose(self.gate.slots(routing, now_s))
+        slot = self._choose(self.eligibility.slots(routing, now_s))
         owner = self.worker_pool.owners[slot]
         assert owner is not None, "a candidate slot has an owner"
         if request_id is not None:
             self._slot_of[request_id] = slot
             self._inflight[slot] += 1
-            self.gate.settled(routing, *owner, now_s)
+            self.eligibility.settled(routing, *owner, now_s)
         return Decision(*owner)
 
     def mark_prefill_complete(self, request_id: str) -> None:
@@ -94,11 +94,11 @@ class InflightPicker:
         """A worker appeared, or its configuration changed."""
         self.worker_pool.add(worker_id, config, device_type)
         self._inflight.extend([0] * (self.worker_pool.width - len(self._inflight)))
-        self.gate.load_changed(worker_id)
+        self.eligibility.load_changed(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
         """A worker is gone, and with it what it had in flight."""
-        self.gate.forget(worker_id)
+        self.eligibility.forget(worker_id)
         slots = set(self.worker_pool.remove(worker_id))
         for request_id in [key for key, slot in self._slot_of.items() if slot in slots]:
             self.free(request_id)

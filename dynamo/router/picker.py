@@ -27,7 +27,7 @@ class Picker(Protocol):
     """Synchronous and cheap; everything but ``pick`` may be repeated and ignores unknown ids."""
 
     worker_pool: WorkerPool
-    gate: EligibilityFilter
+    eligibility: EligibilityFilter
 
     def pick(
         self,

@@ -45,9 +45,9 @@ class PrefillWorkers:
         """Whether all of them (or the one that the request insists on) have more prompt tokens to
         compute than ``--active-prefill-tokens-threshold`` and its like allow, each with its share
         of what waits. O(ranks), O(1) without such thresholds."""
-        if self.picker is None or not self.picker.gate.busy.thresholds.any:
+        if self.picker is None or not self.picker.eligibility.busy.thresholds.any:
             return False
-        worker_pool, watch = self.picker.worker_pool, self.picker.gate.busy
+        worker_pool, watch = self.picker.worker_pool, self.picker.eligibility.busy
         share = waiting_tokens // max(len(worker_pool.candidates), 1)
         workers = worker_pool.members if pin is None else (pin,)
         return bool(workers) and all(watch.would_prefill_too_much(one, share) for one in workers)

@@ -91,7 +91,7 @@ class ConnectedRouter:
             index=index,
             metrics=DecisionMetrics(registry, place) if kv_mode else None,
         )
-        gates(registry, place, self.picker.gate)
+        gates(registry, place, self.picker.eligibility)
         self.line = line_for(settings, self.picker, registry, place)
         self.indexer: Indexer | None = None
         self._threads: EventThreads | None = None
@@ -109,7 +109,7 @@ class ConnectedRouter:
         self._devices: dict[int, str] = {}
         self._cards = WorkerCards(self._on_card)
         self._events: Subscription | None = None
-        self._loads = LoadFeed(runtime, namespace, component, self.picker.gate.busy.report)
+        self._loads = LoadFeed(runtime, namespace, component, self.picker.eligibility.busy.report)
         self._upkeep: Maintenance | None = None
         self._sync: ReplicaSync | None = None
         if isinstance(self.picker, KvPicker):
@@ -140,7 +140,7 @@ class ConnectedRouter:
                 namespace, component, KV_EVENTS, on_events, self._on_gap, over=over
             )
             await self._events.ready()
-        if self.picker.gate.busy.thresholds.any:
+        if self.picker.eligibility.busy.thresholds.any:
             await self._loads.start()
         self._client.on_change(self._on_instances)
         if self._sync is not None:
@@ -150,8 +150,8 @@ class ConnectedRouter:
 
     async def limit(self, thresholds: Thresholds) -> None:
         """Above which load a worker is busy, from now on. Loads are followed when they matter."""
-        self.picker.gate.thresholds = thresholds
-        if self.picker.gate.busy.thresholds.any:
+        self.picker.eligibility.thresholds = thresholds
+        if self.picker.eligibility.busy.thresholds.any:
             await self._loads.start()
 
     async def close(self) -> None:

@@ -71,7 +71,7 @@ class RequestQueue:
         self._soon: Handle | None = None
         self._tick_timer: Handle | None = None
         self._closed = False
-        picker.gate.on_change = self.wake
+        picker.eligibility.on_change = self.wake
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -133,7 +133,7 @@ class RequestQueue:
         picker = self.picker
         load, threshold = picker.active.load, self._threshold
         owners, members = picker.worker_pool.owners, picker.worker_pool.members
-        for slot in picker.gate.slots(routing, self._clock()):
+        for slot in picker.eligibility.slots(routing, self._clock()):
             owner = owners[slot]
             assert owner is not None, "a candidate slot has an owner"
             batch = members[owner[0]].config.max_num_batched_tokens or UNKNOWN_BATCH_TOKENS

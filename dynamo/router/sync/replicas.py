@@ -186,12 +186,12 @@ class PickerLoadSink:
             picker.active.mark_prefill_complete(key, now_s)
         if len(data.tokens_hashes) == len(data.token_sequence):
             picker.believe(key, slot, chained, array("Q", data.tokens_hashes), now_s)
-        picker.gate.load_changed(event.worker_id)
+        picker.eligibility.load_changed(event.worker_id)
 
     def prefill_completed(self, key: str) -> None:
         reservation_id = self._picker.active.mark_prefill_complete(key, time.perf_counter())
         if reservation_id is not None:
-            self._picker.gate.load_changed(reservation_id.worker_id)
+            self._picker.eligibility.load_changed(reservation_id.worker_id)
 
     def free(self, key: str) -> None:
         picker = self._picker
@@ -199,4 +199,4 @@ class PickerLoadSink:
         if picker.predicted is not None:
             picker.predicted.ended(key, time.perf_counter())
         if reservation_id is not None:
-            picker.gate.load_changed(reservation_id.worker_id)
+            picker.eligibility.load_changed(reservation_id.worker_id)

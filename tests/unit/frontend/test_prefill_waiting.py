@@ -55,7 +55,7 @@ def busy_box(**more: Any) -> Box:
 def report(box: Box, worker: int, used_blocks: int) -> None:
     """The prefill worker says how full it is, as others fill it too."""
     state = KvMetrics(worker, 0, kv_used_blocks=used_blocks, kv_total_blocks=100)
-    box.prefill.gate.busy.report(state)
+    box.prefill.eligibility.busy.report(state)
 
 
 async def test_while_all_prefill_workers_are_busy_requests_wait() -> None:

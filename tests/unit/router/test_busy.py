@@ -99,25 +99,25 @@ def test_thresholds_count_only_with_admission_control() -> None:
     assert not EligibilityFilter(one_worker(), settings).thresholds.any
     given += ["--admission-control", "token-capacity"]
     (settings,) = load("router", "", [RouterSettings], given, {})
-    gate = EligibilityFilter(one_worker(), settings)
-    assert gate.thresholds == gate.busy.thresholds == Thresholds(0.5, 7, None)
+    eligibility = EligibilityFilter(one_worker(), settings)
+    assert eligibility.thresholds == eligibility.busy.thresholds == Thresholds(0.5, 7, None)
 
 
 def test_without_admission_control_thresholds_are_kept_only() -> None:
-    gate = EligibilityFilter(one_worker(), RouterSettings(mode="kv"), lambda slot: 100)
-    gate.thresholds = Thresholds(prefill_tokens=5)
-    assert gate.thresholds.any and not gate.busy.thresholds.any
-    gate.load_changed(1)
-    assert not gate.worker_pool.busy
+    eligibility = EligibilityFilter(one_worker(), RouterSettings(mode="kv"), lambda slot: 100)
+    eligibility.thresholds = Thresholds(prefill_tokens=5)
+    assert eligibility.thresholds.any and not eligibility.busy.thresholds.any
+    eligibility.load_changed(1)
+    assert not eligibility.worker_pool.busy
 
 
 def test_thresholds_are_in_force_at_once() -> None:
     settings = RouterSettings(mode="kv", admission_control="token-capacity")
-    gate = EligibilityFilter(one_worker(), settings, lambda slot: 100)
-    gate.thresholds = Thresholds(prefill_tokens=99)
-    assert gate.worker_pool.busy == {1}
-    gate.thresholds = Thresholds(prefill_tokens=100)
-    assert not gate.worker_pool.busy
+    eligibility = EligibilityFilter(one_worker(), settings, lambda slot: 100)
+    eligibility.thresholds = Thresholds(prefill_tokens=99)
+    assert eligibility.worker_pool.busy == {1}
+    eligibility.thresholds = Thresholds(prefill_tokens=100)
+    assert not eligibility.worker_pool.busy
 
 
 @pytest.mark.parametrize(
