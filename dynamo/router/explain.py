@@ -89,25 +89,25 @@ def explain(
     ``queued`` are those who wait. Ties and temperature draw anew with each call, so a later pick
     may differ.
     """
-    survey = picker.survey(tokens, routing, override)
-    rows = [_row(picker, survey, routing, slot) for slot in picker.worker_pool.candidates]
+    snapshot = picker.snapshot(tokens, routing, override)
+    rows = [_row(picker, snapshot, routing, slot) for slot in picker.worker_pool.candidates]
     rows.sort(key=lambda row: (row.cost is None, row.cost or 0.0, not row.chosen, row.worker_id))
-    weights = survey.terms.weights
+    weights = snapshot.terms.weights
     return Explanation(
-        isl_tokens=survey.prompt.isl_tokens,
-        prompt_blocks=survey.prompt.blocks,
+        isl_tokens=snapshot.prompt.isl_tokens,
+        prompt_blocks=snapshot.prompt.blocks,
         block_size=weights.block_size,
         prefill_load_scale=weights.prefill_scale,
         overlap_score_credit=weights.credit,
         host_cache_hit_weight=weights.host,
         disk_cache_hit_weight=weights.disk,
         shared_cache_multiplier=weights.shared,
-        decode_active_request_weight=survey.terms.request_weight,
-        duplicate_cost=survey.terms.duplicate_cost,
-        temperature=survey.terms.temperature,
+        decode_active_request_weight=snapshot.terms.request_weight,
+        duplicate_cost=snapshot.terms.duplicate_cost,
+        temperature=snapshot.terms.temperature,
         candidates=rows,
         queued_requests=len(queued),
-        error=_text(survey.error),
+        error=_text(snapshot.error),
     )
 
 
@@ -193,15 +193,15 @@ def _formula(found: Explanation) -> str:
 
 
 def _row(
-    picker: KvPicker, survey: DecisionSnapshot, routing: Routing | None, slot: int
+    picker: KvPicker, snapshot: DecisionSnapshot, routing: Routing | None, slot: int
 ) -> Candidate:
     owner = picker.worker_pool.owners[slot]
     assert owner is not None, "a candidate slot has an owner"
     _, blocks, requests = picker.active.load(slot)
-    held = survey.held.of(slot)
-    found = survey.parts(slot, requests)
+    held = snapshot.held.of(slot)
+    found = snapshot.parts(slot, requests)
     excluded = ""
-    if slot not in survey.costs:
+    if slot not in snapshot.costs:
         member = picker.worker_pool.members[owner[0]]
         excluded = (
             exclusion(picker.worker_pool, routing, member, owner[1]) or "bound to another worker"
@@ -213,7 +213,7 @@ def _row(
         host_pinned_blocks=held.host,
         disk_blocks=held.disk,
         shared_blocks=held.shared,
-        active_prefill_tokens=survey.prefill[slot],
+        active_prefill_tokens=snapshot.prefill[slot],
         active_decode_blocks=blocks,
         active_requests=requests,
         raw_prefill_blocks=found.raw_prefill_blocks,
@@ -222,8 +222,8 @@ def _row(
         prefill_blocks=found.prefill_blocks,
         decode_blocks=found.decode_blocks,
         request_blocks=found.request_blocks,
-        cost=survey.costs.get(slot),
-        chosen=slot == survey.chosen,
+        cost=snapshot.costs.get(slot),
+        chosen=slot == snapshot.chosen,
         excluded=excluded,
     )
 

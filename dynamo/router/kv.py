@@ -120,7 +120,7 @@ class KvPicker:
                 self._metrics.shared(self._held.shared_blocks, beyond, prompt.blocks)
         return decision
 
-    def survey(
+    def snapshot(
         self,
         tokens: Tokens,
         routing: Routing | None = None,
@@ -138,7 +138,7 @@ class KvPicker:
             chosen, _, offer = self._choose(prompt, slots, terms, routing, now_s)
         except DynamoError as failure:
             error = failure
-        return self._survey(prompt, terms, slots, chosen, offer, error)
+        return self._snapshot(prompt, terms, slots, chosen, offer, error)
 
     def assume(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
         """Somebody else sent the prompt there: without events, predict that it is cached."""
@@ -343,7 +343,7 @@ class KvPicker:
             self.believe(request_id, slot, prompt.chained, prompt.hashes, now_s)
         return found
 
-    def _survey(
+    def _snapshot(
         self,
         prompt: HashedPrompt,
         terms: CostParams,
@@ -368,8 +368,8 @@ class KvPicker:
     ) -> None:
         decision = self._decision(slot, prompt)
         if decision_logger.isEnabledFor(logging.DEBUG):
-            survey = self._survey(prompt, terms, slots, slot, offer)
-            log_candidates(survey, self.worker_pool.owners, self.active, decision)
+            snapshot = self._snapshot(prompt, terms, slots, slot, offer)
+            log_candidates(snapshot, self.worker_pool.owners, self.active, decision)
         if request_id is not None:
             worker_type = "decode" if self._metrics is None else self._metrics.worker_type
             cost = self._costs[slots.index(slot)]

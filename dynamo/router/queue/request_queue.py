@@ -161,11 +161,11 @@ class RequestQueue:
     def _cached_tokens(self, ticket: QueuedRequest) -> int:
         """Tokens of the prompt that the best of its workers need not compute. Raises what its pick
         would."""
-        survey = self.picker.survey(ticket.tokens, ticket.routing, ticket.override)
-        if survey.error is not None:
-            raise survey.error
-        weights = survey.terms.weights
-        return cached_tokens(weights, survey.held.best_overlap(weights, survey.slots))
+        snapshot = self.picker.snapshot(ticket.tokens, ticket.routing, ticket.override)
+        if snapshot.error is not None:
+            raise snapshot.error
+        weights = snapshot.terms.weights
+        return cached_tokens(weights, snapshot.held.best_overlap(weights, snapshot.slots))
 
     def _drain(self) -> None:
         """Let go who may, from the head on, a few in a turn of the loop."""

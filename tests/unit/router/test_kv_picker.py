@@ -82,7 +82,7 @@ def test_measured_costs(tokens: int, block_size: int, cached: int, cost: float) 
     prompt = array("I", range(tokens))
     local = block_hashes(prompt, block_size)[:cached]
     index.store(index.slot(1, 0), None, sequence_hashes(local), local)
-    assert list(picker.survey(prompt).costs.values()) == [cost]
+    assert list(picker.snapshot(prompt).costs.values()) == [cost]
 
 
 def test_running_requests_weigh_where_asked_for() -> None:
@@ -90,13 +90,13 @@ def test_running_requests_weigh_where_asked_for() -> None:
     for number in range(3):
         routing = Routing(backend_instance_id=1)
         picker.pick(str(number), array("I"), routing=routing)
-    assert list(picker.survey(PROMPT).costs.values()) == [6.5 + 6.0, 6.5]
+    assert list(picker.snapshot(PROMPT).costs.values()) == [6.5 + 6.0, 6.5]
     plain = {"decode_active_request_weight": 0}
-    assert list(picker.survey(PROMPT, override=plain).costs.values()) == [6.5, 6.5]
+    assert list(picker.snapshot(PROMPT, override=plain).costs.values()) == [6.5, 6.5]
     near = Routing(preferred_taints={"near": 0.5})
     picker.add_worker(1, RuntimeConfig(taints=["near"]))
     factor = math.exp(-math.tanh(0.5))
-    assert picker.survey(PROMPT, near).costs[0] == pytest.approx(12.5 * factor)
+    assert picker.snapshot(PROMPT, near).costs[0] == pytest.approx(12.5 * factor)
 
 
 def test_load_outweighs_overlap() -> None:

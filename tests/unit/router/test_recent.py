@@ -118,7 +118,7 @@ def costs(**settings: Any) -> dict[int, float]:
     prompt = array("I", range(40))
     box.hold(1, prompt[:32])
     box.hold(2, prompt[:16])
-    by_slot = box.picker.survey(prompt).costs
+    by_slot = box.picker.snapshot(prompt).costs
     return {
         member.worker_id: by_slot[member.slots[0]]
         for member in box.picker.worker_pool.members.values()
@@ -137,7 +137,7 @@ def test_the_parts_of_a_cost_have_the_price_in_them() -> None:
     box = Box(duplicate_cost=5.0, prefill_load_scale=3.0)
     prompt = array("I", range(40))
     box.hold(1, prompt[:32])
-    seen = box.picker.survey(prompt)
+    seen = box.picker.snapshot(prompt)
     for slot, cost in seen.costs.items():
         found = seen.parts(slot, 0)
         assert cost == pytest.approx(3 * found.prefill_blocks + found.decode_blocks)
@@ -145,7 +145,7 @@ def test_the_parts_of_a_cost_have_the_price_in_them() -> None:
 
 def test_what_nobody_holds_has_none() -> None:
     box = Box(duplicate_cost=5.0)
-    assert set(box.picker.survey(array("I", range(40))).costs.values()) == {20.0}
+    assert set(box.picker.snapshot(array("I", range(40))).costs.values()) == {20.0}
 
 
 def test_copies_are_avoided_in_a_replay() -> None:
