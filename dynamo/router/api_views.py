@@ -52,7 +52,7 @@ def potential_loads(picker: KvPicker, tokens: Tokens) -> list[dict[str, int]]:
     snapshot = picker.snapshot(tokens)
     loads = []
     for worker_id, rank, slot in _owners(picker):
-        weights = snapshot.terms.weights
+        weights = snapshot.params.weights
         cached = cached_tokens(weights, snapshot.held.effective(weights, slot))
         fresh = max(snapshot.prompt.isl_tokens - cached, 0)
         loads.append(

@@ -25,7 +25,7 @@ def log_candidates(
     snapshot: DecisionSnapshot, owners: Owners, active: ActiveLoad, decision: Decision
 ) -> None:
     """The cost of every candidate as the router guide shows it, and the choice."""
-    weights = snapshot.terms.weights
+    weights = snapshot.params.weights
     for slot, cost in snapshot.costs.items():
         owner = owners[slot]
         assert owner is not None, "a candidate slot has an owner"

@@ -65,7 +65,7 @@ class CopyPolicy:
 
     def add_prices(
         self,
-        terms: CostParams,
+        params: CostParams,
         slots: array[int],
         held: CachedBlocks,
         best_overlap: float,
@@ -80,8 +80,8 @@ class CopyPolicy:
         free, its target gets the cost that it would have with the prefix. Returns None where no
         other worker would be cheaper even with a copy. Records nothing. O(slots).
         """
-        weights = terms.weights
-        price = weights.prefill_scale * _price(terms, best_overlap, prompt.blocks)
+        weights = params.weights
+        price = weights.prefill_scale * _price(params, best_overlap, prompt.blocks)
         if not price:
             return None
         least = unpriced = with_copy = inf
@@ -148,7 +148,7 @@ class CopyPolicy:
 
 
 def duplicate_blocks(
-    terms: CostParams,
+    params: CostParams,
     slots: array[int],
     held: CachedBlocks,
     prompt_blocks: int,
@@ -159,10 +159,10 @@ def duplicate_blocks(
 
     Negative where the copy is ``free``: the slot counts as if it had the prefix.
     """
-    best_overlap = held.best_overlap(terms.weights, slots)
-    lacking = max(best_overlap - held.effective(terms.weights, slot), 0.0)
-    return -lacking if free else _price(terms, best_overlap, prompt_blocks) * lacking
+    best_overlap = held.best_overlap(params.weights, slots)
+    lacking = max(best_overlap - held.effective(params.weights, slot), 0.0)
+    return -lacking if free else _price(params, best_overlap, prompt_blocks) * lacking
 
 
-def _price(terms: CostParams, best_overlap: float, prompt_blocks: int) -> float:
-    return terms.duplicate_cost * best_overlap / max(prompt_blocks, 1)
+def _price(params: CostParams, best_overlap: float, prompt_blocks: int) -> float:
+    return params.duplicate_cost * best_overlap / max(prompt_blocks, 1)

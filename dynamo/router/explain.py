@@ -92,7 +92,7 @@ def explain(
     snapshot = picker.snapshot(tokens, routing, override)
     rows = [_row(picker, snapshot, routing, slot) for slot in picker.worker_pool.candidates]
     rows.sort(key=lambda row: (row.cost is None, row.cost or 0.0, not row.chosen, row.worker_id))
-    weights = snapshot.terms.weights
+    weights = snapshot.params.weights
     return Explanation(
         isl_tokens=snapshot.prompt.isl_tokens,
         prompt_blocks=snapshot.prompt.blocks,
@@ -102,9 +102,9 @@ def explain(
         host_cache_hit_weight=weights.host,
         disk_cache_hit_weight=weights.disk,
         shared_cache_multiplier=weights.shared,
-        decode_active_request_weight=snapshot.terms.request_weight,
-        duplicate_cost=snapshot.terms.duplicate_cost,
-        temperature=snapshot.terms.temperature,
+        decode_active_request_weight=snapshot.params.request_weight,
+        duplicate_cost=snapshot.params.duplicate_cost,
+        temperature=snapshot.params.temperature,
         candidates=rows,
         queued_requests=len(queued),
         error=_text(snapshot.error),

@@ -23,7 +23,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.caches.optimistic import make_recent
 from dynamo.router.caches.predicted import PredictedCache
-from dynamo.router.cost import CostParams, add_requests, cached_tokens, overridden, terms_of
+from dynamo.router.cost import CostParams, add_requests, cached_tokens, cost_params, overridden
 from dynamo.router.decision_log import log_candidates, log_selected
 from dynamo.router.decision_log import logger as decision_logger
 from dynamo.router.decision_snapshot import DecisionSnapshot
@@ -78,7 +78,7 @@ class KvPicker:
         self._copies = CopyPolicy() if settings.duplicate_cost else None
         chains = self.believes or self._copies is not None
         self._hasher = Hasher(block_size, index is not None, chains, settings.track_active_blocks)
-        self._terms = terms_of(settings, block_size)
+        self._params = cost_params(settings, block_size)
         self._held = CachedBlocks(index, settings.shared_cache_type != "none")
         self._metrics = metrics
         self._uniform = (random or Random()).random
@@ -100,16 +100,16 @@ class KvPicker:
         """See :meth:`dynamo.router.picker.Picker.pick`."""
         now_s = self._clock()
         times = [now_s]
-        terms = overridden(self._terms, override) if override else self._terms
+        params = overridden(self._params, override) if override else self._params
         slots = self.eligibility.slots(routing, now_s)
-        prompt = self._look(tokens, routing, terms, times)
-        slot, best_overlap, offer = self._choose(prompt, slots, terms, routing, now_s)
+        prompt = self._look(tokens, routing, params, times)
+        slot, best_overlap, offer = self._choose(prompt, slots, params, routing, now_s)
         decision = self._decision(slot, prompt)
         if decision_logger.isEnabledFor(logging.INFO):
-            self._log(request_id, prompt, terms, slots, slot, offer)
+            self._log(request_id, prompt, params, slots, slot, offer)
         if request_id is None:
             return decision
-        found = self._book(request_id, slot, decision, prompt, routing, terms)
+        found = self._book(request_id, slot, decision, prompt, routing, params)
         if offer is not None and self._copies is not None:
             self._copies.routed(request_id, slot, offer, now_s)
         times.append(self._clock())
@@ -129,16 +129,16 @@ class KvPicker:
         """What :meth:`pick` would weigh, over all slots; books nothing. Raises InvalidArgument
         for a bad ``override`` only."""
         now_s = self._clock()
-        terms = overridden(self._terms, override) if override else self._terms
-        prompt = self._look(tokens, routing, terms, [now_s])
+        params = overridden(self._params, override) if override else self._params
+        prompt = self._look(tokens, routing, params, [now_s])
         self.active.project_into(prompt.shared, prompt.unique_blocks, self._prefill, self._decode)
         slots, chosen, offer, error = array("I"), None, None, None
         try:
             slots = self.eligibility.slots(routing, now_s)
-            chosen, _, offer = self._choose(prompt, slots, terms, routing, now_s)
+            chosen, _, offer = self._choose(prompt, slots, params, routing, now_s)
         except DynamoError as failure:
             error = failure
-        return self._snapshot(prompt, terms, slots, chosen, offer, error)
+        return self._snapshot(prompt, params, slots, chosen, offer, error)
 
     def assume(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
         """Somebody else sent the prompt there: without events, predict that it is cached."""
@@ -259,10 +259,10 @@ class KvPicker:
         self._costs = array("d", bytes(8 * width))
 
     def _look(
-        self, tokens: Tokens, routing: Routing | None, terms: CostParams, times: list[float]
+        self, tokens: Tokens, routing: Routing | None, params: CostParams, times: list[float]
     ) -> HashedPrompt:
         """Hash the prompt and find what every slot holds of it."""
-        prompt = self._hasher.hash(tokens, routing, terms.assume_kv_reuse, self._clock, times)
+        prompt = self._hasher.hash(tokens, routing, params.assume_kv_reuse, self._clock, times)
         if self.predicted is not None:
             self.predicted.expire(times[0])
         copies = [] if self._copies is None else self._copies.in_progress(prompt.chained)
@@ -274,7 +274,7 @@ class KvPicker:
         self,
         prompt: HashedPrompt,
         slots: array[int],
-        terms: CostParams,
+        params: CostParams,
         routing: Routing | None,
         now_s: float,
     ) -> tuple[int, float, CopyOffer | None]:
@@ -283,7 +283,7 @@ class KvPicker:
         held, prefill, decode = self._held, self._prefill, self._decode
         self.active.project_into(prompt.shared, prompt.unique_blocks, prefill, decode)
         best_overlap = costs(
-            terms.weights,
+            params.weights,
             prompt.isl_tokens,
             slots,
             prefill,
@@ -294,16 +294,16 @@ class KvPicker:
             held.disk,
             held.shared,
         )
-        if terms.request_weight:
-            add_requests(terms.request_weight, slots, self._costs, self.active.load)
+        if params.request_weight:
+            add_requests(params.request_weight, slots, self._costs, self.active.load)
         offer = None
         if self._copies is not None:
             offer = self._copies.add_prices(
-                terms, slots, held, best_overlap, prompt, self._costs, now_s
+                params, slots, held, best_overlap, prompt, self._costs, now_s
             )
         if routing is not None and routing.preferred_taints:
             apply_preferred_taints(self._costs, slots, self.worker_pool, routing.preferred_taints)
-        chosen = choose(self._costs, len(slots), terms.temperature, self._uniform())
+        chosen = choose(self._costs, len(slots), params.temperature, self._uniform())
         return slots[chosen], best_overlap, offer
 
     def _decision(self, slot: int, prompt: HashedPrompt) -> Decision:
@@ -318,13 +318,13 @@ class KvPicker:
         decision: Decision,
         prompt: HashedPrompt,
         routing: Routing | None,
-        terms: CostParams,
+        params: CostParams,
     ) -> float:
         """Make it the slot's load; the effective blocks of the prompt that are there."""
-        found = self._held.effective(terms.weights, slot)
+        found = self._held.effective(params.weights, slot)
         prefill = 0
-        if terms.track_prefill_tokens:
-            prefill = max(prompt.isl_tokens - cached_tokens(terms.weights, found), 0)
+        if params.track_prefill_tokens:
+            prefill = max(prompt.isl_tokens - cached_tokens(params.weights, found), 0)
         now_s = self._clock()
         reservation_id = Reservation(
             slot,
@@ -346,7 +346,7 @@ class KvPicker:
     def _snapshot(
         self,
         prompt: HashedPrompt,
-        terms: CostParams,
+        params: CostParams,
         slots: array[int],
         chosen: int | None,
         offer: CopyOffer | None,
@@ -355,20 +355,20 @@ class KvPicker:
         costs = {} if error else dict(zip(slots, self._costs, strict=False))
         columns = self._held.copy(), self._prefill[:], self._decode[:]
         free_copy = offer.target if offer is not None and offer.free else None
-        return DecisionSnapshot(prompt, terms, slots, *columns, costs, chosen, error, free_copy)
+        return DecisionSnapshot(prompt, params, slots, *columns, costs, chosen, error, free_copy)
 
     def _log(
         self,
         request_id: str | None,
         prompt: HashedPrompt,
-        terms: CostParams,
+        params: CostParams,
         slots: array[int],
         slot: int,
         offer: CopyOffer | None,
     ) -> None:
         decision = self._decision(slot, prompt)
         if decision_logger.isEnabledFor(logging.DEBUG):
-            snapshot = self._snapshot(prompt, terms, slots, slot, offer)
+            snapshot = self._snapshot(prompt, params, slots, slot, offer)
             log_candidates(snapshot, self.worker_pool.owners, self.active, decision)
         if request_id is not None:
             worker_type = "decode" if self._metrics is None else self._metrics.worker_type

@@ -164,7 +164,7 @@ class RequestQueue:
         snapshot = self.picker.snapshot(ticket.tokens, ticket.routing, ticket.override)
         if snapshot.error is not None:
             raise snapshot.error
-        weights = snapshot.terms.weights
+        weights = snapshot.params.weights
         return cached_tokens(weights, snapshot.held.best_overlap(weights, snapshot.slots))
 
     def _drain(self) -> None:
