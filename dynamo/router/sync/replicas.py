@@ -69,12 +69,12 @@ class ReplicaSync:
         await self._subscription.ready()
         self._publisher = await self._runtime.publisher(*here)
         self._runtime.track(self)
-        self._picker.own_requests = self.own
+        self._picker.local_requests = self.own
         self._beat()
 
     def close(self) -> None:
         """Tell of what has ended, and stop. Idempotent."""
-        self._picker.own_requests = None
+        self._picker.local_requests = None
         self._flush()
         self._publisher = None
         for handle in (self._timer, self._answering):

@@ -210,7 +210,7 @@ async def test_a_runtime_that_closes_first_ends_the_sync(replicas: Replicas) -> 
     first.picker.pick("a", PROMPT)
     await until(lambda: load(second, worker) == (16, 4, 1))
     await replicas.boxes[0].runtime.close()
-    assert kv(first).own_requests is None
+    assert kv(first).local_requests is None
     first.picker.free("a")
     await until(lambda: load(second, worker) == (0, 0, 0))
 
@@ -256,7 +256,7 @@ async def test_without_the_flag_nothing_is_told(replicas: Replicas) -> None:
     box = Box(replicas.settings)
     replicas.boxes.append(box)
     live = await box.route()
-    assert live._sync is None and kv(live).own_requests is None
+    assert live._sync is None and kv(live).local_requests is None
     other = DistributedRuntime(None, replicas.settings)
     heard = other.subscribe("ns", "backend", sync.ACTIVE_SEQUENCES, lambda *_: None)
     await other.start()
