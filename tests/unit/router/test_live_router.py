@@ -79,10 +79,10 @@ async def test_a_lost_last_event_is_found_by_the_sweep(box: Box) -> None:
         KvQueryAnswer("events", [stored(1, 0, 2)], 1),
         KvQueryAnswer("too_new", newest_available=1),
     ]
-    assert live._upkeep is not None
-    live._upkeep.sweep()
+    assert live._maintenance is not None
+    live._maintenance.sweep()
     await until(lambda: overlap(live) == 2)
-    live._upkeep.sweep()
+    live._maintenance.sweep()
     await until(lambda: len(worker.queries) == 3 and not indexer.recovering())
     assert worker.queries[1:] == [KvQuery(0, 1, None), KvQuery(0, 2, None)]
     assert overlap(live) == 2
@@ -192,15 +192,15 @@ async def test_a_silent_worker_is_named_once(
     picker.mark_prefill_complete("a")
     picker.free("a")
     await until(lambda: "published no KV event" in caplog.text)  # soon after its first token
-    assert live._upkeep is not None
-    live._upkeep.sweep()
+    assert live._maintenance is not None
+    live._maintenance.sweep()
     assert caplog.text.count("published no KV event") == 1
     name = "dynamo_component_router_kv_event_source_mismatch_workers"
     page = box.runtime.metrics.render().decode()
     assert [line[-2:] for line in page.splitlines() if line.startswith(name)] == [" 1"]
     worker.publish(stored(1, 0, 1))
     await until(lambda: overlap(live) == 1)
-    live._upkeep.sweep()
+    live._maintenance.sweep()
     page = box.runtime.metrics.render().decode()
     assert [line[-2:] for line in page.splitlines() if line.startswith(name)] == [" 0"]
 
@@ -214,8 +214,8 @@ async def test_a_decode_worker_is_not_expected_to_publish(
     await until(lambda: bool(worker.queries) and overlap(live) == 0)
     live.picker.pick("a", PROMPT)
     live.picker.mark_prefill_complete("a")
-    assert live._upkeep is not None
-    live._upkeep.sweep()
+    assert live._maintenance is not None
+    live._maintenance.sweep()
     assert "published no KV event" not in caplog.text
 
 
