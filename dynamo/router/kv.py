@@ -187,10 +187,10 @@ class KvPicker:
         """``count`` more tokens were generated."""
         self.active.add_output_tokens(request_id, count)
 
-    def reused(self, tokens: int) -> None:
+    def add_reused_tokens(self, tokens: int) -> None:
         """An engine said that it took ``tokens`` of some prompt from its cache."""
         if self._metrics is not None:
-            self._metrics.reused(tokens)
+            self._metrics.add_reused_tokens(tokens)
 
     def free(self, request_id: str) -> None:
         """The request has ended, however it did."""

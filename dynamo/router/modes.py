@@ -81,7 +81,7 @@ class InflightPicker:
     def add_output_tokens(self, request_id: str, count: int) -> None:
         """Nothing to do."""
 
-    def reused(self, tokens: int) -> None:
+    def add_reused_tokens(self, tokens: int) -> None:
         """Caches don't matter here."""
 
     def free(self, request_id: str) -> None:

@@ -51,7 +51,7 @@ class Picker(Protocol):
         """``count`` more tokens were generated."""
         ...
 
-    def reused(self, tokens: int) -> None:
+    def add_reused_tokens(self, tokens: int) -> None:
         """An engine said that it took ``tokens`` of some prompt from its cache."""
         ...
 

@@ -170,7 +170,7 @@ class RequestMetrics:
         metrics.detokenized(tokens, text_s)
         if usage.cached_tokens is not None:
             model.cached.observe(usage.cached_tokens)
-            legs[0].picker.reused(usage.cached_tokens)
+            legs[0].picker.add_reused_tokens(usage.cached_tokens)
         for leg in legs:
             if leg.decision is None or leg.decision.worker_id not in leg.picker.worker_pool.members:
                 continue  # a worker that has left has no rows, also if it finished its requests

@@ -135,7 +135,7 @@ class Site:
     def add_output_tokens(self, request_id: str, count: int) -> None:
         self.booked[request_id] += count
 
-    def reused(self, tokens: int) -> None:
+    def add_reused_tokens(self, tokens: int) -> None:
         self.reused_tokens += tokens
 
     def free(self, request_id: str) -> None:

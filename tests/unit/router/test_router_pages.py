@@ -58,7 +58,7 @@ def served(live: ConnectedRouter, name: str, **asked: Any) -> None:
     picker.pick(name, PROMPT, routing=Routing(**asked))
     picker.mark_prefill_complete(name)
     picker.add_output_tokens(name, 5)
-    picker.reused(7)
+    picker.add_reused_tokens(7)
     picker.free(name)
 
 
