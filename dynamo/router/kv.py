@@ -44,7 +44,7 @@ __all__ = ["KvPicker"]
 class KvPicker:
     """Cost-based choice. ``index`` is None where prefix overlap must not matter.
 
-    ``believes``: decisions predict caches, for a while or for good.
+    ``predicts``: decisions predict caches, for a while or for good.
     ``served`` counts, by worker, the prompts of at least one block that got a first token.
     ``on_first_served`` hears of each worker's first of them.
     ``local_requests``, where set, is told of everything booked, for other replicas of the router.
@@ -73,10 +73,10 @@ class KvPicker:
         )
         self.eligibility = EligibilityFilter(self.worker_pool, settings, self._booked_prefill)
         self.index = index
-        self.recent = make_recent(settings)
-        self.believes = predicted is not None or self.recent is not None
+        self.optimistic = make_recent(settings)
+        self.predicts = predicted is not None or self.optimistic is not None
         self._copies = CopyPolicy() if settings.duplicate_cost else None
-        chains = self.believes or self._copies is not None
+        chains = self.predicts or self._copies is not None
         self._hasher = Hasher(block_size, index is not None, chains, settings.track_active_blocks)
         self._params = cost_params(settings, block_size)
         self._held = CachedBlocks(index, settings.shared_cache_type != "none")
@@ -140,7 +140,7 @@ class KvPicker:
             error = failure
         return self._snapshot(prompt, params, slots, chosen, offer, error)
 
-    def assume(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
+    def predict(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
         """Somebody else sent the prompt there: without events, predict that it is cached."""
         member = self.worker_pool.members.get(worker_id)
         if self.predicted is None or member is None or dp_rank not in member.slots:
@@ -150,7 +150,7 @@ class KvPicker:
         slot = member.slots[dp_rank]
         self.predicted.routed(None, slot, prompt.chained, prompt.hashes, now_s)
 
-    def believe(
+    def predict_blocks(
         self,
         request_id: str,
         slot: int,
@@ -162,8 +162,8 @@ class KvPicker:
         blocks will be there. O(blocks)."""
         if self.predicted is not None:
             self.predicted.routed(request_id, slot, chained, hashes, now_s)
-        if self.recent is not None:
-            self.recent.routed(slot, chained, hashes, now_s)
+        if self.optimistic is not None:
+            self.optimistic.routed(slot, chained, hashes, now_s)
 
     def mark_prefill_complete(self, request_id: str) -> None:
         """The first token is here: the prompt is no load any more."""
@@ -206,8 +206,8 @@ class KvPicker:
         for slot in member.slots.values():
             if self.predicted is not None:
                 self.predicted.add_slot(slot, config.total_kv_blocks)
-            if self.recent is not None:
-                self.recent.add_slot(slot)
+            if self.optimistic is not None:
+                self.optimistic.add_slot(slot)
 
     def remove_worker(self, worker_id: int) -> None:
         """A worker is gone: its blocks leave the index, its requests end."""
@@ -220,8 +220,8 @@ class KvPicker:
                 self._copies.drop_slot(slot)
             if self.predicted is not None:
                 self.predicted.drop_slot(slot)
-            if self.recent is not None:
-                self.recent.drop_slot(slot)
+            if self.optimistic is not None:
+                self.optimistic.drop_slot(slot)
         self.served.pop(worker_id, None)
 
     def expire(self, age_s: float) -> list[str]:
@@ -266,7 +266,7 @@ class KvPicker:
         if self.predicted is not None:
             self.predicted.expire(times[0])
         copies = [] if self._copies is None else self._copies.in_progress(prompt.chained)
-        self._held.look(prompt.hashes, self.recent, times[0], copies)
+        self._held.look(prompt.hashes, self.optimistic, times[0], copies)
         times.append(self._clock())
         return prompt
 
@@ -339,8 +339,8 @@ class KvPicker:
         self.eligibility.settled(routing, decision.worker_id, decision.dp_rank, now_s)
         if self.local_requests is not None:
             self.local_requests.booked(request_id, reservation_id, prompt, prefill)
-        if self.believes:
-            self.believe(request_id, slot, prompt.chained, prompt.hashes, now_s)
+        if self.predicts:
+            self.predict_blocks(request_id, slot, prompt.chained, prompt.hashes, now_s)
         return found
 
     def _snapshot(

@@ -109,7 +109,7 @@ def test_slots_are_the_fleets_and_the_table_is_bounded() -> None:
 
 def test_without_events_or_overlap_there_is_nothing_to_add() -> None:
     for settings in ({"kv_events": False}, {"overlap_score_weight": 0.0}):
-        assert Box(predicted_ttl_s=5.0, **settings).picker.recent is None
+        assert Box(predicted_ttl_s=5.0, **settings).picker.optimistic is None
 
 
 def costs(**settings: Any) -> dict[int, float]:
