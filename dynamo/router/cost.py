@@ -22,11 +22,11 @@ __all__ = [
     "TierCounts",
     "add_requests",
     "cached_tokens",
+    "cost_params",
     "effective_blocks",
     "formula",
     "overridden",
     "parts",
-    "cost_params",
 ]
 
 _LARGEST = 1e12
@@ -193,14 +193,14 @@ def formula(
 
     Running requests and the factor of taints stand there only where they play a part.
     """
-    params = f"{scale:.1f} * {found.prefill_blocks:.3f} + {found.decode_blocks:.1f}"
+    summed = f"{scale:.1f} * {found.prefill_blocks:.3f} + {found.decode_blocks:.1f}"
     plain = scale * found.prefill_blocks + found.decode_blocks + found.request_blocks
     if found.request_blocks:
-        params += f" + {found.request_blocks:.1f}"
+        summed += f" + {found.request_blocks:.1f}"
     if plain and abs(cost - plain) > 1e-9 * plain:
-        params = f"({terms}) * {cost / plain:.3f}"
+        summed = f"({summed}) * {cost / plain:.3f}"
     return (
-        f"Formula for worker_{worker_id}: {cost:.3f} = {terms} (cached_blocks: {cached_blocks:g})"
+        f"Formula for worker_{worker_id}: {cost:.3f} = {summed} (cached_blocks: {cached_blocks:g})"
     )
 
 

@@ -38,11 +38,11 @@ class PrefillFit:
     """A :class:`dynamo.router.load.prefill_load.PrefillModel` of one pool of like workers.
 
     Remembers the last 128 stretches; fits anew after 8 more, at most once a second (about a
-    millisecond). ``params`` are a, b and c; None until there are enough samples.
+    millisecond). ``terms`` are a, b and c; None until there are enough samples.
     """
 
     def __init__(self) -> None:
-        self.params: Row | None = None
+        self.terms: Row | None = None
         self._samples: deque[BusyInterval] = deque(maxlen=_WINDOW)
         self._new = 0
         self._fitted_s = -math.inf
@@ -52,9 +52,9 @@ class PrefillFit:
 
     def predict(self, tokens: int, cached_tokens: int) -> float | None:
         """Seconds for one prompt, or None. O(1)."""
-        if self.params is None:
+        if self.terms is None:
             return None
-        a, b, c = self.params
+        a, b, c = self.terms
         return a + b * tokens + c * tokens * (cached_tokens + tokens / 2)
 
     def observe(self, stretch: BusyInterval, now_s: float) -> None:
@@ -64,11 +64,11 @@ class PrefillFit:
         if not enough or now_s - self._fitted_s < _REFIT_S:
             return
         self._fitted_s = now_s
-        first = self.params is None
+        first = self.terms is None
         self.fit()
         level = logging.INFO if first else logging.DEBUG
         text = "prefill load model: %.3g s + %.3g s a token + %.3g s a token and token before it"
-        logger.log(level, text, *(self.params or ()))
+        logger.log(level, text, *(self.terms or ()))
 
     def remember(self, stretch: BusyInterval) -> None:
         """One more sample."""
@@ -78,7 +78,7 @@ class PrefillFit:
     def fit(self) -> None:
         """Learn from what is remembered, which must not be nothing."""
         self._new = 0
-        self.params = _fit(self._samples)
+        self.terms = _fit(self._samples)
 
 
 def _fit(samples: Sequence[BusyInterval]) -> Row:
@@ -86,9 +86,9 @@ def _fit(samples: Sequence[BusyInterval]) -> Row:
     features = [(float(one.prefills), float(one.tokens), one.attention) for one in samples]
     seconds = [max(one.seconds, _LEAST_S) for one in samples]
     rate = median(took / row[1] for took, row in zip(seconds, features, strict=True))
-    params: Row = (0.0, rate, 0.0)
+    terms: Row = (0.0, rate, 0.0)
     for _ in range(_ROUNDS):
-        x, y, z = params
+        x, y, z = terms
         expected = [max(x * a + y * b + z * c, _LEAST_S) for a, b, c in features]
         off = [math.log(took / wish) for took, wish in zip(seconds, expected, strict=True)]
         spread = max(1.4826 * median(map(abs, off)), _LEAST_SPREAD)
@@ -96,8 +96,8 @@ def _fit(samples: Sequence[BusyInterval]) -> Row:
             1 / (1 + (error / spread) ** 2) / max(took, wish) ** 2
             for error, took, wish in zip(off, seconds, expected, strict=True)
         ]
-        params = _least_squares(features, seconds, weights, params)
-    return params
+        terms = _least_squares(features, seconds, weights, terms)
+    return terms
 
 
 def _least_squares(
