@@ -5,18 +5,18 @@ Pure; nothing is booked. Spec 3.1, 3.10.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from dynamo.errors import DynamoError
-from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.eligibility.filters import exclusion
-from dynamo.router.kv import KvPicker
+from dynamo.router.load.active import ActiveLoad
+from dynamo.router.worker_pool import WorkerPool
 
 __all__ = ["Candidate", "Explanation", "explain", "table"]
 
@@ -78,19 +78,14 @@ class Explanation(msgspec.Struct, kw_only=True):
 
 
 def explain(
-    picker: KvPicker,
-    tokens: Tokens,
-    routing: Routing | None = None,
-    override: Mapping[str, Any] | None = None,
-    queued: Sized = (),
+    snapshot: DecisionSnapshot,
+    worker_pool: WorkerPool,
+    active: ActiveLoad,
+    routing: Routing | None,
+    queued_requests: int = 0,
 ) -> Explanation:
-    """What :meth:`KvPicker.pick` would weigh now. Raises InvalidArgument for a bad ``override``.
-
-    ``queued`` are those who wait. Ties and temperature draw anew with each call, so a later pick
-    may differ.
-    """
-    snapshot = picker.snapshot(tokens, routing, override)
-    rows = [_row(picker, snapshot, routing, slot) for slot in picker.worker_pool.candidates]
+    """Return the rows of ``snapshot``, taken for a request with ``routing``."""
+    rows = [_row(snapshot, worker_pool, active, routing, slot) for slot in worker_pool.candidates]
     rows.sort(key=lambda row: (row.cost is None, row.cost or 0.0, not row.chosen, row.worker_id))
     weights = snapshot.params.weights
     return Explanation(
@@ -106,7 +101,7 @@ def explain(
         duplicate_cost=snapshot.params.duplicate_cost,
         temperature=snapshot.params.temperature,
         candidates=rows,
-        queued_requests=len(queued),
+        queued_requests=queued_requests,
         error=_text(snapshot.error),
     )
 
@@ -193,19 +188,21 @@ def _formula(found: Explanation) -> str:
 
 
 def _row(
-    picker: KvPicker, snapshot: DecisionSnapshot, routing: Routing | None, slot: int
+    snapshot: DecisionSnapshot,
+    worker_pool: WorkerPool,
+    active: ActiveLoad,
+    routing: Routing | None,
+    slot: int,
 ) -> Candidate:
-    owner = picker.worker_pool.owners[slot]
+    owner = worker_pool.owners[slot]
     assert owner is not None, "a candidate slot has an owner"
-    _, blocks, requests = picker.active.load(slot)
+    _, blocks, requests = active.load(slot)
     held = snapshot.held.of(slot)
     found = snapshot.parts(slot, requests)
     excluded = ""
     if slot not in snapshot.costs:
-        member = picker.worker_pool.members[owner[0]]
-        excluded = (
-            exclusion(picker.worker_pool, routing, member, owner[1]) or "bound to another worker"
-        )
+        member = worker_pool.members[owner[0]]
+        excluded = exclusion(worker_pool, routing, member, owner[1]) or "bound to another worker"
     return Candidate(
         worker_id=owner[0],
         dp_rank=owner[1],

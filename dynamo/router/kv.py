@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from random import Random
 from typing import Any
 
@@ -30,6 +30,7 @@ from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.duplicates import CopyOffer, CopyPolicy
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.taints import apply_preferred_taints
+from dynamo.router.explain import Explanation, explain
 from dynamo.router.load.active import ActiveLoad, Reservation
 from dynamo.router.load.prefill_model import prefill_model
 from dynamo.router.metrics import DecisionMetrics
@@ -73,6 +74,8 @@ class KvPicker:
         )
         self.eligibility = EligibilityFilter(self.worker_pool, settings, self._booked_prefill)
         self.index = index
+        self.weighs_overlap = index is not None
+        self.tracks_output = settings.track_output_blocks
         self.optimistic = make_recent(settings)
         self.predicts = predicted is not None or self.optimistic is not None
         self._copies = CopyPolicy() if settings.duplicate_cost else None
@@ -139,6 +142,17 @@ class KvPicker:
         except DynamoError as failure:
             error = failure
         return self._snapshot(prompt, params, slots, chosen, offer, error)
+
+    def explain(
+        self,
+        tokens: Tokens,
+        routing: Routing | None = None,
+        override: Mapping[str, Any] | None = None,
+        queued: Sized = (),
+    ) -> Explanation:
+        """See :meth:`dynamo.router.picker.Picker.explain`."""
+        snapshot = self.snapshot(tokens, routing, override)
+        return explain(snapshot, self.worker_pool, self.active, routing, len(queued))
 
     def predict(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
         """Somebody else sent the prompt there: without events, predict that it is cached."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from random import Random
 from typing import Any
 
@@ -19,6 +19,7 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.filters import pinned_worker
+from dynamo.router.explain import Explanation
 from dynamo.router.picker import Decision
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
@@ -32,6 +33,9 @@ class InflightPicker:
 
     ``mode`` is one of :data:`MODES`. O(1) without constraints, except by load: O(slots).
     """
+
+    weighs_overlap = False
+    tracks_output = False
 
     def __init__(
         self,
@@ -74,6 +78,16 @@ class InflightPicker:
             self._inflight[slot] += 1
             self.eligibility.settled(routing, *owner, now_s)
         return Decision(*owner)
+
+    def explain(
+        self,
+        tokens: Tokens,
+        routing: Routing | None = None,
+        override: Mapping[str, Any] | None = None,
+        queued: Sized = (),
+    ) -> Explanation:
+        """Raise InvalidArgument: these modes compute no cost."""
+        raise InvalidArgument("only --router-mode kv weighs candidates, so there is no table")
 
     def mark_prefill_complete(self, request_id: str) -> None:
         """Nothing to do: a request weighs the same from start to end."""

@@ -7,8 +7,8 @@ from collections.abc import Sized
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, wanted_place
 from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.protocols.engine import PreprocessedRequest, Routing
-from dynamo.router.explain import Explanation, explain
-from dynamo.router.kv import KvPicker
+from dynamo.router.explain import Explanation
+from dynamo.router.picker import Picker
 
 __all__ = ["explain_both"]
 
@@ -16,7 +16,7 @@ _NO_SLOT = "no free slot"
 
 
 def explain_both(
-    picker: KvPicker,
+    picker: Picker,
     prefill: PrefillRouter | None,
     request: PreprocessedRequest,
     routing: Routing | None,
@@ -27,16 +27,16 @@ def explain_both(
     override = request.router_config_override
     tokens = request.token_ids
     if prefill is None or not prefill.active:
-        return explain(picker, tokens, routing, override, queued)
+        return picker.explain(tokens, routing, override, queued)
     stays = prefill.stays(tokens, routing)
     if stays:
-        found = explain(picker, tokens, routing, override, queued)
+        found = picker.explain(tokens, routing, override, queued)
         found.stays = stays
         return found
-    found = explain(picker, tokens, routing, {**(override or {}), **DECODE_OVERRIDE}, queued)
+    found = picker.explain(tokens, routing, {**(override or {}), **DECODE_OVERRIDE}, queued)
     chooser = prefill.workers.picker
-    if isinstance(chooser, KvPicker):
-        inner = explain(chooser, tokens, wanted_place(routing), override, prefill.line)
+    if chooser is not None:
+        inner = chooser.explain(tokens, wanted_place(routing), override, prefill.line)
         found.prefill = _with_slots(inner, prefill)
     return found
 

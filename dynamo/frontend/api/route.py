@@ -23,7 +23,6 @@ from dynamo.frontend.requests.errors import error_response, explained
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
-from dynamo.router.kv import KvPicker
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["ExplainRoutes"]
@@ -90,8 +89,6 @@ class ExplainRoutes:
             else:
                 entry = self._models.find(parsed.model, "Completions")
                 prepared = await entry.preprocessor.completion_off_loop(parsed, threads)
-        if not isinstance(entry.picker, KvPicker):
-            raise InvalidArgument("only --router-mode kv weighs candidates, so there is no table")
         request = prepared.requests[0]
         routing = routed(request.routing, headers)
         dispatch = entry.dispatch

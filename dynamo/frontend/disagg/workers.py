@@ -8,7 +8,6 @@ from dynamo.errors import DynamoError, InvalidArgument, NoInstances, Overloaded,
 from dynamo.frontend.disagg.prefill_request import PrefillRequest, to_prefill, wanted_place
 from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import Routing
-from dynamo.router.kv import KvPicker
 from dynamo.router.picker import Decision, Picker
 from dynamo.runtime import Client
 
@@ -62,7 +61,7 @@ class PrefillWorkers:
     def best(self, ticket: PrefillRequest) -> int | None:
         """The worker it would go to if all had a free slot; None where caches don't matter, or
         where none would do."""
-        if not isinstance(self.picker, KvPicker) or self.picker.index is None:
+        if self.picker is None or not self.picker.weighs_overlap:
             return None
         try:
             found = self.locate(ticket.job.request.token_ids, ticket.job.routing)

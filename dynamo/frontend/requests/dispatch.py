@@ -13,7 +13,6 @@ import msgspec
 from dynamo.errors import DynamoError, InstanceGone, InvalidArgument, NoInstances
 from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import PreprocessedRequest, Routing
-from dynamo.router.kv import KvPicker
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.queued_request import QueuedRequest
 from dynamo.router.queue.request_queue import RequestQueue
@@ -54,7 +53,7 @@ class Dispatch:
         self.client = client
         self.line = line
         self.prefill: PrefillRouter | None = None
-        self.tracks_output = isinstance(picker, KvPicker) and picker.active.track_output
+        self.tracks_output = picker.tracks_output
 
     def send(self, job: DispatchJob) -> None:
         """Send the job: prefill first where that applies. Raises what :meth:`decode` and
