@@ -74,6 +74,8 @@ class Stream:
 class Site:
     """Everything behind the HTTP server; the test plays picker, worker and client."""
 
+    tracks_output = False
+
     def __init__(self, **settings: Any) -> None:
         card = ModelCard(
             display_name="tiny",
