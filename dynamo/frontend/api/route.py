@@ -25,8 +25,8 @@ from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
-from dynamo.router.explain import Explanation, explain
-from dynamo.router.kv import KvPicker
+from dynamo.router.explain import Explanation
+from dynamo.router.picker import Picker
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["ExplainRoutes", "explain_request"]
@@ -95,8 +95,6 @@ class ExplainRoutes:
             else:
                 entry = self._models.find(parsed.model, "Completions")
                 prepared = await entry.preprocessor.completion_off_loop(parsed, threads)
-        if not isinstance(entry.picker, KvPicker):
-            raise InvalidArgument("only --router-mode kv weighs candidates, so there is no table")
         request = prepared.requests[0]
         routing = routed(request.routing, headers)
         queued = entry.dispatch.queue or ()
@@ -115,7 +113,7 @@ def _parse(body: bytes) -> ChatCompletionRequest | CompletionRequest:
 
 
 def explain_request(
-    picker: KvPicker,
+    picker: Picker,
     prefill: PrefillRouter | None,
     request: PreprocessedRequest,
     routing: Routing | None,
@@ -126,16 +124,16 @@ def explain_request(
     override = request.router_config_override
     tokens = request.token_ids
     if prefill is None or not prefill.active:
-        return explain(picker, tokens, routing, override, queued)
+        return picker.explain(tokens, routing, override, queued)
     stays = prefill.local_reason(tokens, routing)
     if stays:
-        found = explain(picker, tokens, routing, override, queued)
+        found = picker.explain(tokens, routing, override, queued)
         found.stays = stays
         return found
-    found = explain(picker, tokens, routing, {**(override or {}), **DECODE_OVERRIDE}, queued)
+    found = picker.explain(tokens, routing, {**(override or {}), **DECODE_OVERRIDE}, queued)
     chooser = prefill.workers.picker
-    if isinstance(chooser, KvPicker):
-        inner = explain(chooser, tokens, prefill_routing(routing), override, prefill.queue)
+    if chooser is not None:
+        inner = chooser.explain(tokens, prefill_routing(routing), override, prefill.queue)
         found.prefill = _with_slots(inner, prefill)
     return found
 

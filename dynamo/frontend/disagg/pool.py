@@ -188,7 +188,7 @@ class _Active:
         await live.start()
         publisher = await runtime.publisher(*endpoint[:2], PREFILL_QUEUE)
         self._publisher = QueueStatePublisher(model, router.queue, publisher.publish)
-        client.on_inhibited(live.picker.fleet.shun)
+        client.on_inhibited(live.picker.worker_pool.avoid)
         router.attach(live.picker, client)
         router.on_change = self._publisher.check
         workers.on_change(self._changed)  # after the picker's own
@@ -218,7 +218,7 @@ class _Active:
     def _add(self, worker_id: int) -> None:
         """Send prompts to the worker, unless the picker refused it (for another block size)."""
         card = self._cards.get(worker_id)
-        if self._live is not None and worker_id in self._live.picker.fleet.members:
+        if self._live is not None and worker_id in self._live.picker.worker_pool.members:
             config = card.runtime_config if card is not None else RuntimeConfig()
             self._router.add_worker(worker_id, config)
 

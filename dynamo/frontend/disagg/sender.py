@@ -12,7 +12,6 @@ from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.prefill_request import PrefillRequest, prefill_routing, to_prefill
 from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import Routing
-from dynamo.router.kv import KvPicker
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.prefill import NextPrefill, PrefillQueue
 from dynamo.runtime import Client
@@ -36,10 +35,10 @@ class PrefillWorkers:
     @property
     def busy(self) -> Collection[int]:
         """The workers over the thresholds of ``--admission-control``; the set is live."""
-        return frozenset() if self.picker is None else self.picker.fleet.busy
+        return frozenset() if self.picker is None else self.picker.worker_pool.busy
 
     def __contains__(self, worker_id: int) -> bool:
-        return self.picker is not None and worker_id in self.picker.fleet.members
+        return self.picker is not None and worker_id in self.picker.worker_pool.members
 
     def pin(self, routing: Routing | None) -> int | None:
         """The worker that the request names. Raises InvalidArgument if it is not registered."""
@@ -54,11 +53,11 @@ class PrefillWorkers:
         """Whether all workers (or ``pin`` alone) have more prompt tokens to compute than
         ``--active-prefill-tokens-threshold`` and similar options allow, an equal share of
         ``queued_tokens`` included. O(ranks); O(1) without such thresholds."""
-        if self.picker is None or not self.picker.gate.busy.thresholds.any:
+        if self.picker is None or not self.picker.eligibility.busy.thresholds.any:
             return False
-        fleet, watch = self.picker.fleet, self.picker.gate.busy
-        share = queued_tokens // max(len(fleet.candidates), 1)
-        workers = fleet.members if pin is None else (pin,)
+        pool, watch = self.picker.worker_pool, self.picker.eligibility.busy
+        share = queued_tokens // max(len(pool.candidates), 1)
+        workers = pool.members if pin is None else (pin,)
         return bool(workers) and all(watch.would_prefill_too_much(one, share) for one in workers)
 
     def locate(self, tokens: Tokens, routing: Routing | None) -> Decision | None:
@@ -70,7 +69,7 @@ class PrefillWorkers:
     def best(self, prefill: PrefillRequest) -> int | None:
         """The worker that has most of the prompt cached; None without an index or a suitable
         worker."""
-        if not isinstance(self.picker, KvPicker) or self.picker.index is None:
+        if self.picker is None or not self.picker.weighs_overlap:
             return None
         request = prefill.engine_request
         try:

@@ -111,7 +111,7 @@ class ModelEntry:
             self._admitted.on_change(self._workers_changed)  # after the picker's own
             self.picker = self._router.picker
             self.dispatch = Dispatch(self.picker, self.client, self._router.line)
-            self.client.on_inhibited(self._router.picker.fleet.shun)
+            self.client.on_inhibited(self._router.picker.worker_pool.avoid)
             self._open_prefill(runtime, settings)
             self.ready = not self._closed
         finally:

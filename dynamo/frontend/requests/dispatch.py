@@ -14,7 +14,6 @@ from dynamo.errors import DynamoError, InstanceGone, InvalidArgument, NoInstance
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import Routing
-from dynamo.router.kv import KvPicker
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.queued_request import QueuedRequest
 from dynamo.router.queue.request_queue import RequestQueue
@@ -53,7 +52,7 @@ class Dispatch:
         self.client = client
         self.queue = queue
         self.prefill: PrefillStep | None = None
-        self.tracks_output = isinstance(picker, KvPicker) and picker.active.track_output
+        self.tracks_output = picker.tracks_output
 
     def send(self, engine_request: EngineRequest) -> None:
         """Send it, through a prefill worker first where that applies.
@@ -154,7 +153,7 @@ class Dispatch:
     def _untried(self, engine_request: EngineRequest) -> Routing:
         routing = engine_request.routing or Routing()
         allowed = routing.allowed_worker_ids
-        allowed = list(self.picker.fleet.members) if allowed is None else allowed
+        allowed = list(self.picker.worker_pool.members) if allowed is None else allowed
         untried = [worker_id for worker_id in allowed if worker_id not in engine_request.tried]
         return msgspec.structs.replace(routing, allowed_worker_ids=untried)
 

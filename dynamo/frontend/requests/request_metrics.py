@@ -193,9 +193,9 @@ class RequestMetrics:
         for choice in choices:
             decision, picker = choice.decision, choice.picker
             if cached_tokens is not None:
-                picker.reused(cached_tokens)
+                picker.add_reused_tokens(cached_tokens)
                 cached_tokens = None  # the usage is that of the whole request
-            if decision is None or decision.worker_id not in picker.fleet.members:
+            if decision is None or decision.worker_id not in picker.worker_pool.members:
                 continue  # the rows of a removed worker stay removed
             last = metrics.worker(decision.worker_id, decision.dp_rank)
             last.isl.value = self._prompt_tokens

@@ -195,7 +195,7 @@ class Box:
         loads = [
             picker.active.load(slot)  # type: ignore[attr-defined]
             for picker in (self.prefill, self.decode)
-            for member in picker.fleet.members.values()
+            for member in picker.worker_pool.members.values()
             for slot in member.slots.values()
         ]
         return not len(line) and not line.running and all(load == (0, 0, 0) for load in loads)
@@ -220,7 +220,7 @@ async def test_one_token_there_then_the_whole_answer_here() -> None:
     assert caller.done.worker_id == PREFILL and caller.decision.worker_id == DECODE
     assert caller.stages == ["route prefill", "dispatch prefill", "route decode"]
     assert caller.working == 0
-    slot = box.decode.fleet.members[DECODE].slots[0]
+    slot = box.decode.worker_pool.members[DECODE].slots[0]
     load = box.decode.active.load(slot)  # type: ignore[attr-defined]
     assert load[:2] == (0, 2), "blocks are load there, prompt tokens are not"
     caller.engine_request.release()
@@ -471,7 +471,7 @@ async def test_conditional_what_the_decode_worker_has_cached_counts() -> None:
     box = Box(conditional_disagg=True, conditional_disagg_config=config, kv_events=False)
     box.join(PREFILL)
     request = PreprocessedRequest("tiny", tokens(list(range(64))), StopConditions(max_tokens=3))
-    box.decode.assume(tokens(list(range(48))), DECODE)  # type: ignore[attr-defined]
+    box.decode.predict(tokens(list(range(48))), DECODE)  # type: ignore[attr-defined]
     caller = Caller()
     caller.engine_request = EngineRequest(caller, 0, box.dispatch, "own", request)  # type: ignore[arg-type]
     box.dispatch.send(caller.engine_request)

@@ -54,7 +54,7 @@ def busy_box(**more: Any) -> Box:
 def report(box: Box, worker: int, used_blocks: int) -> None:
     """The prefill worker says how full it is, as others fill it too."""
     state = KvMetrics(worker, 0, kv_used_blocks=used_blocks, kv_total_blocks=100)
-    box.prefill.gate.busy.report(state)
+    box.prefill.eligibility.busy.report(state)
 
 
 async def test_while_all_prefill_workers_are_busy_requests_wait() -> None:
@@ -213,7 +213,7 @@ async def test_the_cheapest_has_no_slot_and_is_waited_for_or_not(patience_s: flo
     box = Box(prefill_slots=1, kv_events=False, prefill_patience_s=patience_s)
     box.join(PREFILL, SPARE)
     prompt = tokens(list(range(64)))
-    box.prefill.assume(prompt, PREFILL)  # type: ignore[attr-defined]
+    box.prefill.predict(prompt, PREFILL)  # type: ignore[attr-defined]
     box.send(5, routing=Routing(prefill_worker_id=PREFILL))
     found = explained(box, 64).prefill
     assert found is not None
@@ -237,7 +237,7 @@ async def test_the_table_says_why_a_prompt_stays() -> None:
 def cached_at(box: Box, worker: int, length: int = 640) -> PreprocessedRequest:
     """A request whose prompt ``worker`` has cached."""
     prompt = tokens(list(range(length)))
-    box.prefill.assume(prompt, worker)  # type: ignore[attr-defined]
+    box.prefill.predict(prompt, worker)  # type: ignore[attr-defined]
     return PreprocessedRequest("tiny", prompt, StopConditions(max_tokens=7))
 
 

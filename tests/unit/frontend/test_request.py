@@ -73,6 +73,8 @@ class Stream:
 class Site:
     """Everything behind the HTTP server; the test plays picker, worker and client."""
 
+    tracks_output = False
+
     def __init__(self, **settings: Any) -> None:
         card = ModelCard(
             display_name="tiny",
@@ -96,7 +98,7 @@ class Site:
             dispatch=Dispatch(self, self),
         )
         self.kv_mode = True
-        self.fleet = SimpleNamespace(members={7: None})
+        self.worker_pool = SimpleNamespace(members={7: None})
         self.tasks = Tasks("test")
         self.streams: list[Stream] = []
         self.booked: dict[str, int] = {}
@@ -137,7 +139,7 @@ class Site:
     def add_output_tokens(self, request_id: str, count: int) -> None:
         self.booked[request_id] += count
 
-    def reused(self, tokens: int) -> None:
+    def add_reused_tokens(self, tokens: int) -> None:
         self.reused_tokens += tokens
 
     def free(self, request_id: str) -> None:
@@ -282,7 +284,7 @@ async def test_a_worker_that_has_left_gets_no_rows(site: Site) -> None:
     (stream,) = site.streams
     stream.say(ids(site, "good "))
     await turn()
-    site.fleet.members.clear()
+    site.worker_pool.members.clear()
     site.metrics.forget_worker(7)
     stream.say(ids(site, "day"), finish_reason="stop")
     stream.sink.on_end()

@@ -312,7 +312,7 @@ async def test_a_call_that_waited_needs_no_collector(site: Queued, leaves: bool)
 async def test_tokens_are_load_as_they_come() -> None:
     site = Queued({"queue_threshold": None, "track_output_blocks": True})
     site.chat(nvext={"agent_hints": {"osl": 64}})
-    slot = site.kv.fleet.members[7].slots[0]
+    slot = site.kv.worker_pool.members[7].slots[0]
     prompt = len(site.streams[0].request.token_ids)
     blocks = [site.kv.active.load(slot)[1]]
     for _ in range(4):
