@@ -21,7 +21,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.caches.cached_blocks import CachedBlocks
-from dynamo.router.caches.optimistic import make_recent
+from dynamo.router.caches.optimistic import make_optimistic_cache
 from dynamo.router.caches.predicted import PredictedCache
 from dynamo.router.cost import CostParams, add_requests, cached_tokens, overridden, terms_of
 from dynamo.router.decision_log import log_candidates, log_selected
@@ -73,8 +73,8 @@ class KvPicker:
         )
         self.gate = EligibilityFilter(self.fleet, settings, self._booked_prefill)
         self.index = index
-        self.recent = make_recent(settings)
-        self.believes = predicted is not None or self.recent is not None
+        self.optimistic = make_optimistic_cache(settings)
+        self.believes = predicted is not None or self.optimistic is not None
         self._copies = CopyPolicy() if settings.duplicate_cost else None
         chains = self.believes or self._copies is not None
         self._hasher = Hasher(block_size, index is not None, chains, settings.track_active_blocks)
@@ -162,8 +162,8 @@ class KvPicker:
         blocks will be there. O(blocks)."""
         if self.predicted is not None:
             self.predicted.routed(request_id, slot, chained, hashes, now_s)
-        if self.recent is not None:
-            self.recent.routed(slot, chained, hashes, now_s)
+        if self.optimistic is not None:
+            self.optimistic.routed(slot, chained, hashes, now_s)
 
     def mark_prefill_complete(self, request_id: str) -> None:
         """The first token is here: the prompt is no load any more."""
@@ -206,8 +206,8 @@ class KvPicker:
         for slot in member.slots.values():
             if self.predicted is not None:
                 self.predicted.add_slot(slot, config.total_kv_blocks)
-            if self.recent is not None:
-                self.recent.add_slot(slot)
+            if self.optimistic is not None:
+                self.optimistic.add_slot(slot)
 
     def remove_worker(self, worker_id: int) -> None:
         """A worker is gone: its blocks leave the index, its requests end."""
@@ -220,8 +220,8 @@ class KvPicker:
                 self._copies.drop_slot(slot)
             if self.predicted is not None:
                 self.predicted.drop_slot(slot)
-            if self.recent is not None:
-                self.recent.drop_slot(slot)
+            if self.optimistic is not None:
+                self.optimistic.drop_slot(slot)
         self.served.pop(worker_id, None)
 
     def expire(self, age_s: float) -> list[str]:
@@ -266,7 +266,7 @@ class KvPicker:
         if self.predicted is not None:
             self.predicted.expire(times[0])
         copies = [] if self._copies is None else self._copies.in_progress(prompt.chained)
-        self._held.look(prompt.hashes, self.recent, times[0], copies)
+        self._held.look(prompt.hashes, self.optimistic, times[0], copies)
         times.append(self._clock())
         return prompt
 

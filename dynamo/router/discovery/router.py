@@ -20,7 +20,7 @@ from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.router.caches.metrics import (
     EventMetrics,
     predictions,
-    recent_prompts,
+    show_optimistic_cache,
     useless_sources,
 )
 from dynamo.router.caches.recovery import KV_QUERY, Questions
@@ -183,8 +183,8 @@ class ConnectedRouter:
         if picker.index is not None and picker.predicted is not None:
             policy = self._settings.approximate_cache_policy
             predictions(registry, place, picker.index, picker.predicted, policy)
-        if picker.recent is not None:
-            recent_prompts(registry, place, picker.recent)
+        if picker.optimistic is not None:
+            show_optimistic_cache(registry, place, picker.optimistic)
 
     def _on_instances(self, added: list[EndpointRecord], removed: list[int]) -> None:
         if self._closed:
