@@ -140,7 +140,7 @@ class KvPicker:
             error = failure
         return self._survey(prompt, terms, slots, chosen, offer, error)
 
-    def assume(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
+    def predict(self, tokens: Tokens, worker_id: int, dp_rank: int = 0) -> None:
         """Somebody else sent the prompt there: without events, predict that it is cached."""
         member = self.fleet.members.get(worker_id)
         if self.predicted is None or member is None or dp_rank not in member.slots:
@@ -150,7 +150,7 @@ class KvPicker:
         slot = member.slots[dp_rank]
         self.predicted.routed(None, slot, prompt.chained, prompt.hashes, now_s)
 
-    def believe(
+    def predict_blocks(
         self,
         request_id: str,
         slot: int,
@@ -338,7 +338,7 @@ class KvPicker:
         if self.own_requests is not None:
             self.own_requests.booked(request_id, reservation_id, prompt, prefill)
         if self.believes:
-            self.believe(request_id, slot, prompt.chained, prompt.hashes, now_s)
+            self.predict_blocks(request_id, slot, prompt.chained, prompt.hashes, now_s)
         return found
 
     def _survey(

@@ -56,7 +56,7 @@ class ReplicaSync:
         self._answering: asyncio.Handle | None = None
         self._foreign: set[int] = set()
         router_id = secrets.randbits(62) + 1
-        self.own = LocalRequests(router_id, picker.block_size, picker.believes, self._on_news)
+        self.own = LocalRequests(router_id, picker.block_size, picker.predicts, self._on_news)
         self.peers = RemoteReplicas(PickerLoadSink(picker), self._ask)
         self._resyncs = show_replicas(runtime.metrics, place, self.peers)
 
@@ -185,7 +185,7 @@ class PickerLoadSink:
         if data.prefill_completed:
             picker.active.mark_prefill_complete(key, now_s)
         if len(data.tokens_hashes) == len(data.token_sequence):
-            picker.believe(key, slot, chained, array("Q", data.tokens_hashes), now_s)
+            picker.predict_blocks(key, slot, chained, array("Q", data.tokens_hashes), now_s)
         picker.gate.load_changed(event.worker_id)
 
     def prefill_completed(self, key: str) -> None:

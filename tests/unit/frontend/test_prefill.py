@@ -473,7 +473,7 @@ async def test_conditional_what_the_decode_worker_has_cached_counts() -> None:
     box = Box(conditional_disagg=True, conditional_disagg_config=config, kv_events=False)
     box.join(PREFILL)
     request = PreprocessedRequest("tiny", tokens(list(range(64))), StopConditions(max_tokens=3))
-    box.decode.assume(tokens(list(range(48))), DECODE)  # type: ignore[attr-defined]
+    box.decode.predict(tokens(list(range(48))), DECODE)  # type: ignore[attr-defined]
     caller = Caller()
     caller.leg = EngineRequest(caller, 0, box.decode, "own")  # type: ignore[arg-type]
     box.dispatch.send(DispatchJob(caller.leg, request, None, {}))

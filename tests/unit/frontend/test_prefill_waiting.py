@@ -214,7 +214,7 @@ async def test_the_cheapest_has_no_slot_and_is_waited_for_or_not(patience_s: flo
     box = Box(prefill_slots=1, kv_events=False, prefill_patience_s=patience_s)
     box.join(PREFILL, SPARE)
     prompt = tokens(list(range(64)))
-    box.prefill.assume(prompt, PREFILL)  # type: ignore[attr-defined]
+    box.prefill.predict(prompt, PREFILL)  # type: ignore[attr-defined]
     box.send(5, routing=Routing(prefill_worker_id=PREFILL))
     found = explained(box, 64).prefill
     assert found is not None
@@ -238,7 +238,7 @@ async def test_the_table_says_why_a_prompt_stays() -> None:
 def cached_at(box: Box, worker: int, length: int = 640) -> PreprocessedRequest:
     """A request whose prompt ``worker`` has cached."""
     prompt = tokens(list(range(length)))
-    box.prefill.assume(prompt, worker)  # type: ignore[attr-defined]
+    box.prefill.predict(prompt, worker)  # type: ignore[attr-defined]
     return PreprocessedRequest("tiny", prompt, StopConditions(max_tokens=7))
 
 
