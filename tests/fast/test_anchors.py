@@ -25,11 +25,11 @@ def test_whole_parts_leave_a_column() -> None:
     anchors.set(3, 0.0, 2.0, 0.0, 5.0)
     for width in (1, 4, 6):
         column = array("q", [50] * width)
-        anchors.relieve(column, 2.9)
+        anchors.subtract_done(column, 2.9)
         assert column.tolist() == ([48, 50, 50, 45] + [50] * width)[:width]
     anchors.set(3, 0.0, 0.0, 0.0, 0.0)
     column = array("q", [50] * 4)
-    anchors.relieve(column, 2.9)
+    anchors.subtract_done(column, 2.9)
     assert column.tolist() == [48, 50, 50, 50]
 
 
@@ -42,7 +42,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match="must be >= 0"):
             anchors.set(0, wrong[0], wrong[1], 0.0, wrong[2])
     with pytest.raises((TypeError, ValueError)):
-        anchors.relieve(array("d", [0.0]), 0.0)
+        anchors.subtract_done(array("d", [0.0]), 0.0)
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e9), st.floats(0, 1e6), st.lists(st.floats(0, 1e6)))
@@ -76,6 +76,6 @@ def test_the_twin_agrees(
             plain.value(slot, now) for slot in range(8)
         ]
         columns = [array("q", [0] * 8) for _ in "ab"]
-        fast.relieve(columns[0], now)
-        plain.relieve(columns[1], now)
+        fast.subtract_done(columns[0], now)
+        plain.subtract_done(columns[1], now)
         assert columns[0] == columns[1]

@@ -22,7 +22,7 @@ class OracleAnchors:
         base, rate, since, limit = self._anchors.get(slot, (0.0, 0.0, 0.0, 0.0))
         return min(base + rate * max(now - since, 0.0), limit)
 
-    def relieve(self, column: array[int], now: float) -> None:
+    def subtract_done(self, column: array[int], now: float) -> None:
         """Subtract whole parts."""
         for slot in range(len(column)):
             column[slot] -= int(self.value(slot, now))

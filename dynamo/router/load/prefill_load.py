@@ -58,7 +58,7 @@ class StaticModel:
 
 
 class PrefillLoad:
-    """Active prefills by slot, in order of age. Every call is O(1) but :meth:`relieve`.
+    """Active prefills by slot, in order of age. Every call is O(1) but :meth:`subtract_done`.
 
     Memory is bounded by what is booked. Of a slot's anchor ``base`` tokens count as done at
     ``since``; an overtaking moves them by whole tokens, which is exact in floating point, so that
@@ -121,9 +121,9 @@ class PrefillLoad:
         """How many of the tokens booked on ``slot`` are computed, as far as is modelled."""
         return int(self._anchors.value(slot, now_s))
 
-    def relieve(self, prefill_tokens: array[int], now_s: float) -> None:
+    def subtract_done(self, prefill_tokens: array[int], now_s: float) -> None:
         """Take what is computed off a column (i64) by slot. O(slots), compiled."""
-        self._anchors.relieve(prefill_tokens, now_s)
+        self._anchors.subtract_done(prefill_tokens, now_s)
 
     def _next(self, slot: int, line: _Line, now_s: float) -> None:
         """The oldest that is left stands for the time from now on."""
