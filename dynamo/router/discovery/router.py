@@ -23,7 +23,7 @@ from dynamo.router.caches.metrics import (
     show_optimistic_cache,
     useless_sources,
 )
-from dynamo.router.caches.recovery import KV_QUERY, Questions
+from dynamo.router.caches.recovery import KV_QUERY, RecoveryClient
 from dynamo.router.discovery.block_sizes import events_differ, worker_differs
 from dynamo.router.discovery.cards import WorkerCards
 from dynamo.router.discovery.load_feed import LoadFeed
@@ -105,7 +105,7 @@ class ConnectedRouter:
             self.indexer = Indexer(index, self._on_recovery, self._counts, ingest)
         if settings.predicts and settings.event_threads > 1:
             logger.warning("without KV events --router-event-threads has no effect")
-        self._questions: Questions | None = None
+        self._recovery: RecoveryClient | None = None
         self._devices: dict[int, str] = {}
         self._cards = WorkerCards(self._on_card)
         self._events: Subscription | None = None
@@ -128,7 +128,7 @@ class ConnectedRouter:
         await self._cards.start(self._runtime.discovery, self.path)
         if self.indexer is not None:
             query = await self._runtime.endpoint(f"{namespace}.{component}.{KV_QUERY}").client()
-            self._questions = Questions(
+            self._recovery = RecoveryClient(
                 query, self.indexer, self.block_size, self._on_foreign_blocks
             )
             on_events, over = self._on_events, None
@@ -170,8 +170,8 @@ class ConnectedRouter:
             before_render = self._runtime.metrics.before_render
             if self._threads.flush in before_render:
                 before_render.remove(self._threads.flush)
-        if self._questions is not None:
-            await self._questions.close()
+        if self._recovery is not None:
+            await self._recovery.close()
         for worker_id in list(self.picker.fleet.members):
             self._remove(worker_id)
         if self._sync is not None:
@@ -269,5 +269,5 @@ class ConnectedRouter:
         self._counts.warning("sequence_gap", max(got - expected, 1))
 
     def _on_recovery(self, recovery: Recovery) -> None:
-        if self._questions is not None and not self._closed:
-            self._questions.ask(recovery)
+        if self._recovery is not None and not self._closed:
+            self._recovery.ask(recovery)
