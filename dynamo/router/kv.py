@@ -44,7 +44,7 @@ __all__ = ["KvPicker"]
 class KvPicker:
     """Cost-based choice. ``index`` is None where prefix overlap must not matter.
 
-    ``believes``: decisions predict caches, for a while or for good.
+    ``predicts``: decisions predict caches, for a while or for good.
     ``served`` counts, by worker, the prompts of at least one block that got a first token.
     ``on_first_served`` hears of each worker's first of them.
     ``own_requests``, where set, is told of everything booked, for other replicas of the router.
@@ -74,9 +74,9 @@ class KvPicker:
         self.gate = EligibilityFilter(self.fleet, settings, self._booked_prefill)
         self.index = index
         self.optimistic = make_optimistic_cache(settings)
-        self.believes = predicted is not None or self.optimistic is not None
+        self.predicts = predicted is not None or self.optimistic is not None
         self._copies = CopyPolicy() if settings.duplicate_cost else None
-        chains = self.believes or self._copies is not None
+        chains = self.predicts or self._copies is not None
         self._hasher = Hasher(block_size, index is not None, chains, settings.track_active_blocks)
         self._terms = terms_of(settings, block_size)
         self._held = CachedBlocks(index, settings.shared_cache_type != "none")
@@ -337,7 +337,7 @@ class KvPicker:
         self.gate.settled(routing, decision.worker_id, decision.dp_rank, now_s)
         if self.own_requests is not None:
             self.own_requests.booked(request_id, reservation_id, prompt, prefill)
-        if self.believes:
+        if self.predicts:
             self.predict_blocks(request_id, slot, prompt.chained, prompt.hashes, now_s)
         return found
 
