@@ -33,7 +33,7 @@ from dynamo.router.eligibility.metrics import gates
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels, WorkerMetrics
-from dynamo.router.queue.request_queue import line_for
+from dynamo.router.queue.request_queue import make_queue
 from dynamo.router.sync.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.client import OnInstances
@@ -92,7 +92,7 @@ class ConnectedRouter:
             metrics=DecisionMetrics(registry, place) if kv_mode else None,
         )
         gates(registry, place, self.picker.gate)
-        self.line = line_for(settings, self.picker, registry, place)
+        self.line = make_queue(settings, self.picker, registry, place)
         self.indexer: Indexer | None = None
         self._threads: EventThreads | None = None
         self._rows = WorkerMetrics(registry, place) if kv_mode else None

@@ -28,7 +28,7 @@ from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.queued_request import Handle, Later, OnDecision, OnError, QueuedRequest
 from dynamo.router.queue.waiting import QueueEntry, WaitingQueue, claim_of
 
-__all__ = ["TICK_S", "RequestQueue", "line_for"]
+__all__ = ["TICK_S", "RequestQueue", "make_queue"]
 
 TICK_S = 0.1
 """While somebody waits, look this often for what nobody tells: busy reports, decaying load."""
@@ -246,7 +246,7 @@ class RequestQueue:
                 continue  # its turn will tell
 
 
-def line_for(
+def make_queue(
     settings: RouterSettings, picker: Picker, registry: Registry, place: RouterLabels
 ) -> RequestQueue | None:
     """The line before ``picker``, None where there is none: without a threshold, before prefill

@@ -36,7 +36,7 @@ from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Decision
 from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.queued_request import QueuedRequest, place
-from dynamo.router.queue.request_queue import TICK_S, RequestQueue, line_for
+from dynamo.router.queue.request_queue import TICK_S, RequestQueue, make_queue
 from dynamo.runtime import Context
 
 BLOCK, BATCH = 4, 100
@@ -397,18 +397,18 @@ def test_a_long_line_goes_in_turns_of_the_loop() -> None:
 def test_only_the_kv_mode_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
     kv = RouterSettings(mode="kv")
     registry, place = Registry(), RouterLabels("n", "c")
-    assert line_for(kv, KvPicker(kv, BLOCK, None), registry, place) is None
+    assert make_queue(kv, KvPicker(kv, BLOCK, None), registry, place) is None
     other = RouterSettings(queue_threshold=1.0)
-    assert line_for(other, InflightPicker("random"), registry, place) is None
+    assert make_queue(other, InflightPicker("random"), registry, place) is None
     assert "no effect in mode round-robin" in caplog.text
     blind = RouterSettings(mode="kv", queue_threshold=1.0, track_prefill_tokens=False)
-    assert line_for(blind, KvPicker(blind, BLOCK, None), registry, place) is None
+    assert make_queue(blind, KvPicker(blind, BLOCK, None), registry, place) is None
     assert "--no-router-track-prefill-tokens" in caplog.text
     queued = RouterSettings(mode="kv", queue_threshold=1.0)
     before_prefill = RouterLabels("n", "c", phase="prefill", worker_type="prefill")
-    assert line_for(queued, KvPicker(queued, BLOCK, None), registry, before_prefill) is None
+    assert make_queue(queued, KvPicker(queued, BLOCK, None), registry, before_prefill) is None
     assert isinstance(
-        line_for(queued, KvPicker(queued, BLOCK, None), registry, place), RequestQueue
+        make_queue(queued, KvPicker(queued, BLOCK, None), registry, place), RequestQueue
     )
 
 
