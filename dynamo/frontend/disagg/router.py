@@ -32,7 +32,7 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.prefill import PrefillQueue, capacity_of
-from dynamo.router.queue.waiting import claim_of
+from dynamo.router.queue.waiting import priority_of
 from dynamo.runtime import Client
 
 __all__ = ["PrefillRouter"]
@@ -114,9 +114,11 @@ class PrefillRouter:
         if self.workers.overloaded(pin, self.line.waiting_tokens):
             self._metrics.refused("overloaded")
             raise Overloaded("all prefill workers have too many prompt tokens to compute")
-        strict, jump_s = claim_of(routing)
+        strict, priority_boost_s = priority_of(routing)
         try:
-            self.line.enter(ticket, now_s, strict=strict, jump_s=max(jump_s, 0.0), pin=pin)
+            self.line.enter(
+                ticket, now_s, strict=strict, priority_boost_s=max(priority_boost_s, 0.0), pin=pin
+            )
         except Overloaded:
             self._metrics.refused("queue_full")
             raise

@@ -174,16 +174,16 @@ class PrefillQueue(Generic[T]):
         now_s: float,
         *,
         strict: int = 0,
-        jump_s: float = 0.0,
+        priority_boost_s: float = 0.0,
         pin: int | None = None,
     ) -> None:
-        """Wait behind those of the same ``strict`` priority that came up to ``jump_s`` earlier.
+        """Wait behind those of the same ``strict`` priority that came up to ``priority_boost_s`` earlier.
 
         Raises Overloaded when ``limit`` tickets wait already and none could go at once.
         """
         if self.full and (self._head(pin) is not None or not self._has_slot(pin)):
             raise Overloaded(f"the prefill queue is full: {self.limit} requests wait")
-        self._put(ticket, (True, -strict, now_s - jump_s, next(self._numbers)), pin)
+        self._put(ticket, (True, -strict, now_s - priority_boost_s, next(self._numbers)), pin)
 
     def give_back(self, ticket: T, pin: int | None = None) -> None:
         """To the head of the line: it was sent and has not been computed. Never refused.

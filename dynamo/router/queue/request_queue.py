@@ -26,7 +26,7 @@ from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.queued_request import Handle, Later, OnDecision, OnError, QueuedRequest
-from dynamo.router.queue.waiting import QueueEntry, WaitingQueue, claim_of
+from dynamo.router.queue.waiting import QueueEntry, WaitingQueue, priority_of
 
 __all__ = ["TICK_S", "RequestQueue", "make_queue"]
 
@@ -150,8 +150,8 @@ class RequestQueue:
         cached = self._cached_tokens(ticket)
         now_s = self._clock()
         self._metrics.joined(len(self._queue))
-        claim, isl = claim_of(ticket.routing), len(ticket.tokens)
-        self._waiters[request_id] = self._queue.join(ticket, claim, isl, cached, now_s)
+        priority, isl = priority_of(ticket.routing), len(ticket.tokens)
+        self._waiters[request_id] = self._queue.join(ticket, priority, isl, cached, now_s)
         ticket.seen_s = now_s
         self.wake()  # it may be first now, and have other workers to go to than who was
         if self._tick_timer is None:

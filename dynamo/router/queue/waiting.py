@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 from dynamo.errors import RouterQueueLimitExceeded
 from dynamo.protocols.engine import Routing
 
-__all__ = ["POLICIES", "POLICY_CLASS", "Priority", "QueueEntry", "WaitingQueue", "claim_of"]
+__all__ = ["POLICIES", "POLICY_CLASS", "Priority", "QueueEntry", "WaitingQueue", "priority_of"]
 
 T = TypeVar("T")
 POLICY_CLASS = "default"
@@ -19,40 +19,42 @@ _SLACK = 64
 
 
 class Priority(NamedTuple):
-    """What a request says for itself: ``strict`` beats everything, ``jump_s`` are seconds that it
+    """What a request says for itself: ``strict`` beats everything, ``priority_boost_s`` are seconds that it
     may claim to have come earlier."""
 
     strict: int = 0
-    jump_s: float = 0.0
+    priority_boost_s: float = 0.0
 
 
-def claim_of(routing: Routing | None) -> Priority:
+def priority_of(routing: Routing | None) -> Priority:
     """The claim in the request's hints. ``priority`` is the newer name of ``priority_jump`` and
     wins; beyond 1e9 seconds all are alike."""
     if routing is None:
         return Priority()
-    jump_s = routing.priority_jump if routing.priority is None else routing.priority
-    if jump_s is None or jump_s != jump_s:  # NaN
-        jump_s = 0
-    return Priority(routing.strict_priority or 0, float(max(-_MOST_S, min(jump_s, _MOST_S))))
+    priority_boost_s = routing.priority_jump if routing.priority is None else routing.priority
+    if priority_boost_s is None or priority_boost_s != priority_boost_s:  # NaN
+        priority_boost_s = 0
+    return Priority(
+        routing.strict_priority or 0, float(max(-_MOST_S, min(priority_boost_s, _MOST_S)))
+    )
 
 
 class QueueEntry(Generic[T]):
     """One who waits: ``isl_tokens`` of prompt, of which a worker holds ``cached_tokens``."""
 
-    __slots__ = ("_entry", "arrived_s", "cached_tokens", "claim", "isl_tokens", "item", "number")
+    __slots__ = ("_entry", "arrived_s", "cached_tokens", "priority", "isl_tokens", "item", "number")
 
     def __init__(
         self,
         item: T,
-        claim: Priority,
+        priority: Priority,
         isl_tokens: int,
         cached_tokens: int,
         arrived_s: float,
         number: int,
     ) -> None:
         self.item = item
-        self.claim = claim
+        self.priority = priority
         self.isl_tokens = isl_tokens
         self.cached_tokens = cached_tokens
         self.arrived_s = arrived_s
@@ -93,13 +95,13 @@ class WaitingQueue(Generic[T]):
         )
 
     def join(
-        self, item: T, claim: Priority, isl_tokens: int, cached_tokens: int, now_s: float
+        self, item: T, priority: Priority, isl_tokens: int, cached_tokens: int, now_s: float
     ) -> QueueEntry[T]:
         """Stand in line. Raises RouterQueueLimitExceeded when it is full."""
         if self.full:
             raise self.refuse()
         self._numbers += 1
-        waiter = QueueEntry(item, claim, isl_tokens, cached_tokens, now_s, self._numbers)
+        waiter = QueueEntry(item, priority, isl_tokens, cached_tokens, now_s, self._numbers)
         self._waiting += 1
         self.isl_tokens += isl_tokens
         self.cached_tokens += cached_tokens
@@ -140,7 +142,7 @@ class WaitingQueue(Generic[T]):
 
     def _enter(self, waiter: QueueEntry[T]) -> None:
         self._versions += 1
-        key = (-waiter.claim.strict, -self._score(waiter), waiter.number, self._versions, waiter)
+        key = (-waiter.priority.strict, -self._score(waiter), waiter.number, self._versions, waiter)
         waiter._entry = key
         heapq.heappush(self._heap, key)
         if len(self._heap) > 2 * self._waiting + _SLACK:
@@ -152,15 +154,17 @@ class WaitingQueue(Generic[T]):
 
 
 def _first_come(waiter: QueueEntry[T]) -> float:
-    return max(waiter.claim.jump_s, 0.0) - waiter.arrived_s
+    return max(waiter.priority.priority_boost_s, 0.0) - waiter.arrived_s
 
 
 def _last_come(waiter: QueueEntry[T]) -> float:
-    return waiter.claim.jump_s + waiter.arrived_s
+    return waiter.priority.priority_boost_s + waiter.arrived_s
 
 
 def _shortest_work(waiter: QueueEntry[T]) -> float:
-    return (1.0 + waiter.claim.jump_s) / max(waiter.isl_tokens - waiter.cached_tokens, 1)
+    return (1.0 + waiter.priority.priority_boost_s) / max(
+        waiter.isl_tokens - waiter.cached_tokens, 1
+    )
 
 
 POLICIES: dict[str, Callable[[QueueEntry[T]], float]] = {

@@ -48,7 +48,7 @@ def test_tokens_are_slots_too_and_an_idle_worker_takes_any_prompt() -> None:
 def test_priority_goes_before_a_head_start_goes_before_arrival() -> None:
     line: PrefillQueue[str] = PrefillQueue(LIMIT)
     line.enter("old", 0.0)
-    line.enter("hinted", 5.0, jump_s=6.0)
+    line.enter("hinted", 5.0, priority_boost_s=6.0)
     line.enter("strict", 9.0, strict=1)
     line.set_worker(1, Capacity(1, 1))
     order = []

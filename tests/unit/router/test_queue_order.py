@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynamo.errors import Overloaded, RouterQueueLimitExceeded
 from dynamo.protocols.engine import Routing
-from dynamo.router.queue.waiting import POLICIES, Priority, WaitingQueue, claim_of
+from dynamo.router.queue.waiting import POLICIES, Priority, WaitingQueue, priority_of
 
 
 class Twin:
@@ -93,8 +93,8 @@ def test_as_the_rule_says(policy: str, steps: list[Any]) -> None:
 def test_a_jump_counts_as_having_come_earlier() -> None:
     queue: WaitingQueue[str] = WaitingQueue("fcfs", 10)
     queue.join("early", Priority(), 8, 0, 10.0)
-    queue.join("hasty", Priority(jump_s=2.5), 8, 0, 12.0)
-    queue.join("patient", Priority(jump_s=-50.0), 8, 0, 12.5)
+    queue.join("hasty", Priority(priority_boost_s=2.5), 8, 0, 12.0)
+    queue.join("patient", Priority(priority_boost_s=-50.0), 8, 0, 12.5)
     queue.join("first of all", Priority(strict=1), 8, 0, 90.0)
     order = []
     while (head := queue.head()) is not None:
@@ -105,7 +105,7 @@ def test_a_jump_counts_as_having_come_earlier() -> None:
 
 def test_a_negative_jump_is_none_where_who_came_first_goes_first() -> None:
     queue: WaitingQueue[str] = WaitingQueue("fcfs", 10)
-    queue.join("patient", Priority(jump_s=-50.0), 8, 0, 10.0)
+    queue.join("patient", Priority(priority_boost_s=-50.0), 8, 0, 10.0)
     queue.join("later", Priority(), 8, 0, 11.0)
     head = queue.head()
     assert head is not None and head.item == "patient"
@@ -124,7 +124,7 @@ def test_the_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("routing", "claim"),
+    ("routing", "priority"),
     [
         (None, (0, 0.0)),
         (Routing(), (0, 0.0)),
@@ -136,5 +136,5 @@ def test_the_bound() -> None:
         (Routing(priority=-(10**30)), (0, -1e9)),
     ],
 )
-def test_what_a_request_claims(routing: Routing | None, claim: tuple[int, float]) -> None:
-    assert claim_of(routing) == claim
+def test_what_a_request_claims(routing: Routing | None, priority: tuple[int, float]) -> None:
+    assert priority_of(routing) == priority
