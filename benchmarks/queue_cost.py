@@ -59,14 +59,14 @@ def direct(picker: KvPicker, request_id: str, tokens: array[int]) -> None:
 
 
 def lined(
-    line: RequestQueue,
+    queue: RequestQueue,
     picker: KvPicker,
     request_id: str,
     tokens: array[int],
     nobody: Callable[..., None],
 ) -> None:
     """Through a line, with the callback that a frontend makes for each request."""
-    line.request(request_id, tokens, on_decision=partial(nobody, request_id), on_error=nobody)
+    queue.request(request_id, tokens, on_decision=partial(nobody, request_id), on_error=nobody)
     picker.mark_prefill_complete(request_id)
     picker.free(request_id)
 
@@ -76,7 +76,7 @@ def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
     settings = RouterSettings(mode="kv", queue_threshold=1.0)
     picker = picker_of(settings, prompts)
     gate = picker.gate
-    line = RequestQueue(picker, settings, QueueMetrics(Registry(), "m"))
+    queue = RequestQueue(picker, settings, QueueMetrics(Registry(), "m"))
 
     def unaware() -> Request:
         gate.__class__ = Unaware
@@ -87,8 +87,8 @@ def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
         return partial(direct, picker)
 
     def waiting() -> Request:
-        gate.__class__, gate.on_change = EligibilityFilter, line.wake
-        return partial(lined, line, picker, nobody=print)
+        gate.__class__, gate.on_change = EligibilityFilter, queue.wake
+        return partial(lined, queue, picker, nobody=print)
 
     return {
         "no queue in the code": unaware,

@@ -45,9 +45,9 @@ class RoutedEndpoint:
         self._numbers = itertools.count(1)
 
     @property
-    def line(self) -> RequestQueue | None:
+    def queue(self) -> RequestQueue | None:
         """Where requests wait, if they may have to."""
-        return None if self._live is None else self._live.line
+        return None if self._live is None else self._live.queue
 
     async def start(self) -> None:
         """Follow the workers; those that exist can be picked on return."""
@@ -117,11 +117,11 @@ class RoutedEndpoint:
         """A worker, booked under ``request_id``, when it is the request's turn: at once unless a
         queue threshold is set. Raises as :meth:`Picker.pick` and
         :func:`dynamo.router.queue.queued_request.place`."""
-        line = self.line
-        if line is None:
+        queue = self.queue
+        if queue is None:
             return self.picker.pick(request_id, tokens, routing=routing, override=override)
         return await place(
-            line, request_id, tokens, routing=routing, override=override, context=context
+            queue, request_id, tokens, routing=routing, override=override, context=context
         )
 
     def _first_token(self, reservation_id: str) -> float:

@@ -31,12 +31,12 @@ class PrefillMetrics:
         self._requests = counter(registry, Prefill.REQUESTS, prefix)
         self._requeues = counter(registry, Prefill.REQUEUES, prefix)
 
-    def show(self, line: PrefillQueue[Any]) -> None:
-        """Depth, active requests and workers of ``line`` are on the page from now on."""
+    def show(self, queue: PrefillQueue[Any]) -> None:
+        """Depth, active requests and workers of ``queue`` are on the page from now on."""
         depth, active, workers = (family.labels(self._model) for family in self._gauges)
-        depth.function = line.__len__
-        active.function = lambda: line.running
-        workers.function = lambda: len(line.workers)
+        depth.function = queue.__len__
+        active.function = lambda: queue.running
+        workers.function = lambda: len(queue.workers)
         self._requeues.labels(self._model)
 
     def fell_back(self, reason: str) -> None:

@@ -186,7 +186,7 @@ class _Active:
         )
         await live.start()
         publisher = await runtime.publisher(*place[:2], PREFILL_QUEUE)
-        self._news = QueueStatePublisher(model, router.line, publisher.publish)
+        self._news = QueueStatePublisher(model, router.queue, publisher.publish)
         client.on_inhibited(live.picker.fleet.shun)
         router.attach(live.picker, client)
         router.on_change = self._news.look

@@ -18,14 +18,14 @@ REPEAT_S = 1.0
 
 
 class QueueStatePublisher:
-    """Publishes the state of ``line``: at once when it becomes empty or ceases to be, else at most
+    """Publishes the state of ``queue``: at once when it becomes empty or ceases to be, else at most
     every ``INTERVAL_S``, and every ``REPEAT_S`` unchanged for those who come later."""
 
     def __init__(
-        self, model: str, line: PrefillQueue[Any], publish: Callable[[bytes], object]
+        self, model: str, queue: PrefillQueue[Any], publish: Callable[[bytes], object]
     ) -> None:
         self._model = model
-        self._line = line
+        self._queue = queue
         self._publish = publish
         self._loop = asyncio.get_running_loop()
         self._told = PrefillQueueState(model)
@@ -38,7 +38,7 @@ class QueueStatePublisher:
         """The line may have changed."""
         if self._timer is None:
             return  # closed
-        if bool(self._line) != bool(self._told.size):
+        if bool(self._queue) != bool(self._told.size):
             self._tell()
         elif self._due_s > self._told_s + INTERVAL_S and self._state() != self._told:
             self._arm(max(self._told_s + INTERVAL_S, self._loop.time()))
@@ -50,8 +50,8 @@ class QueueStatePublisher:
             self._timer = None
 
     def _state(self) -> PrefillQueueState:
-        line = self._line
-        return PrefillQueueState(self._model, len(line), line.running, len(line.workers))
+        queue = self._queue
+        return PrefillQueueState(self._model, len(queue), queue.running, len(queue.workers))
 
     def _tell(self) -> None:
         self._told, self._told_s = self._state(), self._loop.time()

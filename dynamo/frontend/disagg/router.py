@@ -57,7 +57,7 @@ class PrefillRouter:
     ) -> None:
         self.model = model
         self.block_size = block_size
-        self.line: PrefillQueue[PrefillRequest] = PrefillQueue(
+        self.queue: PrefillQueue[PrefillRequest] = PrefillQueue(
             settings.prefill_queue_limit, lambda ticket: len(ticket.job.request.token_ids)
         )
         self.workers = PrefillWorkers(block_size)
@@ -66,7 +66,7 @@ class PrefillRouter:
         self._dispatch = dispatch
         self._fallback = Fallback(model, block_size, settings, metrics, dispatch)
         self._sender = PrefillSender(
-            self.line, self.workers, self._fallback, metrics, settings.prefill_patience_s
+            self.queue, self.workers, self._fallback, metrics, settings.prefill_patience_s
         )
         self._known = False
         self._loop = asyncio.get_running_loop()
@@ -83,7 +83,7 @@ class PrefillRouter:
     @property
     def active(self) -> bool:
         """Whether a prompt can be computed by a prefill worker now."""
-        return self.workers.picker is not None and bool(self.line.workers)
+        return self.workers.picker is not None and bool(self.queue.workers)
 
     @property
     def patient(self) -> bool:
@@ -111,12 +111,12 @@ class PrefillRouter:
         now_s = time.monotonic()
         pin = self.workers.pin(routing)
         ticket = PrefillRequest(self, job, pin, now_s)
-        if self.workers.overloaded(pin, self.line.waiting_tokens):
+        if self.workers.overloaded(pin, self.queue.waiting_tokens):
             self._metrics.refused("overloaded")
             raise Overloaded("all prefill workers have too many prompt tokens to compute")
         strict, priority_boost_s = priority_of(routing)
         try:
-            self.line.enter(
+            self.queue.enter(
                 ticket, now_s, strict=strict, priority_boost_s=max(priority_boost_s, 0.0), pin=pin
             )
         except Overloaded:
@@ -132,7 +132,7 @@ class PrefillRouter:
         (``short``, ``cached``, ``queue``), or "". Who names a prefill worker gets it."""
         if routing is not None and routing.prefill_worker_id is not None:
             return ""
-        return self._fallback.prefers(tokens, routing, len(self.line))
+        return self._fallback.prefers(tokens, routing, len(self.queue))
 
     def locate(self, tokens: Tokens, routing: Routing | None) -> Decision | None:
         """Where the prompt would be computed now; None: at the decode worker. Raises as
@@ -146,21 +146,21 @@ class PrefillRouter:
     def attach(self, picker: Picker, client: Client) -> None:
         """From now on ``picker`` chooses among the workers behind ``client``."""
         self.workers.picker, self.workers.client = picker, client
-        self.line.busy = self.workers.busy
+        self.queue.busy = self.workers.busy
         self._known = True
-        self._metrics.show(self.line)
+        self._metrics.show(self.queue)
         client.on_inhibited(self.suspend)
 
     def detach(self) -> None:
         """No prefill worker is left: who waits goes without, who is served may end."""
         self.workers.picker = self.workers.client = None
-        self.line.busy = self.workers.busy
-        for worker_id in self.line.known_workers:
+        self.queue.busy = self.workers.busy
+        for worker_id in self.queue.known_workers:
             self.remove_worker(worker_id)
 
     def add_worker(self, worker_id: int, config: RuntimeConfig) -> None:
         """The worker may be sent requests, within its capacity."""
-        self.line.set_worker(worker_id, capacity_of(config, self._settings.prefill_slots))
+        self.queue.set_worker(worker_id, capacity_of(config, self._settings.prefill_slots))
         self._sender.settle()
 
     def suspend(self, worker_id: int, suspended: bool) -> None:
@@ -169,12 +169,12 @@ class PrefillRouter:
 
     def remove_worker(self, worker_id: int) -> None:
         """The worker is gone. What it still computes it may finish, for a while."""
-        for ticket in self.line.remove_worker(worker_id):
+        for ticket in self.queue.remove_worker(worker_id):
             if ticket.pin is None:
-                self.line.bind(ticket, None)
+                self.queue.bind(ticket, None)
             else:
                 self._sender.go_without(ticket, "no_worker")
-        if self.line.running_at(worker_id):
+        if self.queue.running_at(worker_id):
             self._loop.call_later(self._settings.prefill_drain_timeout_s, self._lose, worker_id)
         self._sender.settle()
 
@@ -182,7 +182,7 @@ class PrefillRouter:
 
     def cancelled(self, ticket: PrefillRequest) -> None:
         """The client has gone: nothing runs or waits for it."""
-        self.line.leave(ticket)
+        self.queue.leave(ticket)
         ticket.release()
         self._sender.drain()
 
@@ -192,7 +192,7 @@ class PrefillRouter:
         assert decision is not None and output is not None, "a sent ticket has both at its end"
         now_s = time.monotonic()
         ticket.stream = None
-        self.line.finish(ticket)
+        self.queue.finish(ticket)
         ticket.release()
         tokens = len(job.request.token_ids)
         self._metrics.computed(now_s - ticket.sent_s)
@@ -207,7 +207,7 @@ class PrefillRouter:
 
     def failed(self, ticket: PrefillRequest, error: DynamoError) -> None:
         """Again with another worker, without, or not at all: it depends on the error."""
-        self.line.finish(ticket)
+        self.queue.finish(ticket)
         ticket.release()
         ticket.job.leg.call.rests()
         ticket.output = None
@@ -226,20 +226,20 @@ class PrefillRouter:
         ticket.attempts += 1
         if ticket.attempts > self._settings.prefill_retries:
             self._sender.go_without(ticket, "retries", error)
-        elif not self.active or ticket.pin not in (None, *self.line.known_workers):
+        elif not self.active or ticket.pin not in (None, *self.queue.known_workers):
             self._sender.go_without(ticket, "no_worker", error)
         else:
             log.info("prefill of %s goes back to the head: %s", ticket.reservation_id, error)
             self._metrics.requeued()
             ticket.patient = False
             ticket.job.leg.call.meter.routed("prefill")
-            self.line.give_back(ticket, ticket.pin)
+            self.queue.give_back(ticket, ticket.pin)
 
     def _lose(self, worker_id: int) -> None:
         """A worker that left has not finished in time: it hangs, or its host is gone."""
         if self.workers.knows(worker_id):
             return  # it has come back
-        for ticket in self.line.running_at(worker_id):
+        for ticket in self.queue.running_at(worker_id):
             self.failed(ticket, Disconnected(f"prefill worker {worker_id} left without an answer"))
 
 

@@ -21,7 +21,7 @@ _BUSY_TICK_S = 0.1
 
 
 class PrefillSender:
-    """Between ``line`` and ``workers``; ``fallback`` gets who has to go without.
+    """Between ``queue`` and ``workers``; ``fallback`` gets who has to go without.
 
     A request waits up to ``patience_s`` for the worker that is best for it while others have a free
     slot. ``on_change`` is called when the line or the workers may have changed.
@@ -29,13 +29,13 @@ class PrefillSender:
 
     def __init__(
         self,
-        line: PrefillQueue[PrefillRequest],
+        queue: PrefillQueue[PrefillRequest],
         workers: PrefillWorkers,
         fallback: Fallback,
         metrics: PrefillMetrics,
         patience_s: float,
     ) -> None:
-        self.line = line
+        self.queue = queue
         self.workers = workers
         self.patience_s = patience_s
         self.on_change: Callable[[], None] = _nobody
@@ -48,14 +48,14 @@ class PrefillSender:
     @property
     def active(self) -> bool:
         """Whether a prompt can be computed by a prefill worker now."""
-        return self.workers.picker is not None and bool(self.line.workers)
+        return self.workers.picker is not None and bool(self.queue.workers)
 
     def suspend(self, worker_id: int, suspended: bool) -> None:
         """The worker did not answer (or may be tried again)."""
-        self.line.suspend(worker_id, suspended)
-        for ticket in self.line.waiting_for(worker_id) if suspended else ():
+        self.queue.suspend(worker_id, suspended)
+        for ticket in self.queue.waiting_for(worker_id) if suspended else ():
             if ticket.pin is None:
-                self.line.bind(ticket, None)
+                self.queue.bind(ticket, None)
         self.settle()
 
     def drain(self) -> None:
@@ -64,11 +64,11 @@ class PrefillSender:
             return
         self._draining = True
         try:
-            while (turn := self.line.next()) is not None and self._send(turn):
+            while (turn := self.queue.next()) is not None and self._send(turn):
                 pass
         finally:
             self._draining = False
-        if self.line.held_up and self._tick is None:
+        if self.queue.held_up and self._tick is None:
             self._tick = self._loop.call_later(_BUSY_TICK_S, self._look_again)
         self.on_change()
 
@@ -79,7 +79,7 @@ class PrefillSender:
     def settle(self) -> None:
         """The workers have changed."""
         if not self.active:
-            for ticket in self.line.take_all():
+            for ticket in self.queue.take_all():
                 self.go_without(ticket, "no_worker")
         self.drain()
 
@@ -98,7 +98,7 @@ class PrefillSender:
             return True
         cached_tokens = decision.overlap_blocks * self.workers.block_size
         new_tokens = max(len(job.request.token_ids) - cached_tokens, 1)
-        self.line.start(ticket, decision.worker_id, new_tokens)
+        self.queue.start(ticket, decision.worker_id, new_tokens)
         ticket.sent_s = job.leg.call.works()
         job.leg.call.meter.prefilling()
         self._metrics.sent(ticket.sent_s - ticket.arrived_s)
@@ -106,18 +106,18 @@ class PrefillSender:
 
     def _binds(self, ticket: PrefillRequest, free: list[int]) -> bool:
         """Whether it steps aside, to wait a while for a better worker than the ``free`` ones."""
-        if not ticket.patient or not self.patience_s or len(self.line) > self.line.limit:
+        if not ticket.patient or not self.patience_s or len(self.queue) > self.queue.limit:
             return False
         best = self.workers.best(ticket)
-        if best is None or best in free or best not in self.line.workers:
+        if best is None or best in free or best not in self.queue.workers:
             return False
         ticket.patient = False
-        self.line.bind(ticket, best)
+        self.queue.bind(ticket, best)
         self._loop.call_later(self.patience_s, self._unbind, ticket)
         return True
 
     def _unbind(self, ticket: PrefillRequest) -> None:
-        self.line.bind(ticket, None)
+        self.queue.bind(ticket, None)
         self.drain()
 
     def _unsent(self, turn: NextPrefill[PrefillRequest], error: DynamoError) -> bool:
@@ -140,11 +140,11 @@ class PrefillSender:
     def go_without(
         self, ticket: PrefillRequest, reason: str, error: DynamoError | None = None
     ) -> None:
-        self.line.leave(ticket)
+        self.queue.leave(ticket)
         self._fallback.take(ticket, reason, error)
 
     def refuse(self, ticket: PrefillRequest, error: DynamoError, by_worker: bool = False) -> None:
-        self.line.leave(ticket)
+        self.queue.leave(ticket)
         self._fallback.refuse(ticket, error, by_worker)
 
 

@@ -45,14 +45,14 @@ class DispatchJob(NamedTuple):
 class Dispatch:
     """Sends requests to the workers behind ``client`` that ``picker`` chooses.
 
-    With a ``line`` before the picker they may have to wait for a worker. ``prefill`` may have other
+    With a ``queue`` before the picker they may have to wait for a worker. ``prefill`` may have other
     workers compute their prompts first.
     """
 
-    def __init__(self, picker: Picker, client: Client, line: RequestQueue | None = None) -> None:
+    def __init__(self, picker: Picker, client: Client, queue: RequestQueue | None = None) -> None:
         self.picker = picker
         self.client = client
-        self.line = line
+        self.queue = queue
         self.prefill: PrefillRouter | None = None
         self.tracks_output = isinstance(picker, KvPicker) and picker.active.track_output
 
@@ -71,29 +71,29 @@ class Dispatch:
         RouterQueueLimitExceeded; what fails later ends the call.
         """
         leg, request = job.leg, job.request
-        line, override = self.line, request.router_config_override
+        queue, override = self.queue, request.router_config_override
         routing = self._untried(job) if job.tried else job.routing
-        if not job.tried and (line is not None or request.prefill_result is not None):
+        if not job.tried and (queue is not None or request.prefill_result is not None):
             phase = "aggregated" if request.prefill_result is None else "decode"
             leg.call.meter.routed(phase)
-        if line is None:
+        if queue is None:
             decision = self.picker.pick(
                 leg.reservation_id, request.token_ids, routing=routing, override=override
             )
             self._open(job, decision)
             return
-        found = line.request(
+        found = queue.request(
             leg.reservation_id,
             request.token_ids,
             routing=routing,
             override=override,
-            on_decision=partial(self._its_turn, line, job),
+            on_decision=partial(self._its_turn, queue, job),
             on_error=leg.call.fail if job.error is None else partial(_none_left, job),
         )
         if isinstance(found, QueuedRequest):
             leg.pending = found
         else:
-            self._open(job, found, len(line))
+            self._open(job, found, len(queue))
 
     def decode_later(self, job: DispatchJob) -> None:
         """:meth:`decode` from a callback, where nobody catches: an error ends the call.
@@ -105,8 +105,8 @@ class Dispatch:
         if leg.open and not leg.call.closed:
             _or_fail(leg, partial(self.decode, job))
 
-    def _its_turn(self, line: RequestQueue, job: DispatchJob, decision: Decision) -> None:
-        _or_fail(job.leg, partial(self._open, job, decision, len(line)))
+    def _its_turn(self, queue: RequestQueue, job: DispatchJob, decision: Decision) -> None:
+        _or_fail(job.leg, partial(self._open, job, decision, len(queue)))
 
     def _open(self, job: DispatchJob, decision: Decision, waiting: int = 0) -> None:
         leg, request = job.leg, job.request

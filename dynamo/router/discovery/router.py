@@ -92,7 +92,7 @@ class ConnectedRouter:
             metrics=DecisionMetrics(registry, place) if kv_mode else None,
         )
         gates(registry, place, self.picker.gate)
-        self.line = make_queue(settings, self.picker, registry, place)
+        self.queue = make_queue(settings, self.picker, registry, place)
         self.indexer: Indexer | None = None
         self._threads: EventThreads | None = None
         self._rows = WorkerMetrics(registry, place) if kv_mode else None
@@ -157,8 +157,8 @@ class ConnectedRouter:
     async def close(self) -> None:
         """Stop following, turn away who waits. Idempotent."""
         self._closed = True
-        if self.line is not None:
-            self.line.close()
+        if self.queue is not None:
+            self.queue.close()
         if self._upkeep is not None:
             self._upkeep.close()
         self._cards.close()

@@ -73,7 +73,7 @@ class QueuedRequest:
 
 
 async def place(
-    line: RequestQueue,
+    queue: RequestQueue,
     request_id: str,
     tokens: Tokens,
     *,
@@ -86,8 +86,8 @@ async def place(
     Raises the same errors, and Cancelled when ``context`` ends first. A cancelled task leaves no
     reservation."""
     future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
-    free = partial(line.picker.free, request_id)
-    found = line.request(
+    free = partial(queue.picker.free, request_id)
+    found = queue.request(
         request_id,
         tokens,
         routing=routing,

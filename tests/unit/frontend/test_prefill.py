@@ -181,9 +181,9 @@ class Box:
     def counted(self, name: str) -> dict[str, float]:
         """Values of ``dynamo_frontend_prefill_<name>`` by the rest of their labels."""
         out = {}
-        for line in self.registry.render().decode().splitlines():
-            if line.startswith(f"dynamo_frontend_prefill_{name}{{"):
-                labels, _, value = line.rpartition(" ")
+        for queue in self.registry.render().decode().splitlines():
+            if queue.startswith(f"dynamo_frontend_prefill_{name}{{"):
+                labels, _, value = queue.rpartition(" ")
                 out[labels.partition("reason=")[2].strip('"}')] = float(value)
         return out
 
@@ -193,14 +193,14 @@ class Box:
         return value
 
     def nothing_left(self) -> bool:
-        line = self.router.line
+        queue = self.router.queue
         loads = [
             picker.active.load(slot)  # type: ignore[attr-defined]
             for picker in (self.prefill, self.decode)
             for member in picker.fleet.members.values()
             for slot in member.slots.values()
         ]
-        return not len(line) and not line.running and all(load == (0, 0, 0) for load in loads)
+        return not len(queue) and not queue.running and all(load == (0, 0, 0) for load in loads)
 
 
 async def test_one_token_there_then_the_whole_answer_here() -> None:
@@ -261,7 +261,7 @@ async def test_a_prefill_worker_is_sent_no_more_than_fits() -> None:
     box.join(PREFILL, max_num_batched_tokens=100)
     for _ in range(5):
         box.send(60)
-    assert len(box.prefillers.streams) == 2 and len(box.router.line) == 3
+    assert len(box.prefillers.streams) == 2 and len(box.router.queue) == 3
     assert box.value("queue_depth") == 3 and box.value("active_requests") == 2
     box.prefillers.streams[0].answer({})
     assert len(box.prefillers.streams) == 3 and len(box.decoders.streams) == 1
@@ -273,7 +273,7 @@ async def test_slots_may_be_counted_in_requests() -> None:
     for _ in range(3):
         box.send(5)
     assert {one.worker_id for one in box.prefillers.streams} == {PREFILL, SPARE}
-    assert len(box.router.line) == 1
+    assert len(box.router.queue) == 1
 
 
 async def test_a_worker_that_dies_gives_its_requests_back_to_the_head() -> None:
@@ -286,7 +286,7 @@ async def test_a_worker_that_dies_gives_its_requests_back_to_the_head() -> None:
     assert [one.worker_id for one in box.prefillers.streams] == [PREFILL, SPARE]
     box.prefillers.inhibited(PREFILL, True)
     box.prefillers.streams[0].fail(Disconnected("gone"))
-    assert len(box.router.line) == 2
+    assert len(box.router.queue) == 2
     on_spare.answer({})
     assert box.prefillers.streams[2].request.token_ids[0] == 1000, "the first before the third"
     assert box.value("requeues_total") == 1 and first.error is None and second.error is None
@@ -381,7 +381,7 @@ async def test_a_client_that_leaves_stops_the_worker_and_frees_its_slot() -> Non
     box.join(PREFILL)
     running, waiting, last = box.send(), box.send(), box.send()
     waiting.leave()
-    assert len(box.router.line) == 1
+    assert len(box.router.queue) == 1
     running.leave()
     assert box.prefillers.streams[0].killed
     assert box.prefillers.streams[1].request.token_ids[0] == 3000
@@ -421,7 +421,7 @@ async def test_a_pinned_worker_that_leaves_is_waited_for_no_longer() -> None:
     box.send(routing=pin)
     box.send(routing=pin)
     box.part(PREFILL)
-    assert len(box.decoders.streams) == 1 and len(box.router.line) == 0
+    assert len(box.decoders.streams) == 1 and len(box.router.queue) == 0
 
 
 async def test_taints_that_no_prefill_worker_has() -> None:
@@ -462,7 +462,7 @@ async def test_conditional_short_prompts_and_long_queues_stay_local() -> None:
     box.send(51)
     assert len(box.prefillers.streams) == 1
     box.send(51)
-    assert len(box.router.line) == 1
+    assert len(box.router.queue) == 1
     box.send(51)
     assert len(box.decoders.streams) == 2, "one waits, and one is not fewer than one"
     assert box.counted("local_total") == {"short": 1, "queue": 1}
