@@ -36,7 +36,7 @@ def explain_both(
     found = explain(picker, tokens, routing, {**(override or {}), **DECODE_OVERRIDE}, queued)
     chooser = prefill.workers.picker
     if isinstance(chooser, KvPicker):
-        inner = explain(chooser, tokens, wanted_place(routing), override, prefill.line)
+        inner = explain(chooser, tokens, wanted_place(routing), override, prefill.queue)
         found.prefill = _with_slots(inner, prefill)
     return found
 
@@ -44,7 +44,7 @@ def explain_both(
 def _with_slots(found: Explanation, prefill: PrefillRouter) -> Explanation:
     """``found`` as the line sees it: for the chosen one without a free slot the prompt would wait,
     without patience for any of those that have one."""
-    free = prefill.line.free_workers
+    free = prefill.queue.free_workers
     able = [row for row in found.candidates if row.cost is not None]
     for row in able:
         if row.worker_id not in free:

@@ -95,7 +95,7 @@ class ExplainRoutes:
         request = prepared.requests[0]
         routing = routed(request.routing, headers)
         dispatch = entry.dispatch
-        found = explain_both(entry.picker, dispatch.prefill, request, routing, dispatch.line or ())
+        found = explain_both(entry.picker, dispatch.prefill, request, routing, dispatch.queue or ())
         return msgspec.json.encode(found)
 
 

@@ -116,7 +116,7 @@ class ModelEntry:
             self._live = await self._start_router(runtime, settings, self._accepted)
             self._accepted.on_change(self._workers_changed)  # after the picker's own
             self.picker = self._live.picker
-            self.dispatch = Dispatch(self.picker, self.client, self._live.line)
+            self.dispatch = Dispatch(self.picker, self.client, self._live.queue)
             self.client.on_inhibited(self._live.picker.fleet.shun)
             self._open_prefill(runtime, settings)
             self.ready = not self._closed

@@ -181,9 +181,9 @@ class Box:
     def counted(self, name: str) -> dict[str, float]:
         """Values of ``dynamo_frontend_prefill_<name>`` by the rest of their labels."""
         out = {}
-        for queue in self.registry.render().decode().splitlines():
-            if queue.startswith(f"dynamo_frontend_prefill_{name}{{"):
-                labels, _, value = queue.rpartition(" ")
+        for line in self.registry.render().decode().splitlines():
+            if line.startswith(f"dynamo_frontend_prefill_{name}{{"):
+                labels, _, value = line.rpartition(" ")
                 out[labels.partition("reason=")[2].strip('"}')] = float(value)
         return out
 
