@@ -72,7 +72,7 @@ class Run:
         while self._events:
             self.now_s, number, kind = heapq.heappop(self._events)
             if kind == "come":
-                self.queue.enter(number, self.now_s)
+                self.queue.add(number, self.now_s)
             elif kind == "enough":
                 self.queue.bind(number, None)
             else:
@@ -80,7 +80,7 @@ class Run:
                 self.queue.finish(number)
                 self.ttft_s.append(self.now_s - self.arrivals[number][0])
             while (turn := self.queue.next()) is not None:
-                self._serve(turn.ticket, turn.workers)
+                self._serve(turn.request, turn.workers)
         self.ttft_s.sort()
 
     def _serve(self, number: int, free: list[int] | None) -> None:

@@ -116,7 +116,7 @@ class PrefillRouter:
             raise Overloaded("all prefill workers have too many prompt tokens to compute")
         strict, priority_boost_s = priority_of(routing)
         try:
-            self.queue.enter(
+            self.queue.add(
                 ticket, now_s, strict=strict, priority_boost_s=max(priority_boost_s, 0.0), pin=pin
             )
         except Overloaded:
@@ -155,7 +155,7 @@ class PrefillRouter:
         """No prefill worker is left: who waits goes without, who is served may end."""
         self.workers.picker = self.workers.client = None
         self.queue.busy = self.workers.busy
-        for worker_id in self.queue.known_workers:
+        for worker_id in self.queue.all_workers:
             self.remove_worker(worker_id)
 
     def add_worker(self, worker_id: int, config: RuntimeConfig) -> None:
@@ -182,7 +182,7 @@ class PrefillRouter:
 
     def cancelled(self, ticket: PrefillRequest) -> None:
         """The client has gone: nothing runs or waits for it."""
-        self.queue.leave(ticket)
+        self.queue.remove(ticket)
         ticket.release()
         self._sender.drain()
 
@@ -226,14 +226,14 @@ class PrefillRouter:
         ticket.attempts += 1
         if ticket.attempts > self._settings.prefill_retries:
             self._sender.go_without(ticket, "retries", error)
-        elif not self.active or ticket.pin not in (None, *self.queue.known_workers):
+        elif not self.active or ticket.pin not in (None, *self.queue.all_workers):
             self._sender.go_without(ticket, "no_worker", error)
         else:
             log.info("prefill of %s goes back to the head: %s", ticket.reservation_id, error)
             self._metrics.requeued()
             ticket.patient = False
             ticket.job.leg.call.meter.routed("prefill")
-            self.queue.give_back(ticket, ticket.pin)
+            self.queue.requeue(ticket, ticket.pin)
 
     def _lose(self, worker_id: int) -> None:
         """A worker that left has not finished in time: it hangs, or its host is gone."""

@@ -68,7 +68,7 @@ class PrefillSender:
                 pass
         finally:
             self._draining = False
-        if self.queue.held_up and self._tick is None:
+        if self.queue.is_blocked and self._tick is None:
             self._tick = self._loop.call_later(_BUSY_TICK_S, self._look_again)
         self.on_change()
 
@@ -79,13 +79,13 @@ class PrefillSender:
     def settle(self) -> None:
         """The workers have changed."""
         if not self.active:
-            for ticket in self.queue.take_all():
+            for ticket in self.queue.pop_all():
                 self.go_without(ticket, "no_worker")
         self.drain()
 
     def _send(self, turn: NextPrefill[PrefillRequest]) -> bool:
         """Whether the line may go on; the ticket has left its head then."""
-        ticket, job = turn.ticket, turn.ticket.job
+        ticket, job = turn.request, turn.request.job
         try:
             if turn.workers is not None and self._binds(ticket, turn.workers):
                 return True
@@ -123,7 +123,7 @@ class PrefillSender:
     def _unsent(self, turn: NextPrefill[PrefillRequest], error: DynamoError) -> bool:
         """See :meth:`_send`. A pin is the client's word; of other constraints (taints, a rank) a
         decode worker may think differently."""
-        ticket = turn.ticket
+        ticket = turn.request
         if isinstance(error, WorkerUnavailable) and ticket.decision is not None:
             # It is gone, and we are about to be told: the ticket stays first.
             self.suspend(ticket.decision.worker_id, True)
@@ -140,11 +140,11 @@ class PrefillSender:
     def go_without(
         self, ticket: PrefillRequest, reason: str, error: DynamoError | None = None
     ) -> None:
-        self.queue.leave(ticket)
+        self.queue.remove(ticket)
         self._fallback.take(ticket, reason, error)
 
     def refuse(self, ticket: PrefillRequest, error: DynamoError, by_worker: bool = False) -> None:
-        self.queue.leave(ticket)
+        self.queue.remove(ticket)
         self._fallback.refuse(ticket, error, by_worker)
 
 

@@ -63,7 +63,7 @@ class _Lane:
 @dataclass(slots=True, eq=False)
 class _Waiting(Generic[T]):
     rank: Rank
-    ticket: T
+    request: T
     pin: int | None
     gone: bool = False
 
@@ -72,19 +72,19 @@ class _Waiting(Generic[T]):
 
 
 class NextPrefill(NamedTuple, Generic[T]):
-    """``ticket`` may go to one of ``workers`` (None: to any)."""
+    """``request`` may go to one of ``workers`` (None: to any)."""
 
-    ticket: T
+    request: T
     workers: list[int] | None
 
 
 class PrefillQueue(Generic[T]):
-    """Tickets are waiting (:meth:`enter`), then running (:meth:`start`), then gone.
+    """Requests are waiting (:meth:`add`), then running (:meth:`start`), then gone.
 
-    Tickets that are pinned to a worker, or bound to it for a while (:meth:`bind`), wait for that
+    Requests that are pinned to a worker, or bound to it for a while (:meth:`bind`), wait for that
     one; others overtake them meanwhile. The ``busy``
     workers, which other routers keep up to date, get nothing. ``waiting_tokens`` are the prompt
-    tokens of the waiting tickets, given by ``tokens_of``.
+    tokens of the waiting requests, given by ``tokens_of``.
     """
 
     def __init__(self, limit: int, tokens_of: Callable[[T], int] = lambda _: 0) -> None:
@@ -99,17 +99,17 @@ class PrefillQueue(Generic[T]):
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """Tickets that wait."""
+        """Requests that wait."""
         return len(self._waiting)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether as many wait as may."""
         return len(self._waiting) >= self.limit
 
     @property
     def running(self) -> int:
-        """Tickets at a worker."""
+        """Requests at a worker."""
         return len(self._running)
 
     @property
@@ -123,14 +123,14 @@ class PrefillQueue(Generic[T]):
         return [one for one, lane in self._lanes.items() if lane.free and one not in self.busy]
 
     @property
-    def held_up(self) -> bool:
+    def is_blocked(self) -> bool:
         """Whether somebody waits although a worker, which is busy, has a free slot."""
         return bool(self._waiting) and any(
             one in self.busy and lane.free for one, lane in self._lanes.items()
         )
 
     @property
-    def known_workers(self) -> list[int]:
+    def all_workers(self) -> list[int]:
         """All workers, those that do not answer included."""
         return list(self._lanes)
 
@@ -158,19 +158,19 @@ class PrefillQueue(Generic[T]):
         return self.waiting_for(worker_id)
 
     def waiting_for(self, worker_id: int) -> list[T]:
-        """The tickets that wait for this worker and no other, in order: to be bound anew, or to
+        """The requests that wait for this worker and no other, in order: to be bound anew, or to
         leave, when there is no hope for it."""
-        return [one.ticket for one in sorted(self._heaps.get(worker_id, ())) if not one.gone]
+        return [one.request for one in sorted(self._heaps.get(worker_id, ())) if not one.gone]
 
     def running_at(self, worker_id: int) -> list[T]:
-        """The tickets at a worker, oldest first."""
-        return [ticket for ticket, (at, _) in self._running.items() if at == worker_id]
+        """The requests at a worker, oldest first."""
+        return [request for request, (at, _) in self._running.items() if at == worker_id]
 
-    # -- tickets
+    # -- requests
 
-    def enter(
+    def add(
         self,
-        ticket: T,
+        request: T,
         now_s: float,
         *,
         strict: int = 0,
@@ -179,69 +179,69 @@ class PrefillQueue(Generic[T]):
     ) -> None:
         """Wait behind those of the same ``strict`` priority that came up to ``priority_boost_s`` earlier.
 
-        Raises Overloaded when ``limit`` tickets wait already and none could go at once.
+        Raises Overloaded when ``limit`` requests wait already and none could go at once.
         """
-        if self.full and (self._head(pin) is not None or not self._has_slot(pin)):
+        if self.is_full and (self._head(pin) is not None or not self._has_slot(pin)):
             raise Overloaded(f"the prefill queue is full: {self.limit} requests wait")
-        self._put(ticket, (True, -strict, now_s - priority_boost_s, next(self._numbers)), pin)
+        self._put(request, (True, -strict, now_s - priority_boost_s, next(self._numbers)), pin)
 
-    def give_back(self, ticket: T, pin: int | None = None) -> None:
+    def requeue(self, request: T, pin: int | None = None) -> None:
         """To the head of the line: it was sent and has not been computed. Never refused.
 
         Several stand in the order in which they were first sent back.
         """
-        self.finish(ticket)
-        self._put(ticket, (False, 0, 0.0, next(self._numbers)), pin)
+        self.finish(request)
+        self._put(request, (False, 0, 0.0, next(self._numbers)), pin)
 
-    def bind(self, ticket: T, worker_id: int | None) -> None:
-        """The ticket waits for this worker from now on (None: for any), with its old claim; nothing
+    def bind(self, request: T, worker_id: int | None) -> None:
+        """The request waits for this worker from now on (None: for any), with its old claim; nothing
         to do if it does not wait."""
-        entry = self._waiting.get(ticket)
+        entry = self._waiting.get(request)
         if entry is not None:
-            self._drop(ticket)
-            self._put(ticket, entry.rank, worker_id)
+            self._drop(request)
+            self._put(request, entry.rank, worker_id)
 
     def next(self) -> NextPrefill[T] | None:
-        """The first ticket that there is a free slot for. It waits until :meth:`start` (or
-        :meth:`leave`), and is the next one until then."""
+        """The first request that there is a free slot for. It waits until :meth:`start` (or
+        :meth:`remove`), and is the next one until then."""
         free = self.free_workers
         heads = [self._head(pin) for pin in (None, *free)] if free else []
         entry = min((head for head in heads if head is not None), default=None)
         if entry is None:
             return None
         if entry.pin is not None:
-            return NextPrefill(entry.ticket, [entry.pin])
-        return NextPrefill(entry.ticket, None if len(free) == len(self._lanes) else free)
+            return NextPrefill(entry.request, [entry.pin])
+        return NextPrefill(entry.request, None if len(free) == len(self._lanes) else free)
 
-    def start(self, ticket: T, worker_id: int, tokens: int) -> None:
+    def start(self, request: T, worker_id: int, tokens: int) -> None:
         """It was sent to the worker, which has ``tokens`` prompt tokens of it to compute."""
-        self._drop(ticket)
-        self._running[ticket] = (worker_id, tokens)
+        self._drop(request)
+        self._running[request] = (worker_id, tokens)
         lane = self._lanes.get(worker_id)
         if lane is not None:
             lane.tokens += tokens
             lane.requests += 1
 
-    def finish(self, ticket: T) -> None:
+    def finish(self, request: T) -> None:
         """It is no longer at its worker. Idempotent."""
-        worker_id, tokens = self._running.pop(ticket, (-1, 0))
+        worker_id, tokens = self._running.pop(request, (-1, 0))
         lane = self._lanes.get(worker_id)
         if lane is not None:
             lane.tokens -= tokens
             lane.requests -= 1
 
-    def leave(self, ticket: T) -> None:
+    def remove(self, request: T) -> None:
         """Nobody wants it any more, wherever it is. Idempotent."""
-        self._drop(ticket)
-        self.finish(ticket)
+        self._drop(request)
+        self.finish(request)
 
-    def take_all(self) -> list[T]:
+    def pop_all(self) -> list[T]:
         """Empty the line: everyone who waits, in order."""
         everyone = sorted(self._waiting.values())
         self._waiting.clear()
         self._heaps.clear()
         self.waiting_tokens = 0
-        return [entry.ticket for entry in everyone]
+        return [entry.request for entry in everyone]
 
     # -- own steps
 
@@ -249,17 +249,17 @@ class PrefillQueue(Generic[T]):
         free = self.free_workers
         return bool(free) if pin is None else pin in free
 
-    def _put(self, ticket: T, rank: Rank, pin: int | None) -> None:
-        entry = self._waiting[ticket] = _Waiting(rank, ticket, pin)
-        self.waiting_tokens += self._tokens_of(ticket)
+    def _put(self, request: T, rank: Rank, pin: int | None) -> None:
+        entry = self._waiting[request] = _Waiting(rank, request, pin)
+        self.waiting_tokens += self._tokens_of(request)
         heapq.heappush(self._heaps.setdefault(pin, []), entry)
 
-    def _drop(self, ticket: T) -> None:
-        entry = self._waiting.pop(ticket, None)
+    def _drop(self, request: T) -> None:
+        entry = self._waiting.pop(request, None)
         if entry is None:
             return
         entry.gone = True
-        self.waiting_tokens -= self._tokens_of(ticket)
+        self.waiting_tokens -= self._tokens_of(request)
         heap = self._heaps[entry.pin]
         if len(heap) > 2 * len(self._waiting) + _SURPLUS:
             heap[:] = [one for one in heap if not one.gone]

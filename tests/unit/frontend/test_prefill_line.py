@@ -19,8 +19,8 @@ def served(queue: PrefillQueue[str], tokens: int = 10) -> list[tuple[str, int]]:
     sent = []
     while (turn := queue.next()) is not None:
         worker = (turn.workers or queue.workers)[0]
-        queue.start(turn.ticket, worker, tokens)
-        sent.append((turn.ticket, worker))
+        queue.start(turn.request, worker, tokens)
+        sent.append((turn.request, worker))
     return sent
 
 
@@ -28,7 +28,7 @@ def test_a_worker_gets_no_more_than_its_slots_and_the_rest_wait_in_order() -> No
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     queue.set_worker(1, Capacity(10**6, 2))
     for number, name in enumerate("abcd"):
-        queue.enter(name, float(number))
+        queue.add(name, float(number))
     assert served(queue) == [("a", 1), ("b", 1)]
     assert len(queue) == 2 and queue.running == 2
     queue.finish("b")
@@ -39,7 +39,7 @@ def test_tokens_are_slots_too_and_an_idle_worker_takes_any_prompt() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     queue.set_worker(1, Capacity(100, 10))
     for number, name in enumerate("abc"):
-        queue.enter(name, float(number))
+        queue.add(name, float(number))
     assert served(queue, 400) == [("a", 1)], "larger than the batch, but the worker is idle"
     queue.finish("a")
     assert served(queue, 60) == [("b", 1), ("c", 1)], "60 of 100: there is room for one more"
@@ -47,14 +47,14 @@ def test_tokens_are_slots_too_and_an_idle_worker_takes_any_prompt() -> None:
 
 def test_priority_goes_before_a_head_start_goes_before_arrival() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
-    queue.enter("old", 0.0)
-    queue.enter("hinted", 5.0, priority_boost_s=6.0)
-    queue.enter("strict", 9.0, strict=1)
+    queue.add("old", 0.0)
+    queue.add("hinted", 5.0, priority_boost_s=6.0)
+    queue.add("strict", 9.0, strict=1)
     queue.set_worker(1, Capacity(1, 1))
     order = []
     while (turn := queue.next()) is not None:
-        queue.leave(turn.ticket)
-        order.append(turn.ticket)
+        queue.remove(turn.request)
+        order.append(turn.request)
     assert order == ["strict", "hinted", "old"]
 
 
@@ -62,12 +62,12 @@ def test_what_a_dead_worker_had_is_at_the_head_in_order_before_any_priority() ->
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     queue.set_worker(1, Capacity(10**6, 2))
     for number, name in enumerate("ab"):
-        queue.enter(name, float(number))
+        queue.add(name, float(number))
     served(queue)
-    queue.enter("c", 2.0, strict=9)
+    queue.add("c", 2.0, strict=9)
     assert queue.remove_worker(1) == []
     for ticket in queue.running_at(1):
-        queue.give_back(ticket)
+        queue.requeue(ticket)
     queue.set_worker(2, Capacity(10**6, 5))
     assert [ticket for ticket, _ in served(queue)] == ["a", "b", "c"]
 
@@ -76,12 +76,12 @@ def test_the_pinned_wait_for_their_worker_and_others_overtake_them() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     for worker in (1, 2):
         queue.set_worker(worker, Capacity(10**6, 1))
-    queue.enter("x", 0.0, pin=1)
-    queue.enter("y", 1.0, pin=1)
-    queue.enter("z", 2.0)
+    queue.add("x", 0.0, pin=1)
+    queue.add("y", 1.0, pin=1)
+    queue.add("z", 2.0)
     assert served(queue) == [("x", 1), ("z", 2)]
     assert queue.remove_worker(1) == ["y"], "it waits for no other"
-    queue.leave("y")
+    queue.remove("y")
     assert len(queue) == 0
 
 
@@ -90,7 +90,7 @@ def test_the_bound_keep_their_place_when_they_are_unbound() -> None:
     for worker in (1, 2):
         queue.set_worker(worker, Capacity(10**6, 1))
     for number, name in enumerate("abc"):
-        queue.enter(name, float(number))
+        queue.add(name, float(number))
     queue.bind("a", 2)
     queue.bind("nobody", 2)
     queue.start("b", 2, 1)
@@ -103,20 +103,20 @@ def test_the_bound_keep_their_place_when_they_are_unbound() -> None:
 def test_a_full_line_refuses_but_not_who_can_go_at_once() -> None:
     queue: PrefillQueue[str] = PrefillQueue(0)
     with pytest.raises(Overloaded, match="0 requests wait"):
-        queue.enter("a", 0.0)
+        queue.add("a", 0.0)
     queue.set_worker(1, Capacity(10, 1))
-    queue.enter("a", 0.0)
+    queue.add("a", 0.0)
     assert served(queue) == [("a", 1)]
     with pytest.raises(Overloaded):
-        queue.enter("b", 1.0)
+        queue.add("b", 1.0)
 
 
 def test_the_suspended_get_nothing_until_they_are_back() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     queue.set_worker(1, Capacity(10, 1))
     queue.suspend(1)
-    queue.enter("a", 0.0)
-    assert queue.next() is None and queue.workers == [] and queue.known_workers == [1]
+    queue.add("a", 0.0)
+    assert queue.next() is None and queue.workers == [] and queue.all_workers == [1]
     queue.suspend(1, False)
     assert served(queue) == [("a", 1)]
 
@@ -124,8 +124,8 @@ def test_the_suspended_get_nothing_until_they_are_back() -> None:
 def test_who_leaves_in_masses_leaves_no_memory_behind() -> None:
     queue: PrefillQueue[int] = PrefillQueue(10)
     for number in range(5000):
-        queue.enter(number, float(number))
-        queue.leave(number)
+        queue.add(number, float(number))
+        queue.remove(number)
     assert sum(map(len, queue._heaps.values())) < 200
 
 
@@ -157,7 +157,7 @@ class LineMachine(RuleBasedStateMachine):
                 self.queue.bind(one, None)
                 self.pins[one] = None
             else:
-                self.queue.leave(one)
+                self.queue.remove(one)
                 self.waiting.remove(one)
         self.slots.pop(worker, None)
         left = [ticket for ticket, (at, _) in self.running.items() if at == worker]
@@ -165,9 +165,9 @@ class LineMachine(RuleBasedStateMachine):
         for ticket in left:
             del self.running[ticket]
             if self.pins[ticket] is None:
-                self.queue.give_back(ticket)
+                self.queue.requeue(ticket)
             else:
-                self.queue.leave(ticket)
+                self.queue.remove(ticket)
         back = [ticket for ticket in left if self.pins[ticket] is None]
         self.returned = [one for one in self.returned if one in self.waiting]
         front = len(self.returned)
@@ -188,9 +188,9 @@ class LineMachine(RuleBasedStateMachine):
         behind = any(self.pins[one] == pin for one in self.waiting)
         if len(self.waiting) >= LIMIT and (behind or not slot):
             with pytest.raises(Overloaded):
-                self.queue.enter(self.number, float(self.number), pin=pin)
+                self.queue.add(self.number, float(self.number), pin=pin)
             return
-        self.queue.enter(self.number, float(self.number), pin=pin)
+        self.queue.add(self.number, float(self.number), pin=pin)
         self.pins[self.number] = pin
         self.waiting.append(self.number)
 
@@ -205,7 +205,7 @@ class LineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def depart(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from([*self.waiting, *self.running]))
-        self.queue.leave(ticket)
+        self.queue.remove(ticket)
         self.running.pop(ticket, None)
         if ticket in self.waiting:
             self.waiting.remove(ticket)
@@ -248,10 +248,10 @@ class LineMachine(RuleBasedStateMachine):
         assert len(self.queue) == len(self.waiting) and self.queue.running == len(self.running)
         assert self.queue.free_workers == self.free()
         idle = any(self.has_slot(one) for one in self.slots if one in self.busy)
-        assert self.queue.held_up == (bool(self.waiting) and idle)
+        assert self.queue.is_blocked == (bool(self.waiting) and idle)
 
     def teardown(self) -> None:
-        assert self.queue.take_all() == self.waiting
+        assert self.queue.pop_all() == self.waiting
 
 
 LineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -43,17 +43,17 @@ async def test_at_once_to_and_from_zero_else_with_a_pause() -> None:
     ear = Ear()
     news = QueueStatePublisher("tiny", queue, ear)
     for number in range(50):
-        queue.enter(number, 0.0)
+        queue.add(number, 0.0)
         news.look()
     assert ear.sizes == [0, 1], "the rest within the pause"
     await ear.until(3)
     assert ear.sizes[2] == 50 and ear.heard[2][0] - ear.heard[1][0] >= INTERVAL_S * 0.9
     for number in range(50):
-        queue.leave(number)
+        queue.remove(number)
         news.look()
     assert ear.sizes[3:] == [0]
     news.close()
-    queue.enter(99, 0.0)
+    queue.add(99, 0.0)
     news.look()
     assert len(ear.heard) == 4, "closed"
 
@@ -62,9 +62,9 @@ async def test_those_who_come_later_hear_it_too(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(prefill_news, "REPEAT_S", 0.02)
     queue: PrefillQueue[int] = PrefillQueue(100)
     queue.set_worker(7, Capacity(10, 1))
-    queue.enter(1, 0.0)
+    queue.add(1, 0.0)
     queue.start(1, 7, 10)
-    queue.enter(2, 0.0)
+    queue.add(2, 0.0)
     ear = Ear()
     news = QueueStatePublisher("tiny", queue, ear)
     await ear.until(3)
