@@ -66,7 +66,7 @@ def lined(
     nobody: Callable[..., None],
 ) -> None:
     """Through a line, with the callback that a frontend makes for each request."""
-    queue.request(request_id, tokens, on_decision=partial(nobody, request_id), on_error=nobody)
+    queue.submit(request_id, tokens, on_decision=partial(nobody, request_id), on_error=nobody)
     picker.mark_prefill_complete(request_id)
     picker.free(request_id)
 

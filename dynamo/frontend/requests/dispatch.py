@@ -82,7 +82,7 @@ class Dispatch:
             )
             self._open(job, decision)
             return
-        found = queue.request(
+        found = queue.submit(
             leg.reservation_id,
             request.token_ids,
             routing=routing,

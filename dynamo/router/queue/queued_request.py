@@ -81,13 +81,13 @@ async def place(
     override: Mapping[str, Any] | None = None,
     context: Context | None = None,
 ) -> Decision:
-    """Wait in a task for the decision of :meth:`RequestQueue.request`.
+    """Wait in a task for the decision of :meth:`RequestQueue.submit`.
 
     Raises the same errors, and Cancelled when ``context`` ends first. A cancelled task leaves no
     reservation."""
     future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
     free = partial(queue.picker.free, request_id)
-    found = queue.request(
+    found = queue.submit(
         request_id,
         tokens,
         routing=routing,

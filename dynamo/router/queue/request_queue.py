@@ -76,7 +76,7 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def request(
+    def submit(
         self,
         request_id: str,
         tokens: Tokens,
@@ -100,7 +100,7 @@ class RequestQueue:
                 return self.picker.pick(request_id, tokens, routing=routing, override=override)
             return self._join(
                 QueuedRequest(
-                    self.leave, request_id, tokens, routing, override, on_decision, on_error
+                    self._cancel, request_id, tokens, routing, override, on_decision, on_error
                 )
             )
         except Overloaded as error:
@@ -112,7 +112,7 @@ class RequestQueue:
         if self._queue and self._soon is None:
             self._soon = self._later(0.0, self._drain)
 
-    def leave(self, ticket: QueuedRequest) -> None:
+    def _cancel(self, ticket: QueuedRequest) -> None:
         """See :meth:`QueuedRequest.cancel`."""
         if self._remove(ticket):
             self._metrics.left.value += 1
@@ -145,13 +145,13 @@ class RequestQueue:
         request_id = ticket.request_id
         if request_id in self._waiters or request_id in self.picker.active:
             raise InvalidArgument(f"Request {request_id} already exists")
-        if self._queue.full:
-            raise self._queue.refuse()
+        if self._queue.is_full:
+            raise self._queue.limit_error()
         cached = self._cached_tokens(ticket)
         now_s = self._clock()
         self._metrics.joined(len(self._queue))
         priority, isl = priority_of(ticket.routing), len(ticket.tokens)
-        self._waiters[request_id] = self._queue.join(ticket, priority, isl, cached, now_s)
+        self._waiters[request_id] = self._queue.add(ticket, priority, isl, cached, now_s)
         ticket.seen_s = now_s
         self.wake()  # it may be first now, and have other workers to go to than who was
         if self._tick_timer is None:
@@ -216,7 +216,7 @@ class RequestQueue:
         if waiter is None or waiter.item is not ticket:
             return False
         del self._waiters[ticket.request_id]
-        self._queue.leave(waiter)
+        self._queue.remove(waiter)
         if not self._queue and self._tick_timer is not None:
             self._tick_timer.cancel()
             self._tick_timer = None
@@ -241,7 +241,7 @@ class RequestQueue:
             ticket.seen_s = self._clock()
             self._waiters[ticket.request_id] = self._waiters.pop(ticket.request_id)
             try:
-                self._queue.recount(waiter, self._cached_tokens(ticket))
+                self._queue.set_cached_tokens(waiter, self._cached_tokens(ticket))
             except DynamoError:
                 continue  # its turn will tell
 

@@ -83,40 +83,40 @@ class WaitingQueue(Generic[T]):
         return self._waiting
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether nobody else may join."""
         return self._waiting >= self.limit
 
-    def refuse(self) -> RouterQueueLimitExceeded:
+    def limit_error(self) -> RouterQueueLimitExceeded:
         """What to tell who comes when it is full."""
         return RouterQueueLimitExceeded(
             f'router policy class "{POLICY_CLASS}" queue requests limit reached '
             f"(current={self._waiting}, limit={self.limit})"
         )
 
-    def join(
+    def add(
         self, item: T, priority: Priority, isl_tokens: int, cached_tokens: int, now_s: float
     ) -> QueueEntry[T]:
         """Stand in line. Raises RouterQueueLimitExceeded when it is full."""
-        if self.full:
-            raise self.refuse()
+        if self.is_full:
+            raise self.limit_error()
         self._numbers += 1
-        waiter = QueueEntry(item, priority, isl_tokens, cached_tokens, now_s, self._numbers)
+        entry = QueueEntry(item, priority, isl_tokens, cached_tokens, now_s, self._numbers)
         self._waiting += 1
         self.isl_tokens += isl_tokens
         self.cached_tokens += cached_tokens
-        self._enter(waiter)
-        return waiter
+        self._enter(entry)
+        return entry
 
-    def leave(self, waiter: QueueEntry[T]) -> bool:
-        """Go, served or not, and let go of the item; whether ``waiter`` was still in line."""
-        if waiter._entry is None:
+    def remove(self, entry: QueueEntry[T]) -> bool:
+        """Go, served or not, and let go of the item; whether ``entry`` was still in line."""
+        if entry._entry is None:
             return False
-        waiter._entry = None
-        del waiter.item
+        entry._entry = None
+        del entry.item
         self._waiting -= 1
-        self.isl_tokens -= waiter.isl_tokens
-        self.cached_tokens -= waiter.cached_tokens
+        self.isl_tokens -= entry.isl_tokens
+        self.cached_tokens -= entry.cached_tokens
         if len(self._heap) > 2 * self._waiting + _SLACK:
             self._compact()
         return True
@@ -131,19 +131,19 @@ class WaitingQueue(Generic[T]):
             heapq.heappop(heap)
         return None
 
-    def recount(self, waiter: QueueEntry[T], cached_tokens: int) -> None:
+    def set_cached_tokens(self, entry: QueueEntry[T], cached_tokens: int) -> None:
         """Workers hold more or less of the prompt than they did; the score may change with it."""
-        if waiter._entry is None:
+        if entry._entry is None:
             return
-        self.cached_tokens += cached_tokens - waiter.cached_tokens
-        waiter.cached_tokens = cached_tokens
-        if -self._score(waiter) != waiter._entry[1]:
-            self._enter(waiter)
+        self.cached_tokens += cached_tokens - entry.cached_tokens
+        entry.cached_tokens = cached_tokens
+        if -self._score(entry) != entry._entry[1]:
+            self._enter(entry)
 
-    def _enter(self, waiter: QueueEntry[T]) -> None:
+    def _enter(self, entry: QueueEntry[T]) -> None:
         self._versions += 1
-        key = (-waiter.priority.strict, -self._score(waiter), waiter.number, self._versions, waiter)
-        waiter._entry = key
+        key = (-entry.priority.strict, -self._score(entry), entry.number, self._versions, entry)
+        entry._entry = key
         heapq.heappush(self._heap, key)
         if len(self._heap) > 2 * self._waiting + _SLACK:
             self._compact()
@@ -153,18 +153,16 @@ class WaitingQueue(Generic[T]):
         heapq.heapify(self._heap)
 
 
-def _first_come(waiter: QueueEntry[T]) -> float:
-    return max(waiter.priority.priority_boost_s, 0.0) - waiter.arrived_s
+def _first_come(entry: QueueEntry[T]) -> float:
+    return max(entry.priority.priority_boost_s, 0.0) - entry.arrived_s
 
 
-def _last_come(waiter: QueueEntry[T]) -> float:
-    return waiter.priority.priority_boost_s + waiter.arrived_s
+def _last_come(entry: QueueEntry[T]) -> float:
+    return entry.priority.priority_boost_s + entry.arrived_s
 
 
-def _shortest_work(waiter: QueueEntry[T]) -> float:
-    return (1.0 + waiter.priority.priority_boost_s) / max(
-        waiter.isl_tokens - waiter.cached_tokens, 1
-    )
+def _shortest_work(entry: QueueEntry[T]) -> float:
+    return (1.0 + entry.priority.priority_boost_s) / max(entry.isl_tokens - entry.cached_tokens, 1)
 
 
 POLICIES: dict[str, Callable[[QueueEntry[T]], float]] = {

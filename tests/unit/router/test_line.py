@@ -104,7 +104,7 @@ class World:
 
         override = hints.pop("override", None)
         routing = Routing(**hints) if hints else None
-        found = self.queue.request(
+        found = self.queue.submit(
             name, prompt, routing=routing, override=override, on_decision=settled, on_error=settled
         )
         if isinstance(found, QueuedRequest):
@@ -374,7 +374,7 @@ def test_one_that_fails_to_take_its_decision_is_freed(caplog: pytest.LogCaptureF
         raise ZeroDivisionError
 
     prompt = array("I", range(60))
-    world.queue.request("a", prompt, on_decision=broken, on_error=broken)
+    world.queue.submit("a", prompt, on_decision=broken, on_error=broken)
     world.ask("b", 60, 100)
     world.picker.free("fill 1")
     world.turn()

@@ -65,19 +65,19 @@ def test_as_the_rule_says(policy: str, steps: list[Any]) -> None:
         known = [one["number"] for one in twin.waiting]
         if step == "join" and len(known) < 40:
             strict, jump, isl = values
-            held[number] = queue.join(number, Priority(strict, jump), isl, 0, now)
+            held[number] = queue.add(number, Priority(strict, jump), isl, 0, now)
             one = {"number": number, "strict": strict, "jump": jump, "isl": isl}
             twin.waiting.append({**one, "cached": 0, "at": now})
         elif step == "recount" and known:
             target = known[values[0] % len(known)]
             (one,) = (one for one in twin.waiting if one["number"] == target)
             one["cached"] = min(values[1], one["isl"])
-            queue.recount(held[target], one["cached"])
+            queue.set_cached_tokens(held[target], one["cached"])
         elif step in ("leave", "serve") and known:
             head = queue.head()
             assert head is not None and head.item == twin.order()[0]
             target = head.item if step == "serve" else known[values[0] % len(known)]
-            assert queue.leave(held[target]) and not queue.leave(held[target])
+            assert queue.remove(held[target]) and not queue.remove(held[target])
             twin.waiting = [one for one in twin.waiting if one["number"] != target]
         assert len(queue) == len(twin.waiting)
         assert queue.isl_tokens == sum(one["isl"] for one in twin.waiting)
@@ -86,41 +86,41 @@ def test_as_the_rule_says(policy: str, steps: list[Any]) -> None:
     served = []
     while (head := queue.head()) is not None:
         served.append(head.item)
-        queue.leave(head)
+        queue.remove(head)
     assert served == twin.order() and len(queue) == queue.isl_tokens == queue.cached_tokens == 0
 
 
 def test_a_jump_counts_as_having_come_earlier() -> None:
     queue: WaitingQueue[str] = WaitingQueue("fcfs", 10)
-    queue.join("early", Priority(), 8, 0, 10.0)
-    queue.join("hasty", Priority(priority_boost_s=2.5), 8, 0, 12.0)
-    queue.join("patient", Priority(priority_boost_s=-50.0), 8, 0, 12.5)
-    queue.join("first of all", Priority(strict=1), 8, 0, 90.0)
+    queue.add("early", Priority(), 8, 0, 10.0)
+    queue.add("hasty", Priority(priority_boost_s=2.5), 8, 0, 12.0)
+    queue.add("patient", Priority(priority_boost_s=-50.0), 8, 0, 12.5)
+    queue.add("first of all", Priority(strict=1), 8, 0, 90.0)
     order = []
     while (head := queue.head()) is not None:
         order.append(head.item)
-        queue.leave(head)
+        queue.remove(head)
     assert order == ["first of all", "hasty", "early", "patient"]
 
 
 def test_a_negative_jump_is_none_where_who_came_first_goes_first() -> None:
     queue: WaitingQueue[str] = WaitingQueue("fcfs", 10)
-    queue.join("patient", Priority(priority_boost_s=-50.0), 8, 0, 10.0)
-    queue.join("later", Priority(), 8, 0, 11.0)
+    queue.add("patient", Priority(priority_boost_s=-50.0), 8, 0, 10.0)
+    queue.add("later", Priority(), 8, 0, 11.0)
     head = queue.head()
     assert head is not None and head.item == "patient"
 
 
 def test_the_bound() -> None:
     queue: WaitingQueue[int] = WaitingQueue("fcfs", 2)
-    first = queue.join(1, Priority(), 8, 0, 0.0)
-    queue.join(2, Priority(), 8, 0, 0.0)
+    first = queue.add(1, Priority(), 8, 0, 0.0)
+    queue.add(2, Priority(), 8, 0, 0.0)
     text = r'router policy class "default" queue requests limit reached \(current=2, limit=2\)'
     with pytest.raises(RouterQueueLimitExceeded, match=text) as caught:
-        queue.join(3, Priority(strict=9), 8, 0, 0.0)
+        queue.add(3, Priority(strict=9), 8, 0, 0.0)
     assert isinstance(caught.value, Overloaded) and len(queue) == 2
-    queue.leave(first)
-    queue.join(3, Priority(), 8, 0, 0.0)
+    queue.remove(first)
+    queue.add(3, Priority(), 8, 0, 0.0)
 
 
 @pytest.mark.parametrize(
