@@ -30,39 +30,39 @@ BLOCK, BLOCKS, WORKERS, A_TURN = 16, 256, 16, 16
 HASHES = [array("Q", range(at * BLOCKS, (at + 1) * BLOCKS)) for at in range(64)]
 
 
-def life(own: LocalRequests, numbers: Any) -> list[bytes]:
+def life(local: LocalRequests, numbers: Any) -> list[bytes]:
     """A loop turn in which so many requests begin, answer and end."""
     for _ in range(A_TURN):
         number = next(numbers)
         hashes = HASHES[number % len(HASHES)]
         prompt = HashedPrompt(BLOCK * BLOCKS, BLOCKS, hashes, hashes, 0)
         reservation_id = Reservation(0, number % WORKERS, 0, BLOCK * BLOCKS, 0, 0.0)
-        own.booked(str(number), reservation_id, prompt, BLOCK * BLOCKS)
-        own.prefill_completed(str(number))
-        own.freed(str(number))
-    return [encode(batch) for batch in own.news()]
+        local.booked(str(number), reservation_id, prompt, BLOCK * BLOCKS)
+        local.prefill_completed(str(number))
+        local.freed(str(number))
+    return [encode(batch) for batch in local.take_pending()]
 
 
 def test_told(benchmark: Any) -> None:
-    own, numbers = LocalRequests(1, BLOCK, False, lambda: None), count()
-    benchmark(life, own, numbers)
+    local, numbers = LocalRequests(1, BLOCK, False, lambda: None), count()
+    benchmark(life, local, numbers)
     benchmark.extra_info["us_a_request"] = benchmark.stats["mean"] * 1e6 / A_TURN
 
 
 def test_heard(benchmark: Any) -> None:
-    own, numbers = LocalRequests(1, BLOCK, False, lambda: None), count()
+    local, numbers = LocalRequests(1, BLOCK, False, lambda: None), count()
     picker = KvPicker(RouterSettings(mode="kv"), BLOCK, None)
     for worker in range(WORKERS):
         picker.add_worker(worker, RuntimeConfig())
-    peers = RemoteReplicas(PickerLoadSink(picker), lambda router_id: None)
-    peers.came(7)
+    remote = RemoteReplicas(PickerLoadSink(picker), lambda router_id: None)
+    remote.add_publisher(7)
 
-    def hear(payloads: list[bytes]) -> None:
+    def receive(payloads: list[bytes]) -> None:
         for payload in payloads:
             message = decode_message(payload)
             assert isinstance(message, SequenceBatch)
-            peers.hear(7, message)
+            remote.receive(7, message)
 
-    benchmark.pedantic(hear, setup=lambda: ((life(own, numbers),), {}), rounds=500)
-    assert peers.gaps == 0 and len(picker.active) == 0
+    benchmark.pedantic(receive, setup=lambda: ((life(local, numbers),), {}), rounds=500)
+    assert remote.gaps == 0 and len(picker.active) == 0
     benchmark.extra_info["us_a_request"] = benchmark.stats["mean"] * 1e6 / A_TURN

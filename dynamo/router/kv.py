@@ -47,7 +47,7 @@ class KvPicker:
     ``predicts``: decisions predict caches, for a while or for good.
     ``served`` counts, by worker, the prompts of at least one block that got a first token.
     ``on_first_served`` hears of each worker's first of them.
-    ``own_requests``, where set, is told of everything booked, for other replicas of the router.
+    ``local_requests``, where set, is told of everything booked, for other replicas of the router.
     ``clock`` gives seconds and is only ever subtracted. Decision cost: O(prompt + slots × log
     prompt).
     """
@@ -85,7 +85,7 @@ class KvPicker:
         self._clock = clock
         self.predicted = predicted
         self.served: dict[int, int] = {}
-        self.own_requests: LocalRequests | None = None
+        self.local_requests: LocalRequests | None = None
         self.on_first_served: Callable[[int], None] = _nobody
         self._resize()
 
@@ -172,8 +172,8 @@ class KvPicker:
         reservation_id = self.active.mark_prefill_complete(request_id, self._clock())
         if reservation_id is None:
             return
-        if self.own_requests is not None:
-            self.own_requests.prefill_completed(request_id)
+        if self.local_requests is not None:
+            self.local_requests.prefill_completed(request_id)
         self.gate.load_changed(reservation_id.worker_id)
         if reservation_id.isl_tokens >= self.block_size:
             served = self.served.get(reservation_id.worker_id, 0)
@@ -236,8 +236,8 @@ class KvPicker:
         if self._copies is not None:
             self._copies.ended(request_id)
         reservation_id = self.active.free(request_id)
-        if self.own_requests is not None:
-            self.own_requests.freed(request_id)
+        if self.local_requests is not None:
+            self.local_requests.freed(request_id)
         if self.predicted is not None:
             self.predicted.ended(request_id, self._clock())
         if reservation_id is not None and self._metrics is not None and not reservation_id.remote:
@@ -335,8 +335,8 @@ class KvPicker:
         )
         self.active.book(request_id, reservation_id, prompt.shared, prompt.unique_blocks, prefill)
         self.gate.settled(routing, decision.worker_id, decision.dp_rank, now_s)
-        if self.own_requests is not None:
-            self.own_requests.booked(request_id, reservation_id, prompt, prefill)
+        if self.local_requests is not None:
+            self.local_requests.booked(request_id, reservation_id, prompt, prefill)
         if self.predicts:
             self.predict_blocks(request_id, slot, prompt.chained, prompt.hashes, now_s)
         return found

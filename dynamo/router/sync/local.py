@@ -25,17 +25,17 @@ _EVENT_BYTES = 100
 class LocalRequests:
     """What runs now, and what has not been told yet. Every batch that it gives must be sent.
 
-    ``on_news`` is called when there is something to tell again; ``predicts``: tell also what
+    ``on_pending`` is called when there is something to tell again; ``predicts``: tell also what
     others need to predict caches.
     """
 
     def __init__(
-        self, router_id: int, block_size: int, predicts: bool, on_news: Callable[[], None]
+        self, router_id: int, block_size: int, predicts: bool, on_pending: Callable[[], None]
     ) -> None:
         self.router_id = router_id
         self.block_size = block_size
         self._predicts = predicts
-        self._on_news = on_news
+        self._on_pending = on_pending
         self._live: dict[str, SequenceEvent] = {}
         self._pending: list[SequenceEvent] = []
         self._number = 0
@@ -78,23 +78,23 @@ class LocalRequests:
         if event is not None:
             self._tell(_step(event, Free()))
 
-    def news(self) -> list[SequenceBatch]:
+    def take_pending(self) -> list[SequenceBatch]:
         """What has happened since, once."""
         events, self._pending = self._pending, []
         return [self._batch(part) for part in _parts(events)]
 
-    def beat(self) -> SequenceBatch:
+    def heartbeat(self) -> SequenceBatch:
         """A batch without events: its number tells whether any before it was lost."""
         return self._batch([])
 
-    def account(self) -> list[SequenceBatch]:
+    def snapshot(self) -> list[SequenceBatch]:
         """All that runs, after what has not been told yet. O(running requests)."""
-        told = self.news()
+        told = self.take_pending()
         batches = [self._batch(part) for part in _parts(self._live.values())] or [self._batch([])]
         batches[0].opens = batches[-1].closes = True
         return told + batches
 
-    def skip(self) -> None:
+    def drop_pending(self) -> None:
         """Nobody listens: what has happened need not be told, who comes will ask."""
         if self._pending:
             self._pending.clear()
@@ -103,7 +103,7 @@ class LocalRequests:
     def _tell(self, event: SequenceEvent) -> None:
         self._pending.append(event)
         if len(self._pending) == 1:
-            self._on_news()
+            self._on_pending()
 
     def _batch(self, events: list[SequenceEvent]) -> SequenceBatch:
         number, self._number = self._number, self._number + 1

@@ -11,9 +11,9 @@ from dynamo.router.sync.remote import RemoteReplicas
 __all__ = ["show_replicas"]
 
 
-def show_replicas(registry: Registry, place: RouterLabels, peers: RemoteReplicas) -> Counter:
-    """Show ``peers``; the counter of questions for their accounts."""
+def show_replicas(registry: Registry, place: RouterLabels, remote: RemoteReplicas) -> Counter:
+    """Show ``remote``; the counter of questions for their accounts."""
     here = place.component, place.namespace, place.router_id
-    gauge(registry, Replicas.KNOWN).labels(*here).function = peers.__len__
-    gauge(registry, Replicas.REQUESTS).labels(*here).function = peers.requests
+    gauge(registry, Replicas.KNOWN).labels(*here).function = remote.__len__
+    gauge(registry, Replicas.REQUESTS).labels(*here).function = remote.requests
     return counter(registry, Replicas.RESYNCS).labels(*here)

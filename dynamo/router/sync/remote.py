@@ -36,115 +36,117 @@ class LoadSink(Protocol):
 
 
 @dataclass(eq=False)
-class _Peer:
-    """One router. ``whole``: nothing is missing; ``told``: what an open account has named."""
+class _Replica:
+    """One router. ``in_sync``: nothing is missing; ``listed``: what an open account has named."""
 
     publisher_id: int
     expected: int = 0
-    whole: bool = True
-    told: set[str] | None = None
+    in_sync: bool = True
+    listed: set[str] | None = None
     requests: dict[str, SequenceEvent] = field(default_factory=dict)
 
 
 class RemoteReplicas:
-    """Keeps ``board`` true to what other routers tell. ``ask`` is called, synchronously, with the
+    """Keeps ``sink`` true to what other routers tell. ``request_snapshot`` is called, synchronously, with the
     id of a router whose account is needed, again at each of its messages until it has come.
     ``publishers`` are the processes that are there."""
 
-    def __init__(self, board: LoadSink, ask: Callable[[int], None]) -> None:
-        self._board = board
-        self._ask = ask
+    def __init__(self, sink: LoadSink, request_snapshot: Callable[[int], None]) -> None:
+        self._sink = sink
+        self._request_snapshot = request_snapshot
         self.publishers: set[int] = set()
-        self._peers: dict[int, _Peer] = {}
+        self._replicas: dict[int, _Replica] = {}
         self.gaps = 0
         self.refused = 0
 
     def __len__(self) -> int:
-        return len(self._peers)
+        return len(self._replicas)
 
     def requests(self) -> int:
         """Running requests of all of them."""
-        return sum(len(peer.requests) for peer in self._peers.values())
+        return sum(len(replica.requests) for replica in self._replicas.values())
 
-    def is_whole(self) -> bool:
+    def is_in_sync(self) -> bool:
         """Whether nothing is missing, as far as is known."""
-        return all(peer.whole for peer in self._peers.values())
+        return all(replica.in_sync for replica in self._replicas.values())
 
-    def came(self, publisher_id: int) -> None:
+    def add_publisher(self, publisher_id: int) -> None:
         """A process that routes is there."""
         self.publishers.add(publisher_id)
 
-    def gone(self, publisher_id: int) -> None:
+    def remove_publisher(self, publisher_id: int) -> None:
         """It is there no more: its requests are no load any more."""
         self.publishers.discard(publisher_id)
-        for router_id, peer in list(self._peers.items()):
-            if peer.publisher_id == publisher_id:
-                del self._peers[router_id]
-                for request_id in peer.requests:
-                    self._board.free(_key(router_id, request_id))
+        for router_id, replica in list(self._replicas.items()):
+            if replica.publisher_id == publisher_id:
+                del self._replicas[router_id]
+                for request_id in replica.requests:
+                    self._sink.free(_key(router_id, request_id))
 
-    def hear(self, publisher_id: int, batch: SequenceBatch) -> None:
+    def receive(self, publisher_id: int, batch: SequenceBatch) -> None:
         """Take one message. O(blocks named), an account that closes O(its requests)."""
         if publisher_id not in self.publishers:
             return  # it has left, or will be heard again once discovery tells of it
-        peer = self._peers.setdefault(batch.router_id, _Peer(publisher_id))
-        if batch.number < peer.expected:
+        replica = self._replicas.setdefault(batch.router_id, _Replica(publisher_id))
+        if batch.number < replica.expected:
             return
-        if batch.number > peer.expected:
+        if batch.number > replica.expected:
             self.gaps += 1
-            peer.whole, peer.told = False, None
-        peer.expected = batch.number + 1
+            replica.in_sync, replica.listed = False, None
+        replica.expected = batch.number + 1
         if batch.opens:
-            peer.told = set()
+            replica.listed = set()
         for event in batch.events:
-            self._take(batch.router_id, peer, event)
-        if batch.closes and peer.told is not None:
-            for request_id in peer.requests.keys() - peer.told:
-                self._free(batch.router_id, peer, request_id)
-            peer.whole, peer.told = True, None
-        if not peer.whole and peer.told is None:
-            self._ask(batch.router_id)
+            self._apply(batch.router_id, replica, event)
+        if batch.closes and replica.listed is not None:
+            for request_id in replica.requests.keys() - replica.listed:
+                self._free(batch.router_id, replica, request_id)
+            replica.in_sync, replica.listed = True, None
+        if not replica.in_sync and replica.listed is None:
+            self._request_snapshot(batch.router_id)
 
     def worker_added(self, worker_id: int) -> None:
         """Count what runs on a worker that was not known before. O(requests)."""
-        for router_id, peer in self._peers.items():
-            for request_id, event in peer.requests.items():
+        for router_id, replica in self._replicas.items():
+            for request_id, event in replica.requests.items():
                 if event.worker_id == worker_id:
-                    self._board.book(_key(router_id, request_id), event)
+                    self._sink.book(_key(router_id, request_id), event)
 
-    def _take(self, router_id: int, peer: _Peer, event: SequenceEvent) -> None:
+    def _apply(self, router_id: int, replica: _Replica, event: SequenceEvent) -> None:
         if isinstance(event.data, AddRequest):
-            self._add(router_id, peer, event, event.data)
+            self._add(router_id, replica, event, event.data)
         elif isinstance(event.data, Free):
-            self._free(router_id, peer, event.request_id)
-        elif event.request_id in peer.requests:
-            self._prefill_completed(router_id, peer.requests[event.request_id])
+            self._free(router_id, replica, event.request_id)
+        elif event.request_id in replica.requests:
+            self._prefill_completed(router_id, replica.requests[event.request_id])
 
-    def _add(self, router_id: int, peer: _Peer, event: SequenceEvent, data: AddRequest) -> None:
+    def _add(
+        self, router_id: int, replica: _Replica, event: SequenceEvent, data: AddRequest
+    ) -> None:
         request_id = event.request_id
-        if peer.told is not None:
-            peer.told.add(request_id)
-        held = peer.requests.get(request_id)
+        if replica.listed is not None:
+            replica.listed.add(request_id)
+        held = replica.requests.get(request_id)
         if held is not None and not _same(held, event):  # its end was lost, and its id used again
-            self._free(router_id, peer, request_id)
+            self._free(router_id, replica, request_id)
             held = None
         if held is not None:
             if data.prefill_completed:
                 self._prefill_completed(router_id, held)
-        elif len(peer.requests) >= MAX_REQUESTS:
+        elif len(replica.requests) >= MAX_REQUESTS:
             self.refused += 1
         else:
-            peer.requests[request_id] = event
-            self._board.book(_key(router_id, request_id), event)
+            replica.requests[request_id] = event
+            self._sink.book(_key(router_id, request_id), event)
 
     def _prefill_completed(self, router_id: int, held: SequenceEvent) -> None:
         assert isinstance(held.data, AddRequest), "that is how it was added"
         held.data.prefill_completed = True
-        self._board.prefill_completed(_key(router_id, held.request_id))
+        self._sink.prefill_completed(_key(router_id, held.request_id))
 
-    def _free(self, router_id: int, peer: _Peer, request_id: str) -> None:
-        if peer.requests.pop(request_id, None) is not None:
-            self._board.free(_key(router_id, request_id))
+    def _free(self, router_id: int, replica: _Replica, request_id: str) -> None:
+        if replica.requests.pop(request_id, None) is not None:
+            self._sink.free(_key(router_id, request_id))
 
 
 def _key(router_id: int, request_id: str) -> str:

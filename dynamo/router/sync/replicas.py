@@ -29,7 +29,7 @@ from dynamo.runtime.events.channels import Subscription
 __all__ = ["ACTIVE_SEQUENCES", "PickerLoadSink", "ReplicaSync", "decode_message"]
 
 ACTIVE_SEQUENCES = "active_sequences_events"
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 ASK_AGAIN_S = 0.2
 
 logger = logging.getLogger(__name__)
@@ -56,9 +56,9 @@ class ReplicaSync:
         self._answering: asyncio.Handle | None = None
         self._foreign: set[int] = set()
         router_id = secrets.randbits(62) + 1
-        self.own = LocalRequests(router_id, picker.block_size, picker.predicts, self._on_news)
-        self.peers = RemoteReplicas(PickerLoadSink(picker), self._ask)
-        self._resyncs = show_replicas(runtime.metrics, place, self.peers)
+        self.local = LocalRequests(router_id, picker.block_size, picker.predicts, self._on_pending)
+        self.remote = RemoteReplicas(PickerLoadSink(picker), self._ask)
+        self._resyncs = show_replicas(runtime.metrics, place, self.remote)
 
     async def start(self) -> None:
         """Listen, then speak. EngineShutdown when the process is leaving."""
@@ -69,12 +69,12 @@ class ReplicaSync:
         await self._subscription.ready()
         self._publisher = await self._runtime.publisher(*here)
         self._runtime.track(self)
-        self._picker.own_requests = self.own
-        self._beat()
+        self._picker.local_requests = self.local
+        self._send_heartbeat()
 
     def close(self) -> None:
         """Tell of what has ended, and stop. Idempotent."""
-        self._picker.own_requests = None
+        self._picker.local_requests = None
         self._flush()
         self._publisher = None
         for handle in (self._timer, self._answering):
@@ -85,9 +85,9 @@ class ReplicaSync:
 
     def worker_added(self, worker_id: int) -> None:
         """The picker knows a worker that it may not have known."""
-        self.peers.worker_added(worker_id)
+        self.remote.worker_added(worker_id)
 
-    def _on_news(self) -> None:
+    def _on_pending(self) -> None:
         self._flushing = asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
@@ -95,19 +95,19 @@ class ReplicaSync:
             self._flushing.cancel()
             self._flushing = None
         if self._is_alone():
-            self.own.skip()
+            self.local.drop_pending()
         elif self._publisher is not None:
-            for batch in self.own.news():
+            for batch in self.local.take_pending():
                 self._publisher.publish(codec.encode(batch))
 
     def _is_alone(self) -> bool:
-        return not self.peers.publishers
+        return not self.remote.publishers
 
-    def _beat(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+    def _send_heartbeat(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._send_heartbeat)
         if self._publisher is not None and not self._is_alone():
             self._flush()
-            self._publisher.publish(codec.encode(self.own.beat()))
+            self._publisher.publish(codec.encode(self.local.heartbeat()))
 
     def _ask(self, router_id: int) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -116,24 +116,24 @@ class ReplicaSync:
         self._asked = {one: at for one, at in self._asked.items() if now_s - at < ASK_AGAIN_S}
         self._asked[router_id] = now_s
         self._resyncs.value += 1
-        query = SequenceQuery(self.own.router_id, router_id)
+        query = SequenceQuery(self.local.router_id, router_id)
         self._publisher.publish(codec.encode(query))
 
     def _answer(self) -> None:
         self._answering = None
         if self._publisher is not None:
-            for batch in self.own.account():
+            for batch in self.local.snapshot():
                 self._publisher.publish(codec.encode(batch))
 
     def _on_publisher(self, publisher_id: int, came: bool) -> None:
         if publisher_id == self._runtime.instance_id:
             return
         if came:
-            self.peers.came(publisher_id)
+            self.remote.add_publisher(publisher_id)
         else:
             logger.info("replica %x is gone: its requests are no load any more", publisher_id)
             self._foreign.discard(publisher_id)
-            self.peers.gone(publisher_id)
+            self.remote.remove_publisher(publisher_id)
 
     def _on_message(self, publisher_id: int, sequence: int, payload: bytes) -> None:
         if publisher_id == self._runtime.instance_id:
@@ -144,12 +144,12 @@ class ReplicaSync:
             logger.warning("what replica %x tells cannot be read: %s", publisher_id, error)
             return
         if isinstance(message, SequenceQuery):
-            if message.of == self.own.router_id and self._answering is None:
+            if message.of == self.local.router_id and self._answering is None:
                 self._answering = asyncio.get_running_loop().call_soon(self._answer)
-        elif message.block_size != self.own.block_size:
+        elif message.block_size != self.local.block_size:
             self._mismatch(publisher_id, message.block_size)
         else:
-            self.peers.hear(publisher_id, message)
+            self.remote.receive(publisher_id, message)
 
     def _mismatch(self, publisher_id: int, block_size: int) -> None:
         if publisher_id not in self._foreign:
@@ -158,7 +158,7 @@ class ReplicaSync:
                 "a replica counts blocks of %d tokens, this router of %d: its load is ignored "
                 "(give all replicas the same --kv-cache-block-size)",
                 block_size,
-                self.own.block_size,
+                self.local.block_size,
             )
 
 

@@ -287,7 +287,7 @@ def test_requests_of_a_removed_worker_have_ended() -> None:
     settings = RouterSettings(mode="kv")
     metrics = DecisionMetrics(registry, RouterLabels("ns", "backend", "tiny", "7"))
     picker = KvPicker(settings, BLOCK, make_index(settings), metrics, Random(1), Clock())
-    picker.own_requests = own = LocalRequests(1, BLOCK, False, lambda: None)
+    picker.local_requests = own = LocalRequests(1, BLOCK, False, lambda: None)
     picker.add_worker(1, RuntimeConfig())
     for number in range(5):
         picker.pick(str(number), PROMPT)
