@@ -6,15 +6,15 @@ from array import array
 from typing import Any
 
 import pytest
+from offline_trace import replay
+from replay import Arrival
 
-from benchmarks.offline_trace import replay
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.caches.optimistic import OptimisticCache
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.replay import Arrival
 
 BLOCK = 4
 
