@@ -14,8 +14,8 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.queue.queued_request import place
 from dynamo.router.queue.request_queue import RequestQueue
+from dynamo.router.queue.wait import wait_for_decision
 from dynamo.runtime import Client, Context, DistributedRuntime
 
 __all__ = ["RoutedEndpoint"]
@@ -116,11 +116,11 @@ class RoutedEndpoint:
     ) -> Decision:
         """A worker, booked under ``request_id``, when it is the request's turn: at once unless a
         queue threshold is set. Raises as :meth:`Picker.pick` and
-        :func:`dynamo.router.queue.queued_request.place`."""
+        :func:`dynamo.router.queue.wait.wait_for_decision`."""
         queue = self.queue
         if queue is None:
             return self.picker.pick(request_id, tokens, routing=routing, override=override)
-        return await place(
+        return await wait_for_decision(
             queue, request_id, tokens, routing=routing, override=override, context=context
         )
 

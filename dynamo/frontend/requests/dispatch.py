@@ -15,8 +15,7 @@ from dynamo.protocols.codec import encode
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.kv import KvPicker
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.queue.queued_request import QueuedRequest
-from dynamo.router.queue.request_queue import RequestQueue
+from dynamo.router.queue.request_queue import QueuedRequest, RequestQueue
 from dynamo.runtime import Client
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class DispatchJob(NamedTuple):
 class Dispatch:
     """Sends requests to the workers behind ``client`` that ``picker`` chooses.
 
-    With a ``queue`` before the picker they may have to wait for a worker. ``prefill`` may have other
+    With a ``queue`` before the picker they may wait for a worker. ``prefill`` may have other
     workers compute their prompts first.
     """
 

@@ -49,8 +49,8 @@ class CachedBlocks:
     ) -> None:
         """Fill the columns for the prompt of these block hashes.
 
-        What ``optimistic`` believes at ``now_s``, and the blocks ``in_progress`` as pairs of slot and
-        leading blocks, count as if they were on the device already.
+        What ``optimistic`` predicts at ``now_s``, and the blocks ``in_progress`` (pairs of slot and
+        leading blocks), count as if they were on the device already.
         O(blocks held + slots).
         """
         index = self._index

@@ -35,8 +35,8 @@ from dynamo.router.metrics import RouterLabels
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Decision
 from dynamo.router.queue.metrics import QueueMetrics
-from dynamo.router.queue.queued_request import QueuedRequest, place
-from dynamo.router.queue.request_queue import TICK_S, RequestQueue, make_queue
+from dynamo.router.queue.request_queue import TICK_S, QueuedRequest, RequestQueue, make_queue
+from dynamo.router.queue.wait import wait_for_decision
 from dynamo.runtime import Context
 
 BLOCK, BATCH = 4, 100
@@ -68,7 +68,7 @@ class World:
         self.queue = RequestQueue(self.picker, self.settings, metrics, self.clock, self.later)
         self.outcomes: dict[str, Decision | DynamoError] = {}
         self.order: list[str] = []
-        self.tickets: dict[str, QueuedRequest] = {}
+        self.queued: dict[str, QueuedRequest] = {}
         for worker_id in range(1, workers + 1):
             self.add_worker(worker_id)
 
@@ -108,7 +108,7 @@ class World:
             name, prompt, routing=routing, override=override, on_decision=settled, on_error=settled
         )
         if isinstance(found, QueuedRequest):
-            self.tickets[name] = found
+            self.queued[name] = found
             return False
         settled(found)
         return True
@@ -249,13 +249,13 @@ def test_who_leaves_is_not_booked() -> None:
     fill(world)
     world.ask("a")
     world.ask("b", 60, 1000)
-    world.tickets["a"].cancel()
-    world.tickets["a"].cancel()
+    world.queued["a"].cancel()
+    world.queued["a"].cancel()
     assert len(world.queue) == 1 and world.sample("queue_left_total") == 1
     world.picker.free("fill 1")
     world.turn()
     assert world.order == ["fill 1", "b"] and "a" not in world.picker.active
-    world.tickets["b"].cancel()
+    world.queued["b"].cancel()
     assert "b" in world.picker.active, "it is the caller's by now"
     assert not world.timers, "nothing ticks while nobody waits"
 
@@ -281,7 +281,7 @@ def test_a_head_that_leaves_makes_room_at_once() -> None:
     world.ask("any", 60, 100)
     world.picker.free("fill 2")
     world.turn()
-    world.tickets["pinned"].cancel()
+    world.queued["pinned"].cancel()
     world.turn()
     assert world.order[2:] == ["any"], "without waiting for a tick"
 
@@ -379,7 +379,7 @@ def test_one_that_fails_to_take_its_decision_is_freed(caplog: pytest.LogCaptureF
     world.picker.free("fill 1")
     world.turn()
     assert "a" not in world.picker.active and "b" in world.outcomes
-    assert "did not take its decision" in caplog.text
+    assert "the decision callback failed" in caplog.text
 
 
 def test_a_long_line_goes_in_turns_of_the_loop() -> None:
@@ -414,7 +414,7 @@ def test_only_the_kv_mode_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
 
 async def placed(world: World, name: str, context: Context | None = None) -> Decision:
     prompt = array("I", range(7000, 7060))
-    return await place(world.queue, name, prompt, context=context)
+    return await wait_for_decision(world.queue, name, prompt, context=context)
 
 
 async def test_a_task_waits_for_its_turn() -> None:
@@ -526,7 +526,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.waiting())))
-        self.world.tickets[name].cancel()
+        self.world.queued[name].cancel()
         self.left.add(name)
 
     @rule(seconds=st.sampled_from([0.0, 0.05, 1.0, 30.0]))
@@ -559,7 +559,7 @@ class Machine(RuleBasedStateMachine):
             return
         world = self.world
         assert len(world.queue) == len(self.waiting()) <= 6
-        assert set(world.queue._waiters) == self.waiting()
+        assert set(world.queue._requests) == self.waiting()
         assert not self.left & set(world.outcomes)
         for name in self.waiting() | self.left:
             assert name not in world.picker.active
