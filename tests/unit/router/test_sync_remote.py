@@ -1,4 +1,4 @@
-"""Replicas' load through a channel that loses, doubles and swaps: it converges once it is quiet."""
+"""Replica load over a channel that loses, doubles and reorders: it converges once it is quiet."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dynamo.protocols.codec import encode
 from dynamo.protocols.sync import AddRequest, SequenceBatch, SequenceEvent, SequenceMessage
 from dynamo.router.load.active import Reservation
 from dynamo.router.prompt import HashedPrompt
-from dynamo.router.sync import local as sync_own
-from dynamo.router.sync import remote as sync_peers
+from dynamo.router.sync import local as sync_local
+from dynamo.router.sync import remote as sync_remote
 from dynamo.router.sync.local import LocalRequests
 from dynamo.router.sync.remote import RemoteReplicas
 from dynamo.router.sync.replicas import decode_message
@@ -21,8 +21,8 @@ from dynamo.router.sync.replicas import decode_message
 ROUTER, PUBLISHER, BLOCK = 0xA, 7, 4
 
 
-class Board:
-    """What is booked: key → (worker, prompt is computed)."""
+class RecordingSink:
+    """Booked requests: key → (worker, prompt is computed)."""
 
     def __init__(self) -> None:
         self.held: dict[str, tuple[int, bool]] = {}
@@ -39,14 +39,14 @@ class Board:
 
 
 class Pair:
-    """A router that tells and one that hears, with the wire format between them."""
+    """A sending and a receiving router, with the wire format between them."""
 
     def __init__(self) -> None:
         self.local = LocalRequests(ROUTER, BLOCK, False, lambda: None)
         self.truth: dict[str, tuple[int, bool]] = {}
-        self.board = Board()
-        self.asked: list[int] = []
-        self.remote = RemoteReplicas(self.board, self.asked.append)
+        self.sink = RecordingSink()
+        self.queried: list[int] = []
+        self.remote = RemoteReplicas(self.sink, self.queried.append)
         self.remote.add_publisher(PUBLISHER)
 
     def book(self, name: str, worker_id: int, blocks: int = 2) -> None:
@@ -71,13 +71,13 @@ class Pair:
             self.remote.receive(PUBLISHER, message)
 
     def settle(self) -> None:
-        """Everything arrives again: beats, questions and their answers."""
+        """Deliver everything: heartbeat, query and snapshot."""
         self.receive(*self.local.take_pending(), self.local.heartbeat())
-        if self.asked:
+        if self.queried:
             self.receive(*self.local.snapshot())
 
     def seen(self) -> dict[str, tuple[int, bool]]:
-        return {key.partition("~")[2]: state for key, state in self.board.held.items()}
+        return {key.partition("~")[2]: state for key, state in self.sink.held.items()}
 
 
 NAMES = st.sampled_from("abcdef")
@@ -130,7 +130,7 @@ def test_the_next_request_of_an_id_whose_end_was_lost_has_its_prompt_to_compute(
     assert pair.seen() == pair.truth == {"a": (1, False)}
 
 
-def test_without_losses_nobody_is_asked() -> None:
+def test_without_losses_no_snapshot_is_requested() -> None:
     pair = Pair()
     pair.book("a", 1)
     pair.settle()
@@ -139,23 +139,23 @@ def test_without_losses_nobody_is_asked() -> None:
     pair.free("a")
     pair.settle()
     assert pair.seen() == {"b": (2, False)}
-    assert pair.asked == [] and pair.remote.gaps == 0
+    assert pair.queried == [] and pair.remote.gaps == 0
 
 
-def test_who_comes_late_asks_and_is_told_all() -> None:
+def test_a_late_replica_requests_a_snapshot() -> None:
     pair = Pair()
     pair.book("a", 1)
     pair.complete("a")
     pair.book("b", 1)
-    pair.local.drop_pending()  # nobody was there
+    pair.local.drop_pending()  # no subscribers
     pair.receive(pair.local.heartbeat())
-    assert pair.seen() == {} and pair.asked == [ROUTER]
+    assert pair.seen() == {} and pair.queried == [ROUTER]
     pair.receive(*pair.local.snapshot())
     assert pair.seen() == pair.truth == {"a": (1, True), "b": (1, False)}
 
 
-def test_an_account_in_parts_of_which_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_own, "MAX_BATCH_BYTES", 150)
+def test_a_snapshot_in_parts_of_which_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_local, "MAX_BATCH_BYTES", 150)
     pair = Pair()
     for name in "abcd":
         pair.book(name, 1)
@@ -166,7 +166,7 @@ def test_an_account_in_parts_of_which_one_is_lost(monkeypatch: pytest.MonkeyPatc
     assert [len(part.events) for part in parts] == [1] * 4
     assert (parts[0].opens, parts[-1].closes) == (True, True)
     pair.receive(parts[0], parts[2], parts[3])
-    assert not pair.remote.is_in_sync() and pair.asked
+    assert not pair.remote.is_in_sync() and pair.queried
     pair.settle()
     assert pair.seen() == pair.truth and pair.remote.is_in_sync()
 
@@ -186,23 +186,23 @@ def test_load_of_an_unknown_worker_counts_once_it_is_known() -> None:
     pair = Pair()
     pair.book("a", 5)
     pair.settle()
-    pair.board.held.clear()  # as a board that did not know worker 5
+    pair.sink.held.clear()  # as a sink without worker 5
     pair.remote.worker_added(4)
     assert pair.seen() == {}
     pair.remote.worker_added(5)
     assert pair.seen() == {"a": (5, False)}
 
 
-def test_who_is_not_there_is_not_heard() -> None:
+def test_messages_of_an_unknown_publisher_are_ignored() -> None:
     pair = Pair()
     pair.remote.remove_publisher(PUBLISHER)
     pair.book("a", 1)
     pair.settle()
-    assert pair.seen() == {} and not pair.asked
+    assert pair.seen() == {} and not pair.queried
 
 
 def test_requests_of_one_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_peers, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(sync_remote, "MAX_REQUESTS", 2)
     pair = Pair()
     for name in "abc":
         pair.book(name, 1)
