@@ -45,7 +45,7 @@ def serve(local: LocalRequests, numbers: Any) -> list[bytes]:
 
 def test_send(benchmark: Any) -> None:
     local, numbers = LocalRequests(1, BLOCK, False, lambda: None), count()
-    benchmark(life, local, numbers)
+    benchmark(serve, local, numbers)
     benchmark.extra_info["us_a_request"] = benchmark.stats["mean"] * 1e6 / PER_ITERATION
 
 
