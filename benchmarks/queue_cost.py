@@ -32,7 +32,7 @@ Request = Callable[[str, "array[int]"], None]
 
 
 class Unaware(EligibilityFilter):
-    """A gate as it was before somebody could wait behind it."""
+    """A eligibility as it was before somebody could wait behind it."""
 
     def load_changed(self, worker_id: int) -> None:
         """Nobody else is told."""
@@ -59,14 +59,14 @@ def direct(picker: KvPicker, request_id: str, tokens: array[int]) -> None:
 
 
 def lined(
-    line: RequestQueue,
+    queue: RequestQueue,
     picker: KvPicker,
     request_id: str,
     tokens: array[int],
     nobody: Callable[..., None],
 ) -> None:
     """Through a line, with the callback that a frontend makes for each request."""
-    line.request(request_id, tokens, on_decision=partial(nobody, request_id), on_error=nobody)
+    queue.submit(request_id, tokens, on_decision=partial(nobody, request_id), on_error=nobody)
     picker.mark_prefill_complete(request_id)
     picker.free(request_id)
 
@@ -76,7 +76,7 @@ def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
     settings = RouterSettings(mode="kv", queue_threshold=1.0)
     picker = picker_of(settings, prompts)
     eligibility = picker.eligibility
-    line = RequestQueue(picker, settings, QueueMetrics(Registry(), "m"))
+    queue = RequestQueue(picker, settings, QueueMetrics(Registry(), "m"))
 
     def unaware() -> Request:
         eligibility.__class__ = Unaware
@@ -87,8 +87,8 @@ def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
         return partial(direct, picker)
 
     def waiting() -> Request:
-        eligibility.__class__, eligibility.on_change = EligibilityFilter, line.wake
-        return partial(lined, line, picker, nobody=print)
+        eligibility.__class__, eligibility.on_change = EligibilityFilter, queue.wake
+        return partial(lined, queue, picker, nobody=print)
 
     return {
         "no queue in the code": unaware,
