@@ -19,7 +19,7 @@ from dynamo.errors import (
     WorkerLeaving,
 )
 from dynamo.runtime.requests.address import Address, parse
-from dynamo.runtime.requests.serving import ServingConnection
+from dynamo.runtime.requests.server_connection import ServerConnection
 from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServedEndpoint
 from dynamo.runtime.tasks import Tasks
 
@@ -45,7 +45,7 @@ class RequestServer:
         self._socket_check: asyncio.TimerHandle | None = None
         self._unreachable = False
         self._tasks = Tasks("request server")
-        self._connections: set[ServingConnection] = set()
+        self._connections: set[ServerConnection] = set()
         self._endpoints: dict[str, ServedEndpoint] = {}
         self._leaving: list[ServedEndpoint] = []
         self._ended = asyncio.Event()
@@ -168,9 +168,9 @@ class RequestServer:
         self._inflight -= 1
         self._ended.set()
 
-    def _connection(self) -> ServingConnection:
+    def _connection(self) -> ServerConnection:
         loop = asyncio.get_running_loop()
-        return ServingConnection(self.settings, loop, self._admit, self._connections)
+        return ServerConnection(self.settings, loop, self._admit, self._connections)
 
     async def _listen(self, path: str) -> None:
         loop = asyncio.get_running_loop()
