@@ -124,7 +124,7 @@ class Endpoint:
         serving = await self.runtime.start_serving()
         await serving.add(self.path, handler, graceful_shutdown, metrics_labels or ())
         try:
-            await serving.retired.wait()
+            await serving.stopped.wait()
             await serving.remove(self.path)
         except BaseException:
             await serving.remove(self.path, cut=True)

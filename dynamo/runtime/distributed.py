@@ -172,7 +172,7 @@ class DistributedRuntime:
     def shutdown(self) -> None:
         """Begin to leave: out of discovery, finish what is in flight. ``serve_endpoint`` returns
         when that is done. Idempotent."""
-        self.serving.leave()
+        self.serving.begin_shutdown()
 
     async def close(self) -> None:
         """Leave gracefully, then close everything. Idempotent. When it is cancelled it waits for

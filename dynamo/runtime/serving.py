@@ -2,7 +2,7 @@
 
 Leaving (signal, ``shutdown()``, or a lease that someone revoked) is the same walk for all: out of
 discovery at once, a short grace for requests already under way to us, then nothing new is taken,
-streams in flight finish or are cut at the deadline, and ``retired`` is set.
+streams in flight finish or are cut at the deadline, and ``stopped`` is set.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Serving:
         self.server = RequestServer()
         self.health = SystemHealth(system)
         self.lease: Lease | None = None
-        self.retired = asyncio.Event()
+        self.stopped = asyncio.Event()
         self._settings = settings
         self._system = system
         self._discovery = discovery
@@ -62,7 +62,7 @@ class Serving:
         self._metrics = metrics
         self._tasks = Tasks("serving")
         self._lock = asyncio.Lock()
-        self._leaving = False
+        self._shutting_down = False
         self._transport: dict[str, str] | None = None
         self._served: set[EndpointPath] = set()
         self._published: set[EndpointPath] = set()
@@ -75,7 +75,7 @@ class Serving:
     async def granted(self) -> Lease:
         """The lease of this process. EngineShutdown if it is leaving."""
         async with self._lock:
-            if self._leaving:
+            if self._shutting_down:
                 raise EngineShutdown("this process is shutting down")
             if self.lease is None:
                 self.lease = await self._discovery.grant(
@@ -145,19 +145,19 @@ class Serving:
             self.server.cut("/".join(path))
             self._forget(path)
 
-    def leave(self) -> None:
-        """Begin to leave; ``retired`` is set when it is done. Idempotent."""
-        if not self._leaving:
-            self._leaving = True
+    def begin_shutdown(self) -> None:
+        """Begin to leave; ``stopped`` is set when it is done. Idempotent."""
+        if not self._shutting_down:
+            self._shutting_down = True
             self.health.stop()
-            self._tasks.spawn(self._retire(), name="retire")
+            self._tasks.spawn(self._shut_down(), name="retire")
 
     async def close(self) -> None:
         """Leave, wait for it, close the listener. When it is cancelled it waits no longer and cuts
         what is in flight."""
-        self.leave()
+        self.begin_shutdown()
         try:
-            await self.retired.wait()
+            await self.stopped.wait()
         except asyncio.CancelledError:
             self.cut()
             raise
@@ -167,12 +167,12 @@ class Serving:
 
     def cut(self) -> None:
         """Stop waiting: whatever is in flight is cut by :meth:`close`."""
-        self._leaving = True
+        self._shutting_down = True
         for path in tuple(self._served):
             self._forget(path)
-        self.retired.set()
+        self.stopped.set()
 
-    async def _retire(self) -> None:
+    async def _shut_down(self) -> None:
         try:
             async with self._lock:
                 lease = self.lease
@@ -186,13 +186,13 @@ class Serving:
         finally:
             for path in tuple(self._served):
                 self._forget(path)
-            self.retired.set()
+            self.stopped.set()
 
     async def _watch_lease(self, lease: Lease) -> None:
         await lease.lost.wait()
-        if not self._leaving:
+        if not self._shutting_down:
             _log.info("lease %x was revoked: finishing what is in flight, then leaving", lease.id)
-            self.leave()
+            self.begin_shutdown()
 
     async def _listen(self) -> None:
         async with self._lock:
@@ -212,7 +212,7 @@ class Serving:
 
     def _engine_shut_down(self, path: EndpointPath) -> None:
         """Withdraw the instance: it serves nothing until it is published again."""
-        if path in self._published and not self._leaving:
+        if path in self._published and not self._shutting_down:
             self._published.discard(path)
             name, instance_id = "/".join(path), self._instance_id
             _log.error(

@@ -118,7 +118,7 @@ class _Main(Generic[R]):
 
     async def _insist(self, task: asyncio.Task[object]) -> None:
         """Cancel a main function that goes on although nothing is served any more."""
-        await self._runtime.serving.retired.wait()
+        await self._runtime.serving.stopped.wait()
         await asyncio.sleep(_RETURN_TIMEOUT_S)
         _log.warning("the main function still runs %g s after the end", _RETURN_TIMEOUT_S)
         self._cancel(task)
