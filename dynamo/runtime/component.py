@@ -127,7 +127,7 @@ class Endpoint:
             await serving.stopped.wait()
             await serving.remove(self.path)
         except BaseException:
-            await serving.remove(self.path, cut=True)
+            await serving.remove(self.path, abort=True)
             raise
 
     async def client(self, router_mode: Any = None) -> Client:

@@ -132,7 +132,7 @@ class Serving:
         await self._discovery.delete(self._key(path))
 
     async def remove(self, path: EndpointPath, cut: bool = False) -> None:
-        """Stop serving ``path``: withdraw it, let its streams finish or ``cut`` them. Idempotent;
+        """Stop serving ``path``: withdraw it, let its streams finish or ``abort`` them. Idempotent;
         when it is cancelled the endpoint is down and its streams are cut all the same."""
         if path not in self._served:
             return
@@ -142,7 +142,7 @@ class Serving:
             if not cut:
                 await self.server.drain(self._system.shutdown_timeout_s, "/".join(path))
         finally:
-            self.server.cut("/".join(path))
+            self.server.abort("/".join(path))
             self._forget(path)
 
     def begin_shutdown(self) -> None:
@@ -159,7 +159,7 @@ class Serving:
         try:
             await self.stopped.wait()
         except asyncio.CancelledError:
-            self.cut()
+            self.abort()
             raise
         finally:
             await self.server.close()

@@ -96,7 +96,7 @@ class _Main(Generic[R]):
         serving = self._runtime.serving
         if count > 1:
             _log.warning("%s again: cutting what is in flight", signal.Signals(number).name)
-            serving.cut()
+            serving.abort()
             self._cancel(task)
         elif count and serving.is_serving() and is_supervised():
             self._runtime.tasks.spawn(self._leave_in_turn(task, number), name="leave in turn")

@@ -111,14 +111,14 @@ class RequestServer:
         self.draining = self.draining or endpoint is None
         for served in leaving:
             served.draining = True
-        cut = sum(_cut(served) for served in leaving if not served.graceful)
+        cut = sum(_abort_streams(served) for served in leaving if not served.graceful)
         try:
             async with asyncio.timeout(timeout_s):
                 while any(served.active for served in leaving):
                     self._ended.clear()
                     await self._ended.wait()
         except TimeoutError:
-            cut += sum(map(_cut, leaving))
+            cut += sum(map(_abort_streams, leaving))
         return cut
 
     def cut(self, endpoint: str) -> int:
@@ -127,7 +127,7 @@ class RequestServer:
         if served is None:
             return 0
         served.draining = True
-        return _cut(served)
+        return _abort_streams(served)
 
     async def close(self) -> None:
         """Stop listening, cut what is in flight, flush and close all connections. Idempotent."""
@@ -140,7 +140,7 @@ class RequestServer:
             self._listener = None
         self._unlink()
         for served in (*self._endpoints.values(), *self._leaving):
-            _cut(served)
+            _abort_streams(served)
         connections = list(self._connections)
         for connection in connections:
             connection.close()
@@ -220,7 +220,7 @@ class RequestServer:
             _log.debug("%s is gone already", path)
 
 
-def _cut(served: ServedEndpoint) -> int:
+def _abort_streams(served: ServedEndpoint) -> int:
     streams = list(served.active)
     for stream in streams:
         stream.cut(EngineShutdown(f"the worker that served {served.name} shut down"))
