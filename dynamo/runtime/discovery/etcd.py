@@ -40,9 +40,9 @@ class EtcdDiscovery:
     def __init__(self, settings: EtcdSettings) -> None:
         self._settings = settings
         self._link = EtcdLink(settings)
-        self._views = KeyCache(opened=False)
+        self._cache = KeyCache(opened=False)
         self._tasks = Tasks("etcd discovery")
-        self._mirror: EtcdWatcher | None = None
+        self._watcher: EtcdWatcher | None = None
         self._owned: dict[int, EtcdLease] = {}
 
     async def start(self) -> None:
@@ -67,11 +67,11 @@ class EtcdDiscovery:
 
     async def close(self) -> None:
         """See :class:`Discovery`."""
-        self._views.close()
+        self._cache.close()
         await self._tasks.close()
-        if self._mirror is not None:
-            self._mirror.close()
-            self._mirror = None
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
         for lease in list(self._owned.values()):
             await lease.revoke()
         await self._link.close()
@@ -127,9 +127,9 @@ class EtcdDiscovery:
         try:
             found = (await self._link.list(prefix)).keys
         except Unreachable as error:
-            if self._mirror is None or not self._mirror.relisted:
+            if self._watcher is None or not self._watcher.relisted:
                 raise _away(error) from error
-            return self._views.list(prefix)
+            return self._cache.list(prefix)
         return {key: value for key, value in found.items() if is_usable(key, value)}
 
     async def revoke(self, lease_id: int) -> None:
@@ -151,10 +151,10 @@ class EtcdDiscovery:
 
     def watch(self, prefix: str, on_event: OnKeyEvent) -> PrefixWatch:
         """See :class:`Discovery`. Waits for the first listing; stands through outages."""
-        if self._mirror is None:
-            self._mirror = EtcdWatcher(self._link, self._views)
-            self._tasks.spawn(self._mirror.follow(), name="mirror")
-        return self._views.watch(prefix, on_event)
+        if self._watcher is None:
+            self._watcher = EtcdWatcher(self._link, self._cache)
+            self._tasks.spawn(self._watcher.follow(), name="mirror")
+        return self._cache.watch(prefix, on_event)
 
     def _forget(self, lease: EtcdLease) -> None:
         self._owned.pop(lease.id, None)

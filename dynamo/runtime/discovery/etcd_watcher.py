@@ -35,12 +35,12 @@ def is_usable(key: str, value: bytes) -> bool:
 
 
 class EtcdWatcher:
-    """Keeps ``views`` like the store; run :meth:`follow` as a task."""
+    """Keeps ``cache`` like the store; run :meth:`follow` as a task."""
 
-    def __init__(self, link: EtcdLink, views: KeyCache) -> None:
+    def __init__(self, link: EtcdLink, cache: KeyCache) -> None:
         self.relisted = 0
         self._link = link
-        self._views = views
+        self._cache = cache
         self._revision = 0
         self._store: tuple[int, int] | None = None
         self._settled_at_s = 0.0
@@ -78,14 +78,14 @@ class EtcdWatcher:
         listing = await self._link.list(ROOT)
         self._is_back()
         found = {key: value for key, value in listing.keys.items() if is_record(key)}
-        for key in self._views.list(""):
+        for key in self._cache.list(""):
             if key not in found:
                 self._apply(Change(key, None))
         for key, value in found.items():
             self._apply(Change(key, value))
         self._revision = listing.revision
         self.relisted += 1
-        self._views.open()
+        self._cache.open()
 
     def _compare(self, store: tuple[int, int]) -> None:
         before, self._store = self._store, store
@@ -110,11 +110,11 @@ class EtcdWatcher:
         if value is None and wait_s > 0:
             self._going[key] = self._loop.call_later(wait_s, self._gone, key)
         else:
-            self._views.set(key, value)
+            self._cache.set(key, value)
 
     def _gone(self, key: str) -> None:
         self._going.pop(key, None)
-        self._views.set(key, None)
+        self._cache.set(key, None)
 
     def _is_away(self, error: Exception) -> None:
         if not self._away:

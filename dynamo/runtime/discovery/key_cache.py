@@ -15,19 +15,19 @@ _log = logging.getLogger(__name__)
 class PrefixWatch:
     """One ``on_event`` for one prefix; silent until its first delivery."""
 
-    __slots__ = ("_on_event", "_ready", "_views", "prefix", "primed")
+    __slots__ = ("_on_event", "_ready", "_cache", "prefix", "primed")
 
-    def __init__(self, views: KeyCache, prefix: str, on_event: OnKeyEvent) -> None:
+    def __init__(self, cache: KeyCache, prefix: str, on_event: OnKeyEvent) -> None:
         self.prefix = prefix
         self.primed = False
-        self._views = views
+        self._cache = cache
         self._on_event: OnKeyEvent | None = on_event
         self._ready = asyncio.Event()
 
     def close(self) -> None:
         """No callback comes after this."""
         self._on_event = None
-        self._views.forget(self)
+        self._cache.forget(self)
 
     async def ready(self) -> None:
         """Wait until the keys that existed at the start have been delivered."""
