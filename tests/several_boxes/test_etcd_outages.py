@@ -156,7 +156,7 @@ async def test_etcd_restarts(etcd: Etcd, make: Make, wiped: bool) -> None:
     else:
         await asyncio.sleep(TTL_S + 1)
     etcd.start()
-    await until(lambda: two._watcher is not None and not two._watcher._away)
+    await until(lambda: two._watcher is not None and not two._watcher._unavailable)
     await asyncio.sleep(TTL_S + 2.5)
     assert not lease.lost.is_set()
     assert await two.list("v1/") == log.live == {KEY: b"instance", CARD: b"card"}
@@ -282,7 +282,7 @@ async def test_a_frontend_notices_a_silent_cut_and_catches_up(etcd: Etcd, make: 
     gate.cut(for_good=True)
     await one.put(KEY, b"changed", lease.id)
     started = asyncio.get_running_loop().time()
-    await until(lambda: mirror._away)
+    await until(lambda: mirror._unavailable)
     assert asyncio.get_running_loop().time() - started < 10.0, "sooner than a lease runs out"
     assert log.live[KEY] == b"instance"
     gate.heal()

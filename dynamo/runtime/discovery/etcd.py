@@ -109,7 +109,7 @@ class EtcdDiscovery:
         except NoLease as error:
             raise WorkerUnavailable(f"lease {lease_id:x} is gone") from error
         except Unreachable as error:
-            raise _away(error) from error
+            raise _unavailable(error) from error
 
     async def delete(self, key: str) -> None:
         """See :class:`Discovery`. A key of this process goes as soon as etcd is there."""
@@ -120,7 +120,7 @@ class EtcdDiscovery:
         try:
             await self._link.write({key: None}, 0)
         except Unreachable as error:
-            raise _away(error) from error
+            raise _unavailable(error) from error
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         """See :class:`Discovery`. Without etcd: what the live copy knew last, if there is one."""
@@ -128,7 +128,7 @@ class EtcdDiscovery:
             found = (await self._link.list(prefix)).keys
         except Unreachable as error:
             if self._watcher is None or not self._watcher.relisted:
-                raise _away(error) from error
+                raise _unavailable(error) from error
             return self._cache.list(prefix)
         return {key: value for key, value in found.items() if is_usable(key, value)}
 
@@ -147,7 +147,7 @@ class EtcdDiscovery:
         except NoLease:
             _log.debug("lease %x was gone already", lease_id)
         except Unreachable as error:
-            raise _away(error) from error
+            raise _unavailable(error) from error
 
     def watch(self, prefix: str, on_event: OnKeyEvent) -> PrefixWatch:
         """See :class:`Discovery`. Waits for the first listing; stands through outages."""
@@ -160,5 +160,5 @@ class EtcdDiscovery:
         self._owned.pop(lease.id, None)
 
 
-def _away(error: Unreachable) -> WorkerUnavailable:
+def _unavailable(error: Unreachable) -> WorkerUnavailable:
     return WorkerUnavailable(f"etcd cannot be reached: {error}")

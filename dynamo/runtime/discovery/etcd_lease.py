@@ -66,7 +66,7 @@ class EtcdLease:
         self._writing = asyncio.Lock()
         self._nudge = asyncio.Event()
         self._settled = asyncio.Event()
-        self._away = False
+        self._unavailable = False
         self._tasks = Tasks(f"lease {self.id:x}")
         self._tasks.spawn(self._keep(), name="keep alive")
         self._tasks.spawn(self._look_out(), name="look out")
@@ -128,15 +128,15 @@ class EtcdLease:
         pause_s = self.ttl_s / _CALLS_PER_TTL
         while not self.lost.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S if self._away else pause_s):
+                async with asyncio.timeout(RETRY_S if self._unavailable else pause_s):
                     await self._nudge.wait()
             self._nudge.clear()
             try:
                 await self._renew(pause_s)
             except (Unreachable, ConfigError) as error:
-                self._is_away(True, error)
+                self._set_unavailable(True, error)
             else:
-                self._is_away(False)
+                self._set_unavailable(False)
 
     async def _renew(self, timeout_s: float) -> None:
         sent_at_s, breaks = boot_time_s(), self._link.breaks
@@ -184,12 +184,12 @@ class EtcdLease:
                 self._nudge.set()
             await asyncio.sleep(RETRY_S)
 
-    def _is_away(self, away: bool, error: Exception | None = None) -> None:
-        if away and not self._away:
+    def _set_unavailable(self, unavailable: bool, error: Exception | None = None) -> None:
+        if unavailable and not self._unavailable:
             _log.warning("etcd cannot be reached, lease %x may run out: %s", self.id, error)
-        elif self._away and not away:
+        elif self._unavailable and not unavailable:
             _log.info("etcd is back, lease %x stands", self.id)
-        self._away = away
+        self._unavailable = unavailable
 
     def _end(self) -> None:
         if not self.lost.is_set():

@@ -46,7 +46,7 @@ class EtcdWatcher:
         self._settled_at_s = 0.0
         self._going: dict[str, asyncio.TimerHandle] = {}
         self._bad: set[str] = set()
-        self._away = False
+        self._unavailable = False
         self._loop = asyncio.get_running_loop()
 
     async def follow(self) -> None:
@@ -57,7 +57,7 @@ class EtcdWatcher:
                     await self._list()
                 async for step in self._link.watch(ROOT, True, self._revision):
                     self._compare(step.store)
-                    self._is_back()
+                    self._set_available()
                     for change in step.changes:
                         self._apply(change)
                     self._revision = step.revision or self._revision
@@ -65,7 +65,7 @@ class EtcdWatcher:
                 _log.info("etcd has forgotten what came since (%s): listing again", error)
                 self._revision = 0
             except (Unreachable, ConfigError) as error:
-                self._is_away(error)
+                self._set_unavailable(error)
                 await asyncio.sleep(RETRY_S)
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class EtcdWatcher:
 
     async def _list(self) -> None:
         listing = await self._link.list(ROOT)
-        self._is_back()
+        self._set_available()
         found = {key: value for key, value in listing.keys.items() if is_record(key)}
         for key in self._cache.list(""):
             if key not in found:
@@ -116,14 +116,14 @@ class EtcdWatcher:
         self._going.pop(key, None)
         self._cache.set(key, None)
 
-    def _is_away(self, error: Exception) -> None:
-        if not self._away:
-            self._away = True
+    def _set_unavailable(self, error: Exception) -> None:
+        if not self._unavailable:
+            self._unavailable = True
             _log.warning("etcd cannot be reached, going on with what is known: %s", error)
 
-    def _is_back(self) -> None:
-        if self._away:
-            self._away = False
+    def _set_available(self) -> None:
+        if self._unavailable:
+            self._unavailable = False
             self._settled_at_s = self._loop.time() + SETTLE_S
             _log.info("etcd is back")
 
