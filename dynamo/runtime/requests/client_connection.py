@@ -67,7 +67,7 @@ class StreamSink(Protocol):
 class ClientStream:
     """The caller's handle of one request. Every method is idempotent, a no-op after the end."""
 
-    __slots__ = ("_connection", "_context", "_number", "closed", "heard", "on_data", "sink")
+    __slots__ = ("_connection", "_context", "_number", "closed", "received_any", "on_data", "sink")
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ClientStream:
         context: Context | None,
     ) -> None:
         self.closed = False
-        self.heard = False
+        self.received_any = False
         self.sink = sink
         self.on_data = sink.on_data
         self._connection = connection
@@ -91,19 +91,19 @@ class ClientStream:
 
     def stop(self) -> None:
         """Ask the worker to end early; what it still sends reaches the sink."""
-        self._tell(STOP)
+        self._send_control(STOP)
 
     def pause(self) -> None:
         """Ask the worker's handler to wait; what is under way still reaches the sink."""
-        self._tell(PAUSE)
+        self._send_control(PAUSE)
 
     def resume(self) -> None:
         """Let the worker's handler go on after :meth:`pause`."""
-        self._tell(RESUME)
+        self._send_control(RESUME)
 
     def kill(self) -> None:
         """Forget the stream on both sides. The sink hears nothing more."""
-        self._tell(KILL)
+        self._send_control(KILL)
         self.finish()
 
     def fail(self, error: DynamoError) -> None:
@@ -137,10 +137,10 @@ class ClientStream:
         if kind == "stop":
             self.stop()
         else:
-            self._tell(KILL)
+            self._send_control(KILL)
             self.fail(Cancelled("the request was cancelled"))
 
-    def _tell(self, kind: int) -> None:
+    def _send_control(self, kind: int) -> None:
         if not self.closed:
             self._connection.write(pack(kind, self._number, b""))
 
@@ -168,7 +168,7 @@ class ClientConnection(FramedConnection):
         self._number = 0
         self._early_bytes = 0
         self._close_when_idle = False
-        self._heard = False
+        self._received_any = False
         self._silent_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -232,13 +232,13 @@ class ClientConnection(FramedConnection):
 
     def on_frames(self, frames: list[tuple[int, int, bytes]]) -> None:
         """Feed the sinks. Frames of streams that are over on this side are dropped."""
-        self._heard = True
+        self._received_any = True
         streams = self.streams
         for kind, number, payload in frames:
             stream = streams.get(number)
             if kind == DATA:
                 if stream is not None:
-                    stream.heard = True
+                    stream.received_any = True
                     try:
                         stream.on_data(payload)
                     except Exception as error:  # noqa: BLE001 - it ends its own stream
@@ -256,14 +256,14 @@ class ClientConnection(FramedConnection):
         elif kind == ERROR:
             stream.fail(parse_error(payload))
         else:
-            stream._tell(KILL)
+            stream._send_control(KILL)
             limit = self.settings.max_message_size_bytes
             text = f"response item of {payload.decode()} bytes exceeds"
             stream.fail(EngineFailure(f"{text} DYN_TCP_MAX_MESSAGE_SIZE={limit}"))
 
     def _sink_failed(self, stream: ClientStream, error: Exception) -> None:
         _log.error("the sink of a stream from %s failed", self.address, exc_info=error)
-        stream._tell(KILL)
+        stream._send_control(KILL)
         stream.fail(DynamoError(f"{type(error).__name__}: {error}"))
 
     def _next_number(self) -> int:
@@ -293,7 +293,7 @@ class ClientConnection(FramedConnection):
         return None
 
     def _watch(self) -> None:
-        self._heard = False
+        self._received_any = False
         self._silent_ticks = 0
         self._tick_later()
 
@@ -305,7 +305,7 @@ class ClientConnection(FramedConnection):
         self._timer = None
         if not self.streams:
             return
-        if self._heard or self._transport is None:
+        if self._received_any or self._transport is None:
             self._watch()
             return
         self._silent_ticks += 1
@@ -319,7 +319,7 @@ class ClientConnection(FramedConnection):
     def _give_up(self, timeout_s: float) -> None:
         text = f"the worker at {self.address} has not answered for {timeout_s:g} s"
         _log.warning("request plane: %s", text)
-        unheard = [stream for stream in self.streams.values() if not stream.heard]
-        for stream in unheard:
+        unanswered = [stream for stream in self.streams.values() if not stream.received_any]
+        for stream in unanswered:
             stream.fail(ConnectionTimeout(text))
         self.lose(Disconnected(text))
