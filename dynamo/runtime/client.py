@@ -76,7 +76,7 @@ class Client:
         self._listeners.clear()
         self._on_inhibited.clear()
         for instance_id in tuple(self._inhibited):
-            self._relent(instance_id)
+            self._end_inhibition(instance_id)
 
     def instance_ids(self) -> list[int]:
         """The ids of all live instances."""
@@ -101,7 +101,7 @@ class Client:
         """Call ``callback`` for the instances known by now (if any) and for every change."""
         self._listeners.append(callback)
         if self._records:
-            self._tell(callback, self.instances(), [])
+            self._notify(callback, self.instances(), [])
 
     def on_inhibited(self, callback: OnInhibited) -> None:
         """Call ``callback`` when an instance is inhibited and when that ends."""
@@ -163,14 +163,16 @@ class Client:
             return
         before = self._inhibited.get(instance_id)
         duration_s = self._runtime.system.inhibited_duration_s
-        self._inhibited[instance_id] = self._loop.call_later(duration_s, self._relent, instance_id)
+        self._inhibited[instance_id] = self._loop.call_later(
+            duration_s, self._end_inhibition, instance_id
+        )
         if before is not None:
             before.cancel()
             return
         for callback in tuple(self._on_inhibited):
             callback(instance_id, True)
 
-    def _relent(self, instance_id: int) -> None:
+    def _end_inhibition(self, instance_id: int) -> None:
         timer = self._inhibited.pop(instance_id, None)
         if timer is not None:
             timer.cancel()
@@ -212,23 +214,27 @@ class Client:
             self._remove(record.instance_id)
         self._records[record.instance_id] = record
         self._addresses[record.instance_id] = address
-        self._relent(record.instance_id)
+        self._end_inhibition(record.instance_id)
         self._changed.set()
-        self._tell_all([record], [])
+        self._notify_all([record], [])
 
     def _remove(self, instance_id: int) -> None:
         if self._records.pop(instance_id, None) is None:
             return
         address = self._addresses.pop(instance_id)
-        self._tell_all([], [instance_id])
-        self._relent(instance_id)  # afterwards: nobody shall think for a moment that it is well
+        self._notify_all([], [instance_id])
+        self._end_inhibition(
+            instance_id
+        )  # afterwards: nobody shall think for a moment that it is well
         self._requests.release(address)
 
-    def _tell_all(self, added: list[EndpointRecord], removed: list[int]) -> None:
+    def _notify_all(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for callback in tuple(self._listeners):
-            self._tell(callback, added, removed)
+            self._notify(callback, added, removed)
 
-    def _tell(self, callback: OnInstances, added: list[EndpointRecord], removed: list[int]) -> None:
+    def _notify(
+        self, callback: OnInstances, added: list[EndpointRecord], removed: list[int]
+    ) -> None:
         try:
             callback(added, removed)
         except Exception:  # noqa: BLE001 - one listener must not rob the others

@@ -49,7 +49,7 @@ class EtcdDiscovery:
         """See :class:`Discovery`; tries for ``DYN_ETCD_START_TIMEOUT`` seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.start_timeout_s
-        told = False
+        warned = False
         while True:
             try:
                 await self._link.exists(ROOT)
@@ -60,9 +60,9 @@ class EtcdDiscovery:
                         f"cannot reach etcd at {self._settings.endpoints}: {error}; start it, or "
                         "set ETCD_ENDPOINTS, or choose --discovery-backend file for one box"
                     ) from error
-                if not told:
+                if not warned:
                     _log.warning("waiting for etcd at %s: %s", self._settings.endpoints, error)
-                    told = True
+                    warned = True
             await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:

@@ -37,10 +37,10 @@ class PrefixWatch:
         """Deliver what exists, then be live."""
         self.primed = True
         for key, value in existing.items():
-            self.tell(KeyEvent("put", key, value))
+            self.deliver(KeyEvent("put", key, value))
         self._ready.set()
 
-    def tell(self, event: KeyEvent) -> None:
+    def deliver(self, event: KeyEvent) -> None:
         """Hand one event over; a failing callback is logged and stays subscribed."""
         if self._on_event is None:
             return
@@ -73,7 +73,7 @@ class KeyCache:
             event = KeyEvent("put", key, value)
         for watch in tuple(self._watches):
             if watch.primed and key.startswith(watch.prefix):
-                watch.tell(event)
+                watch.deliver(event)
 
     def list(self, prefix: str) -> dict[str, bytes]:
         """The live keys under ``prefix``."""
