@@ -42,9 +42,9 @@ class EtcdWatcher:
         self._link = link
         self._cache = cache
         self._revision = 0
-        self._store: tuple[int, int] | None = None
+        self._store_id: tuple[int, int] | None = None
         self._settled_at_s = 0.0
-        self._going: dict[str, asyncio.TimerHandle] = {}
+        self._pending_removals: dict[str, asyncio.TimerHandle] = {}
         self._bad: set[str] = set()
         self._unavailable = False
         self._loop = asyncio.get_running_loop()
@@ -56,7 +56,7 @@ class EtcdWatcher:
                 if not self._revision:
                     await self._list()
                 async for step in self._link.watch(ROOT, True, self._revision):
-                    self._compare(step.store)
+                    self._check_store(step.store)
                     self._set_available()
                     for change in step.changes:
                         self._apply(change)
@@ -70,9 +70,9 @@ class EtcdWatcher:
 
     def close(self) -> None:
         """Take nothing away any more."""
-        for timer in self._going.values():
+        for timer in self._pending_removals.values():
             timer.cancel()
-        self._going.clear()
+        self._pending_removals.clear()
 
     async def _list(self) -> None:
         listing = await self._link.list(ROOT)
@@ -87,8 +87,8 @@ class EtcdWatcher:
         self.relisted += 1
         self._cache.open()
 
-    def _compare(self, store: tuple[int, int]) -> None:
-        before, self._store = self._store, store
+    def _check_store(self, store: tuple[int, int]) -> None:
+        before, self._store_id = self._store_id, store
         if before is not None and (before[0] != store[0] or before[1] > store[1]):
             raise Compacted("the store began anew")
 
@@ -103,17 +103,17 @@ class EtcdWatcher:
             value = None
         else:
             self._bad.discard(key)
-        going = self._going.pop(key, None)
-        if going is not None:
-            going.cancel()
+        removal = self._pending_removals.pop(key, None)
+        if removal is not None:
+            removal.cancel()
         wait_s = self._settled_at_s - self._loop.time()
         if value is None and wait_s > 0:
-            self._going[key] = self._loop.call_later(wait_s, self._gone, key)
+            self._pending_removals[key] = self._loop.call_later(wait_s, self._remove, key)
         else:
             self._cache.set(key, value)
 
-    def _gone(self, key: str) -> None:
-        self._going.pop(key, None)
+    def _remove(self, key: str) -> None:
+        self._pending_removals.pop(key, None)
         self._cache.set(key, None)
 
     def _set_unavailable(self, error: Exception) -> None:

@@ -141,7 +141,7 @@ class FileDiscovery:
     def _overflowed(self) -> None:
         _log.warning("file events were lost; reading %s again", self._root)
         for lease in list(self._owned.values()):
-            lease.look()
+            lease.check()
         if self._watcher is not None:
             self._watcher.rescan()
 

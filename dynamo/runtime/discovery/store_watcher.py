@@ -73,7 +73,7 @@ class StoreWatcher:
         self._bad: dict[Path, tuple[int, int]] = {}
         self._descriptors: list[int] = []
         self._loop = asyncio.get_running_loop()
-        self._again: asyncio.TimerHandle | None = None
+        self._rebuild_timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     def start(self) -> None:
@@ -89,8 +89,8 @@ class StoreWatcher:
         """Stop following the store; the views stay as they are."""
         self._closed = True
         self._leases.close()
-        if self._again is not None:
-            self._again.cancel()
+        if self._rebuild_timer is not None:
+            self._rebuild_timer.cancel()
         self._unwatch()
 
     def rescan(self) -> None:
@@ -189,14 +189,14 @@ class StoreWatcher:
             self._observe(bucket, name)
 
     def _directory_lost(self) -> None:
-        if self._closed or self._again is not None:
+        if self._closed or self._rebuild_timer is not None:
             return
         _log.error("a directory of the store %s was removed: creating it again", self._root)
         self._rebuild()
 
     def _rebuild(self) -> None:
         """Create the directories and watch them; try again later while someone removes them."""
-        self._again = None
+        self._rebuild_timer = None
         self._unwatch()
         try:
             self._watch_directories()
@@ -204,7 +204,7 @@ class StoreWatcher:
         except (OSError, ConfigError) as error:
             _log.warning("cannot watch %s: %s; trying again", self._root, error)
             self._unwatch()
-            self._again = self._loop.call_later(_REBUILD_S, self._rebuild)
+            self._rebuild_timer = self._loop.call_later(_REBUILD_S, self._rebuild)
 
     def _observe(self, bucket: str, name: str) -> None:
         path = self._root / "v1" / bucket / name
