@@ -131,7 +131,7 @@ class Serving:
         self._published.discard(path)
         await self._discovery.delete(self._key(path))
 
-    async def remove(self, path: EndpointPath, cut: bool = False) -> None:
+    async def remove(self, path: EndpointPath, abort: bool = False) -> None:
         """Stop serving ``path``: withdraw it, let its streams finish or ``abort`` them. Idempotent;
         when it is cancelled the endpoint is down and its streams are cut all the same."""
         if path not in self._served:
@@ -139,7 +139,7 @@ class Serving:
         self._served.discard(path)
         try:
             await self.withdraw(path)
-            if not cut:
+            if not abort:
                 await self.server.drain(self._system.shutdown_timeout_s, "/".join(path))
         finally:
             self.server.abort("/".join(path))
@@ -165,7 +165,7 @@ class Serving:
             await self.server.close()
             await self._tasks.close()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Stop waiting: whatever is in flight is cut by :meth:`close`."""
         self._shutting_down = True
         for path in tuple(self._served):
@@ -180,9 +180,9 @@ class Serving:
                 await lease.revoke()
             if self._served:
                 await asyncio.sleep(self._system.grace_period_s)
-                cut = await self.server.drain(self._system.shutdown_timeout_s)
-                if cut:
-                    _log.warning("%d requests were cut at shutdown", cut)
+                aborted = await self.server.drain(self._system.shutdown_timeout_s)
+                if aborted:
+                    _log.warning("%d requests were aborted at shutdown", aborted)
         finally:
             for path in tuple(self._served):
                 self._forget(path)

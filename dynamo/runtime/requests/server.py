@@ -111,17 +111,17 @@ class RequestServer:
         self.draining = self.draining or endpoint is None
         for served in leaving:
             served.draining = True
-        cut = sum(_abort_streams(served) for served in leaving if not served.graceful)
+        aborted = sum(_abort_streams(served) for served in leaving if not served.graceful)
         try:
             async with asyncio.timeout(timeout_s):
                 while any(served.active for served in leaving):
                     self._ended.clear()
                     await self._ended.wait()
         except TimeoutError:
-            cut += sum(map(_abort_streams, leaving))
-        return cut
+            aborted += sum(map(_abort_streams, leaving))
+        return aborted
 
-    def cut(self, endpoint: str) -> int:
+    def abort(self, endpoint: str) -> int:
         """End the streams of ``endpoint`` with EngineShutdown, refuse new ones; their number."""
         served = self._endpoints.get(endpoint)
         if served is None:
@@ -223,7 +223,7 @@ class RequestServer:
 def _abort_streams(served: ServedEndpoint) -> int:
     streams = list(served.active)
     for stream in streams:
-        stream.cut(EngineShutdown(f"the worker that served {served.name} shut down"))
+        stream.abort(EngineShutdown(f"the worker that served {served.name} shut down"))
     return len(streams)
 
 
