@@ -24,10 +24,10 @@ from dynamo.runtime.socket_fallback import hold, release
 __all__ = [
     "SOCKET_PATH_MAX_BYTES",
     "fallback_dir",
-    "release_sockets",
     "owner_only",
     "planned_socket_path",
     "private_dir",
+    "release_sockets",
     "run_dir",
     "socket_dirs",
     "socket_path",

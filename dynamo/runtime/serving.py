@@ -18,7 +18,7 @@ from dynamo.config.system import SystemSettings
 from dynamo.errors import EngineShutdown
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.control import EndpointRecord, instance_key
-from dynamo.runtime.advertise import advertised_host, bracketed
+from dynamo.runtime.addresses import advertised_host, bracketed
 from dynamo.runtime.discovery import Discovery, Lease
 from dynamo.runtime.discovery.stale_sockets import request_socket_name
 from dynamo.runtime.endpoint_metrics import (

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 class PrefixWatch:
     """One ``on_event`` for one prefix; silent until its first delivery."""
 
-    __slots__ = ("_on_event", "_ready", "_cache", "prefix", "primed")
+    __slots__ = ("_cache", "_on_event", "_ready", "prefix", "primed")
 
     def __init__(self, cache: KeyCache, prefix: str, on_event: OnKeyEvent) -> None:
         self.prefix = prefix

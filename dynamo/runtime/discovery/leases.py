@@ -51,7 +51,7 @@ class LeaseListener(Protocol):
 class _TrackedLease:
     """What is known of one lease. Times are of the loop's clock, in seconds."""
 
-    __slots__ = ("alive", "touched_at_s", "modified_ns", "process", "record")
+    __slots__ = ("alive", "modified_ns", "process", "record", "touched_at_s")
 
     def __init__(self, record: LeaseRecord, touched_at_s: float, modified_ns: int) -> None:
         self.record = record

@@ -202,7 +202,9 @@ class ClientConnection(FramedConnection):
         context: Context | None,
     ) -> ClientStream:
         """Send one request; see ``RequestClient.open``."""
-        self.released = False  # the worker is in discovery again: its caller found the address there
+        self.released = (
+            False  # the worker is in discovery again: its caller found the address there
+        )
         number = self._number % 0xFFFFFFFF + 1  # stream 0 is the connection itself
         while number in self.streams:  # after 2³² requests, skip streams that are still open
             number = number % 0xFFFFFFFF + 1

@@ -1,4 +1,4 @@
-"""The part that both ends of a request plane socket share: frames, corked writes, high-water marks."""
+"""The base of both ends of a request plane socket: frames, corked writes, high-water marks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FramedConnection(asyncio.Protocol):
         return unsent if self._transport is None else unsent + self._unwritten(self._transport)
 
     def fail(self, reason: str) -> None:
-        """Log ``reason`` and close the connection at once: the peer broke the protocol or a limit."""
+        """Close the connection at once, and log ``reason``: what the peer did wrong."""
         if not self.closed:
             _log.warning("request plane: closing the connection with %s: %s", self._peer, reason)
             self.abort()

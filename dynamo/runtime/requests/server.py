@@ -18,7 +18,7 @@ from dynamo.errors import (
     UnknownEndpoint,
     WorkerLeaving,
 )
-from dynamo.runtime.requests.address import Address, parse
+from dynamo.runtime.addresses import RequestAddress, parse_address
 from dynamo.runtime.requests.server_connection import ServerConnection
 from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServedEndpoint
 from dynamo.runtime.tasks import Tasks
@@ -58,7 +58,7 @@ class RequestServer:
 
     async def start(self, address: str) -> str:
         """Listen; the real address (a port of 0 is filled in). CannotConnect: it is in use."""
-        wanted = parse(address)
+        wanted = parse_address(address)
         if wanted.path is not None:
             await self._listen(wanted.path)
             return address
@@ -257,7 +257,7 @@ def _answers(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-def _listen_tcp(address: Address) -> socket.socket:
+def _listen_tcp(address: RequestAddress) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
