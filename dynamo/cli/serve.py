@@ -19,8 +19,8 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.runtime.paths import (
-    leave_sockets,
     planned_socket_path,
+    release_sockets,
     run_dir,
     socket_path,
     state_dir,
@@ -257,7 +257,7 @@ def _serve(made: WatcherPlan, settings: ServeSettings, runtime: RuntimeSettings)
 
     def clean_up() -> None:
         home.clear()
-        leave_sockets(runtime)
+        release_sockets(runtime)
         home.disown()
 
     return run_guarded(body, clean_up)

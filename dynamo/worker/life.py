@@ -64,7 +64,7 @@ class WorkerLife:
         try:
             yield runtime
         except BaseException:
-            runtime.serving.cut()
+            runtime.serving.abort()
             raise
         finally:
             self._runtimes.discard(runtime)
@@ -91,7 +91,7 @@ class WorkerLife:
 
     def _cut(self) -> None:
         for runtime in self._runtimes:
-            runtime.serving.cut()
+            runtime.serving.abort()
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name

@@ -53,7 +53,7 @@ async def test_a_signal_ends_all_workers(bench: Bench) -> None:
             if served == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
             await runtime.endpoint("ns.comp.say").serve_endpoint(say)
-            assert serving.retired.is_set()
+            assert serving.stopped.is_set()
 
     async with asyncio.timeout(20):
         await life.run([worker, worker])
