@@ -23,8 +23,7 @@ from dynamo.observability.names_worker import PUBLISHER_DROPPED
 from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import Component, DistributedRuntime, Endpoint
-from dynamo.worker.channels import connect_kv_events, connect_load
-from dynamo.worker.publish import KvEventSender, LoadSender
+from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
 
 __all__ = ["KvEventPublisher", "WorkerMetricsPublisher"]
 

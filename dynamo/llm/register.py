@@ -13,7 +13,7 @@ from dynamo.llm.block_sizes import note_block_size
 from dynamo.llm.model_card import ModelDirectory, slug_of
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
 from dynamo.protocols.card import ModelCard, RuntimeConfig, decode_card
-from dynamo.protocols.control import instance_key
+from dynamo.protocols.control import MODEL_CARDS, instance_key
 from dynamo.runtime import Endpoint
 
 __all__ = ["register_llm", "register_model", "unregister_model"]
@@ -115,7 +115,7 @@ def _encode(card: ModelCard) -> bytes:
 
 def _key(endpoint: Endpoint, lora_name: str | None) -> str:
     tail = instance_key(*endpoint.path, endpoint.runtime.instance_id)
-    return f"v1/mdc/{tail}" + (f"/{slug_of(lora_name)}" if lora_name else "")
+    return f"{MODEL_CARDS}{tail}" + (f"/{slug_of(lora_name)}" if lora_name else "")
 
 
 def _worker_type(model_type: ModelType) -> WorkerType:

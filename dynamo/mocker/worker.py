@@ -19,8 +19,7 @@ from dynamo.mocker.service import MockerService
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.worker.admission import AdmissionGate
-from dynamo.worker.channels import connect_kv_events, connect_load
-from dynamo.worker.publish import KvEventSender, LoadSender
+from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
 
 __all__ = ["MockerWorker", "WorkerPlan", "make_plan"]
 

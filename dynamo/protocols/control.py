@@ -8,6 +8,9 @@ from typing import Annotated, TypeVar
 import msgspec
 
 __all__ = [
+    "EVENT_CHANNELS",
+    "INSTANCES",
+    "MODEL_CARDS",
     "EndpointRecord",
     "EventChannelRecord",
     "Id",
@@ -15,6 +18,11 @@ __all__ = [
     "instance_key",
     "record_decoder",
 ]
+
+INSTANCES = "v1/instances/"
+MODEL_CARDS = "v1/mdc/"
+EVENT_CHANNELS = "v1/event_channels/"
+"""Prefixes of the keys in the discovery store; cards and instances end in :func:`instance_key`."""
 
 T = TypeVar("T")
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -9,7 +9,10 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
+    "KV_EVENTS",
+    "KV_QUERY",
     "STORAGE_TIERS",
+    "TIER_NUMBERS",
     "BlocksCleared",
     "BlocksRemoved",
     "BlocksStored",
@@ -19,9 +22,18 @@ __all__ = [
     "KvQueryAnswer",
 ]
 
+KV_EVENTS = "kv-events"
+"""Topic of KV events; a message is one :class:`KvEventBatch`."""
+
+KV_QUERY = "kv_query"
+"""Endpoint, beside the worker's own, that answers a :class:`KvQuery` with one
+:class:`KvQueryAnswer`."""
 
 STORAGE_TIERS = ("device", "host_pinned", "disk", "external")
-"""Where a block lies: nearest first, the place in this tuple is its number."""
+"""Where a block is stored, nearest first. ``_fast/kv_events.hpp`` has the same order."""
+
+TIER_NUMBERS = {name: number for number, name in enumerate(STORAGE_TIERS)}
+"""Number of a tier in the index, by name."""
 
 
 class BlocksStored(msgspec.Struct, tag_field="kind", tag="stored", omit_defaults=True):
@@ -57,7 +69,7 @@ class KvEvent(msgspec.Struct, omit_defaults=True):
 
 
 class KvEventBatch(msgspec.Struct):
-    """Payload of topic ``kv-events``: events of one worker in order."""
+    """Events of one worker, in order."""
 
     worker_id: int
     events: list[KvEvent]

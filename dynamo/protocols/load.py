@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["KvMetrics", "PrefillQueueState"]
+__all__ = ["KV_METRICS", "PREFILL_QUEUE", "KvMetrics", "PrefillQueueState"]
+
+KV_METRICS = "kv_metrics"
+"""Topic of load reports; a message is a list of :class:`KvMetrics`."""
+
+PREFILL_QUEUE = "prefill_queue"
+"""Topic, of the prefill workers' component, on which each frontend publishes
+:class:`PrefillQueueState`."""
 
 
 class KvMetrics(msgspec.Struct, omit_defaults=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
+    "ACTIVE_SEQUENCES",
     "AddRequest",
     "Free",
     "MarkPrefillCompleted",
@@ -17,6 +18,9 @@ __all__ = [
     "SequenceMessage",
     "SequenceQuery",
 ]
+
+ACTIVE_SEQUENCES = "active_sequences_events"
+"""Topic, of the component that is routed to; a message is one :data:`SequenceMessage`."""
 
 
 class AddRequest(msgspec.Struct, tag_field="kind", tag="add", omit_defaults=True):

@@ -19,7 +19,7 @@ from dynamo.errors import (
     NoInstances,
 )
 from dynamo.protocols import codec
-from dynamo.protocols.control import EndpointRecord, instance_key, record_decoder
+from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key, record_decoder
 from dynamo.runtime.annotated import Responses
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery import KeyEvent
@@ -64,7 +64,7 @@ class Client:
         self._changed = asyncio.Event()
         self._turn = 0
         self._loop = asyncio.get_running_loop()
-        self._watch = runtime.discovery.watch(f"v1/instances/{path}/", self._on_key)
+        self._watch = runtime.discovery.watch(f"{INSTANCES}{path}/", self._on_key)
 
     async def ready(self) -> None:
         """Wait until the instances that exist already are known."""
@@ -257,7 +257,7 @@ class _Guard:
 def _address(record: EndpointRecord, key: str) -> str:
     """Where the instance at ``key`` listens. InvalidArgument or ValueError: the record is bad."""
     path = record.namespace, record.component, record.endpoint
-    if key != "v1/instances/" + instance_key(*path, record.instance_id):
+    if key != INSTANCES + instance_key(*path, record.instance_id):
         raise ValueError(f"it is the record of instance {record.instance_id:x} of {'/'.join(path)}")
     for kind in ("uds", "tcp"):
         if kind in record.transport:

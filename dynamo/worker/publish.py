@@ -15,6 +15,8 @@ from msgspec.structs import replace
 from dynamo.errors import InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.kv import (
+    KV_EVENTS,
+    KV_QUERY,
     STORAGE_TIERS,
     BlocksCleared,
     BlocksRemoved,
@@ -24,28 +26,19 @@ from dynamo.protocols.kv import (
     KvQuery,
     KvQueryAnswer,
 )
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols.load import KV_METRICS, KvMetrics
+from dynamo.runtime.component import Endpoint
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.worker.event_log import RING_EVENTS, EventLog
 
 __all__ = [
-    "KV_EVENTS",
-    "KV_METRICS",
-    "KV_QUERY",
     "REPEAT_S",
     "KvEventSender",
     "LoadSender",
     "Publish",
+    "connect_kv_events",
+    "connect_load",
 ]
-
-KV_EVENTS = "kv-events"
-"""Topic of KV events; a message is one ``KvEventBatch``."""
-
-KV_METRICS = "kv_metrics"
-"""Topic of load reports; a message is a list of ``KvMetrics``."""
-
-KV_QUERY = "kv_query"
-"""Endpoint, beside the worker's own, that answers a ``KvQuery`` with one ``KvQueryAnswer``."""
 
 REPEAT_S = 1.0
 """Seconds after which a load report is sent again, unchanged."""
@@ -181,3 +174,24 @@ class LoadSender:
         self._timer = (
             loop.call_later(delay_s, self._send) if delay_s else loop.call_soon(self._send)
         )
+
+
+async def connect_kv_events(endpoint: Endpoint, outlet: KvEventSender) -> None:
+    """Publish ``outlet`` on topic ``kv-events`` of the endpoint's component and answer ``kv_query``
+    there. Do it before the endpoint is served, so that routers find both together."""
+    runtime = endpoint.runtime
+    namespace, component, _ = endpoint.path
+    publisher = await runtime.publisher(namespace, component, KV_EVENTS)
+    serving = await runtime.start_serving()
+    await serving.add((namespace, component, KV_QUERY), outlet.answer, True)
+    runtime.track(outlet)
+    outlet.open(publisher.publish)
+
+
+async def connect_load(endpoint: Endpoint, outlet: LoadSender) -> None:
+    """Publish ``outlet`` on topic ``kv_metrics`` of the endpoint's component."""
+    runtime = endpoint.runtime
+    namespace, component, _ = endpoint.path
+    publisher = await runtime.publisher(namespace, component, KV_METRICS)
+    runtime.track(outlet)
+    outlet.open(publisher.publish)

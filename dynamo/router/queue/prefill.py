@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from dynamo.errors import Overloaded
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS, RuntimeConfig
 
 __all__ = ["Capacity", "NextPrefill", "PrefillQueue", "Rank", "capacity_of"]
 
@@ -22,7 +22,6 @@ Rank = tuple[bool, int, float, int]
 """(never sent yet, minus the strict priority, arrival less the head start, number): small first."""
 
 _SURPLUS = 64
-_UNKNOWN_BATCH_TOKENS = 8192
 _UNKNOWN_REQUESTS = 1 << 30
 
 
@@ -41,7 +40,7 @@ def capacity_of(config: RuntimeConfig, slots: int | None) -> Capacity:
     ranks = max(config.data_parallel_size, 1)
     if slots is not None:
         return Capacity(_UNKNOWN_REQUESTS, slots * ranks)
-    tokens = config.max_num_batched_tokens or _UNKNOWN_BATCH_TOKENS
+    tokens = config.max_num_batched_tokens or UNKNOWN_BATCH_TOKENS
     return Capacity(tokens * ranks, (config.max_num_seqs or _UNKNOWN_REQUESTS) * ranks)
 
 

@@ -15,7 +15,13 @@ from array import array
 import msgspec
 
 from dynamo.protocols import codec
-from dynamo.protocols.sync import AddRequest, SequenceEvent, SequenceMessage, SequenceQuery
+from dynamo.protocols.sync import (
+    ACTIVE_SEQUENCES,
+    AddRequest,
+    SequenceEvent,
+    SequenceMessage,
+    SequenceQuery,
+)
 from dynamo.router.kv import KvPicker
 from dynamo.router.load.active import Reservation
 from dynamo.router.metrics import RouterLabels
@@ -26,9 +32,8 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.events.channels import Subscription
 
-__all__ = ["ACTIVE_SEQUENCES", "PickerLoadSink", "ReplicaSync", "decode_message"]
+__all__ = ["PickerLoadSink", "ReplicaSync", "decode_message"]
 
-ACTIVE_SEQUENCES = "active_sequences_events"
 BEAT_S = 1.0
 ASK_AGAIN_S = 0.2
 
