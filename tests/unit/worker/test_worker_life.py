@@ -14,7 +14,7 @@ import pytest
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.runtime import DistributedRuntime
-from dynamo.worker.life import WorkerLife, leaves
+from dynamo.worker.lifecycle import WorkerLifecycle, leaves
 
 
 class Bench:
@@ -42,7 +42,7 @@ async def say(request: Any) -> AsyncIterator[int]:
 
 
 async def test_a_signal_ends_all_workers(bench: Bench) -> None:
-    life = WorkerLife()
+    life = WorkerLifecycle()
     served = 0
 
     async def worker() -> None:
@@ -61,7 +61,7 @@ async def test_a_signal_ends_all_workers(bench: Bench) -> None:
 
 
 async def test_a_signal_ends_a_wait(bench: Bench) -> None:
-    life = WorkerLife()
+    life = WorkerLifecycle()
     waited: list[bool] = []
 
     async def worker() -> None:
@@ -75,7 +75,7 @@ async def test_a_signal_ends_a_wait(bench: Bench) -> None:
 
 
 async def test_a_failure_ends_the_others_without_waiting_for_streams(bench: Bench) -> None:
-    life = WorkerLife()
+    life = WorkerLifecycle()
     started = asyncio.Event()
     caller = bench.runtime()
 

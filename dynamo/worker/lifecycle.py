@@ -20,14 +20,14 @@ from dynamo.runtime.stop_order import is_supervised, wait_for_frontends
 from dynamo.runtime.stop_signals import StopSignals
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["WorkerLife", "leaves"]
+__all__ = ["WorkerLifecycle", "leaves"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FRONTENDS_TIMEOUT_S = 900.0
 _log = logging.getLogger(__name__)
 
 
-class WorkerLife:
+class WorkerLifecycle:
     """Runs workers until they have left. ``stopping`` is set by the first signal."""
 
     def __init__(self) -> None:
