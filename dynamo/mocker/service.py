@@ -13,7 +13,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.worker.admission import AdmissionGate
+from dynamo.worker.admission import AdmissionQueue
 
 __all__ = ["DEFAULT_MAX_TOKENS", "MockerService"]
 
@@ -27,7 +27,7 @@ class MockerService:
     """A push handler over the ranks of one worker."""
 
     def __init__(
-        self, ranks: Sequence[EngineRank], gate: AdmissionGate, reply: str = "random"
+        self, ranks: Sequence[EngineRank], gate: AdmissionQueue, reply: str = "random"
     ) -> None:
         self.ranks = ranks
         self.gate = gate

@@ -18,7 +18,7 @@ from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.service import MockerService
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
-from dynamo.worker.admission import AdmissionGate
+from dynamo.worker.admission import AdmissionQueue
 from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
 
 __all__ = ["MockerWorker", "WorkerPlan", "make_plan"]
@@ -102,7 +102,7 @@ class MockerWorker:
             )
             for rank in range(plan.mocker.data_parallel_size)
         ]
-        gate = AdmissionGate(
+        gate = AdmissionQueue(
             plan.settings.engine_request_limit, plan.settings.request_queue_limit, runtime.metrics
         )
         self.service = MockerService(self.ranks, gate, plan.mocker.reply)

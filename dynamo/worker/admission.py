@@ -11,12 +11,12 @@ from dynamo.observability import names_worker as names
 from dynamo.observability.metrics import Registry
 from dynamo.observability.names import counter, gauge, histogram
 
-__all__ = ["AdmissionGate"]
+__all__ = ["AdmissionQueue"]
 
 _UNLIMITED = (10_000, 40_000)
 
 
-class AdmissionGate:
+class AdmissionQueue:
     """At most ``limit`` requests run and ``queue_limit`` wait; without a limit, 10000 and 40000.
 
     One of those in line is the next to start; the gauge of the line does not count it.

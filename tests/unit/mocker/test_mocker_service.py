@@ -30,7 +30,7 @@ from dynamo.protocols.load import KvMetrics
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
 from dynamo.runtime.tasks import Tasks
-from dynamo.worker.admission import AdmissionGate
+from dynamo.worker.admission import AdmissionQueue
 
 DECODE = codec.decoder(EngineOutput).decode
 ENDPOINT = "test/backend/generate"
@@ -109,7 +109,7 @@ async def bench(
                 number, made, meters, tasks, lambda _, c: here.changes.extend(c), here.loads.append
             )
         )
-    here.service = MockerService(here.ranks, AdmissionGate(gate, 2, here.registry), reply)
+    here.service = MockerService(here.ranks, AdmissionQueue(gate, 2, here.registry), reply)
     server.register(ENDPOINT, here.service.handle)
     here.address = await server.start(f"uds:{path}/s.sock")
     for rank in here.ranks:

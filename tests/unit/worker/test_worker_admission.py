@@ -6,12 +6,12 @@ import pytest
 
 from dynamo.errors import Overloaded
 from dynamo.observability.metrics import Registry
-from dynamo.worker.admission import AdmissionGate
+from dynamo.worker.admission import AdmissionQueue
 
 
 def test_exactly_n_plus_q_then_refused() -> None:
     registry = Registry()
-    gate = AdmissionGate(2, 2, registry)
+    gate = AdmissionQueue(2, 2, registry)
     started: list[int] = []
     entered = [lambda n=n: started.append(n) for n in range(5)]
     for start in entered[:4]:
@@ -37,7 +37,7 @@ def test_exactly_n_plus_q_then_refused() -> None:
 
 
 def test_who_gives_up_is_never_started() -> None:
-    gate = AdmissionGate(1, 2, Registry())
+    gate = AdmissionQueue(1, 2, Registry())
     started: list[str] = []
     first, second = (lambda: started.append("first")), (lambda: started.append("second"))
     gate.enter(first)
@@ -48,7 +48,7 @@ def test_who_gives_up_is_never_started() -> None:
 
 
 def test_a_request_that_ends_while_starting_lets_the_next_in() -> None:
-    gate = AdmissionGate(1, 4, Registry())
+    gate = AdmissionQueue(1, 4, Registry())
     seen: list[int] = []
 
     def start(number: int) -> None:
