@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 from dynamo._fast.hashing import block_hashes as hash_blocks
 from dynamo._fast.hashing import seed_for
-from dynamo.llm.block_sizes import note_block_size
 from dynamo.llm.hashing import mm_hashes_of
+from dynamo.llm.register import note_block_size
 from dynamo.llm.relay import EngineEventRelay
 from dynamo.llm.vllm_events import EngineEvent, EngineRemoved, EngineStored, tier_of
 from dynamo.observability.names import counter

@@ -19,8 +19,7 @@ from dynamo.mocker.reply import Reply
 from dynamo.mocker.responder import Responder
 from dynamo.mocker.scheduler import Batch, Limits, Scheduler, Sequence
 from dynamo.mocker.timer_fd import TimerFd
-from dynamo.mocker.timing import Timing
-from dynamo.mocker.transfer import Transfer, cached_tokens
+from dynamo.mocker.timing import Timing, Transfer, cached_tokens
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.protocols.kv import BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics

@@ -7,22 +7,10 @@ import pytest
 from dynamo.mocker.blocks import BlockPool, Holding
 from dynamo.mocker.reply import random_reply
 from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
-from dynamo.mocker.transfer import (
-    KV_BYTES_PER_TOKEN,
-    Transfer,
-    cached_tokens,
-    kv_bytes_per_token,
-)
+from dynamo.mocker.timing import Transfer, cached_tokens
 from dynamo.protocols.codec import tokens
 
 B = 4
-LLAMA_8B = {
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "torch_dtype": "bfloat16",
-}
 
 
 def test_seconds_are_bytes_over_bandwidth_over_speed() -> None:
@@ -37,21 +25,6 @@ def test_seconds_are_bytes_over_bandwidth_over_speed() -> None:
         "blocks": 3,
         "kv_bytes": 1_152_000,
     }
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (LLAMA_8B, KV_BYTES_PER_TOKEN),
-        ({**LLAMA_8B, "torch_dtype": "float32"}, 2 * KV_BYTES_PER_TOKEN),
-        ({**LLAMA_8B, "head_dim": 64}, KV_BYTES_PER_TOKEN // 2),
-        ({"text_config": {**LLAMA_8B, "num_hidden_layers": 16}}, KV_BYTES_PER_TOKEN // 2),
-        ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}, 512),
-        ({}, KV_BYTES_PER_TOKEN),
-    ],
-)
-def test_bytes_of_a_token_from_the_models_config(config: dict[str, object], expected: int) -> None:
-    assert kv_bytes_per_token(config) == expected
 
 
 def test_cached_tokens_as_the_prefill_worker_told() -> None:
