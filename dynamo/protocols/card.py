@@ -1,4 +1,4 @@
-"""The model deployment card: what a worker says of the model that it serves. Spec 7.2, 7.11."""
+"""The model deployment card: a worker's description of the model that it serves. Spec 7.2, 7.11."""
 
 from __future__ import annotations
 
@@ -83,4 +83,4 @@ class ModelCard(msgspec.Struct, omit_defaults=True):
 
 
 decode_card = record_decoder(ModelCard)
-"""JSON to a ModelCard. Raises ValueError, also for values out of range."""
+"""Decode JSON to a ModelCard. Raises ValueError, also for values out of range."""

@@ -32,7 +32,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e8)]
 
 
 class LeaseRecord(msgspec.Struct):
-    """``leases/<id hex>``: who holds the lease, so that a death on this host is seen at once.
+    """``leases/<id hex>``: the process that holds the lease. Its death is detected by its pid.
 
     ``pid_start`` is the process start time in clock ticks since boot (field 22 of /proc/pid/stat),
     ``host`` the boot id of the machine, ``ttl_s`` seconds.
@@ -82,8 +82,10 @@ def instance_key(namespace: str, component: str, endpoint: str, instance_id: int
 
 
 def record_decoder(kind: type[T]) -> Callable[[bytes], T]:
-    """A decoder of JSON records of ``kind`` that others wrote. It raises ValueError for everything
-    that is no such record: bad JSON, bad text, nesting without end, values out of range."""
+    """Return a decoder of JSON records of ``kind``.
+
+    It raises ValueError for any other input: bad JSON, deep nesting, values out of range.
+    """
     decode = msgspec.json.Decoder(kind).decode
 
     def checked(data: bytes) -> T:
