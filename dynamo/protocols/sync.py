@@ -25,9 +25,10 @@ ACTIVE_SEQUENCES = "active_sequences_events"
 class AddRequest(msgspec.Struct, tag_field="kind", tag="add", omit_defaults=True):
     """A request was sent to the worker.
 
-    ``token_sequence`` are the chained hashes of its full prompt blocks. They count as load
-    only if ``unique_blocks`` is 0; otherwise that is the number of blocks, none of them shared. ``prefill_tokens`` are active until ``prefill_completed``. ``tokens_hashes`` are the
-    local block hashes, sent if caches are predicted.
+    ``token_sequence`` are the chained hashes of its full prompt blocks. They count as load only if
+    ``unique_blocks`` is 0; otherwise that is the number of blocks, none of them shared.
+    ``prefill_tokens`` are active until ``prefill_completed``. ``tokens_hashes`` are the local block
+    hashes, sent if caches are predicted.
     """
 
     token_sequence: bytes = b""

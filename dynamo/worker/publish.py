@@ -57,7 +57,7 @@ class KvEventSender:
     def __init__(self, worker_id: int, delay_s: float = 0.0) -> None:
         self.worker_id = worker_id
         self.block_size: int | None = None
-        self.journals: dict[int, EventLog] = {}
+        self.event_logs: dict[int, EventLog] = {}
         self._delay_s = delay_s
         self._publish: Publish | None = None
         self._pending: deque[KvEvent] = deque(maxlen=RING_EVENTS)
@@ -83,9 +83,9 @@ class KvEventSender:
 
         They all concern ``storage_tier``, one of ``STORAGE_TIERS``.
         """
-        journal = self.journal(dp_rank)
+        event_log = self.event_log(dp_rank)
         for change in changes:
-            event = journal.record(change, storage_tier)
+            event = event_log.record(change, storage_tier)
             if event is not None:
                 self._pending.append(event)
                 if len(self._pending) == RING_EVENTS:
@@ -97,11 +97,11 @@ class KvEventSender:
             else:
                 self._timer = loop.call_soon(self._flush)
 
-    def journal(self, dp_rank: int) -> EventLog:
+    def event_log(self, dp_rank: int) -> EventLog:
         """The journal of ``dp_rank``, made on first use."""
-        found = self.journals.get(dp_rank)
+        found = self.event_logs.get(dp_rank)
         if found is None:
-            found = self.journals[dp_rank] = EventLog(dp_rank)
+            found = self.event_logs[dp_rank] = EventLog(dp_rank)
         return found
 
     def answer(self, stream: ServerStream, payload: bytes) -> None:
@@ -111,8 +111,8 @@ class KvEventSender:
         except msgspec.MsgspecError as error:
             stream.error(InvalidArgument(f"not a KvQuery: {error}"))
             return
-        journal = self.journals.get(query.dp_rank)
-        answer = KvQueryAnswer("tree_dump") if journal is None else journal.answer(query)
+        event_log = self.event_logs.get(query.dp_rank)
+        answer = KvQueryAnswer("tree_dump") if event_log is None else event_log.answer(query)
         answer.block_size = self.block_size
         stream.send(codec.encode(answer))
         stream.end()
