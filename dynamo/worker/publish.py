@@ -176,22 +176,22 @@ class LoadSender:
         )
 
 
-async def connect_kv_events(endpoint: Endpoint, outlet: KvEventSender) -> None:
-    """Publish ``outlet`` on topic ``kv-events`` of the endpoint's component and answer ``kv_query``
+async def connect_kv_events(endpoint: Endpoint, sender: KvEventSender) -> None:
+    """Publish ``sender`` on topic ``kv-events`` of the endpoint's component and answer ``kv_query``
     there. Do it before the endpoint is served, so that routers find both together."""
     runtime = endpoint.runtime
     namespace, component, _ = endpoint.path
     publisher = await runtime.publisher(namespace, component, KV_EVENTS)
     serving = await runtime.start_serving()
-    await serving.add((namespace, component, KV_QUERY), outlet.answer, True)
-    runtime.track(outlet)
-    outlet.open(publisher.publish)
+    await serving.add((namespace, component, KV_QUERY), sender.answer, True)
+    runtime.track(sender)
+    sender.open(publisher.publish)
 
 
-async def connect_load(endpoint: Endpoint, outlet: LoadSender) -> None:
-    """Publish ``outlet`` on topic ``kv_metrics`` of the endpoint's component."""
+async def connect_load(endpoint: Endpoint, sender: LoadSender) -> None:
+    """Publish ``sender`` on topic ``kv_metrics`` of the endpoint's component."""
     runtime = endpoint.runtime
     namespace, component, _ = endpoint.path
     publisher = await runtime.publisher(namespace, component, KV_METRICS)
-    runtime.track(outlet)
-    outlet.open(publisher.publish)
+    runtime.track(sender)
+    sender.open(publisher.publish)
