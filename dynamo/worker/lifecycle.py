@@ -20,7 +20,7 @@ from dynamo.runtime.stop_order import is_supervised, wait_for_frontends
 from dynamo.runtime.stop_signals import StopSignals
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["WorkerLifecycle", "leaves"]
+__all__ = ["WorkerLifecycle", "leaf_errors"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FRONTENDS_TIMEOUT_S = 900.0
@@ -83,7 +83,7 @@ class WorkerLifecycle:
         try:
             await worker()
         except Exception as failure:  # noqa: BLE001 - raised by run() when all have left
-            if self.stopping.is_set() and all(_is_leaving(error) for error in leaves(failure)):
+            if self.stopping.is_set() and all(_is_leaving(error) for error in leaf_errors(failure)):
                 return
             self._failures.append(failure)
             self.stopping.set()
@@ -116,11 +116,11 @@ class WorkerLifecycle:
             runtime.shutdown()
 
 
-def leaves(failure: BaseException) -> Iterator[BaseException]:
+def leaf_errors(failure: BaseException) -> Iterator[BaseException]:
     """The errors in nested groups, one by one; of a plain error, itself."""
     if isinstance(failure, BaseExceptionGroup):
         for error in failure.exceptions:
-            yield from leaves(error)
+            yield from leaf_errors(error)
     else:
         yield failure
 

@@ -14,7 +14,7 @@ import pytest
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.runtime import DistributedRuntime
-from dynamo.worker.lifecycle import WorkerLifecycle, leaves
+from dynamo.worker.lifecycle import WorkerLifecycle, leaf_errors
 
 
 class Bench:
@@ -99,6 +99,6 @@ async def test_a_failure_ends_the_others_without_waiting_for_streams(bench: Benc
     async with asyncio.timeout(20):
         with pytest.raises(ExceptionGroup) as caught:
             await life.run([worker, fails])
-    assert [str(error) for error in leaves(caught.value)] == ["the engine is broken"]
+    assert [str(error) for error in leaf_errors(caught.value)] == ["the engine is broken"]
     await caller.close()
     assert bench.left() == []
