@@ -27,10 +27,10 @@ class MockerService:
     """A push handler over the ranks of one worker."""
 
     def __init__(
-        self, ranks: Sequence[EngineRank], gate: AdmissionQueue, reply: str = "random"
+        self, ranks: Sequence[EngineRank], admission: AdmissionQueue, reply: str = "random"
     ) -> None:
         self.ranks = ranks
-        self.gate = gate
+        self.admission = admission
         self._echo = reply == "echo"
 
     def handle(self, stream: ServerStream, payload: bytes) -> None:
@@ -75,14 +75,14 @@ class MockerService:
 
         def start() -> None:
             if stream.closed:
-                self.gate.leave()
+                self.admission.release()
             else:
-                submit(self.gate.leave)
+                submit(self.admission.release)
 
         def cancelled(kind: CancelKind) -> None:
-            if self.gate.give_up(start):
+            if self.admission.withdraw(start):
                 stream.end()
 
-        self.gate.enter(start)
-        if self.gate.waiting:
+        self.admission.submit(start)
+        if self.admission.waiting:
             stream.context.on_cancel(cancelled)

@@ -104,10 +104,10 @@ class MockerWorker:
             )
             for rank in range(plan.mocker.data_parallel_size)
         ]
-        gate = AdmissionQueue(
+        admission = AdmissionQueue(
             plan.settings.engine_request_limit, plan.settings.request_queue_limit, runtime.metrics
         )
-        self.service = MockerService(self.ranks, gate, plan.mocker.reply)
+        self.service = MockerService(self.ranks, admission, plan.mocker.reply)
 
     async def serve(self) -> None:
         """Serve until the worker has left. A rank that fails ends it with its error."""

@@ -38,10 +38,10 @@ class AdmissionQueue:
         """Requests in line, the next one included."""
         return len(self._line)
 
-    def enter(self, start: Callable[[], None]) -> None:
+    def submit(self, start: Callable[[], None]) -> None:
         """Call ``start`` now or when a place is free. Overloaded, at once, if the line is full.
 
-        Whoever was started calls :meth:`leave` once; whoever gives up waiting :meth:`give_up`.
+        Whoever was started calls :meth:`release` once; whoever gives up waiting :meth:`withdraw`.
         """
         if self._running < self._limit:
             self._running += 1
@@ -54,7 +54,7 @@ class AdmissionQueue:
             self._rejected.value += 1
             raise Overloaded("Server overloaded: worker at capacity")
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """A started request is over; the next in line starts."""
         self._running -= 1
         if self._line and self._running < self._limit:
@@ -63,7 +63,7 @@ class AdmissionQueue:
             self._waits.observe(time.monotonic() - since)
             start()
 
-    def give_up(self, start: Callable[[], None]) -> bool:
+    def withdraw(self, start: Callable[[], None]) -> bool:
         """Step out of the line; False if ``start`` was called already. O(line)."""
         for place, (waiting, _) in enumerate(self._line):
             if waiting == start:
