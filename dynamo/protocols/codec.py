@@ -25,7 +25,7 @@ _BIG_ENDIAN = sys.byteorder == "big"
 
 
 def tokens(ids: Any) -> Tokens:
-    """Return ``ids`` (list, array or buffer of uint32) as ``array('I')``; an array is not copied."""
+    """Return ``ids`` (list, buffer of uint32) as ``array('I')``; such an array is not copied."""
     if isinstance(ids, array) and ids.typecode == "I":
         return ids
     return array("I", ids)

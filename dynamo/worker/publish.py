@@ -1,6 +1,6 @@
-"""What a worker tells the routers: KV events as they happen, its load, and answers when asked.
+"""Publishing to routers: a worker's KV events, its load, and answers to KV queries.
 
-Everything recorded during one loop turn leaves as one message. Use it from the loop's thread.
+Everything recorded in one loop iteration is sent as one message. Call from the loop's thread only.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ __all__ = [
 ]
 
 REPEAT_S = 1.0
-"""Seconds after which a load report is sent again, unchanged."""
+"""Seconds after which an unchanged load report is repeated, for routers that started later."""
 
 Publish = Callable[[bytes], object]
 _DECODE_QUERY = codec.decoder(KvQuery).decode
 
 
 class KvEventSender:
-    """The KV events of one worker, all its ranks, numbered per rank.
+    """Publishes the KV events of one worker, numbered per rank.
 
-    Until :meth:`open` the newest ``RING_EVENTS`` wait; a router that misses older ones asks.
-    ``block_size`` (tokens), where it is known, goes with each answer.
+    Before :meth:`open` the newest ``RING_EVENTS`` are pending; routers query the older ones.
+    ``block_size`` (tokens), if set, is part of each answer.
     """
 
     def __init__(self, worker_id: int, delay_s: float = 0.0) -> None:
@@ -64,12 +64,12 @@ class KvEventSender:
         self._timer: asyncio.Handle | None = None
 
     def open(self, publish: Publish) -> None:
-        """Send through ``publish`` from now on, first what has waited."""
+        """Start sending with ``publish``, pending events first."""
         self._publish = publish
         self._flush()
 
     def close(self) -> None:
-        """Send what is left; later events are only remembered."""
+        """Send pending events and stop; later events go to the log only."""
         self._flush()
         self._publish = None
 
@@ -79,16 +79,16 @@ class KvEventSender:
         changes: Iterable[BlocksStored | BlocksRemoved | BlocksCleared],
         storage_tier: str = STORAGE_TIERS[0],
     ) -> None:
-        """Number, remember and publish ``changes``; what makes no sense is dropped and logged.
+        """Log and publish ``changes`` on ``storage_tier``, one of ``STORAGE_TIERS``.
 
-        They all concern ``storage_tier``, one of ``STORAGE_TIERS``.
+        The event log drops inconsistent changes with a warning.
         """
         event_log = self.event_log(dp_rank)
         for change in changes:
             event = event_log.record(change, storage_tier)
             if event is not None:
                 self._pending.append(event)
-                if len(self._pending) == RING_EVENTS:
+                if len(self._pending) == RING_EVENTS:  # before the deque drops the oldest
                     self._flush()
         if self._pending and self._timer is None and self._publish is not None:
             loop = asyncio.get_running_loop()
@@ -98,14 +98,14 @@ class KvEventSender:
                 self._timer = loop.call_soon(self._flush)
 
     def event_log(self, dp_rank: int) -> EventLog:
-        """The journal of ``dp_rank``, made on first use."""
+        """Return the log of ``dp_rank``, created on first use."""
         found = self.event_logs.get(dp_rank)
         if found is None:
             found = self.event_logs[dp_rank] = EventLog(dp_rank)
         return found
 
     def answer(self, stream: ServerStream, payload: bytes) -> None:
-        """The push handler of the ``kv_query`` endpoint."""
+        """Handle a request to the ``kv_query`` endpoint."""
         try:
             query = _DECODE_QUERY(payload)
         except msgspec.MsgspecError as error:
@@ -129,38 +129,38 @@ class KvEventSender:
 
 
 class LoadSender:
-    """The load of one worker's ranks: the newest state of each, sent at the end of the loop turn,
-    and again every ``REPEAT_S`` for routers that came later."""
+    """Publishes the newest load of each rank of one worker, at most once per loop iteration, and
+    again every ``REPEAT_S``."""
 
     def __init__(self, worker_id: int) -> None:
         self.worker_id = worker_id
         self._publish: Publish | None = None
         self._states: dict[int, KvMetrics] = {}
         self._timer: asyncio.Handle | None = None
-        self._fresh = False
+        self._scheduled = False
 
     def open(self, publish: Publish) -> None:
-        """Send through ``publish`` from now on, first the newest states."""
+        """Start sending with ``publish``, the newest states first."""
         self._publish = publish
         self._send()
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Stop sending."""
         self._publish = None
         if self._timer is not None:
             self._timer.cancel()
 
     def report(self, state: KvMetrics) -> None:
-        """Publish ``state`` as this worker's."""
+        """Publish ``state`` of one rank; it replaces the last one."""
         self._states[state.dp_rank] = state
-        if self._publish is not None and not self._fresh:
-            self._fresh = True
+        if self._publish is not None and not self._scheduled:
+            self._scheduled = True
             self._schedule(0.0)
 
     def _send(self) -> None:
         if self._publish is None:
             return
-        self._fresh = False
+        self._scheduled = False
         if self._states:
             worker_id = self.worker_id
             states = [replace(state, worker_id=worker_id) for state in self._states.values()]
@@ -177,8 +177,10 @@ class LoadSender:
 
 
 async def connect_kv_events(endpoint: Endpoint, sender: KvEventSender) -> None:
-    """Publish ``sender`` on topic ``kv-events`` of the endpoint's component and answer ``kv_query``
-    there. Do it before the endpoint is served, so that routers find both together."""
+    """Open ``sender`` on topic ``kv-events`` of the endpoint's component and serve ``kv_query``.
+
+    Call it before the endpoint is served: a router that finds the worker queries it at once.
+    """
     runtime = endpoint.runtime
     namespace, component, _ = endpoint.path
     publisher = await runtime.publisher(namespace, component, KV_EVENTS)
@@ -189,7 +191,7 @@ async def connect_kv_events(endpoint: Endpoint, sender: KvEventSender) -> None:
 
 
 async def connect_load(endpoint: Endpoint, sender: LoadSender) -> None:
-    """Publish ``sender`` on topic ``kv_metrics`` of the endpoint's component."""
+    """Open ``sender`` on topic ``kv_metrics`` of the endpoint's component."""
     runtime = endpoint.runtime
     namespace, component, _ = endpoint.path
     publisher = await runtime.publisher(namespace, component, KV_METRICS)

@@ -1,4 +1,4 @@
-"""The worker's gate: exactly N + Q requests, the next one refused at once."""
+"""Admission: exactly N + Q requests; the next one is rejected at once."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dynamo.observability.metrics import Registry
 from dynamo.worker.admission import AdmissionQueue
 
 
-def test_exactly_n_plus_q_then_refused() -> None:
+def test_exactly_n_plus_q_are_admitted() -> None:
     registry = Registry()
     admission = AdmissionQueue(2, 2, registry)
     started: list[int] = []
-    entered = [lambda n=n: started.append(n) for n in range(5)]
-    for start in entered[:4]:
+    starts = [lambda n=n: started.append(n) for n in range(5)]
+    for start in starts[:4]:
         admission.submit(start)
     with pytest.raises(Overloaded, match="worker at capacity"):
-        admission.submit(entered[4])
+        admission.submit(starts[4])
     assert started == [0, 1]
     text = registry.render().decode().replace(".0\n", "\n")
     for line in (
@@ -36,7 +36,7 @@ def test_exactly_n_plus_q_then_refused() -> None:
     assert started == [0, 1, 2] and (admission.running, admission.waiting) == (2, 1)
 
 
-def test_who_gives_up_is_never_started() -> None:
+def test_a_withdrawn_request_is_never_started() -> None:
     admission = AdmissionQueue(1, 2, Registry())
     started: list[str] = []
     first, second = (lambda: started.append("first")), (lambda: started.append("second"))
@@ -47,7 +47,7 @@ def test_who_gives_up_is_never_started() -> None:
     assert started == ["first"] and admission.running == 0
 
 
-def test_a_request_that_ends_while_starting_lets_the_next_in() -> None:
+def test_a_request_that_ends_while_starting_starts_the_next() -> None:
     admission = AdmissionQueue(1, 4, Registry())
     seen: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The journal answers every question of spec 2.6, and its answers rebuild what was told."""
+"""The event log answers every query of spec 2.6; its answers rebuild the worker's blocks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_ids_rise_by_one_from_one() -> None:
     assert [event.event_id for event in events if event] == [1, 2, 3]
 
 
-def test_nonsense_is_dropped_and_takes_no_number() -> None:
+def test_an_inconsistent_event_is_dropped_and_gets_no_id() -> None:
     event_log = EventLog()
     assert event_log.record(stored(2, parent=1)) is None
     assert event_log.record(stored(1)).event_id == 1  # type: ignore[union-attr]
-    assert (event_log.refused, event_log.last_event_id) == (1, 1)
+    assert (event_log.rejected, event_log.last_event_id) == (1, 1)
 
 
-def test_the_table_of_answers() -> None:
+def test_answers_by_range() -> None:
     event_log = EventLog(ring_events=4)
     empty = event_log.answer(KvQuery(start_event_id=1))
     assert (empty.kind, empty.last_event_id, empty.events) == ("tree_dump", 0, [])
@@ -52,7 +52,7 @@ def test_the_table_of_answers() -> None:
     assert [e.event_id for e in rest.events] == [7, 8, 9, 10]
 
 
-def test_cleared_leaves_nothing() -> None:
+def test_a_clear_removes_all_blocks() -> None:
     event_log = EventLog(dp_rank=3)
     event_log.record(stored(1, 2))
     event = event_log.record(BlocksCleared())
@@ -60,7 +60,7 @@ def test_cleared_leaves_nothing() -> None:
     assert event_log.blocks() == 0 and event_log.dump().events == []
 
 
-def test_every_tier_is_remembered() -> None:
+def test_every_tier_is_logged() -> None:
     event_log = EventLog(ring_events=2)
     event_log.record(stored(1, 2, 3))
     event_log.record(stored(3, 4, parent=2), "host_pinned")
@@ -88,12 +88,12 @@ def test_every_tier_is_remembered() -> None:
     assert again.dump().events == event_log.dump().events
 
 
-def test_ids_that_no_tier_knows_are_refused() -> None:
+def test_ids_that_no_other_tier_has_are_rejected() -> None:
     event_log = EventLog()
     assert event_log.record(BlocksStored(u64(7), b""), "host_pinned") is None
     event_log.record(stored(7))
     assert event_log.record(BlocksStored(u64(7, 8), b""), "host_pinned") is not None
-    assert (event_log.refused, event_log.blocks()) == (1, 2)
+    assert (event_log.rejected, event_log.blocks()) == (1, 2)
 
 
 def test_clearing_the_device_clears_every_tier() -> None:
@@ -112,9 +112,9 @@ def test_clearing_the_device_clears_every_tier() -> None:
         st.tuples(st.booleans(), st.integers(1, 12), st.integers(0, 12)), min_size=20, max_size=60
     )
 )
-def test_a_dump_rebuilds_what_the_events_left(steps: list[tuple[bool, int, int]]) -> None:
+def test_a_dump_rebuilds_the_same_blocks_as_the_events(steps: list[tuple[bool, int, int]]) -> None:
     event_log = EventLog(ring_events=8)
-    told: list[KvEvent] = []
+    published: list[KvEvent] = []
     held: dict[int, int] = {}
     for store, block, parent in steps:
         if store and block not in held and (parent == 0 or parent in held):
@@ -126,5 +126,5 @@ def test_a_dump_rebuilds_what_the_events_left(steps: list[tuple[bool, int, int]]
         else:
             continue
         assert event is not None
-        told.append(event)
-    assert held_after(event_log.dump().events) == held_after(told)
+        published.append(event)
+    assert held_after(event_log.dump().events) == held_after(published)
