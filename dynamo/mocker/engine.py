@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo.errors import DynamoError
-from dynamo.mocker.blocks import BlockPool, Holding
+from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.reply import Reply
 from dynamo.mocker.responder import Responder
@@ -103,14 +103,14 @@ class EngineRank:
             on_done()
             return
         routing = request.routing
-        holding = Holding(
+        blocks = SequenceBlocks(
             request.token_ids,
             self.shape.block_size,
             routing.lora_name if routing else None,
             routing.cache_namespace if routing else None,
         )
         responder = Responder(stream, self, on_done)
-        sequence = responder.sequence = Sequence(holding, reply, responder)
+        sequence = responder.sequence = Sequence(blocks, reply, responder)
         if request.prefill_result is not None and not self.prefill_only:
             sequence.expect(cached_tokens(request.prefill_result))
         self.scheduler.add(sequence)

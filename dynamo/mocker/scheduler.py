@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo.errors import InvalidArgument
-from dynamo.mocker.blocks import BlockPool, Holding
+from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.reply import Reply
 
 __all__ = ["Batch", "Limits", "Output", "Scheduler", "Sequence"]
@@ -54,7 +54,7 @@ class Sequence:
         "expected",
         "generated",
         "held",
-        "holding",
+        "blocks",
         "ids",
         "left",
         "output",
@@ -64,13 +64,13 @@ class Sequence:
         "running",
     )
 
-    def __init__(self, holding: Holding, reply: Reply, output: Output) -> None:
-        self.holding = holding
+    def __init__(self, blocks: SequenceBlocks, reply: Reply, output: Output) -> None:
+        self.blocks = blocks
         self.output = output
         self.ids = reply.ids
         self.left = reply.length
         self.reason = reply.finish_reason
-        self.prompt_tokens = len(holding.tokens)
+        self.prompt_tokens = len(blocks.tokens)
         self.generated = 0
         self.computed = 0
         self.expected = False
@@ -156,7 +156,7 @@ class Scheduler:
             sequence.generated += 1
             sequence.left -= 1
             if sequence.left:
-                sequence.holding.tokens.append(token_id)
+                sequence.blocks.tokens.append(token_id)
                 sequence.output.token(token_id)
             else:
                 self._stop(sequence)
@@ -169,9 +169,9 @@ class Scheduler:
             batch.decodes += 1
             batch.producing.append(sequence)
             return 1
-        missing = len(sequence.holding.tokens) - sequence.computed
+        missing = len(sequence.blocks.tokens) - sequence.computed
         count = min(missing, budget) if self.limits.chunked_prefill or missing == 1 else missing
-        while not self.pool.grow(sequence.holding, sequence.computed + count):
+        while not self.pool.grow(sequence.blocks, sequence.computed + count):
             if self._preempt(batch) is sequence:
                 return 0
         self._computed(sequence, count, missing, batch)
@@ -191,18 +191,18 @@ class Scheduler:
     def _admit(self, budget: int, batch: Batch) -> None:
         while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
-            holding = sequence.holding
-            found, held = self.pool.cached_prefix(holding)
-            missing = len(holding.tokens) - found * self.pool.block_size
+            blocks = sequence.blocks
+            found, held = self.pool.cached_prefix(blocks)
+            missing = len(blocks.tokens) - found * self.pool.block_size
             if not self.limits.chunked_prefill and missing > budget and batch.producing:
                 return
-            needed = -(-len(holding.tokens) // self.pool.block_size) - held
+            needed = -(-len(blocks.tokens) // self.pool.block_size) - held
             if self.running and self.pool.free - needed < self._reserve:
                 return
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.running = True
-            self.pool.reuse(holding, found)
+            self.pool.reuse(blocks, found)
             sequence.computed = found * self.pool.block_size
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = sequence.computed
@@ -215,10 +215,10 @@ class Scheduler:
 
         One that finds no place, or loses it later, is computed here.
         """
-        if not self.pool.grow(sequence.holding, len(sequence.holding.tokens)):
+        if not self.pool.grow(sequence.blocks, len(sequence.blocks.tokens)):
             sequence.expected = False
             return False
-        sequence.computed = len(sequence.holding.tokens) - 1
+        sequence.computed = len(sequence.blocks.tokens) - 1
         sequence.output.placed()
         return sequence.held
 
@@ -235,7 +235,7 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         sequence.running = False
         self.running.remove(sequence)
-        self.pool.release(sequence.holding)
+        self.pool.release(sequence.blocks)
         sequence.computed = sequence.room = 0
 
     def _check(self) -> None:
@@ -243,7 +243,7 @@ class Scheduler:
         self.pool._check()
         assert len(self.running) <= self.limits.max_num_seqs
         assert all(s.running for s in self.running) and not any(s.running for s in self.waiting)
-        assert all(s.computed <= len(s.holding.tokens) for s in self.running)
-        held = sum(s.holding.full + s.holding.private for s in self.running)
+        assert all(s.computed <= len(s.blocks.tokens) for s in self.running)
+        held = sum(s.blocks.full + s.blocks.private for s in self.running)
         assert self.pool.used <= held
         assert bool(self.running) or not self.pool.used

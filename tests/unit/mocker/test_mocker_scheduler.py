@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.errors import InvalidArgument
-from dynamo.mocker.blocks import BlockPool, Holding
+from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.reply import random_reply
 from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
 from dynamo.protocols.codec import tokens
@@ -33,7 +33,7 @@ class Told:
 
 def sequence(prompt: list[int], max_tokens: int, seed: int = 0) -> tuple[Sequence, Told]:
     told = Told()
-    return Sequence(Holding(tokens(prompt), B), random_reply(max_tokens, seed), told), told
+    return Sequence(SequenceBlocks(tokens(prompt), B), random_reply(max_tokens, seed), told), told
 
 
 def scheduler(blocks: int = 100, caching: bool = True, **limits: object) -> Scheduler:

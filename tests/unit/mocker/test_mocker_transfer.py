@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo.mocker.blocks import BlockPool, Holding
+from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.reply import random_reply
 from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
 from dynamo.mocker.timing import Transfer, cached_tokens
@@ -55,8 +55,8 @@ class Told:
 
 def expected(length: int, holds: bool, max_tokens: int = 3) -> Told:
     told = Told(holds)
-    holding = Holding(tokens(list(range(length))), B)
-    told.sequence = Sequence(holding, random_reply(max_tokens, 1), told)
+    blocks = SequenceBlocks(tokens(list(range(length))), B)
+    told.sequence = Sequence(blocks, random_reply(max_tokens, 1), told)
     told.sequence.expect(8)
     return told
 
@@ -91,7 +91,7 @@ def test_a_transfer_without_time_does_not_hold_up_the_first_token() -> None:
 def test_who_loses_its_blocks_computes_its_prompt_itself() -> None:
     engine = Scheduler(BlockPool(6, B), Limits(watermark=0))
     first, second = expected(10, True, 12), expected(11, True, 4)
-    second.sequence.holding = Holding(tokens(list(range(100, 111))), B)
+    second.sequence.blocks = SequenceBlocks(tokens(list(range(100, 111))), B)
     for told in (first, second):
         engine.add(told.sequence)
     engine.schedule()
