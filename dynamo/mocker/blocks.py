@@ -26,7 +26,15 @@ class SequenceBlocks:
     prefix caching off every slot is private.
     """
 
-    __slots__ = ("block_size", "chain", "full", "local", "private", "seed", "tokens")
+    __slots__ = (
+        "block_size",
+        "sequence_hashes",
+        "full",
+        "block_hashes",
+        "private",
+        "seed",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -38,22 +46,24 @@ class SequenceBlocks:
         self.tokens = tokens
         self.block_size = block_size
         self.seed = seed_for(lora_name, cache_namespace)
-        self.local = block_hashes(tokens, block_size, seed=self.seed)
-        self.chain = sequence_hashes(self.local)
+        self.block_hashes = block_hashes(tokens, block_size, seed=self.seed)
+        self.sequence_hashes = sequence_hashes(self.block_hashes)
         self.full = 0
         self.private = 0
 
     def hash_until(self, count: int) -> None:
         """Make the hashes of the first ``count`` blocks known; their tokens must be there."""
-        while len(self.chain) < count:
-            begin = len(self.chain) * self.block_size
+        while len(self.sequence_hashes) < count:
+            begin = len(self.sequence_hashes) * self.block_size
             block = self.tokens[begin : begin + self.block_size]
             local = block_hashes(block, self.block_size, seed=self.seed)[0]
-            if self.chain:
-                self.chain.append(xxh3_64(_PAIR.pack(self.chain[-1], local), BLOCK_SEED))
+            if self.sequence_hashes:
+                self.sequence_hashes.append(
+                    xxh3_64(_PAIR.pack(self.sequence_hashes[-1], local), BLOCK_SEED)
+                )
             else:
-                self.chain.append(local)
-            self.local.append(local)
+                self.sequence_hashes.append(local)
+            self.block_hashes.append(local)
 
 
 class BlockPool:
@@ -98,7 +108,7 @@ class BlockPool:
         if not self.prefix_caching:
             return 0, 0
         found = held = 0
-        for block_hash in blocks.chain[: (len(blocks.tokens) - 1) // self.block_size]:
+        for block_hash in blocks.sequence_hashes[: (len(blocks.tokens) - 1) // self.block_size]:
             if block_hash in self._active:
                 held += 1
             elif block_hash not in self._idle:
@@ -108,7 +118,7 @@ class BlockPool:
 
     def reuse(self, blocks: SequenceBlocks, count: int) -> None:
         """Let ``blocks`` (empty) hold the first ``count`` of its blocks; they must be here."""
-        for block_hash in blocks.chain[:count]:
+        for block_hash in blocks.sequence_hashes[:count]:
             self._hold(block_hash)
         blocks.full = count
 
@@ -126,7 +136,7 @@ class BlockPool:
             self._private += more
             return True
         blocks.hash_until(full)
-        fresh = blocks.chain[blocks.full : full]
+        fresh = blocks.sequence_hashes[blocks.full : full]
         absent = [h for h in fresh if h not in self._active]
         if len(absent) + (rest > 0) - blocks.private > self.free:
             return False
@@ -140,7 +150,7 @@ class BlockPool:
 
     def release(self, blocks: SequenceBlocks) -> None:
         """Take back every slot; full blocks stay cached, the tail of the chain is oldest."""
-        for block_hash in reversed(blocks.chain[: blocks.full]):
+        for block_hash in reversed(blocks.sequence_hashes[: blocks.full]):
             count = self._active[block_hash] - 1
             if count:
                 self._active[block_hash] = count
@@ -156,7 +166,7 @@ class BlockPool:
 
     def _fill(self, blocks: SequenceBlocks, full: int, absent: list[int]) -> None:
         new = {h for h in absent if h not in self._idle}
-        for block_hash in blocks.chain[blocks.full : full]:
+        for block_hash in blocks.sequence_hashes[blocks.full : full]:
             self._hold(block_hash)
         self._evict_surplus()
         if new:
@@ -180,11 +190,11 @@ class BlockPool:
         begin = blocks.full
         while begin < full:
             end = begin
-            while end < full and blocks.chain[end] in new:
+            while end < full and blocks.sequence_hashes[end] in new:
                 end += 1
             if end > begin:
-                parent = blocks.chain[begin - 1] if begin else None
-                column, local = blocks.chain[begin:end], blocks.local[begin:end]
+                parent = blocks.sequence_hashes[begin - 1] if begin else None
+                column, local = blocks.sequence_hashes[begin:end], blocks.block_hashes[begin:end]
                 self.changes.append(BlocksStored(column.tobytes(), local.tobytes(), parent, begin))
             begin = end + 1
 

@@ -66,7 +66,9 @@ def test_a_partial_block_becomes_shared_when_it_fills() -> None:
     second = pool.changes.pop()
     assert isinstance(second, BlocksStored) and second.parent_hash == u64(stored.block_hashes)[0]
     whole = SequenceBlocks(tokens(range(1, 9)), B)
-    assert list(held.chain) == list(whole.chain) and list(held.local) == list(whole.local)
+    assert list(held.sequence_hashes) == list(whole.sequence_hashes) and list(
+        held.block_hashes
+    ) == list(whole.block_hashes)
 
 
 def test_the_tail_of_the_least_recently_used_chain_is_evicted_first() -> None:
@@ -78,7 +80,7 @@ def test_the_tail_of_the_least_recently_used_chain_is_evicted_first() -> None:
     hold_all(pool, [21, 22, 23, 24, 25])
     removed, stored = pool.changes
     assert isinstance(removed, BlocksRemoved) and isinstance(stored, BlocksStored)
-    assert u64(removed.block_hashes) == [old.chain[1]]
+    assert u64(removed.block_hashes) == [old.sequence_hashes[1]]
 
 
 def test_growth_is_all_or_nothing() -> None:
@@ -105,9 +107,9 @@ def test_without_prefix_caching_nothing_is_shared_or_told() -> None:
 
 def test_a_lora_or_a_namespace_has_blocks_of_its_own() -> None:
     ids = tokens(range(8))
-    plain = SequenceBlocks(ids, B).chain
-    assert plain[0] != SequenceBlocks(ids, B, lora_name="a").chain[0]
-    assert plain[0] != SequenceBlocks(ids, B, cache_namespace="a").chain[0]
+    plain = SequenceBlocks(ids, B).sequence_hashes
+    assert plain[0] != SequenceBlocks(ids, B, lora_name="a").sequence_hashes[0]
+    assert plain[0] != SequenceBlocks(ids, B, cache_namespace="a").sequence_hashes[0]
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -163,7 +165,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.pool._check()
-        full = {h for held in self.held for h in held.chain[: len(held.tokens) // B]}
+        full = {h for held in self.held for h in held.sequence_hashes[: len(held.tokens) // B]}
         partial = sum(1 for held in self.held if len(held.tokens) % B)
         assert self.pool.used == len(full) + partial
         assert self.pool.hashes() == self.told
