@@ -84,9 +84,9 @@ class EngineRank:
         return len(self.scheduler.running) + len(self.scheduler.waiting)
 
     @property
-    def longest(self) -> int:
+    def max_sequence_tokens(self) -> int:
         """Tokens of the longest sequence, prompt and output together, that can be computed."""
-        return self.scheduler.longest
+        return self.scheduler.max_sequence_tokens
 
     def submit(
         self,
@@ -97,7 +97,7 @@ class EngineRank:
     ) -> None:
         """Answer ``request`` on ``stream``; ``on_done`` is called once when it is over."""
         try:
-            self.scheduler.check(len(request.token_ids), reply.length)
+            self.scheduler.check_length(len(request.token_ids), reply.length)
         except DynamoError as error:
             stream.error(error)
             on_done()
@@ -112,7 +112,7 @@ class EngineRank:
         responder = Responder(stream, self, on_done)
         sequence = responder.sequence = Sequence(blocks, reply, responder)
         if request.prefill_result is not None and not self.prefill_only:
-            sequence.expect(cached_tokens(request.prefill_result))
+            sequence.expect_transfer(cached_tokens(request.prefill_result))
         self.scheduler.add(sequence)
         self._work.set()
         stream.context.on_cancel(responder.cancel)
@@ -126,8 +126,8 @@ class EngineRank:
         """The prompt's blocks have a place here: fetch them from the prefill worker."""
         delay_s = self.shape.transfer.seconds(sequence.prompt_tokens)
         if delay_s >= _SHORTEST_S:
-            sequence.held = True
-            asyncio.get_running_loop().call_later(delay_s, self.hold, sequence, False)
+            sequence.paused = True
+            asyncio.get_running_loop().call_later(delay_s, self.pause, sequence, False)
 
     def handover(self, sequence: Sequence) -> dict[str, Any] | None:
         """What a decode worker needs to fetch the prompt's blocks; None where it need not."""
@@ -137,9 +137,9 @@ class EngineRank:
             self.worker_id, self.number, sequence.prompt_tokens, self.shape.block_size
         )
 
-    def hold(self, sequence: Sequence, held: bool) -> None:
+    def pause(self, sequence: Sequence, paused: bool) -> None:
         """Let ``sequence`` wait for a slow reader, or go on."""
-        sequence.held = held
+        sequence.paused = paused
         self._work.set()
 
     async def run(self) -> None:

@@ -48,7 +48,7 @@ class EngineHooks(Protocol):
     def handover(self, sequence: Sequence) -> dict[str, Any] | None:
         """What a decode worker needs to fetch the prompt's blocks; None where it need not."""
 
-    def hold(self, sequence: Sequence, held: bool) -> None:
+    def pause(self, sequence: Sequence, paused: bool) -> None:
         """Let ``sequence`` wait for a slow reader, or go on."""
 
 
@@ -68,7 +68,7 @@ class Responder:
         self._done = False
         self._started = asyncio.get_running_loop().time()
 
-    def placed(self) -> None:
+    def allocated(self) -> None:
         """The blocks of a prompt that was computed elsewhere have a place."""
         self._desk.transfer(self.sequence)
 
@@ -78,8 +78,8 @@ class Responder:
         stream.send(token_item(token_id))
         if self.sequence.generated == 1:
             self._desk.meters.first_token(self._started)
-        if stream.above_high_water and not self.sequence.held:
-            self._desk.hold(self.sequence, True)
+        if stream.above_high_water and not self.sequence.paused:
+            self._desk.pause(self.sequence, True)
             self._desk.tasks.spawn(self._resume(), name="slow reader")
 
     def finish(self, token_id: int, reason: str) -> None:
@@ -121,4 +121,4 @@ class Responder:
 
     async def _resume(self) -> None:
         await self.stream.drained()
-        self._desk.hold(self.sequence, False)
+        self._desk.pause(self.sequence, False)

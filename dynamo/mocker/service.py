@@ -61,7 +61,7 @@ class MockerService:
             raise InvalidArgument("token_ids is empty; send at least one token")
         limit = request.stop_conditions.max_tokens
         if limit is None:
-            limit = max(1, min(DEFAULT_MAX_TOKENS, rank.longest - len(prompt)))
+            limit = max(1, min(DEFAULT_MAX_TOKENS, rank.max_sequence_tokens - len(prompt)))
         if limit < 1:
             raise InvalidArgument(f"stop_conditions.max_tokens must be >= 1, got {limit}")
         if rank.prefill_only:

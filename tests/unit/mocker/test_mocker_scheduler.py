@@ -158,11 +158,11 @@ def test_abort_frees_blocks_and_is_harmless_twice() -> None:
 
 def test_what_can_never_finish_is_refused() -> None:
     engine = scheduler(blocks=4)
-    engine.check(8, 8)
+    engine.check_length(8, 8)
     with pytest.raises(InvalidArgument, match=r"9 tokens.*8.*16 tokens.*lower max_tokens"):
-        engine.check(9, 8)
+        engine.check_length(9, 8)
     with pytest.raises(InvalidArgument, match="max_model_len"):
-        scheduler(max_model_len=10).check(9, 2)
+        scheduler(max_model_len=10).check_length(9, 2)
 
 
 @settings(max_examples=150, deadline=None)

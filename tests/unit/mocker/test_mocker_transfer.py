@@ -42,9 +42,9 @@ class Told:
         self.places = 0
         self.sequence: Sequence
 
-    def placed(self) -> None:
+    def allocated(self) -> None:
         self.places += 1
-        self.sequence.held = self.holds
+        self.sequence.paused = self.holds
 
     def token(self, token_id: int) -> None:
         self.tokens += 1
@@ -57,7 +57,7 @@ def expected(length: int, holds: bool, max_tokens: int = 3) -> Told:
     told = Told(holds)
     blocks = SequenceBlocks(tokens(list(range(length))), B)
     told.sequence = Sequence(blocks, random_reply(max_tokens, 1), told)
-    told.sequence.expect(8)
+    told.sequence.expect_transfer(8)
     return told
 
 
@@ -69,7 +69,7 @@ def test_blocks_are_taken_at_once_and_nothing_is_computed_until_they_are_filled(
     assert (batch.prefill_tokens, batch.decodes, batch.producing) == (0, 0, [])
     assert engine.pool.used == 3 and told.places == 1
     assert not engine.schedule().producing
-    told.sequence.held = False
+    told.sequence.paused = False
     batch = engine.schedule()
     assert (batch.prefill_tokens, batch.decodes) == (0, 1), "one step, no prompt"
     engine.commit(batch)
@@ -96,7 +96,7 @@ def test_who_loses_its_blocks_computes_its_prompt_itself() -> None:
         engine.add(told.sequence)
     engine.schedule()
     assert engine.pool.used == 6
-    first.sequence.held = second.sequence.held = False
+    first.sequence.paused = second.sequence.paused = False
     prefilled = 0
     while engine.running or engine.waiting:
         batch = engine.schedule()
