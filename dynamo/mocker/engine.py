@@ -57,7 +57,7 @@ class EngineRank:
         self,
         number: int,
         shape: EngineShape,
-        meters: MockerMetrics,
+        metrics: MockerMetrics,
         tasks: Tasks,
         on_events: Callable[[int, list[BlocksStored | BlocksRemoved]], None],
         on_load: Callable[[KvMetrics], None],
@@ -68,15 +68,15 @@ class EngineRank:
         self.shape = shape
         self.pool = BlockPool(shape.blocks, shape.block_size, shape.prefix_caching)
         self.scheduler = Scheduler(self.pool, shape.limits)
-        self.meters = meters
+        self.metrics = metrics
         self.tasks = tasks
         self.prefill_only = shape.prefill_only
         self._on_events = on_events
         self._on_load = on_load
         self._work = asyncio.Event()
-        self._told: KvMetrics | None = None
-        self._told_at = 0.0
-        meters.watch(self.scheduler)
+        self._last_report: KvMetrics | None = None
+        self._last_report_s = 0.0
+        metrics.export_gauges(self.scheduler)
 
     @property
     def load(self) -> int:
@@ -129,11 +129,11 @@ class EngineRank:
             sequence.paused = True
             asyncio.get_running_loop().call_later(delay_s, self.pause, sequence, False)
 
-    def handover(self, sequence: Sequence) -> dict[str, Any] | None:
+    def transfer_params(self, sequence: Sequence) -> dict[str, Any] | None:
         """What a decode worker needs to fetch the prompt's blocks; None where it need not."""
         if not self.prefill_only:
             return None
-        return self.shape.transfer.handover(
+        return self.shape.transfer.transfer_params(
             self.worker_id, self.number, sequence.prompt_tokens, self.shape.block_size
         )
 
@@ -144,10 +144,10 @@ class EngineRank:
 
     async def run(self) -> None:
         """Iterate for ever; cancel to end."""
-        with TimerFd() as alarm:
-            await self._iterate(alarm)
+        with TimerFd() as timer:
+            await self._iterate(timer)
 
-    async def _iterate(self, alarm: TimerFd) -> None:
+    async def _iterate(self, timer: TimerFd) -> None:
         timing, pool, scheduler = self.shape.timing, self.pool, self.scheduler
         due = time.monotonic()
         self._report(due)
@@ -163,18 +163,18 @@ class EngineRank:
             spent_s = timing.iteration_s(batch.prefill_tokens, batch.decodes, usage)
             due = max(due, time.monotonic() - _LAG_LIMIT_S) + spent_s
             if spent_s:
-                await alarm.until(due)
+                await timer.sleep_until(due)
             self._finish(batch, time.monotonic())
             if not spent_s:
                 await asyncio.sleep(0)
 
     def _finish(self, batch: Batch, now: float) -> None:
-        self.meters.iteration(now, batch, self.scheduler.preemptions)
+        self.metrics.iteration(now, batch, self.scheduler.preemptions)
         self.scheduler.commit(batch)
         if self.pool.changes:
             self._on_events(self.number, self.pool.changes)
             self.pool.changes = []
-        if now - self._told_at >= _REPORT_INTERVAL_S:
+        if now - self._last_report_s >= _REPORT_INTERVAL_S:
             self._report(now)
 
     def _report(self, now: float) -> None:
@@ -189,6 +189,6 @@ class EngineRank:
             num_requests_running=len(running),
             num_requests_waiting=len(self.scheduler.waiting),
         )
-        if state != self._told:
-            self._told, self._told_at = state, now
+        if state != self._last_report:
+            self._last_report, self._last_report_s = state, now
             self._on_load(state)

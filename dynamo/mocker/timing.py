@@ -43,7 +43,7 @@ class Transfer:
             return 0.0
         return prompt_tokens * self.bytes_per_token / self.bytes_per_s / self.speedup
 
-    def handover(
+    def transfer_params(
         self, worker_id: int, dp_rank: int, prompt_tokens: int, block_size: int
     ) -> dict[str, Any]:
         """``disaggregated_params``: what is to be fetched, and where."""

@@ -103,10 +103,10 @@ async def bench(
     tasks, server, client = Tasks(), RequestServer(), RequestClient()
     here = Bench([], None, client)  # type: ignore[arg-type]
     for number in range(ranks):
-        meters = MockerMetrics(here.registry, str(number), "m")
+        metrics = MockerMetrics(here.registry, str(number), "m")
         here.ranks.append(
             EngineRank(
-                number, made, meters, tasks, lambda _, c: here.changes.extend(c), here.loads.append
+                number, made, metrics, tasks, lambda _, c: here.changes.extend(c), here.loads.append
             )
         )
     here.service = MockerService(here.ranks, AdmissionQueue(admission, 2, here.registry), reply)

@@ -17,7 +17,7 @@ def test_seconds_are_bytes_over_bandwidth_over_speed() -> None:
     transfer = Transfer(bytes_per_token=128_000, bytes_per_s=64e9, speedup=2)
     assert transfer.seconds(1000) == pytest.approx(0.001)
     assert Transfer(speedup=0).seconds(10**6) == 0
-    params = transfer.handover(7, 1, 9, B)
+    params = transfer.transfer_params(7, 1, 9, B)
     assert params == {
         "worker_id": 7,
         "dp_rank": 1,
