@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
 from dynamo.protocols.kv import (
+    TIER_NUMBERS,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -22,9 +23,8 @@ from dynamo.protocols.kv import (
     KvQueryAnswer,
 )
 
-__all__ = ["TIERS", "EventCounts", "Indexer", "Recovery", "Threads"]
+__all__ = ["EventCounts", "Indexer", "Recovery", "Threads"]
 
-TIERS = {"device": 0, "host_pinned": 1, "disk": 2, "external": 3}
 """``KvEvent.storage_tier`` to the index's tier. Blocks of others are ignored (and counted).
 
 *Cleared* on the device means that there is nothing at all, on another tier only that one.
@@ -365,7 +365,7 @@ class Indexer:
 
     def _change(self, stream: _Stream, event: KvEvent) -> None:
         data = event.data
-        tier = TIERS.get(event.storage_tier)
+        tier = TIER_NUMBERS.get(event.storage_tier)
         try:
             status = "ignored_tier" if tier is None else self._apply_to_index(stream, data, tier)
         except ParentNotFound:

@@ -14,7 +14,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
-from dynamo.protocols.kv import KvEventBatch
+from dynamo.protocols.kv import KV_EVENTS, KV_QUERY, KvEventBatch
 from dynamo.router.caches.event_threads import EventThreads
 from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.router.caches.metrics import (
@@ -23,7 +23,7 @@ from dynamo.router.caches.metrics import (
     show_optimistic_cache,
     useless_sources,
 )
-from dynamo.router.caches.recovery import KV_QUERY, RecoveryClient
+from dynamo.router.caches.recovery import RecoveryClient
 from dynamo.router.discovery.block_sizes import events_differ, worker_differs
 from dynamo.router.discovery.cards import WorkerCards
 from dynamo.router.discovery.load_feed import LoadFeed
@@ -39,9 +39,8 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.client import OnInstances
 from dynamo.runtime.events.channels import ZMQ, Subscription
 
-__all__ = ["KV_EVENTS", "ConnectedRouter", "InstanceSource"]
+__all__ = ["ConnectedRouter", "InstanceSource"]
 
-KV_EVENTS = "kv-events"
 
 logger = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode

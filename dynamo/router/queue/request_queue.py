@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, InvalidArgument, Overloaded, Unavailable
 from dynamo.observability.metrics import Registry
+from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.cost import cached_tokens
-from dynamo.router.eligibility.busy import UNKNOWN_BATCH_TOKENS
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Decision, Picker

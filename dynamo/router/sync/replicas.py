@@ -18,7 +18,13 @@ from dynamo.observability.metrics import Counter, Registry
 from dynamo.observability.names import counter, gauge
 from dynamo.observability.names_router import Replicas
 from dynamo.protocols import codec
-from dynamo.protocols.sync import AddRequest, SequenceEvent, SequenceMessage, SequenceQuery
+from dynamo.protocols.sync import (
+    ACTIVE_SEQUENCES,
+    AddRequest,
+    SequenceEvent,
+    SequenceMessage,
+    SequenceQuery,
+)
 from dynamo.router.kv import KvPicker
 from dynamo.router.load.active import Reservation
 from dynamo.router.metrics import RouterLabels
@@ -28,9 +34,8 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.events.channels import Subscription
 
-__all__ = ["ACTIVE_SEQUENCES", "PickerLoadSink", "ReplicaSync", "decode_message"]
+__all__ = ["PickerLoadSink", "ReplicaSync", "decode_message"]
 
-ACTIVE_SEQUENCES = "active_sequences_events"
 HEARTBEAT_S = 1.0
 REPEAT_QUERY_S = 0.2
 """Minimum time between two snapshot requests to the same router."""

@@ -13,6 +13,7 @@ from live_kit import BLOCK, PROMPT, Box, Worker, until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.sync import ACTIVE_SEQUENCES
 from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.kv import KvPicker
 from dynamo.router.sync import replicas as sync
@@ -258,7 +259,7 @@ async def test_without_the_flag_nothing_is_published(replicas: Replicas) -> None
     live = await box.route()
     assert live._sync is None and kv(live).local_requests is None
     other = DistributedRuntime(None, replicas.settings)
-    subscription = other.subscribe("ns", "backend", sync.ACTIVE_SEQUENCES, lambda *_: None)
+    subscription = other.subscribe("ns", "backend", ACTIVE_SEQUENCES, lambda *_: None)
     await other.start()
     await subscription.ready()
     assert subscription.publishers() == []
