@@ -32,7 +32,7 @@ __all__ = [
     "UnknownEndpoint",
     "WorkerLeaving",
     "WorkerUnavailable",
-    "cut",
+    "shorten",
     "from_code",
 ]
 
@@ -265,7 +265,7 @@ def from_code(code: str, message: str) -> DynamoError:
     return _BY_CODE.get(code, DynamoError)(message)
 
 
-def cut(value: object, characters: int = 64) -> str:
+def shorten(value: object, characters: int = 64) -> str:
     """``value`` as text to quote in a message; a longer text ends in three dots at that length."""
     text = str(value)
     return text if len(text) <= characters else text[: characters - 3] + "..."

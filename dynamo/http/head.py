@@ -19,7 +19,7 @@ from httptools import (
     HttpRequestParser,
 )
 
-from dynamo.errors import cut
+from dynamo.errors import shorten
 from dynamo.http.errors import HttpError
 from dynamo.http.limits import HttpLimits
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from dynamo.errors import cut
+from dynamo.errors import shorten
 from dynamo.frontend.models.registry import Models
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
-from dynamo.errors import DynamoError, ModelNotFound, NoInstances, cut
+from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.prefill_cards import PrefillCards
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics

@@ -6,7 +6,7 @@ answers must not take the first for it. docs/openai.md lists the rules.
 
 from __future__ import annotations
 
-from dynamo.errors import InvalidArgument, cut
+from dynamo.errors import InvalidArgument, shorten
 from dynamo.protocols.openai import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,

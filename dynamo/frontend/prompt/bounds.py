@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynamo._fast.json_shape import measure
-from dynamo.errors import InvalidArgument, cut
+from dynamo.errors import InvalidArgument, shorten
 
 __all__ = [
     "INLINE_BODY_BYTES",

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.errors import InvalidArgument, cut
+from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.bounds import check_json
 
 __all__ = ["ContentForm", "message_text", "template_messages"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo.errors import InvalidArgument, cut
+from dynamo.errors import InvalidArgument, shorten
 from dynamo.protocols.engine import OutputOptions, Routing, SamplingOptions, StopConditions
 from dynamo.protocols.openai import GenerationRequest, NvExt
 

@@ -16,7 +16,7 @@ import jinja2.runtime
 import jinja2.sandbox
 import msgspec
 
-from dynamo.errors import ConfigError, InvalidArgument, cut
+from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.frontend.prompt.messages import ContentForm, template_messages
 from dynamo.frontend.prompt.model_files import ModelFiles, read_model_files
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.errors import InvalidArgument, cut
+from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.answer_options import check_answer_options, check_tool_choice
 from dynamo.frontend.prompt.bounds import (
     MAX_CHOICES,
