@@ -16,7 +16,7 @@ from dynamo.errors import ConfigError
 
 __all__ = [
     "ProbedHealth",
-    "StatusAddress",
+    "FrontendAddress",
     "address_of",
     "check_free",
     "wait_until_ready",
@@ -28,7 +28,7 @@ _ALL_WORKERS_WITHIN_S = 3.0
 
 
 @dataclass(frozen=True)
-class StatusAddress:
+class FrontendAddress:
     """Where a frontend listens, and where we reach it."""
 
     host: str
@@ -67,7 +67,7 @@ class ProbedHealth:
     instances: int
 
 
-def address_of(options: Mapping[str, Any], env: Mapping[str, str]) -> StatusAddress:
+def address_of(options: Mapping[str, Any], env: Mapping[str, str]) -> FrontendAddress:
     """The frontend's address from its flags, its environment, its defaults.
 
     Raises ConfigError for a port that cannot be known beforehand.
@@ -77,14 +77,14 @@ def address_of(options: Mapping[str, Any], env: Mapping[str, str]) -> StatusAddr
     number = str(env.get("DYN_HTTP_PORT") or 8000 if port is None else port)
     if not number.isdigit() or not 0 < int(number) < 65536:
         raise ConfigError(f"the frontend's http-port must be between 1 and 65535, got {number}")
-    return StatusAddress(str(host), int(number))
+    return FrontendAddress(str(host), int(number))
 
 
 def _first(options: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return next((options[name] for name in names if options.get(name) is not None), None)
 
 
-def check_free(address: StatusAddress) -> None:
+def check_free(address: FrontendAddress) -> None:
     """Raise ConfigError if no process of ours could listen on ``address`` now."""
     try:
         found = socket.getaddrinfo(
@@ -105,7 +105,7 @@ def check_free(address: StatusAddress) -> None:
 
 
 async def wait_until_ready(
-    address: StatusAddress, workers: int, is_ours: Callable[[], bool] = lambda: True
+    address: FrontendAddress, workers: int, is_ours: Callable[[], bool] = lambda: True
 ) -> ProbedHealth:
     """Until the frontend is healthy and, with ``workers`` behind it, lists a model.
 
@@ -124,7 +124,7 @@ async def wait_until_ready(
         await asyncio.sleep(_PAUSE_S)
 
 
-async def ask(address: StatusAddress) -> ProbedHealth | None:
+async def ask(address: FrontendAddress) -> ProbedHealth | None:
     """One look; None while the frontend does not answer or is not healthy."""
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
@@ -141,7 +141,7 @@ async def ask(address: StatusAddress) -> ProbedHealth | None:
     )
 
 
-async def _get(address: StatusAddress, path: str) -> tuple[int, Any]:
+async def _get(address: FrontendAddress, path: str) -> tuple[int, Any]:
     reader, writer = await asyncio.open_connection(address.reachable, address.port)
     try:
         head = f"GET {path} HTTP/1.1\r\nHost: {address.authority}\r\nConnection: close\r\n\r\n"

@@ -10,8 +10,8 @@ import pytest
 
 from dynamo.errors import ConfigError
 from dynamo.serve.readiness import (
+    FrontendAddress,
     ProbedHealth,
-    StatusAddress,
     address_of,
     ask,
     check_free,
@@ -21,7 +21,7 @@ from dynamo.serve.readiness import (
 Answer = Callable[[str], tuple[int, object]]
 
 
-async def serve(answer: Answer, chunked: bool = False) -> tuple[asyncio.Server, StatusAddress]:
+async def serve(answer: Answer, chunked: bool = False) -> tuple[asyncio.Server, FrontendAddress]:
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         status, document = answer(head.split(b" ")[1].decode())
@@ -41,7 +41,7 @@ async def serve(answer: Answer, chunked: bool = False) -> tuple[asyncio.Server, 
         writer.close()
 
     server = await asyncio.start_server(client, "127.0.0.1", 0)
-    return server, StatusAddress("127.0.0.1", server.sockets[0].getsockname()[1])
+    return server, FrontendAddress("127.0.0.1", server.sockets[0].getsockname()[1])
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -82,7 +82,7 @@ async def test_a_taken_port_is_refused() -> None:
             check_free(address)
     check_free(address)
     with pytest.raises(ConfigError, match=r"cannot listen on http://192\.0\.2\.1:80: "):
-        check_free(StatusAddress("192.0.2.1", 80))
+        check_free(FrontendAddress("192.0.2.1", 80))
 
 
 async def test_nonsense_is_not_ready() -> None:
