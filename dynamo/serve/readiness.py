@@ -15,7 +15,7 @@ from typing import Any
 from dynamo.errors import ConfigError
 
 __all__ = [
-    "ProbedHealth",
+    "FrontendHealth",
     "FrontendAddress",
     "address_of",
     "check_free",
@@ -60,7 +60,7 @@ class FrontendAddress:
 
 
 @dataclass(frozen=True)
-class ProbedHealth:
+class FrontendHealth:
     """What a frontend said: the models, and how many ``generate`` instances serve them."""
 
     models: tuple[str, ...]
@@ -106,7 +106,7 @@ def check_free(address: FrontendAddress) -> None:
 
 async def wait_until_ready(
     address: FrontendAddress, workers: int, is_ours: Callable[[], bool] = lambda: True
-) -> ProbedHealth:
+) -> FrontendHealth:
     """Until the frontend is healthy and, with ``workers`` behind it, lists a model.
 
     ``is_ours`` distinguishes our frontend from another program on its port. Waits a few seconds
@@ -124,7 +124,7 @@ async def wait_until_ready(
         await asyncio.sleep(_PAUSE_S)
 
 
-async def ask(address: FrontendAddress) -> ProbedHealth | None:
+async def ask(address: FrontendAddress) -> FrontendHealth | None:
     """One look; None while the frontend does not answer or is not healthy."""
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
@@ -135,7 +135,7 @@ async def ask(address: FrontendAddress) -> ProbedHealth | None:
     if status != 200 or not isinstance(health, dict) or not isinstance(models, dict):
         return None
     instances = health.get("instances") or ()
-    return ProbedHealth(
+    return FrontendHealth(
         models=tuple(str(model.get("id")) for model in models.get("data") or ()),
         instances=sum(each.get("endpoint") == "generate" for each in instances),
     )

@@ -11,7 +11,7 @@ import pytest
 from dynamo.errors import ConfigError
 from dynamo.serve.readiness import (
     FrontendAddress,
-    ProbedHealth,
+    FrontendHealth,
     address_of,
     ask,
     check_free,
@@ -58,13 +58,13 @@ async def test_ready_when_all_workers_are_there(chunked: bool) -> None:
 
     server, address = await serve(answer, chunked)
     async with server, asyncio.timeout(10):
-        assert await wait_until_ready(address, 2) == ProbedHealth(("tiny",), 2)
+        assert await wait_until_ready(address, 2) == FrontendHealth(("tiny",), 2)
 
 
 async def test_a_frontend_alone_needs_no_model() -> None:
     server, address = await serve(lambda path: (200, {"data": [], "instances": []}))
     async with server, asyncio.timeout(10):
-        assert await wait_until_ready(address, 0) == ProbedHealth((), 0)
+        assert await wait_until_ready(address, 0) == FrontendHealth((), 0)
 
 
 async def test_a_stranger_is_not_ready() -> None:
