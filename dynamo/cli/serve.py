@@ -35,7 +35,7 @@ from dynamo.serve.overrides import Override, split_overrides
 from dynamo.serve.readiness import address_of, check_free
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.statefile import Statefile
-from dynamo.serve.watchers import WatcherPlan, WatcherSpec, place, plan
+from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, place, plan
 from dynamo.serve.yamlmap import MAX_TEXT_BYTES
 
 __all__ = ["main", "prepare"]
@@ -88,7 +88,7 @@ def _reason(error: DynamoError | OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
-def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> WatcherPlan:
+def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> DeploymentPlan:
     """Decide everything that can be decided before a process starts. Raises ConfigError."""
     env = {key: value for key, value in to_env(runtime).items() if key in _SHARED}
     env["DYN_LOCAL_STATE_DIR"] = str(state_path(runtime))
@@ -108,7 +108,7 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
         specs = place(specs, inventory)
     _check(graph, specs)
     control, events = (f"ipc://{planned_socket_path(runtime, name)}" for name in _SOCKETS)
-    return WatcherPlan(
+    return DeploymentPlan(
         namespace=graph.namespace,
         specs=specs,
         config=graph.config,
@@ -206,7 +206,7 @@ def _has_module(name: str) -> bool:
         return False
 
 
-def _show(made: WatcherPlan, settings: ServeSettings, graph: Graph) -> None:
+def _show(made: DeploymentPlan, settings: ServeSettings, graph: Graph) -> None:
     rows = [
         {
             "name": spec.name,
@@ -238,7 +238,7 @@ def _show(made: WatcherPlan, settings: ServeSettings, graph: Graph) -> None:
             print(f"  env      {key}={value}")
 
 
-def _serve(made: WatcherPlan, settings: ServeSettings, runtime: RuntimeSettings) -> int:
+def _serve(made: DeploymentPlan, settings: ServeSettings, runtime: RuntimeSettings) -> int:
     home = RunDirectory(
         run_dir(runtime), store_dir(runtime), Statefile(state_dir(runtime), made.namespace)
     )
@@ -264,7 +264,7 @@ def _serve(made: WatcherPlan, settings: ServeSettings, runtime: RuntimeSettings)
 
 
 def _arbiter(
-    made: WatcherPlan, settings: ServeSettings, home: RunDirectory, told: Sequence[str]
+    made: DeploymentPlan, settings: ServeSettings, home: RunDirectory, told: Sequence[str]
 ) -> int:
     """What the guarded process does."""
     # Imported here: the guard, and everything that only looks at a graph, does without circus.

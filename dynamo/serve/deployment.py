@@ -29,7 +29,7 @@ from dynamo.serve.record import Record, RecordedComponent
 from dynamo.serve.restarts import RestartPolicy
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.supervised import SupervisedWatcher
-from dynamo.serve.watchers import WatcherPlan, WatcherSpec, add
+from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, add
 
 __all__ = ["Deployment"]
 
@@ -49,7 +49,11 @@ class Deployment:
     """
 
     def __init__(
-        self, plan: WatcherPlan, settings: ServeSettings, home: RunDirectory, announcer: Announcer
+        self,
+        plan: DeploymentPlan,
+        settings: ServeSettings,
+        home: RunDirectory,
+        announcer: Announcer,
     ) -> None:
         self._plan = plan
         self._settings = settings

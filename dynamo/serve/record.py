@@ -17,7 +17,7 @@ from dynamo.runtime.discovery.process import host_id
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.processes import stat
 from dynamo.serve.statefile import Document, Statefile
-from dynamo.serve.watchers import WatcherPlan, WatcherSpec
+from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
 
 __all__ = ["Record", "RecordedComponent", "RecordedProcess", "document_of"]
 
@@ -40,7 +40,7 @@ class RecordedComponent:
     lease: int | None
 
 
-def document_of(plan: WatcherPlan) -> Document:
+def document_of(plan: DeploymentPlan) -> Document:
     """The statefile of ``plan`` before its first process, for this process as arbiter. Spec 3.2.
 
     Holds no environment but what the planner needs: variables may be secrets.
@@ -88,7 +88,7 @@ class Record:
     def __init__(
         self,
         statefile: Statefile,
-        plan: WatcherPlan,
+        plan: DeploymentPlan,
         components: Callable[[], Sequence[RecordedComponent]],
     ) -> None:
         self._statefile = statefile

@@ -15,7 +15,7 @@ from dynamo.errors import ConfigError
 from dynamo.serve.gpus import Allocator, Inventory
 from dynamo.serve.graph import Graph, Service
 
-__all__ = ["WatcherPlan", "WatcherSpec", "add", "place", "plan", "watcher_name"]
+__all__ = ["DeploymentPlan", "WatcherSpec", "add", "place", "plan", "watcher_name"]
 
 _FRONTEND = "dynamo.frontend"
 _FIRST_TO_STOP = (_FRONTEND, "dynamo.planner")
@@ -46,7 +46,7 @@ class WatcherSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatcherPlan:
+class DeploymentPlan:
     """Everything that was decided before the first process starts."""
 
     namespace: str
