@@ -20,7 +20,6 @@ from dynamo.errors import ConfigError
 __all__ = [
     "Option",
     "deprecations",
-    "describe",
     "environ",
     "from_env",
     "load",
@@ -64,7 +63,7 @@ def option(
     help: str,
     **limits: Any,
 ) -> Any:
-    """A dataclass field with a in its metadata."""
+    """Return a dataclass field with an :class:`Option` in its metadata."""
     names = (env,) if isinstance(env, str) else env
     return dataclasses.field(
         default=default, metadata={"option": Option(flags=flags, env=names, help=help, **limits)}
@@ -117,15 +116,6 @@ def to_env(settings: Any) -> dict[str, str]:
         if spec.env and value is not None:
             out[spec.env[0]] = _text(value)
     return out
-
-
-def describe(group: type[Any]) -> list[tuple[str, str, Any, str]]:
-    """Rows of (flags, variables, default, help) for documentation."""
-    rows = []
-    for field in _fields(group):
-        spec: Option = field.metadata["option"]
-        rows.append((" ".join(spec.flags), " ".join(spec.env), field.default, spec.help))
-    return rows
 
 
 def deprecations(settings: Any) -> list[str]:
