@@ -8,7 +8,7 @@ from dynamo.config.disagg import DisaggSettings
 from dynamo.config.option import option
 from dynamo.config.router_kv import CacheSettings, CostSettings, LoadSettings
 
-__all__ = ["ROUTER_MODES", "ModeSettings", "RouterSettings"]
+__all__ = ["ROUTER_MODES", "ModeSettings", "RouterProcessSettings", "RouterSettings"]
 
 _JETSTREAM = "there is no JetStream mode; a router asks the workers for what it missed"
 ROUTER_MODES = (
@@ -210,3 +210,24 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
     def predicts(self) -> bool:
         """Whether the index is fed by own decisions instead of the workers' events."""
         return self.uses_index and not self.kv_events
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterProcessSettings:
+    """standalone router: whom it routes to"""
+
+    endpoint: str | None = option(
+        None,
+        "--endpoint",
+        env="DYN_ROUTER_ENDPOINT",
+        metavar="NS.COMPONENT.ENDPOINT",
+        help="the workers' endpoint",
+    )
+    block_size: int = option(
+        128,
+        "--router-block-size",
+        "--block-size",
+        env="DYN_ROUTER_BLOCK_SIZE",
+        minimum=1,
+        help="tokens in a KV block of the workers",
+    )
