@@ -32,8 +32,8 @@ __all__ = [
     "UnknownEndpoint",
     "WorkerLeaving",
     "WorkerUnavailable",
-    "shorten",
     "from_code",
+    "shorten",
 ]
 
 _MESSAGE_LIMIT = 8192

@@ -15,8 +15,8 @@ from typing import Any
 from dynamo.errors import ConfigError
 
 __all__ = [
-    "FrontendHealth",
     "FrontendAddress",
+    "FrontendHealth",
     "address_of",
     "check_free",
     "wait_until_ready",

@@ -83,7 +83,7 @@ class BusyThresholdRoutes:
         if wrong:
             _refuse(exchange, 400, wrong)
         elif entry is None or not entry.ready:
-            text = f"Model '{cut(change.model, _NAME_CHARACTERS)}' not found. "
+            text = f"Model '{shorten(change.model, _NAME_CHARACTERS)}' not found. "
             _refuse(exchange, 404, text + "Thresholds can only be set for discovered models.")
         else:
             given = {field: getattr(change, name) for name, field in _FIELDS.items()}

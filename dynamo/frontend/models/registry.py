@@ -82,7 +82,7 @@ class Models:
         """
         entry = self._names.get(name)
         if entry is None or model_type not in entry.types:
-            raise ModelNotFound(f"Model not found: {cut(name)}")
+            raise ModelNotFound(f"Model not found: {shorten(name)}")
         if not entry.served:
             raise NoInstances
         return entry

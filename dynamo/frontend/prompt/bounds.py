@@ -84,7 +84,7 @@ def check_engine_value(name: str, value: Any, depth: int = MAX_JSON_DEPTH) -> No
     if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
             raise InvalidArgument(
-                f"Validation: {name}: integers must be between -2**63 and 2**64-1, got {cut(value)}"
+                f"Validation: {name}: integers must be between -2**63 and 2**64-1, got {shorten(value)}"
             )
     elif isinstance(value, dict | list):
         if not depth:
@@ -98,4 +98,4 @@ def check_engine_value(name: str, value: Any, depth: int = MAX_JSON_DEPTH) -> No
 
 
 def _member(name: bytes) -> str:
-    return f"'{cut(name.decode(errors='replace'))}'" if name else "the JSON body"
+    return f"'{shorten(name.decode(errors='replace'))}'" if name else "the JSON body"

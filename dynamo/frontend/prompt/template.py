@@ -109,7 +109,7 @@ class ChatTemplate:
             # As Template.render does it, but it would copy the variables twice more.
             return "".join(template.root_render_func(template.new_context(seen, shared=True)))
         except _RENDER_ERRORS as error:
-            raise InvalidArgument(f"Chat template: {cut(error, _SHOWN)}") from None
+            raise InvalidArgument(f"Chat template: {shorten(error, _SHOWN)}") from None
 
     def _content_form(self) -> ContentForm:
         as_text = self._shows(_PROBE)
