@@ -45,8 +45,8 @@ def check_tool_choice(request: ChatCompletionRequest) -> None:
     ):
         if value is not None and value not in _FREE_CHOICES:
             raise InvalidArgument(
-                f"Validation: '{name}' must be 'auto' or 'none', got {shorten(repr(value))}; a tool "
-                "call cannot be enforced without a tool-call parser"
+                f"Validation: '{name}' must be 'auto' or 'none', got {shorten(repr(value))}; "
+                "a tool call cannot be enforced without a tool-call parser"
             )
 
 

@@ -84,7 +84,8 @@ def check_engine_value(name: str, value: Any, depth: int = MAX_JSON_DEPTH) -> No
     if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
             raise InvalidArgument(
-                f"Validation: {name}: integers must be between -2**63 and 2**64-1, got {shorten(value)}"
+                f"Validation: {name}: integers must be between -2**63 and 2**64-1, "
+                f"got {shorten(value)}"
             )
     elif isinstance(value, dict | list):
         if not depth:
