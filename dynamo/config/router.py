@@ -10,7 +10,7 @@ from dynamo.config.router_kv import CacheSettings, CostSettings, LoadSettings
 
 __all__ = ["ROUTER_MODES", "ModeSettings", "RouterProcessSettings", "RouterSettings"]
 
-_JETSTREAM = "there is no JetStream mode; a router asks the workers for what it missed"
+_JETSTREAM = "there is no JetStream mode; a router requests missed events from the workers"
 ROUTER_MODES = (
     "round-robin",
     "random",
@@ -62,13 +62,13 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
         "--router-replica-sync",
         env="DYN_ROUTER_REPLICA_SYNC",
         heading="router, mode kv: other routers of the same workers",
-        help="kv mode: count as load what other routers of the same workers have sent there",
+        help="kv mode: count requests that other routers sent to the same workers as load",
     )
     max_index_blocks: int = option(
         8_388_608,
         env="DYN_ROUTER_MAX_INDEX_BLOCKS",
         minimum=1,
-        help="cap on blocks in the prefix index (about 64 bytes each); what it refuses is counted",
+        help="cap on blocks in the prefix index (about 64 bytes each); rejected blocks are counted",
     )
     active_request_expiry_s: float = option(
         3600.0,
@@ -81,7 +81,7 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
         env="DYN_ENCODER_CUDA_TO_CPU_RATIO",
         minimum=0,
         exclusive_minimum=True,
-        help="device-aware-weighted: requests that a GPU worker takes for one of a CPU worker",
+        help="device-aware-weighted: requests a GPU worker gets for each one of a CPU worker",
     )
     queue_threshold: float | None = option(
         None,
@@ -98,19 +98,19 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
         "--router-queue-policy",
         env="DYN_ROUTER_QUEUE_POLICY",
         choices=("fcfs", "lcfs", "wspt"),
-        help="who of equal strict priority is next: first come, last come, or least work by weight",
+        help="order at equal strict priority: first come, last come, or least work by weight",
     )
     queue_limit: int = option(
         4096,
         env="DYN_ROUTER_QUEUE_LIMIT",
         minimum=1,
-        help="requests that may wait; beyond, they are refused as overload",
+        help="requests that may wait; further ones are rejected as overload",
     )
     overlap_refresh_after_s: float = option(
         10.0,
         env="DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS",
         minimum=0,
-        help="look anew at what is cached for requests that wait longer; 0: not before their turn",
+        help="recompute the overlap of requests that wait longer; 0: not before dispatch",
     )
     session_affinity_ttl_s: float | None = option(
         None,
@@ -126,13 +126,13 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
         "--router-session-affinity-mode",
         env="DYN_ROUTER_SESSION_AFFINITY_MODE",
         choices=("hard", "soft"),
-        help="a session whose worker is overloaded is refused (hard) or moves (soft)",
+        help="a session whose worker is overloaded is rejected (hard) or moves (soft)",
     )
     session_limit: int = option(
         262_144,
         env="DYN_ROUTER_SESSION_AFFINITY_MAX_SESSIONS",
         minimum=1,
-        help="sessions remembered; beyond, the longest idle one is forgotten",
+        help="sessions kept; above, the one idle longest is dropped",
     )
     admission_control: str = option(
         "none",
@@ -200,21 +200,23 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
         return self.mode == "kv" and self.overlap_score_weight != 0
 
     def block_size_for(self, worker_tokens: int) -> int:
-        """The block size to route with, for workers with blocks of so many tokens. Another one than
-        theirs is of no use where KV events are followed: their hashes would never match."""
+        """Return the block size to route with, for workers with blocks of ``worker_tokens``.
+
+        With KV events, :attr:`kv_cache_block_size` overrides it.
+        """
         if self.uses_index and self.kv_events:
             return self.kv_cache_block_size or worker_tokens
         return worker_tokens
 
     @property
     def predicts(self) -> bool:
-        """Whether the index is fed by own decisions instead of the workers' events."""
+        """Whether the router's own decisions fill the index, instead of the workers' events."""
         return self.uses_index and not self.kv_events
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterProcessSettings:
-    """standalone router: whom it routes to"""
+    """standalone router: the workers"""
 
     endpoint: str | None = option(
         None,

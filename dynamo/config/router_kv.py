@@ -102,7 +102,7 @@ class CacheSettings:
         "--kv-events",
         env="DYN_ROUTER_USE_KV_EVENTS",
         heading="router, mode kv: what is cached where",
-        help="follow the workers' KV events; without, caches are predicted from own decisions",
+        help="follow the workers' KV events; without, caches are predicted from routing decisions",
     )
     event_threads: int = option(
         1,
@@ -110,8 +110,8 @@ class CacheSettings:
         env="DYN_ROUTER_EVENT_THREADS",
         minimum=1,
         maximum=64,
-        help="with KV events: above 1, so many threads receive and apply them beside the event "
-        "loop",
+        help="with KV events: above 1, this many threads receive and apply them beside the "
+        "event loop",
     )
     ttl_s: float = option(
         120.0,
@@ -119,7 +119,7 @@ class CacheSettings:
         env="DYN_ROUTER_TTL_SECS",
         minimum=0,
         exclusive_minimum=True,
-        help="without KV events: how long a block is believed to stay cached",
+        help="without KV events: how long a block is assumed to stay cached",
     )
     predicted_ttl_s: float | None = option(
         None,
@@ -127,15 +127,15 @@ class CacheSettings:
         env="DYN_ROUTER_PREDICTED_TTL_SECS",
         minimum=0,
         exclusive_minimum=True,
-        help="with KV events: how long a prompt is believed cached where it was sent, whatever "
-        "the worker has told so far; default: not at all",
+        help="with KV events: how long a prompt is assumed cached on its worker, whatever the "
+        "worker's events report; default: not at all",
     )
     max_tree_size: int = option(
         1_048_576,
         "--router-max-tree-size",
         env="DYN_ROUTER_MAX_TREE_SIZE",
         minimum=1,
-        help="without KV events: blocks believed to be cached, on all workers, before pruning",
+        help="without KV events: blocks assumed cached, on all workers, before pruning",
     )
     prune_target_ratio: float = option(
         0.8,
@@ -171,7 +171,7 @@ class LoadSettings:
         "--router-track-output-blocks",
         "--track-output-blocks",
         env="DYN_ROUTER_TRACK_OUTPUT_BLOCKS",
-        help="count generated blocks too, fading towards the expected output length",
+        help="count generated blocks too, decreasing towards the expected output length",
     )
     assume_kv_reuse: bool = option(
         True,
@@ -191,11 +191,11 @@ class LoadSettings:
         "--router-prefill-load-model",
         env="DYN_ROUTER_PREFILL_LOAD_MODEL",
         choices=("none", "fitted", "aic", "ais"),
-        help="let prompt load fade while it is computed, by times learnt (fitted) or estimated by "
-        "AIConfigurator (aic, ais)",
+        help="reduce the load of a prompt while it is computed, by times measured (fitted) or "
+        "estimated by AIConfigurator (aic, ais)",
     )
     prefill_load_predictor: Callable[[int, int], float | None] | None = None
-    """For programs: (tokens, cached tokens) to seconds or None; wins over the model."""
+    """For programs: (tokens, cached tokens) to seconds or None; overrides the model."""
     ais_backend: str | None = option(
         None,
         "--ais-backend",
@@ -222,7 +222,7 @@ class LoadSettings:
         "--ais-backend-version",
         "--aic-backend-version",
         env="DYN_AIS_BACKEND_VERSION",
-        help="AIConfigurator: the engine's version; default: the newest it knows",
+        help="AIConfigurator: the engine's version; default: its newest",
     )
     ais_tp_size: int = option(
         1,
