@@ -62,7 +62,7 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
         "--router-replica-sync",
         env="DYN_ROUTER_REPLICA_SYNC",
         heading="router, mode kv: other routers of the same workers",
-        help="kv mode: count requests that other routers sent to the same workers as load",
+        help="kv mode: count as load the requests that other routers sent to the same workers",
     )
     max_index_blocks: int = option(
         8_388_608,
