@@ -16,12 +16,15 @@ from dynamo.bench.stats import Outcome
 from dynamo.bench.workload import PlannedRequest, Prompts
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
+from dynamo.http.client import ResponseError
+from dynamo.protocols.openai import ModelList
 
 __all__ = ["Runner", "calibrate", "first_model"]
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 CALIBRATION_WORDS = (16, 528)
 CONNECT_TIMEOUT_S = 30.0
+MODELS_TIMEOUT_S = 30.0
 
 
 class Runner:
@@ -88,8 +91,7 @@ class Runner:
             connection = LoadConnection(self._target)
             outcome = await self._open(connection, started_s)
         if outcome is None:
-            outcome, _ = await connection.request(
-                "POST",
+            outcome = await connection.measure(
                 PATHS[self._settings.endpoint_type],
                 body,
                 stream=self._settings.stream,
@@ -138,33 +140,26 @@ class Runner:
         return orjson.dumps(body)
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    """Of /v1/models."""
-
-    data: list[_Model]
-
-
 async def first_model(target: Target) -> str:
     """The id of the first model the endpoint offers. Raises DynamoError with a remedy."""
     connection = await _connect(target)
+    reason = "the list is empty"
     try:
-        outcome, text = await connection.request(
-            "GET", "/v1/models", b"", stream=False, timeout_s=30
-        )
+        async with asyncio.timeout(MODELS_TIMEOUT_S):
+            await connection.request(target.head("GET", "/v1/models", 0))
+        body = bytes(connection.body)
+        if connection.status != 200:
+            reason = f"{connection.status}: {refusal(body)}"
+        elif models := msgspec.json.decode(body, type=ModelList).data:
+            return models[0].id
+    except TimeoutError:
+        reason = "timeout"
+    except ResponseError as error:
+        reason = str(error)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        reason = f"its answer is not a list of models: {refusal(body)}"
     finally:
         connection.close()
-    reason = outcome.error if outcome.status != 200 else "the list is empty"
-    if outcome.status == 200:
-        try:
-            models = msgspec.json.decode(text, type=_Models).data
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            models, reason = [], f"its answer is no list of models: {refusal(text)}"
-        if models:
-            return models[0].id
     raise ConfigError(
         f"no model at {target.authority} ({reason}); point --url at an OpenAI endpoint, or name "
         "one with --model"

@@ -16,6 +16,7 @@ import msgspec
 from dynamo.config import load
 from dynamo.config.route import RouteSettings
 from dynamo.errors import ConfigError, DynamoError, Unavailable
+from dynamo.protocols.openai import ModelList
 from dynamo.router.explain import Explanation, table
 
 __all__ = ["main"]
@@ -29,16 +30,6 @@ EPILOG = """examples:
 
 _SHOWN = 500
 _T = TypeVar("_T")
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    """Of /v1/models."""
-
-    data: list[_Model]
 
 
 class _Refusal(msgspec.Struct):
@@ -104,7 +95,7 @@ def _body(settings: RouteSettings) -> dict[str, Any]:
 
 
 def _first_model(settings: RouteSettings) -> str:
-    rows = _decoded(settings, _fetch(settings, "/v1/models", None), _Models).data
+    rows = _decoded(settings, _fetch(settings, "/v1/models", None), ModelList).data
     if not rows:
         raise Unavailable("the frontend has no model")
     return rows[0].id

@@ -32,7 +32,7 @@ from dynamo.serve.gpus import Inventory, inventory_of
 from dynamo.serve.graph import Graph, parse_graph
 from dynamo.serve.guard import hold_signals, run_guarded
 from dynamo.serve.overrides import Override, split_overrides
-from dynamo.serve.readiness import address_of, check_free
+from dynamo.serve.readiness import check_free, frontend_address
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.statefile import Statefile
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, place, plan
@@ -174,7 +174,7 @@ def _check(graph: Graph, specs: Sequence[WatcherSpec]) -> None:
                 "services cannot find it. Unset DYN_DISCOVERY_BACKEND, or set it to file or etcd"
             )
         if spec.is_frontend:
-            url = address_of(spec.options, {**environ(), **spec.env}).url
+            url = frontend_address(spec.options, {**environ(), **spec.env}).url
             if url in listening:
                 raise ConfigError(
                     f"{graph.source}: {listening[url]} and {spec.name} would both listen on {url}; "
@@ -188,7 +188,7 @@ def _check_ports(specs: Sequence[WatcherSpec]) -> None:
     for spec in specs:
         if spec.is_frontend:
             try:
-                check_free(address_of(spec.options, {**environ(), **spec.env}))
+                check_free(frontend_address(spec.options, {**environ(), **spec.env}))
             except ConfigError as error:
                 raise ConfigError(
                     f"{spec.name}: {error.message}; choose another port with "

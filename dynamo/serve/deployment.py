@@ -24,7 +24,7 @@ from dynamo.serve.guard import KILL_NOW, STOP_SIGNALS
 from dynamo.serve.leases import Leases
 from dynamo.serve.output import Announcer, LogFile, ServiceOutput
 from dynamo.serve.processes import end_descendants
-from dynamo.serve.readiness import address_of, wait_until_ready
+from dynamo.serve.readiness import frontend_address, wait_until_ready
 from dynamo.serve.record import Record, RecordedComponent
 from dynamo.serve.restarts import RestartPolicy
 from dynamo.serve.rundir import RunDirectory
@@ -247,7 +247,7 @@ class Deployment:
     async def _wait_for_frontends(self, frontends: Sequence[WatcherSpec], workers: int) -> str:
         urls: list[str] = []
         for spec in frontends:
-            address = address_of(spec.options, {**environ(), **spec.env})
+            address = frontend_address(spec.options, {**environ(), **spec.env})
             is_ours = partial(self._listens, spec.name, address.port)
             # The others may serve some of the workers only.
             health = await wait_until_ready(address, min(workers, 1) if urls else workers, is_ours)

@@ -12,9 +12,9 @@ from dynamo.errors import ConfigError
 from dynamo.serve.readiness import (
     FrontendAddress,
     FrontendHealth,
-    address_of,
-    ask,
     check_free,
+    frontend_address,
+    probe,
     wait_until_ready,
 )
 
@@ -88,8 +88,8 @@ async def test_a_taken_port_is_refused() -> None:
 async def test_nonsense_is_not_ready() -> None:
     server, address = await serve(lambda path: (200, ["what"]))
     async with server:
-        assert await ask(address) is None
-    assert await ask(address) is None  # nobody listens any more
+        assert await probe(address) is None
+    assert await probe(address) is None  # nobody listens any more
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ async def test_nonsense_is_not_ready() -> None:
     ],
 )
 def test_address(options: dict[str, object], env: dict[str, str], url: str) -> None:
-    assert address_of(options, env).url == url
+    assert frontend_address(options, env).url == url
 
 
 @pytest.mark.parametrize("port", [0, "x", 65536, -1])
 def test_an_unknowable_port_is_refused(port: object) -> None:
     with pytest.raises(ConfigError, match="between 1 and 65535"):
-        address_of({"http-port": port}, {})
+        frontend_address({"http-port": port}, {})
