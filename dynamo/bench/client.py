@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
-from dynamo.bench.answers import read_answer, read_chunk, refusal
+from dynamo.bench.answers import error_message, read_answer, read_chunk
 from dynamo.bench.events import EventParser
 from dynamo.bench.stats import Outcome
 from dynamo.errors import ConfigError
@@ -122,7 +122,7 @@ class LoadConnection(HttpClient):
         """Set the outcome's error if a complete response is not a complete answer."""
         outcome = self._outcome
         if outcome.status != 200:
-            outcome.error = f"{outcome.status}: {refusal(body)}"
+            outcome.error = f"{outcome.status}: {error_message(body)}"
         elif not self._stream:
             read_answer(outcome, body)
         elif not self._ended:
