@@ -247,7 +247,7 @@ def _serve(planned: DeploymentPlan, settings: ServeSettings, runtime: RuntimeSet
     try:
         notes = run_directory.reconcile()
         _check_ports(planned.specs)
-        # Holds the fallback directory of long socket paths again: reconcile() removes a crashed one.
+        # Hold the fallback directory of long paths again: reconcile() removes a crashed one.
         for name in _SOCKETS:
             socket_path(runtime, name)
     except BaseException:
