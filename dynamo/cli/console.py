@@ -57,7 +57,7 @@ class Console:
         self._thread = threading.Thread(target=self._write, name="console", daemon=True)
         self._thread.start()
 
-    def say(self, text: str, level: int = logging.INFO) -> None:
+    def announce(self, text: str, level: int = logging.INFO) -> None:
         """Show a message of ``dynamo serve``."""
         if self._jsonl:
             self._put(_json_line(level, "dynamo.serve", text))
@@ -135,7 +135,7 @@ class ConsoleLog(logging.Handler):
         if record.exc_info:
             error = logging.Formatter().formatException(record.exc_info)
             text += "\n" + textwrap.indent(error, "  ")
-        self._console.say(text, record.levelno)
+        self._console.announce(text, record.levelno)
 
 
 def _json_line(level: int, target: str, text: str) -> bytes:

@@ -283,12 +283,12 @@ def _arbiter(
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         for line in notes:
-            console.say(line, logging.WARNING)
+            console.announce(line, logging.WARNING)
         count = len(planned.specs)
-        console.say(f"starting {count} processes in namespace {planned.namespace!r}")
+        console.announce(f"starting {count} processes in namespace {planned.namespace!r}")
         return asyncio.run(Deployment(planned, settings, run_directory, console).run())
     except (DynamoError, OSError) as error:
-        console.say(_reason(error), logging.ERROR)
+        console.announce(_reason(error), logging.ERROR)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         console.close()

@@ -243,7 +243,7 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         """A process ended on its own and will be replaced."""
         when = f"in {delay_s:g} s" if delay_s else "now"
         ended = describe_exit(process.exit_status)
-        self._announcer.say(
+        self._announcer.announce(
             f"{watcher.name} (pid {process.pid}) {ended}; starting it again {when}", logging.WARNING
         )
 
@@ -256,7 +256,7 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
     def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
         """A process did not end in its time and is about to be killed."""
         if not self.hurried:
-            self._announcer.say(
+            self._announcer.announce(
                 f"{watcher.name} (pid {process.pid}) did not end within "
                 f"{watcher.graceful_timeout:g} s; killing it",
                 logging.WARNING,

@@ -77,7 +77,7 @@ class Deployment:
         try:
             await self._start()
             self._record.keep(self._tasks)
-            self._tasks.spawn(self._announce(), name="readiness")
+            self._tasks.spawn(self._announce_readiness(), name="readiness")
             await self._stop.wait()
         finally:
             await self._end()
@@ -127,14 +127,14 @@ class Deployment:
         if tail:
             lines += [f"its last lines (all: {self._home.logs / watcher.name}.log):", tail]
         lines.append(f"its command: {shlex.join(watcher.words())}")
-        self._announcer.say("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
+        self._announcer.announce("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
         if not watcher.given_up:
-            self._announcer.say(f"{watcher.name} runs {watcher.numprocesses}", logging.WARNING)
+            self._announcer.announce(f"{watcher.name} runs {watcher.numprocesses}", logging.WARNING)
         elif dead := self._hopeless():
-            self._announcer.say(f"{dead}; stopping", logging.ERROR)
+            self._announcer.announce(f"{dead}; stopping", logging.ERROR)
             self._stop.set()
         else:
-            self._announcer.say("the other services go on", logging.WARNING)
+            self._announcer.announce("the other services go on", logging.WARNING)
 
     def _hopeless(self) -> str:
         """Why nothing can be answered any more, or nothing."""
@@ -163,7 +163,7 @@ class Deployment:
         self._stop.set()
 
     def _on_kill_now(self) -> None:
-        self._announcer.say("killing what is left", logging.WARNING)
+        self._announcer.announce("killing what is left", logging.WARNING)
         self._arbiter.hurry()
         self._stop.set()
 
@@ -225,12 +225,12 @@ class Deployment:
             **own,
         )
 
-    async def _announce(self) -> None:
+    async def _announce_readiness(self) -> None:
         async with asyncio.TaskGroup() as group:
             reminder = group.create_task(self._remind())
             what = await self._wait_until_ready()
             reminder.cancel()
-        self._say_ready(what)
+        self._announce_ready(what)
 
     async def _wait_until_ready(self) -> str:
         """Returns what is there now; "ready" only what a process has shown to be."""
@@ -286,14 +286,14 @@ class Deployment:
             await asyncio.sleep(_REMIND_EVERY_S)
             up = sum(len(processes) for processes in self._arbiter.alive().values())
             waited_s = time.monotonic() - self._started_s
-            self._announcer.say(
+            self._announcer.announce(
                 f"still waiting for the services after {waited_s:.0f} s; {up} of "
                 f"{len(self._plan.specs)} processes are up"
             )
 
-    def _say_ready(self, what: str) -> None:
+    def _announce_ready(self, what: str) -> None:
         took_s = time.monotonic() - self._started_s
-        self._announcer.say(
+        self._announcer.announce(
             f"{what}   ({took_s:.1f} s)\n"
             f"  stop: Ctrl-C   logs: {self._home.logs}\n"
             f"  control: circusctl --endpoint {self._plan.endpoint} status"
@@ -301,7 +301,9 @@ class Deployment:
 
     async def _end(self) -> None:
         if not self._arbiter.hurried:
-            self._announcer.say("stopping: requests in flight are finished (Ctrl-C again: kill)")
+            self._announcer.announce(
+                "stopping: requests in flight are finished (Ctrl-C again: kill)"
+            )
         await self._arbiter.end()
         self._arbiter.close()
         await self._tasks.close()
@@ -310,4 +312,4 @@ class Deployment:
             output.close()
         self._leases.close()
         self._home.clear()
-        self._announcer.say("stopped")
+        self._announcer.announce("stopped")

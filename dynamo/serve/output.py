@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 class Announcer(Protocol):
     """Who talks to the person at the terminal. Neither call may block for long."""
 
-    def say(self, text: str, level: int = logging.INFO) -> None:
+    def announce(self, text: str, level: int = logging.INFO) -> None:
         """A line of our own."""
 
     def output(self, watcher: str, line: bytes) -> None:

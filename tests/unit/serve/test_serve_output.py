@@ -98,7 +98,7 @@ def test_the_tail_is_kept(tmp_path: Path) -> None:
     shown: list[bytes] = []
 
     class Shown:
-        def say(self, text: str, level: int = logging.INFO) -> None: ...
+        def announce(self, text: str, level: int = logging.INFO) -> None: ...
 
         def output(self, watcher: str, line: bytes) -> None:
             shown.append(line)
