@@ -243,7 +243,7 @@ def _serve(planned: DeploymentPlan, settings: ServeSettings, runtime: RuntimeSet
     run_directory = RunDirectory(
         run_dir(runtime), store_dir(runtime), Statefile(state_dir(runtime), planned.namespace)
     )
-    run_directory.own()
+    run_directory.acquire()
     try:
         notes = run_directory.reconcile()
         _check_ports(planned.specs)
@@ -251,7 +251,7 @@ def _serve(planned: DeploymentPlan, settings: ServeSettings, runtime: RuntimeSet
         for name in _SOCKETS:
             socket_path(runtime, name)
     except BaseException:
-        run_directory.disown()
+        run_directory.release()
         raise
 
     def body() -> int:
@@ -260,7 +260,7 @@ def _serve(planned: DeploymentPlan, settings: ServeSettings, runtime: RuntimeSet
     def clean_up() -> None:
         run_directory.clear()
         leave_sockets(runtime)
-        run_directory.disown()
+        run_directory.release()
 
     return run_guarded(body, clean_up)
 

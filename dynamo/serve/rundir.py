@@ -55,7 +55,7 @@ class RunDirectory:
         """Where the output of the processes goes; kept after the end."""
         return self.path / "logs"
 
-    def own(self) -> None:
+    def acquire(self) -> None:
         """Become the one deployment of this namespace; children made by fork share it.
 
         Raises StatefileError that names the other and how to stop it, or the file that cannot be
@@ -70,7 +70,7 @@ class RunDirectory:
         try:
             self._owner.note(f"{os.getpid()}\n")
         except StatefileError:
-            self.disown()
+            self.release()
             raise
 
     def reconcile(self) -> list[str]:
@@ -117,7 +117,7 @@ class RunDirectory:
         for path in list(_sockets(self.path)):
             path.unlink(missing_ok=True)
 
-    def disown(self) -> None:
+    def release(self) -> None:
         """Let another deployment have the namespace; may be called again."""
         self._owner.release(remove=True)
 

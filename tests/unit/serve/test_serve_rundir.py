@@ -58,13 +58,13 @@ def lease(home: RunDirectory, lease_id: int, pid: int, ticks: int) -> None:
 
 
 def test_one_owner(home: RunDirectory) -> None:
-    home.own()
+    home.acquire()
     other = RunDirectory(home.path, home.store, home.statefile)
     with pytest.raises(StatefileError, match=f"served by process {os.getpid()} .* kill"):
-        other.own()
-    home.disown()
-    other.own()
-    other.disown()
+        other.acquire()
+    home.release()
+    other.acquire()
+    other.release()
     assert not list(home.path.iterdir())
 
 
