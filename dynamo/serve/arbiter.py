@@ -72,7 +72,7 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         )
         self.ctrl.sys_hdl.stop()  # gives the signals back that circus has just taken
         self.ctrl.initialize = owner_only()(self.ctrl.initialize)  # binds the control socket
-        self.hurried = False
+        self.killing = False
         self._tasks = tasks
         self._events = events
         self._announcer = announcer
@@ -112,9 +112,9 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         if self.evpub_socket is not None and self.ctrl.started:
             self.stop_controller_and_close_sockets()
 
-    def hurry(self) -> None:
+    def kill_all(self) -> None:
         """Kill every process now."""
-        self.hurried = True
+        self.killing = True
         for _, process in list(self._alive.values()):
             process.kill_session()
 
@@ -255,7 +255,7 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
 
     def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
         """A process did not end in its time and is about to be killed."""
-        if not self.hurried:
+        if not self.killing:
             self._announcer.announce(
                 f"{watcher.name} (pid {process.pid}) did not end within "
                 f"{watcher.graceful_timeout:g} s; killing it",

@@ -164,7 +164,7 @@ class Deployment:
 
     def _on_kill_now(self) -> None:
         self._announcer.announce("killing what is left", logging.WARNING)
-        self._arbiter.hurry()
+        self._arbiter.kill_all()
         self._stop.set()
 
     def _on_child(self) -> None:
@@ -300,7 +300,7 @@ class Deployment:
         )
 
     async def _end(self) -> None:
-        if not self._arbiter.hurried:
+        if not self._arbiter.killing:
             self._announcer.announce(
                 "stopping: requests in flight are finished (Ctrl-C again: kill)"
             )

@@ -240,7 +240,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             self.notify_event("kill", {"process_pid": process.pid, "time": time.time()})
         given = self.graceful_timeout if graceful_timeout is None else graceful_timeout
         try:
-            async with asyncio.timeout(0 if self.arbiter.hurried else given):
+            async with asyncio.timeout(0 if self.arbiter.killing else given):
                 await process.exited.wait()
         except TimeoutError:
             self.arbiter.overdue(self, process)
