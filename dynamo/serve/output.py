@@ -107,21 +107,21 @@ class OutputPipe:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._read_fd, self._readable)
 
-    def handed_over(self) -> None:
+    def close_write_end(self) -> None:
         """The child has its copy of the write end: close ours, so that its end is seen."""
         os.close(self.write_fd)
         self.write_fd = -1
 
     def close(self) -> None:
         """Take what is still in the pipe and close it; may be called again."""
-        while self._read_fd >= 0 and self._take():
+        while self._read_fd >= 0 and self._read_once():
             pass
         self._end()
 
     def _readable(self) -> None:
-        self._take()
+        self._read_once()
 
-    def _take(self) -> bool:
+    def _read_once(self) -> bool:
         """Read once; whether there may be more."""
         try:
             data = os.read(self._read_fd, _READ_BYTES)
@@ -149,4 +149,4 @@ class OutputPipe:
             os.close(self._read_fd)
             self._read_fd = -1
         if self.write_fd >= 0:
-            self.handed_over()
+            self.close_write_end()

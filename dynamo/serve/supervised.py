@@ -68,7 +68,7 @@ class SupervisedProcess(Process):  # type: ignore[misc]
         except BaseException:
             self.output.close()
             raise
-        self.output.handed_over()
+        self.output.close_write_end()
         # circus asks it for name, memory and children. It is never polled: that would reap it.
         self._worker = psutil.Process(self._popen.pid)
         found = stat(self._popen.pid)
