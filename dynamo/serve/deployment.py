@@ -52,12 +52,12 @@ class Deployment:
         self,
         plan: DeploymentPlan,
         settings: ServeSettings,
-        home: RunDirectory,
+        run_directory: RunDirectory,
         announcer: Announcer,
     ) -> None:
         self._plan = plan
         self._settings = settings
-        self._home = home
+        self._run_directory = run_directory
         self._announcer = announcer
         self._policy = RestartPolicy(settings.restart_burst, settings.restart_window_s)
         self._specs = {spec.name: spec for spec in plan.specs}
@@ -71,9 +71,9 @@ class Deployment:
         self._tasks = Tasks("deployment")
         self._take_signals()
         self._arbiter = self._make_arbiter()
-        self._record = Record(self._home.statefile, self._plan, self._components)
+        self._record = Record(self._run_directory.statefile, self._plan, self._components)
         self._record.create()
-        self._leases = Leases(self._home.store, self.changed)
+        self._leases = Leases(self._run_directory.store, self.changed)
         try:
             await self._start()
             self._record.keep(self._tasks)
@@ -117,7 +117,7 @@ class Deployment:
 
     def stopping(self, stage: int) -> None:
         """Tell the workers whether it is their turn."""
-        write_stop_stage(self._home.path, workers=stage > 0)
+        write_stop_stage(self._run_directory.path, workers=stage > 0)
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
         """Report it with the last lines of output, and stop when nothing is left that can work."""
@@ -125,7 +125,7 @@ class Deployment:
         what = watcher.name if watcher.given_up else f"a process of {watcher.name}"
         lines = [f"gave up {what}: {reason}"]
         if tail:
-            lines += [f"its last lines (all: {self._home.logs / watcher.name}.log):", tail]
+            lines += [f"its last lines (all: {self._run_directory.logs / watcher.name}.log):", tail]
         lines.append(f"its command: {shlex.join(watcher.words())}")
         self._announcer.announce("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
         if not watcher.given_up:
@@ -171,7 +171,7 @@ class Deployment:
         self._arbiter.reap_processes()
 
     def _make_arbiter(self) -> SupervisingArbiter:
-        self._home.logs.mkdir(mode=0o700, exist_ok=True)
+        self._run_directory.logs.mkdir(mode=0o700, exist_ok=True)
         watchers = [
             self._make_watcher(spec, quote_program(spec.argv), {"args": list(spec.argv[1:])})
             for spec in self._plan.specs
@@ -204,7 +204,7 @@ class Deployment:
     ) -> SupervisedWatcher:
         name = spec.name
         size_bytes = int(self._settings.log_size_mb * 1e6)
-        log = LogFile(self._home.logs / f"{name}.log", size_bytes)
+        log = LogFile(self._run_directory.logs / f"{name}.log", size_bytes)
         self._outputs[name] = ServiceOutput(name, log, self._announcer)
         for ours in ("copy_env", "copy_path", "stop_children", "respawn", "shell", "use_sockets"):
             options.pop(ours, None)
@@ -295,7 +295,7 @@ class Deployment:
         took_s = time.monotonic() - self._started_s
         self._announcer.announce(
             f"{what}   ({took_s:.1f} s)\n"
-            f"  stop: Ctrl-C   logs: {self._home.logs}\n"
+            f"  stop: Ctrl-C   logs: {self._run_directory.logs}\n"
             f"  control: circusctl --endpoint {self._plan.endpoint} status"
         )
 
@@ -311,5 +311,5 @@ class Deployment:
         for output in self._outputs.values():
             output.close()
         self._leases.close()
-        self._home.clear()
+        self._run_directory.clear()
         self._announcer.announce("stopped")
