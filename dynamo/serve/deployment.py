@@ -97,7 +97,9 @@ class Deployment:
     def _components(self) -> list[RecordedComponent]:
         leases = self._leases.by_session()
         held = self._arbiter.alive()
-        commands = {watcher.name: tuple(watcher.words()) for watcher in self._arbiter.watchers}
+        commands = {
+            watcher.name: tuple(watcher.command_words()) for watcher in self._arbiter.watchers
+        }
         return [
             RecordedComponent(
                 replace(self._specs[name], argv=commands.get(name, self._specs[name].argv)),
@@ -126,7 +128,7 @@ class Deployment:
         lines = [f"gave up {what}: {reason}"]
         if tail:
             lines += [f"its last lines (all: {self._run_directory.logs / watcher.name}.log):", tail]
-        lines.append(f"its command: {shlex.join(watcher.words())}")
+        lines.append(f"its command: {shlex.join(watcher.command_words())}")
         self._announcer.announce("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
         if not watcher.given_up:
             self._announcer.announce(f"{watcher.name} runs {watcher.numprocesses}", logging.WARNING)

@@ -281,7 +281,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             self.given_up = reason
         self.arbiter.gave_up(self, reason)
 
-    def words(self) -> list[str]:
+    def command_words(self) -> list[str]:
         """The command as it is started next; one word if a quotation in it is open."""
         try:
             return _words(self.cmd, self.args)
