@@ -25,7 +25,7 @@ from dynamo.serve.leases import Leases
 from dynamo.serve.output import Announcer, LogFile, ServiceOutput
 from dynamo.serve.processes import end_descendants
 from dynamo.serve.readiness import frontend_address, wait_until_ready
-from dynamo.serve.record import Record, RecordedComponent
+from dynamo.serve.record import RecordedComponent, StatefileWriter
 from dynamo.serve.restarts import RestartPolicy
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.supervised import SupervisedWatcher
@@ -71,12 +71,12 @@ class Deployment:
         self._tasks = Tasks("deployment")
         self._take_signals()
         self._arbiter = self._make_arbiter()
-        self._record = Record(self._run_directory.statefile, self._plan, self._components)
+        self._record = StatefileWriter(self._run_directory.statefile, self._plan, self._components)
         self._record.create()
         self._leases = Leases(self._run_directory.store, self.changed)
         try:
             await self._start()
-            self._record.keep(self._tasks)
+            self._record.start(self._tasks)
             self._tasks.spawn(self._announce_readiness(), name="readiness")
             await self._stop.wait()
         finally:

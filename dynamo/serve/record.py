@@ -19,7 +19,7 @@ from dynamo.serve.processes import stat
 from dynamo.serve.statefile import Document, Statefile
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
 
-__all__ = ["Record", "RecordedComponent", "RecordedProcess", "document_of"]
+__all__ = ["RecordedComponent", "RecordedProcess", "StatefileWriter", "document_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def _resources(spec: WatcherSpec) -> dict[str, Any]:
     return {"allocated_gpus": gpus} if gpus else {}
 
 
-class Record:
+class StatefileWriter:
     """The statefile of a running deployment; changes within one moment are written once."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Record:
         """Write the statefile. Raises StatefileError."""
         self._statefile.create(document_of(self._plan))
 
-    def keep(self, tasks: Tasks) -> None:
+    def start(self, tasks: Tasks) -> None:
         """Write every change until ``tasks`` closes."""
         tasks.spawn(self._write_changes(), name="statefile")
 
