@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from dynamo.errors import ConfigError
 from dynamo.serve.flags import are_words, as_flags, as_word
 from dynamo.serve.overrides import Override, merge
-from dynamo.serve.yamlmap import Located, parse_yaml
+from dynamo.serve.yamlmap import YamlDocument, parse_yaml
 
 __all__ = ["MAX_WORKERS", "Graph", "Service", "parse_graph"]
 
@@ -86,9 +86,9 @@ def parse_graph(
 
 
 class _Reader:
-    def __init__(self, located: Located, source: str) -> None:
-        self.values = located.values
-        self.origins = located.origins
+    def __init__(self, document: YamlDocument, source: str) -> None:
+        self.values = document.values
+        self.origins = document.origins
         self.source = source
 
     def override(self, override: Override) -> None:

@@ -8,7 +8,7 @@ import yaml
 
 from dynamo.errors import ConfigError
 
-__all__ = ["MAX_EXPANDED_CHARS", "MAX_TEXT_BYTES", "Located", "Path", "parse_yaml"]
+__all__ = ["MAX_EXPANDED_CHARS", "MAX_TEXT_BYTES", "Path", "YamlDocument", "parse_yaml"]
 
 MAX_TEXT_BYTES = 256 * 1024
 MAX_EXPANDED_CHARS = 1_000_000
@@ -20,14 +20,14 @@ Path = tuple[str, ...]
 _MERGE = "tag:yaml.org,2002:merge"
 
 
-class Located(NamedTuple):
+class YamlDocument(NamedTuple):
     """``values`` is the document; ``origins`` says for each path of keys where it was written."""
 
     values: dict[str, Any]
     origins: dict[Path, str]
 
 
-def parse_yaml(text: str, source: str) -> Located:
+def parse_yaml(text: str, source: str) -> YamlDocument:
     """Parse one YAML mapping with string keys. Raises ConfigError that names line and column.
 
     At most ``MAX_TEXT_BYTES`` of text, and of ``MAX_EXPANDED_CHARS`` with every alias written out.
@@ -39,8 +39,8 @@ def parse_yaml(text: str, source: str) -> Located:
         node = loader.get_single_node()
         if node is None:
             raise ConfigError(f"{source}: the file is empty")
-        walk = _Walk(source)
-        walk.visit(node, (), [])
+        visitor = _Visitor(source)
+        visitor.visit(node, (), [])
         values = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -54,10 +54,10 @@ def parse_yaml(text: str, source: str) -> Located:
         loader.dispose()
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: expected a mapping of services")
-    return Located(values, walk.origins)
+    return YamlDocument(values, visitor.origins)
 
 
-class _Walk:
+class _Visitor:
     """Visits every node as often as it is used, before any alias is expanded."""
 
     def __init__(self, source: str) -> None:
