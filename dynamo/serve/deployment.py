@@ -223,7 +223,7 @@ class Deployment:
             policy=self._policy,
             on_line=self._outputs[name],
             stop_stage=spec.stop_stage,
-            only_one=_ONE_FRONTEND.format(name) if spec.is_frontend else None,
+            single_because=_ONE_FRONTEND.format(name) if spec.is_frontend else None,
             **own,
         )
 

@@ -129,7 +129,7 @@ def _words(cmd: str, args: str | Sequence[str] | None) -> list[str]:
 
 
 class SupervisedWatcher(Watcher):  # type: ignore[misc]
-    """One watcher. ``on_line`` takes its output; ``only_one`` says why it has a single process."""
+    """One watcher. ``on_line`` takes its output; ``single_because`` says why it has a single process."""
 
     arbiter: SupervisingArbiter
 
@@ -142,14 +142,14 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         policy: RestartPolicy,
         on_line: Callable[[bytes], None],
         stop_stage: int = 1,
-        only_one: str | None = None,
+        single_because: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(name, cmd, **options)
         self.env = env  # as a whole: circus would also load PYTHONPATH into this process
         self.on_line = on_line
         self.stop_stage = stop_stage
-        self._only_one = only_one
+        self._single_because = single_because
         self._check_number(self.numprocesses)
         self.given_up: str | None = None
         self._restarts = Restarts(policy)
@@ -184,8 +184,8 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         return super().set_opt(key, val)
 
     def _check_number(self, numprocesses: int) -> None:
-        if numprocesses > 1 and self._only_one is not None:
-            raise MessageError(self._only_one)
+        if numprocesses > 1 and self._single_because is not None:
+            raise MessageError(self._single_because)
 
     async def manage_processes(self) -> None:
         """Bring the number of processes to what it should be, unless we wait or are stopping."""
