@@ -69,7 +69,7 @@ class Deployment:
     async def run(self) -> int:
         """Serve. The exit status: 0 after a wanted stop, 1 if a service is given up."""
         self._tasks = Tasks("deployment")
-        self._take_signals()
+        self._handle_signals()
         self._arbiter = self._make_arbiter()
         self._record = StatefileWriter(self._run_directory.statefile, self._plan, self._components)
         self._record.create()
@@ -132,13 +132,13 @@ class Deployment:
         self._announcer.announce("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
         if not watcher.given_up:
             self._announcer.announce(f"{watcher.name} runs {watcher.numprocesses}", logging.WARNING)
-        elif dead := self._hopeless():
+        elif dead := self._reason_to_stop():
             self._announcer.announce(f"{dead}; stopping", logging.ERROR)
             self._stop.set()
         else:
             self._announcer.announce("the other services go on", logging.WARNING)
 
-    def _hopeless(self) -> str:
+    def _reason_to_stop(self) -> str:
         """Why nothing can be answered any more, or nothing."""
         for frontends, what in ((True, "no frontend is left"), (False, "no worker is left")):
             group = [w for w in self._arbiter.watchers if self._is_frontend(w.name) is frontends]
@@ -150,7 +150,7 @@ class Deployment:
         spec = self._specs.get(name)
         return spec is not None and spec.is_frontend
 
-    def _take_signals(self) -> None:
+    def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for signum in STOP_SIGNALS:
             loop.add_signal_handler(signum, self._on_stop_signal)
