@@ -29,7 +29,7 @@ from dynamo.serve.record import RecordedComponent, StatefileWriter
 from dynamo.serve.restarts import RestartPolicy
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.supervised import SupervisedWatcher
-from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, add
+from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, plan_added
 
 __all__ = ["Deployment"]
 
@@ -197,7 +197,7 @@ class Deployment:
     ) -> SupervisedWatcher:
         env = {str(key): str(value) for key, value in (options.pop("env", None) or {}).items()}
         argv = [*shlex.split(cmd), *(args or ())]
-        spec = self._specs[name] = add(name, argv, env, self._plan.specs)
+        spec = self._specs[name] = plan_added(name, argv, env, self._plan.specs)
         options = {"working_dir": spec.working_dir, **options}
         return self._make_watcher(spec, cmd, {"args": list(args or ()), **options})
 

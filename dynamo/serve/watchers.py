@@ -15,7 +15,7 @@ from dynamo.errors import ConfigError
 from dynamo.serve.gpus import Allocator, Inventory
 from dynamo.serve.graph import Graph, Service
 
-__all__ = ["DeploymentPlan", "WatcherSpec", "add", "place", "plan", "watcher_name"]
+__all__ = ["DeploymentPlan", "WatcherSpec", "place", "plan", "plan_added", "watcher_name"]
 
 _FRONTEND = "dynamo.frontend"
 _FIRST_TO_STOP = (_FRONTEND, "dynamo.planner")
@@ -106,7 +106,7 @@ def plan(
     return specs
 
 
-def add(
+def plan_added(
     name: str, argv: Sequence[str], env: Mapping[str, str], planned: Iterable[WatcherSpec]
 ) -> WatcherSpec:
     """The watcher ``name`` that is added to a running deployment of the ``planned`` ones.
