@@ -1,4 +1,4 @@
-"""One deployment from its start to its end: what the arbiter's process does."""
+"""One deployment from start to stop; runs in the process of the arbiter."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ __all__ = ["Deployment"]
 _REMIND_EVERY_S = 15.0
 _SWEEP_TIMEOUT_S = 5.0
 _ONE_FRONTEND = (
-    "{} listens on an HTTP port, which a second process cannot share. Add a service with an "
-    "http-port of its own to the graph: see docs/routing/replicas.md and examples/replicas.yaml"
+    "{} listens on an HTTP port, which a second process cannot share. Add a service with another "
+    "http-port to the graph: see docs/routing/replicas.md and examples/replicas.yaml"
 )
 _log = logging.getLogger(__name__)
 
 
 class Deployment:
-    """Runs one plan until it is told to stop or nothing of it can work.
+    """Runs a plan until a stop is requested, or until no frontend or no worker is left.
 
     Every method runs on the loop of :meth:`run`, which must start with the stop signals blocked.
     """
@@ -67,7 +67,7 @@ class Deployment:
         self._started_s = time.monotonic()
 
     async def run(self) -> int:
-        """Serve. The exit status: 0 after a wanted stop, 1 if a service is given up."""
+        """Serve; return the exit status: 0 after a requested stop, 1 if a service failed."""
         self._tasks = Tasks("deployment")
         self._handle_signals()
         self._arbiter = self._make_arbiter()
@@ -90,7 +90,7 @@ class Deployment:
             raise ConfigError(f"cannot listen on {self._plan.endpoint}: {error}") from None
 
     def changed(self) -> None:
-        """A process, a watcher or a lease came or went: the statefile has to say so."""
+        """Write the statefile again: a process, a watcher or a lease appeared or disappeared."""
         self._record.changed()
         self._change.set()
 
@@ -110,36 +110,38 @@ class Deployment:
         ]
 
     def is_draining(self, watcher: SupervisedWatcher) -> bool:
-        """Whether the statefile says that this watcher is being scaled down."""
+        """Whether this watcher is marked as draining in the statefile (scale-down)."""
         return self._record.is_draining(watcher.name)
 
     def quit_requested(self) -> None:
-        """``circusctl quit``."""
+        """Stop, on ``circusctl quit``."""
         self._stop.set()
 
     def stopping(self, stage: int) -> None:
-        """Tell the workers whether it is their turn."""
+        """Publish the stop stage, by which a signalled worker waits for the frontends."""
         write_stop_stage(self._run_directory.path, workers=stage > 0)
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
-        """Report it with the last lines of output, and stop when nothing is left that can work."""
+        """Report a failed watcher with its last output; stop if no frontend or worker is left."""
         tail = b"\n".join(self._outputs[watcher.name].tail).decode(errors="replace")
         what = watcher.name if watcher.given_up else f"a process of {watcher.name}"
         lines = [f"gave up {what}: {reason}"]
         if tail:
-            lines += [f"its last lines (all: {self._run_directory.logs / watcher.name}.log):", tail]
-        lines.append(f"its command: {shlex.join(watcher.command_words())}")
+            lines += [f"last output (all: {self._run_directory.logs / watcher.name}.log):", tail]
+        lines.append(f"command: {shlex.join(watcher.command_words())}")
         self._announcer.announce("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
         if not watcher.given_up:
-            self._announcer.announce(f"{watcher.name} runs {watcher.numprocesses}", logging.WARNING)
+            self._announcer.announce(
+                f"{watcher.name} continues with {watcher.numprocesses}", logging.WARNING
+            )
         elif dead := self._reason_to_stop():
             self._announcer.announce(f"{dead}; stopping", logging.ERROR)
             self._stop.set()
         else:
-            self._announcer.announce("the other services go on", logging.WARNING)
+            self._announcer.announce("the other services continue", logging.WARNING)
 
     def _reason_to_stop(self) -> str:
-        """Why nothing can be answered any more, or nothing."""
+        """Return why no request can be answered any more, else an empty text."""
         for frontends, what in ((True, "no frontend is left"), (False, "no worker is left")):
             group = [w for w in self._arbiter.watchers if self._is_frontend(w.name) is frontends]
             if group and all(watcher.given_up for watcher in group):
@@ -158,14 +160,15 @@ class Deployment:
         loop.add_signal_handler(signal.SIGCHLD, self._on_child)
 
     def _on_stop_signal(self) -> None:
-        # Never counted: a signal to the whole tree reaches us directly and through the guard.
+        # Not counted: a signal to the whole tree arrives twice, directly and through the guard.
         self._arbiter.start_nothing()
-        if not self._stop.is_set():  # before anything else: workers that got it too look for it
+        # First of all: workers that got the signal too read the stage, and wait for theirs.
+        if not self._stop.is_set():
             self.stopping(min((w.stop_stage for w in self._arbiter.watchers), default=1))
         self._stop.set()
 
     def _on_kill_now(self) -> None:
-        self._announcer.announce("killing what is left", logging.WARNING)
+        self._announcer.announce("killing the remaining processes", logging.WARNING)
         self._arbiter.kill_all()
         self._stop.set()
 
@@ -178,8 +181,8 @@ class Deployment:
             self._make_watcher(spec, quote_program(spec.argv), {"args": list(spec.argv[1:])})
             for spec in self._plan.specs
         ]
-        # circus's constructor takes the signals and gives them back: ours come before it, and stay
-        # blocked until the arbiter is there to answer them.
+        # circus's constructor replaces the signal handlers and restores them. Ours are installed
+        # before it, and the signals stay blocked until the arbiter exists to act on them.
         arbiter = SupervisingArbiter(
             watchers,
             self._plan.endpoint,
@@ -213,7 +216,7 @@ class Deployment:
         own = {
             "graceful_timeout": spec.graceful_timeout_s,
             "working_dir": spec.working_dir,
-            "singleton": bool(spec.gpus),  # a second one would share its GPUs
+            "singleton": bool(spec.gpus),  # a second process would use the same GPUs
             **options,
         }
         return SupervisedWatcher(
@@ -235,7 +238,7 @@ class Deployment:
         self._announce_ready(what)
 
     async def _wait_until_ready(self) -> str:
-        """Returns what is there now; "ready" only what a process has shown to be."""
+        """Wait, and return a message; it says "ready" only if a frontend or a lease proves it."""
         frontends = [spec for spec in self._plan.specs if spec.is_frontend]
         if frontends:
             workers = sum(spec.stop_stage > 0 for spec in self._plan.specs)
@@ -243,7 +246,7 @@ class Deployment:
         registering = self._registering()
         if registering:
             await self._wait_for_leases(registering)
-            return f"ready: {len(registering)} processes are registered, no dynamo.frontend"
+            return f"ready: {len(registering)} processes are registered; no dynamo.frontend"
         return "started: all processes; readiness is unknown without a dynamo.frontend in the graph"
 
     async def _wait_for_frontends(self, frontends: Sequence[WatcherSpec], workers: int) -> str:
@@ -251,7 +254,7 @@ class Deployment:
         for spec in frontends:
             address = frontend_address(spec.options, {**environ(), **spec.env})
             is_ours = partial(self._listens, spec.name, address.port)
-            # The others may serve some of the workers only.
+            # A further frontend may serve only some of the workers, so one is enough.
             health = await wait_until_ready(address, min(workers, 1) if urls else workers, is_ours)
             if not urls:
                 found = health
@@ -264,7 +267,7 @@ class Deployment:
         return any(process.is_listening(port) for process in processes)
 
     def _registering(self) -> list[str]:
-        """The watchers whose processes take a lease that we can see."""
+        """Return the watchers whose processes hold a lease in file discovery."""
         return [
             spec.name
             for spec in self._plan.specs
@@ -289,8 +292,8 @@ class Deployment:
             up = sum(len(processes) for processes in self._arbiter.alive().values())
             waited_s = time.monotonic() - self._started_s
             self._announcer.announce(
-                f"still waiting for the services after {waited_s:.0f} s; {up} of "
-                f"{len(self._plan.specs)} processes are up"
+                f"not ready after {waited_s:.0f} s; {up} of "
+                f"{len(self._plan.specs)} processes are running; still waiting"
             )
 
     def _announce_ready(self, what: str) -> None:
@@ -303,9 +306,8 @@ class Deployment:
 
     async def _end(self) -> None:
         if not self._arbiter.killing:
-            self._announcer.announce(
-                "stopping: requests in flight are finished (Ctrl-C again: kill)"
-            )
+            self._announcer.announce("stopping; requests in flight may finish (Ctrl-C again: kill)")
+        # The order matters: files are removed only after every process that uses them has exited.
         await self._arbiter.end()
         self._arbiter.close()
         await self._tasks.close()

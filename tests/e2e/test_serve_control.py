@@ -53,7 +53,7 @@ def test_restart_all_of_a_real_deployment(
     serving.wait_for_pids("Frontend", unlike=old)
     serving.wait_for("Frontend .*OpenAI API at")
     assert serving.stop() == 0
-    assert "starting it again" not in serving.text()
+    assert "restarting it" not in serving.text()
     serving.assert_clean()
 
 
@@ -87,7 +87,7 @@ def test_a_second_frontend_is_refused(serving: Serving, unused_tcp_port: int) ->
     assert len(serving.pids("Frontend")) == 1
     assert "no circus.ini" in serving.circusctl("reloadconfig")
     assert serving.stop() == 0
-    assert "starting it again" not in serving.text()
+    assert "restarting it" not in serving.text()
 
 
 def test_an_extra_process_that_fails_takes_nothing_down(serving: Serving) -> None:
@@ -105,7 +105,7 @@ def test_an_extra_process_that_fails_takes_nothing_down(serving: Serving) -> Non
     assert serving.circusctl("status", name) == "active"
     assert psutil.pid_exists(first) and serving.pids("A") == [first]
     os.kill(first, 9)  # its own deaths are counted from zero
-    serving.wait_for("A .* was killed by SIGKILL; starting it again now")
+    serving.wait_for("A .* was killed by SIGKILL; restarting it now")
     serving.wait_for_pids("A", unlike=first)
     assert serving.stop() == 0
     serving.assert_clean()
@@ -117,7 +117,7 @@ def test_the_exit_status_follows_the_end_state(serving: Serving) -> None:
     graph = "A: {run: SLEEPER}\nB: {run: [sh, service.sh]}\n"
     name = f"{serving.namespace}_B"
     serving.start(graph, wait=f"gave up {name}: 2 deaths", DYN_SERVE_RESTART_BURST="2")
-    serving.wait_for("the other services go on")
+    serving.wait_for("the other services continue")
     (serving.tmp_path / "mended").touch()
     while serving.circusctl("status", name) != "stopped":
         pass
@@ -131,7 +131,7 @@ def test_a_removed_watcher_does_not_count(serving: Serving) -> None:
     name = f"{serving.namespace}_B"
     graph = "A: {run: SLEEPER}\nB: {run: SLEEPER, exit: 3}\n"
     serving.start(graph, wait=f"gave up {name}: 2 deaths", DYN_SERVE_RESTART_BURST="2")
-    serving.wait_for("the other services go on")
+    serving.wait_for("the other services continue")
     assert serving.circusctl("rm", name, "--waiting") == "ok"
     assert serving.stop() == 0
     serving.assert_clean()

@@ -129,7 +129,7 @@ def test_a_killed_worker_comes_back_at_once(serving: Serving) -> None:
     os.kill(old, signal.SIGKILL)
     serving.wait_for_pids("A_1", unlike=old)
     assert time.monotonic() - began_s < 1.0
-    serving.wait_for("A_1 .* was killed by SIGKILL; starting it again now")
+    serving.wait_for("A_1 .* was killed by SIGKILL; restarting it now")
     assert serving.stop() == 0
 
 
@@ -171,10 +171,10 @@ def test_a_bad_flag_is_shown_and_nothing_is_retried(serving: Serving) -> None:
     serving.start("A: {run: SLEEPER, no-such-flag: 1}\n", wait="")
     assert serving.wait() == 1
     text = serving.text()
-    assert "gave up" in text and "its command line was refused (exit status 2)" in text
+    assert "gave up" in text and "its command line was rejected (exit status 2)" in text
     assert "unrecognized arguments: --no-such-flag 1" in text
     assert "no worker is left; stopping" in text
-    assert "starting it again" not in text
+    assert "restarting it" not in text
     serving.assert_clean()
 
 
@@ -185,7 +185,7 @@ def test_a_service_that_keeps_dying_is_given_up_and_the_rest_lives_on(serving: S
         DYN_SERVE_RESTART_BURST="3",
     )
     serving.wait_for("about to fail")
-    serving.wait_for("the other services go on")
+    serving.wait_for("the other services continue")
     (pid,) = serving.wait_for_pids("A")
     assert psutil.pid_exists(pid)
     assert serving.circusctl("status", f"{serving.namespace}_Bad") == "stopped"
@@ -198,7 +198,7 @@ def test_a_program_that_cannot_be_started(serving: Serving) -> None:
     program.write_text("x")
     serving.start(f"A: {{run: [{program}]}}\n", wait="")
     assert serving.wait() == 1
-    assert "it cannot be started: [Errno 13] Permission denied" in serving.text()
+    assert "cannot start it: [Errno 13] Permission denied" in serving.text()
     serving.assert_clean()
 
 
@@ -208,7 +208,7 @@ def test_a_stubborn_worker_is_killed_after_its_time(serving: Serving) -> None:
     began_s = time.monotonic()
     assert serving.stop() == 0
     assert 0.4 < time.monotonic() - began_s < 5
-    assert "did not end within 0.5 s; killing it" in serving.text()
+    assert "did not exit within 0.5 s; killing it" in serving.text()
     serving.assert_clean()
 
 
@@ -219,7 +219,7 @@ def test_the_second_ctrl_c_kills(serving: Serving) -> None:
     serving.wait_for("not now")
     time.sleep(0.6)  # a second signal sooner counts as a copy of the first
     assert serving.stop(signal.SIGINT, timeout_s=10) == 0
-    assert "killing what is left" in serving.text()
+    assert "killing the remaining processes" in serving.text()
     serving.assert_clean()
 
 
@@ -279,7 +279,7 @@ def test_after_a_crash_the_next_one_cleans_up(serving: Serving, escape: str) -> 
     psutil.wait_procs([psutil.Process(worker)] if psutil.pid_exists(worker) else [], timeout=10)
     assert not psutil.pid_exists(worker)  # PR_SET_PDEATHSIG
     assert children[0].is_running() and serving.statefile.exists()
-    serving.start(graph, wait="was killed; ended 1 of its processes")
+    serving.start(graph, wait="ended without clean-up: killed 1 of its processes")
     serving.wait_for("started: ")
     assert children[0].status() == psutil.STATUS_ZOMBIE if children[0].is_running() else True
     assert serving.stop() == 0
@@ -289,14 +289,14 @@ def test_after_a_crash_the_next_one_cleans_up(serving: Serving, escape: str) -> 
 def test_a_torn_statefile_is_replaced(serving: Serving) -> None:
     serving.state_dir.mkdir(mode=0o700)
     serving.statefile.write_text('{"namespace": ')
-    serving.start(TWO, wait="replacing a bad statefile: .* is torn")
+    serving.start(TWO, wait="replacing a bad statefile: .* is damaged")
     serving.wait_for("started: ")
     serving.wait_for_pids("B")
     serving.statefile.write_text("{")  # and torn again while it runs
     for process in serving.survivors():
         if process.environ().get("DYN_WATCHER_NAME") == f"{serving.namespace}_B":
             process.kill()
-    serving.wait_for("writing the statefile anew")
+    serving.wait_for("replacing the statefile")
     serving.wait_for("B .*started")
     assert serving.stop() == 0
     serving.assert_clean()

@@ -101,7 +101,7 @@ def test_a_watcher_without_a_start_and_one_of_no_service(serving: Serving) -> No
         *("sleep", "2000")
     ]
     assert serving.circusctl("set", name, "cmd", "sleep '2000") == "ok"
-    serving.wait_for(f"gave up {name}: it cannot be started: No closing quotation")
+    serving.wait_for(f"gave up {name}: cannot start it: No closing quotation")
     assert until(serving, lambda found: not found["Other"]["processes"])["Other"]["argv"] == [
         "sleep '2000"
     ]
