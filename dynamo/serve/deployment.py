@@ -132,7 +132,7 @@ class Deployment:
         self._announcer.announce("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
         if not watcher.given_up:
             self._announcer.announce(
-                f"{watcher.name} continues with {watcher.numprocesses}", logging.WARNING
+                f"{watcher.name}: {watcher.numprocesses} still running", logging.WARNING
             )
         elif dead := self._reason_to_stop():
             self._announcer.announce(f"{dead}; stopping", logging.ERROR)
