@@ -118,8 +118,9 @@ class Scheduler:
             capped = self.max_sequence_tokens == self.limits.max_model_len
             raise InvalidArgument(
                 f"prompt ({prompt_tokens} tokens) plus max_tokens ({output_tokens}) exceeds "
-                f"{'max_model_len' if capped else 'the KV cache'} ({self.max_sequence_tokens} tokens) of this "
-                "worker; shorten the prompt or lower max_tokens"
+                f"{'max_model_len' if capped else 'the KV cache'} "
+                f"({self.max_sequence_tokens} tokens) of this worker; "
+                "shorten the prompt or lower max_tokens"
             )
 
     def add(self, sequence: Sequence) -> None:

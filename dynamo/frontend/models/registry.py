@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
-from dynamo.errors import DynamoError, ModelNotFound, NoInstances, cut
+from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.protocols.card import ModelCard, decode_card
@@ -80,7 +80,7 @@ class Models:
         """
         entry = self._names.get(name)
         if entry is None or model_type not in entry.types:
-            raise ModelNotFound(f"Model not found: {cut(name)}")
+            raise ModelNotFound(f"Model not found: {shorten(name)}")
         if not entry.served:
             raise NoInstances
         return entry

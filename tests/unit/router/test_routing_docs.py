@@ -14,8 +14,7 @@ import pytest
 
 from dynamo.config.option import Option
 from dynamo.config.parser import range_text
-from dynamo.config.router import RouterSettings
-from dynamo.config.router_process import RouterProcessSettings
+from dynamo.config.router import RouterProcessSettings, RouterSettings
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
