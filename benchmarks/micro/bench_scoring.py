@@ -10,11 +10,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from oracle import scoring as twin
+from oracle.sequences import ActiveSequences as TwinSequences
 
 from dynamo._fast.scoring import Weights, choose, costs
 from dynamo._fast.sequences import ActiveSequences
-from tests.oracle import scoring as twin
-from tests.oracle.sequences import ActiveSequences as TwinSequences
 
 SLOTS, BLOCKS = 16, 256
 SOURCE = Random(1)

@@ -7,9 +7,9 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle.anchors import OracleAnchors
 
 from dynamo._fast.anchors import Anchors
-from tests.oracle.anchors import OracleAnchors
 
 
 def test_growth_up_to_the_limit() -> None:

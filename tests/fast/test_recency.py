@@ -9,9 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from oracle.recency import Recency as Twin
 
 from dynamo._fast.recency import Recency
-from tests.oracle.recency import Recency as Twin
 
 SLOTS = 3
 

@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import scoring as oracle
 
 from dynamo._fast import scoring
-from tests.oracle import scoring as oracle
 
 small = st.integers(0, 10_000)
 loads = st.lists(st.builds(oracle.Load, *[small] * 6), min_size=1, max_size=40)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from oracle.sequences import ActiveSequences as Twin
 
 from dynamo._fast.sequences import ActiveSequences
-from tests.oracle.sequences import ActiveSequences as Twin
 
 SLOTS = 3
 
