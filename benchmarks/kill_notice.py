@@ -4,8 +4,8 @@
 
 Each kill: a worker process registers one instance in a file store. Once the watcher reports it, the
 worker is killed, and the time until the watcher's ``delete`` event is measured. Only one worker
-dies at a time; ``--bystanders`` others stay. ``--load`` keeps the watcher's loop busy for that share
-of the time in slices of ``--slice-ms``, as a frontend under traffic would be.
+dies at a time; ``--bystanders`` others stay. ``--load`` keeps the watcher's loop busy for that
+share of the time in slices of ``--slice-ms``, as a frontend under traffic would be.
 """
 
 from __future__ import annotations

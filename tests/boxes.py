@@ -83,7 +83,7 @@ class Server:
         self.process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """It goes on."""
+        """Resume the stopped server."""
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
 

@@ -128,7 +128,7 @@ class Deployment:
         try:
             return bool(condition())
         except OSError:
-            return False  # whoever is asked does not listen yet
+            return False  # the server does not listen yet
 
     def tail(self) -> str:
         """The last lines of every process, for a failing test."""

@@ -26,7 +26,7 @@ CIRCUSCTL = Path(sys.executable).with_name("circusctl")
 
 
 class Serving:
-    """One ``dynamo serve`` of a test's own graph, in a namespace and state directory of its own."""
+    """One ``dynamo serve`` of a graph, with its own namespace and state directory."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.namespace = f"t{uuid.uuid4().hex[:8]}"
@@ -56,7 +56,7 @@ class Serving:
         return str(self.document()["circus_endpoint"])
 
     def graph(self, text: str, name: str = "graph.yaml") -> Path:
-        """A graph file; ``SLEEPER`` stands for the stand-in service."""
+        """Write a graph file; ``SLEEPER`` is replaced by the stand-in service."""
         path = self.tmp_path / name
         sleeper = json.dumps(["python", str(SLEEPER)])
         path.write_text(f"namespace: {self.namespace}\n" + text.replace("SLEEPER", sleeper))
@@ -114,7 +114,7 @@ class Serving:
             while not self._queue.empty():
                 self.lines.append(str(self._queue.get()))
             left = [(one.pid, one.ppid(), one.status(), one.cmdline()) for one in self.survivors()]
-            raise AssertionError(f"it goes on: {left}\n{self.text()}") from None
+            raise AssertionError(f"still running: {left}\n{self.text()}") from None
         while (line := self._queue.get(timeout=5)) is not None:
             self.lines.append(line)
         return status
@@ -158,7 +158,7 @@ class Serving:
         return (done.stdout + done.stderr).strip()
 
     def survivors(self) -> list[psutil.Process]:
-        """Every process with our marker in its environment, whoever its parent is now."""
+        """Every process with our marker in its environment, whatever its parent."""
         needle = f"SERVING_MARKER={self.marker}".encode()
         found = []
         for process in psutil.process_iter():
@@ -176,7 +176,7 @@ class Serving:
             time.sleep(0.02)
 
     def leftovers(self) -> list[str]:
-        """What is left on disk, other than logs."""
+        """Return the files left on disk, other than logs."""
         if not self.state_dir.exists():
             return []
         kept = (self.state_dir / self.namespace, self.state_dir / self.namespace / "logs")

@@ -34,7 +34,7 @@ WORDS = {
     r"anew": "write 'again'",
     r"nobody|somebody|whoever": "name the subject: a client, a worker, a caller",
     r"meanwhile": "write 'at the same time', or drop it",
-    r"in words": "drop it",
+    r"in words(?! of)": "drop it",
     r"oneself|ceases?": "use the everyday word",
     r"knobs?": "write 'option' or 'setting'",
     r"twins?|twinned": "write 'reference implementation'",

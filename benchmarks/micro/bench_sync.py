@@ -1,8 +1,9 @@
-"""What sharing load with replicas costs a request: told by one router, heard by another.
+"""Measure the cost of sharing load with replicas: sent by one router, received by another.
 
-4,096 tokens in blocks of 16, 16 workers; 16 requests a loop turn, as under load. ``told`` counts
-booking, first token and end of one request into messages, ``heard`` decodes and books them; the
-socket's share is in bench_request_plane's scale (about 10 µs a message, shared by a turn).
+4,096 tokens in blocks of 16, 16 workers; 16 requests a loop iteration, as under load. ``send`` encodes
+reservation, first token and end of one request into messages, ``receive`` decodes and applies them.
+The socket's share is on the scale of bench_request_plane (about 10 µs a message, shared by an
+iteration).
 
     python -m pytest benchmarks/micro/bench_sync.py --benchmark-enable
 """
@@ -43,13 +44,13 @@ def life(own: LocalRequests, numbers: Any) -> list[bytes]:
     return [encode(batch) for batch in own.news()]
 
 
-def test_told(benchmark: Any) -> None:
+def test_send(benchmark: Any) -> None:
     own, numbers = LocalRequests(1, BLOCK, False, lambda: None), count()
     benchmark(life, own, numbers)
     benchmark.extra_info["us_a_request"] = benchmark.stats["mean"] * 1e6 / A_TURN
 
 
-def test_heard(benchmark: Any) -> None:
+def test_receive(benchmark: Any) -> None:
     own, numbers = LocalRequests(1, BLOCK, False, lambda: None), count()
     picker = KvPicker(RouterSettings(mode="kv"), BLOCK, None)
     for worker in range(WORKERS):

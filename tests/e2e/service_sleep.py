@@ -1,4 +1,4 @@
-"""A stand-in service for tests of ``dynamo serve``: stays, obeys, and can be told to misbehave.
+"""A stand-in service for tests of ``dynamo serve``: runs, obeys, and misbehaves on request.
 
 usage: service_sleep.py [--exit STATUS] [--after S] [--stubborn] [--drain S] [--children N]
                         [--say TEXT] [--escape]

@@ -66,7 +66,7 @@ def _complete(url: str) -> None:
 
 
 def _held(url: str) -> int:
-    """How many workers hold the whole prompt, as the frontend believes."""
+    """Return how many workers hold the whole prompt, according to the frontend."""
     found = json.loads(_post(f"{url}/v1/route", {"model": "tiny", "prompt": PROMPT}))
     assert found["prompt_blocks"] > 0
     return sum(row["overlap_blocks"] == found["prompt_blocks"] for row in found["candidates"])

@@ -265,7 +265,7 @@ def test_two_namespaces_do_not_touch_each_other(serving: Serving, tmp_path: Path
 def test_after_a_crash_the_next_one_cleans_up(serving: Serving, escape: str) -> None:
     """Guard and arbiter both gone at once: the only case that is left to the next start.
 
-    The worker's child may have a session of its own, which only its environment ties to us.
+    The worker's child may have its own session; only its environment identifies it.
     """
     graph = f"A: {{run: SLEEPER, children: 1, escape: {escape}}}\n"
     serving.start(graph)
@@ -303,7 +303,7 @@ def test_a_torn_statefile_is_replaced(serving: Serving) -> None:
 
 
 def test_a_drained_worker_is_not_started_again(serving: Serving) -> None:
-    """The scale-down walk: mark, end, and only then remove the watcher."""
+    """Scale down: mark, stop, and only then remove the watcher."""
     serving.start(TWO)
     (pid,) = serving.wait_for_pids("A_1")
     name = f"{serving.namespace}_A_1"

@@ -62,7 +62,7 @@ def test_a_stranger_starts_talks_kills_and_stops(serving: Serving) -> None:
     (old,) = serving.wait_for_pids("Worker_1")
     os.kill(old, signal.SIGKILL)
     serving.wait_for_pids("Worker_1", unlike=old)
-    for _ in range(5):  # the other worker answers meanwhile
+    for _ in range(5):  # the other worker answers in the meantime
         assert answers(port)
     serving.wait_for("Worker_1 .*serving tiny")
     assert serving.stop(signal.SIGINT) == 0

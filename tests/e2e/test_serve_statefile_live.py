@@ -145,7 +145,7 @@ def test_what_the_planner_has_written_stays(serving: Serving) -> None:
     statefile = Statefile(serving.state_dir, serving.namespace)
     statefile.update(lambda document: document["components"].update({name: entry}))
     (old,) = serving.wait_for_pids("W")
-    os.kill(old, signal.SIGKILL)  # another change is written meanwhile
+    os.kill(old, signal.SIGKILL)  # another change is written in the meantime
     until(serving, lambda found: found["W"]["processes"] not in ([], base["processes"]))
     assert components(serving)["W_2"] == entry
     program, *args = base["argv"]

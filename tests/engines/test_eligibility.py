@@ -1,4 +1,4 @@
-"""What a client may ask of the choice, and what it hears when that cannot be: over HTTP."""
+"""Constraints of a client on the choice, and the errors for impossible ones, over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fleet:
         self.tainted: list[int] = []
 
     def look(self) -> None:
-        """Who is who."""
+        """The workers of the test by role."""
         rows = self.candidates()
         self.ranked = next(row["worker_id"] for row in rows if row["dp_rank"] == 1)
         self.tainted = sorted({row["worker_id"] for row in rows} - {self.ranked})
@@ -236,7 +236,7 @@ def test_get_asks_where_a_prompt_would_go(fleet: Fleet) -> None:
     assert get("prompt=a&model=nope")[0] == 404
 
 
-def test_a_busy_pin_and_nobody_left(deployment: Deployment) -> None:
+def test_a_busy_pin_and_no_other_worker(deployment: Deployment) -> None:
     deployment.mocker("--speedup-ratio", "0.01", "--block-size", "16", "--num-workers", "2")
     deployment.frontend("--router-mode", "kv", "--admission-control", "token-capacity")
     deployment.wait_for_workers(2)

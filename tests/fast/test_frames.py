@@ -1,4 +1,4 @@
-"""The frame splitter against its readable twin: any cut of any bytes gives the same frames."""
+"""The frame splitter against its reference implementation: any cut gives the same frames."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_is_compiled() -> None:
 
 
 @given(st.integers(0, 255), st.integers(0, 2**32 - 1), st.binary(max_size=300))
-def test_pack_equals_the_twin(kind: int, stream: int, payload: bytes) -> None:
+def test_pack_equals_the_reference(kind: int, stream: int, payload: bytes) -> None:
     assert frames.pack(kind, stream, payload) == oracle.pack(kind, stream, payload)
 
 

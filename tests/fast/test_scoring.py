@@ -1,4 +1,4 @@
-"""Scoring against its readable twin, the measured numbers and the measured distributions."""
+"""Scoring against its reference implementation, measured numbers and distributions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def compiled_costs(
         dict.fromkeys(("prefill_scale", "credit", "decay", "host", "disk", "shared"), weight)
     ),
 )
-def test_costs_equal_the_twin(given_loads, isl, size, named) -> None:
+def test_costs_equal_the_reference(given_loads, isl, size, named) -> None:
     expected = oracle.costs(oracle.Weights(size, **named), isl, given_loads)
     got, most = compiled_costs(scoring.Weights(size, **named), isl, given_loads)
     assert got == pytest.approx(expected, rel=1e-12, abs=1e-9)
@@ -61,7 +61,7 @@ def test_costs_equal_the_twin(given_loads, isl, size, named) -> None:
     st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0]),
     st.integers(0, 997),
 )
-def test_choice_equals_the_twin(values, temperature, step) -> None:
+def test_choice_equals_the_reference(values, temperature, step) -> None:
     uniform = (step + 0.5) / 998
     got = scoring.choose(array("d", values), len(values), temperature, uniform)
     expected = oracle.choose(values, temperature, uniform)

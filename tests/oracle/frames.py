@@ -1,4 +1,4 @@
-"""Readable twin of ``dynamo._fast.frames``: the same frames from the same bytes, without state."""
+"""Reference implementation of ``dynamo._fast.frames``, without state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pack(kind: int, stream: int, payload: bytes) -> bytes:
 def split(
     data: bytes, limit_bytes: int, preamble: bytes, last_kind: int
 ) -> tuple[list[tuple[int, int, bytes]], bool]:
-    """All whole frames in ``data``, the whole stream so far, and whether it is faulty."""
+    """Return all whole frames in ``data``, the stream so far, and whether it is faulty."""
     frames: list[tuple[int, int, bytes]] = []
     if len(data) < len(preamble):
         return frames, False

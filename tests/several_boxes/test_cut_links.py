@@ -76,7 +76,7 @@ def switched() -> Iterator[Network]:
 
 
 def test_a_cable_is_cut_for_20_s(tmp_path: Path) -> None:
-    """In two ways; both at once, each in a network of its own, because most of it is waiting."""
+    """Two kinds of cut at once, each in its own network, because most of the test waits."""
     with ThreadPoolExecutor(2) as pool:
         both = [
             pool.submit(cut_and_heal, tmp_path / how, how, plane)

@@ -95,7 +95,7 @@ async def test_a_worker_whose_lease_is_revoked_leaves(
         await planner.revoke(int(key.rpartition("/")[2], 16))
         await planner.close()
         assert worker.wait(10) == 0
-        fleet.until(lambda: fleet.ask("x")[0] in (404, 503), "nobody is left")
+        fleet.until(lambda: fleet.ask("x")[0] in (404, 503), "no worker is left")
     finally:
         fleet.close()
 
