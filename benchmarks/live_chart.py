@@ -46,7 +46,7 @@ def _panel(
     values = [value for run in runs if not math.isnan(value := column.value(run))]
     rates = sorted({run.rate for run in runs})
     low, high, ticks = _log_axis(values) if logarithmic else (0.0, 1.0, [0, 0.25, 0.5, 0.75, 1.0])
-    place = math.log if logarithmic else float
+    place: Callable[[float], float] = math.log if logarithmic else float
 
     def x(rate: float, aside: float = 0.0) -> float:
         spread = (rates[-1] - rates[0]) or 1.0

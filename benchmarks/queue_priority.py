@@ -39,9 +39,13 @@ def deployment(*router: str) -> Iterator[int]:
     front = ("dynamo.frontend", "--http-port", str(port), "--router-mode", "kv", *router)
     with tempfile.TemporaryDirectory() as state:
         env = {**os.environ, "DYN_LOCAL_STATE_DIR": state, "DYN_NAMESPACE": "queue"}
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         running = [
-            subprocess.Popen([sys.executable, "-m", *one], env=env, **quiet)
+            subprocess.Popen(
+                [sys.executable, "-m", *one],
+                env=env,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
             for one in ((*mocker, *batch), front)
         ]
         try:

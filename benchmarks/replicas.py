@@ -60,7 +60,9 @@ def run(way: str, number: int, options: argparse.Namespace) -> dict[str, float]:
         ports = free_ports(2)
         model = ("--model-path", str(MODEL), "--model-name", "tiny")
         size = ("--block-size", str(BLOCK_TOKENS))
-        commands = [("dynamo.mocker", *model, *size, "--num-workers", str(options.workers))]
+        commands: list[tuple[str, ...]] = [
+            ("dynamo.mocker", *model, *size, "--num-workers", str(options.workers))
+        ]
         for port in ports:
             flags = ("--http-port", str(port), "--router-mode", "kv", *WAYS[way])
             commands.append(("dynamo.frontend", *flags))

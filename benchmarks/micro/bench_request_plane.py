@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -88,7 +89,7 @@ class Driver:
     """Keeps ``width`` streams open until ``total`` have ended; also the sink of all."""
 
     def __init__(self, client: RequestClient, address: str, endpoint: str, total: int) -> None:
-        self._open = lambda: client.open(address, endpoint, {}, PROMPT, self)
+        self._open = partial(client.open, address, endpoint, {}, PROMPT, self)
         self._left = total
         self._running = 0
         self._done = asyncio.Event()

@@ -1,9 +1,9 @@
 """Measure the cost of sharing load with replicas: sent by one router, received by another.
 
-4,096 tokens in blocks of 16, 16 workers; 16 requests a loop iteration, as under load. ``send`` encodes
-reservation, first token and end of one request into messages, ``receive`` decodes and applies them.
-The socket's share is on the scale of bench_request_plane (about 10 µs a message, shared by an
-iteration).
+4,096 tokens in blocks of 16, 16 workers; 16 requests a loop iteration, as under load. ``send``
+encodes reservation, first token and end of one request into messages, ``receive`` decodes and
+applies them. The socket's share is on the scale of bench_request_plane (about 10 µs a message,
+shared by an iteration).
 
     python -m pytest benchmarks/micro/bench_sync.py --benchmark-enable
 """

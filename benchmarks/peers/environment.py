@@ -89,7 +89,15 @@ def clean_environment() -> dict[str, str]:
 
 
 def _pip(python: Path, requirements: Sequence[str]) -> None:
-    command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *requirements]
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        *requirements,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
     if result.returncode:
         reason = (result.stderr.strip() or "pip failed").splitlines()[-1]
@@ -109,7 +117,7 @@ def _versions(python: Path, names: Sequence[str]) -> dict[str, str]:
         "    except m.PackageNotFoundError: pass\n"
         "print(json.dumps(found))"
     )
-    command = [python, "-c", script, *names]
+    command = [str(python), "-c", script, *names]
     result = subprocess.run(
         command, cwd="/", env=clean_environment(), capture_output=True, text=True, timeout=60
     )

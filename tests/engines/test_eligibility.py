@@ -162,11 +162,12 @@ def test_what_cannot_be_read_is_named(fleet: Fleet, nvext: dict[str, Any], messa
 
 def test_an_override_reaches_the_decision(fleet: Fleet) -> None:
     body = {"model": "tiny", "prompt": "who is there"}
-    override = {"router_config_override": {"prefill_load_scale": 3.0, "router_temperature": 0.5}}
+    weights = {"prefill_load_scale": 3.0, "router_temperature": 0.5}
+    override = {"router_config_override": weights}
     answer = fleet.deployment.request("POST", "/v1/route", {**body, "nvext": override})[2]
     found = json.loads(answer)
     assert (found["prefill_load_scale"], found["temperature"]) == (3.0, 0.5)
-    assert fleet.ask(**override)[0] == 200
+    assert fleet.ask(router_config_override=weights)[0] == 200
 
 
 def test_thresholds_while_the_frontend_runs(fleet: Fleet) -> None:

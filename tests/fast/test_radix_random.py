@@ -129,8 +129,8 @@ class Histories(RuleBasedStateMachine):
             again.store(slot, parent, blocks, local)
         again._check()
         expected = oracle.RadixTree()
-        for worker, rank, parent, blocks, local in self.reference.dump():
-            expected.store(expected.slot(worker, rank), parent, blocks, local)
+        for worker, rank, parent, names, hashes in self.reference.dump():
+            expected.store(expected.slot(worker, rank), parent, names, hashes)
         assert replayed.copies() == expected.copies()
         assert again.blocks() == expected.blocks()
         for query in queries:

@@ -1,4 +1,4 @@
-"""A deployment over etcd, tcp and an event plane: frontends and scripted workers."""
+"""A deployment over etcd, tcp and an event plane: frontends and mockers."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from boxes import Etcd, Nats, needs_etcd, needs_nats
@@ -102,7 +102,7 @@ def serve_across(network: Network, tmp_path: Path, how: str, plane: str) -> None
             etcd.start()
             nats.start()
             fleet.kv_frontend()
-        workers = {}
+        workers: dict[str, Any] = {}
         for place in ("a", "b"):
             with network.inside(place):
                 fleet.worker()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from boxes import Etcd, free_ports, needs_etcd
@@ -347,7 +348,7 @@ async def test_no_etcd_at_start_is_said_soon_and_clearly() -> None:
         ({"ca": "/nowhere/ca.pem"}, "nowhere"),
     ],
 )
-def test_bad_settings_are_refused(settings: dict[str, str], text: str) -> None:
+def test_bad_settings_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         EtcdDiscovery(EtcdSettings(**settings))
 

@@ -246,8 +246,12 @@ async def test_who_is_let_in(tmp_path: Path, how: str) -> None:
             await stranger.start()
         assert "hush" not in no.value.message
         await stranger.close()
-        given = {"username": "me", "password": "secret"} if how == "user" else {"token": "secret"}
-        plane = NatsPlane(NatsSettings(servers=server.url, **given))
+        settings = (
+            NatsSettings(servers=server.url, username="me", password="secret")
+            if how == "user"
+            else NatsSettings(servers=server.url, token="secret")
+        )
+        plane = NatsPlane(settings)
         await plane.start()
         publisher = plane.publisher(CHANNEL, 1)
         await Listener(plane, publisher).joined(publisher)
