@@ -191,7 +191,7 @@ async def measure(state_dir: str, threads: int, rate: int, args: argparse.Namesp
         chosen = RouterSettings(mode="kv", event_threads=threads)
         live = ConnectedRouter(runtime, *PATH, BLOCK, chosen, client)
         await live.start()
-        while len(live.picker.fleet.members) < args.publishers:  # noqa: ASYNC110 - there is no event to wait for
+        while len(live.picker.worker_pool.members) < args.publishers:  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(0.01)
         await command(args.senders, rate)
         with heart() as source:

@@ -75,19 +75,19 @@ def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
     """The three variants over one picker, so that its memory layout is the same for all."""
     settings = RouterSettings(mode="kv", queue_threshold=1.0)
     picker = picker_of(settings, prompts)
-    gate = picker.gate
+    eligibility = picker.eligibility
     line = RequestQueue(picker, settings, QueueMetrics(Registry(), "m"))
 
     def unaware() -> Request:
-        gate.__class__ = Unaware
+        eligibility.__class__ = Unaware
         return partial(direct, picker)
 
     def without() -> Request:
-        gate.__class__, gate.on_change = EligibilityFilter, None
+        eligibility.__class__, eligibility.on_change = EligibilityFilter, None
         return partial(direct, picker)
 
     def waiting() -> Request:
-        gate.__class__, gate.on_change = EligibilityFilter, line.wake
+        eligibility.__class__, eligibility.on_change = EligibilityFilter, line.wake
         return partial(lined, line, picker, nobody=print)
 
     return {

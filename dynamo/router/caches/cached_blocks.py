@@ -43,13 +43,13 @@ class CachedBlocks:
     def look(
         self,
         hashes: array[int],
-        recent: RecentPrompts | None,
+        optimistic: RecentPrompts | None,
         now_s: float,
         in_progress: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Fill the columns for the prompt of these block hashes.
 
-        What ``recent`` believes at ``now_s``, and the blocks ``in_progress`` as pairs of slot and
+        What ``optimistic`` believes at ``now_s``, and the blocks ``in_progress`` as pairs of slot and
         leading blocks, count as if they were on the device already.
         O(blocks held + slots).
         """
@@ -57,8 +57,8 @@ class CachedBlocks:
         if index is None:
             return
         index.match_into(hashes, self.device)
-        if recent is not None:
-            recent.raise_into(hashes, self.device, now_s)
+        if optimistic is not None:
+            optimistic.raise_into(hashes, self.device, now_s)
         for slot, depth in in_progress:
             self.device[slot] = max(self.device[slot], depth)
         tiers = index.tiers()
@@ -85,7 +85,7 @@ class CachedBlocks:
         """Blocks of the prompt in the shared cache."""
         return sum(end - begin for begin, end in self.shared_ranges)
 
-    def most(self, weights: Weights, slots: array[int]) -> float:
+    def best_overlap(self, weights: Weights, slots: array[int]) -> float:
         """The most that one of the slots has of this. O(slots)."""
         return max((self.effective(weights, slot) for slot in slots), default=0.0)
 

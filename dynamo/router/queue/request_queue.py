@@ -71,7 +71,7 @@ class RequestQueue:
         self._soon: Handle | None = None
         self._tick_timer: Handle | None = None
         self._closed = False
-        picker.gate.on_change = self.wake
+        picker.eligibility.on_change = self.wake
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -132,8 +132,8 @@ class RequestQueue:
         """Whether a slot that may take the request has room. Raises as :meth:`Gate.slots`."""
         picker = self.picker
         load, threshold = picker.active.load, self._threshold
-        owners, members = picker.fleet.owners, picker.fleet.members
-        for slot in picker.gate.slots(routing, self._clock()):
+        owners, members = picker.worker_pool.owners, picker.worker_pool.members
+        for slot in picker.eligibility.slots(routing, self._clock()):
             owner = owners[slot]
             assert owner is not None, "a candidate slot has an owner"
             batch = members[owner[0]].config.max_num_batched_tokens or UNKNOWN_BATCH_TOKENS
@@ -161,11 +161,11 @@ class RequestQueue:
     def _cached_tokens(self, ticket: QueuedRequest) -> int:
         """Tokens of the prompt that the best of its workers need not compute. Raises what its pick
         would."""
-        survey = self.picker.survey(ticket.tokens, ticket.routing, ticket.override)
-        if survey.error is not None:
-            raise survey.error
-        weights = survey.terms.weights
-        return cached_tokens(weights, survey.held.most(weights, survey.slots))
+        snapshot = self.picker.snapshot(ticket.tokens, ticket.routing, ticket.override)
+        if snapshot.error is not None:
+            raise snapshot.error
+        weights = snapshot.params.weights
+        return cached_tokens(weights, snapshot.held.best_overlap(weights, snapshot.slots))
 
     def _drain(self) -> None:
         """Let go who may, from the head on, a few in a turn of the loop."""

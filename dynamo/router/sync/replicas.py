@@ -56,7 +56,7 @@ class ReplicaSync:
         self._answering: asyncio.Handle | None = None
         self._foreign: set[int] = set()
         router_id = secrets.randbits(62) + 1
-        self.own = LocalRequests(router_id, picker.block_size, picker.believes, self._on_news)
+        self.own = LocalRequests(router_id, picker.block_size, picker.predicts, self._on_news)
         self.peers = RemoteReplicas(PickerLoadSink(picker), self._ask)
         self._resyncs = show_replicas(runtime.metrics, place, self.peers)
 
@@ -69,12 +69,12 @@ class ReplicaSync:
         await self._subscription.ready()
         self._publisher = await self._runtime.publisher(*here)
         self._runtime.track(self)
-        self._picker.own_requests = self.own
+        self._picker.local_requests = self.own
         self._beat()
 
     def close(self) -> None:
         """Tell of what has ended, and stop. Idempotent."""
-        self._picker.own_requests = None
+        self._picker.local_requests = None
         self._flush()
         self._publisher = None
         for handle in (self._timer, self._answering):
@@ -171,7 +171,7 @@ class PickerLoadSink:
     def book(self, key: str, event: SequenceEvent) -> None:
         picker, data = self._picker, event.data
         assert isinstance(data, AddRequest), "only these are booked"
-        member = picker.fleet.members.get(event.worker_id)
+        member = picker.worker_pool.members.get(event.worker_id)
         slot = None if member is None else member.slots.get(event.dp_rank)
         if slot is None or key in picker.active:
             return
@@ -185,13 +185,13 @@ class PickerLoadSink:
         if data.prefill_completed:
             picker.active.mark_prefill_complete(key, now_s)
         if len(data.tokens_hashes) == len(data.token_sequence):
-            picker.believe(key, slot, chained, array("Q", data.tokens_hashes), now_s)
-        picker.gate.load_changed(event.worker_id)
+            picker.predict_blocks(key, slot, chained, array("Q", data.tokens_hashes), now_s)
+        picker.eligibility.load_changed(event.worker_id)
 
     def prefill_completed(self, key: str) -> None:
         reservation_id = self._picker.active.mark_prefill_complete(key, time.perf_counter())
         if reservation_id is not None:
-            self._picker.gate.load_changed(reservation_id.worker_id)
+            self._picker.eligibility.load_changed(reservation_id.worker_id)
 
     def free(self, key: str) -> None:
         picker = self._picker
@@ -199,4 +199,4 @@ class PickerLoadSink:
         if picker.predicted is not None:
             picker.predicted.ended(key, time.perf_counter())
         if reservation_id is not None:
-            picker.gate.load_changed(reservation_id.worker_id)
+            picker.eligibility.load_changed(reservation_id.worker_id)

@@ -39,7 +39,7 @@ class Replicas:
         box = Box(self.settings)
         self.boxes.append(box)
         live = await box.route(replica_sync=True, **settings)
-        await until(lambda: len(live.picker.fleet.members) == workers)
+        await until(lambda: len(live.picker.worker_pool.members) == workers)
         return live
 
     def page(self, number: int) -> str:
@@ -68,7 +68,7 @@ def kv(live: ConnectedRouter) -> KvPicker:
 
 def load(live: ConnectedRouter, worker: Worker) -> Load:
     picker = kv(live)
-    return picker.active.load(picker.fleet.members[worker.id].slots[0])
+    return picker.active.load(picker.worker_pool.members[worker.id].slots[0])
 
 
 async def hear_each_other(*lives: ConnectedRouter) -> None:
@@ -153,9 +153,9 @@ async def test_load_of_a_worker_that_is_not_known_yet(replicas: Replicas) -> Non
     first, second = await replicas.router(), await replicas.router()
     await hear_each_other(first, second)
     late = await replicas.worker()
-    await until(lambda: late.id in first.picker.fleet.members)
+    await until(lambda: late.id in first.picker.worker_pool.members)
     assert second._sync is not None
-    await until(lambda: late.id in second.picker.fleet.members)
+    await until(lambda: late.id in second.picker.worker_pool.members)
     for number in range(4):
         first.picker.pick(str(number), PROMPT)
     both = [load(first, worker) for worker in replicas.workers]
@@ -210,7 +210,7 @@ async def test_a_runtime_that_closes_first_ends_the_sync(replicas: Replicas) -> 
     first.picker.pick("a", PROMPT)
     await until(lambda: load(second, worker) == (16, 4, 1))
     await replicas.boxes[0].runtime.close()
-    assert kv(first).own_requests is None
+    assert kv(first).local_requests is None
     first.picker.free("a")
     await until(lambda: load(second, worker) == (0, 0, 0))
 
@@ -256,7 +256,7 @@ async def test_without_the_flag_nothing_is_told(replicas: Replicas) -> None:
     box = Box(replicas.settings)
     replicas.boxes.append(box)
     live = await box.route()
-    assert live._sync is None and kv(live).own_requests is None
+    assert live._sync is None and kv(live).local_requests is None
     other = DistributedRuntime(None, replicas.settings)
     heard = other.subscribe("ns", "backend", sync.ACTIVE_SEQUENCES, lambda *_: None)
     await other.start()
