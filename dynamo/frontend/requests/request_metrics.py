@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dynamo.frontend.answer.usage import Usage
+from dynamo.frontend.answer.choice import Usage
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
