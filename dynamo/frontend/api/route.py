@@ -16,9 +16,8 @@ from dynamo.errors import DynamoError, InvalidArgument, NoInstances
 from dynamo.frontend.api.headers import routed
 from dynamo.frontend.api.prefill_route import explain_both
 from dynamo.frontend.models.registry import Models
-from dynamo.frontend.prompt.bounds import check_json
 from dynamo.frontend.prompt.off_loop import OffLoop
-from dynamo.frontend.prompt.validation import parse_chat, parse_completion
+from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
 from dynamo.frontend.requests.errors import error_response, explained
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
