@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 from dynamo.errors import EngineFailure
 from dynamo.frontend.answer.detokenizer import make_detokenizer
@@ -159,7 +159,7 @@ class Choice:
             self.pending.append(text)
 
 
-class Usage(NamedTuple):
+class Usage(msgspec.Struct, frozen=True):
     """Tokens of all prompts (each counted once), of all choices, and those of the prompts that the
     engines did not have to compute (None if no engine reported it)."""
 
@@ -169,7 +169,7 @@ class Usage(NamedTuple):
 
     def to_json(self) -> bytes:
         """The ``usage`` object. Formatted here: a sum of counts may exceed orjson's 64 bits."""
-        prompt, completion, cached = self
+        prompt, completion, cached = self.prompt_tokens, self.completion_tokens, self.cached_tokens
         return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d%b}' % (
             prompt,
             completion,

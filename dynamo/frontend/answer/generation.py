@@ -72,6 +72,7 @@ class GenerationStream:
         self._choices = self._make_choices(request, prepared, tokenizer)
         # Made with the first chunk: an answer in one body needs none.
         self._writers: list[ChoiceChunks] = []
+        self._final_usage: Usage | None = None
         self.worker_id: dict[str, Any] | None = None
         self.timing: Callable[[], dict[str, Any]] | None = None
 
@@ -143,13 +144,14 @@ class GenerationStream:
             part["logprobs"] = None if choice.logprobs is None else choice.logprobs.drain()
             part["finish_reason"] = choice.finish_reason
             parts.append(part)
+        usage = self._final_usage = self.usage()
         body = {
             "id": self._response_id,
             "object": self._body_object,
             "created": self._created,
             "model": self._model,
             "choices": parts,
-            "usage": orjson.Fragment(self.usage().to_json()),
+            "usage": orjson.Fragment(usage.to_json()),
         }
         if self._extra:
             nvext = self._nvext(self._choices[0], first=True, last=True)
@@ -162,6 +164,8 @@ class GenerationStream:
     def usage(self) -> Usage:
         """Tokens so far. A prompt's tokens are the engine's count where it gave one, else ours;
         generated tokens are always counted here. Spec 5.8."""
+        if self._final_usage is not None:
+            return self._final_usage
         prompt_tokens = completion_tokens = 0
         cached_tokens: int | None = None
         choices, n = self._choices, self._prepared.n

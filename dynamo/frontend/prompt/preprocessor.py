@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
@@ -36,14 +38,14 @@ from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, Ge
 __all__ = ["Prepared", "Preprocessor", "TokenizedPrompt"]
 
 
-class TokenizedPrompt(NamedTuple):
+class TokenizedPrompt(msgspec.Struct, frozen=True):
     """One prompt: its ids, and its text where there was one (or it is needed for ``echo``)."""
 
     token_ids: Tokens
     text: str | None
 
 
-class Prepared(NamedTuple):
+class Prepared(msgspec.Struct, frozen=True):
     """``requests[p * n + i]`` is choice ``i`` of ``prompts[p]``; its index in the answer is the
     same.
 
