@@ -23,6 +23,7 @@ _FINISH_REASONS = {
     "tool_calls": "tool_calls",
 }
 _ERROR = "error"
+_STOP = "stop"
 _NO_IDS: frozenset[int] = frozenset()
 
 
@@ -88,39 +89,32 @@ class Choice:
         """
         if self.finish_reason is not None:
             return True
-        shown = output.token_ids
-        reason = output.finish_reason
+        shown, reason = output.token_ids, output.finish_reason
         if reason is not None and reason.startswith(_ERROR):
             raise EngineFailure(reason.removeprefix(_ERROR).lstrip(": ") or "engine error")
         count = len(shown)
         stop_id: int | None = None
         if self._stop_ids and not self._stop_ids.isdisjoint(shown):
             shown, count, stop_id = self._cut(shown)
+            reason = reason if stop_id is None else _STOP
         self.tokens += count
-        text = output.text
-        if text is None:
-            text = self._detokenizer.push(shown)
-        if output.completion_usage is not None:
-            self.usage = output.completion_usage
+        text = output.text if output.text is not None else self._detokenizer.push(shown)
+        self.usage = output.completion_usage or self.usage
         if self.logprobs is not None and output.log_probs:
             self.logprobs.add(output, count)
         if self._stops is not None:
             text = self._match(text)
         if text:
             self.pending.append(text)
-        if self.finish_reason is not None:  # a stop string wins over every other reason
-            return True
-        if stop_id is not None:
-            reason = "stop"
-            self.stop_reason = None if stop_id in self._rules.hidden else stop_id
-        elif reason is not None:
-            reason = _FINISH_REASONS.get(reason, reason)
+        if reason is None or self.finish_reason is not None:  # a stop string found wins
+            return self.finish_reason is not None
+        if stop_id is None:
             self.stop_reason = output.stop_reason
         else:
-            return False
+            self.stop_reason = None if stop_id in self._rules.hidden else stop_id
         if self._stops is not None or self._detokenizer.held:
             self._release()  # the text released may complete a stop string
-        self.finish_reason = self.finish_reason or reason
+        self.finish_reason = self.finish_reason or _FINISH_REASONS.get(reason, reason)
         return True
 
     def close(self) -> None:

@@ -21,10 +21,11 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
-    """The state of one stream. If ``held`` is false, :meth:`finish` has nothing to return."""
+    """The state of one stream."""
 
     @property
-    def held(self) -> bool: ...
+    def held(self) -> bool:
+        """False if :meth:`finish` has nothing to return."""
 
     def push(self, ids: Sequence[int]) -> str:
         """Add ``ids``, return the characters that are complete now."""

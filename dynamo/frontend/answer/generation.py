@@ -51,7 +51,7 @@ class GenerationStream:
     _body_object: str
     _chunks: type[ChoiceChunks]
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what is known of an answer before it begins
         self,
         request: GenerationRequest,
         prepared: Prepared,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo.errors import InvalidArgument, cut
+from dynamo.errors import InvalidArgument, shorten
 
 __all__ = [
     "INLINE_BODY_BYTES",
@@ -62,7 +62,8 @@ def check_engine_value(name: str, value: Any, depth: int = MAX_JSON_DEPTH) -> No
     if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
             raise InvalidArgument(
-                f"Validation: {name}: integers must be between -2**63 and 2**64-1, got {cut(value)}"
+                f"Validation: {name}: integers must be between -2**63 and 2**64-1, "
+                f"got {shorten(value)}"
             )
     elif isinstance(value, dict | list):
         if not depth:

@@ -21,10 +21,10 @@ from dynamo.frontend.prompt.engine_options import (
     routing,
 )
 from dynamo.frontend.prompt.messages import message_text
-from dynamo.frontend.prompt.model_files import read_model_files
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.template import load_template
 from dynamo.frontend.prompt.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
+from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.engine import (
@@ -79,16 +79,16 @@ class Preprocessor:
         cache_bytes: int = CACHE_BYTES,
         custom_template_path: str | Path | None = None,
     ) -> None:
-        files = read_model_files(model_dir if model_dir is not None else card.source_path)
+        directory = ModelDirectory(model_dir if model_dir is not None else card.source_path)
         self.card = card
         self._checksum = card.checksum or None
-        self.tokenizer: Tokenizer = load_tokenizer(files, cache_bytes)
+        self.tokenizer: Tokenizer = load_tokenizer(directory, cache_bytes)
         self.inline_limit_bytes = min(self.tokenizer.inline_limit_bytes, INLINE_BODY_BYTES)
         self.on_rendered: Callable[[float], None] | None = None
         self.on_tokenized: Callable[[float], None] | None = None
-        self.template = load_template(files, custom_template_path or card.custom_template_path)
+        self.template = load_template(directory, custom_template_path or card.custom_template_path)
         self.context_length = (
-            card.context_length or card.runtime_config.context_length or files.context_length
+            card.context_length or card.runtime_config.context_length or directory.context_length
         )
 
     def chat(self, request: ChatCompletionRequest) -> Prepared:

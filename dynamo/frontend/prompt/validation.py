@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dynamo._fast.json_shape import measure
-from dynamo.errors import InvalidArgument, cut
+from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.bounds import (
     MAX_CHOICES,
     MAX_JSON_DEPTH,
@@ -146,8 +146,8 @@ def _check_tool_choice(request: ChatCompletionRequest) -> None:
     ):
         if value is not None and value not in _FREE_CHOICES:
             raise InvalidArgument(
-                f"Validation: '{name}' must be 'auto' or 'none', got {cut(repr(value))}; a tool "
-                "call cannot be enforced without a tool-call parser"
+                f"Validation: '{name}' must be 'auto' or 'none', got {shorten(repr(value))}; "
+                "a tool call cannot be enforced without a tool-call parser"
             )
 
 
@@ -163,7 +163,7 @@ def _check_stop(stop: str | list[str]) -> None:
         if len(string) > MAX_STOP_CHARACTERS:
             raise InvalidArgument(
                 f"Validation: a 'stop' string takes at most {MAX_STOP_CHARACTERS} characters, "
-                f"got {len(string)}: {cut(repr(string))}"
+                f"got {len(string)}: {shorten(repr(string))}"
             )
 
 
@@ -226,4 +226,4 @@ def _check_prompt(prompt: str | list[Any], n: int) -> None:
 
 
 def _member(name: bytes) -> str:
-    return f"'{cut(name.decode(errors='replace'))}'" if name else "the JSON body"
+    return f"'{shorten(name.decode(errors='replace'))}'" if name else "the JSON body"
