@@ -20,7 +20,7 @@ from dynamo.errors import (
     NoInstances,
 )
 from dynamo.protocols import codec
-from dynamo.protocols.control import EndpointRecord, instance_key, record_decoder
+from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key, record_decoder
 from dynamo.runtime.addresses import parse_address
 from dynamo.runtime.annotated import Responses
 from dynamo.runtime.context import Context
@@ -65,7 +65,7 @@ class Client:
         self._changed = asyncio.Event()
         self._turn = 0
         self._loop = asyncio.get_running_loop()
-        self._watch = runtime.discovery.watch(f"v1/instances/{path}/", self._on_key)
+        self._watch = runtime.discovery.watch(f"{INSTANCES}{path}/", self._on_key)
 
     async def ready(self) -> None:
         """Wait until discovery has reported the existing instances."""
@@ -271,7 +271,7 @@ class _Instance:
 def _address(record: EndpointRecord, key: str) -> str:
     """Return the address in the record of ``key``. InvalidArgument or ValueError: it is bad."""
     path = record.namespace, record.component, record.endpoint
-    if key != "v1/instances/" + instance_key(*path, record.instance_id):
+    if key != INSTANCES + instance_key(*path, record.instance_id):
         raise ValueError(f"it is the record of instance {record.instance_id:x} of {'/'.join(path)}")
     for kind in ("uds", "tcp"):
         if kind in record.transport:

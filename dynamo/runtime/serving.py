@@ -17,7 +17,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.errors import EngineShutdown
 from dynamo.observability.metrics import Registry
-from dynamo.protocols.control import EndpointRecord, instance_key
+from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key
 from dynamo.runtime.addresses import advertised_host, bracketed
 from dynamo.runtime.discovery import Discovery, Lease
 from dynamo.runtime.discovery.stale_sockets import request_socket_name
@@ -229,4 +229,4 @@ class Serving:
         self.health.forget(path[2])
 
     def _key(self, path: EndpointPath) -> str:
-        return "v1/instances/" + instance_key(*path, self._instance_id)
+        return INSTANCES + instance_key(*path, self._instance_id)
