@@ -9,7 +9,7 @@ from dynamo.runtime import DistributedRuntime, Endpoint
 
 __all__ = ["note_block_size"]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _noted: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], dict[str, int]]] = (
     WeakKeyDictionary()
 )
@@ -22,7 +22,7 @@ def note_block_size(endpoint: Endpoint, source: str, block_size: int) -> None:
     said[source] = block_size
     if len(set(said.values())) > 1:
         sizes = ", ".join(f"{name} {size}" for name, size in said.items())
-        _log.error(
+        log.error(
             "the KV blocks of this worker have two sizes in tokens (%s): routers will not use its "
             "KV events. Give both the engine's own block size",
             sizes,

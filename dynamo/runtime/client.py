@@ -39,7 +39,7 @@ OnInstances = Callable[[list[EndpointRecord], list[int]], None]
 
 _decode = record_decoder(EndpointRecord)
 _AVOIDED = (CannotConnect, ConnectionTimeout, Disconnected, EngineShutdown)
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Client:
@@ -204,7 +204,7 @@ class Client:
             record = _decode(event.value)
             address = _address(record, event.key)
         except (InvalidArgument, ValueError) as error:
-            _log.warning("skipping the instance %s: %s", event.key, error)
+            log.warning("skipping the instance %s: %s", event.key, error)
             return
         self._ids[event.key] = record.instance_id
         before = self._addresses.get(record.instance_id)
@@ -232,7 +232,7 @@ class Client:
         try:
             callback(added, removed)
         except Exception:  # noqa: BLE001 - one listener must not rob the others
-            _log.exception("a listener of %s failed", self.path)
+            log.exception("a listener of %s failed", self.path)
 
 
 class _Guard:

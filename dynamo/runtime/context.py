@@ -12,7 +12,7 @@ __all__ = ["CancelKind", "Context"]
 
 CancelKind = Literal["stop", "kill"]
 _LEVEL: dict[CancelKind, int] = {"stop": 1, "kill": 2}
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Context:
@@ -110,7 +110,7 @@ class Context:
             try:
                 callback(kind)
             except Exception:  # noqa: BLE001 - one listener must not rob the others
-                _log.exception("%s of request %s: a listener failed", kind, self.id())
+                log.exception("%s of request %s: a listener failed", kind, self.id())
 
     def _traceparent(self, field: int, digits: int) -> str | None:
         parts = str(self.metadata.get("traceparent", "")).split("-")

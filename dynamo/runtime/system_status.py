@@ -22,7 +22,7 @@ EngineRoute = Callable[[Any], Awaitable[Any]]
 _LIMITS = HttpLimits(body_bytes=1 << 20, bodies_bytes=16 << 20, connections=256, backlog=64)
 _ENGINE = "/engine/"
 _TEXT = "text/plain"
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class StatusServer:
@@ -50,7 +50,7 @@ class StatusServer:
                 f"{settings.host}:{settings.port}: {error.strerror or error}"
             ) from error
         await self._server.listen()
-        _log.info("status server listens on %s:%d", settings.host, self.port)
+        log.info("status server listens on %s:%d", settings.host, self.port)
 
     async def close(self) -> None:
         """Stop listening, cancel engine routes and drop the connections."""
@@ -96,7 +96,7 @@ async def _run(exchange: Exchange, route: EngineRoute, name: str) -> None:
     try:
         answer = json.dumps(await route(request)).encode()
     except Exception as error:  # noqa: BLE001 - the engine's failure is this route's answer
-        _log.exception("engine route %s failed", name)
+        log.exception("engine route %s failed", name)
         exchange.respond(500, _problem(f"{type(error).__name__}: {error}"))
     else:
         exchange.respond(200, answer)

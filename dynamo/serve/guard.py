@@ -29,7 +29,7 @@ KILL_NOW = signal.SIGUSR1
 _WATCHED = STOP_SIGNALS | {signal.SIGCHLD}
 _PATIENCE = 3
 _SWEEP_TIMEOUT_S = 10.0
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def hold_signals() -> None:
@@ -54,9 +54,9 @@ def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
         _child(body, clean_up, guard)
     status = _wait(child)
     if left := end_descendants(_SWEEP_TIMEOUT_S):
-        _log.error("processes %s cannot be killed: the kernel holds them", left)
+        log.error("processes %s cannot be killed: the kernel holds them", left)
     if status:
-        _log.debug("the arbiter ended with %d", status)
+        log.debug("the arbiter ended with %d", status)
     clean_up()
     return status
 

@@ -21,7 +21,7 @@ from dynamo.serve.watchers import WatcherPlan, WatcherSpec
 
 __all__ = ["Record", "RecordedComponent", "RecordedProcess", "document_of"]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class RecordedProcess(Protocol):
@@ -115,7 +115,7 @@ class Record:
         try:
             document = self._statefile.read()
         except StatefileError as error:
-            _log.warning("%s", error)
+            log.warning("%s", error)
             return False
         entry = (document or {}).get("components", {}).get(name)
         return isinstance(entry, dict) and entry.get("state") == "draining"
@@ -128,7 +128,7 @@ class Record:
             try:
                 await asyncio.to_thread(self._write, components)
             except (StatefileError, OSError) as error:
-                _log.error("the statefile could not be written: %s", error)
+                log.error("the statefile could not be written: %s", error)
 
     def _write(self, components: Sequence[RecordedComponent]) -> None:
         present = {component.spec.name for component in components}
@@ -139,7 +139,7 @@ class Record:
         try:
             self._statefile.update(change)
         except StatefileError as error:  # removed or torn by somebody: write what we know
-            _log.warning("writing the statefile anew: %s", error)
+            log.warning("writing the statefile anew: %s", error)
             document = document_of(self._plan)
             change(document)
             self._statefile.create(document)

@@ -23,7 +23,7 @@ from dynamo.protocols.kv import (
 __all__ = ["RING_EVENTS", "EventLog"]
 
 RING_EVENTS = 1024
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class EventLog:
@@ -49,7 +49,7 @@ class EventLog:
             self._apply(data, STORAGE_TIERS.index(storage_tier))
         except (ParentNotFound, InvalidSequence, _UnknownBlocks) as error:
             self.refused += 1
-            _log.warning("KV event of dp_rank %d dropped: %s", self.dp_rank, error)
+            log.warning("KV event of dp_rank %d dropped: %s", self.dp_rank, error)
             return None
         self.last_event_id += 1
         event = KvEvent(self.last_event_id, data, self.dp_rank, storage_tier)

@@ -24,7 +24,7 @@ __all__ = ["WorkerLife", "leaves"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FRONTENDS_TIMEOUT_S = 900.0
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class WorkerLife:
@@ -101,7 +101,7 @@ class WorkerLife:
         elif count == 1:
             self._leave(name)
         elif count:
-            _log.warning("%s again: cutting what is in flight", name)
+            log.warning("%s again: cutting what is in flight", name)
             self.stopping.set()
             self._cut()
 
@@ -111,7 +111,7 @@ class WorkerLife:
 
     def _leave(self, name: str) -> None:
         self.stopping.set()
-        _log.info("%s: leaving, streams in flight finish", name)
+        log.info("%s: leaving, streams in flight finish", name)
         for runtime in self._runtimes:
             runtime.shutdown()
 

@@ -16,7 +16,7 @@ __all__ = ["KV_METRICS", "LoadFeed"]
 
 KV_METRICS = "kv_metrics"
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _decode = codec.decoder(list[KvMetrics]).decode
 
 
@@ -50,7 +50,7 @@ class LoadFeed:
         try:
             states = _decode(payload)
         except msgspec.MsgspecError as error:
-            logger.warning("the load of publisher %x cannot be read: %s", publisher_id, error)
+            log.warning("the load of publisher %x cannot be read: %s", publisher_id, error)
             return
         for state in states:
             self._report(state)

@@ -34,7 +34,7 @@ TICK_S = 0.1
 """While somebody waits, look this often for what nobody tells: busy reports, decaying load."""
 _AT_ONCE = 32
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class RequestQueue:
@@ -189,7 +189,7 @@ class RequestQueue:
             self._tell(ticket, error)
             return True
         except Exception:
-            logger.exception("request %s could not be routed", request_id)
+            log.exception("request %s could not be routed", request_id)
             self._tell(ticket, DynamoError("Internal router error"))
             return True
         self._remove(ticket)
@@ -197,7 +197,7 @@ class RequestQueue:
         try:
             ticket.on_decision(decision)
         except Exception:
-            logger.exception("request %s did not take its decision", request_id)
+            log.exception("request %s did not take its decision", request_id)
             self.picker.free(request_id)
         return True
 
@@ -209,7 +209,7 @@ class RequestQueue:
         try:
             ticket.on_error(error)
         except Exception:
-            logger.exception("request %s did not take its error", ticket.request_id)
+            log.exception("request %s did not take its error", ticket.request_id)
 
     def _remove(self, ticket: QueuedRequest) -> bool:
         waiter = self._waiters.get(ticket.request_id)
@@ -255,14 +255,10 @@ def line_for(
     if settings.queue_threshold is None or place.worker_type == "prefill":
         return None
     if not isinstance(picker, KvPicker):
-        logger.warning(
-            "--router-queue-threshold has no effect in mode %s, only in kv", settings.mode
-        )
+        log.warning("--router-queue-threshold has no effect in mode %s, only in kv", settings.mode)
         return None
     if not settings.track_prefill_tokens:
-        logger.warning(
-            "--router-queue-threshold has no effect with --no-router-track-prefill-tokens"
-        )
+        log.warning("--router-queue-threshold has no effect with --no-router-track-prefill-tokens")
         return None
     return RequestQueue(picker, settings, QueueMetrics(registry, place.model, place.worker_type))
 

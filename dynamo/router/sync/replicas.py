@@ -32,7 +32,7 @@ ACTIVE_SEQUENCES = "active_sequences_events"
 BEAT_S = 1.0
 ASK_AGAIN_S = 0.2
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _decoder: msgspec.msgpack.Decoder[SequenceMessage] = msgspec.msgpack.Decoder(SequenceMessage)
 decode_message = _decoder.decode
 
@@ -131,7 +131,7 @@ class ReplicaSync:
         if came:
             self.peers.came(publisher_id)
         else:
-            logger.info("replica %x is gone: its requests are no load any more", publisher_id)
+            log.info("replica %x is gone: its requests are no load any more", publisher_id)
             self._foreign.discard(publisher_id)
             self.peers.gone(publisher_id)
 
@@ -141,7 +141,7 @@ class ReplicaSync:
         try:
             message = decode_message(payload)
         except msgspec.MsgspecError as error:
-            logger.warning("what replica %x tells cannot be read: %s", publisher_id, error)
+            log.warning("what replica %x tells cannot be read: %s", publisher_id, error)
             return
         if isinstance(message, SequenceQuery):
             if message.of == self.own.router_id and self._answering is None:
@@ -154,7 +154,7 @@ class ReplicaSync:
     def _mismatch(self, publisher_id: int, block_size: int) -> None:
         if publisher_id not in self._foreign:
             self._foreign.add(publisher_id)
-            logger.error(
+            log.error(
                 "a replica counts blocks of %d tokens, this router of %d: its load is ignored "
                 "(give all replicas the same --kv-cache-block-size)",
                 block_size,

@@ -33,7 +33,7 @@ from dynamo.runtime.paths import private_dir
 
 __all__ = ["FileDiscovery"]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class FileDiscovery:
@@ -139,7 +139,7 @@ class FileDiscovery:
             self._mirror.start()
 
     def _overflowed(self) -> None:
-        _log.warning("file events were lost; reading %s again", self._root)
+        log.warning("file events were lost; reading %s again", self._root)
         for lease in list(self._owned.values()):
             lease.look()
         if self._mirror is not None:

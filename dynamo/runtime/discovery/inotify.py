@@ -23,7 +23,7 @@ _EVENT = struct.Struct("iIII")
 _OVERFLOW = int(Mask.Q_OVERFLOW)
 _IGNORED = int(Mask.IGNORED)
 _READ_BYTES = 1 << 16
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Inotify:
@@ -101,4 +101,4 @@ class Inotify:
                 try:
                     callback(name, mask)
                 except Exception:  # noqa: BLE001 - the events after this one must not be lost
-                    _log.exception("the event of file %a failed", name)
+                    log.exception("the event of file %a failed", name)

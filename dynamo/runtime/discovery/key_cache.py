@@ -9,7 +9,7 @@ from dynamo.runtime.discovery.base import KeyEvent, OnKeyEvent
 
 __all__ = ["KeyCache", "PrefixWatch"]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class PrefixWatch:
@@ -47,7 +47,7 @@ class PrefixWatch:
         try:
             self._on_event(event)
         except Exception:  # noqa: BLE001 - one bad subscriber must not starve the others
-            _log.exception("watch of %s failed on %s %s", self.prefix, event.kind, event.key)
+            log.exception("watch of %s failed on %s %s", self.prefix, event.kind, event.key)
 
 
 class KeyCache:

@@ -9,7 +9,7 @@ from dynamo.runtime.events.base import OnEvent, OnGap
 
 __all__ = ["Numbered"]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Numbered:
@@ -36,7 +36,7 @@ class Numbered:
                     self._on_gap(publisher_id, expected, sequence)
             self._on_event(publisher_id, sequence, payload)
         except Exception:  # noqa: BLE001 - one event must not end the subscription
-            _log.exception("%s: event %d of %x failed", self.topic, sequence, publisher_id)
+            log.exception("%s: event %d of %x failed", self.topic, sequence, publisher_id)
 
     def _forget(self, publisher_id: int | None) -> None:
         if publisher_id is not None:
@@ -45,4 +45,4 @@ class Numbered:
     def _count_malformed(self, error: Exception) -> None:
         self.malformed += 1
         if self.malformed & (self.malformed - 1) == 0:
-            _log.warning("%s: %d malformed events, last: %s", self.topic, self.malformed, error)
+            log.warning("%s: %d malformed events, last: %s", self.topic, self.malformed, error)

@@ -27,7 +27,7 @@ from dynamo.runtime.requests.stream import ServedEndpoint, ServerStream
 
 __all__ = ["ServingConnection"]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class ServingConnection(FramedConnection):
