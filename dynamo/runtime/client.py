@@ -231,7 +231,7 @@ class Client:
     def _tell(self, callback: OnInstances, added: list[EndpointRecord], removed: list[int]) -> None:
         try:
             callback(added, removed)
-        except Exception:  # noqa: BLE001 - one listener must not rob the others
+        except Exception:  # one listener must not rob the others
             log.exception("a listener of %s failed", self.path)
 
 

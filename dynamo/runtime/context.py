@@ -109,7 +109,7 @@ class Context:
         for callback in tuple(self._listeners or ()):
             try:
                 callback(kind)
-            except Exception:  # noqa: BLE001 - one listener must not rob the others
+            except Exception:  # one listener must not rob the others
                 log.exception("%s of request %s: a listener failed", kind, self.id())
 
     def _traceparent(self, field: int, digits: int) -> str | None:

@@ -95,7 +95,7 @@ async def _run(exchange: Exchange, route: EngineRoute, name: str) -> None:
         return
     try:
         answer = json.dumps(await route(request)).encode()
-    except Exception as error:  # noqa: BLE001 - the engine's failure is this route's answer
+    except Exception as error:  # the engine's failure is this route's answer
         log.exception("engine route %s failed", name)
         exchange.respond(500, _problem(f"{type(error).__name__}: {error}"))
     else:

@@ -100,5 +100,5 @@ class Inotify:
                 name = os.fsdecode(data[offset - size : offset].rstrip(b"\0"))
                 try:
                     callback(name, mask)
-                except Exception:  # noqa: BLE001 - the events after this one must not be lost
+                except Exception:  # the events after this one must not be lost
                     log.exception("the event of file %a failed", name)

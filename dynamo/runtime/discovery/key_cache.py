@@ -46,7 +46,7 @@ class PrefixWatch:
             return
         try:
             self._on_event(event)
-        except Exception:  # noqa: BLE001 - one bad subscriber must not starve the others
+        except Exception:  # one bad subscriber must not starve the others
             log.exception("watch of %s failed on %s %s", self.prefix, event.kind, event.key)
 
 

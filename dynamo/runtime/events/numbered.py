@@ -35,7 +35,7 @@ class Numbered:
                 if self._on_gap is not None:
                     self._on_gap(publisher_id, expected, sequence)
             self._on_event(publisher_id, sequence, payload)
-        except Exception:  # noqa: BLE001 - one event must not end the subscription
+        except Exception:  # one event must not end the subscription
             log.exception("%s: event %d of %x failed", self.topic, sequence, publisher_id)
 
     def _forget(self, publisher_id: int | None) -> None:
