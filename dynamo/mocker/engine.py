@@ -14,7 +14,7 @@ from typing import Any
 
 from dynamo.errors import DynamoError
 from dynamo.mocker.blocks import BlockPool, Holding
-from dynamo.mocker.meters import MockerMetrics
+from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.reply import Reply
 from dynamo.mocker.responder import Responder
 from dynamo.mocker.scheduler import Batch, Limits, Scheduler, Sequence

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Protocol
 
-from dynamo.mocker.meters import MockerMetrics
+from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.scheduler import Sequence
 from dynamo.protocols import codec
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails

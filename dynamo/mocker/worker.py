@@ -14,7 +14,7 @@ from dynamo.llm.model_card import ModelDirectory
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
 from dynamo.mocker.engine import EngineRank, EngineShape
-from dynamo.mocker.meters import MockerMetrics
+from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.service import MockerService
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo.errors import InvalidArgument
 from dynamo.observability.metrics import Registry
 from dynamo.runtime.client import Client
-from dynamo.runtime.meters import MetricsLabels
+from dynamo.runtime.metrics import MetricsLabels
 from dynamo.runtime.requests import PushHandler, generator_handler
 from dynamo.runtime.serving import EndpointPath
 

@@ -22,7 +22,7 @@ from dynamo.runtime.advertise import advertised_host, bracketed
 from dynamo.runtime.discovery import Discovery, Lease
 from dynamo.runtime.discovery.stale_sockets import request_socket_name
 from dynamo.runtime.health import SystemHealth
-from dynamo.runtime.meters import MetricsLabels, endpoint_stats, export_pool, export_uptime
+from dynamo.runtime.metrics import MetricsLabels, endpoint_stats, export_pool, export_uptime
 from dynamo.runtime.paths import socket_path
 from dynamo.runtime.requests import PushHandler, RequestServer
 from dynamo.runtime.tasks import Tasks

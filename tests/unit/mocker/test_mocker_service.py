@@ -12,7 +12,7 @@ import pytest
 
 from dynamo.errors import DynamoError, InvalidArgument, Overloaded
 from dynamo.mocker.engine import EngineRank, EngineShape
-from dynamo.mocker.meters import MockerMetrics
+from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.scheduler import Limits
 from dynamo.mocker.service import DEFAULT_MAX_TOKENS, MockerService
 from dynamo.mocker.timing import Timing
