@@ -10,7 +10,7 @@ from typing import Any
 from dynamo.config.system import SystemSettings
 from dynamo.errors import ConfigError
 from dynamo.http import Exchange, HttpLimits, HttpServer
-from dynamo.observability.metrics import CONTENT_TYPE, Registry
+from dynamo.observability.metrics import Registry
 from dynamo.runtime.health import SystemHealth
 from dynamo.runtime.tasks import Tasks
 
@@ -66,7 +66,8 @@ class StatusServer:
         elif exchange.method not in ("GET", "HEAD"):
             exchange.respond(405, b"Method not allowed", _TEXT, [("allow", "GET, HEAD")])
         elif path == "/metrics":
-            exchange.respond(200, self._metrics.render(), CONTENT_TYPE)
+            accept = exchange.headers.get("accept", "")
+            exchange.respond(200, *self._metrics.exposition(accept))
         else:
             report = self._health.report()
             if path == settings.live_path and path != settings.health_path:

@@ -1,38 +1,78 @@
-"""What is counted of the prompts of one model that go through prefill workers."""
+"""Metrics of the prompts of one model that prefill workers compute. This project's own."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.observability.names import counter, gauge, histogram
-from dynamo.observability.names_prefill import Prefill
+from dynamo.observability.metrics import counter, gauge, histogram
 from dynamo.router.queue.prefill import PrefillQueue
 
 __all__ = ["PrefillMetrics"]
 
+_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+
+_QUEUE_DEPTH = gauge(
+    "dynamo_frontend_prefill_queue_depth", "Requests waiting for a prefill slot", "model"
+)
+_ACTIVE = gauge("dynamo_frontend_prefill_active_requests", "Requests at a prefill worker", "model")
+_WORKERS = gauge(
+    "dynamo_frontend_prefill_workers", "Prefill workers that may be sent requests", "model"
+)
+_WAIT = histogram(
+    "dynamo_frontend_prefill_queue_wait_seconds",
+    "From arrival in the prefill queue to the prefill worker",
+    _SECONDS_BUCKETS,
+    "model",
+)
+_SECONDS = histogram(
+    "dynamo_frontend_prefill_seconds",
+    "From the prefill worker's getting a prompt to its result",
+    _SECONDS_BUCKETS,
+    "model",
+)
+_REQUESTS = counter(
+    "dynamo_frontend_prefill_requests_total", "Prompts that a prefill worker computed", "model"
+)
+_FALLBACKS = counter(
+    "dynamo_frontend_prefill_fallbacks_total",
+    "Requests served by decode workers alone although prefill was wanted",
+    "model reason",
+)
+_LOCAL = counter(
+    "dynamo_frontend_prefill_local_total",
+    "Prompts not worth a prefill worker (conditional disaggregation)",
+    "model reason",
+)
+_REQUEUES = counter(
+    "dynamo_frontend_prefill_requeues_total",
+    "Requests back at the head of the queue because their prefill worker went away",
+    "model",
+)
+_REFUSED = counter(
+    "dynamo_frontend_prefill_refused_total",
+    "Requests refused: queue full, or no prefill worker with --enforce-disagg",
+    "model reason",
+)
+
 
 class PrefillMetrics:
-    """Children of ``model``; :meth:`show` and :meth:`hide` make the gauges come and go."""
+    """Metrics of ``model``; those that nothing has counted yet are not on the page."""
 
     def __init__(self, metrics: FrontendMetrics, model: str) -> None:
-        registry, prefix = metrics.registry, metrics.prefix
         self._model = model
-        self._all = metrics
-        self._gauges = [
-            gauge(registry, spec, prefix)
-            for spec in (Prefill.QUEUE_DEPTH, Prefill.ACTIVE, Prefill.WORKERS)
-        ]
-        self._fallbacks = counter(registry, Prefill.FALLBACKS, prefix)
-        self._local = counter(registry, Prefill.LOCAL, prefix)
-        self._refused = counter(registry, Prefill.REFUSED, prefix)
-        self._wait = histogram(registry, Prefill.WAIT, prefix)
-        self._seconds = histogram(registry, Prefill.SECONDS, prefix)
-        self._requests = counter(registry, Prefill.REQUESTS, prefix)
-        self._requeues = counter(registry, Prefill.REQUEUES, prefix)
+        self._metrics = metrics
+        self._gauges = [metrics.family(spec) for spec in (_QUEUE_DEPTH, _ACTIVE, _WORKERS)]
+        self._fallbacks = metrics.family(_FALLBACKS)
+        self._local = metrics.family(_LOCAL)
+        self._refused = metrics.family(_REFUSED)
+        self._wait = metrics.family(_WAIT)
+        self._seconds = metrics.family(_SECONDS)
+        self._requests = metrics.family(_REQUESTS)
+        self._requeues = metrics.family(_REQUEUES)
 
     def show(self, line: PrefillQueue[Any]) -> None:
-        """Depth, active requests and workers of ``line`` are on the page from now on."""
+        """Show the depth, the active requests and the workers of the queue."""
         depth, active, workers = (family.labels(self._model) for family in self._gauges)
         depth.function = line.__len__
         active.function = lambda: line.running
@@ -40,32 +80,32 @@ class PrefillMetrics:
         self._requeues.labels(self._model)
 
     def fell_back(self, reason: str) -> None:
-        """The decode worker computes the prompt, for want of something better."""
-        self._fallbacks.labels(self._model, reason).value += 1
+        """Count a prompt that the decode worker computes because no prefill worker can."""
+        self._fallbacks[self._model, reason].value += 1
 
     def kept_local(self, reason: str) -> None:
-        """The prompt was not worth a prefill worker."""
-        self._local.labels(self._model, reason).value += 1
+        """Count a prompt that was not worth a prefill worker."""
+        self._local[self._model, reason].value += 1
 
     def refused(self, reason: str) -> None:
-        """The client hears an error."""
-        self._refused.labels(self._model, reason).value += 1
+        """Count a request that failed."""
+        self._refused[self._model, reason].value += 1
 
     def requeued(self) -> None:
-        """A worker went away under a request."""
+        """Count a request whose prefill worker was lost."""
         self._requeues.labels(self._model).value += 1
 
     def sent(self, wait_s: float) -> None:
-        """A request has its worker after ``wait_s`` in the line."""
+        """Count a request that got its worker after ``wait_s`` in the queue."""
         self._wait.labels(self._model).observe(wait_s)
 
     def computed(self, seconds: float) -> None:
-        """A worker has computed a prompt in ``seconds``."""
+        """Count a prompt that a worker computed in ``seconds``."""
         self._seconds.labels(self._model).observe(seconds)
         self._requests.labels(self._model).value += 1
 
     def last_of(self, worker_id: int, dp_rank: int, prompt_tokens: int, seconds: float) -> None:
-        """The latest prompt of a worker that is still there."""
-        last = self._all.worker(worker_id, dp_rank, "prefill")
+        """Show the latest prompt of a worker that is still registered."""
+        last = self._metrics.worker(worker_id, dp_rank, "prefill")
         last.isl.value = prompt_tokens
         last.ttft.value = seconds

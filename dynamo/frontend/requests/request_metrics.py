@@ -167,7 +167,9 @@ class RequestMetrics:
         tokens = usage.completion_tokens
         model.osl.observe(tokens)
         model.output_tokens.value += tokens
-        metrics.detokenized(tokens, text_s)
+        metrics.detokenize_ms.observe(text_s * 1e3)
+        metrics.detokenize_tokens.value += tokens
+        metrics.detokenize_us.value += text_s * 1e6
         if usage.cached_tokens is not None:
             model.cached.observe(usage.cached_tokens)
             legs[0].picker.reused(usage.cached_tokens)
