@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, GCCollector, Metric, ProcessCol
 from prometheus_client.samples import Sample
 
 from dynamo._fast.histogram import Histogram
-from dynamo.observability.exposition import SampleLabels, bucket_labels, encode
+from dynamo.observability.exposition import SampleLabels, encode, plain_number
 
 __all__ = [
     "DEFAULT_FRONTEND_PREFIX",
@@ -131,6 +131,7 @@ class Family(dict[tuple[str, ...], C]):
         # makes it a counter again; OpenMetrics has it as unknown.
         kind = spec.kind.__name__.lower()
         self._type = "unknown" if kind == "counter" and not name.endswith("_total") else kind
+        self._limits = [plain_number(bound) for bound in (*spec.buckets, float("inf"))]
         self._labels: dict[tuple[str, ...], tuple[SampleLabels, ...]] = {}
 
     def __missing__(self, values: tuple[str, ...]) -> C:
@@ -166,7 +167,7 @@ class Family(dict[tuple[str, ...], C]):
         for values, child in list(self.items()):
             labels = self._labels.get(values)
             if labels is None:
-                labels = self._labels[values] = self._joined(values)
+                labels = self._labels[values] = self._sample_labels(values)
             if isinstance(child, Histogram):
                 metric.samples += _histogram_samples(self.name, labels, child)
             else:
@@ -175,16 +176,15 @@ class Family(dict[tuple[str, ...], C]):
                 metric.samples.append(Sample(self.name, labels[0], value))
         return metric
 
-    def _joined(self, values: tuple[str, ...]) -> tuple[SampleLabels, ...]:
+    def _sample_labels(self, values: tuple[str, ...]) -> tuple[SampleLabels, ...]:
+        """The labels of each sample of a child: of its buckets, then of its sum or value."""
         names: tuple[str, ...] = self.spec.labels
         extra: tuple[str, ...] = values[len(names) :]  # names and values alternate, see `extended`
-        pairs = (
-            *zip(names, values, strict=False),
-            *zip(extra[::2], extra[1::2], strict=True),
-        )
+        pairs = (*zip(names, values, strict=False), *zip(extra[::2], extra[1::2], strict=True))
+        labels: SampleLabels = SampleLabels(pairs)
         if self.spec.kind is Histogram:
-            return bucket_labels(pairs, self.spec.buckets)
-        return (SampleLabels(pairs),)
+            return (*(labels.with_bucket(limit) for limit in self._limits), labels)
+        return (labels,)
 
 
 def _histogram_samples(
