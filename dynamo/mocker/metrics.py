@@ -63,7 +63,7 @@ class MockerMetrics:
         self._latency = registry.child(_LATENCY, *labels)
         self._now = 0.0
 
-    def watch(self, scheduler: Scheduler) -> None:
+    def export_gauges(self, scheduler: Scheduler) -> None:
         """Read the gauges from ``scheduler`` at scrape."""
         pool = scheduler.pool
         for spec, read in (
@@ -85,6 +85,6 @@ class MockerMetrics:
         """Count the first token, in this iteration, of a request that arrived at ``started``."""
         self._ttft.observe(max(0.0, self._now - started))
 
-    def over(self, started: float) -> None:
+    def finished(self, started: float) -> None:
         """Count the end of a request that arrived at ``started``."""
         self._latency.observe(asyncio.get_running_loop().time() - started)

@@ -14,25 +14,25 @@ from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.load.active import ActiveLoad
 from dynamo.router.picker import Decision
 
-__all__ = ["log", "log_candidates", "log_selected"]
+__all__ = ["log_candidates", "log_selected", "logger"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Owners = Sequence[tuple[int, int] | None]
 
 
 def log_candidates(
-    survey: DecisionSnapshot, owners: Owners, active: ActiveLoad, decision: Decision
+    snapshot: DecisionSnapshot, owners: Owners, active: ActiveLoad, decision: Decision
 ) -> None:
     """The cost of every candidate as the router guide shows it, and the choice."""
-    weights = survey.terms.weights
-    for slot, cost in survey.costs.items():
+    weights = snapshot.params.weights
+    for slot, cost in snapshot.costs.items():
         owner = owners[slot]
         assert owner is not None, "a candidate slot has an owner"
-        found = survey.parts(slot, active.load(slot)[2])
-        cached = survey.held.effective(weights, slot)
-        log.debug(formula(owner[0], weights.prefill_scale, cost, found, cached))
-    log.debug("[ROUTING] Best: worker_%s dp_rank=%d with %d/%d blocks overlap", *decision)
+        found = snapshot.parts(slot, active.load(slot)[2])
+        cached = snapshot.held.effective(weights, slot)
+        logger.debug(formula(owner[0], weights.prefill_scale, cost, found, cached))
+    logger.debug("[ROUTING] Best: worker_%s dp_rank=%d with %d/%d blocks overlap", *decision)
 
 
 def log_selected(
@@ -51,4 +51,4 @@ def log_selected(
         "disk_blocks": held.disk,
     }
     text = " ".join(f"{name}={value}" for name, value in fields.items())
-    log.info("Selected worker %s", text, extra=fields)
+    logger.info("Selected worker %s", text, extra=fields)

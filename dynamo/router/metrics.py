@@ -246,7 +246,7 @@ class DecisionMetrics:
             self._beyond.observe(beyond)
             self._shared_rate.observe(blocks / prompt_blocks)
 
-    def reused(self, tokens: int) -> None:
+    def add_reused_tokens(self, tokens: int) -> None:
         """Count prompt tokens that an engine reports as taken from its cache."""
         self._reused.value += tokens
 

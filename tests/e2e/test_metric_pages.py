@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dynamo.frontend.requests import metrics as frontend
 from dynamo.mocker import metrics as mocker
 from dynamo.router.queue import metrics as queue
-from dynamo.runtime import metrics as runtime
+from dynamo.runtime import endpoint_metrics as runtime
 from dynamo.worker import admission
 
 MOVED_ELSEWHERE = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dynamo._fast.radix import RadixTree
 from dynamo.observability.metrics import Counter, Gauge, Registry, counter, gauge
-from dynamo.router.caches.optimistic import RecentPrompts
+from dynamo.router.caches.optimistic import OptimisticCache
 from dynamo.router.caches.predicted import PredictedCache, PredictionCounts
 from dynamo.router.metrics import COMPONENT, ROUTED, RouterLabels
 
-__all__ = ["EventMetrics", "predictions", "recent_prompts", "useless_sources"]
+__all__ = ["EventMetrics", "predictions", "show_optimistic_cache", "useless_sources"]
 
 _EVENTS_APPLIED = counter(
     "dynamo_component_kv_cache_events_applied",
@@ -131,10 +131,12 @@ def predictions(
         registry.child(spec, *here, place.router_id).function = read
 
 
-def recent_prompts(registry: Registry, place: RouterLabels, recent: RecentPrompts) -> None:
+def show_optimistic_cache(
+    registry: Registry, place: RouterLabels, optimistic: OptimisticCache
+) -> None:
     """Show the memory of predictions that events confirm or replace shortly after."""
     here = place.component, place.namespace, place.router_id
-    registry.child(_PREDICTED_MEMORY_BYTES, *here).function = recent.memory_bytes
+    registry.child(_PREDICTED_MEMORY_BYTES, *here).function = optimistic.memory_bytes
 
 
 def useless_sources(registry: Registry, place: RouterLabels, endpoint: str) -> Gauge:

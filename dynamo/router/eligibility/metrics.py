@@ -26,12 +26,12 @@ _SESSIONS_DROPPED = counter(
 )
 
 
-def gates(registry: Registry, place: RouterLabels, gate: EligibilityFilter) -> None:
-    """Show the busy workers and the sessions of ``gate``."""
+def gates(registry: Registry, place: RouterLabels, eligibility: EligibilityFilter) -> None:
+    """Show the busy workers and the sessions of ``eligibility``."""
     here = place.component, place.namespace
     busy = registry.child(_BUSY_WORKERS, *here, place.router_id)
-    busy.function = lambda: len(gate.fleet.busy)
-    sessions = gate.sessions
+    busy.function = lambda: len(eligibility.worker_pool.busy)
+    sessions = eligibility.sessions
     if sessions is None:
         return
     registry.child(_SESSIONS, *here, place.router_id).function = sessions.__len__

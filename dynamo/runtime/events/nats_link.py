@@ -36,7 +36,7 @@ PING_TIMEOUT_S = 4.0
 RETRY_S = 0.25
 CLOSE_TIMEOUT_S = 1.0
 _FAILURES = (nats.errors.Error, OSError, TimeoutError)
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class NatsLink:
@@ -67,7 +67,7 @@ class NatsLink:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.start_timeout_s
         connection: tuple[Any, asyncio.Event] | None = None
-        told = False
+        warned = False
         for server in self._servers:
             _check(server)
         while connection is None:
@@ -80,9 +80,9 @@ class NatsLink:
                         f"cannot use NATS at {self._shown}: {_text(error)}; start it, "
                         "or set NATS_SERVER and NATS_AUTH_*, or choose --event-plane zmq"
                     ) from error
-                if not told:
-                    log.warning("waiting for NATS at %s: %s", self._shown, _text(error))
-                    told = True
+                if not warned:
+                    _log.warning("waiting for NATS at %s: %s", self._shown, _text(error))
+                    warned = True
                 await asyncio.sleep(RETRY_S)
         self._tasks.spawn(self._run(connection), name="connection")
 
@@ -95,7 +95,7 @@ class NatsLink:
                     await self._empty(client)
                     await client.flush()
             except _FAILURES as error:
-                log.debug("events are lost at the end: %s", _text(error))
+                _log.debug("events are lost at the end: %s", _text(error))
         await self._tasks.close()
 
     def send(self, subject: str, data: bytes) -> bool:
@@ -109,29 +109,29 @@ class NatsLink:
         self._more.set()
         return True
 
-    def listen(self, subject: str, on_message: OnMessage) -> None:
+    def subscribe(self, subject: str, on_message: OnMessage) -> None:
         """Hand on what is sent to ``subject`` from soon on."""
         self._wanted[subject] = on_message
         self._changed.set()
 
-    def leave(self, subject: str) -> None:
-        """The reverse of :meth:`listen`; nothing is handed on after this."""
+    def unsubscribe(self, subject: str) -> None:
+        """The reverse of :meth:`subscribe`; nothing is handed on after this."""
         self._wanted.pop(subject, None)
         self._changed.set()
 
     async def _run(self, connection: tuple[Any, asyncio.Event] | None) -> None:
-        told = False
+        warned = False
         while True:
             if connection is not None:
-                told = False
+                warned = False
                 await self._session(*connection)
                 connection = None
             try:
                 connection = await self._connect()
             except _FAILURES as error:
-                if not told:
-                    log.warning("NATS is away: %s", _text(error))
-                    told = True
+                if not warned:
+                    _log.warning("NATS is away: %s", _text(error))
+                    warned = True
                 await asyncio.sleep(RETRY_S)
 
     async def _connect(self) -> tuple[Any, asyncio.Event]:
@@ -146,7 +146,7 @@ class NatsLink:
             if isinstance(error, nats.errors.SlowConsumerError):
                 self._slow(error)
             else:
-                log.debug("nats: %s", _text(error))
+                _log.debug("nats: %s", _text(error))
 
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -174,7 +174,7 @@ class NatsLink:
         self._client = client
         self.connected += 1
         if self.connected > 1:
-            log.info("NATS is back")
+            _log.info("NATS is back")
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._subscribe(client))
@@ -183,7 +183,7 @@ class NatsLink:
                 await ended.wait()
                 raise ConnectionError("NATS ended it")
         except* _FAILURES as errors:
-            log.warning("the connection to NATS broke: %s", _text(errors.exceptions[0]))
+            _log.warning("the connection to NATS broke: %s", _text(errors.exceptions[0]))
         finally:
             self._client = None
             await self._discard(client)
@@ -230,7 +230,7 @@ class NatsLink:
                 await client.publish(subject, data)
             except nats.errors.MaxPayloadError:
                 self.lost += 1
-                log.warning(
+                _log.warning(
                     "an event of %d bytes for %s is more than NATS takes (max_payload)",
                     len(data),
                     subject,
@@ -246,12 +246,12 @@ class NatsLink:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await client.close()
         except _FAILURES as error:
-            log.debug("nats: %s", _text(error))
+            _log.debug("nats: %s", _text(error))
 
     def _slow(self, error: Any) -> None:
         self.lost += 1
         if self.lost & (self.lost - 1) == 0:
-            log.warning("%d events lost, this process is too slow: %s", self.lost, _text(error))
+            _log.warning("%d events lost, this process is too slow: %s", self.lost, _text(error))
 
 
 def _text(error: BaseException) -> str:
