@@ -32,7 +32,7 @@ _DROPPED = counter(
     "dynamo_component dynamo_namespace worker_id",
 )
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _senders: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], KvEventSender]] = (
     WeakKeyDictionary()
 )
@@ -136,7 +136,7 @@ class KvEventPublisher:
         size, count = self.kv_block_size, 0
         for length in num_block_tokens[: len(block_hashes)]:
             if length != size:
-                _log.warning(
+                log.warning(
                     "Block size must be %d tokens to be published. Block size is: %d", size, length
                 )
                 break
@@ -181,7 +181,7 @@ class KvEventPublisher:
         self._malformed += 1
         self._dropped.inc()
         if self._malformed == 1:
-            _log.warning(
+            log.warning(
                 "skipped a malformed KV event of the engine: %.200r; "
                 "further ones are only counted, in %s",
                 error,

@@ -52,7 +52,7 @@ _RESYNCS = counter(
     COMPONENT,
 )
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _decoder: msgspec.msgpack.Decoder[SequenceMessage] = msgspec.msgpack.Decoder(SequenceMessage)
 decode_message = _decoder.decode
 
@@ -154,7 +154,7 @@ class ReplicaSync:
         if added:
             self.remote.add_publisher(publisher_id)
         else:
-            logger.info("replica %x exited: removing the load of its requests", publisher_id)
+            log.info("replica %x exited: removing the load of its requests", publisher_id)
             self._mismatched.discard(publisher_id)
             self.remote.remove_publisher(publisher_id)
 
@@ -164,7 +164,7 @@ class ReplicaSync:
         try:
             message = decode_message(payload)
         except msgspec.MsgspecError as error:
-            logger.warning("invalid message from replica %x: %s", publisher_id, error)
+            log.warning("invalid message from replica %x: %s", publisher_id, error)
             return
         if isinstance(message, SequenceQuery):
             # One snapshot answers all queries of a loop iteration: it goes to every replica.
@@ -178,7 +178,7 @@ class ReplicaSync:
     def _mismatch(self, publisher_id: int, block_size: int) -> None:
         if publisher_id not in self._mismatched:
             self._mismatched.add(publisher_id)
-            logger.error(
+            log.error(
                 "replica %x uses blocks of %d tokens, this router of %d: its load is ignored "
                 "(give all replicas the same --kv-cache-block-size)",
                 publisher_id,

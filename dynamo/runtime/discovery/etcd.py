@@ -27,7 +27,7 @@ from dynamo.runtime.tasks import Tasks
 __all__ = ["EtcdDiscovery"]
 
 TOMBSTONE_TTL_S = 3600.0
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class EtcdDiscovery:
@@ -61,7 +61,7 @@ class EtcdDiscovery:
                         "set ETCD_ENDPOINTS, or choose --discovery-backend file for one box"
                     ) from error
                 if not warned:
-                    _log.warning("waiting for etcd at %s: %s", self._settings.endpoints, error)
+                    log.warning("waiting for etcd at %s: %s", self._settings.endpoints, error)
                     warned = True
             await asyncio.sleep(RETRY_S)
 
@@ -86,7 +86,7 @@ class EtcdDiscovery:
                 granted = await self._link.grant(chosen, ttl_s)
                 break
             except Unreachable as error:  # it may have been granted all the same
-                _log.warning("no lease from etcd yet: %s", error)
+                log.warning("no lease from etcd yet: %s", error)
                 await asyncio.sleep(RETRY_S)
         if chosen in self._owned or not (granted or attempts > 1):
             raise InvalidArgument(f"lease {chosen:x} exists")
@@ -145,7 +145,7 @@ class EtcdDiscovery:
             await self._link.write({tombstone_key(lease_id): b""}, grave)
             await self._link.revoke(lease_id)
         except NoLease:
-            _log.debug("lease %x was gone already", lease_id)
+            log.debug("lease %x was gone already", lease_id)
         except Unreachable as error:
             raise _unavailable(error) from error
 
