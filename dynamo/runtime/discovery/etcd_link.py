@@ -33,7 +33,7 @@ __all__ = [
 CALL_TIMEOUT_S = 3.0
 PROBE_S = 3.0  # with the timeout, less than a lease lasts by default
 OPS_PER_TXN = 32  # etcd takes 128, and 1.5 MiB in all
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Unreachable(Exception):
@@ -299,7 +299,7 @@ class EtcdLink:
             self._tasks.spawn(self._close_later(channel), name="close")
         if index == self._current and len(self.endpoints) > 1:
             self._current = (index + 1) % len(self.endpoints)
-            _log.info("etcd: using member %s", self.endpoints[self._current])
+            log.info("etcd: using member %s", self.endpoints[self._current])
 
 
 def boot_time_s() -> float:

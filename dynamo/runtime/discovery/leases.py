@@ -23,7 +23,7 @@ from dynamo.runtime.discovery.process import ProcessEnd, host_id
 __all__ = ["FORGET_AFTER_TTLS", "LeaseListener", "LeaseTable"]
 
 FORGET_AFTER_TTLS = 6
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class LeaseListener(Protocol):
@@ -175,7 +175,7 @@ class LeaseTable:
         except ProcessLookupError:
             return False
         except OSError as error:
-            _log.warning("cannot watch process %d, relying on its ttl: %s", record.pid, error)
+            log.warning("cannot watch process %d, relying on its ttl: %s", record.pid, error)
         return True
 
     def _touch(self, lease: _TrackedLease, modified_ns: int) -> None:
@@ -185,7 +185,7 @@ class LeaseTable:
         lease.touched_at_s = self._loop_time(modified_ns)
         if not lease.alive and self._loop.time() < lease.touched_at_s + lease.record.ttl_s:
             lease.alive = True
-            _log.info("lease %x was touched again", lease.record.lease_id)
+            log.info("lease %x was touched again", lease.record.lease_id)
             self._listener.lease_alive(lease.record.lease_id)
             self._arm()
 
@@ -233,7 +233,7 @@ class LeaseTable:
             return
         if lease.alive:
             lease.alive = False
-            _log.warning(
+            log.warning(
                 "lease %x was not touched for %g s, hiding its keys", lease_id, lease.record.ttl_s
             )
             self._listener.lease_silent(lease_id)

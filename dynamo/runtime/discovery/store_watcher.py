@@ -50,7 +50,7 @@ _ATTRIB = int(Mask.ATTRIB)
 _GONE = int(Mask.IGNORED | Mask.MOVE_SELF)
 _SELF_MASK = Mask.MOVE_SELF | Mask.DELETE_SELF | Mask.ONLYDIR
 _REBUILD_S = 0.25
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class StoreWatcher:
@@ -141,7 +141,7 @@ class StoreWatcher:
         identity = (status.st_ino, status.st_mtime_ns)
         if self._bad.get(path) != identity:
             self._bad[path] = identity
-            _log.warning("skipping %s: %s", shown(path), problem)
+            log.warning("skipping %s: %s", shown(path), problem)
 
     def no_file(self, path: Path) -> None:
         """Forget the report of a file that is gone or valid."""
@@ -191,7 +191,7 @@ class StoreWatcher:
     def _directory_lost(self) -> None:
         if self._closed or self._rebuild_timer is not None:
             return
-        _log.error("a directory of the store %s was removed, creating it again", self._root)
+        log.error("a directory of the store %s was removed, creating it again", self._root)
         self._rebuild()
 
     def _rebuild(self) -> None:
@@ -202,7 +202,7 @@ class StoreWatcher:
             self._watch_directories()
             self._read_all()
         except (OSError, ConfigError) as error:
-            _log.warning("cannot watch %s: %s; retrying", self._root, error)
+            log.warning("cannot watch %s: %s; retrying", self._root, error)
             self._unwatch()
             self._rebuild_timer = self._loop.call_later(_REBUILD_S, self._rebuild)
 

@@ -27,7 +27,7 @@ from dynamo.runtime.requests.stream import ServedEndpoint, ServerStream
 
 __all__ = ["ServerConnection"]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class ServerConnection(FramedConnection):

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _NO_FAILURE = (Cancelled, EngineShutdown, Overloaded)
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 REQUEST_ID = "request-id"
 """The header that carries ``Context.id()``."""
 
@@ -220,7 +220,7 @@ class ServerStream:
         """
         if self.closed:
             return
-        _log.warning("%s: the handler failed", self.endpoint, exc_info=error)
+        log.warning("%s: the handler failed", self.endpoint, exc_info=error)
         found = _as_error(error)
         report = self._served.on_engine_shutdown
         if report is not None and isinstance(found, EngineShutdown) and not found.relayed:
