@@ -1,7 +1,6 @@
 from array import array
 from typing import final
 
-
 __all__ = ["Weights", "choose", "costs"]
 
 @final

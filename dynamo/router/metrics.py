@@ -1,11 +1,11 @@
-"""What the router counts of its decisions: children looked up once, then plain additions.
+"""The metrics of decisions: children are looked up once, then a count is a plain addition.
 
-What it counts of caches, eligibility, the queue and replicas stands in those rooms. Spec 6.2, 6.3.
+Caches, eligibility, the queue and replicas export theirs in their own modules. Spec 6.2, 6.3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo.observability.metrics import Registry
@@ -20,10 +20,10 @@ __all__ = ["DecisionMetrics", "RouterLabels", "WorkerMetrics"]
 
 @dataclass(frozen=True)
 class RouterLabels:
-    """Whose metrics these are: the component routed to, and the process that routes.
+    """The label values of a router: the component routed to, and the process that routes.
 
-    ``phase`` and ``worker_type`` are label values: what the routed requests do there (aggregated,
-    prefill, decode), and what the workers are (prefill, decode).
+    ``phase`` is the work of the routed requests there (aggregated, prefill, decode),
+    ``worker_type`` the kind of worker (prefill, decode).
     """
 
     namespace: str
@@ -40,7 +40,7 @@ class RouterLabels:
 
     @property
     def typed(self) -> tuple[str, ...]:
-        """Label values of the families that tell prefill workers from others."""
+        """Label values of the families that distinguish prefill workers from others."""
         return (*self.router, self.worker_type)
 
     @property
@@ -57,7 +57,10 @@ class RouterLabels:
 
 
 class DecisionMetrics:
-    """Where the time of a decision goes, what it finds, and how its requests end."""
+    """The duration of decisions by step, the cached blocks they found, the progress of requests.
+
+    ``ttft`` and ``reused`` are updated by the picker itself.
+    """
 
     def __init__(self, registry: Registry, place: RouterLabels) -> None:
         steps = (
@@ -76,9 +79,9 @@ class DecisionMetrics:
         self._hit_rate = histogram(registry, Router.HIT_RATE).labels(*place.router)
         self._isl = histogram(registry, Router.ISL).labels(*place.modelled)
         self._osl = histogram(registry, Router.OSL).labels(*place.router)
-        self._ttft = histogram(registry, Router.TTFT).labels(*place.router)
+        self.ttft = histogram(registry, Router.TTFT).labels(*place.router)
         self._itl = histogram(registry, Router.ITL).labels(*place.router)
-        self._cached, self._best, self._reused = (
+        self._cached, self._best, self.reused = (
             counter(registry, spec).labels(*place.modelled)
             for spec in (Hits.SELECTED_TOKENS, Hits.BEST_TOKENS, Hits.REUSED_TOKENS)
         )
@@ -89,23 +92,22 @@ class DecisionMetrics:
 
     def decided(
         self,
-        times: Sequence[float],
         prompt: HashedPrompt,
+        booked_s: float,
         found: float,
         best: float,
         block_size: int,
     ) -> None:
-        """A request was booked; ``times`` are the borders of the four steps, seconds.
+        """Count a request booked at ``booked_s``.
 
-        ``found`` effective blocks of it are where it goes, ``best`` is the most that any eligible
-        worker has.
+        Its worker has ``found`` effective blocks of the prompt, the best eligible worker ``best``.
         """
-        begun, hashed, chained, matched, ended = times
-        self._hashing.observe((hashed - begun) * 1e3)
-        self._chaining.observe((chained - hashed) * 1e3)
-        self._matching.observe((matched - chained) * 1e3)
-        self._scheduling.observe((ended - matched) * 1e3)
-        self._total.observe((ended - begun) * 1e3)
+        begun_s, hashed_s, chained_s = prompt.begun_s, prompt.hashed_s, prompt.chained_s
+        self._hashing.observe((hashed_s - begun_s) * 1e3)
+        self._chaining.observe((chained_s - hashed_s) * 1e3)
+        self._matching.observe((prompt.matched_s - chained_s) * 1e3)
+        self._scheduling.observe((booked_s - prompt.matched_s) * 1e3)
+        self._total.observe((booked_s - begun_s) * 1e3)
         self._started.value += 1
         self._isl.observe(prompt.isl_tokens)
         self._cached.value += found * block_size
@@ -117,31 +119,22 @@ class DecisionMetrics:
             self._hit_rate.observe(found / prompt.blocks)
 
     def shared(self, blocks: int, beyond: int, prompt_blocks: int) -> None:
-        """``blocks`` of a prompt are shared, ``beyond`` of them behind the chosen slot's."""
+        """Count shared ``blocks`` of a prompt, ``beyond`` of them not cached on the chosen slot."""
         if prompt_blocks:
             self._beyond.observe(beyond)
             self._shared_rate.observe(blocks / prompt_blocks)
 
-    def add_reused_tokens(self, tokens: int) -> None:
-        """An engine said how many prompt tokens it did not have to compute."""
-        self._reused.value += tokens
-
-    def first_token(self, reservation_id: Reservation) -> None:
-        """The first token came."""
-        if reservation_id.first_token_at_s is not None:
-            self._ttft.observe(reservation_id.first_token_at_s - reservation_id.booked_at_s)
-
-    def ended(self, reservation_id: Reservation, now_s: float) -> None:
-        """A request ended, however it did."""
+    def ended(self, reservation: Reservation, now_s: float) -> None:
+        """Count a request that has ended, in whatever way."""
         self._ended.value += 1
-        self._osl.observe(reservation_id.output_tokens)
-        gaps = reservation_id.output_tokens - 1
-        if reservation_id.first_token_at_s is not None and gaps > 0:
-            self._itl.observe((now_s - reservation_id.first_token_at_s) / gaps, gaps)
+        self._osl.observe(reservation.output_tokens)
+        gaps = reservation.output_tokens - 1
+        if reservation.first_token_at_s is not None and gaps > 0:
+            self._itl.observe((now_s - reservation.first_token_at_s) / gaps, gaps)
 
 
 class WorkerMetrics:
-    """One row per (worker, dp_rank) that can be chosen; gone with the worker."""
+    """One series per (worker, dp_rank) that can be chosen, removed with the worker."""
 
     def __init__(self, registry: Registry, place: RouterLabels) -> None:
         self._place = place
@@ -151,18 +144,16 @@ class WorkerMetrics:
             gauge(registry, FrontendNames.WORKER_DECODE_BLOCKS),
         )
 
-    def added(self, member: Member, active: ActiveLoad | None) -> None:
-        """Show the worker and, where load is tracked, its load."""
+    def added(self, member: Member, active: ActiveLoad) -> None:
+        """Export the worker and its load."""
         for rank, slot in member.slots.items():
             self._registered.labels(*self._registration(member, rank)).set(1)
-            if active is None:
-                continue
             for part, family in enumerate(self._loads):
                 child = family.labels(str(rank), str(member.worker_id), self._place.worker_type)
                 child.function = _reader(active, slot, part)
 
     def removed(self, member: Member) -> None:
-        """Forget the worker's rows."""
+        """Remove the worker's series."""
         for rank in member.slots:
             for family in self._loads:
                 family.remove(str(rank), str(member.worker_id), self._place.worker_type)
