@@ -316,10 +316,14 @@ class KvPicker:
         """Add the request to the load of the chosen slot."""
         worker_id, dp_rank, overlap_blocks, blocks = decision
         cached, now_s = self._cached_blocks, prompt.matched_s
-        overlap = cached.effective(params.weights, slot) if cached.tiered else overlap_blocks
+        overlap: float = overlap_blocks
+        cached_prompt_tokens = overlap_blocks * self.block_size
+        if cached.tiered:
+            overlap = cached.effective(params.weights, slot)
+            cached_prompt_tokens = cached_tokens(params.weights, overlap)
         prefill = 0
         if params.track_prefill_tokens:
-            prefill = max(prompt.isl_tokens - cached_tokens(params.weights, overlap), 0)
+            prefill = max(prompt.isl_tokens - cached_prompt_tokens, 0)
         expected = None if routing is None else routing.expected_output_tokens
         reservation = Reservation(
             slot, worker_id, dp_rank, prompt.isl_tokens, overlap_blocks, now_s, expected
