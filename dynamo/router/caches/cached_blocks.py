@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import Weights
-from dynamo.router.caches.optimistic import RecentPrompts
+from dynamo.router.caches.optimistic import OptimisticCache
 from dynamo.router.cost import TierCounts, effective_blocks
 
 __all__ = ["DISK", "EXTERNAL", "HOST", "CachedBlocks"]
@@ -31,7 +31,7 @@ class CachedBlocks:
         self,
         index: RadixTree | None,
         shares: bool = False,
-        optimistic: RecentPrompts | None = None,
+        optimistic: OptimisticCache | None = None,
     ) -> None:
         self._index = index
         self._optimistic = optimistic

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_call import Site, ids, turn
+from test_request import Site, ids, turn
 
 from dynamo.errors import (
     CannotConnect,
@@ -167,7 +167,7 @@ async def test_each_choice_finds_its_own_way(site: Fleet) -> None:
 @pytest.mark.parametrize("ending", ["answered", "refused"])
 async def test_nothing_of_a_rerouted_call_needs_the_collector(site: Fleet, ending: str) -> None:
     site.chat()
-    call = weakref.ref(site.streams[0].sink.call.generation)
+    call = weakref.ref(site.streams[0].sink.request.generation)
     gc.collect()
     gc.disable()
     try:
