@@ -36,7 +36,7 @@ class Unaware(EligibilityFilter):
 
     def load_changed(self, worker_id: int) -> None:
         """Notify no listener."""
-        self.busy.look(worker_id)
+        self.busy.update(worker_id)
 
 
 def picker_of(settings: RouterSettings, prompts: list[array[int]]) -> KvPicker:
