@@ -1,6 +1,6 @@
 """The prefix index: which worker holds which leading blocks of a prompt. Spec 2.1-2.4.
 
-Layout, complexity and invariants are described in docs/radix.md; the readable twin is
+Layout, complexity and invariants are described in docs/radix.md; the reference implementation is
 tests/oracle/radix.py.
 """
 
@@ -104,7 +104,7 @@ cdef class RadixTree:
     (0: no bound); what it refuses is counted by ``dropped()``.
 
     Blocks lie in storage tiers: 0 device, 1 host, 2 disk, 3 external. A pair has a slot per tier;
-    that of the device is the dense one, and the only one that ``match_into`` tells of.
+    that of the device is the dense one, and the only one in the result of ``match_into``.
     """
 
     cdef SharedIndex _index
@@ -122,7 +122,7 @@ cdef class RadixTree:
     def slot(self, worker, dp_rank, uint32_t tier=0):
         """The slot of (worker, dp_rank), given on first use; the lowest free one. O(1).
 
-        A ``tier`` above 0 has a slot of its own for ``store``, ``remove`` and ``clear``. A parent
+        A ``tier`` above 0 has its own slot for ``store``, ``remove`` and ``clear``. A parent
         that a tier does not hold is looked for in the pair's other tiers.
         """
         owner = (worker, dp_rank)
@@ -268,7 +268,7 @@ cdef class RadixTree:
             PyBuffer_Release(&view)
 
     def ranges(self, tokens_hashes, uint32_t tier):
-        """Where in the sequence blocks lie in ``tier``, whoever holds them: (begin, end) pairs.
+        """Where in the sequence any slot holds blocks in ``tier``: (begin, end) pairs.
 
         Ends are exclusive. O(depth of what anybody holds).
         """
@@ -313,7 +313,7 @@ cdef class RadixTree:
         return self._index.blocks()
 
     def held(self, uint32_t slot):
-        """Blocks held by one slot, 0 if there is no such slot. O(1)."""
+        """Return the number of blocks of one slot; 0 if it is unknown. O(1)."""
         return self._index.held(slot)
 
     def nodes(self):
@@ -339,7 +339,7 @@ cdef class RadixTree:
         if complaint:
             raise AssertionError(complaint)
         for owner, slot in self._slots.items():
-            assert self._owners[slot] == owner, f"slot {slot} does not know its owner"
+            assert self._owners[slot] == owner, f"slot {slot} has another owner"
         registered = len(self._slots) + len(self._free_slots)
         assert registered == len(self._owners), "slots leak"
 

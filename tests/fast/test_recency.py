@@ -1,4 +1,4 @@
-"""The order of forgetting against its readable twin, over random histories."""
+"""The order of dropping against its reference implementation, over random histories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dynamo._fast.recency import Recency
-from tests.oracle.recency import Recency as Twin
+from tests.oracle.recency import Recency as OracleRecency
 
 SLOTS = 3
 
@@ -32,21 +32,21 @@ class History(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fast, self.twin, self.now_s = Recency(), Twin(), 0.0
-        self.both = self.fast, self.twin
+        self.fast, self.oracle, self.now_s = Recency(), OracleRecency(), 0.0
+        self.both = self.fast, self.oracle
         self.leases: list[tuple[int, int]] = []
         self.open_slots: dict[int, bool] = {}
 
-    @rule(slot=slots, own_line=st.booleans())
-    def open(self, slot: int, own_line: bool) -> None:
-        self.open_slots[slot] = self.open_slots.get(slot, False) or own_line
+    @rule(slot=slots, own_list=st.booleans())
+    def open(self, slot: int, own_list: bool) -> None:
+        self.open_slots[slot] = self.open_slots.get(slot, False) or own_list
         for one in self.both:
-            one.open(slot, own_line)
+            one.open(slot, own_list)
 
     @rule(slot=slots)
     def close(self, slot: int) -> None:
         self.open_slots.pop(slot, None)
-        assert self.fast.close(slot) == self.twin.close(slot)
+        assert self.fast.close(slot) == self.oracle.close(slot)
 
     @rule(seconds=st.integers(0, 3))
     def wait(self, seconds: int) -> None:
@@ -67,21 +67,21 @@ class History(RuleBasedStateMachine):
     @rule(pick=pick)
     def release(self, pick: int) -> None:
         for ours, theirs in self.chosen(pick):
-            assert self.fast.release(ours, self.now_s) == self.twin.release(theirs, self.now_s)
+            assert self.fast.release(ours, self.now_s) == self.oracle.release(theirs, self.now_s)
 
     @rule(seconds=st.integers(0, 6), most=most)
     def age(self, seconds: int, most: int) -> None:
         before_s = self.now_s - seconds
-        assert self.fast.age(before_s, most) == self.twin.age(before_s, most)
+        assert self.fast.age(before_s, most) == self.oracle.age(before_s, most)
 
     @rule(slot=slots, most=most)
     def evict(self, slot: int, most: int) -> None:
         if self.open_slots.get(slot):
-            assert self.fast.evict(slot, most) == self.twin.evict(slot, most)
+            assert self.fast.evict(slot, most) == self.oracle.evict(slot, most)
 
     @rule(most=most)
     def prune(self, most: int) -> None:
-        assert self.fast.prune(most) == self.twin.prune(most)
+        assert self.fast.prune(most) == self.oracle.prune(most)
 
     def chosen(self, pick: int) -> Iterator[tuple[int, int]]:
         """One pair of leases ever given out, ended or not; none at first."""
@@ -91,12 +91,12 @@ class History(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.fast._check()
-        assert self.fast.blocks() == self.twin.blocks()
-        assert self.fast.leases() == self.twin.leases()
+        assert self.fast.blocks() == self.oracle.blocks()
+        assert self.fast.leases() == self.oracle.leases()
         for slot in range(SLOTS):
-            assert self.fast.blocks_of(slot) == self.twin.blocks_of(slot)
+            assert self.fast.blocks_of(slot) == self.oracle.blocks_of(slot)
             assert self.fast.is_open(slot) == (slot in self.open_slots)
-            assert self.fast.has_own_line(slot) == self.open_slots.get(slot, False)
+            assert self.fast.has_own_list(slot) == self.open_slots.get(slot, False)
 
 
 TestHistory = History.TestCase
@@ -136,14 +136,14 @@ def test_a_lease_of_a_closed_slot_has_ended() -> None:
 def test_bad_arguments_change_nothing() -> None:
     recency = Recency()
     blocks = array("Q", [1])
-    with pytest.raises(ValueError, match="slot 0 is not known"):
+    with pytest.raises(ValueError, match="slot 0 is unknown"):
         recency.touch(0, blocks, 0.0)
-    with pytest.raises(ValueError, match="slot 7 is not known"):
+    with pytest.raises(ValueError, match="slot 7 is unknown"):
         recency.pin(7, blocks, 0.0)
     with pytest.raises(IndexError, match="slot 65536 is beyond 65535"):
         recency.open(65536, False)
     recency.open(0, False)
-    with pytest.raises(ValueError, match="no line of its own"):
+    with pytest.raises(ValueError, match="no list of its own"):
         recency.evict(0, 1)
     with pytest.raises(TypeError, match="64-bit integers"):
         recency.touch(0, array("I", [1]), 0.0)

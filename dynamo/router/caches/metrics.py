@@ -6,7 +6,7 @@ from dynamo._fast.radix import RadixTree
 from dynamo.observability.metrics import Counter, Gauge, Registry
 from dynamo.observability.names import Router, counter, gauge
 from dynamo.observability.names_router import EventSources, Predictions, RouterIndex
-from dynamo.router.caches.optimistic import OptimisticCache
+from dynamo.router.caches.predicted import OptimisticCache
 from dynamo.router.caches.predicted import PredictedCache, PredictionCounts
 from dynamo.router.metrics import RouterLabels
 
