@@ -21,8 +21,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.caches.cached_blocks import CachedBlocks
-from dynamo.router.caches.predicted import make_optimistic_cache
-from dynamo.router.caches.predicted import PredictedCache
+from dynamo.router.caches.predicted import PredictedCache, make_optimistic_cache
 from dynamo.router.cost import CostParams, add_requests, cached_tokens, overridden, terms_of
 from dynamo.router.decision_log import log_candidates, log_selected
 from dynamo.router.decision_log import logger as decision_logger

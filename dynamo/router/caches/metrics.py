@@ -1,4 +1,4 @@
-"""What a router counts of the caches it knows or believes in. Spec 6.3."""
+"""Metrics of the prefix index, KV events and predictions. Spec 6.3."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from dynamo._fast.radix import RadixTree
 from dynamo.observability.metrics import Counter, Gauge, Registry
 from dynamo.observability.names import Router, counter, gauge
 from dynamo.observability.names_router import EventSources, Predictions, RouterIndex
-from dynamo.router.caches.predicted import OptimisticCache
-from dynamo.router.caches.predicted import PredictedCache, PredictionCounts
+from dynamo.router.caches.predicted import OptimisticCache, PredictedCache, PredictionCounts
 from dynamo.router.metrics import RouterLabels
 
 __all__ = ["EventMetrics", "predictions", "show_optimistic_cache", "useless_sources"]
 
 
 class EventMetrics:
-    """KV events by type and outcome, oddities by kind, and the size of the index."""
+    """KV events by type and outcome, warnings by kind, and the size of the index."""
 
     def __init__(self, registry: Registry, place: RouterLabels, index: RadixTree) -> None:
         self._place = place
@@ -34,7 +33,7 @@ class EventMetrics:
         child.value += count
 
     def warning(self, kind: str, count: int = 1) -> None:
-        """Count ``count`` oddities of one kind."""
+        """Count warnings of one kind."""
         place = self._place
         labels = place.component, place.namespace, kind, place.router_id
         self._warnings.labels(*labels).value += count
@@ -43,7 +42,7 @@ class EventMetrics:
 def predictions(
     registry: Registry, place: RouterLabels, index: RadixTree, cache: PredictedCache, policy: str
 ) -> None:
-    """Show what is predicted to be cached, and count what is forgotten."""
+    """Export the predicted blocks, and count the dropped ones."""
     _show_index(registry, place, index)
     here = place.component, place.namespace
     cache.counts = PredictionCounts(
@@ -69,13 +68,13 @@ def predictions(
 def show_optimistic_cache(
     registry: Registry, place: RouterLabels, optimistic: OptimisticCache
 ) -> None:
-    """Show what is believed for a moment beside the events."""
+    """Export the size of the optimistic cache."""
     here = place.component, place.namespace, place.router_id
     gauge(registry, Predictions.MEMORY_BYTES).labels(*here).function = optimistic.memory_bytes
 
 
 def useless_sources(registry: Registry, place: RouterLabels, endpoint: str) -> Gauge:
-    """How many workers' KV events are missing or of no use."""
+    """Return the gauge of workers whose KV events are missing or unusable."""
     return gauge(registry, EventSources.MISMATCHED_WORKERS).labels(
         place.component,
         place.namespace,

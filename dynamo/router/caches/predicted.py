@@ -109,7 +109,7 @@ class PredictedCache:
             self._prune(STEP_BLOCKS + len(chained))
 
     def ended(self, request_id: str, now_s: float) -> None:
-        """Release the blocks of an ended request (``lru``); they are the newest ones of the slot."""
+        """Release the blocks of an ended request (``lru``); they become its newest."""
         found = self._leases.pop(request_id, None)
         if found is not None:
             slot, lease = found

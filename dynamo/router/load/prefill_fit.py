@@ -96,8 +96,8 @@ def _fit(samples: Sequence[BusyInterval]) -> Row:
         # 1.4826 * median |error| estimates a normal distribution's standard deviation, and ignores
         # outliers up to half of the samples.
         spread = max(1.4826 * median(map(abs, errors)), _LEAST_SPREAD)
-        # Cauchy weights over the squared size: that makes the squared errors relative. The larger of
-        # both times, so that a tiny expectation does not give an outlier a huge weight.
+        # Cauchy weights over the squared size, which makes squared errors relative. The larger of
+        # both times: otherwise a tiny expectation would give an outlier a huge weight.
         weights = [
             1 / (1 + (error / spread) ** 2) / max(took, wish) ** 2
             for error, took, wish in zip(errors, seconds, expected, strict=True)
