@@ -1,4 +1,4 @@
-"""Drive the router's own rooms with a trace: hit rate and balance over simulated workers.
+"""Replay a trace through the router's own code: hit rate and balance over simulated workers.
 
     python benchmarks/offline_trace.py --trace PATH --workers 8 --blocks-per-worker 8000
 
@@ -30,13 +30,13 @@ from dynamo.router.picker import Picker
 __all__ = ["main", "replay"]
 
 Row = tuple[str, int, list[Report]]
-"""What routed, blocks a worker, replays in order of hit rate."""
+"""Router, blocks per worker, replays in order of hit rate."""
 
 
 class _NoCounts:
     """Counts nothing."""
 
-    def applied(self, event_type: str, status: str) -> None:
+    def applied(self, event_type: str, status: str, count: int = 1) -> None:
         """Ignored."""
 
     def warning(self, kind: str, count: int = 1) -> None:

@@ -1,9 +1,9 @@
-"""What it is worth to wait for the prefill worker that has a prompt cached.
+"""Measure the gain of waiting for the prefill worker that has a prompt cached.
 
     python benchmarks/prefill_patience.py --trace PATH --workers 4 --speed 1 --patience 0,1,3
 
-Virtual time: the prefill line, cost and choice are the router's own; workers compute one prompt
-after the other at a fixed rate, and have cached what an LRU of their size predicts.
+Virtual time. The prefill queue, cost and choice are the router's own code. Workers compute one
+prompt after the other at a fixed rate, and cache what an LRU of their size predicts.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Run:
             self._busy_until[worker_id] = 0.0
 
     def run(self, patience_s: float) -> None:
-        """Until the last prompt is computed."""
+        """Run until the last prompt is computed."""
         self.patience_s = patience_s
         heapq.heapify(self._events)
         while self._events:

@@ -112,7 +112,7 @@ class Replay:
             self._workers[worker_id] = SimulatedWorker(worker_id, blocks, self.service)
             picker.add_worker(worker_id, RuntimeConfig(total_kv_blocks=blocks))
             if indexer is not None:
-                slot = picker.fleet.members[worker_id].slots[0]
+                slot = picker.worker_pool.members[worker_id].slots[0]
                 indexer.add(worker_id, 0, slot, answers=False)
 
     def run(self, arrivals: Sequence[Arrival]) -> Report:

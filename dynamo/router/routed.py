@@ -56,7 +56,7 @@ class RoutedEndpoint:
             self._runtime, *self.path, self.block_size, self._settings, self.client
         )
         self.picker = self._live.picker
-        self.client.on_inhibited(self.picker.fleet.shun)
+        self.client.on_inhibited(self.picker.worker_pool.avoid)
         await self._live.start()
 
     async def close(self) -> None:
@@ -99,7 +99,7 @@ class RoutedEndpoint:
                         self.picker.add_output_tokens(reservation_id, count)
                     if item.get("finish_reason"):
                         data["timing"] = _timing(decision, begun_s, first_s)
-                        self.picker.reused(_reused(item))
+                        self.picker.add_reused_tokens(_reused(item))
                     yield {**item, "routing_data": data} if data else item
             finally:
                 await items.aclose()

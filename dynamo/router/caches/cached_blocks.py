@@ -49,8 +49,8 @@ class CachedBlocks:
     ) -> None:
         """Fill the columns for the prompt of these block hashes.
 
-        What ``optimistic`` predicts at ``now_s``, and the blocks ``in_progress`` (pairs of slot and
-        leading blocks), count as if they were on the device already.
+        The predictions of ``optimistic`` at ``now_s``, and the blocks ``in_progress`` (pairs of
+        slot and leading blocks), count as if they were on the device already.
         O(blocks held + slots).
         """
         index = self._index
@@ -85,7 +85,7 @@ class CachedBlocks:
         """Blocks of the prompt in the shared cache."""
         return sum(end - begin for begin, end in self.shared_ranges)
 
-    def most(self, weights: Weights, slots: array[int]) -> float:
+    def best_overlap(self, weights: Weights, slots: array[int]) -> float:
         """The most that one of the slots has of this. O(slots)."""
         return max((self.effective(weights, slot) for slot in slots), default=0.0)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
 from dynamo.protocols.kv import (
+    TIER_NUMBERS,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -22,13 +23,7 @@ from dynamo.protocols.kv import (
     KvQueryAnswer,
 )
 
-__all__ = ["TIERS", "EventCounts", "Indexer", "Recovery", "Threads"]
-
-TIERS = {"device": 0, "host_pinned": 1, "disk": 2, "external": 3}
-"""``KvEvent.storage_tier`` to the index's tier. Blocks of other tiers are ignored and counted.
-
-*Cleared* on the device clears all tiers, on another tier only that one.
-"""
+__all__ = ["EventCounts", "Indexer", "Recovery", "Threads"]
 
 MAX_EVENT_ID = 1 << 61
 """Streams with larger ids stay on the loop: the threads compute with signed 64-bit ids."""
@@ -73,11 +68,25 @@ class Threads(Protocol):
     """Threads that apply the events of the streams delegated to them; see
     :class:`dynamo._fast.ingest.Ingest`."""
 
-    def add(self, worker: int, dp_rank: int, slot: int) -> None: ...
-    def delegate(self, worker: int, dp_rank: int, last: int | None) -> bool: ...
-    def reclaim(self, worker: int, dp_rank: int) -> tuple[int | None, bool] | None: ...
-    def received_any(self, worker: int, dp_rank: int) -> bool: ...
-    def remove(self, worker: int, dp_rank: int) -> None: ...
+    def add(self, worker: int, dp_rank: int, slot: int) -> None:
+        """Register a stream, owned by the loop."""
+        ...
+
+    def delegate(self, worker: int, dp_rank: int, last: int | None) -> bool:
+        """Let the threads apply the events after ``last``; return whether they do."""
+        ...
+
+    def reclaim(self, worker: int, dp_rank: int) -> tuple[int | None, bool] | None:
+        """Return the stream to the loop: (last applied id, whether it received any event)."""
+        ...
+
+    def received_any(self, worker: int, dp_rank: int) -> bool:
+        """Return whether any event of the stream was received."""
+        ...
+
+    def remove(self, worker: int, dp_rank: int) -> None:
+        """Forget the stream."""
+        ...
 
 
 @dataclass(eq=False)
@@ -371,7 +380,7 @@ class Indexer:
 
     def _apply(self, stream: _Stream, event: KvEvent) -> None:
         data = event.data
-        tier = TIERS.get(event.storage_tier)
+        tier = TIER_NUMBERS.get(event.storage_tier)
         try:
             status = "ignored_tier" if tier is None else self._apply_to_index(stream, data, tier)
         except ParentNotFound:
@@ -396,7 +405,7 @@ class Indexer:
                 return "block_not_found"
         elif tier:
             self._index.clear(slot)
-        else:
+        else:  # an engine that clears the device has dropped the lower tiers, too
             self._index.clear_all(slot)
         return "ok"
 

@@ -15,9 +15,8 @@ from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.runtime import Client
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["KV_QUERY", "RecoveryClient"]
+__all__ = ["RecoveryClient"]
 
-KV_QUERY = "kv_query"
 """Endpoint of the worker's component that answers a ``KvQuery`` with one ``KvQueryAnswer``."""
 
 BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)

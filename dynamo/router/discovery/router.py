@@ -14,7 +14,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
-from dynamo.protocols.kv import KvEventBatch
+from dynamo.protocols.kv import KV_EVENTS, KV_QUERY, KvEventBatch
 from dynamo.router.caches.event_threads import EventThreads
 from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.router.caches.metrics import (
@@ -23,7 +23,7 @@ from dynamo.router.caches.metrics import (
     show_optimistic_cache,
     useless_sources,
 )
-from dynamo.router.caches.recovery import KV_QUERY, RecoveryClient
+from dynamo.router.caches.recovery import RecoveryClient
 from dynamo.router.discovery.block_sizes import events_differ, worker_differs
 from dynamo.router.discovery.cards import WorkerCards
 from dynamo.router.discovery.load_feed import LoadFeed
@@ -39,9 +39,8 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.client import OnInstances
 from dynamo.runtime.events.channels import ZMQ, Subscription
 
-__all__ = ["KV_EVENTS", "ConnectedRouter", "InstanceSource"]
+__all__ = ["ConnectedRouter", "InstanceSource"]
 
-KV_EVENTS = "kv-events"
 
 logger = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
@@ -91,7 +90,7 @@ class ConnectedRouter:
             index=index,
             metrics=DecisionMetrics(registry, place) if kv_mode else None,
         )
-        gates(registry, place, self.picker.gate)
+        gates(registry, place, self.picker.eligibility)
         self.queue = make_queue(settings, self.picker, registry, place)
         self.indexer: Indexer | None = None
         self._threads: EventThreads | None = None
@@ -109,14 +108,14 @@ class ConnectedRouter:
         self._devices: dict[int, str] = {}
         self._cards = WorkerCards(self._on_card)
         self._events: Subscription | None = None
-        self._loads = LoadFeed(runtime, namespace, component, self.picker.gate.busy.report)
-        self._upkeep: Maintenance | None = None
+        self._loads = LoadFeed(runtime, namespace, component, self.picker.eligibility.busy.report)
+        self._maintenance: Maintenance | None = None
         self._sync: ReplicaSync | None = None
         if isinstance(self.picker, KvPicker):
             self._show_beliefs(place, self.picker)
             expiry_s = settings.active_request_expiry_s
             useless = useless_sources(registry, place, endpoint)
-            self._upkeep = Maintenance(self.picker, self.indexer, expiry_s, useless)
+            self._maintenance = Maintenance(self.picker, self.indexer, expiry_s, useless)
             if settings.replica_sync:
                 self._sync = ReplicaSync(runtime, place, self.picker)
         self._closed = False
@@ -140,18 +139,18 @@ class ConnectedRouter:
                 namespace, component, KV_EVENTS, on_events, self._on_gap, over=over
             )
             await self._events.ready()
-        if self.picker.gate.busy.thresholds.any:
+        if self.picker.eligibility.busy.thresholds.any:
             await self._loads.start()
         self._client.on_change(self._on_instances)
         if self._sync is not None:
             await self._sync.start()
-        if self._upkeep is not None:
-            self._upkeep.start()
+        if self._maintenance is not None:
+            self._maintenance.start()
 
     async def limit(self, thresholds: Thresholds) -> None:
         """Above which load a worker is busy, from now on. Loads are followed when they matter."""
-        self.picker.gate.thresholds = thresholds
-        if self.picker.gate.busy.thresholds.any:
+        self.picker.eligibility.thresholds = thresholds
+        if self.picker.eligibility.busy.thresholds.any:
             await self._loads.start()
 
     async def close(self) -> None:
@@ -159,8 +158,8 @@ class ConnectedRouter:
         self._closed = True
         if self.queue is not None:
             self.queue.close()
-        if self._upkeep is not None:
-            self._upkeep.close()
+        if self._maintenance is not None:
+            self._maintenance.close()
         self._cards.close()
         self._loads.close()
         if self._events is not None:
@@ -172,7 +171,7 @@ class ConnectedRouter:
                 before_render.remove(self._threads.flush)
         if self._recovery is not None:
             await self._recovery.close()
-        for worker_id in list(self.picker.fleet.members):
+        for worker_id in list(self.picker.worker_pool.members):
             self._remove(worker_id)
         if self._sync is not None:
             self._sync.close()
@@ -200,8 +199,8 @@ class ConnectedRouter:
             self._add(worker_id)
 
     def _add(self, worker_id: int) -> None:
-        if self._upkeep is not None:
-            self._upkeep.forget(worker_id)
+        if self._maintenance is not None:
+            self._maintenance.forget(worker_id)
         card = self._cards.get(worker_id)
         size = self.block_size if card is None else card.kv_cache_block_size
         if self.indexer is not None and size != self.block_size:
@@ -209,12 +208,12 @@ class ConnectedRouter:
             self._unusable(worker_id)
             worker_differs(worker_id, size, self.block_size)
             return
-        if self._upkeep is not None and card is not None and card.worker_type == "Decode":
-            self._upkeep.excuse(worker_id)
+        if self._maintenance is not None and card is not None and card.worker_type == "Decode":
+            self._maintenance.exempt(worker_id)
         config = RuntimeConfig() if card is None else card.runtime_config
         self._hide(worker_id)
         self.picker.add_worker(worker_id, config, self._devices.get(worker_id, "cpu"))
-        member = self.picker.fleet.members[worker_id]
+        member = self.picker.worker_pool.members[worker_id]
         if self._rows is not None and isinstance(self.picker, KvPicker):
             self._rows.added(member, self.picker.active)
         if self.indexer is not None:
@@ -225,8 +224,8 @@ class ConnectedRouter:
 
     def _remove(self, worker_id: int) -> None:
         self._devices.pop(worker_id, None)
-        if self._upkeep is not None:
-            self._upkeep.forget(worker_id)
+        if self._maintenance is not None:
+            self._maintenance.forget(worker_id)
         self._drop(worker_id)
 
     def _drop(self, worker_id: int) -> None:
@@ -243,11 +242,11 @@ class ConnectedRouter:
 
     def _unusable(self, worker_id: int) -> None:
         self._counts.warning("block_size")
-        if self._upkeep is not None:
-            self._upkeep.unusable(worker_id)
+        if self._maintenance is not None:
+            self._maintenance.unusable(worker_id)
 
     def _hide(self, worker_id: int) -> None:
-        member = self.picker.fleet.members.get(worker_id)
+        member = self.picker.worker_pool.members.get(worker_id)
         if member is not None and self._rows is not None:
             self._rows.removed(member)
 

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
 from dynamo.errors import Overloaded
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS, RuntimeConfig
 from dynamo.router.queue.lazy_heap import LazyHeap
 
 __all__ = ["Capacity", "NextPrefill", "PrefillQueue", "Rank", "capacity_of"]
@@ -22,7 +22,6 @@ Rank = tuple[bool, int, float, int]
 """(never sent yet, -strict priority, arrival less the boost, number): the smallest goes first.
 Numbers are unique: two ranks never compare equal."""
 
-_UNKNOWN_BATCH_TOKENS = 8192
 _UNKNOWN_REQUESTS = 1 << 30
 
 
@@ -42,7 +41,7 @@ def capacity_of(config: RuntimeConfig, slots: int | None) -> Capacity:
     ranks = max(config.data_parallel_size, 1)
     if slots is not None:
         return Capacity(_UNKNOWN_REQUESTS, slots * ranks)
-    tokens = config.max_num_batched_tokens or _UNKNOWN_BATCH_TOKENS
+    tokens = config.max_num_batched_tokens or UNKNOWN_BATCH_TOKENS
     return Capacity(tokens * ranks, (config.max_num_seqs or _UNKNOWN_REQUESTS) * ranks)
 
 

@@ -10,17 +10,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, InvalidArgument, Overloaded, Unavailable
 from dynamo.observability.metrics import Registry
+from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.cost import cached_tokens
-from dynamo.router.eligibility.busy import UNKNOWN_BATCH_TOKENS
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Decision, Picker
@@ -63,8 +63,8 @@ class QueuedRequest(QueueEntry):
     override: Mapping[str, Any] | None
     on_decision: OnDecision
     on_error: OnError
-    refreshed_s: float
     _queue: RequestQueue
+    refreshed_s: float = field(default=0.0, init=False)
 
     def cancel(self) -> None:
         """Remove the request: nothing is booked, no callback is called. Idempotent, also after
@@ -104,12 +104,12 @@ class RequestQueue:
         self._drain_timer: Timer | None = None
         self._tick_timer: Timer | None = None
         self._closed = False
-        picker.gate.on_change = self.wake
+        picker.eligibility.on_change = self.wake
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def submit(
+    def submit(  # noqa: PLR0913 - the arguments of Picker.pick and the callbacks, by keyword
         self,
         request_id: str,
         tokens: Tokens,
@@ -131,7 +131,19 @@ class RequestQueue:
                 raise Unavailable("Service is shutting down")
             if not self._queue and self._admits(routing):
                 return self.picker.pick(request_id, tokens, routing=routing, override=override)
-            return self._enqueue(request_id, tokens, routing, override, on_decision, on_error)
+            request = QueuedRequest(
+                priority=priority_of(routing),
+                isl_tokens=len(tokens),
+                request_id=request_id,
+                tokens=tokens,
+                routing=routing,
+                override=override,
+                on_decision=on_decision,
+                on_error=on_error,
+                _queue=self,
+            )
+            self._enqueue(request)
+            return request
         except Overloaded as error:
             self._metrics.refused(error)
             raise
@@ -152,11 +164,11 @@ class RequestQueue:
             self._reject(request, Unavailable("Service is shutting down"))
 
     def _admits(self, routing: Routing | None) -> bool:
-        """Return whether an eligible slot is below the threshold. Raises as :meth:`Gate.slots`."""
+        """Return whether an eligible slot is below the threshold. Raises as :meth:`EligibilityFilter.slots`."""
         picker = self.picker
         load, threshold = picker.active.load, self._threshold
-        owners, members = picker.fleet.owners, picker.fleet.members
-        for slot in picker.gate.slots(routing, self._clock()):
+        owners, members = picker.worker_pool.owners, picker.worker_pool.members
+        for slot in picker.eligibility.slots(routing, self._clock()):
             owner = owners[slot]
             assert owner is not None, "a candidate slot has an owner"
             batch = members[owner[0]].config.max_num_batched_tokens or UNKNOWN_BATCH_TOKENS
@@ -164,53 +176,29 @@ class RequestQueue:
                 return True
         return False
 
-    def _enqueue(
-        self,
-        request_id: str,
-        tokens: Tokens,
-        routing: Routing | None,
-        override: Mapping[str, Any] | None,
-        on_decision: OnDecision,
-        on_error: OnError,
-    ) -> QueuedRequest:
+    def _enqueue(self, request: QueuedRequest) -> None:
+        request_id = request.request_id
         if request_id in self._requests or request_id in self.picker.active:
             raise InvalidArgument(f"Request {request_id} already exists")
         if self._queue.is_full:  # before the caches are searched, which costs more
             raise self._queue.limit_error()
-        cached = self._cached_tokens(tokens, routing, override)
-        now_s = self._clock()
-        request = QueuedRequest(
-            priority=priority_of(routing),
-            isl_tokens=len(tokens),
-            cached_tokens=cached,
-            arrived_s=now_s,
-            request_id=request_id,
-            tokens=tokens,
-            routing=routing,
-            override=override,
-            on_decision=on_decision,
-            on_error=on_error,
-            refreshed_s=now_s,
-            _queue=self,
-        )
+        request.cached_tokens = self._cached_tokens(request)
+        request.arrived_s = request.refreshed_s = self._clock()
         self._metrics.joined(len(self._queue))
         self._queue.add(request)
         self._requests[request_id] = request
         self.wake()  # it may be the new head, and eligible for workers that the old head was not
         if self._tick_timer is None:
             self._tick_timer = self._call_later(TICK_S, self._tick)
-        return request
 
-    def _cached_tokens(
-        self, tokens: Tokens, routing: Routing | None, override: Mapping[str, Any] | None
-    ) -> int:
+    def _cached_tokens(self, request: QueuedRequest) -> int:
         """Return the prompt tokens that the best eligible worker holds. Raises what the pick
         would."""
-        survey = self.picker.survey(tokens, routing, override)
-        if survey.error is not None:
-            raise survey.error
-        weights = survey.terms.weights
-        return cached_tokens(weights, survey.held.most(weights, survey.slots))
+        snapshot = self.picker.snapshot(request.tokens, request.routing, request.override)
+        if snapshot.error is not None:
+            raise snapshot.error
+        weights = snapshot.params.weights
+        return cached_tokens(weights, snapshot.held.best_overlap(weights, snapshot.slots))
 
     def _drain(self) -> None:
         """Route requests from the head on, a batch in each loop iteration."""
@@ -288,7 +276,7 @@ class RequestQueue:
             request.refreshed_s = self._clock()
             self._requests[request.request_id] = self._requests.pop(request.request_id)
             try:
-                cached = self._cached_tokens(request.tokens, request.routing, request.override)
+                cached = self._cached_tokens(request)
             except DynamoError:
                 continue  # the pick at the head raises it again, and rejects the request
             self._queue.set_cached_tokens(request, cached)

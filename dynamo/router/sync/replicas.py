@@ -18,7 +18,13 @@ from dynamo.observability.metrics import Counter, Registry
 from dynamo.observability.names import counter, gauge
 from dynamo.observability.names_router import Replicas
 from dynamo.protocols import codec
-from dynamo.protocols.sync import AddRequest, SequenceEvent, SequenceMessage, SequenceQuery
+from dynamo.protocols.sync import (
+    ACTIVE_SEQUENCES,
+    AddRequest,
+    SequenceEvent,
+    SequenceMessage,
+    SequenceQuery,
+)
 from dynamo.router.kv import KvPicker
 from dynamo.router.load.active import Reservation
 from dynamo.router.metrics import RouterLabels
@@ -28,9 +34,8 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.events.channels import Subscription
 
-__all__ = ["ACTIVE_SEQUENCES", "PickerLoadSink", "ReplicaSync", "decode_message"]
+__all__ = ["PickerLoadSink", "ReplicaSync", "decode_message"]
 
-ACTIVE_SEQUENCES = "active_sequences_events"
 HEARTBEAT_S = 1.0
 REPEAT_QUERY_S = 0.2
 """Minimum time between two snapshot requests to the same router."""
@@ -185,9 +190,10 @@ class PickerLoadSink:
         self._picker = picker
 
     def book(self, key: str, event: SequenceEvent) -> None:
+        """See :meth:`LoadSink.book`."""
         picker, data = self._picker, event.data
         assert isinstance(data, AddRequest), "only AddRequest events are booked"
-        member = picker.fleet.members.get(event.worker_id)
+        member = picker.worker_pool.members.get(event.worker_id)
         slot = None if member is None else member.slots.get(event.dp_rank)
         if slot is None or key in picker.active:
             return
@@ -202,17 +208,19 @@ class PickerLoadSink:
             picker.active.mark_prefill_complete(key, now_s)
         if len(data.tokens_hashes) == len(data.token_sequence):
             picker.predict_blocks(key, slot, chained, array("Q", data.tokens_hashes), now_s)
-        picker.gate.load_changed(event.worker_id)
+        picker.eligibility.load_changed(event.worker_id)
 
     def prefill_completed(self, key: str) -> None:
+        """See :meth:`LoadSink.prefill_completed`."""
         reservation = self._picker.active.mark_prefill_complete(key, time.perf_counter())
         if reservation is not None:
-            self._picker.gate.load_changed(reservation.worker_id)
+            self._picker.eligibility.load_changed(reservation.worker_id)
 
     def free(self, key: str) -> None:
+        """See :meth:`LoadSink.free`."""
         picker = self._picker
         reservation = picker.active.free(key)
         if picker.predicted is not None:
             picker.predicted.ended(key, time.perf_counter())
         if reservation is not None:
-            picker.gate.load_changed(reservation.worker_id)
+            picker.eligibility.load_changed(reservation.worker_id)

@@ -90,7 +90,7 @@ class Box:
 
     def routable(self, name: str = "tiny") -> set[int]:
         entry = self.models.find(name, "Chat")
-        return set(entry.picker.fleet.members)
+        return set(entry.picker.worker_pool.members)
 
     @property
     def names(self) -> list[str]:
@@ -222,7 +222,7 @@ async def test_prefill_workers_join_their_model_whoever_comes_first(box: Box) ->
     router = entry.dispatch.prefill
     assert router is not None
     await until(lambda: router.queue.workers == [early.id])
-    assert set(entry.picker.fleet.members) == {decode.id}
+    assert set(entry.picker.worker_pool.members) == {decode.id}
     late = await box.worker("prefill", model_type="Prefill")
     await until(lambda: set(router.queue.workers) == {early.id, late.id})
     assert {one.instance_id for one in box.models.instances()} == {early.id, late.id, decode.id}
@@ -252,7 +252,7 @@ async def test_prefill_cards_that_disagree_are_rejected(
     await until(lambda: "tiny" in box.names)
     await box.worker("prefill", model_type="Prefill", **change)
     await until(lambda: box.rejected("tiny", reason) == 1)
-    router = box.models.find("tiny", "Chat").dispatch.prefill
+    router = box.models.find("tiny", "Chat").prefill.router
     assert router is not None and not router.active
 
 
@@ -260,7 +260,7 @@ async def test_a_second_prefill_endpoint_waits_until_the_first_is_gone(box: Box)
     await box.worker()
     first = await box.worker("prefill", model_type="Prefill")
     await until(lambda: "tiny" in box.names)
-    router = box.models.find("tiny", "Chat").dispatch.prefill
+    router = box.models.find("tiny", "Chat").prefill.router
     assert router is not None
     await until(lambda: router.queue.workers == [first.id])
     second = await box.worker("prefill2", model_type="Prefill")

@@ -23,7 +23,7 @@ from dynamo.errors import (
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.pool import prefill_settings
 from dynamo.frontend.disagg.router import PrefillRouter
-from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
+from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
@@ -87,36 +87,33 @@ class Workers:
 
 
 class Caller:
-    """A call with one leg."""
+    """An active request with one engine request."""
 
     def __init__(self) -> None:
         self.closed = False
         self.working = 0
-        self.meter = self
+        self.metrics = self
         self.stages: list[str] = []
         self.done: Any = None
         self.error: DynamoError | None = None
-        self.leg: EngineRequest
+        self.engine_request: EngineRequest
 
     def fail(self, error: DynamoError, by_worker: bool = False) -> None:
         self.error, self.closed = error, True
-        self.leg.release()
+        self.engine_request.release()
 
-    def works(self) -> float:
+    def engine_started(self) -> float:
         self.working += 1
         return time.monotonic()
 
-    def rests(self) -> None:
+    def engine_stopped(self) -> None:
         self.working -= 1
 
     def prefilled(self, done: Any) -> None:
         self.done = done
 
-    def placed(self, decision: Any, waiting: int) -> float:
+    def sent(self, engine_request: Any, decision: Any, queued: int, chosen_s: float) -> None:
         self.decision = decision
-        return time.monotonic()
-
-    def sent(self, seconds: float = 0.0) -> None: ...
 
     def routed(self, phase: str) -> None:
         self.stages.append(f"route {phase}")
@@ -126,7 +123,7 @@ class Caller:
 
     def leave(self) -> None:
         self.closed = True
-        self.leg.release()
+        self.engine_request.release()
 
 
 class Box:
@@ -170,8 +167,9 @@ class Box:
             "tiny", ids, StopConditions(max_tokens=7, min_tokens=2), **more
         )
         caller = Caller()
-        caller.leg = EngineRequest(caller, 0, self.decode, f"r{self.count}")  # type: ignore[arg-type]
-        self.dispatch.send(DispatchJob(caller.leg, request, routing, {}))
+        request.routing = routing
+        caller.engine_request = EngineRequest(caller, 0, self.dispatch, f"r{self.count}", request)  # type: ignore[arg-type]
+        self.dispatch.send(caller.engine_request)
         return caller
 
     @property
@@ -193,14 +191,14 @@ class Box:
         return value
 
     def nothing_left(self) -> bool:
-        queue = self.router.queue
+        line = self.router.queue
         loads = [
             picker.active.load(slot)  # type: ignore[attr-defined]
             for picker in (self.prefill, self.decode)
-            for member in picker.fleet.members.values()
+            for member in picker.worker_pool.members.values()
             for slot in member.slots.values()
         ]
-        return not len(queue) and not queue.running and all(load == (0, 0, 0) for load in loads)
+        return not len(line) and not line.running and all(load == (0, 0, 0) for load in loads)
 
 
 async def test_one_token_there_then_the_whole_answer_here() -> None:
@@ -222,10 +220,10 @@ async def test_one_token_there_then_the_whole_answer_here() -> None:
     assert caller.done.worker_id == PREFILL and caller.decision.worker_id == DECODE
     assert caller.stages == ["route prefill", "dispatch prefill", "route decode"]
     assert caller.working == 0
-    slot = box.decode.fleet.members[DECODE].slots[0]
+    slot = box.decode.worker_pool.members[DECODE].slots[0]
     load = box.decode.active.load(slot)  # type: ignore[attr-defined]
     assert load[:2] == (0, 2), "blocks are load there, prompt tokens are not"
-    caller.leg.release()
+    caller.engine_request.release()
     assert box.nothing_left()
 
 
@@ -295,7 +293,7 @@ async def test_a_worker_that_dies_gives_its_requests_back_to_the_head() -> None:
     box.prefillers.streams[3].answer({})
     assert len(box.decoders.streams) == 3
     for caller in (first, second, third):
-        caller.leg.release()
+        caller.engine_request.release()
     assert box.nothing_left()
 
 
@@ -309,7 +307,7 @@ async def test_the_last_worker_dies_and_all_go_without() -> None:
     assert all(one.request.prefill_result is None for one in box.decoders.streams)
     assert box.counted("fallbacks_total") == {"no_worker": 3}
     for caller in callers:
-        caller.leg.release()
+        caller.engine_request.release()
     assert box.nothing_left()
 
 
@@ -334,7 +332,7 @@ async def test_retries_are_bounded() -> None:
         box.prefillers.streams[tries].fail(CannotConnect("no"))
     assert len(box.prefillers.streams) == 3 and len(box.decoders.streams) == 1
     assert box.counted("fallbacks_total") == {"retries": 1}
-    caller.leg.release()
+    caller.engine_request.release()
     assert box.nothing_left()
 
 
@@ -475,8 +473,8 @@ async def test_conditional_what_the_decode_worker_has_cached_counts() -> None:
     request = PreprocessedRequest("tiny", tokens(list(range(64))), StopConditions(max_tokens=3))
     box.decode.predict(tokens(list(range(48))), DECODE)  # type: ignore[attr-defined]
     caller = Caller()
-    caller.leg = EngineRequest(caller, 0, box.decode, "own")  # type: ignore[arg-type]
-    box.dispatch.send(DispatchJob(caller.leg, request, None, {}))
+    caller.engine_request = EngineRequest(caller, 0, box.dispatch, "own", request)  # type: ignore[arg-type]
+    box.dispatch.send(caller.engine_request)
     assert len(box.decoders.streams) == 1 and box.counted("local_total") == {"cached": 1}
 
 
@@ -488,7 +486,7 @@ async def test_where_one_worker_has_vanished_the_other_computes() -> None:
     assert [one.worker_id for one in box.prefillers.streams] == [SPARE] * 4
     assert box.counted("fallbacks_total") == {} and not box.decoders.streams
     for caller in callers:
-        caller.leg.release()
+        caller.engine_request.release()
     assert box.nothing_left()
 
 
@@ -498,5 +496,5 @@ async def test_a_worker_that_vanished_between_choice_and_sending() -> None:
     box.prefillers.refused.add(PREFILL)
     caller = box.send()
     assert caller.error is None and len(box.decoders.streams) == 1
-    caller.leg.release()
+    caller.engine_request.release()
     assert box.nothing_left()

@@ -6,13 +6,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import prefill_patience
 import pytest
 from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box, Caller
 
-from benchmarks import prefill_patience
 from dynamo.errors import DynamoError, Overloaded
-from dynamo.frontend.api.prefill_route import explain_both
-from dynamo.frontend.requests.dispatch import DispatchJob
+from dynamo.frontend.api.route import explain_request
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import tokens
@@ -55,7 +54,7 @@ def busy_box(**more: Any) -> Box:
 def report(box: Box, worker: int, used_blocks: int) -> None:
     """The prefill worker says how full it is, as others fill it too."""
     state = KvMetrics(worker, 0, kv_used_blocks=used_blocks, kv_total_blocks=100)
-    box.prefill.gate.busy.report(state)
+    box.prefill.eligibility.busy.report(state)
 
 
 async def test_while_all_prefill_workers_are_busy_requests_wait() -> None:
@@ -71,7 +70,7 @@ async def test_while_all_prefill_workers_are_busy_requests_wait() -> None:
     await asyncio.wait_for(looked.wait(), 5)
     assert box.prefillers.streams[0].worker_id == SPARE
     box.prefillers.streams[0].answer({})
-    caller.leg.release()
+    caller.engine_request.release()
     assert box.nothing_left()
 
 
@@ -168,7 +167,7 @@ async def test_a_bug_in_the_choice_ends_its_request_and_not_the_line() -> None:
     pick = box.prefill.pick
 
     def failing(request_id: str | None, *args: Any, **more: Any) -> Any:
-        if request_id == doomed.leg.reservation_id:
+        if request_id == doomed.engine_request.id:
             raise ZeroDivisionError
         return pick(request_id, *args, **more)
 
@@ -183,7 +182,7 @@ def explained(box: Box, length: int = 40, routing: Routing | None = None) -> Exp
     prompt = tokens(list(range(length)))
     request = PreprocessedRequest("tiny", prompt, StopConditions(max_tokens=7))
     assert isinstance(box.decode, KvPicker)
-    return explain_both(box.decode, box.router, request, routing, ())
+    return explain_request(box.decode, box.router, request, routing, ())
 
 
 async def test_the_table_shows_both_choices() -> None:
@@ -244,8 +243,8 @@ def cached_at(box: Box, worker: int, length: int = 640) -> PreprocessedRequest:
 
 def sent(box: Box, request: PreprocessedRequest) -> Caller:
     caller = Caller()
-    caller.leg = EngineRequest(caller, 0, box.decode, "cached")  # type: ignore[arg-type]
-    box.dispatch.send(DispatchJob(caller.leg, request, None, {}))
+    caller.engine_request = EngineRequest(caller, 0, box.dispatch, "cached", request)  # type: ignore[arg-type]
+    box.dispatch.send(caller.engine_request)
     return caller
 
 

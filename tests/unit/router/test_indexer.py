@@ -46,7 +46,7 @@ class Counts:
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
 
-    def applied(self, event_type: str, status: str) -> None:
+    def applied(self, event_type: str, status: str, count: int = 1) -> None:
         self.seen[f"{event_type} {status}"] += 1
 
     def warning(self, kind: str, count: int = 1) -> None:

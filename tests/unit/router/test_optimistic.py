@@ -34,7 +34,7 @@ class Box:
         """An event: the worker has computed the prompt."""
         assert self.index is not None
         local = block_hashes(tokens, BLOCK)
-        slot = self.picker.fleet.members[worker_id].slots[0]
+        slot = self.picker.worker_pool.members[worker_id].slots[0]
         self.index.store(slot, None, sequence_hashes(local), local)
 
     def burst(self, count: int) -> set[int]:
@@ -49,7 +49,7 @@ class Box:
         return found
 
 
-CACHE_FIRST = {"prefill_load_scale": 64.0, "duplicate_cost": 32.0}
+CACHE_FIRST: dict[str, Any] = {"prefill_load_scale": 64.0, "duplicate_cost": 32.0}
 
 
 def test_a_burst_before_any_event_stays_together() -> None:
@@ -118,9 +118,10 @@ def costs(**settings: Any) -> dict[int, float]:
     prompt = array("I", range(40))
     box.hold(1, prompt[:32])
     box.hold(2, prompt[:16])
-    by_slot = box.picker.survey(prompt).costs
+    by_slot = box.picker.snapshot(prompt).costs
     return {
-        member.worker_id: by_slot[member.slots[0]] for member in box.picker.fleet.members.values()
+        member.worker_id: by_slot[member.slots[0]]
+        for member in box.picker.worker_pool.members.values()
     }
 
 
@@ -136,7 +137,7 @@ def test_the_parts_of_a_cost_have_the_price_in_them() -> None:
     box = Box(duplicate_cost=5.0, prefill_load_scale=3.0)
     prompt = array("I", range(40))
     box.hold(1, prompt[:32])
-    seen = box.picker.survey(prompt)
+    seen = box.picker.snapshot(prompt)
     for slot, cost in seen.costs.items():
         found = seen.parts(slot, 0)
         assert cost == pytest.approx(3 * found.prefill_blocks + found.decode_blocks)
@@ -144,7 +145,7 @@ def test_the_parts_of_a_cost_have_the_price_in_them() -> None:
 
 def test_what_nobody_holds_has_none() -> None:
     box = Box(duplicate_cost=5.0)
-    assert set(box.picker.survey(array("I", range(40))).costs.values()) == {20.0}
+    assert set(box.picker.snapshot(array("I", range(40))).costs.values()) == {20.0}
 
 
 def test_copies_are_avoided_in_a_replay() -> None:

@@ -126,7 +126,7 @@ class World:
 
 def fill(world: World, tokens: int = 60) -> None:
     """Give every worker more than half a batch."""
-    for worker_id in world.picker.fleet.members:
+    for worker_id in world.picker.worker_pool.members:
         assert world.ask(
             f"fill {worker_id}", tokens, 5000 * worker_id, backend_instance_id=worker_id
         )
@@ -201,7 +201,7 @@ def test_the_shortest_work_goes_first_and_is_looked_at_again() -> None:
     hashes = block_hashes(array("I", range(80)), BLOCK)[:15]
     index = world.picker.index
     assert isinstance(index, RadixTree)
-    index.store(world.picker.fleet.members[1].slots[0], None, sequence_hashes(hashes), hashes)
+    index.store(world.picker.worker_pool.members[1].slots[0], None, sequence_hashes(hashes), hashes)
     world.turn(9)
     assert world.sample("queue_pending_cached_tokens") == 0
     world.turn(2)
@@ -235,7 +235,7 @@ def test_the_overlap_of_the_decision_is_that_of_its_time() -> None:
     hashes = block_hashes(array("I", range(40)), BLOCK)
     index = world.picker.index
     assert isinstance(index, RadixTree)
-    index.store(world.picker.fleet.members[1].slots[0], None, sequence_hashes(hashes), hashes)
+    index.store(world.picker.worker_pool.members[1].slots[0], None, sequence_hashes(hashes), hashes)
     world.turn(60)
     assert world.sample("queue_pending_cached_tokens") == 0
     world.picker.free("fill 1")
@@ -295,7 +295,7 @@ def test_all_that_wait_long_are_looked_at_again_however_many() -> None:
     for number in range(100):
         prompt = array("I", range(1000 * number, 1000 * number + 40))
         hashes = block_hashes(prompt, BLOCK)
-        slot = world.picker.fleet.members[1].slots[0]
+        slot = world.picker.worker_pool.members[1].slots[0]
         world.picker.index.store(slot, None, sequence_hashes(hashes), hashes)  # type: ignore[union-attr]
     world.turn(2)
     assert world.sample("queue_pending_cached_tokens") == 100 * 40
@@ -321,11 +321,11 @@ def test_what_cannot_be_served_is_told_at_its_turn() -> None:
     world.turn()
     assert isinstance(world.outcomes["pinned"], InvalidArgument)
     assert "any" not in world.outcomes
-    world.picker.fleet.set_busy(2, True)  # nobody tells the line of it
+    world.picker.worker_pool.set_busy(2, True)  # nobody tells the line of it
     world.turn(TICK_S)
     assert isinstance(world.outcomes["any"], Overloaded)
     assert world.sample("admission_rejected_total", reason="overloaded") == 1
-    world.picker.fleet.set_busy(2, False)
+    world.picker.worker_pool.set_busy(2, False)
     world.ask("last", 60, 200)
     world.picker.remove_worker(2)
     world.turn()
@@ -541,7 +541,7 @@ class Machine(RuleBasedStateMachine):
         assert order == sorted(order, reverse=True)
 
     @rule(grow=st.booleans())
-    def fleet(self, grow: bool) -> None:
+    def worker_pool(self, grow: bool) -> None:
         if grow and self.workers < 4:
             self.workers += 1
             self.world.add_worker(self.workers)

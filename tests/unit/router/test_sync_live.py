@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -13,6 +14,7 @@ from live_kit import BLOCK, PROMPT, Box, Worker, until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.sync import ACTIVE_SEQUENCES
 from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.kv import KvPicker
 from dynamo.router.sync import replicas as sync
@@ -39,7 +41,7 @@ class Replicas:
         box = Box(self.settings)
         self.boxes.append(box)
         live = await box.route(replica_sync=True, **settings)
-        await until(lambda: len(live.picker.fleet.members) == workers)
+        await until(lambda: len(live.picker.worker_pool.members) == workers)
         return live
 
     def page(self, number: int) -> str:
@@ -68,15 +70,15 @@ def kv(live: ConnectedRouter) -> KvPicker:
 
 def load(live: ConnectedRouter, worker: Worker) -> Load:
     picker = kv(live)
-    return picker.active.load(picker.fleet.members[worker.id].slots[0])
+    return picker.active.load(picker.worker_pool.members[worker.id].slots[0])
 
 
 async def wait_until_in_sync(*lives: ConnectedRouter) -> None:
     """Wait until all routers have discovered each other and have no gap."""
-    for live in lives:
-        remote = live._sync.remote if live._sync is not None else None
-        assert remote is not None
-        await until(lambda remote=remote: len(remote) == len(lives) - 1 and remote.is_in_sync())
+    remotes = [live._sync.remote for live in lives if live._sync is not None]
+    assert len(remotes) == len(lives)
+    others = len(lives) - 1
+    await until(lambda: all(len(one) == others and one.is_in_sync() for one in remotes))
 
 
 async def test_load_is_shared_from_the_decision_to_the_end(replicas: Replicas) -> None:
@@ -132,7 +134,8 @@ async def test_lost_messages_are_repaired(replicas: Replicas) -> None:
     first.picker.free("a")
     first.picker.pick("b", PROMPT)
     assert len(first._sync.local.take_pending()) == 1  # lost
-    await until(lambda: second._sync.remote.gaps == 1 and second._sync.remote.is_in_sync())
+    remote = second._sync.remote
+    await until(lambda: remote.gaps == 1 and remote.is_in_sync())
     assert load(second, worker) == (16, 4, 1)
     first.picker.free("b")
     await until(lambda: load(second, worker) == (0, 0, 0))
@@ -153,9 +156,9 @@ async def test_load_of_a_worker_that_is_not_known_yet(replicas: Replicas) -> Non
     first, second = await replicas.router(), await replicas.router()
     await wait_until_in_sync(first, second)
     late = await replicas.worker()
-    await until(lambda: late.id in first.picker.fleet.members)
+    await until(lambda: late.id in first.picker.worker_pool.members)
     assert second._sync is not None
-    await until(lambda: late.id in second.picker.fleet.members)
+    await until(lambda: late.id in second.picker.worker_pool.members)
     for number in range(4):
         first.picker.pick(str(number), PROMPT)
     both = [load(first, worker) for worker in replicas.workers]
@@ -170,7 +173,7 @@ async def test_predicted_blocks_of_a_replica_are_held_until_its_request_ends(
     replicas: Replicas,
 ) -> None:
     await replicas.worker(RuntimeConfig(total_kv_blocks=100))
-    chosen = {"kv_events": False, "approximate_cache_policy": "lru"}
+    chosen: dict[str, Any] = {"kv_events": False, "approximate_cache_policy": "lru"}
     first, second = await replicas.router(**chosen), await replicas.router(**chosen)
     await wait_until_in_sync(first, second)
     predicted = kv(second).predicted
@@ -258,7 +261,7 @@ async def test_without_the_flag_nothing_is_published(replicas: Replicas) -> None
     live = await box.route()
     assert live._sync is None and kv(live).local_requests is None
     other = DistributedRuntime(None, replicas.settings)
-    subscription = other.subscribe("ns", "backend", sync.ACTIVE_SEQUENCES, lambda *_: None)
+    subscription = other.subscribe("ns", "backend", ACTIVE_SEQUENCES, lambda *_: None)
     await other.start()
     await subscription.ready()
     assert subscription.publishers() == []

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from http_bench import Bench
-from test_call import Site, ids, turn
+from test_request import Site, ids, turn
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import Unavailable
-from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
+from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
@@ -228,7 +228,7 @@ async def test_silence_while_queued_is_not_the_engines() -> None:
     await turn()
     assert site.streams[1].killed == 1 and b'"code":503' in site.bench.transport.out
     site.settled()
-    site.flow.close()
+    site.active.close()
 
 
 async def test_silence_of_one_leg_while_another_waits_is_the_engines() -> None:
@@ -241,11 +241,10 @@ async def test_silence_of_one_leg_while_another_waits_is_the_engines() -> None:
     class Prefills:
         active = True
 
-        def take(self, job: DispatchJob) -> bool:
-            leg = job.leg
-            if leg.index:
+        def take(self, engine_request: Any) -> bool:
+            if engine_request.index:
                 return False
-            leg.call.works()
+            engine_request.request.engine_started()
             prefilling.set()
             return True
 
@@ -260,19 +259,19 @@ async def test_silence_of_one_leg_while_another_waits_is_the_engines() -> None:
     assert site.status == 503
     site.finish(0)
     site.settled()
-    site.flow.close()
+    site.active.close()
 
 
 async def test_the_end_of_the_drain(site: Queued) -> None:
     site.chat()
     site.another()
-    assert not await site.flow.admission.drain(0.01)
+    assert not await site.active.drain(0.01)
     site.finish(0)
     await later()
     assert len(site.streams) == 2, "who waits is served while there is time"
     site.another()
-    site.flow.fail_all(Unavailable("Service is shutting down"))
-    assert await site.flow.admission.drain(0.01)
+    site.active.fail_all(Unavailable("Service is shutting down"))
+    assert await site.active.drain(0.01)
     site.settled()
 
 
@@ -290,7 +289,7 @@ async def test_a_line_that_closes_tells_its_calls(site: Queued) -> None:
 async def test_a_call_that_waited_needs_no_collector(site: Queued, leaves: bool) -> None:
     site.chat()
     waiting = site.another(stream=True)
-    newest = max(site.flow.live, key=lambda one: one.exchange.received_at)
+    newest = max(site.active._active, key=lambda one: one.exchange.received_at)
     generation = weakref.ref(newest.generation)
     del newest
     gc.disable()
@@ -313,7 +312,7 @@ async def test_a_call_that_waited_needs_no_collector(site: Queued, leaves: bool)
 async def test_tokens_are_load_as_they_come() -> None:
     site = Queued({"queue_threshold": None, "track_output_blocks": True})
     site.chat(nvext={"agent_hints": {"osl": 64}})
-    slot = site.kv.fleet.members[7].slots[0]
+    slot = site.kv.worker_pool.members[7].slots[0]
     prompt = len(site.streams[0].request.token_ids)
     blocks = [site.kv.active.load(slot)[1]]
     for _ in range(4):
