@@ -21,8 +21,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.caches.cached_blocks import CachedBlocks
-from dynamo.router.caches.optimistic import make_optimistic_cache
-from dynamo.router.caches.predicted import PredictedCache
+from dynamo.router.caches.predicted import PredictedCache, make_optimistic_cache
 from dynamo.router.cost import CostParams, add_requests, cached_tokens, cost_params, overridden
 from dynamo.router.decision_log import log as decision_log
 from dynamo.router.decision_log import log_decision

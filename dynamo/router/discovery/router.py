@@ -255,7 +255,7 @@ class ConnectedRouter:
             batch = _decode_batch(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._counts.warning("malformed")
-            log.warning("KV events of publisher %x cannot be read: %s", publisher_id, error)
+            log.warning("invalid KV events from publisher %x: %s", publisher_id, error)
             return
         if self.indexer is not None:
             self.indexer.apply(batch)
@@ -264,9 +264,9 @@ class ConnectedRouter:
         """Messages were lost; event ids will tell which events, so only count. One that counts from
         an earlier number has begun anew, and its event ids with it."""
         if got < expected and self.indexer is not None:
-            self.indexer.renew(publisher_id)
+            self.indexer.publisher_restarted(publisher_id)
         self._counts.warning("sequence_gap", max(got - expected, 1))
 
     def _on_recovery(self, recovery: Recovery) -> None:
         if self._recovery is not None and not self._closed:
-            self._recovery.ask(recovery)
+            self._recovery.send(recovery)
