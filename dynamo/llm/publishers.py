@@ -1,4 +1,4 @@
-"""How a worker tells routers of its cache and its load. Spec 2.7, 7.11."""
+"""Publishers of a worker's KV events and load, for routers. Spec 2.7, 7.11."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _senders: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], KvEventSen
 class KvEventPublisher:
     """The KV events of one data-parallel rank of one worker.
 
-    Make it on the loop of the runtime; publish from any thread, events keep their order. Hashes are
-    the engine's own 64-bit ids, signed or unsigned. With ``zmq_endpoint`` the engine's own events
-    are relayed. A local index, which answers routers that missed something, is always kept:
-    ``enable_local_indexer`` is accepted and not used. ValueError for a block size of 0.
+    Create it on the loop of the runtime; publish from any thread, events keep their order. Hashes
+    are the engine's own 64-bit ids, signed or unsigned. With ``zmq_endpoint`` the engine's own
+    events are relayed. The local index, which answers queries of routers, is always on:
+    ``enable_local_indexer`` is accepted and has no effect. ValueError for a block size of 0.
     """
 
     def __init__(
@@ -90,12 +90,13 @@ class KvEventPublisher:
         lora_name: str | None = None,
         medium: str | None = None,
     ) -> None:
-        """These blocks exist now, as a chain under ``parent_hash`` (None: the root).
+        """Publish new blocks, a chain under ``parent_hash`` (None: the root).
 
-        ``num_block_tokens[i]`` tokens of ``token_ids`` belong to ``block_hashes[i]``. From a block
-        on that is not ``kv_block_size`` long everything is dropped, with a warning. ``medium`` is
-        where they lie: GPU (None), CPU, DISK, EXTERNAL or another name of these tiers; below the
-        device ``token_ids`` may be empty for blocks that another tier holds. ValueError: unknown.
+        ``num_block_tokens[i]`` tokens of ``token_ids`` belong to ``block_hashes[i]``. The first
+        block that has not ``kv_block_size`` tokens, and all after it, are dropped with a warning.
+        ``medium`` is the storage: GPU (None), CPU, DISK, EXTERNAL or another name of these tiers.
+        Below the device ``token_ids`` may be empty for blocks that another tier holds. ValueError
+        for an unknown medium.
         """
         tier = _tier(medium)
         if tier != STORAGE_TIERS[0] and not token_ids:
@@ -108,11 +109,11 @@ class KvEventPublisher:
             self._record(self.dp_rank, [stored], tier)
 
     def publish_removed(self, block_hashes: Sequence[int], medium: str | None = None) -> None:
-        """These blocks are gone from ``medium``. ValueError: unknown."""
+        """Publish that blocks were removed from ``medium``. ValueError for an unknown medium."""
         self._record(self.dp_rank, [BlocksRemoved(_column(block_hashes))], _tier(medium))
 
     def publish_all_cleared(self) -> None:
-        """No block is left."""
+        """Publish that all blocks were removed."""
         self._record(self.dp_rank, [BlocksCleared()], STORAGE_TIERS[0])
 
     def shutdown(self) -> None:
@@ -165,8 +166,8 @@ class KvEventPublisher:
             changes = []
             for event in group:
                 try:
-                    change = self._translated(event)
-                except (ValueError, TypeError) as error:  # its token ids
+                    change = self._to_change(event)
+                except (ValueError, TypeError) as error:  # token ids that are not uint32
                     self._on_malformed(error)
                     continue
                 if change is not None:
@@ -178,15 +179,13 @@ class KvEventPublisher:
         self._dropped.inc()
         if self._malformed == 1:
             _log.warning(
-                "skipped a malformed KV event of the engine: %.200r; "
+                "dropped a malformed KV event of the engine: %.200r; "
                 "further ones are only counted, in %s",
                 error,
                 PUBLISHER_DROPPED.name,
             )
 
-    def _translated(
-        self, event: EngineEvent
-    ) -> BlocksStored | BlocksRemoved | BlocksCleared | None:
+    def _to_change(self, event: EngineEvent) -> BlocksStored | BlocksRemoved | BlocksCleared | None:
         if isinstance(event, EngineStored):
             if not event.token_ids:
                 return self._by_id(event)
@@ -204,7 +203,7 @@ class KvEventPublisher:
         return BlocksCleared()
 
     def _by_id(self, event: EngineStored) -> BlocksStored | None:
-        """Blocks that an engine moved down and names by their hashes alone."""
+        """Convert blocks that the engine offloaded and names by their hashes alone."""
         if event.storage_tier == STORAGE_TIERS[0] or event.block_size not in (
             0,
             self.kv_block_size,
@@ -214,16 +213,19 @@ class KvEventPublisher:
 
 
 class WorkerMetricsPublisher:
-    """The load of one worker. ``await create_endpoint(endpoint)`` once, then publish, from any
-    thread; before that the newest state of each rank waits."""
+    """The load of one worker.
+
+    Call ``create_endpoint`` once, then publish from any thread. The newest state of each rank that
+    was published before is sent then.
+    """
 
     def __init__(self) -> None:
         self._sender = LoadSender(0)
-        self._call: Callable[..., object] = _directly
+        self._call: Callable[..., object] = _call_now
         self._thread = threading.get_ident()
 
     async def create_endpoint(self, endpoint: Endpoint | Component) -> None:
-        """Publish as a worker of the endpoint's component."""
+        """Start publishing as a worker of the endpoint's component."""
         target = _endpoint(endpoint)
         self._sender.worker_id = target.runtime.instance_id
         self._thread = threading.get_ident()
@@ -236,7 +238,7 @@ class WorkerMetricsPublisher:
         active_decode_blocks: int | None = None,
         kv_used_blocks: int | None = None,
     ) -> None:
-        """The state of a rank; what is None is unknown."""
+        """Publish the state of a rank; None is unknown."""
         state = KvMetrics(
             worker_id=0,
             dp_rank=dp_rank or 0,
@@ -250,7 +252,7 @@ class WorkerMetricsPublisher:
 
 
 def _sender(endpoint: Endpoint, worker_id: int, delay_s: float) -> KvEventSender:
-    """The outlet that all publishers of a component in this process share."""
+    """Return the sender that all publishers of a component in this process share."""
     runtime = endpoint.runtime
     made = _senders.setdefault(runtime, {})
     key = endpoint.path[:2]
@@ -275,5 +277,5 @@ def _column(hashes: Iterable[int]) -> bytes:
     return array("Q", [value & _U64 for value in hashes]).tobytes()
 
 
-def _directly(function: Callable[..., object], *args: object) -> object:
+def _call_now(function: Callable[..., object], *args: object) -> object:
     return function(*args)

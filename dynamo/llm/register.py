@@ -1,4 +1,4 @@
-"""A worker tells the frontend what it serves: the model card, stored under the worker's lease."""
+"""Registration of a worker's model: its card, stored under the worker's lease."""
 
 from __future__ import annotations
 
@@ -50,13 +50,14 @@ async def register_model(
     needs: Sequence[Sequence[str]] | None = None,
     model_aliases: Sequence[str] | None = None,
 ) -> None:
-    """Announce the model in ``model_path``, a local directory, as served by ``endpoint``.
+    """Register the model in ``model_path``, a local directory, as served by ``endpoint``.
 
-    The card goes with the worker's lease. ``context_length`` (tokens) defaults to the model's own,
-    ``kv_cache_block_size`` to 16, ``model_name`` to the name of the directory. InvalidArgument
-    names what is missing, and any ``model_input`` but Tokens, the only one that frontends send;
-    ValueError: only one of ``lora_name`` and ``base_model_path``. Routing
-    and media are the frontend's: ``router_config`` and ``media_decoder`` are accepted, not used.
+    The card is deleted with the worker's lease. ``context_length`` (tokens) defaults to the model's
+    own, ``kv_cache_block_size`` to 16, ``model_name`` to the name of the directory.
+    ``router_config`` and ``media_decoder`` are accepted and have no effect: the frontend has its
+    own. Raises InvalidArgument for a bad model directory and for any ``model_input`` but Tokens,
+    the only one that frontends send; ValueError for one of ``lora_name`` and ``base_model_path``
+    without the other.
     """
     _check(model_input, lora_name, base_model_path)
     try:
@@ -101,7 +102,7 @@ register_llm = register_model
 
 
 async def unregister_model(endpoint: Endpoint, lora_name: str | None = None) -> None:
-    """Take the card back; harmless if there is none."""
+    """Delete the card; no effect without one."""
     await endpoint.runtime.discovery.delete(_key(endpoint, lora_name))
 
 
@@ -138,7 +139,7 @@ def _check(model_input: ModelInput, lora_name: str | None, base_model_path: str 
 
 
 def _encode(card: ModelCard) -> bytes:
-    """Reject here what every frontend would skip."""
+    """Encode ``card``; reject values that every frontend would reject."""
     try:
         encoded = msgspec.json.encode(card)
         decode_card(encoded)

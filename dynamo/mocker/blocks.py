@@ -77,8 +77,8 @@ class BlockPool:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.changes: list[BlocksStored | BlocksRemoved] = []
-        self._active: dict[int, int] = {}
-        self._idle: dict[int, None] = {}
+        self._active: dict[int, int] = {}  # full blocks: how many sequences use each
+        self._idle: dict[int, None] = {}  # cached blocks, the next to evict first
         self._private = 0
 
     @property
@@ -126,7 +126,7 @@ class BlockPool:
     def grow(self, blocks: SequenceBlocks, tokens: int) -> bool:
         """Allocate slots for the first ``tokens`` tokens, evicting cached blocks as needed.
 
-        Return False, and change nothing, if there are not enough slots.
+        Return False, and change nothing, if too few slots are free.
         """
         full, rest = divmod(tokens, self.block_size)
         if not self.prefix_caching:
@@ -201,8 +201,8 @@ class BlockPool:
                 end += 1
             if end > begin:
                 parent = blocks.sequence_hashes[begin - 1] if begin else None
-                column, local = blocks.sequence_hashes[begin:end], blocks.block_hashes[begin:end]
-                self.changes.append(BlocksStored(column.tobytes(), local.tobytes(), parent, begin))
+                hashes, local = blocks.sequence_hashes[begin:end], blocks.block_hashes[begin:end]
+                self.changes.append(BlocksStored(hashes.tobytes(), local.tobytes(), parent, begin))
             begin = end + 1
 
     def _check(self) -> None:
