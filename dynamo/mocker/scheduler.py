@@ -23,12 +23,12 @@ __all__ = ["Batch", "Limits", "Output", "Scheduler", "Sequence"]
 class Limits:
     """``watermark`` is the share of the blocks that must stay free when a prompt is admitted."""
 
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    max_model_len: int | None = None
-    chunked_prefill: bool = True
-    watermark: float = 0.01
-    preempt_newest: bool = True
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    chunked_prefill: bool
+    watermark: float
+    preempt_newest: bool
 
 
 class Output(Protocol):

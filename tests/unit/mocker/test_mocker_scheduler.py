@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo.config.mocker import MockerSettings
 from dynamo.errors import InvalidArgument
+from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.reply import random_reply
-from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
+from dynamo.mocker.scheduler import Scheduler, Sequence
 from dynamo.protocols.codec import tokens
 
 B = 4
+LIMITS = engine_shape(MockerSettings()).limits
 
 
 class Recorder:
@@ -42,7 +47,7 @@ def sequence(prompt: list[int], max_tokens: int, seed: int = 0) -> tuple[Sequenc
 
 
 def scheduler(blocks: int = 100, caching: bool = True, **limits: object) -> Scheduler:
-    return Scheduler(BlockPool(blocks, B, caching), Limits(**limits))  # type: ignore[arg-type]
+    return Scheduler(BlockPool(blocks, B, caching), replace(LIMITS, **limits))  # type: ignore[arg-type]
 
 
 def run(engine: Scheduler, iterations: int = 10_000) -> int:

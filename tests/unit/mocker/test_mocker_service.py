@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dynamo.config.mocker import MockerSettings
 from dynamo.errors import DynamoError, InvalidArgument, Overloaded
+from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.engine import EngineRank, EngineShape
 from dynamo.mocker.metrics import MockerMetrics
-from dynamo.mocker.scheduler import Limits
 from dynamo.mocker.service import DEFAULT_MAX_TOKENS, MockerService
 from dynamo.mocker.timing import Timing
 from dynamo.observability.metrics import Registry
@@ -97,7 +99,8 @@ async def deployment(
     path: Path, *, ranks: int = 1, reply: str = "random", speedup: float = 0,
     admission: int | None = None, **shape: Any,
 ) -> AsyncIterator[Deployment]:  # fmt: skip
-    limits = Limits(**{k: shape.pop(k) for k in ("max_model_len", "max_num_seqs") if k in shape})
+    changes = {k: shape.pop(k) for k in ("max_model_len", "max_num_seqs") if k in shape}
+    limits = replace(engine_shape(MockerSettings()).limits, **changes)
     size = {"blocks": 100, "block_size": 4, "prefix_caching": True, **shape}
     made = EngineShape(limits=limits, timing=Timing(speedup), **size)
     tasks, server, client = Tasks(), RequestServer(), RequestClient()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from dynamo.config.mocker import MockerSettings
+from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.reply import random_reply
-from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
+from dynamo.mocker.scheduler import Scheduler, Sequence
 from dynamo.mocker.timing import Transfer, cached_tokens
 from dynamo.protocols.codec import tokens
 
 B = 4
+LIMITS = engine_shape(MockerSettings()).limits
 
 
 def test_seconds_are_bytes_over_bandwidth_over_speed() -> None:
@@ -62,7 +67,7 @@ def transferred(length: int, pauses: bool, max_tokens: int = 3) -> Recorder:
 
 
 def test_nothing_is_computed_until_the_transfer_is_complete() -> None:
-    engine = Scheduler(BlockPool(100, B), Limits())
+    engine = Scheduler(BlockPool(100, B), LIMITS)
     output = transferred(10, pauses=True)
     engine.add(output.sequence)
     batch = engine.schedule()
@@ -81,7 +86,7 @@ def test_nothing_is_computed_until_the_transfer_is_complete() -> None:
 
 
 def test_an_instant_transfer_does_not_delay_the_first_token() -> None:
-    engine = Scheduler(BlockPool(100, B), Limits())
+    engine = Scheduler(BlockPool(100, B), LIMITS)
     output = transferred(10, pauses=False)
     engine.add(output.sequence)
     batch = engine.schedule()
@@ -89,7 +94,7 @@ def test_an_instant_transfer_does_not_delay_the_first_token() -> None:
 
 
 def test_a_preempted_transfer_is_computed_here() -> None:
-    engine = Scheduler(BlockPool(6, B), Limits(watermark=0))
+    engine = Scheduler(BlockPool(6, B), replace(LIMITS, watermark=0))
     first, second = transferred(10, True, 12), transferred(11, True, 4)
     second.sequence.blocks = SequenceBlocks(tokens(list(range(100, 111))), B)
     for output in (first, second):
