@@ -1,8 +1,8 @@
 """A worker in fifty lines, written against Dynamo's Python API: it echoes every prompt.
 
-    python -m dynamo.frontend &
-    python examples/worker_hello.py examples/model
-    curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \
+python -m dynamo.frontend &
+python examples/worker_hello.py examples/model
+curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \
         -d '{"model": "hello", "messages": [{"role": "user", "content": "good morning"}]}'
 """
 

@@ -58,8 +58,8 @@ class Exchange:
 
     __slots__ = (
         "_bodiless",
-        "_transport",
         "_raw",
+        "_transport",
         "body",
         "deadline",
         "done",

@@ -24,11 +24,11 @@ _POLITE = 256  # connections over the cap that get a 503 at once; beyond, the so
 
 
 class HttpServer:
-    """Hands every request to ``handler``, which answers at once or later through the exchange.
+    """Passes every request to ``handler``, which responds at once or later through the exchange.
 
     ``handler`` is a plain function, so that a request costs neither task nor queue. ``on_refused``
-    hears the status of each request that broke a rule or a limit, before any route. ``write_batch`` is
-    given to share one with the handler.
+    is called with the status of each request that was refused before it reached a route. Pass
+    ``write_batch`` to share one with the handler.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ class MockerWorker:
         try:
             await rank.run()
         except Exception:
-            self.endpoint.runtime.serving.cut()
+            self.endpoint.runtime.serving.abort()
             raise
 
     async def _register(self) -> None:

@@ -24,6 +24,8 @@ __all__ = [
     "ChatCompletionRequest",
     "CompletionRequest",
     "GenerationRequest",
+    "ModelId",
+    "ModelList",
     "NvExt",
     "RoutingConstraints",
     "StreamOptions",
@@ -210,6 +212,18 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     logprobs: Annotated[int, _between("logprobs")] | None = None
     echo: bool | None = None
     suffix: str | None = None
+
+
+class ModelId(msgspec.Struct):
+    """A row of the body of GET /v1/models, as far as clients read it."""
+
+    id: str
+
+
+class ModelList(msgspec.Struct):
+    """Body of GET /v1/models."""
+
+    data: list[ModelId]
 
 
 class StrictChatCompletionRequest(

@@ -65,7 +65,7 @@ class WorkerLifecycle:
         try:
             yield runtime
         except BaseException:
-            runtime.serving.cut()
+            runtime.serving.abort()
             raise
         finally:
             self._runtimes.discard(runtime)
@@ -95,7 +95,7 @@ class WorkerLifecycle:
 
     def _abort_streams(self) -> None:
         for runtime in self._runtimes:
-            runtime.serving.cut()
+            runtime.serving.abort()
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name

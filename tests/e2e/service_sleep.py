@@ -1,4 +1,4 @@
-"""A stand-in service for tests of ``dynamo serve``: stays, obeys, and can be told to misbehave.
+"""A service for tests of ``dynamo serve``: runs until SIGTERM; flags make it misbehave.
 
 usage: service_sleep.py [--exit STATUS] [--after S] [--stubborn] [--drain S] [--children N]
                         [--say TEXT] [--escape]
@@ -24,7 +24,7 @@ parser.add_argument("--words", nargs="*", help="ignored")
 given = parser.parse_args()
 
 
-def stop(signum, frame):
+def stop(_signum: int, _frame: object) -> None:
     if given.stubborn:
         print("not now", flush=True)
         return

@@ -43,6 +43,6 @@ def test_load_grows_and_fades_with_the_output(deployment: Deployment) -> None:
     deployment.until(lambda: blocks() < prompt / 2)
     deployment.until(lambda: blocks() == 0)
     assert deployment.sample("dynamo_frontend_inflight_requests") == 1, (
-        "it goes on, against expectation"
+        "still running, against expectation"
     )
     running.close()

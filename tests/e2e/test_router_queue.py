@@ -21,7 +21,7 @@ def body(text: str, **nvext: Any) -> dict[str, Any]:
 
 
 class Clients:
-    """Requests at once, each on a connection of its own."""
+    """Send requests at once, each on its own connection."""
 
     def __init__(self, deployment: Deployment, pool: ThreadPoolExecutor) -> None:
         self.deployment = deployment

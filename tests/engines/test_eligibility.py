@@ -164,11 +164,12 @@ def test_a_bad_constraint_is_named(
 
 def test_an_override_reaches_the_decision(workers: TaintedWorkers) -> None:
     body = {"model": "tiny", "prompt": "hello there"}
-    override = {"router_config_override": {"prefill_load_scale": 3.0, "router_temperature": 0.5}}
+    weights = {"prefill_load_scale": 3.0, "router_temperature": 0.5}
+    override = {"router_config_override": weights}
     answer = workers.deployment.request("POST", "/v1/route", {**body, "nvext": override})[2]
     found = json.loads(answer)
     assert (found["prefill_load_scale"], found["temperature"]) == (3.0, 0.5)
-    assert workers.complete(**override)[0] == 200
+    assert workers.complete(router_config_override=weights)[0] == 200
 
 
 def test_thresholds_while_the_frontend_runs(workers: TaintedWorkers) -> None:

@@ -195,4 +195,4 @@ async def test_a_standalone_router_counts_a_frontends_requests(deployment: Deplo
 
 
 def best_overlap(replica: Replica, text: str) -> int:
-    return max(row["overlap_blocks"] for row in replica.explained(text)["candidates"])
+    return max(int(row["overlap_blocks"]) for row in replica.explained(text)["candidates"])

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from dynamo.errors import cut
+from dynamo.errors import shorten
 from dynamo.frontend.models.registry import Models
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
@@ -61,11 +61,11 @@ class BusyThresholdRoutes:
 
     def _list(self, exchange: Exchange) -> None:
         """Models without any threshold are left out."""
-        gates = [(one.name, one.picker.gate) for one in self._models.entries() if one.ready]
+        gates = [(one.name, one.picker.eligibility) for one in self._models.entries() if one.ready]
         rows = [
-            _shown(name, gate.thresholds, gate.admission_control)
-            for name, gate in gates
-            if gate.thresholds.any
+            _shown(name, eligibility.thresholds, eligibility.admission_control)
+            for name, eligibility in gates
+            if eligibility.thresholds.any
         ]
         exchange.respond(200, msgspec.json.encode({"thresholds": rows}))
 
@@ -83,15 +83,15 @@ class BusyThresholdRoutes:
         if wrong:
             _refuse(exchange, 400, wrong)
         elif entry is None or not entry.ready:
-            text = f"Model '{cut(change.model, _NAME_CHARACTERS)}' not found. "
+            text = f"Model '{shorten(change.model, _NAME_CHARACTERS)}' not found. "
             _refuse(exchange, 404, text + "Thresholds can only be set for discovered models.")
         else:
             given = {field: getattr(change, name) for name, field in _FIELDS.items()}
             given = {field: value for field, value in given.items() if value is not None}
-            gate = entry.picker.gate
+            eligibility = entry.picker.eligibility
             if given:
-                await entry.limit(dataclasses.replace(gate.thresholds, **given))
-            shown = _shown(change.model, gate.thresholds, gate.admission_control)
+                await entry.limit(dataclasses.replace(eligibility.thresholds, **given))
+            shown = _shown(change.model, eligibility.thresholds, eligibility.admission_control)
             body = msgspec.json.encode(shown)
             idle = "warning" in shown
             if given:

@@ -15,7 +15,7 @@ import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
 
-from dynamo.errors import ConfigError, InvalidArgument, cut
+from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.frontend.prompt.messages import ContentForm, template_messages
 from dynamo.llm.model_directory import ModelDirectory
 
@@ -108,7 +108,7 @@ class ChatTemplate:
             # As Template.render does it, but it would copy the variables twice more.
             return "".join(template.root_render_func(template.new_context(seen, shared=True)))
         except _RENDER_ERRORS as error:
-            raise InvalidArgument(f"Chat template: {cut(error, _SHOWN)}") from None
+            raise InvalidArgument(f"Chat template: {shorten(error, _SHOWN)}") from None
 
     def _content_form(self) -> ContentForm:
         as_text = self._shows(_PROBE)

@@ -11,7 +11,7 @@ import msgspec
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.control import EVENT_CHANNELS, EventChannelRecord, record_decoder
-from dynamo.runtime.advertise import advertised_host, bracketed
+from dynamo.runtime.addresses import advertised_host, bracketed
 from dynamo.runtime.discovery import Discovery, KeyEvent
 from dynamo.runtime.discovery.stale_sockets import event_socket_name
 from dynamo.runtime.events import (

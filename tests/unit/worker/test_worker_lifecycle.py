@@ -53,7 +53,7 @@ async def test_a_signal_ends_all_workers(runtimes: RuntimeFactory) -> None:
             if served == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
             await runtime.endpoint("ns.comp.count").serve_endpoint(count)
-            assert serving.retired.is_set()
+            assert serving.stopped.is_set()
 
     async with asyncio.timeout(20):
         await lifecycle.run([worker, worker])

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_call import Site, ids, turn
-from test_call_queue import Queued, later
 from test_prefill import PREFILL, Workers
+from test_queued_requests import Queued, later
+from test_request import Site, ids, turn
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import (
@@ -105,13 +105,13 @@ def leave(site: Site) -> None:
 def overwhelm(site: Site) -> None:
     site.streams[0].say(ids(site, "good"))
     site.bench.connection.pause_writing()
-    site.flow.held_limit_bytes = 1
+    site.active.held_limit_bytes = 1
     for stream in site.streams:
         stream.say(ids(site, "good day"))
 
 
 def drained(site: Site) -> None:
-    site.flow.fail_all(Overloaded("over"))
+    site.active.fail_all(Overloaded("over"))
 
 
 OUTCOMES = [finish, stopped, fail, fail_at_once, garbage, leave, overwhelm, drained]
@@ -354,7 +354,7 @@ async def test_over_a_connection(
         made.arrived = 0
         post(site, options, stream=streaming)
         async with asyncio.timeout(20):
-            while site.flow.live and not (ending == "left" and made.arrived):
+            while site.active._active and not (ending == "left" and made.arrived):
                 await turn()
         hang_up(site)
         async with asyncio.timeout(20):

@@ -17,9 +17,9 @@ class Page:
 
     def __init__(self) -> None:
         self.registry = Registry()
-        metrics = FrontendMetrics(self.registry)
-        self.meter = RequestMetrics(
-            metrics, metrics.model("tiny"), "chat_completions", "stream", 0.0
+        shared = FrontendMetrics(self.registry)
+        self.metrics = RequestMetrics(
+            shared, shared.model("tiny"), "chat_completions", "stream", 0.0
         )
 
     @property
@@ -39,47 +39,44 @@ def at(stage: str, phase: str) -> dict[str, float]:
 def test_a_request_of_one_worker() -> None:
     page = Page()
     assert page.stages == at("preprocess", "")
-    page.meter.prepared()
-    page.meter.routed("aggregated")
+    page.metrics.routed("aggregated")
     assert page.stages == at("route", "aggregated")
-    page.meter.placed(1.0, DECISION, 0)
-    page.meter.dispatched(8)
+    page.metrics.sent(DECISION, 0, 1.0, 0.0)
+    page.metrics.dispatched(8)
     assert page.stages == at("dispatch", "aggregated")
-    page.meter.routed("aggregated")  # another choice of it waits for a worker
+    page.metrics.routed("aggregated")  # another choice of it waits for a worker
     assert page.stages == at("dispatch", "aggregated")
-    page.meter.first_token(2.0)
+    page.metrics.first_token(2.0)
     assert page.stages == {}
-    page.meter.ended(None)
+    page.metrics.ended(None)
     assert page.stages == {}
 
 
 def test_a_request_whose_prompt_is_computed_elsewhere() -> None:
     page = Page()
-    page.meter.prepared()
-    page.meter.routed("prefill")
-    page.meter.dispatched(8)
+    page.metrics.routed("prefill")
+    page.metrics.dispatched(8)
     assert page.stages == at("route", "prefill")
-    page.meter.prefilling()
+    page.metrics.prefilling()
     assert page.stages == at("dispatch", "prefill")
-    page.meter.routed("decode")
+    page.metrics.routed("decode")
     assert page.stages == at("route", "decode")
-    page.meter.placed(1.0, DECISION, 0)
+    page.metrics.sent(DECISION, 0, 1.0, 0.0)
     assert page.stages == at("dispatch", "decode")
-    page.meter.first_token(2.0)
+    page.metrics.first_token(2.0)
     assert page.stages == {}
 
 
-@pytest.mark.parametrize("steps", range(5))
+@pytest.mark.parametrize("steps", range(4))
 def test_a_request_that_ends_early_is_in_no_stage(steps: int) -> None:
     page = Page()
-    meter = page.meter
+    metrics = page.metrics
     for step in (
-        meter.prepared,
-        lambda: meter.routed("prefill"),
-        meter.prefilling,
-        lambda: meter.routed("decode"),
+        lambda: metrics.routed("prefill"),
+        metrics.prefilling,
+        lambda: metrics.routed("decode"),
     )[:steps]:
         step()
     assert len(page.stages) == 1
-    meter.ended(None)
+    metrics.ended(None)
     assert page.stages == {}

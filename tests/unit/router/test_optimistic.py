@@ -6,15 +6,15 @@ from array import array
 from typing import Any
 
 import pytest
+from offline_trace import replay
+from replay import Arrival
 
-from benchmarks.offline_trace import replay
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.router.caches.optimistic import RecentPrompts
+from dynamo.router.caches.optimistic import OptimisticCache
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.replay import Arrival
 
 BLOCK = 4
 
@@ -34,7 +34,7 @@ class Box:
         """An event: the worker has computed the prompt."""
         assert self.index is not None
         local = block_hashes(tokens, BLOCK)
-        slot = self.picker.fleet.members[worker_id].slots[0]
+        slot = self.picker.worker_pool.members[worker_id].slots[0]
         self.index.store(slot, None, sequence_hashes(local), local)
 
     def burst(self, count: int) -> set[int]:
@@ -90,26 +90,26 @@ def test_a_worker_that_is_gone_is_forgotten() -> None:
 
 
 def test_slots_are_the_fleets_and_the_table_is_bounded() -> None:
-    recent = RecentPrompts(5.0, 100, 0.8)
-    recent.add_slot(2)
+    optimistic = OptimisticCache(5.0, 100, 0.8)
+    optimistic.add_slot(2)
     depths = array("I", [9, 0, 1, 7])
     for number in range(40):
         local = array("Q", range(number * 10 + 1, number * 10 + 11))
-        recent.routed(2, sequence_hashes(local), local, 0.0)
-        recent.routed(1, sequence_hashes(local), local, 0.0)  # not known
-        recent._check()
-    recent.raise_into(local, depths, 1.0)
+        optimistic.routed(2, sequence_hashes(local), local, 0.0)
+        optimistic.routed(1, sequence_hashes(local), local, 0.0)  # not known
+        optimistic._check()
+    optimistic.raise_into(local, depths, 1.0)
     assert depths.tolist() == [9, 0, 10, 7]
-    assert 80 <= recent.blocks() <= 100
-    assert recent.memory_bytes() > 0
-    recent.drop_slot(2)
-    recent._check()
-    assert recent.blocks() == 0
+    assert 80 <= optimistic.blocks() <= 100
+    assert optimistic.memory_bytes() > 0
+    optimistic.drop_slot(2)
+    optimistic._check()
+    assert optimistic.blocks() == 0
 
 
 def test_without_events_or_overlap_there_is_nothing_to_add() -> None:
     for settings in ({"kv_events": False}, {"overlap_score_weight": 0.0}):
-        assert Box(predicted_ttl_s=5.0, **settings).picker.recent is None
+        assert Box(predicted_ttl_s=5.0, **settings).picker.optimistic is None
 
 
 def costs(**settings: Any) -> dict[int, float]:
@@ -118,9 +118,10 @@ def costs(**settings: Any) -> dict[int, float]:
     prompt = array("I", range(40))
     box.hold(1, prompt[:32])
     box.hold(2, prompt[:16])
-    by_slot = box.picker.survey(prompt).costs
+    by_slot = box.picker.snapshot(prompt).costs
     return {
-        member.worker_id: by_slot[member.slots[0]] for member in box.picker.fleet.members.values()
+        member.worker_id: by_slot[member.slots[0]]
+        for member in box.picker.worker_pool.members.values()
     }
 
 
@@ -136,7 +137,7 @@ def test_the_parts_of_a_cost_have_the_price_in_them() -> None:
     box = Box(duplicate_cost=5.0, prefill_load_scale=3.0)
     prompt = array("I", range(40))
     box.hold(1, prompt[:32])
-    seen = box.picker.survey(prompt)
+    seen = box.picker.snapshot(prompt)
     for slot, cost in seen.costs.items():
         found = seen.parts(slot, 0)
         assert cost == pytest.approx(3 * found.prefill_blocks + found.decode_blocks)
@@ -144,7 +145,7 @@ def test_the_parts_of_a_cost_have_the_price_in_them() -> None:
 
 def test_what_nobody_holds_has_none() -> None:
     box = Box(duplicate_cost=5.0)
-    assert set(box.picker.survey(array("I", range(40))).costs.values()) == {20.0}
+    assert set(box.picker.snapshot(array("I", range(40))).costs.values()) == {20.0}
 
 
 def test_copies_are_avoided_in_a_replay() -> None:

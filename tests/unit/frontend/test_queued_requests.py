@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 from http_bench import Bench
-from test_call import Site, ids, turn
+from test_request import Site, ids, turn
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import Unavailable
-from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
+from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.queue.metrics import QueueMetrics
-from dynamo.router.queue.request_queue import RequestQueue
+from dynamo.router.queue.request_queue import QueueMetrics, RequestQueue
 
 
 class Queued(Site):
@@ -30,11 +29,11 @@ class Queued(Site):
         picked = RouterSettings(mode="kv", **chosen)
         self.kv = KvPicker(picked, 16, make_index(picked))
         self.kv.add_worker(7, RuntimeConfig(max_num_batched_tokens=100))
-        self.line = None
+        self.queue = None
         if picked.queue_threshold is not None:
-            self.line = RequestQueue(self.kv, picked, QueueMetrics(self.registry, "tiny"))
+            self.queue = RequestQueue(self.kv, picked, QueueMetrics(self.registry, "tiny"))
         self.entry.picker = self.kv
-        self.entry.dispatch = Dispatch(self.kv, self, self.line)  # type: ignore[arg-type]
+        self.entry.dispatch = Dispatch(self.kv, self, self.queue)  # type: ignore[arg-type]
 
     def another(self, **more: Any) -> Bench:
         """A request on a connection of its own; the site looks at that one from now on."""
@@ -44,7 +43,7 @@ class Queued(Site):
 
     def settled(self) -> None:
         assert len(self.kv.active) == 0
-        assert self.line is None or len(self.line) == 0
+        assert self.queue is None or len(self.queue) == 0
         super().settled()
 
     def stage(self, stage: str) -> float:
@@ -157,7 +156,7 @@ async def test_a_client_that_leaves_while_it_waits(site: Queued, streaming: bool
     site.chat()
     waiting = site.another(stream=streaming)
     waiting.connection.connection_lost(None)
-    assert len(site.kv.active) == 1 and site.line is not None and len(site.line) == 0
+    assert len(site.kv.active) == 1 and site.queue is not None and len(site.queue) == 0
     assert site.ended("cancelled", "stream" if streaming else "unary") == 1
     site.finish(0)
     await later()
@@ -221,14 +220,14 @@ async def test_silence_while_queued_is_not_the_engines() -> None:
     site.finish(0)
     await later()
     ended = asyncio.Event()
-    assert site.line is not None
+    assert site.queue is not None
     free = site.kv.free
     site.kv.free = lambda name: (free(name), ended.set())  # type: ignore
     await asyncio.wait_for(ended.wait(), 5)  # now it is: the second engine says nothing
     await turn()
     assert site.streams[1].killed == 1 and b'"code":503' in site.bench.transport.out
     site.settled()
-    site.flow.close()
+    site.active.close()
 
 
 async def test_silence_of_one_leg_while_another_waits_is_the_engines() -> None:
@@ -241,46 +240,45 @@ async def test_silence_of_one_leg_while_another_waits_is_the_engines() -> None:
     class Prefills:
         active = True
 
-        def take(self, job: DispatchJob) -> bool:
-            leg = job.leg
-            if leg.index:
+        def take(self, engine_request: Any) -> bool:
+            if engine_request.index:
                 return False
-            leg.call.works()
+            engine_request.request.engine_started()
             prefilling.set()
             return True
 
     site.entry.dispatch.prefill = Prefills()
     site.another(n=2)
-    assert prefilling.is_set() and site.line is not None and len(site.line) == 1
+    assert prefilling.is_set() and site.queue is not None and len(site.queue) == 1
     async with asyncio.timeout(5):
-        while len(site.line):
+        while len(site.queue):
             running.say([])
             await asyncio.sleep(0.01)
     await turn()
     assert site.status == 503
     site.finish(0)
     site.settled()
-    site.flow.close()
+    site.active.close()
 
 
 async def test_the_end_of_the_drain(site: Queued) -> None:
     site.chat()
     site.another()
-    assert not await site.flow.admission.drain(0.01)
+    assert not await site.active.drain(0.01)
     site.finish(0)
     await later()
     assert len(site.streams) == 2, "who waits is served while there is time"
     site.another()
-    site.flow.fail_all(Unavailable("Service is shutting down"))
-    assert await site.flow.admission.drain(0.01)
+    site.active.fail_all(Unavailable("Service is shutting down"))
+    assert await site.active.drain(0.01)
     site.settled()
 
 
 async def test_a_line_that_closes_tells_its_calls(site: Queued) -> None:
     site.chat()
     site.another()
-    assert site.line is not None
-    site.line.close()
+    assert site.queue is not None
+    site.queue.close()
     assert site.status == 503 and "shutting down" in site.answer["message"]
     site.finish(0)
     site.settled()
@@ -290,7 +288,7 @@ async def test_a_line_that_closes_tells_its_calls(site: Queued) -> None:
 async def test_a_call_that_waited_needs_no_collector(site: Queued, leaves: bool) -> None:
     site.chat()
     waiting = site.another(stream=True)
-    newest = max(site.flow.live, key=lambda one: one.exchange.received_at)
+    newest = max(site.active._active, key=lambda one: one.exchange.received_at)
     generation = weakref.ref(newest.generation)
     del newest
     gc.disable()
@@ -313,7 +311,7 @@ async def test_a_call_that_waited_needs_no_collector(site: Queued, leaves: bool)
 async def test_tokens_are_load_as_they_come() -> None:
     site = Queued({"queue_threshold": None, "track_output_blocks": True})
     site.chat(nvext={"agent_hints": {"osl": 64}})
-    slot = site.kv.fleet.members[7].slots[0]
+    slot = site.kv.worker_pool.members[7].slots[0]
     prompt = len(site.streams[0].request.token_ids)
     blocks = [site.kv.active.load(slot)[1]]
     for _ in range(4):

@@ -32,7 +32,6 @@ from dynamo.errors import (
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
-from dynamo.frontend.requests.drain import Admission
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http.routes import Routes
@@ -74,6 +73,8 @@ class Stream:
 class Site:
     """Everything behind the HTTP server; the test plays picker, worker and client."""
 
+    tracks_output = False
+
     def __init__(self, **settings: Any) -> None:
         card = ModelCard(
             display_name="tiny",
@@ -87,7 +88,7 @@ class Site:
         )
         self.registry = Registry()
         self.metrics = FrontendMetrics(self.registry)
-        self.flow = RequestRegistry(FrontendSettings(**settings), self.metrics, Admission())
+        self.active = RequestRegistry(FrontendSettings(**settings), self.metrics)
         self.preprocessor = Preprocessor(card)
         self.entry = SimpleNamespace(
             preprocessor=self.preprocessor,
@@ -97,7 +98,7 @@ class Site:
             dispatch=Dispatch(self, self),
         )
         self.kv_mode = True
-        self.fleet = SimpleNamespace(members={7: None})
+        self.worker_pool = SimpleNamespace(members={7: None})
         self.tasks = Tasks("test")
         self.streams: list[Stream] = []
         self.booked: dict[str, int] = {}
@@ -108,7 +109,7 @@ class Site:
         self.pick_error: DynamoError | None = None
         self.found: type[DynamoError] | None = None
         routes = Routes()
-        OpenAIRoutes(self.flow, self, self.tasks).install(routes)  # type: ignore[arg-type]
+        OpenAIRoutes(self.active, self, self.tasks).install(routes)  # type: ignore[arg-type]
         self.bench = Bench(handler=routes)
 
     # models, picker, client
@@ -125,6 +126,9 @@ class Site:
             raise self.pick_error
         self.routings.append(routing)
         if request_id is not None:
+            if request_id in self.freed:  # the client uses its id again
+                self.freed.remove(request_id)
+                del self.booked[request_id]
             assert request_id not in self.booked
             self.booked[request_id] = 0
         return Decision(7, 1, 2, 4)
@@ -135,7 +139,7 @@ class Site:
     def add_output_tokens(self, request_id: str, count: int) -> None:
         self.booked[request_id] += count
 
-    def reused(self, tokens: int) -> None:
+    def add_reused_tokens(self, tokens: int) -> None:
         self.reused_tokens += tokens
 
     def free(self, request_id: str) -> None:
@@ -195,7 +199,7 @@ class Site:
     def settled(self) -> None:
         """Whatever happened: nothing is left open, nothing counted twice."""
         assert sorted(self.freed) == sorted(self.booked)
-        assert not self.flow.live and self.flow.admission.inside == 0
+        assert not self.active._active and self.active.admitted == 0
         for name in ("active_requests", "inflight_requests", "queued_requests"):
             assert self.sample(f"dynamo_frontend_{name}", model="tiny") == 0
         assert self.sample("dynamo_request_plane_inflight_requests") == 0
@@ -280,7 +284,7 @@ async def test_a_worker_that_has_left_gets_no_rows(site: Site) -> None:
     (stream,) = site.streams
     stream.say(ids(site, "good "))
     await turn()
-    site.fleet.members.clear()
+    site.worker_pool.members.clear()
     site.metrics.forget_worker(7)
     stream.say(ids(site, "day"), finish_reason="stop")
     stream.sink.on_end()
@@ -545,7 +549,7 @@ async def test_before_any_model(site: Site) -> None:
     site.chat()
     assert site.answer == NOT_READY
     site = Site()
-    site.flow.admission.draining = True
+    site.active.draining = True
     site.post(b"not even parsed")
     assert site.status == 503 and site.ended("unavailable", model="unknown_model") == 1
 
@@ -631,7 +635,7 @@ async def test_each_engine_request_has_its_own_id(site: Site, ending: str) -> No
         if ending == "answer":
             assert site.answer["id"] == f"cmpl-{given}"
     site.settled()
-    assert not site.flow._engine_ids
+    assert not site.active._engine_ids
 
 
 async def test_headers_route(site: Site) -> None:
@@ -718,7 +722,7 @@ async def test_the_deadline_holds_until_the_request_is_sent(site: Site) -> None:
 
     site.preprocessor.tokenizer.encode = encode_when_told  # type: ignore
     site.chat(stream=True, user="long " * 100_000)
-    while not site.flow.live:  # its body is decoded in a thread
+    while not site.active._active:  # its body is decoded in a thread
         await turn()
     site.bench.later(61)
     assert site.status == 503 and "not processed in time" in site.answer["message"]
@@ -752,7 +756,7 @@ async def test_a_slow_client_gathers_one_delta_and_is_cut_off_at_the_bound(site:
     site.bench.connection.resume_writing()
     assert site.events[1]["choices"][0]["delta"]["content"] == " day" * 10
     site.bench.connection.pause_writing()
-    site.flow.held_limit_bytes = 1000
+    site.active.held_limit_bytes = 1000
     for _ in range(200):
         stream.say(ids(site, " day"))
         await turn()
@@ -773,7 +777,7 @@ async def test_a_waiting_client_hears_that_its_stream_lives(stream: bool) -> Non
     await turn()
     assert site.status == 200
     site.settled()
-    site.flow.close()
+    site.active.close()
 
 
 async def test_a_silent_engine_ends_the_request() -> None:
@@ -786,14 +790,14 @@ async def test_a_silent_engine_ends_the_request() -> None:
     assert site.status == 503 and site.streams[0].killed == 1
     site.settled()
     assert site.ended("response_timeout") == 1
-    site.flow.close()
+    site.active.close()
 
 
 async def test_the_end_of_the_drain(site: Site) -> None:
     site.chat(stream=True)
-    assert not await site.flow.admission.drain(0.01)
-    site.flow.fail_all(NoInstances())
-    assert await site.flow.admission.drain(0.01)
+    assert not await site.active.drain(0.01)
+    site.active.fail_all(NoInstances())
+    assert await site.active.drain(0.01)
     site.settled()
 
 
@@ -818,7 +822,7 @@ async def test_an_ended_call_needs_no_collector(site: Site, streaming: bool) -> 
     (stream,) = site.streams
     stream.say([1, 2])
     stream.say([3], finish_reason="length")
-    call = weakref.ref(stream.sink.call.generation)
+    call = weakref.ref(stream.sink.request.generation)
     gc.disable()
     try:
         stream.sink.on_end()

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from dynamo.frontend.disagg import queue_events as prefill_news
-from dynamo.frontend.disagg.queue_events import INTERVAL_S, QueueStatePublisher
+from dynamo.frontend.disagg import metrics as prefill_metrics
+from dynamo.frontend.disagg.metrics import INTERVAL_S, QueueStatePublisher
 from dynamo.protocols.codec import decoder
 from dynamo.protocols.load import PrefillQueueState
 from dynamo.router.queue.prefill import Capacity, PrefillQueue
@@ -44,22 +44,22 @@ async def test_at_once_to_and_from_zero_else_with_a_pause() -> None:
     news = QueueStatePublisher("tiny", line, ear)
     for number in range(50):
         line.enter(number, 0.0)
-        news.look()
+        news.check()
     assert ear.sizes == [0, 1], "the rest within the pause"
     await ear.until(3)
     assert ear.sizes[2] == 50 and ear.heard[2][0] - ear.heard[1][0] >= INTERVAL_S * 0.9
     for number in range(50):
         line.leave(number)
-        news.look()
+        news.check()
     assert ear.sizes[3:] == [0]
     news.close()
     line.enter(99, 0.0)
-    news.look()
+    news.check()
     assert len(ear.heard) == 4, "closed"
 
 
 async def test_those_who_come_later_hear_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_news, "REPEAT_S", 0.02)
+    monkeypatch.setattr(prefill_metrics, "REPEAT_S", 0.02)
     line: PrefillQueue[int] = PrefillQueue(100)
     line.set_worker(7, Capacity(10, 1))
     line.enter(1, 0.0)
