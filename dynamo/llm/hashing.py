@@ -10,7 +10,7 @@ from dynamo._fast.hashing import block_hashes, seed_for
 __all__ = ["compute_block_hash_for_seq", "compute_block_hash_for_seq_py", "mm_hashes_of"]
 
 
-def compute_block_hash_for_seq(
+def compute_block_hash_for_seq(  # noqa: PLR0913 - Dynamo's signature
     tokens: Sequence[int],
     kv_block_size: int,
     block_mm_infos: Sequence[Mapping[str, Any] | None] | None = None,

@@ -43,7 +43,7 @@ class KvEventPublisher:
     ``enable_local_indexer`` is accepted and has no effect. ValueError for a block size of 0.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - Dynamo's signature
         self,
         endpoint: Endpoint | Component,
         worker_id: int | None = None,
@@ -80,7 +80,7 @@ class KvEventPublisher:
             )
             self._relay = runtime.tasks.spawn(relay.run(), name=f"relay {zmq_endpoint}")
 
-    def publish_stored(
+    def publish_stored(  # noqa: PLR0913 - Dynamo's signature
         self,
         token_ids: Sequence[int],
         num_block_tokens: Sequence[int],
@@ -102,9 +102,9 @@ class KvEventPublisher:
         if tier != STORAGE_TIERS[0] and not token_ids:
             self._record(self.dp_rank, [BlocksStored(_column(block_hashes), b"")], tier)
             return
-        stored = self._stored(
-            token_ids, num_block_tokens, block_hashes, parent_hash, block_mm_infos, lora_name
-        )
+        count = self._complete_blocks(num_block_tokens[: len(block_hashes)])
+        mm_hashes = mm_hashes_of(block_mm_infos[:count] if block_mm_infos else None)
+        stored = self._stored(token_ids, block_hashes[:count], parent_hash, lora_name, mm_hashes)
         if stored is not None:
             self._record(self.dp_rank, [stored], tier)
 
@@ -121,28 +121,35 @@ class KvEventPublisher:
         if self._relay is not None:
             self._relay.cancel()
 
-    def _stored(
-        self,
-        token_ids: Sequence[int],
-        num_block_tokens: Sequence[int],
-        block_hashes: Sequence[int],
-        parent_hash: int | None,
-        block_mm_infos: Sequence[Mapping[str, Any] | None] | None,
-        lora_name: str | None,
-    ) -> BlocksStored | None:
-        size, count = self.kv_block_size, 0
-        for length in num_block_tokens[: len(block_hashes)]:
-            if length != size:
+    def _complete_blocks(self, num_block_tokens: Iterable[int]) -> int:
+        """Count the blocks before the first that has not ``kv_block_size`` tokens."""
+        count = 0
+        for length in num_block_tokens:
+            if length != self.kv_block_size:
                 _log.warning(
-                    "Block size must be %d tokens to be published. Block size is: %d", size, length
+                    "Block size must be %d tokens to be published. Block size is: %d",
+                    self.kv_block_size,
+                    length,
                 )
                 break
             count += 1
+        return count
+
+    def _stored(
+        self,
+        token_ids: Sequence[int],
+        block_hashes: Sequence[int],
+        parent_hash: int | None,
+        lora_name: str | None,
+        mm_hashes: list[list[int]] | None = None,
+    ) -> BlocksStored | None:
+        """Return the event of the blocks whose tokens are all given; None without any."""
+        size = self.kv_block_size
         local = hash_blocks(
-            token_ids[: count * size],
+            token_ids[: len(block_hashes) * size],
             size,
             seed=seed_for(lora_name),
-            mm_hashes=mm_hashes_of(block_mm_infos[:count] if block_mm_infos else None),
+            mm_hashes=mm_hashes,
         )
         if not local:
             return None
@@ -189,14 +196,9 @@ class KvEventPublisher:
         if isinstance(event, EngineStored):
             if not event.token_ids:
                 return self._by_id(event)
-            lengths = [event.block_size] * len(event.block_hashes)
+            count = self._complete_blocks([event.block_size] * len(event.block_hashes))
             return self._stored(
-                event.token_ids,
-                lengths,
-                event.block_hashes,
-                event.parent_hash,
-                None,
-                event.lora_name,
+                event.token_ids, event.block_hashes[:count], event.parent_hash, event.lora_name
             )
         if isinstance(event, EngineRemoved):
             return BlocksRemoved(_column(event.block_hashes))

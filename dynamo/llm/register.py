@@ -29,7 +29,7 @@ _block_sizes: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], dict[s
 """Per runtime and (namespace, component): block size in tokens, by the call that gave it."""
 
 
-async def register_model(
+async def register_model(  # noqa: PLR0913 - Dynamo's signature
     model_input: ModelInput,
     model_type: ModelType,
     endpoint: Endpoint,

@@ -54,7 +54,7 @@ class EngineRank:
     ``on_load`` the state, at most every 50 ms and once more before the rank becomes idle.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter for each collaborator
         self,
         number: int,
         shape: EngineShape,
