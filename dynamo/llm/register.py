@@ -54,23 +54,17 @@ async def register_model(  # noqa: PLR0913 - Dynamo's signature
 
     The card is deleted with the worker's lease. ``context_length`` (tokens) defaults to the model's
     own, ``kv_cache_block_size`` to 16, ``model_name`` to the name of the directory.
-    ``router_config`` and ``media_decoder`` are accepted and have no effect: the frontend has its
-    own. Raises InvalidArgument for a bad model directory and for any ``model_input`` but Tokens,
-    the only one that frontends send; ValueError for one of ``lora_name`` and ``base_model_path``
-    without the other.
+    ``router_config`` and ``media_decoder`` are accepted and have no effect. Raises InvalidArgument
+    for a bad model directory and any ``model_input`` but Tokens; ValueError for one of
+    ``lora_name`` and ``base_model_path`` without the other.
     """
     _check(model_input, lora_name, base_model_path)
-    try:
-        model = ModelDirectory(base_model_path or model_path)
-        model.require_worker_files()
-        config = runtime_config or RuntimeConfig()
-        length = context_length or config.context_length or model.context_length
-    except ConfigError as error:
-        raise InvalidArgument(error.message) from None
+    config = runtime_config or RuntimeConfig()
+    length = context_length or config.context_length
+    model, length = _read_model(base_model_path or model_path, length)
     name = model_name or lora_name or model.name
     block_size = kv_cache_block_size or _DEFAULT_BLOCK_SIZE
     note_block_size(endpoint, "register_model", block_size)
-    runtime = endpoint.runtime
     card = ModelCard(
         display_name=name,
         slug=slug_of(name),
@@ -78,7 +72,7 @@ async def register_model(  # noqa: PLR0913 - Dynamo's signature
         namespace=endpoint.namespace,
         component=endpoint.component,
         endpoint=endpoint.name,
-        instance_id=runtime.instance_id,
+        instance_id=endpoint.runtime.instance_id,
         model_type=str(model_type),
         model_input=str(model_input),
         worker_type=str(worker_type or _worker_type(model_type)),
@@ -93,8 +87,8 @@ async def register_model(  # noqa: PLR0913 - Dynamo's signature
         checksum=model.checksum(str(model_input), block_size, _content(custom_template_path)),
         runtime_config=config,
     )
-    encoded, lease = _encode(card), await runtime.granted()
-    await runtime.discovery.put(_key(endpoint, lora_name), encoded, lease.id)
+    encoded, lease = _encode(card), await endpoint.runtime.granted()
+    await endpoint.runtime.discovery.put(_key(endpoint, lora_name), encoded, lease.id)
 
 
 register_llm = register_model
@@ -136,6 +130,16 @@ def _check(model_input: ModelInput, lora_name: str | None, base_model_path: str 
             f"model_input {model_input} is not supported: the frontend sends token ids; register "
             "with ModelInput.Tokens and read token_ids of each request"
         )
+
+
+def _read_model(path: str, context_length: int | None) -> tuple[ModelDirectory, int | None]:
+    """Return the model and its context length, unless one is given. Raises InvalidArgument."""
+    try:
+        model = ModelDirectory(path)
+        model.require_worker_files()
+        return model, context_length or model.context_length
+    except ConfigError as error:
+        raise InvalidArgument(error.message) from None
 
 
 def _encode(card: ModelCard) -> bytes:

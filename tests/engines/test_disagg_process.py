@@ -103,8 +103,8 @@ def test_the_answer_is_that_of_an_aggregated_worker(deployment: Deployment) -> N
         found = json.loads(event.removeprefix(b"data: "))["nvext"]["worker_id"]
         assert found == {key: ids[key] for key in keys}
     asked = route(deployment)
-    assert asked.stdout.startswith(f"prefill: worker {ids['prefill_worker_id']} ")
-    assert f"\ndecode: worker {ids['decode_worker_id']} " in asked.stdout
+    assert asked.stdout.startswith(f"prefill: worker {ids['prefill_worker_id']:x} ")
+    assert f"\ndecode: worker {ids['decode_worker_id']:x} " in asked.stdout
     table = route(deployment, "--explain").stdout
     assert table.startswith("prefill workers\n") and "\ndecode workers\n" in table
     assert table.count("chosen") == 2
