@@ -1,4 +1,4 @@
-"""Every declared metric of frontend, request plane, queue and worker is on its page, and moves."""
+"""Every declared metric of frontend, request plane, queue and worker is exported and changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOVED_ELSEWHERE = {
     RouterQueue.LEFT: "needs an impatient client: test_router_queue",
     names_worker.PUBLISHER_DROPPED: "needs an engine that publishes: test_llm_publishers",
 }
-"""Whose movement another test shows, and why."""
+"""Metrics whose change another test shows, and why."""
 
 
 def declared(*rooms: Any) -> list[MetricSpec]:
@@ -58,7 +58,7 @@ class Pages:
                 self.greatest[name] = max(seen, self.greatest.get(name, 0.0))
 
     def value(self, spec: MetricSpec) -> float | None:
-        """The greatest so far; None if it was on no page."""
+        """The greatest value so far; None if it was never exported."""
         name = spec.name
         if spec.kind == "counter" and not name.endswith("_total"):
             name += "_total"
@@ -66,7 +66,7 @@ class Pages:
 
 
 def traffic(deployment: Deployment, seen: Pages) -> Iterator[Any]:
-    """Requests at once: more than the router, the worker and its cache like."""
+    """Concurrent requests beyond the capacity of router, worker and cache."""
 
     def ask(text: str, streaming: bool, tokens: int = 40) -> int:
         body = {
@@ -82,7 +82,7 @@ def traffic(deployment: Deployment, seen: Pages) -> Iterator[Any]:
     with ThreadPoolExecutor(1) as pool:
         yield [pool.submit(ask, "0 " + "word " * 30, False)]
     crowded = set(declared(RouterQueue, names_worker)) - set(MOVED_ELSEWHERE)
-    for _ in range(20):  # cached by now, so that the router keeps few back: six fit into the worker
+    for _ in range(20):  # cached by now, so the router queues few of them: six fit into the worker
         seen.read()
         if all(seen.value(spec) for spec in crowded):
             break
@@ -91,7 +91,7 @@ def traffic(deployment: Deployment, seen: Pages) -> Iterator[Any]:
 
 
 def nonsense(deployment: Deployment) -> None:
-    """A request that the HTTP layer refuses, and a client that leaves before its answer."""
+    """A request that the HTTP layer rejects, and a client that disconnects early."""
     with socket.create_connection(("127.0.0.1", deployment.port)) as client:
         client.sendall(b"BOTHER\r\n\r\n")
         client.recv(4096)
@@ -104,7 +104,7 @@ def nonsense(deployment: Deployment) -> None:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
-    """Scraped before, during and after the traffic."""
+    """Metrics scraped before, during and after the traffic."""
     deployment, port = Deployment(tmp_path_factory.mktemp("pages")), free_port()
     small = ("--block-size", "4", "--num-gpu-blocks-override", "40", "--max-model-len", "150")
     few = ("--max-num-seqs", "3", "--engine-request-limit", "4", "--speedup-ratio", "3")
@@ -130,7 +130,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     [spec for spec in [*FRONT, *BACK] if spec not in MOVED_ELSEWHERE],
     ids=lambda spec: spec.name,
 )
-def test_it_is_there_and_moves(pages: Pages, spec: MetricSpec) -> None:
+def test_the_metric_is_exported_and_changes(pages: Pages, spec: MetricSpec) -> None:
     value = pages.value(spec)
     assert value is not None, f"{spec.name} is on no page"
     assert value > 0, f"{spec.name} stays 0"

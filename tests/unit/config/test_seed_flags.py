@@ -1,4 +1,4 @@
-"""Every flag that users of NVIDIA Dynamo's router know, by flag and by variable."""
+"""Every flag of NVIDIA Dynamo's router, by flag and by variable."""
 
 from __future__ import annotations
 
