@@ -1,10 +1,10 @@
-"""What hostile requests cost a frontend: the worst GET /live beside each, and the memory it takes.
+"""Measure hostile requests: the worst latency of GET /live beside each, and the memory used.
 
     python benchmarks/attacks.py [--only TEXT] [--tree DIRECTORY] [--memory-gb 6] [--markdown]
 
-Each attack meets a frontend of its own (kv router, two mock workers behind it), which has an
-address-space limit, so that a defect cannot take the machine down. ``--tree`` is another checkout
-to measure (extensions built in place). Takes about three minutes.
+Each attack gets a fresh frontend (kv router, two mock workers) with an address-space limit, so
+that a defect cannot take the machine down. ``--tree`` measures another checkout
+(extensions built in place). Takes about three minutes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ MESSAGE = b'{"role":"user","content":"a"}'
 
 @dataclass(frozen=True)
 class Attack:
-    """``payload`` makes the bytes that each of ``connections`` sends; ``unfinished``: it is not a
-    whole request, so nothing is to be answered."""
+    """``payload`` returns the bytes that each of ``connections`` sends.
+
+    ``unfinished``: the bytes are an incomplete request, so no response is expected.
+    """
 
     name: str
     payload: Callable[[], bytes]
@@ -149,24 +151,24 @@ ATTACKS = (
 
 
 class Target(System):
-    """``with Target(...)``: a frontend with two mock workers, from ``tree``, short of memory."""
+    """``with Target(...)``: a frontend with two mock workers, from ``tree``, with little memory."""
 
     def __init__(self, tree: Path, memory_bytes: int) -> None:
         super().__init__(tree, speedup=0.0)
         self._memory_bytes = memory_bytes
 
     def start_process(self, module: str, *flags: str) -> subprocess.Popen[bytes]:
-        """As any, with an address-space limit."""
+        """Start a process with an address-space limit."""
         process = super().start_process(module, *flags)
         limits = self._memory_bytes, self._memory_bytes
         resource.prlimit(process.pid, resource.RLIMIT_AS, limits)
         return process
 
     def meet(self, attack: Attack) -> dict[str, Any]:
-        """Let ``attack`` happen with a probe beside it."""
+        """Run ``attack`` with a probe beside it."""
         payload = attack.payload()
         frontend = self.processes[1]
-        Path(f"/proc/{frontend.pid}/clear_refs").write_text("5")  # the peak counts from now
+        Path(f"/proc/{frontend.pid}/clear_refs").write_text("5")  # reset the peak
         before = _status_mb(frontend.pid, "VmRSS")
         answers: list[str] = []
         begun = time.monotonic()
@@ -192,7 +194,7 @@ class Target(System):
 
 
 class Probe:
-    """``with Probe(port)``: a process that asks GET /live all the time; ``worst_ms`` afterwards."""
+    """A process that sends GET /live continuously: ``with Probe(port)``, then ``worst_ms``."""
 
     def __init__(self, port: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -226,17 +228,17 @@ def _probe(port: int, ready: Event, stop: Event, found: Any) -> None:
                 ready.set()
                 time.sleep(PROBE_EVERY_S)
     except OSError:
-        worst_s = max(worst_s, time.perf_counter() - begun)  # never answered
+        worst_s = max(worst_s, time.perf_counter() - begun)  # no response
     found.put(worst_s)
 
 
 def _send(port: int, payload: bytes, unfinished: bool, answers: list[str]) -> None:
-    """Send, read to the end, note the status (or what happened instead)."""
+    """Send, read to the end, record the status or the error."""
     head = b""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S) as one:
             with contextlib.suppress(ConnectionError, TimeoutError):
-                one.sendall(payload)  # it may have answered and stopped reading
+                one.sendall(payload)  # the server may have responded and stopped reading
             one.settimeout(HOLD_S if unfinished else ANSWER_S)
             while data := one.recv(1 << 18):
                 head = head or data[:64]

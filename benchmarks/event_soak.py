@@ -1,12 +1,12 @@
-"""Millions of KV events through decoding and the prefix index: does memory stay where it is?
+"""Check that memory stays constant over millions of KV events, decoded and indexed.
 
     python benchmarks/event_soak.py [--events 2000000] [--threads 1] [--json OUT.json]
 
 Eight workers of constant size store chains and remove them again, last block first; now and then
-one clears its cache, or dies and another one takes its place. Prints resident memory and what the
-index says of itself over time, and how the last half compares with the second quarter: ``--limit``
-(default 1.02) is what a flat line may reach. With ``--threads`` above 1 the events take the
-threads' way. Every stretch ends with a check that the index holds what was sent.
+one clears its cache, or dies and is replaced. Prints resident memory and the size of the index over
+time, and compares the last half with the second quarter: a ratio above ``--limit`` (default 1.02)
+fails. With ``--threads`` above 1, event threads apply the events. Every phase ends with a check
+that the index holds the blocks that were sent.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Counts:
         self.seen[status] += count
 
     def warning(self, kind: str, count: int = 1) -> None:
-        """Oddities by kind."""
+        """Warnings by kind."""
         self.seen[kind] += count
 
 
 class Engine:
-    """One worker's cache: chains of 1 to 40 blocks, the oldest goes first."""
+    """One worker's cache: chains of 1 to 40 blocks, the oldest is evicted first."""
 
     def __init__(self, worker: int, source: Random) -> None:
         self.worker = worker
@@ -86,7 +86,7 @@ class Engine:
 
 
 class Soak:
-    """Engines, and an index that follows them."""
+    """Engines, and the index of their blocks."""
 
     def __init__(self, threads: int) -> None:
         self.tree, self.counts, self.source = RadixTree(), Counts(), Random(1)
@@ -97,7 +97,7 @@ class Soak:
         self.engines = [self._start() for _ in range(WORKERS)]
 
     def stretch(self, events: int) -> None:
-        """So many events, all of them applied when this returns."""
+        """Send events and return when all are applied."""
         running = [
             threading.Thread(target=self.ingest.run, args=(number,))
             for number in range(self.threads)
@@ -143,7 +143,7 @@ class Soak:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 

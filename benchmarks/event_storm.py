@@ -1,4 +1,4 @@
-"""What a storm of KV events does to the event loop, with and without threads for events.
+"""Measure the event loop under a storm of KV events, with and without event threads.
 
     python benchmarks/event_storm.py [--rates 0,50000,200000] [--threads 1,2,4] [--blocks 4]
         [--seconds 4] [--publishers 2] [--json OUT.json]
@@ -6,9 +6,9 @@
 Publisher processes send over the real event plane, one event of ``--blocks`` blocks a message, and
 hold their live size constant: half of the messages store a chain, half remove the oldest. A rate
 counts blocks named in events per second, over all publishers. The router (kv mode, uvloop) runs in
-this process. Every 2 ms another process sends a datagram that leads to a pick for a prompt of 64
-blocks. The table shows how long after its sending the loop had it, how long the pick took, and the
-loop thread's and the process's share of a core.
+this process. Every 2 ms another process sends a datagram that triggers a pick for a prompt of 64
+blocks. The table shows the delay of the datagram, the duration of the pick, and the CPU share of
+the loop thread and of the process.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import instance_key
-from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
-from dynamo.router.discovery.router import KV_EVENTS, ConnectedRouter
+from dynamo.protocols.kv import KV_EVENTS, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
+from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.runtime import DistributedRuntime
 
 BLOCK = 16
@@ -125,7 +125,7 @@ class Sender:
 
 
 async def publish(state_dir: str, blocks: int) -> None:
-    """Life of a publisher process."""
+    """Run a publisher process."""
     async with running(state_dir) as runtime:
         await Sender(runtime, blocks).run()
 
@@ -141,8 +141,8 @@ async def running(state_dir: str) -> AsyncIterator[DistributedRuntime]:
         await runtime.close()
 
 
-class Beat:
-    """Datagrams from another process, each with the time it was sent; every one leads to a pick."""
+class Heartbeats:
+    """Datagrams from another process, each with its send time; each triggers a pick."""
 
     def __init__(self, live: ConnectedRouter, source: socket.socket) -> None:
         self.late_us: list[float] = []
@@ -152,13 +152,13 @@ class Beat:
         self._prompts = [array("I", Random(i).choices(range(50_000), k=1024)) for i in range(8)]
 
     async def run(self, seconds: float) -> None:
-        """Listen for so long."""
+        """Receive datagrams for that time."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._source, self._beat)
+        loop.add_reader(self._source, self._receive)
         await asyncio.sleep(seconds)
         loop.remove_reader(self._source)
 
-    def _beat(self) -> None:
+    def _receive(self) -> None:
         sent_s = struct.unpack("d", self._source.recv(8))[0]
         begin = time.perf_counter()
         self._live.picker.pick(None, self._prompts[len(self.late_us) % 8])
@@ -166,8 +166,8 @@ class Beat:
         self.pick_us.append((time.perf_counter() - begin) * 1e6)
 
 
-def beat(descriptor: int) -> None:
-    """Life of the process that sends heartbeats: until nobody listens."""
+def send_heartbeats(descriptor: int) -> None:
+    """Run the process that sends heartbeats, until the receiver closes."""
     with socket.socket(fileno=descriptor) as sender, suppress(ConnectionError):
         while True:
             time.sleep(HEARTBEAT_S)
@@ -176,9 +176,9 @@ def beat(descriptor: int) -> None:
 
 @contextmanager
 def heart() -> Iterator[socket.socket]:
-    """What a process of its own sends every 2 ms."""
+    """The process that sends a datagram every 2 ms."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    command = [sys.executable, __file__, "--beat", str(theirs.fileno())]
+    command = [sys.executable, __file__, "--heartbeat", str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]), ours:
         theirs.close()
         yield ours
@@ -191,15 +191,15 @@ async def measure(state_dir: str, threads: int, rate: int, args: argparse.Namesp
         chosen = RouterSettings(mode="kv", event_threads=threads)
         live = ConnectedRouter(runtime, *PATH, BLOCK, chosen, client)
         await live.start()
-        while len(live.picker.fleet.members) < args.publishers:  # noqa: ASYNC110 - no event for it
+        while len(live.picker.worker_pool.members) < args.publishers:  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(0.01)
         await command(args.senders, rate)
         with heart() as source:
-            await Beat(live, source).run(1.0)  # warm
+            await Heartbeats(live, source).run(1.0)  # warm
             before, lost = counts(runtime)
             loop_s, process_s, begin = time.thread_time(), time.process_time(), time.perf_counter()
-            beats = Beat(live, source)
-            await beats.run(args.seconds)
+            heartbeats = Heartbeats(live, source)
+            await heartbeats.run(args.seconds)
             wall_s = time.perf_counter() - begin
             loop_cpu = (time.thread_time() - loop_s) / wall_s
             process_cpu = (time.process_time() - process_s) / wall_s
@@ -207,13 +207,13 @@ async def measure(state_dir: str, threads: int, rate: int, args: argparse.Namesp
         await command(args.senders, 0)
         await live.close()
     events = (after - before) / wall_s
-    late, pick = (quantiles(values) for values in (beats.late_us, beats.pick_us))
+    late, pick = (quantiles(values) for values in (heartbeats.late_us, heartbeats.pick_us))
     loads = int(events * args.blocks), int(events), lost_after - lost
     return Row(threads, rate, *loads, *late, *pick, loop_cpu, process_cpu)
 
 
 async def command(senders: list[subprocess.Popen[bytes]], rate: int) -> None:
-    """Tell every publisher its share of the rate."""
+    """Send every publisher its share of the rate."""
     for sender in senders:
         assert sender.stdin is not None
         sender.stdin.write(f"{rate // len(senders)}\n".encode())
@@ -221,7 +221,7 @@ async def command(senders: list[subprocess.Popen[bytes]], rate: int) -> None:
 
 
 def counts(runtime: DistributedRuntime) -> tuple[int, int]:
-    """Events applied, and messages lost, by the metrics."""
+    """Return applied events and lost messages, from the metrics."""
     applied = lost = 0.0
     for line in runtime.metrics.render().decode().splitlines():
         if "kv_cache_events_applied" in line and not line.startswith("#"):
@@ -238,7 +238,7 @@ def quantiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def show(rows: list[Row]) -> None:
-    """The table, and from which rate threads pay."""
+    """Print the table, and the rate from which threads pay."""
     table = Table(title="a storm of KV events, and the loop")
     names = ["threads", "blocks/s", "messages/s", "lost", "late p50", "p99", "max µs"]
     for name in [*names, "pick p50", "p99", "max µs", "loop", "process"]:
@@ -277,10 +277,10 @@ def main() -> None:
     parser.add_argument("--publishers", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--publish", help=argparse.SUPPRESS)
-    parser.add_argument("--beat", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--heartbeat", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.beat is not None:
-        beat(args.beat)
+    if args.heartbeat is not None:
+        send_heartbeats(args.heartbeat)
         return
     if args.publish:
         uvloop.run(publish(args.publish, args.blocks))

@@ -1,10 +1,10 @@
-"""CPU time of the frontend process for each request and each token, under load from outside.
+"""Measure CPU time of the frontend process per request and per token, under external load.
 
     python benchmarks/frontend_cpu.py [--rounds 3] [--against DIRECTORY] [--json]
 
 A real frontend (kv router), a process with two mock workers, and this process as their client.
-``--against`` is another checkout (extensions built in place): both take turns under the same load,
-which is what makes a comparison on a shared machine fair. Takes about 15 s a round and checkout.
+``--against`` is another checkout (extensions built in place). Both take turns under the same load,
+which makes the comparison fair on a shared machine. Takes about 15 s a round and checkout.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ TEXT = (
 
 @dataclass(frozen=True)
 class Load:
-    """``requests`` in all, ``connections`` at a time, of 60 words each; ``speedup`` of the mocker
-    (0: it answers at once)."""
+    """``requests`` in all, ``connections`` at a time, of 60 words each.
+
+    ``speedup`` is the mocker's; 0 answers at once.
+    """
 
     name: str
     requests: int
@@ -61,7 +63,7 @@ LOADS = (
 
 
 class Client(asyncio.Protocol):
-    """One keep-alive connection that sends requests until ``bodies`` has no more."""
+    """One keep-alive connection that sends requests until ``bodies`` is exhausted."""
 
     def __init__(self, load: Load, numbers: list[int]) -> None:
         self.done = asyncio.get_running_loop().create_future()
@@ -104,7 +106,7 @@ class Client(asyncio.Protocol):
 
 
 def request(load: Load, number: int) -> bytes:
-    """A chat request with a prompt that no other number gives."""
+    """A chat request with a prompt unique to ``number``."""
     prompt = f"Note {number}: " + " ".join(random.Random(number).choices(TEXT.split(), k=60))
     body = json.dumps(
         {
@@ -176,7 +178,7 @@ class System:
         }
 
     def start_process(self, module: str, *flags: str) -> subprocess.Popen[bytes]:
-        """``python -m dynamo.<module>`` in a session of its own."""
+        """Start ``python -m dynamo.<module>`` in its own session."""
         root = Path(self._directory.name)
         env = os.environ | {
             "PYTHONPATH": str(self._tree),

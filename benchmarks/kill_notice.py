@@ -1,11 +1,11 @@
-"""How long after ``kill -9`` of a worker process does a watcher know? Real processes, real files.
+"""Measure the time from ``kill -9`` of a worker to the watcher's event. Real processes and files.
 
     python benchmarks/kill_notice.py --kills 100 --load 0.8 --loop uvloop --json
 
-Each kill: a worker process registers one instance in a file store; once the watcher shows it, the
-worker is killed and the time until the watcher's ``delete`` event is taken. Only one worker dies at
-a time; ``--bystanders`` others stay. ``--load`` keeps the watcher's loop busy for that share of the
-time in slices of ``--slice-ms``, as a frontend under traffic would be.
+Each kill: a worker process registers one instance in a file store. Once the watcher reports it, the
+worker is killed, and the time until the watcher's ``delete`` event is measured. Only one worker
+dies at a time; ``--bystanders`` others stay. ``--load`` keeps the watcher's loop busy for that
+share of the time in slices of ``--slice-ms``, as a frontend under traffic would be.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ asyncio.run(main())
 
 
 class Watcher:
-    """Turns key events into futures: one for the appearance, one for the end of each key."""
+    """Turns key events into futures: one for the put, one for the delete of each key."""
 
     def __init__(self, store: FileDiscovery) -> None:
         self._waiting: dict[tuple[str, str], asyncio.Future[float]] = {}
         self._watch = store.watch("v1/instances/", self._on_event)
 
     def expect(self, kind: str, lease_id: int) -> asyncio.Future[float]:
-        """The loop time at which the event comes."""
+        """Return the loop time of the event."""
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting[kind, f"v1/instances/ns/comp/ep/{lease_id:x}"] = future
         return future
@@ -147,7 +147,7 @@ def summary(times_ms: list[float]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print one summary; status 1 if the slowest notice took longer than ``--limit-ms``."""
+    """Print one summary; status 1 if the slowest detection took longer than ``--limit-ms``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--bystanders", type=int, default=8, help="workers that stay alive")

@@ -46,7 +46,7 @@ def _panel(
     values = [value for run in runs if not math.isnan(value := column.value(run))]
     rates = sorted({run.rate for run in runs})
     low, high, ticks = _log_axis(values) if logarithmic else (0.0, 1.0, [0, 0.25, 0.5, 0.75, 1.0])
-    place = math.log if logarithmic else float
+    place: Callable[[float], float] = math.log if logarithmic else float
 
     def x(rate: float, aside: float = 0.0) -> float:
         spread = (rates[-1] - rates[0]) or 1.0
@@ -70,7 +70,7 @@ def _panel(
             f'style="{_STYLE}">{rate:g} req/s</text>'
         )
     for at, (mode, colour) in enumerate(colours.items()):
-        aside = 3 * (at - (len(colours) - 1) / 2)  # so that whiskers do not cover each other
+        aside = 3 * (at - (len(colours) - 1) / 2)  # keep whiskers apart
         parts += _line(runs, column, mode, colour, partial(x, aside=aside), y)
     return parts
 
@@ -97,7 +97,7 @@ def _line(
 
 
 def _log_axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """From and to a 1, 2 or 5 times a power of ten, and those between."""
+    """Return ticks at 1, 2 or 5 times a power of ten that enclose the values."""
     least, most = max(min(values, default=1.0), 1e-3), max(max(values, default=10.0), 1e-2)
     powers = range(math.floor(math.log10(least)) - 1, math.ceil(math.log10(most)) + 1)
     ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)]

@@ -1,4 +1,4 @@
-"""What live runs came to: medians of the rounds and their spread, as a table. Pure."""
+"""The result of live runs as a table: medians of the rounds and their spread. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["COLUMNS", "Column", "Run", "cell", "groups", "markdown"]
 class Run:
     """One router mode under one offered load (requests/s) in one round.
 
-    ``summary`` is what ``dynamo bench`` wrote, ``cpu_share`` the use of this machine meanwhile.
+    ``summary`` is the output of ``dynamo bench``, ``cpu_share`` the CPU use of this machine.
     """
 
     mode: str
@@ -26,7 +26,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of a run; ``form`` writes it."""
+    """One figure of a run; ``form`` formats it."""
 
     title: str
     value: Callable[[Run], float]
@@ -87,7 +87,7 @@ def cell(column: Column, rounds: Sequence[Run]) -> str:
 
 
 def markdown(runs: Sequence[Run], note: str) -> str:
-    """The whole table; every run is in it."""
+    """Return the table of all runs."""
     titles = ["offered req/s", "router mode", *(column.title for column in COLUMNS)]
     lines = ["| " + " | ".join(titles) + " |", "|---:|---" + "|---:" * len(COLUMNS) + "|"]
     for rate, mode, rounds in groups(runs):

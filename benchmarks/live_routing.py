@@ -4,10 +4,10 @@
         [--markdown OUT.md] [--plot OUT.svg] [--json OUT.json]
 
 Every (round, rate, mode) gets a fresh ``dynamo serve`` of benchmarks/graphs/mockers8.yaml with
-empty caches. A round is a part of the trace of its own; in it all modes get the same requests at
-the same times, and take turns. Blocks, outputs and engines are scaled (--block-tokens,
+empty caches. Each round plays another part of the trace; all modes get the same requests at the
+same times, in turn. Blocks, outputs and engines are scaled (--block-tokens,
 --output-scale, --engine-speedup), so that a part with enough reuse runs in half a minute on a small
-machine: the CPU column says whether it was the machine that was measured. All runs are reported.
+machine. The CPU column shows whether the machine was the limit. All runs are reported.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ OTHERS: dict[str, dict[str, str]] = {
         "router-approximate-cache-policy": "lru",
     },
 }
-"""The same, only when named in --modes."""
+"""Flags of modes that run only when named in --modes."""
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -154,13 +154,13 @@ def run(mode: str, rate: float, round_number: int, trace: str, options: argparse
 
 
 def cpu_ticks() -> tuple[int, int]:
-    """Ticks of all cores since boot: busy ones, all."""
+    """Return busy and total ticks of all cores since boot."""
     ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
 def wait_for_workers(port: int, count: int, serve: subprocess.Popen[bytes]) -> None:
-    """Until the frontend knows ``count`` workers."""
+    """Wait until the frontend lists ``count`` workers."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and serve.poll() is None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
@@ -178,7 +178,7 @@ def wait_for_workers(port: int, count: int, serve: subprocess.Popen[bytes]) -> N
 
 
 def bench(port: int, trace: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Replay the trace; the summary as a dict."""
+    """Replay the trace and return the summary."""
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         command = [
             *DYNAMO,
@@ -196,7 +196,7 @@ def bench(port: int, trace: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def progress(one: Run, spent_s: float) -> None:
-    """A line for each run as it ends."""
+    """Print a line for each finished run."""
     figures = ", ".join(f"{column.title} {cell(column, [one])}" for column in COLUMNS)
     print(
         f"[{spent_s:5.0f} s] round {one.round} at {one.rate:g}/s, {one.mode}: {figures}", flush=True
@@ -204,7 +204,7 @@ def progress(one: Run, spent_s: float) -> None:
 
 
 def report(runs: Sequence[Run], options: argparse.Namespace) -> None:
-    """The table, and the files that were asked for."""
+    """Print the table and write the requested files."""
     table = Table(title=note(options))
     for title in ("req/s", "router mode", *(column.title for column in COLUMNS)):
         table.add_column(title, justify="right")
@@ -221,7 +221,7 @@ def report(runs: Sequence[Run], options: argparse.Namespace) -> None:
 
 
 def note(options: argparse.Namespace) -> str:
-    """What was run, in a sentence or two."""
+    """Return a description of the runs."""
     name = Path(options.trace).name
     limits = options.goodput.replace(":", " ≤ ").replace(",", " ms and mean ")
     return (

@@ -1,4 +1,4 @@
-"""Writes a synthetic trace of the Mooncake format.
+"""Write a synthetic trace in the Mooncake format.
 
     python benchmarks/make_trace.py > benchmarks/traces/sample.jsonl
     python benchmarks/make_trace.py hot-prefix --load 0.35 > hot.jsonl
@@ -6,7 +6,7 @@
 
 conversations: dialogues that grow, one system prompt for all; the sample in the repository is this
 with its defaults. hot-prefix: one long document, then thousands of questions about it. agents:
-sessions whose next turn starts when the last one is answered (replay them with --closed-loop).
+sessions whose next turn starts after the last answer (replay them with --closed-loop).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
-from dynamo.router.simulated_worker import ServiceModel
+from simulated_worker import ServiceModel
 
 __all__ = ["agents", "conversations", "hot_prefix", "main"]
 
@@ -80,7 +80,7 @@ def agents(
 ) -> Iterator[Row]:
     """Agent sessions: a shared system prompt, a task, and 2 to 8 more blocks with every turn.
 
-    The next turn comes 0.5 to 3 s (the tool's run) after the last answer.
+    The next turn starts 0.5 to 3 s (the tool's run) after the last answer.
     """
     rng = random.Random(seed)
     next_id = system_blocks
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     hot.add_argument("--load", type=float, default=0.35)
     hot.add_argument("--document-blocks", type=int, default=200)
     hot.add_argument("--question-blocks", type=int, default=8)
-    hot.add_argument("--cold", action="store_true", help="nobody has the document at the start")
+    hot.add_argument("--cold", action="store_true", help="no worker has the document at the start")
     agent = kinds.add_parser("agents")
     agent.add_argument("--sessions", type=int, default=64)
     agent.add_argument("--turns", type=int, default=20)

@@ -44,7 +44,7 @@ class Load:
         self._stop = StopConditions(max_tokens=max_tokens)
 
     def start(self) -> None:
-        """Send one more request if any is left."""
+        """Send one more request, if any remain."""
         if not self._left:
             if not self._open:
                 self.done.set()
@@ -61,17 +61,17 @@ class Load:
         self.items += 1
 
     def on_end(self) -> None:
-        """Next."""
+        """Send the next request."""
         self._open -= 1
         self.start()
 
     def on_error(self, error: DynamoError) -> None:
-        """The figures would mean nothing."""
+        """Abort: the figures would be meaningless."""
         raise error
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that the process has used."""
+    """Return the CPU seconds of the process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
@@ -104,7 +104,7 @@ async def measure(settings: RuntimeSettings, pid: int, options: argparse.Namespa
 
 
 def main() -> None:
-    """Start the mocker, measure, end it."""
+    """Start the mocker, measure, stop it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--prompt-tokens", type=int, default=200)

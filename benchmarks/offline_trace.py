@@ -1,4 +1,4 @@
-"""Drive the router's own rooms with a trace: hit rate and balance over simulated workers.
+"""Replay a trace through the router's own code: hit rate and balance over simulated workers.
 
     python benchmarks/offline_trace.py --trace PATH --workers 8 --blocks-per-worker 8000
 
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from operator import attrgetter
 from random import Random
 
+from replay import Arrival, Replay, Report, ServiceModel
+
 from dynamo.bench.trace import TraceRequest, parents, read_trace
 from dynamo.config.option import from_env
 from dynamo.config.router import ROUTER_MODES, RouterSettings
@@ -24,12 +26,11 @@ from dynamo.router.factory import make_index, make_predicted
 from dynamo.router.kv import KvPicker
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Picker
-from dynamo.router.replay import Arrival, Replay, Report, ServiceModel
 
 __all__ = ["main", "replay"]
 
 Row = tuple[str, int, list[Report]]
-"""What routed, blocks a worker, replays in order of hit rate."""
+"""Router, blocks per worker, replays in order of hit rate."""
 
 
 class _NoCounts:

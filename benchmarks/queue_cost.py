@@ -1,8 +1,8 @@
-"""What the router's queue costs a request that need not wait.
+"""Measure the cost of the router's queue for a request that need not wait.
 
-Three ways for the same request, in turns within one run: a picker without a word about queues, the
-picker as it is without a threshold, and behind a line that is empty. A request is decided, gets its
-first token and ends. The figure is the middle of the rounds, in µs, and as a ratio to the first.
+Three variants of the same request, in turn within one run: a picker without a queue, the picker
+without a threshold, and the picker behind an empty queue. A request is decided, gets its first
+token and ends. The figure is the median of the rounds, in µs, and as a ratio to the first.
 
     python benchmarks/queue_cost.py
 """
@@ -32,10 +32,10 @@ Request = Callable[[str, "array[int]"], None]
 
 
 class Unaware(EligibilityFilter):
-    """A gate as it was before somebody could wait behind it."""
+    """An eligibility filter without listeners for queued requests."""
 
     def load_changed(self, worker_id: int) -> None:
-        """Nobody else is told."""
+        """Notify no listener."""
         self.busy.look(worker_id)
 
 
@@ -52,48 +52,48 @@ def picker_of(settings: RouterSettings, prompts: list[array[int]]) -> KvPicker:
 
 
 def direct(picker: KvPicker, request_id: str, tokens: array[int]) -> None:
-    """Without a line."""
+    """Without a queue."""
     picker.pick(request_id, tokens)
     picker.mark_prefill_complete(request_id)
     picker.free(request_id)
 
 
 def lined(
-    line: RequestQueue,
+    queue: RequestQueue,
     picker: KvPicker,
     request_id: str,
     tokens: array[int],
     nobody: Callable[..., None],
 ) -> None:
-    """Through a line, with the callback that a frontend makes for each request."""
-    line.request(request_id, tokens, on_decision=partial(nobody, request_id), on_error=nobody)
+    """Through a queue, with the callback that a frontend creates for each request."""
+    queue.submit(request_id, tokens, on_decision=partial(nobody, request_id), on_error=nobody)
     picker.mark_prefill_complete(request_id)
     picker.free(request_id)
 
 
 def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
-    """The three, over one picker: what it holds in memory and where is the same for all."""
+    """The three variants over one picker, so that its memory layout is the same for all."""
     settings = RouterSettings(mode="kv", queue_threshold=1.0)
     picker = picker_of(settings, prompts)
-    gate = picker.gate
-    line = RequestQueue(picker, settings, QueueMetrics(Registry(), "m"))
+    eligibility = picker.eligibility
+    queue = RequestQueue(picker, settings, QueueMetrics(Registry(), "m"))
 
     def unaware() -> Request:
-        gate.__class__ = Unaware
+        eligibility.__class__ = Unaware
         return partial(direct, picker)
 
     def without() -> Request:
-        gate.__class__, gate.on_change = EligibilityFilter, None
+        eligibility.__class__, eligibility.on_change = EligibilityFilter, None
         return partial(direct, picker)
 
     def waiting() -> Request:
-        gate.__class__, gate.on_change = EligibilityFilter, line.wake
-        return partial(lined, line, picker, nobody=print)
+        eligibility.__class__, eligibility.on_change = EligibilityFilter, queue.wake
+        return partial(lined, queue, picker, nobody=print)
 
     return {
         "no queue in the code": unaware,
         "no threshold": without,
-        "threshold, nobody waits": waiting,
+        "threshold, empty queue": waiting,
     }
 
 

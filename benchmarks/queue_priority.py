@@ -1,4 +1,4 @@
-"""What the router's queue does for urgent requests while more comes than the workers can compute.
+"""Measure the router's queue for urgent requests under more load than the workers can compute.
 
 Two mock workers, requests for four seconds at one and a half times their prefill speed, a tenth of
 them with ``latency_sensitivity``. The same requests at the same times without a queue and with
@@ -39,9 +39,13 @@ def deployment(*router: str) -> Iterator[int]:
     front = ("dynamo.frontend", "--http-port", str(port), "--router-mode", "kv", *router)
     with tempfile.TemporaryDirectory() as state:
         env = {**os.environ, "DYN_LOCAL_STATE_DIR": state, "DYN_NAMESPACE": "queue"}
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         running = [
-            subprocess.Popen([sys.executable, "-m", *one], env=env, **quiet)
+            subprocess.Popen(
+                [sys.executable, "-m", *one],
+                env=env,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
             for one in ((*mocker, *batch), front)
         ]
         try:
@@ -54,7 +58,7 @@ def deployment(*router: str) -> Iterator[int]:
 
 
 async def first_token(port: int, prompt: list[int], urgent: bool) -> float:
-    """Seconds from sending to the first token; raises OSError while nobody listens."""
+    """Seconds from sending to the first token; raises OSError while the port is closed."""
     hints = {"latency_sensitivity": 60.0} if urgent else {}
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "stream": True}
     raw = json.dumps({**body, "nvext": {"agent_hints": hints}}).encode()
@@ -100,7 +104,7 @@ async def offer(port: int, seed: int) -> tuple[list[float], list[float]]:
 
 
 def main() -> None:
-    """Both, in turns."""
+    """Run both variants in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threshold", default="1.0")
     parser.add_argument("--rounds", type=int, default=2)

@@ -2,9 +2,9 @@
 
     python benchmarks/replicas.py [--rounds 3] [--rate 24] [--requests 300] [--workers 4]
 
-Each frontend gets half of the arrivals (Poisson), prompts that share nothing, of log-normal length:
-all that a router can do is to balance. In each round both ways get the same requests at the
-same times, from fresh processes. Prints one line a run, then the medians.
+Each frontend gets half of the arrivals (Poisson): prompts that share nothing, of log-normal
+length, so a router can only balance. In each round both variants get the same requests at the same
+times, from fresh processes. Prints one line a run, then the medians.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK_TOKENS = 64
 
 
 def main() -> None:
-    """Run both ways in turn and report."""
+    """Run both variants in turn and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=24.0, help="requests/s, both together")
@@ -60,7 +60,9 @@ def run(way: str, number: int, options: argparse.Namespace) -> dict[str, float]:
         ports = free_ports(2)
         model = ("--model-path", str(MODEL), "--model-name", "tiny")
         size = ("--block-size", str(BLOCK_TOKENS))
-        commands = [("dynamo.mocker", *model, *size, "--num-workers", str(options.workers))]
+        commands: list[tuple[str, ...]] = [
+            ("dynamo.mocker", *model, *size, "--num-workers", str(options.workers))
+        ]
         for port in ports:
             flags = ("--http-port", str(port), "--router-mode", "kv", *WAYS[way])
             commands.append(("dynamo.frontend", *flags))
@@ -104,7 +106,7 @@ def load(
 
 
 def figures(halves: list[dict[str, Any]]) -> dict[str, float]:
-    """Means over the halves: each has as many requests."""
+    """Return the means over the halves, which have equally many requests."""
     shown = {
         f"TTFT {name} ms": statistics.mean(half["ttft_ms"][name] for half in halves)
         for name in ("p50", "p90", "p99")
@@ -142,7 +144,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_for(port: int, workers: int) -> None:
-    """Until the frontend knows the workers and its model is loaded."""
+    """Wait until the frontend lists the workers and has loaded the model."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:

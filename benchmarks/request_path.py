@@ -1,12 +1,11 @@
-"""Modules that one warm unary request enters in the frontend, and how often it changes file.
+"""Count the modules that one warm unary request enters in the frontend, and its changes of file.
 
     python benchmarks/request_path.py [--stream] [--calls] [--json]
 
 A frontend (kv router) runs in this process, two mock workers in another; a thread sends the
 requests. After a few of them ``sys.setprofile`` records every Python call of the loop's thread
-while one more is answered. A change of file is a call that enters another module than the
-call before it. Timers of the frontend that happen to fire count too, so the least of several
-requests is reported.
+during one more. A change of file is a call into another module than the call before it. Timers of
+the frontend that happen to fire count too, so the minimum over several requests is reported.
 """
 
 from __future__ import annotations
@@ -48,24 +47,24 @@ READY_S = 30.0
 
 @dataclass(frozen=True)
 class CallTrace:
-    """The calls of one request: file of each, in order, and how often each function was entered."""
+    """The calls of one request: their files in order, and the number of calls of each function."""
 
     files: list[str]
     functions: Counter[str]
 
     @property
     def modules(self) -> list[str]:
-        """Files in the order in which they were first entered."""
+        """Return the files in order of first entry."""
         return list(dict.fromkeys(self.files))
 
     @property
     def changes(self) -> int:
-        """Calls into another file than the call before."""
+        """Count calls into another file than the call before."""
         return sum(a != b for a, b in zip(self.files, self.files[1:], strict=False))
 
 
 class Recorder:
-    """``with``: records the calls of this thread into our package."""
+    """Record the calls of this thread into our package, inside a ``with``."""
 
     def __init__(self) -> None:
         self.trace = CallTrace([], Counter())
@@ -86,7 +85,7 @@ class Recorder:
 
 
 async def measure(port: int, stream: bool) -> CallTrace:
-    """The shortest trace of ``SAMPLES`` requests."""
+    """Return the shortest trace of ``SAMPLES`` requests."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
     for number in range(WARM_UP):
         await asyncio.to_thread(_ask, connection, number, stream)
@@ -118,7 +117,7 @@ def _ask(connection: http.client.HTTPConnection, number: int, stream: bool) -> N
 
 @contextmanager
 def mock_workers() -> Iterator[None]:
-    """Two of them, until the block ends."""
+    """Run two mockers until the block ends."""
     process = subprocess.Popen(
         [sys.executable, "-m", "dynamo.mocker", "--model-path", str(ROOT / "examples/model"),
          "--model-name", "m", "--num-workers", "2", "--speedup-ratio", "0"],

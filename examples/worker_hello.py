@@ -1,8 +1,8 @@
-"""A worker in fifty lines, written against Dynamo's Python API: it says every prompt back.
+"""A worker in fifty lines, written against Dynamo's Python API: it echoes every prompt.
 
-    python -m dynamo.frontend &
-    python examples/worker_hello.py examples/model
-    curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \
+python -m dynamo.frontend &
+python examples/worker_hello.py examples/model
+curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \
         -d '{"model": "hello", "messages": [{"role": "user", "content": "good morning"}]}'
 """
 
@@ -30,7 +30,7 @@ BLOCK_SIZE = 16
 
 
 class Parrot:
-    """The engine: its cache never forgets, so it tells the router of each new block once."""
+    """The engine: its cache never evicts, so it publishes each new block once."""
 
     def __init__(self, events: KvEventPublisher, load: WorkerMetricsPublisher) -> None:
         self.events = events
@@ -50,7 +50,7 @@ class Parrot:
         yield {"token_ids": [], "finish_reason": "stop"}
 
     def remember(self, prompt: list[int]) -> None:
-        """Publish the first block of ``prompt`` unless it is known; a real engine tells of all."""
+        """Publish the first block of ``prompt`` if it is new; a real engine publishes all."""
         for block_hash in compute_block_hash_for_seq(prompt[:BLOCK_SIZE], BLOCK_SIZE):
             if block_hash not in self.known:
                 self.known.add(block_hash)
@@ -60,7 +60,7 @@ class Parrot:
 
 @dynamo_worker()
 async def main(runtime: DistributedRuntime) -> None:
-    """Register the model and serve until told to stop."""
+    """Register the model and serve until the runtime stops."""
     namespace = runtime.namespace(os.environ.get("DYN_NAMESPACE", "dynamo"))
     endpoint = namespace.component("hello").endpoint("generate")
     config = ModelRuntimeConfig()

@@ -1,7 +1,7 @@
 # Sourced by scripts/test: finds etcd and nats-server, or unpacks Debian's packages into build/debian.
 #
-# Unpacked and not installed: an installed package starts its server on this machine. The tests start
-# their own, on free loopback ports, and skip, naming the package, where there is none.
+# The packages are unpacked, not installed: installing one would start its server on this machine.
+# The tests start their own servers on free loopback ports. Without a package they skip and name it.
 
 servers_ready() {
     local root target package
@@ -26,7 +26,7 @@ _server_unpack() {
     work="$(mktemp -d)" || return
     (
         cd "$work" || exit
-        # As root, apt-get would hand the download to a user that may not write here.
+        # As root, apt-get would download as a user that may not write here.
         download=(timeout 120 apt-get -qq -o APT::Sandbox::User=root download "$1")
         if ! "${download[@]}" >/dev/null 2>&1; then
             [ "$(id -u)" != 0 ] || timeout 120 apt-get update -qq >&2

@@ -1,8 +1,8 @@
-# Sourced by the scripts beside it: makes .venv, installs this tree into it, and activates it.
+# Sourced by the other scripts: creates .venv, installs this tree into it, and activates it.
 #
 #   venv_ready [extra]    extra: a pip extra, e.g. "test"
 #
-# Quick when nothing that decides the environment has changed: packaging files and compiled sources.
+# Fast while the packaging files and the compiled sources are unchanged.
 
 venv_ready() {
     local extra="${1:-}" root stamp now spec
@@ -21,7 +21,7 @@ venv_ready() {
             spec="$root${extra:+[$extra]}"
             echo "scripts: installing into .venv (a minute the first time)" >&2
             "$root/.venv/bin/python" -m pip install -q --disable-pip-version-check -e "$spec" >&2 || exit 1
-            _venv_fingerprint "$root" >"$stamp" # again: the extensions are built now
+            _venv_fingerprint "$root" >"$stamp" # computed again: the extensions exist now
         fi
     ) 9>"$root/.venv/.lock" || return
     # shellcheck disable=SC1091
@@ -31,7 +31,7 @@ venv_ready() {
 _venv_create() {
     local python="${PYTHON:-python3}"
     if ! "$python" -m venv "$1/.venv" >/dev/null 2>&1; then
-        # Debian and Ubuntu keep ensurepip, and the headers that the extensions need, apart.
+        # Debian and Ubuntu package ensurepip and the headers for extensions separately.
         echo "scripts: installing python3-venv, python3-dev and g++" >&2
         [ "$(id -u)" = 0 ] && sudo=() || sudo=(sudo)
         "${sudo[@]}" apt-get update -qq >&2 || return

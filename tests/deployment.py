@@ -148,4 +148,4 @@ class Deployment:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                raise AssertionError(f"{process.args} ignored SIGTERM\n{self.tail()}") from None
+                raise AssertionError(f"{process.args!r} ignored SIGTERM\n{self.tail()}") from None

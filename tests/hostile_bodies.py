@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Iterable
 from typing import Any
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -116,7 +117,7 @@ HEADERS = [
 def paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Where something could be changed in ``value``."""
     found = [here] if here else []
-    items = value.items() if isinstance(value, dict) else ()
+    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
     items = enumerate(value) if isinstance(value, list) else items
     for key, each in items:
         found += paths(each, (*here, key))

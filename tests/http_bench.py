@@ -12,7 +12,7 @@ from dynamo.http.write_batch import Flushable, WriteBatch
 
 
 class MockTransport(asyncio.Transport):
-    """Remembers what was written and asked."""
+    """Records what was written and called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,9 +47,9 @@ class MockTransport(asyncio.Transport):
 
 
 class AtOnce(WriteBatch):
-    """Turns of a loop are not what these tests are about."""
+    """Flushes at once: these tests are not about the turns of the loop."""
 
-    def write(self, one: Flushable) -> None:
+    def flush_later(self, one: Flushable) -> None:
         one.flush()
 
 

@@ -1,4 +1,4 @@
-"""What the compiled frame splitter earns over its readable twin, per frame.
+"""Compare the compiled frame splitter with its reference implementation, per frame.
 
 python benchmarks/micro/bench_frames.py
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from oracle import frames as twin
+from oracle import frames as reference
 
 from dynamo._fast.frames import Splitter, pack
 from dynamo.runtime.requests.frames import DATA, LAST_KIND
@@ -24,8 +24,8 @@ CALLS = 20_000
 
 def main() -> None:
     """One table."""
-    sys.stdout.write(f"{'case':34}{'compiled ns':>14}{'twin ns':>12}\n")
-    _row("pack", 1, lambda: pack(DATA, 7, ITEM), lambda: twin.pack(DATA, 7, ITEM))
+    sys.stdout.write(f"{'case':34}{'compiled ns':>14}{'reference ns':>12}\n")
+    _row("pack", 1, lambda: pack(DATA, 7, ITEM), lambda: reference.pack(DATA, 7, ITEM))
     for count in (1, 8, 64):
         data = pack(DATA, 7, ITEM) * count
         splitter = Splitter(LIMIT_BYTES, b"", LAST_KIND)
@@ -34,7 +34,7 @@ def main() -> None:
             return splitter.feed(data)
 
         def readable(data: bytes = data) -> object:
-            return twin.split(data, LIMIT_BYTES, b"", LAST_KIND)
+            return reference.split(data, LIMIT_BYTES, b"", LAST_KIND)
 
         _row(f"split, {count} frames a read", count, compiled, readable)
 

@@ -1,4 +1,4 @@
-"""What the compiled histogram earns over its readable twin, per observation.
+"""Compare the compiled histogram with its reference implementation, per observation.
 
 python benchmarks/micro/bench_histogram.py
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from oracle.histogram import Histogram as Twin
+from oracle.histogram import Histogram as Reference
 
 from dynamo._fast.histogram import Histogram
 
@@ -21,7 +21,7 @@ TTFT = (0, 0.0022, 0.0047, 0.01, 0.022, 0.047, 0.1, 0.22, 0.47, 1, 2.2, 4.7, 10,
 
 def main() -> None:
     """One row each."""
-    for kind in (Histogram, Twin):
+    for kind in (Histogram, Reference):
         observe = kind(TTFT).observe
         given = {"observe": observe}
         best = min(timeit.repeat("observe(0.031)", globals=given, number=CALLS, repeat=9))

@@ -7,8 +7,8 @@ Two processes over a UNIX socket: this one is the client, a child serves. CPU is
 
 ``unary``: 60-word request (240 ids), one answer of 60 bytes, N requests in flight.
 ``streamed``: a token per stream per tick, as an engine step makes them: the server sends one item
-on each of N open streams, lets the loop run, and goes on.
-``one a turn``: every token has a loop turn of the server to itself, so each is a write of its own.
+on each of N open streams, lets the loop run, and continues.
+``one a turn``: every token has a loop iteration of the server to itself, so each is one write.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -88,7 +89,7 @@ class Driver:
     """Keeps ``width`` streams open until ``total`` have ended; also the sink of all."""
 
     def __init__(self, client: RequestClient, address: str, endpoint: str, total: int) -> None:
-        self._open = lambda: client.open(address, endpoint, {}, PROMPT, self)
+        self._open = partial(client.open, address, endpoint, {}, PROMPT, self)
         self._left = total
         self._running = 0
         self._done = asyncio.Event()

@@ -10,11 +10,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from oracle import scoring as reference
+from oracle.sequences import ActiveSequences as ReferenceSequences
 
 from dynamo._fast.scoring import Weights, choose, costs
 from dynamo._fast.sequences import ActiveSequences
-from tests.oracle import scoring as twin
-from tests.oracle.sequences import ActiveSequences as TwinSequences
 
 SLOTS, BLOCKS = 16, 256
 SOURCE = Random(1)
@@ -40,11 +40,13 @@ def test_score_and_choose(benchmark: Any, temperature: float) -> None:
     benchmark(decide)
 
 
-def test_score_and_choose_twin(benchmark: Any) -> None:
+def test_score_and_choose_reference(benchmark: Any) -> None:
     prefill, decode, device = columns()
     rows = zip(prefill, decode, device, strict=True)
-    loads = [twin.Load(*row) for row in rows]
-    benchmark(lambda: twin.choose(twin.costs(twin.Weights(16), 4096, loads), 0.0, 0.5))
+    loads = [reference.Load(*row) for row in rows]
+    benchmark(
+        lambda: reference.choose(reference.costs(reference.Weights(16), 4096, loads), 0.0, 0.5)
+    )
 
 
 def held(made: Any) -> Any:
@@ -63,8 +65,8 @@ def test_project(benchmark: Any) -> None:
     benchmark(lambda: active.project_into(HASHES, 0, prefill, decode))
 
 
-def test_project_twin(benchmark: Any) -> None:
-    active = held(TwinSequences())
+def test_project_reference(benchmark: Any) -> None:
+    active = held(ReferenceSequences())
     benchmark(lambda: active.project(HASHES, 0, SLOTS))
 
 

@@ -1,4 +1,4 @@
-"""What one request and one token cost in the rooms that handle text, in microseconds.
+"""Measure one request and one token in the modules that handle text, in microseconds.
 
 python benchmarks/micro/bench_text.py
 """

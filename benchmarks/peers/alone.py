@@ -1,4 +1,4 @@
-"""Rows without a peer: how fast the quickstart is up, and what one routing decision costs."""
+"""Rows without a peer: the start of the quickstart, and the cost of one routing decision."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REQUEST = (
 
 
 def startup(ours: Product, root: Path, directory: Path, rounds: int) -> Figure:
-    """Seconds from starting ``dynamo serve`` to the first token, files in the page cache."""
+    """Return the seconds from ``dynamo serve`` to the first token, files in the page cache."""
     figure = Figure(
         "startup", "`dynamo serve` to first token of the quickstart, warm", "s", [],
         limit=STARTUP_LIMIT_S,
@@ -44,7 +44,7 @@ def startup(ours: Product, root: Path, directory: Path, rounds: int) -> Figure:
 
 
 def decision(ours: Product, root: Path, directory: Path) -> Figure:
-    """Microseconds of hash + match + score + book, by benchmarks/micro/bench_decision.py."""
+    """Return the µs of hash + match + score + reserve, by benchmarks/micro/bench_decision.py."""
     figure = Figure(
         "decision", "router decision: 4k tokens, 16 workers, 100k blocks", "µs", [],
         limit=DECISION_LIMIT_US,
@@ -94,7 +94,7 @@ def _start_once(ours: Product, root: Path, directory: Path) -> float:
 
 
 def _first_content(port: int, process: subprocess.Popen[bytes], deadline: float) -> float:
-    """The time at which the first content arrived."""
+    """Return the arrival time of the first content."""
     while time.monotonic() < deadline and process.poll() is None:
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:

@@ -1,4 +1,4 @@
-"""What the comparison needs on this machine: their packages in a place of their own, and wrk."""
+"""Prerequisites on this machine: the peer's packages in their own environment, and wrk."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _CHECK = "import dynamo.frontend, dynamo.mocker, dynamo.llm"
 
 
 class SetupError(Exception):
-    """The comparison cannot run here; the text says what to do."""
+    """A missing prerequisite; the text says what to do."""
 
 
 def their_python(directory: Path) -> Path:
-    """An interpreter that has the peer, in ``directory``; installed there if it is not yet."""
+    """Return an interpreter with the peer in ``directory``; install it there if necessary."""
     python = directory / "bin" / "python"
     if python.exists() and _works(python):
         return python
@@ -48,7 +48,7 @@ def their_python(directory: Path) -> Path:
 
 
 def find_wrk() -> str:
-    """The path of wrk; installed from Debian's packages if it is missing and we may."""
+    """Return the path of wrk; install Debian's package if it is missing and we are root."""
     found = shutil.which("wrk")
     if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
         print("installing wrk …", flush=True)
@@ -83,13 +83,21 @@ def _works(python: Path) -> bool:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what would steer either system or its interpreter."""
+    """Return our environment without variables that affect either system or its interpreter."""
     dropped = ("DYN_", "ETCD_", "NATS_", "PYTHON", "VIRTUAL_ENV")
     return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
 
 
 def _pip(python: Path, requirements: Sequence[str]) -> None:
-    command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *requirements]
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        *requirements,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
     if result.returncode:
         reason = (result.stderr.strip() or "pip failed").splitlines()[-1]
@@ -109,7 +117,7 @@ def _versions(python: Path, names: Sequence[str]) -> dict[str, str]:
         "    except m.PackageNotFoundError: pass\n"
         "print(json.dumps(found))"
     )
-    command = [python, "-c", script, *names]
+    command = [str(python), "-c", script, *names]
     result = subprocess.run(
         command, cwd="/", env=clean_environment(), capture_output=True, text=True, timeout=60
     )

@@ -21,7 +21,7 @@ _END = b"0\r\n\r\n"
 
 
 class LoadError(Exception):
-    """The client could not do what the row asks for."""
+    """The client could not generate the load of the row."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Served:
-    """What wrk saw of ``requests`` requests, and its own CPU time."""
+    """The result of ``requests`` requests by wrk, and its own CPU time."""
 
     requests: int
     failed: int
@@ -51,7 +51,7 @@ class Served:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """One streamed answer: seconds to its first content, then from there to its end."""
+    """One streamed answer: seconds to its first content, and from there to its end."""
 
     first_s: float
     rest_s: float
@@ -82,7 +82,7 @@ class Stopwatch:
     """One keep-alive connection that times streamed answers.
 
     ``acknowledges_at_once`` spares a server that leaves Nagle's algorithm on the 40 ms that the
-    kernel's delayed acknowledgements cost it; ordinary clients do not do that.
+    kernel's delayed acknowledgements cost it; ordinary clients do not.
     """
 
     def __init__(self, port: int, acknowledges_at_once: bool) -> None:
@@ -110,7 +110,7 @@ class Stopwatch:
         answer = bytearray()
         first = 0.0
         while not answer.endswith(_END):
-            if self._acknowledges_at_once:  # the kernel forgets it after a while
+            if self._acknowledges_at_once:  # the kernel resets the option after a while
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
             piece = self._socket.recv(65536)
             if not piece:
@@ -123,7 +123,7 @@ class Stopwatch:
         return FirstToken(first - started, time.perf_counter() - first)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
 
 
@@ -144,7 +144,7 @@ class Prompts:
 
 
 def _interrupted_when_finished(command: list[str]) -> str:
-    """What wrk printed; it would sleep through the rest of its time after the last response."""
+    """Return the output of wrk, and stop it: it would sleep for the rest of its time."""
     output = ""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

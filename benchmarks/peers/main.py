@@ -41,7 +41,7 @@ _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="benchmarks/peers/run",
         description=__doc__,
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0 if every bar of the rows run holds, 1 if not, 2 if it could not run."""
+    """Exit with status 0 if every bar of the rows holds, 1 if not, 2 if the run failed."""
     args = parse(argv)
     rows = [row for row in _rows(args.full) if fnmatch(row.key, args.rows)]
     if args.list:
@@ -131,7 +131,7 @@ class Comparison:
             return {row.key: self._measured(measurer, row) for row in rows}
 
     def _measured(self, measurer: Measurer, row: Row) -> list[Figure]:
-        """A row that fails says so in its place; the others are still worth having."""
+        """Measure one row; a failure is reported in its place and does not stop the others."""
         try:
             return measurer.measure(row)
         except (LoadError, OSError) as error:
@@ -162,14 +162,14 @@ def _publish(figures: list[Figure], facts: dict[str, Any], args: argparse.Namesp
 
 
 def _enter_own_network(argv: Sequence[str]) -> None:
-    """Start over where loopback is the only network; return if this user may not do that.
+    """Restart in a network namespace with only loopback; return if that is not permitted.
 
-    The peer listens on all interfaces; there, nobody outside can reach it.
+    The peer listens on all interfaces; in the namespace no other host can reach it.
     """
     flags = ["--net"] if os.geteuid() == 0 else ["--map-root-user", "--net"]
     trial = subprocess.run(["unshare", *flags, "true"], capture_output=True)
     if trial.returncode:
-        print("note: no own network namespace; the peer listens on all interfaces meanwhile")
+        print("note: no own network namespace; the peer listens on all interfaces")
         return
     os.execvp("unshare", ["unshare", *flags, "--", sys.executable, __file__, *argv, _ISOLATED])
 

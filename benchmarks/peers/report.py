@@ -14,7 +14,7 @@ _COLUMNS = ("figure", "unit", "ours", "theirs", "ratio", "min-max", "bar", "hold
 
 
 def print_table(console: Console, figures: Sequence[Figure]) -> None:
-    """One line for each figure, then what has to be known about them."""
+    """Print one line for each figure, then the notes."""
     table = Table(title="ours ÷ Dynamo, medians over rounds", title_justify="left")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "figure" else "right")
@@ -28,7 +28,7 @@ def print_table(console: Console, figures: Sequence[Figure]) -> None:
 
 
 def markdown(figures: Sequence[Figure], facts: dict[str, Any]) -> str:
-    """A section for a README: when, on what, with which versions, and the table."""
+    """Return a section for a README: date, machine, versions, and the table."""
     ours, theirs = facts["ours"], facts["theirs"]
     lines = [
         f"Measured {facts['date']} by `benchmarks/peers/run` on {facts['cpu']}, "
@@ -39,7 +39,7 @@ def markdown(figures: Sequence[Figure], facts: dict[str, Any]) -> str:
         f"{facts['their_log']}). Both serve the same model directory with two mock workers, in "
         f"turn, with the same requests; {facts['rounds']} rounds, medians; all tokens asked for "
         f"were delivered by both unless noted. Other processes used {facts['others']:.0%} of the "
-        "machine meanwhile.",
+        "machine.",
         "",
         "| figure | ours | Dynamo | ratio | min-max | bar | holds |",
         "|---|---:|---:|---:|---:|---:|---|",
@@ -53,7 +53,7 @@ def markdown(figures: Sequence[Figure], facts: dict[str, Any]) -> str:
 
 
 def as_json(figures: Sequence[Figure], facts: dict[str, Any]) -> dict[str, Any]:
-    """Everything that was measured."""
+    """Return all measurements."""
     return {"facts": facts, "figures": [figure.as_dict() for figure in figures]}
 
 

@@ -1,4 +1,4 @@
-"""Figures of one row: values per round on both sides, the ratio, the bar, whether it holds."""
+"""Figures of one row: values per round of both systems, the ratio, the bar and its result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 class Figure:
     """``ours`` and ``theirs`` hold one value for each round; ``theirs`` is empty for absolutes.
 
-    ``limit`` judges the median of the ratios, or of ``ours`` where there is no peer.
+    ``limit`` applies to the median of the ratios, or of ``ours`` without a peer.
     """
 
     key: str
@@ -32,19 +32,19 @@ class Figure:
 
     @property
     def judged(self) -> float | None:
-        """The number the bar is about."""
+        """Return the number that the bar applies to."""
         values = self.ratios if self.theirs else self.ours
         return median(values) if values else None
 
     @property
     def holds(self) -> bool | None:
-        """Whether the bar holds; None without a bar."""
+        """Return whether the bar holds; None without a bar."""
         if self.limit is None:
             return None
         return self.valid and self.judged is not None and self.judged <= self.limit
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Return all values, for JSON."""
         return {
             "key": self.key,
             "title": self.title,

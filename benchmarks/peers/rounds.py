@@ -1,4 +1,4 @@
-"""Measure rows on two running systems in turn: ours, theirs, ours, theirs, …"""
+"""Measure rows on two running systems in turn: ours, theirs, ours, theirs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WARM_UP_S = 1.0
 
 @dataclass(frozen=True)
 class Pair:
-    """Both systems, and how long to measure them."""
+    """Both systems, and the duration of a measurement."""
 
     ours: System
     theirs: System
@@ -37,12 +37,12 @@ class Pair:
 
     @property
     def both(self) -> tuple[System, System]:
-        """In the order in which they are measured."""
+        """Return both systems in the order of measurement."""
         return self.ours, self.theirs
 
 
 class Measurer:
-    """Keeps prompts unique over all rows that two systems serve."""
+    """Measures rows; keeps prompts unique over all rows of two systems."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
@@ -79,7 +79,7 @@ class Measurer:
         return figure
 
     def _calibrate(self, load: Load) -> int:
-        """How many requests the slower system answers in the time of a round. Warms both up."""
+        """Return the requests that the slower system answers in one round. Warms both up."""
         rates = []
         for system in self._pair.both:
             trial = max(8, 2 * load.connections)
@@ -219,7 +219,7 @@ def _drift_percent(sizes: list[int]) -> float:
 
 
 def _check_delivery(figure: Figure, load: Load) -> None:
-    """A ratio means something only if both delivered all tokens of all requests."""
+    """Check that both delivered all tokens of all requests; otherwise a ratio is meaningless."""
     for sample in figure.samples:
         delivered = sample["tokens_per_request"]
         if sample["failed"] or abs(delivered / load.max_tokens - 1) > _TOKEN_TOLERANCE:

@@ -1,4 +1,4 @@
-"""The rows of the table: what is measured, under which load, and the bar it has to hold."""
+"""The rows of the table: figure, load, and bar."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from load import Load
 Kind = Literal["cpu", "ttft", "long", "soak", "startup", "decision"]
 FAST, TRICKLE = 1000.0, 10.0
 LONG_PROMPT_TOKENS = 22_600
-SOAK_REQUESTS = 200_000  # what the bars about memory are about
+SOAK_REQUESTS = 200_000  # the bars about memory apply to this number
 DRIFT_PERCENT = 3.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure, or a family of them that one measurement gives.
+    """One figure, or several from one measurement.
 
     ``speedup`` is the mocker's; ``best_tokenizer`` runs the peer with its fastest tokenizer.
-    ``bar`` is the highest ratio ours/theirs that passes; None: shown without judgement.
+    ``bar`` is the highest ratio ours/theirs that passes; None: no bar.
     """
 
     key: str
@@ -38,12 +38,12 @@ class Row:
 
     @property
     def needs_systems(self) -> bool:
-        """Whether both systems run for it."""
+        """Return whether both systems run for the row."""
         return self.kind not in ("startup", "decision")
 
 
 def default_rows() -> list[Row]:
-    """One row for each bar, and some that explain them."""
+    """Return one row for each bar, and some that explain them."""
     return [
         _cpu(Load(60, 1, 256), bar=0.35),
         _cpu(Load(60, 1, 256, repeated=True), bar=0.35),

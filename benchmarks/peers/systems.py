@@ -36,7 +36,7 @@ class Product:
 
 
 class System:
-    """``with System(...) as system``: both processes run and answer in between."""
+    """Both processes run and answer inside ``with System(...) as system``."""
 
     def __init__(
         self, product: Product, directory: Path, model: Path, speedup: float, env: dict[str, str]
@@ -82,11 +82,11 @@ class System:
 
     @property
     def frontend_pid(self) -> int:
-        """For a profiler."""
+        """The pid, for a profiler."""
         return self._processes[1].pid
 
     def cpu_s(self) -> tuple[float, float]:
-        """CPU seconds that the frontend and the mocker have used."""
+        """Return the CPU seconds of the frontend and of the mocker."""
         mocker, frontend = self._processes
         return process_cpu_s(frontend.pid), process_cpu_s(mocker.pid)
 
@@ -163,20 +163,20 @@ class System:
         return "\n".join(lines)
 
     def _end(self) -> None:
-        """Frontend first, then the engine; whoever stays is killed with its process group."""
+        """Stop the frontend, then the engine; kill the process group of one that does not exit."""
         for process in reversed(self._processes):
             end_process(process, signal.SIGTERM, _END_S)
         self._processes.clear()
 
 
 def end_process(process: subprocess.Popen[bytes], sign: signal.Signals, patience_s: float) -> None:
-    """Ask one process of ours to end, then kill its process group."""
+    """Terminate one of our processes, then kill its process group."""
     if process.poll() is None:
         process.send_signal(sign)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience_s)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its session is its own: start_new_session
+        os.killpg(process.pid, signal.SIGKILL)  # it leads its own session: start_new_session
     process.wait()
 
 
@@ -189,7 +189,7 @@ def process_cpu_s(pid: int) -> float:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """Return a free TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -19,8 +19,8 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.runtime.paths import (
-    leave_sockets,
     planned_socket_path,
+    release_sockets,
     run_dir,
     socket_path,
     state_dir,
@@ -259,7 +259,7 @@ def _serve(planned: DeploymentPlan, settings: ServeSettings, runtime: RuntimeSet
 
     def clean_up() -> None:
         run_directory.clear()
-        leave_sockets(runtime)
+        release_sockets(runtime)
         run_directory.release()
 
     return run_guarded(body, clean_up)

@@ -22,7 +22,6 @@ from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.route import ExplainRoutes
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
-from dynamo.frontend.requests.drain import Admission
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import HttpLimits, HttpServer, WriteBatch
@@ -57,20 +56,19 @@ class Frontend:
         self._router = router
         self._tasks = Tasks("frontend")
         metrics = FrontendMetrics(runtime.metrics, settings.metrics_prefix)
-        self._admission = Admission()
-        turn = WriteBatch()
-        self._flow = RequestRegistry(settings, metrics, self._admission, turn)
+        write_batch = WriteBatch()
+        self._requests = RequestRegistry(settings, metrics, write_batch)
         self.models = Models(runtime, settings, router, metrics, self._tasks)
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         routes = Routes()
-        OpenAIRoutes(self._flow, self.models, self._tasks).install(routes)
+        OpenAIRoutes(self._requests, self.models, self._tasks).install(routes)
         if not settings.disable_admin_api:
             ExplainRoutes(
-                self.models, self._tasks, self._flow.overload_status, self._flow.off_loop
+                self.models, self._tasks, self._requests.overload_status, self._requests.off_loop
             ).install(routes)
             BusyThresholdRoutes(self.models, self._tasks).install(routes)
-        InfoRoutes(self.models, self._admission, runtime.metrics).install(routes)
-        self._server = HttpServer(routes, _limits(settings), metrics.refused, turn)
+        InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
+        self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch)
         metrics.http_connections.function = lambda: self._server.connections
         self._stop = asyncio.Event()
         self.on_loaded: Callable[[], None] = _nobody
@@ -127,8 +125,8 @@ class Frontend:
     def stop(self) -> None:
         """Drain and end; asked a second time, end what still runs at once."""
         if self._stop.is_set():
-            log.warning("ending %d requests at once", self._admission.inside)
-            self._flow.fail_all(Unavailable("Service is shutting down"))
+            log.warning("ending %d requests at once", self._requests.admitted)
+            self._requests.fail_all(Unavailable("Service is shutting down"))
         self._stop.set()
 
     def stop_on_signals(self) -> Callable[[], None]:
@@ -155,10 +153,10 @@ class Frontend:
         await self._stop.wait()
         self._server.drain()
         timeout_s = self._settings.graceful_shutdown_timeout_s
-        log.info("draining %d requests, at most %g s", self._admission.inside, timeout_s)
-        if not await self._admission.drain(timeout_s):
-            log.warning("%d requests did not end in time", self._admission.inside)
-            self._flow.fail_all(Unavailable("Service is shutting down"))
+        log.info("draining %d requests, at most %g s", self._requests.admitted, timeout_s)
+        if not await self._requests.drain(timeout_s):
+            log.warning("%d requests did not end in time", self._requests.admitted)
+            self._requests.fail_all(Unavailable("Service is shutting down"))
 
     def _loaded(self) -> None:
         """Fit the default limit on bodies to the contexts that are served now."""
@@ -169,7 +167,7 @@ class Frontend:
 
     async def close(self) -> None:
         """Close connections, models and timers; the runtime belongs to the caller."""
-        self._flow.close()
+        self._requests.close()
         self._delay.stop()
         await self._server.close()
         await self._tasks.close()

@@ -38,7 +38,7 @@ class ServerContext(Protocol):
     limits: HttpLimits
     reader: HeadReader
     heads: ResponseHeads
-    turn: WriteBatch
+    write_batch: WriteBatch
     clock: float
     draining: bool
     bodies_bytes: int
@@ -81,10 +81,10 @@ class HttpConnection(asyncio.Protocol):
         "_discards",
         "_exchange",
         "_head",
-        "_host",
         "_lingering",
         "_out",
         "_paused",
+        "_server",
         "_skipped_line",
         "_timing_head",
         "_transport",
@@ -94,9 +94,9 @@ class HttpConnection(asyncio.Protocol):
         "heads",
     )
 
-    def __init__(self, host: ServerContext) -> None:
-        self._host = host
-        self.heads = host.heads
+    def __init__(self, server: ServerContext) -> None:
+        self._server = server
+        self.heads = server.heads
         self._transport: asyncio.Transport | None = None
         self.deadline = NEVER
         self.above_high_water = False
@@ -119,10 +119,10 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client is there; over the cap it hears 503 and has to go."""
         self._transport = cast(asyncio.Transport, transport)
-        host = self._host
-        self.closing = host.draining
-        if host.admit(self):
-            self.deadline = host.clock + host.limits.header_timeout_s
+        server = self._server
+        self.closing = server.draining
+        if server.admit(self):
+            self.deadline = server.clock + server.limits.header_timeout_s
         else:
             self._refuse(HttpError(503, "Too many connections", retry_after_s=1))
 
@@ -137,7 +137,7 @@ class HttpConnection(asyncio.Protocol):
         else:
             self._buffer = self._buffer + data if self._buffer else data
             self.advance()
-            if self.above_high_water and len(self._buffer) > self._host.limits.header_bytes:
+            if self.above_high_water and len(self._buffer) > self._server.limits.header_bytes:
                 self._pause()  # until the client reads its responses
 
     def eof_received(self) -> bool:
@@ -152,7 +152,7 @@ class HttpConnection(asyncio.Protocol):
         self._buffer = b""
         self._out.clear()
         self._forget_body()
-        self._host.forget(self)
+        self._server.forget(self)
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.lost()
@@ -160,7 +160,7 @@ class HttpConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The client reads more slowly than we write."""
         self.above_high_water = True
-        self.deadline = self._host.clock + self._host.limits.stall_timeout_s
+        self.deadline = self._server.clock + self._server.limits.stall_timeout_s
 
     def resume_writing(self) -> None:
         """The client has caught up."""
@@ -180,7 +180,7 @@ class HttpConnection(asyncio.Protocol):
         out = self._out
         out.append(data)
         if len(out) == 1 and not self._advancing:
-            self._host.turn.write(self)
+            self._server.write_batch.flush_later(self)
 
     def finished(self, exchange: Exchange) -> None:
         """The response is complete: close, or take the next request."""
@@ -199,7 +199,7 @@ class HttpConnection(asyncio.Protocol):
         if not self._advancing and (self._buffer or self._paused):
             self.advance()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Drop the connection without sending what is still buffered."""
         if self._transport is not None:
             self._transport.abort()
@@ -226,7 +226,7 @@ class HttpConnection(asyncio.Protocol):
                     break
             else:
                 self._pause()
-                self._host.soon(self)
+                self._server.soon(self)
                 return
         except HttpError as refusal:
             self._refuse(refusal)
@@ -270,7 +270,7 @@ class HttpConnection(asyncio.Protocol):
         else:
             self._close()
 
-    def retire(self) -> None:
+    def close_when_idle(self) -> None:
         """Close if idle."""
         if self._exchange is None and self._head is None and not self._buffer:
             self._close()
@@ -288,16 +288,16 @@ class HttpConnection(asyncio.Protocol):
 
     def _step(self) -> bool:
         """Read one head and what is there of its body. False when more bytes are needed."""
-        host = self._host
+        server = self._server
         buffer = self._buffer
         end = buffer.find(b"\r\n\r\n")
         if end <= 0 or buffer.startswith(b"\r\n"):
             return self._wait_for_head()
-        head = host.reader.read(buffer, end)
+        head = server.reader.read(buffer, end)
         self._skipped_line = False
         start = end + 4
         size_bytes = head.body_bytes
-        if 0 <= size_bytes <= len(buffer) - start and size_bytes <= host.limits.body_bytes:
+        if 0 <= size_bytes <= len(buffer) - start and size_bytes <= server.limits.body_bytes:
             stop = start + size_bytes
             self._buffer = buffer[stop:]
             self._head = head
@@ -314,14 +314,14 @@ class HttpConnection(asyncio.Protocol):
             self._skipped_line = True
             self._buffer = self._buffer[2:]
             return True
-        self._host.reader.check_partial(self._buffer)
+        self._server.reader.check_partial(self._buffer)
         if not self._timing_head:
             self._timing_head = True  # counted once, so that a byte now and then buys no time
-            self.deadline = self._host.clock + self._host.limits.header_timeout_s
+            self.deadline = self._server.clock + self._server.limits.header_timeout_s
         return False
 
     def _open_body(self, head: Head, first: bytes) -> None:
-        limits = self._host.limits
+        limits = self._server.limits
         if head.body_bytes > limits.body_bytes:
             raise HttpError(413, f"Request body exceeds {limits.body_bytes} bytes")
         self._check_budget(head.body_bytes - _FREE_BODY_BYTES)
@@ -332,7 +332,7 @@ class HttpConnection(asyncio.Protocol):
             self._body = ChunkedBody(limits.body_bytes)
         else:
             self._body = SizedBody(head.body_bytes)
-        self.deadline = self._host.clock + limits.body_timeout_s
+        self.deadline = self._server.clock + limits.body_timeout_s
         self._feed(first)
         if head.expects_continue and not first and self._body is not None:
             self.send(_CONTINUE)
@@ -349,23 +349,23 @@ class HttpConnection(asyncio.Protocol):
         if grown_bytes > 0:
             self._check_budget(grown_bytes)
             self._counted_bytes += grown_bytes
-            self._host.bodies_bytes += grown_bytes
+            self._server.bodies_bytes += grown_bytes
         if body.backlog:
             self._pause()
-            self._host.decode_later(self)
+            self._server.decode_later(self)
         elif self._paused:
             self._resume()
 
     def _check_budget(self, more_bytes: int) -> None:
-        limits = self._host.limits
+        limits = self._server.limits
         limit_bytes = max(limits.bodies_bytes, limits.body_bytes)
-        if more_bytes > 0 and self._host.bodies_bytes + more_bytes > limit_bytes:
+        if more_bytes > 0 and self._server.bodies_bytes + more_bytes > limit_bytes:
             text = f"Unfinished request bodies exceed {limit_bytes} bytes in total, retry later"
             raise HttpError(503, text, retry_after_s=1)
 
     def _forget_body(self) -> None:
         self._head = self._body = None
-        self._host.bodies_bytes -= self._counted_bytes
+        self._server.bodies_bytes -= self._counted_bytes
         self._counted_bytes = 0
 
     def _pipeline(self, data: bytes) -> None:
@@ -373,22 +373,22 @@ class HttpConnection(asyncio.Protocol):
         if self._discards:
             return
         self._buffer += data
-        if len(self._buffer) > self._host.limits.header_bytes:
+        if len(self._buffer) > self._server.limits.header_bytes:
             self._buffer = b""
             self._discards = self.closing = True
 
     def _dispatch(self, body: bytes) -> None:
-        head, host = cast(Head, self._head), self._host
+        head, server = cast(Head, self._head), self._server
         self._forget_body()
         self._timing_head = False
         exchange = self._exchange = Exchange(self, head, body, time.monotonic())
-        self.deadline = exchange.deadline = host.clock + host.limits.response_timeout_s
-        host.handle(exchange)
+        self.deadline = exchange.deadline = server.clock + server.limits.response_timeout_s
+        server.handle(exchange)
 
     def _refuse(self, refusal: HttpError) -> None:
         """Say why and stop listening. The socket stays open for a moment, reading and discarding,
         because closing on unread bytes resets it, and the client would never see the answer."""
-        self._host.refused(refusal.status)
+        self._server.refused(refusal.status)
         self._forget_body()
         body = error_body(refusal.status, refusal.message)
         head = self.heads.get(refusal.status, "application/json", CLOSE)
@@ -399,11 +399,11 @@ class HttpConnection(asyncio.Protocol):
 
     def _linger(self) -> None:
         """Send what is buffered and then no more; read on for a moment and discard."""
-        limits = self._host.limits
+        limits = self._server.limits
         self._buffer = b""
         self._lingering = True
         wait_s = limits.stall_timeout_s if self.above_high_water else limits.linger_s
-        self.deadline = self._host.clock + wait_s
+        self.deadline = self._server.clock + wait_s
         if self._transport is not None:
             self._transport.write_eof()
         if self._paused:
@@ -414,12 +414,12 @@ class HttpConnection(asyncio.Protocol):
         self.flush()
         self._lingering = True
         self._buffer = b""
-        self.deadline = self._host.clock + self._host.limits.stall_timeout_s
+        self.deadline = self._server.clock + self._server.limits.stall_timeout_s
         if self._transport is not None:
             self._transport.close()
 
     def _idle_deadline(self) -> float:
-        return self._host.clock + self._host.limits.idle_timeout_s
+        return self._server.clock + self._server.limits.idle_timeout_s
 
     def _pause(self) -> None:
         if not self._paused and self._transport is not None:

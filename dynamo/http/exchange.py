@@ -39,7 +39,7 @@ class Transport(Protocol):
     def finished(self, exchange: Exchange) -> None:
         """The response is complete."""
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Drop the connection at once."""
 
 
@@ -58,8 +58,8 @@ class Exchange:
 
     __slots__ = (
         "_bodiless",
-        "_line",
         "_raw",
+        "_transport",
         "body",
         "deadline",
         "done",
@@ -78,8 +78,8 @@ class Exchange:
         "status",
     )
 
-    def __init__(self, line: Transport, head: Head, body: bytes, received_at: float) -> None:
-        self._line = line
+    def __init__(self, transport: Transport, head: Head, body: bytes, received_at: float) -> None:
+        self._transport = transport
         self._bodiless = head.method == "HEAD"
         self._raw = False
         self.method = head.method
@@ -102,7 +102,7 @@ class Exchange:
     @property
     def above_high_water(self) -> bool:
         """Whether the client is behind with reading."""
-        return self._line.above_high_water
+        return self._transport.above_high_water
 
     def respond(
         self,
@@ -115,11 +115,11 @@ class Exchange:
         self._begin(status)
         if self.gone:
             return
-        line = self._line
-        head = line.heads.get(status, content_type, self._framing(0))
+        transport = self._transport
+        head = transport.heads.get(status, content_type, self._framing(0))
         extra = encode_headers(headers) if headers else b""
         shown = b"" if self._bodiless else body
-        line.send(b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, shown))
+        transport.send(b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, shown))
         self._finish()
 
     def refuse(self, status: int, message: str, kind: str | None = None) -> None:
@@ -138,13 +138,15 @@ class Exchange:
             self._raw = True
         framing = self._framing(UNTIL_CLOSE if self._raw else CHUNKS)
         extra = encode_headers(headers) if headers else b""
-        self._line.send(b"%b%b\r\n" % (self._line.heads.get(status, content_type, framing), extra))
+        self._transport.send(
+            b"%b%b\r\n" % (self._transport.heads.get(status, content_type, framing), extra)
+        )
 
     def write(self, data: bytes) -> None:
         """Send a piece of a streamed response."""
         if self.gone or not data or self._bodiless:
             return
-        self._line.send(data if self._raw else b"%x\r\n%b\r\n" % (len(data), data))
+        self._transport.send(data if self._raw else b"%x\r\n%b\r\n" % (len(data), data))
 
     def end(self, data: bytes = b"") -> None:
         """Send the last piece and end the streamed response. Ending twice does nothing."""
@@ -154,9 +156,9 @@ class Exchange:
         if self._raw or self._bodiless:
             self.write(data)
         elif data:
-            self._line.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
+            self._transport.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
         else:
-            self._line.send(b"0\r\n\r\n")
+            self._transport.send(b"0\r\n\r\n")
         self._finish()
 
     def abort(self) -> None:
@@ -165,13 +167,13 @@ class Exchange:
         ``on_disconnect`` is not called: the caller knows.
         """
         self.on_disconnect = None
-        self._line.cut()
+        self._transport.abort()
 
     def lift_deadline(self) -> None:
         """Remove the deadline: from here on the route enforces its own timeouts."""
         self.deadline = NEVER
-        if not self._line.above_high_water:
-            self._line.deadline = NEVER
+        if not self._transport.above_high_water:
+            self._transport.deadline = NEVER
 
     def crashed(self, error: BaseException) -> None:
         """Respond 500 after an unexpected ``error``, or abort if the response has started.
@@ -220,7 +222,7 @@ class Exchange:
         self.status = status
 
     def _framing(self, framing: int) -> int:
-        if self._line.closing:
+        if self._transport.closing:
             self.keep_alive = False
         if not self.keep_alive:
             return framing | CLOSE
@@ -229,4 +231,4 @@ class Exchange:
     def _finish(self) -> None:
         self.done = True
         self.on_disconnect = self.on_drain = self.on_expired = None
-        self._line.finished(self)
+        self._transport.finished(self)

@@ -24,11 +24,11 @@ _POLITE = 256  # connections over the cap that get a 503 at once; beyond, the so
 
 
 class HttpServer:
-    """Hands every request to ``handler``, which answers at once or later through the exchange.
+    """Passes every request to ``handler``, which responds at once or later through the exchange.
 
     ``handler`` is a plain function, so that a request costs neither task nor queue. ``on_refused``
-    hears the status of each request that broke a rule or a limit, before any route. ``turn`` is
-    given to share one with the handler.
+    is called with the status of each request that was refused before it reached a route. Pass
+    ``write_batch`` to share one with the handler.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class HttpServer:
         handler: Callable[[Exchange], None],
         limits: HttpLimits | None = None,
         on_refused: Callable[[int], None] | None = None,
-        turn: WriteBatch | None = None,
+        write_batch: WriteBatch | None = None,
     ) -> None:
         self.limits = limits or HttpLimits()
         self.reader = HeadReader(self.limits)
         self.heads = ResponseHeads()
-        self.turn = turn or WriteBatch()
+        self.write_batch = write_batch or WriteBatch()
         self.clock = time.monotonic()
         self.draining = False
         self.bodies_bytes = 0
@@ -106,7 +106,7 @@ class HttpServer:
         """Stop listening, let written bytes leave for at most ``timeout_s``, cut what remains."""
         self.drain()
         for connection in list(self._connections):
-            connection.retire()
+            connection.close_when_idle()
         server, self._server = self._server, None
         if server is None:
             return
@@ -118,7 +118,7 @@ class HttpServer:
                     await self._all_gone.wait()
             except TimeoutError:
                 for connection in list(self._connections):
-                    connection.cut()
+                    connection.abort()
                 await self._all_gone.wait()
         if self._timer is not None:
             self._timer.cancel()
@@ -131,7 +131,7 @@ class HttpServer:
         self._connections.add(connection)
         count = len(self._connections)
         if count > self.limits.connections + _POLITE:
-            connection.cut()
+            connection.abort()
         return count <= self.limits.connections
 
     def forget(self, connection: HttpConnection) -> None:

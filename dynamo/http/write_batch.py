@@ -20,8 +20,8 @@ class Flushable(Protocol):
 
 
 class WriteBatch:
-    """Who has news this turn (``tell``: flushed first, they fill sockets), and which sockets have
-    unwritten bytes (``write``). Neither may be added twice before it was flushed."""
+    """Who has news this turn (``defer``: flushed first, they fill sockets), and which sockets have
+    unwritten bytes (``flush_later``). Neither may be added twice before it was flushed."""
 
     __slots__ = ("_news", "_scheduled", "_unwritten")
 
@@ -30,13 +30,13 @@ class WriteBatch:
         self._unwritten: list[Flushable] = []
         self._scheduled = False
 
-    def tell(self, one: Flushable) -> None:
+    def defer(self, one: Flushable) -> None:
         """Let ``one`` write its news at the end of this turn."""
         self._news.append(one)
         if not self._scheduled:
             self._schedule()
 
-    def write(self, one: Flushable) -> None:
+    def flush_later(self, one: Flushable) -> None:
         """Empty the buffer of ``one`` at the end of this turn."""
         self._unwritten.append(one)
         if not self._scheduled:

@@ -117,7 +117,7 @@ class KvRouter:
             override = router_config_override
             decision = await self._routed.place(request_id, tokens, routing, override)
         if update_indexer and request_id is None:
-            picker.assume(tokens, decision.worker_id, decision.dp_rank)
+            picker.predict(tokens, decision.worker_id, decision.dp_rank)
         return decision.worker_id, decision.dp_rank, decision.overlap_blocks
 
     async def get_potential_loads(self, token_ids: Sequence[int]) -> list[dict[str, int]]:

@@ -17,11 +17,11 @@ __all__ = ["events_of", "overlap_scores", "potential_loads"]
 def overlap_scores(picker: KvPicker, tokens: Tokens) -> dict[str, Any]:
     """Leading blocks of the prompt by worker and tier; those on lower tiers have the higher ones
     in them, ``…_extension_blocks`` have not."""
-    survey = picker.survey(tokens)
-    shares, ranges = survey.held.shares, survey.held.shared_ranges
+    snapshot = picker.snapshot(tokens)
+    shares, ranges = snapshot.held.shares, snapshot.held.shared_ranges
     workers = []
     for worker_id, rank, slot in _owners(picker):
-        held = survey.held.of(slot)
+        held = snapshot.held.of(slot)
         workers.append(
             {
                 "worker_id": worker_id,
@@ -36,11 +36,11 @@ def overlap_scores(picker: KvPicker, tokens: Tokens) -> dict[str, Any]:
         )
     return {
         "block_size": picker.block_size,
-        "num_blocks": survey.prompt.blocks,
+        "num_blocks": snapshot.prompt.blocks,
         "workers": workers,
         "shared_cache": {
             "enabled": shares,
-            "total_hit_blocks": survey.held.shared_blocks,
+            "total_hit_blocks": snapshot.held.shared_blocks,
             "ranges": [list(pair) for pair in ranges],
             "error": None,
         },
@@ -49,18 +49,18 @@ def overlap_scores(picker: KvPicker, tokens: Tokens) -> dict[str, Any]:
 
 def potential_loads(picker: KvPicker, tokens: Tokens) -> list[dict[str, int]]:
     """What each rank would have to do with the prompt added."""
-    survey = picker.survey(tokens)
+    snapshot = picker.snapshot(tokens)
     loads = []
     for worker_id, rank, slot in _owners(picker):
-        weights = survey.terms.weights
-        cached = cached_tokens(weights, survey.held.effective(weights, slot))
-        fresh = max(survey.prompt.isl_tokens - cached, 0)
+        weights = snapshot.params.weights
+        cached = cached_tokens(weights, snapshot.held.effective(weights, slot))
+        fresh = max(snapshot.prompt.isl_tokens - cached, 0)
         loads.append(
             {
                 "worker_id": worker_id,
                 "dp_rank": rank,
-                "potential_prefill_tokens": survey.prefill[slot] + fresh,
-                "potential_decode_blocks": survey.decode[slot],
+                "potential_prefill_tokens": snapshot.prefill[slot] + fresh,
+                "potential_decode_blocks": snapshot.decode[slot],
                 "active_requests": picker.active.load(slot)[2],
             }
         )
@@ -86,6 +86,6 @@ def events_of(index: RadixTree) -> str:
 
 
 def _owners(picker: KvPicker) -> list[tuple[int, int, int]]:
-    owners = picker.fleet.owners
-    found = [(owners[slot], slot) for slot in picker.fleet.candidates]
+    owners = picker.worker_pool.owners
+    found = [(owners[slot], slot) for slot in picker.worker_pool.candidates]
     return sorted((*owner, slot) for owner, slot in found if owner is not None)

@@ -22,11 +22,11 @@ __all__ = [
     "TierCounts",
     "add_requests",
     "cached_tokens",
+    "cost_params",
     "effective_blocks",
     "formula",
     "overridden",
     "parts",
-    "terms_of",
 ]
 
 _LARGEST = 1e12
@@ -45,7 +45,7 @@ class CostParams:
     duplicate_cost: float = 0.0
 
 
-def terms_of(settings: RouterSettings, block_size: int) -> CostParams:
+def cost_params(settings: RouterSettings, block_size: int) -> CostParams:
     """The terms that the settings ask for; weight 0 takes the credit away too. Spec 3.2."""
     ignores_overlap = settings.overlap_score_weight == 0
     weights = Weights(
@@ -67,20 +67,20 @@ def terms_of(settings: RouterSettings, block_size: int) -> CostParams:
     )
 
 
-def overridden(terms: CostParams, override: Mapping[str, Any]) -> CostParams:
-    """``terms`` with a request's ``router_config_override``; unknown keys are ignored.
+def overridden(params: CostParams, override: Mapping[str, Any]) -> CostParams:
+    """``params`` with a request's ``router_config_override``; unknown keys are ignored.
 
     Raises InvalidArgument that names the key when a value cannot be used.
     """
-    old = terms.weights
+    old = params.weights
     scale = _number(override, "prefill_load_scale", old.prefill_scale)
     credit = _number(override, "overlap_score_credit", old.credit)
     weight = _number(override, "overlap_score_weight", None)
     if weight is not None:
         scale = weight
         credit = 0.0 if weight == 0 else credit
-    temperature = _number(override, "router_temperature", terms.temperature)
-    requests = _number(override, "decode_active_request_weight", terms.request_weight)
+    temperature = _number(override, "router_temperature", params.temperature)
+    requests = _number(override, "decode_active_request_weight", params.request_weight)
     for name, value in (
         ("prefill_load_scale", scale),
         ("router_temperature", temperature),
@@ -88,7 +88,7 @@ def overridden(terms: CostParams, override: Mapping[str, Any]) -> CostParams:
     ):
         if value < 0:
             raise InvalidArgument(f"{name} must be finite and non-negative")
-    track_prefill = _flag(override, "track_prefill_tokens", terms.track_prefill_tokens)
+    track_prefill = _flag(override, "track_prefill_tokens", params.track_prefill_tokens)
     return CostParams(
         Weights(
             old.block_size,
@@ -100,10 +100,10 @@ def overridden(terms: CostParams, override: Mapping[str, Any]) -> CostParams:
             shared=_number(override, "shared_cache_multiplier", old.shared),
         ),
         temperature,
-        _flag(override, "assume_kv_reuse", terms.assume_kv_reuse),
+        _flag(override, "assume_kv_reuse", params.assume_kv_reuse),
         track_prefill,
         requests,
-        terms.duplicate_cost,
+        params.duplicate_cost,
     )
 
 
@@ -139,9 +139,9 @@ class CostBreakdown(NamedTuple):
     request_blocks: float
 
 
-def parts(terms: CostParams, isl_tokens: int, held: TierCounts, load: Load) -> CostBreakdown:
+def parts(params: CostParams, isl_tokens: int, held: TierCounts, load: Load) -> CostBreakdown:
     """The cost of one rank taken apart, as ``dynamo._fast.scoring.costs`` adds it up."""
-    weights = terms.weights
+    weights = params.weights
     size = weights.block_size
     excess = weights.decay * load.excess_tokens / size / max(isl_tokens // size, 1)
     decay = 1.0 / (1.0 + excess)
@@ -158,7 +158,7 @@ def parts(terms: CostParams, isl_tokens: int, held: TierCounts, load: Load) -> C
         credit,
         max(raw - credit, 0.0),
         load.decode_blocks,
-        terms.request_weight * load.requests,
+        params.request_weight * load.requests,
     )
 
 
@@ -193,14 +193,14 @@ def formula(
 
     Running requests and the factor of taints stand there only where they play a part.
     """
-    terms = f"{scale:.1f} * {found.prefill_blocks:.3f} + {found.decode_blocks:.1f}"
+    summed = f"{scale:.1f} * {found.prefill_blocks:.3f} + {found.decode_blocks:.1f}"
     plain = scale * found.prefill_blocks + found.decode_blocks + found.request_blocks
     if found.request_blocks:
-        terms += f" + {found.request_blocks:.1f}"
+        summed += f" + {found.request_blocks:.1f}"
     if plain and abs(cost - plain) > 1e-9 * plain:
-        terms = f"({terms}) * {cost / plain:.3f}"
+        summed = f"({summed}) * {cost / plain:.3f}"
     return (
-        f"Formula for worker_{worker_id}: {cost:.3f} = {terms} (cached_blocks: {cached_blocks:g})"
+        f"Formula for worker_{worker_id}: {cost:.3f} = {summed} (cached_blocks: {cached_blocks:g})"
     )
 
 

@@ -22,15 +22,15 @@ Owners = Sequence[tuple[int, int] | None]
 
 
 def log_candidates(
-    survey: DecisionSnapshot, owners: Owners, active: ActiveLoad, decision: Decision
+    snapshot: DecisionSnapshot, owners: Owners, active: ActiveLoad, decision: Decision
 ) -> None:
     """The cost of every candidate as the router guide shows it, and the choice."""
-    weights = survey.terms.weights
-    for slot, cost in survey.costs.items():
+    weights = snapshot.params.weights
+    for slot, cost in snapshot.costs.items():
         owner = owners[slot]
         assert owner is not None, "a candidate slot has an owner"
-        found = survey.parts(slot, active.load(slot)[2])
-        cached = survey.held.effective(weights, slot)
+        found = snapshot.parts(slot, active.load(slot)[2])
+        cached = snapshot.held.effective(weights, slot)
         logger.debug(formula(owner[0], weights.prefill_scale, cost, found, cached))
     logger.debug("[ROUTING] Best: worker_%s dp_rank=%d with %d/%d blocks overlap", *decision)
 

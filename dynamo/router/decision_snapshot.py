@@ -22,7 +22,7 @@ class DecisionSnapshot(NamedTuple):
     """
 
     prompt: HashedPrompt
-    terms: CostParams
+    params: CostParams
     slots: array[int]
     held: CachedBlocks
     prefill: array[int]
@@ -45,10 +45,10 @@ class DecisionSnapshot(NamedTuple):
         tokens = self.prefill[slot]
         least = min((self.prefill[one] for one in self.slots), default=tokens)
         load = Load(tokens, max(tokens - least, 0), self.decode[slot], requests)
-        found = parts(self.terms, self.prompt.isl_tokens, self.held.of(slot), load)
-        if not self.terms.duplicate_cost or not self.slots:
+        found = parts(self.params, self.prompt.isl_tokens, self.held.of(slot), load)
+        if not self.params.duplicate_cost or not self.slots:
             return found
         copies = duplicate_blocks(
-            self.terms, self.slots, self.held, self.prompt.blocks, slot, slot == self.free_copy
+            self.params, self.slots, self.held, self.prompt.blocks, slot, slot == self.free_copy
         )
         return found._replace(prefill_blocks=found.prefill_blocks + copies)

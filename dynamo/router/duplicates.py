@@ -65,30 +65,30 @@ class CopyPolicy:
 
     def add_prices(
         self,
-        terms: CostParams,
+        params: CostParams,
         slots: array[int],
         held: CachedBlocks,
-        most: float,
+        best_overlap: float,
         prompt: HashedPrompt,
         costs: array[float],
         now_s: float,
     ) -> CopyOffer | None:
-        """Raise ``costs[i]`` of ``slots[i]`` by what it lacks of the ``most`` that a slot holds.
+        """Raise ``costs[i]`` of ``slots[i]`` by what it lacks of the ``best_overlap`` of a slot.
 
         Each such block costs ``duplicate_cost`` blocks of prefill, times the share of the prompt
         that is cached there: a prompt that is mostly new goes where there is time. Where a copy is
         free, its target gets the cost that it would have with the prefix. Returns None where no
         other worker would be cheaper even with a copy. Records nothing. O(slots).
         """
-        weights = terms.weights
-        price = weights.prefill_scale * _price(terms, most, prompt.blocks)
+        weights = params.weights
+        price = weights.prefill_scale * _price(params, best_overlap, prompt.blocks)
         if not price:
             return None
         least = unpriced = with_copy = inf
         target, lacking = -1, 0.0
         for place, slot in enumerate(slots):
             cost = priced = costs[place]
-            missing = most - held.effective(weights, slot)
+            missing = best_overlap - held.effective(weights, slot)
             if missing > 0:
                 priced = costs[place] = cost + price * missing
                 if cost - weights.prefill_scale * missing < with_copy:
@@ -98,7 +98,7 @@ class CopyPolicy:
                 least, unpriced = priced, cost
         if unpriced <= with_copy or not prompt.chained:
             return None
-        depth = min(max(int(most), 1), len(prompt.chained))
+        depth = min(max(int(best_overlap), 1), len(prompt.chained))
         prefix = prompt.chained[depth - 1]
         lost, at_s = self._losses.get(prefix, (0.0, now_s))
         lost *= 0.5 ** ((now_s - at_s) / _LOSS_HALF_LIFE_S)
@@ -148,7 +148,7 @@ class CopyPolicy:
 
 
 def duplicate_blocks(
-    terms: CostParams,
+    params: CostParams,
     slots: array[int],
     held: CachedBlocks,
     prompt_blocks: int,
@@ -159,10 +159,10 @@ def duplicate_blocks(
 
     Negative where the copy is ``free``: the slot counts as if it had the prefix.
     """
-    most = held.most(terms.weights, slots)
-    lacking = max(most - held.effective(terms.weights, slot), 0.0)
-    return -lacking if free else _price(terms, most, prompt_blocks) * lacking
+    best_overlap = held.best_overlap(params.weights, slots)
+    lacking = max(best_overlap - held.effective(params.weights, slot), 0.0)
+    return -lacking if free else _price(params, best_overlap, prompt_blocks) * lacking
 
 
-def _price(terms: CostParams, most: float, prompt_blocks: int) -> float:
-    return terms.duplicate_cost * most / max(prompt_blocks, 1)
+def _price(params: CostParams, best_overlap: float, prompt_blocks: int) -> float:
+    return params.duplicate_cost * best_overlap / max(prompt_blocks, 1)

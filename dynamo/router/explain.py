@@ -5,18 +5,18 @@ Pure; nothing is booked. Spec 3.1, 3.10.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from dynamo.errors import DynamoError
-from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.eligibility.filters import exclusion
-from dynamo.router.kv import KvPicker
+from dynamo.router.load.active import ActiveLoad
+from dynamo.router.worker_pool import WorkerPool
 
 __all__ = ["Candidate", "Explanation", "explain", "table"]
 
@@ -78,36 +78,31 @@ class Explanation(msgspec.Struct, kw_only=True):
 
 
 def explain(
-    picker: KvPicker,
-    tokens: Tokens,
-    routing: Routing | None = None,
-    override: Mapping[str, Any] | None = None,
-    queued: Sized = (),
+    snapshot: DecisionSnapshot,
+    worker_pool: WorkerPool,
+    active: ActiveLoad,
+    routing: Routing | None,
+    queued_requests: int = 0,
 ) -> Explanation:
-    """What :meth:`KvPicker.pick` would weigh now. Raises InvalidArgument for a bad ``override``.
-
-    ``queued`` are those who wait. Ties and temperature draw anew with each call, so a later pick
-    may differ.
-    """
-    survey = picker.survey(tokens, routing, override)
-    rows = [_row(picker, survey, routing, slot) for slot in picker.fleet.candidates]
+    """Return the rows of ``snapshot``, taken for a request with ``routing``."""
+    rows = [_row(snapshot, worker_pool, active, routing, slot) for slot in worker_pool.candidates]
     rows.sort(key=lambda row: (row.cost is None, row.cost or 0.0, not row.chosen, row.worker_id))
-    weights = survey.terms.weights
+    weights = snapshot.params.weights
     return Explanation(
-        isl_tokens=survey.prompt.isl_tokens,
-        prompt_blocks=survey.prompt.blocks,
+        isl_tokens=snapshot.prompt.isl_tokens,
+        prompt_blocks=snapshot.prompt.blocks,
         block_size=weights.block_size,
         prefill_load_scale=weights.prefill_scale,
         overlap_score_credit=weights.credit,
         host_cache_hit_weight=weights.host,
         disk_cache_hit_weight=weights.disk,
         shared_cache_multiplier=weights.shared,
-        decode_active_request_weight=survey.terms.request_weight,
-        duplicate_cost=survey.terms.duplicate_cost,
-        temperature=survey.terms.temperature,
+        decode_active_request_weight=snapshot.params.request_weight,
+        duplicate_cost=snapshot.params.duplicate_cost,
+        temperature=snapshot.params.temperature,
         candidates=rows,
-        queued_requests=len(queued),
-        error=_text(survey.error),
+        queued_requests=queued_requests,
+        error=_text(snapshot.error),
     )
 
 
@@ -193,17 +188,21 @@ def _formula(found: Explanation) -> str:
 
 
 def _row(
-    picker: KvPicker, survey: DecisionSnapshot, routing: Routing | None, slot: int
+    snapshot: DecisionSnapshot,
+    worker_pool: WorkerPool,
+    active: ActiveLoad,
+    routing: Routing | None,
+    slot: int,
 ) -> Candidate:
-    owner = picker.fleet.owners[slot]
+    owner = worker_pool.owners[slot]
     assert owner is not None, "a candidate slot has an owner"
-    _, blocks, requests = picker.active.load(slot)
-    held = survey.held.of(slot)
-    found = survey.parts(slot, requests)
+    _, blocks, requests = active.load(slot)
+    held = snapshot.held.of(slot)
+    found = snapshot.parts(slot, requests)
     excluded = ""
-    if slot not in survey.costs:
-        member = picker.fleet.members[owner[0]]
-        excluded = exclusion(picker.fleet, routing, member, owner[1]) or "bound to another worker"
+    if slot not in snapshot.costs:
+        member = worker_pool.members[owner[0]]
+        excluded = exclusion(worker_pool, routing, member, owner[1]) or "bound to another worker"
     return Candidate(
         worker_id=owner[0],
         dp_rank=owner[1],
@@ -211,7 +210,7 @@ def _row(
         host_pinned_blocks=held.host,
         disk_blocks=held.disk,
         shared_blocks=held.shared,
-        active_prefill_tokens=survey.prefill[slot],
+        active_prefill_tokens=snapshot.prefill[slot],
         active_decode_blocks=blocks,
         active_requests=requests,
         raw_prefill_blocks=found.raw_prefill_blocks,
@@ -220,8 +219,8 @@ def _row(
         prefill_blocks=found.prefill_blocks,
         decode_blocks=found.decode_blocks,
         request_blocks=found.request_blocks,
-        cost=survey.costs.get(slot),
-        chosen=slot == survey.chosen,
+        cost=snapshot.costs.get(slot),
+        chosen=slot == snapshot.chosen,
         excluded=excluded,
     )
 

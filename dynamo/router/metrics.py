@@ -122,7 +122,7 @@ class DecisionMetrics:
             self._beyond.observe(beyond)
             self._shared_rate.observe(blocks / prompt_blocks)
 
-    def reused(self, tokens: int) -> None:
+    def add_reused_tokens(self, tokens: int) -> None:
         """An engine said how many prompt tokens it did not have to compute."""
         self._reused.value += tokens
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from random import Random
 from typing import Any
 
@@ -19,6 +19,7 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.eligibility.filters import pinned_worker
+from dynamo.router.explain import Explanation
 from dynamo.router.picker import Decision
 from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
@@ -33,6 +34,9 @@ class InflightPicker:
     ``mode`` is one of :data:`MODES`. O(1) without constraints, except by load: O(slots).
     """
 
+    weighs_overlap = False
+    tracks_output = False
+
     def __init__(
         self,
         mode: str,
@@ -41,8 +45,8 @@ class InflightPicker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = settings or RouterSettings(mode=mode)
-        self.fleet = WorkerPool(DenseSlots())
-        self.gate = EligibilityFilter(self.fleet, settings)
+        self.worker_pool = WorkerPool(DenseSlots())
+        self.eligibility = EligibilityFilter(self.worker_pool, settings)
         self._clock = clock
         self._gpu_weight = settings.encoder_cuda_to_cpu_ratio
         self._random = random or Random()
@@ -66,14 +70,24 @@ class InflightPicker:
         if request_id is not None and request_id in self._slot_of:
             raise InvalidArgument(f"Request {request_id} already exists")
         now_s = self._clock()
-        slot = self._choose(self.gate.slots(routing, now_s))
-        owner = self.fleet.owners[slot]
+        slot = self._choose(self.eligibility.slots(routing, now_s))
+        owner = self.worker_pool.owners[slot]
         assert owner is not None, "a candidate slot has an owner"
         if request_id is not None:
             self._slot_of[request_id] = slot
             self._inflight[slot] += 1
-            self.gate.settled(routing, *owner, now_s)
+            self.eligibility.settled(routing, *owner, now_s)
         return Decision(*owner)
+
+    def explain(
+        self,
+        tokens: Tokens,
+        routing: Routing | None = None,
+        override: Mapping[str, Any] | None = None,
+        queued: Sized = (),
+    ) -> Explanation:
+        """Raise InvalidArgument: these modes compute no cost."""
+        raise InvalidArgument("only --router-mode kv weighs candidates, so there is no table")
 
     def mark_prefill_complete(self, request_id: str) -> None:
         """Nothing to do: a request weighs the same from start to end."""
@@ -81,7 +95,7 @@ class InflightPicker:
     def add_output_tokens(self, request_id: str, count: int) -> None:
         """Nothing to do."""
 
-    def reused(self, tokens: int) -> None:
+    def add_reused_tokens(self, tokens: int) -> None:
         """Caches don't matter here."""
 
     def free(self, request_id: str) -> None:
@@ -92,14 +106,14 @@ class InflightPicker:
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
         """A worker appeared, or its configuration changed."""
-        self.fleet.add(worker_id, config, device_type)
-        self._inflight.extend([0] * (self.fleet.width - len(self._inflight)))
-        self.gate.load_changed(worker_id)
+        self.worker_pool.add(worker_id, config, device_type)
+        self._inflight.extend([0] * (self.worker_pool.width - len(self._inflight)))
+        self.eligibility.load_changed(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
         """A worker is gone, and with it what it had in flight."""
-        self.gate.forget(worker_id)
-        slots = set(self.fleet.remove(worker_id))
+        self.eligibility.forget(worker_id)
+        slots = set(self.worker_pool.remove(worker_id))
         for request_id in [key for key, slot in self._slot_of.items() if slot in slots]:
             self.free(request_id)
 
@@ -125,9 +139,9 @@ class InflightPicker:
         cpu: list[int] = []
         other: list[int] = []
         for slot in slots:
-            owner = self.fleet.owners[slot]
+            owner = self.worker_pool.owners[slot]
             assert owner is not None, "a candidate slot has an owner"
-            (cpu if self.fleet.members[owner[0]].device_type == "cpu" else other).append(slot)
+            (cpu if self.worker_pool.members[owner[0]].device_type == "cpu" else other).append(slot)
         if not cpu or not other:
             return self._least_loaded(slots)
         cpu_load = sum(self._inflight[slot] for slot in cpu) / len(cpu)

@@ -1,21 +1,22 @@
-"""The face of every router mode: pick a worker now, tell how the request went, free its load."""
+"""The interface of every router mode: pick a worker, report progress, free the load."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, NamedTuple, Protocol
 
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
+from dynamo.router.explain import Explanation
 from dynamo.router.worker_pool import WorkerPool
 
 __all__ = ["Decision", "Picker"]
 
 
 class Decision(NamedTuple):
-    """Where a request goes. ``overlap_blocks`` of its ``prompt_blocks`` full blocks are there."""
+    """The chosen rank. It has ``overlap_blocks`` of the ``prompt_blocks`` full blocks cached."""
 
     worker_id: int
     dp_rank: int
@@ -24,10 +25,17 @@ class Decision(NamedTuple):
 
 
 class Picker(Protocol):
-    """Synchronous and cheap; everything but ``pick`` may be repeated and ignores unknown ids."""
+    """Chooses workers and tracks their load. Synchronous and cheap.
 
-    fleet: WorkerPool
-    gate: EligibilityFilter
+    Everything but ``pick`` may be repeated and ignores unknown ids. ``weighs_overlap``: decisions
+    depend on what workers have cached. ``tracks_output``: :meth:`add_output_tokens` changes the
+    load.
+    """
+
+    worker_pool: WorkerPool
+    eligibility: EligibilityFilter
+    weighs_overlap: bool
+    tracks_output: bool
 
     def pick(
         self,
@@ -37,32 +45,45 @@ class Picker(Protocol):
         routing: Routing | None = None,
         override: Mapping[str, Any] | None = None,
     ) -> Decision:
-        """Choose a worker and book its load under ``request_id`` (None: only ask).
+        """Choose a worker and book the load under ``request_id`` (None: book nothing).
 
-        Raises NoInstances, Overloaded, or InvalidArgument for what the request itself got wrong.
+        Raises NoInstances, Overloaded, or InvalidArgument for a mistake in the request.
+        """
+        ...
+
+    def explain(
+        self,
+        tokens: Tokens,
+        routing: Routing | None = None,
+        override: Mapping[str, Any] | None = None,
+        queued: Sized = (),
+    ) -> Explanation:
+        """Return what :meth:`pick` would weigh now, behind ``queued`` requests. Books nothing.
+
+        Raises InvalidArgument for a bad ``override``, or in a mode that weighs nothing.
         """
         ...
 
     def mark_prefill_complete(self, request_id: str) -> None:
-        """The first token is here: the prompt is no load any more."""
+        """Drop the prompt from the load: its first token has arrived."""
         ...
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
-        """``count`` more tokens were generated."""
+        """Count ``count`` more generated tokens."""
         ...
 
-    def reused(self, tokens: int) -> None:
-        """An engine said that it took ``tokens`` of some prompt from its cache."""
+    def add_reused_tokens(self, tokens: int) -> None:
+        """Count prompt ``tokens`` that an engine reported as served from its cache."""
         ...
 
     def free(self, request_id: str) -> None:
-        """The request has ended, however it did."""
+        """Drop the load of a request that has ended, in whatever way."""
         ...
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
-        """A worker appeared, or its configuration changed."""
+        """Add a worker, or replace its configuration."""
         ...
 
     def remove_worker(self, worker_id: int) -> None:
-        """A worker is gone: no request goes there from now on, its load is dropped."""
+        """Remove a worker and the load of its requests."""
         ...

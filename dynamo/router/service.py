@@ -12,7 +12,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.router.api_views import overlap_scores
-from dynamo.router.explain import explain
 from dynamo.router.kv import KvPicker
 from dynamo.router.routed import RoutedEndpoint
 from dynamo.runtime import Context, DistributedRuntime
@@ -71,8 +70,8 @@ class RouterService:
     async def explain(self, request: Any) -> AsyncIterator[Any]:
         """The candidates' table; see :class:`dynamo.router.explain.Explanation`."""
         tokens, override = _asked(request)
-        queued = self._routed.line or ()
-        yield explain(self._picker, tokens, override=override, queued=queued)
+        queued = self._routed.queue or ()
+        yield self._picker.explain(tokens, override=override, queued=queued)
 
 
 def _decoded(request: dict[str, Any]) -> PreprocessedRequest:

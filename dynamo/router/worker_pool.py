@@ -59,7 +59,7 @@ class WorkerPool:
 
     ``candidates`` is the column of all slots, ``owners[slot]`` its (worker_id, dp_rank), ``width``
     the length that columns indexed by slot need, ``busy`` the workers over their busy thresholds,
-    ``shunned`` those that just failed to answer: they are chosen only when no other is left.
+    ``avoided`` those that just failed to answer: they are chosen only when no other is left.
     """
 
     def __init__(self, source: SlotSource) -> None:
@@ -69,7 +69,7 @@ class WorkerPool:
         self.owners: list[tuple[int, int] | None] = []
         self.candidates = array("I")
         self.busy: set[int] = set()
-        self.shunned: set[int] = set()
+        self.avoided: set[int] = set()
         self.width = 0
 
     def add(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> Member:
@@ -91,7 +91,7 @@ class WorkerPool:
         if member is None:
             return []
         self.busy.discard(worker_id)
-        self.shunned.discard(worker_id)
+        self.avoided.discard(worker_id)
         self._source.remove_worker(worker_id)
         self._rebuild()
         return list(self._slots.pop(worker_id).values())
@@ -103,12 +103,12 @@ class WorkerPool:
         else:
             self.busy.discard(worker_id)
 
-    def shun(self, worker_id: int, shunned: bool) -> None:
+    def avoid(self, worker_id: int, avoided: bool) -> None:
         """Avoid a worker while there are others, or take it back; unknown ones are ignored."""
-        if shunned and worker_id in self.members:
-            self.shunned.add(worker_id)
+        if avoided and worker_id in self.members:
+            self.avoided.add(worker_id)
         else:
-            self.shunned.discard(worker_id)
+            self.avoided.discard(worker_id)
 
     def _rebuild(self) -> None:
         self.candidates = array("I")

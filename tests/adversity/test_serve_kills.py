@@ -36,7 +36,7 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
 
 
 def arbiter_of(serving: Serving) -> int | None:
-    """The guard's child with a session of its own; it may have no statefile yet."""
+    """The guard's child, which leads a session; it may have no statefile yet."""
     try:
         children = psutil.Process(serving.pid).children()
         return next((c.pid for c in children if os.getsid(c.pid) == c.pid), None)
@@ -89,7 +89,7 @@ def test_kill_9_of_the_guard_at_any_moment(serving: Serving, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_kill_9_of_workers_again_and_again(serving: Serving, seed: int) -> None:
-    """Each comes back, with children of its own; those of the dead are gone."""
+    """Each restarts, with new children; the children of the dead are gone."""
     dice = random.Random(300 + seed)
     serving.start(GRAPH, DYN_SERVE_RESTART_BURST="1000")
     for _ in range(6):
@@ -135,7 +135,7 @@ def test_kills_during_the_stop(serving: Serving, seed: int) -> None:
 
 
 def test_the_process_group_of_the_terminal_is_killed(serving: Serving) -> None:
-    """`kill -9 -PGID` hits the guard and nobody else: the arbiter has a session of its own."""
+    """`kill -9 -PGID` hits only the guard: the arbiter leads its own session."""
     serving.start(GRAPH)
     os.killpg(serving.pid, signal.SIGKILL)
     serving.wait()
@@ -143,7 +143,7 @@ def test_the_process_group_of_the_terminal_is_killed(serving: Serving) -> None:
 
 
 def test_a_stopped_guard_does_not_stop_the_supervision(serving: Serving) -> None:
-    """Ctrl-Z: the services go on, and a worker that dies meanwhile comes back."""
+    """Ctrl-Z: the services continue, and a worker that dies then is restarted."""
     serving.start(GRAPH)
     (old,) = serving.wait_for_pids("Worker")
     os.kill(serving.pid, signal.SIGSTOP)

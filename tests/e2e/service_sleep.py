@@ -24,7 +24,7 @@ parser.add_argument("--words", nargs="*", help="ignored")
 given = parser.parse_args()
 
 
-def stop(signum, frame):
+def stop(_signum: int, _frame: object) -> None:
     if given.stubborn:
         print("not now", flush=True)
         return

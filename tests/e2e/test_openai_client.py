@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 from deployment import Deployment
 
-MESSAGES = [{"role": "user", "content": "Tell me about key-value caches, please."}]
+MESSAGES: Any = [{"role": "user", "content": "Tell me about key-value caches, please."}]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
 
 
 def test_second_time_the_prompt_is_cached(client: openai.OpenAI) -> None:
-    long = [{"role": "user", "content": "The same long prompt, many times. " * 40}]
+    long: Any = [{"role": "user", "content": "The same long prompt, many times. " * 40}]
     first = client.chat.completions.create(model="tiny", messages=long, max_tokens=2).usage
     again = client.chat.completions.create(model="tiny", messages=long, max_tokens=2).usage
     assert first is not None and again is not None and again.prompt_tokens_details is not None

@@ -43,6 +43,6 @@ def test_load_follows_the_output(deployment: Deployment) -> None:
     deployment.until(lambda: blocks() < prompt / 2)
     deployment.until(lambda: blocks() == 0)
     assert deployment.sample("dynamo_frontend_inflight_requests") == 1, (
-        "the answer continues unexpectedly"
+        "the answer should still be running"
     )
     running.close()

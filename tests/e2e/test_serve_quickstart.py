@@ -157,7 +157,7 @@ def test_circusd_runs_the_same_processes(serving: Serving, tmp_path: Path) -> No
         while not answers(port):
             assert time.monotonic() < deadline, (tmp_path / "circusd.log").read_text()
             time.sleep(0.05)
-        command = [CIRCUSCTL, "--endpoint", "ipc://circus.sock", "status"]
+        command = [str(CIRCUSCTL), "--endpoint", "ipc://circus.sock", "status"]
         done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=30)
         assert sorted(done.stdout.strip().split("\n")) == names
         theirs = processes(circusd.pid)

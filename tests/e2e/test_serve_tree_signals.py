@@ -68,7 +68,7 @@ def rest(streams: list[Stream]) -> list[str]:
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_every_process_at_once(serving: Serving, signum: signal.Signals) -> None:
-    """systemd's KillMode=control-group: guard, arbiter, frontend and workers, in any order.
+    """As systemd's KillMode=control-group does: guard, arbiter, frontend and workers, in any order.
 
     A SIGHUP, which systemd may add, goes to guard and arbiter only.
     """

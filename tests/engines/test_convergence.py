@@ -1,4 +1,4 @@
-"""What a router believes of caches comes true again: lost, doubled and swapped messages, pauses,
+"""A router's view of caches converges again: lost, doubled and swapped messages, pauses,
 restarts. Real workers; the router, too, is a process wherever it need not be looked into."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def believed(live: ConnectedRouter, worker_id: int) -> Held:
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     """Until ``condition``, which asks the processes, holds."""
     async with asyncio.timeout(DEADLINE_S):
-        while not await condition():  # noqa: ASYNC110 - nobody tells when a belief has changed
+        while not await condition():  # noqa: ASYNC110 - the index has no change event
             await asyncio.sleep(0.05)
 
 
@@ -115,7 +115,7 @@ class Asked:
         self._prompts = prompts
 
     async def overlaps(self) -> list[int]:
-        """Blocks that it believes the worker to hold of each prompt."""
+        """Return the blocks of each prompt that the index assigns to the worker."""
         endpoint = self._here.runtime.endpoint(f"{self._here.namespace}.router.get_overlap_scores")
         client = await endpoint.client()
         try:
@@ -161,7 +161,7 @@ def router(deployment: Deployment) -> subprocess.Popen[bytes]:
     return deployment.start("dynamo.router", "--endpoint", path, "--block-size", str(BLOCK))
 
 
-async def test_a_router_that_comes_back_knows_what_it_knew(deployment: Deployment) -> None:
+async def test_a_restarted_router_restores_its_index(deployment: Deployment) -> None:
     worker(deployment)
     first = router(deployment)
     async with caller(deployment) as here:
@@ -194,7 +194,7 @@ async def test_a_router_that_was_paused_in_a_storm(deployment: Deployment) -> No
         await Asked(here, later[-12:]).settle()
 
 
-async def test_a_worker_that_comes_back_is_known_to_be_empty(deployment: Deployment) -> None:
+async def test_a_restarted_worker_has_no_blocks_in_the_index(deployment: Deployment) -> None:
     worker(deployment)
     router(deployment)
     async with caller(deployment) as here:

@@ -88,8 +88,8 @@ def test_the_answer_is_that_of_an_aggregated_worker(deployment: Deployment) -> N
     assert after_ms >= transfer_ms, "the first token waits for the blocks"
     _, again = complete(deployment)
     cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached > 0 and cached % 16 == 0, "the prefill worker's cache, told by the decode worker"
-    assert again["nvext"]["timing"]["kv_hit_rate"] > 0, "the prefill router knows that cache"
+    assert cached > 0 and cached % 16 == 0, "the decode worker's report of that cache"
+    assert again["nvext"]["timing"]["kv_hit_rate"] > 0, "that cache in the index"
     for phase, keys in (
         ("prefill", {"prefill_worker_id", "prefill_dp_rank"}),
         ("decode", {"decode_worker_id", "decode_dp_rank"}),
@@ -122,22 +122,22 @@ async def test_a_killed_prefill_worker_loses_nothing(deployment: Deployment) -> 
     deployment.frontend("--router-mode", "kv", "--router-prefill-slots", "1")
     await asyncio.to_thread(deployment.wait_for_workers, 3)
     await asyncio.to_thread(prefill_workers, deployment, 2)
-    told: list[PrefillQueueState] = []
+    published: list[PrefillQueueState] = []
     with ThreadPoolExecutor(8) as pool:
         async with caller(deployment, 2, "prefill") as here:
             subscription = here.runtime.subscribe(
                 deployment.namespace,
                 "prefill",
                 "prefill_queue",
-                lambda _publisher, _sequence, payload: told.append(_QUEUE(payload)),
+                lambda _publisher, _sequence, payload: published.append(_QUEUE(payload)),
             )
             await subscription.ready()
-            await asyncio.to_thread(deployment.until, lambda: bool(told), "news")
+            await asyncio.to_thread(deployment.until, lambda: bool(published), "a queue state")
             answers = [pool.submit(complete, deployment, f"{n} {PROMPT}") for n in range(6)]
             await asyncio.to_thread(
                 deployment.until,
-                lambda: any(one.size == 4 for one in told),
-                "news of a queue of 4",
+                lambda: any(one.size == 4 for one in published),
+                "a published queue of 4",
             )
             assert deployment.sample("dynamo_frontend_prefill_queue_depth") == 4
             doomed.send_signal(signal.SIGKILL)
@@ -148,11 +148,11 @@ async def test_a_killed_prefill_worker_loses_nothing(deployment: Deployment) -> 
             other.send_signal(signal.SIGKILL)
             done = [await asyncio.to_thread(answer.result, 30) for answer in answers]
             await asyncio.to_thread(
-                deployment.until, lambda: told[-1].size == 0, "news of an empty queue"
+                deployment.until, lambda: published[-1].size == 0, "a published empty queue"
             )
     assert [status for status, _ in done] == [200] * 6, deployment.tail()
     assert all(body["usage"]["completion_tokens"] == 6 for _, body in done)
-    assert {one.model for one in told} == {"tiny"} and told[0].workers == 2
+    assert {one.model for one in published} == {"tiny"} and published[0].workers == 2
     assert deployment.sample("dynamo_frontend_prefill_fallbacks_total") >= 4
     status, body = await asyncio.to_thread(complete, deployment)
     ids = body["nvext"]["worker_id"]
@@ -178,7 +178,7 @@ def test_enforced_there_is_no_answer_without_a_prefill_worker(deployment: Deploy
     assert deployment.sample("dynamo_frontend_prefill_refused_total") == 2
 
 
-def test_a_client_that_leaves_during_prefill_frees_the_slot(deployment: Deployment) -> None:
+def test_a_client_that_disconnects_during_prefill_frees_the_slot(deployment: Deployment) -> None:
     """The prefill worker would need a minute; the next client has its answer at once."""
     prefiller(deployment, "--speedup-ratio", "0.0003")
     decoder(deployment, "--speedup-ratio", "10")
@@ -207,7 +207,7 @@ def test_a_client_that_leaves_during_prefill_frees_the_slot(deployment: Deployme
 
 
 def test_a_hung_prefill_worker_is_given_up(deployment: Deployment) -> None:
-    """It says nothing, but its connection stands: the lease tells, then the patience ends."""
+    """It is silent on an open connection: its lease ends, then the patience."""
     hung = prefiller(deployment, "--speedup-ratio", "10", ETCD_LEASE_TTL="0.5")
     decoder(deployment, "--speedup-ratio", "10")
     deployment.frontend(
@@ -250,8 +250,8 @@ def test_who_waits_for_a_slot_is_served_in_the_drain_while_there_is_time(
     assert frontend.wait(10) == 0
 
 
-def test_who_still_waits_when_the_drain_ends_hears_so(deployment: Deployment) -> None:
-    """In the prefill queue and in the line before the decode workers alike."""
+def test_requests_queued_at_the_end_of_the_drain_get_503(deployment: Deployment) -> None:
+    """In the prefill queue and in the queue before the decode workers alike."""
     slow = ("--speedup-ratio", "0.0003")
     prefiller(deployment, *slow)
     deployment.mocker("--block-size", "16", *slow)

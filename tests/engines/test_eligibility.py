@@ -1,4 +1,4 @@
-"""What a client may ask of the choice, and what it hears when that cannot be: over HTTP."""
+"""Constraints of a client on the choice, and the errors for impossible ones, over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fleet:
         self.tainted: list[int] = []
 
     def look(self) -> None:
-        """Who is who."""
+        """The workers of the test by role."""
         rows = self.candidates()
         self.ranked = next(row["worker_id"] for row in rows if row["dp_rank"] == 1)
         self.tainted = sorted({row["worker_id"] for row in rows} - {self.ranked})
@@ -162,11 +162,12 @@ def test_what_cannot_be_read_is_named(fleet: Fleet, nvext: dict[str, Any], messa
 
 def test_an_override_reaches_the_decision(fleet: Fleet) -> None:
     body = {"model": "tiny", "prompt": "who is there"}
-    override = {"router_config_override": {"prefill_load_scale": 3.0, "router_temperature": 0.5}}
+    weights = {"prefill_load_scale": 3.0, "router_temperature": 0.5}
+    override = {"router_config_override": weights}
     answer = fleet.deployment.request("POST", "/v1/route", {**body, "nvext": override})[2]
     found = json.loads(answer)
     assert (found["prefill_load_scale"], found["temperature"]) == (3.0, 0.5)
-    assert fleet.ask(**override)[0] == 200
+    assert fleet.ask(router_config_override=weights)[0] == 200
 
 
 def test_thresholds_while_the_frontend_runs(fleet: Fleet) -> None:
@@ -236,7 +237,7 @@ def test_get_asks_where_a_prompt_would_go(fleet: Fleet) -> None:
     assert get("prompt=a&model=nope")[0] == 404
 
 
-def test_a_busy_pin_and_nobody_left(deployment: Deployment) -> None:
+def test_a_busy_pin_and_no_other_worker(deployment: Deployment) -> None:
     deployment.mocker("--speedup-ratio", "0.01", "--block-size", "16", "--num-workers", "2")
     deployment.frontend("--router-mode", "kv", "--admission-control", "token-capacity")
     deployment.wait_for_workers(2)

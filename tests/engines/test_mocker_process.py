@@ -75,7 +75,7 @@ async def test_cancellation_frees_the_blocks(deployment: Deployment, kind: str) 
         await here.until(lambda: here.used_blocks(instance) == 0)
 
 
-async def test_events_tell_exactly_what_is_cached(deployment: Deployment) -> None:
+async def test_events_match_the_cache(deployment: Deployment) -> None:
     deployment.mocker(
         "--speedup-ratio", "0", "--block-size", "4", "--num-gpu-blocks-override", "12"
     )
@@ -98,7 +98,7 @@ async def test_events_tell_exactly_what_is_cached(deployment: Deployment) -> Non
         assert (late.kind, late.newest_available) == ("too_new", ids[-1])
 
 
-async def test_sigterm_lets_streams_finish_and_leaves_nothing(deployment: Deployment) -> None:
+async def test_sigterm_drains_and_leaves_nothing_behind(deployment: Deployment) -> None:
     process = deployment.mocker("--speedup-ratio", "1")
     async with caller(deployment) as here:
         stream = await here.generate(list(range(12)), 60)
@@ -161,7 +161,7 @@ async def test_a_prefill_worker_hands_its_cache_on(deployment: Deployment) -> No
         assert len(item["token_ids"]) == 1 and item["disaggregated_params"]
 
 
-async def test_the_status_port_tells_of_the_engine(deployment: Deployment) -> None:
+async def test_the_status_port_reports_the_engine(deployment: Deployment) -> None:
     port = free_port()
     deployment.mocker("--speedup-ratio", "0", DYN_SYSTEM_PORT=str(port))
     async with caller(deployment) as here:
@@ -195,7 +195,7 @@ def _read(url: str) -> str:
         return str(answer.read().decode())
 
 
-def test_a_start_that_is_interrupted_leaves_nothing(deployment: Deployment, tmp_path: Path) -> None:
+def test_an_interrupted_start_leaves_nothing_behind(deployment: Deployment, tmp_path: Path) -> None:
     process = deployment.mocker("--startup-time", "60")
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(2)

@@ -137,7 +137,7 @@ def test_load_is_seen_everywhere_and_dies_with_its_replica(
     streams.hang_up()
 
 
-def test_everything_comes_to_zero_after_traffic_at_both(
+def test_load_returns_to_zero_after_traffic_at_both(
     deployment: Deployment, pair: tuple[Replica, Replica]
 ) -> None:
     texts = prompts(40)
@@ -170,7 +170,7 @@ def test_where_would_it_go_asked_at_one_and_sent_through_the_other(
     assert second.complete(text, 2, nvext=pin)["nvext"]["worker_id"]["decode_worker_id"] == home
 
 
-async def test_a_standalone_router_hears_a_frontend(deployment: Deployment) -> None:
+async def test_a_standalone_router_counts_a_frontends_load(deployment: Deployment) -> None:
     deployment.mocker("--speedup-ratio", "1", "--block-size", "16")
     first = Replica(deployment, *FLAGS)
     path = f"{deployment.namespace}.backend.generate"
@@ -195,4 +195,4 @@ async def test_a_standalone_router_hears_a_frontend(deployment: Deployment) -> N
 
 
 def best_overlap(replica: Replica, text: str) -> int:
-    return max(row["overlap_blocks"] for row in replica.explained(text)["candidates"])
+    return max(int(row["overlap_blocks"]) for row in replica.explained(text)["candidates"])

@@ -57,5 +57,5 @@ async def test_callers_wait_for_their_turn_and_may_leave(deployment: Deployment)
             contexts["left"].kill()
             with pytest.raises(Cancelled):
                 await left
-            await start("late", group)  # there is room: the router has heard of it
+            await start("late", group)  # the router has received the freed slot
         assert ended == ["a", "strict", "b", "late"]

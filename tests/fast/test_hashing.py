@@ -1,4 +1,4 @@
-"""Hashing against published vectors, the xxhash package and its readable twin."""
+"""Hashing against published vectors, the xxhash package and its reference implementation."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_published_sequence_vector() -> None:
     st.booleans(),
     st.none() | st.lists(st.none() | st.lists(u64, max_size=3), max_size=6),
 )
-def test_equals_its_twin(
+def test_equals_the_reference(
     prompt: list[int],
     block_size: int,
     seed: int,
@@ -122,7 +122,7 @@ def test_long_prompts_in_every_block_size(block_size: int) -> None:
 
 
 @given(st.lists(u64, max_size=20))
-def test_sequence_hashes_equal_their_twin(hashes: list[int]) -> None:
+def test_sequence_hashes_equal_the_reference(hashes: list[int]) -> None:
     expected = oracle.sequence_hashes(hashes)
     column = array("Q", hashes)
     assert hashing.sequence_hashes(column).tolist() == expected
@@ -133,7 +133,7 @@ def test_sequence_hashes_equal_their_twin(hashes: list[int]) -> None:
 
 
 @given(st.none() | st.text(), st.none() | st.text())
-def test_seeds_equal_their_twin(lora_name: str | None, cache_namespace: str | None) -> None:
+def test_seeds_equal_the_reference(lora_name: str | None, cache_namespace: str | None) -> None:
     expected = oracle.seed_for(lora_name, cache_namespace)
     assert hashing.seed_for(lora_name, cache_namespace) == expected
 

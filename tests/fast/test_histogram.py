@@ -1,4 +1,4 @@
-"""The histogram against its readable twin."""
+"""The histogram against its reference implementation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle.histogram import Histogram as Twin
+from oracle.histogram import Histogram as Reference
 
 from dynamo._fast import histogram
 
@@ -20,14 +20,16 @@ def test_is_compiled() -> None:
 
 
 @given(bounds, st.data())
-def test_equals_the_twin(limits: list[float], data: st.DataObject) -> None:
+def test_equals_the_reference(limits: list[float], data: st.DataObject) -> None:
     values = st.one_of(numbers, st.sampled_from(limits)) if limits else numbers
-    compiled, twin = histogram.Histogram(limits), Twin(limits)
+    compiled, reference = histogram.Histogram(limits), Reference(limits)
     for value, times in data.draw(st.lists(st.tuples(values, st.integers(1, 1000)), max_size=50)):
         compiled.observe(value, times)
-        twin.observe(value, times)
-    assert compiled.counts == twin.counts and compiled.bounds == twin.bounds
-    assert compiled.total == twin.total or math.isnan(compiled.total) == math.isnan(twin.total)
+        reference.observe(value, times)
+    assert compiled.counts == reference.counts and compiled.bounds == reference.bounds
+    assert compiled.total == reference.total or math.isnan(compiled.total) == math.isnan(
+        reference.total
+    )
 
 
 def test_once_is_the_default_and_a_bound_belongs_to_its_bucket() -> None:

@@ -1,4 +1,4 @@
-"""KV events on threads: the same as in Python, whatever comes, and in order whoever looks."""
+"""KV events on threads: the same result as in Python, for any input and any reader."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def payloads(source: Random, count: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_comes_is_taken_as_in_python(seed: int) -> None:
+def test_any_input_gives_the_result_of_python(seed: int) -> None:  # noqa: C901 - event kinds
     source = Random(seed)
     alone, helped = Alone(), Helped()
     sides: list[Alone] = [alone, helped]
@@ -141,7 +141,7 @@ def test_whatever_comes_is_taken_as_in_python(seed: int) -> None:
 
 
 def contents(tree: RadixTree) -> list[Any]:
-    """What a tree holds, in an order of its own."""
+    """Return the blocks of a tree in a fixed order."""
     return sorted(
         (worker, rank, tier, -1 if parent is None else parent, block, local)
         for worker, rank, first, blocks, locals_, tier in tree.dump_tiers()
@@ -202,7 +202,7 @@ def test_an_inbox_is_bounded() -> None:
 
 
 class Storm:
-    """Threads at work, what they were told in plain dicts, and a loop that looks on."""
+    """Threads at work, their input as plain dicts, and a loop that reads the index."""
 
     WORKERS = 5
 
@@ -275,7 +275,7 @@ class Storm:
         self.born += 1
 
     def look(self) -> None:
-        """Whatever the threads have done so far: nobody has what it was never given."""
+        """At any time no slot holds a block that it was not given."""
         query = [self.source.randrange(3) for _ in range(6)]
         for (worker, _), depth in self.tree.match(array("Q", query)).items():
             assert tuple(query[:depth]) in self.ever[worker]
@@ -343,7 +343,7 @@ async def test_messages_over_zmq(tmp_path: Path) -> None:
     ):
         publisher.send_multipart(frames)
     async with asyncio.timeout(10):
-        while tree.blocks() == 0:  # noqa: ASYNC110 - the index tells nobody when it changes
+        while tree.blocks() == 0:  # noqa: ASYNC110 - the index has no change event
             await asyncio.sleep(0.005)
     threads.close()
     publisher.close()
@@ -352,7 +352,7 @@ async def test_messages_over_zmq(tmp_path: Path) -> None:
 
 
 def test_publishers_disconnect_while_they_publish(tmp_path: Path) -> None:
-    """In a process of its own: libzmq aborts when a connection goes in the middle of a message."""
+    """Runs in a separate process: libzmq aborts if a connection closes inside a message."""
     script = Path(__file__).with_name("departures.py")
     command = [sys.executable, str(script), str(tmp_path), "300"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

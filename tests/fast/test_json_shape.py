@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import json_shape as reference
 
 from dynamo._fast import json_shape
-from tests.oracle import json_shape as reference
 
 NO_LIMIT = 2**62
 PIECES = st.sampled_from(

@@ -1,4 +1,4 @@
-"""Random histories: the prefix index and its readable twin must agree after every step."""
+"""Random histories: the prefix index equals its reference implementation after every step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Histories(RuleBasedStateMachine):
     def start(self, cap: int, spread: int) -> None:
         self.cap = cap
         self.fast = radix.RadixTree(cap)
-        self.twin = oracle.RadixTree(cap)
+        self.reference = oracle.RadixTree(cap)
         # Other owners take the slots in between, so that holders need more than one word.
         self.spread = spread
         for other in range(spread * 3):
@@ -45,11 +45,11 @@ class Histories(RuleBasedStateMachine):
 
     def slot(self, worker: int, rank: int) -> int:
         slot = self.fast.slot(worker, rank)
-        assert slot == self.twin.slot(worker, rank)
+        assert slot == self.reference.slot(worker, rank)
         return slot
 
     def store(self, slot: int, parent: int | None, blocks: list[int], local: list[int]) -> None:
-        assert self.store_fast(slot, parent, blocks, local) == self.store_twin(
+        assert self.store_fast(slot, parent, blocks, local) == self.store_reference(
             slot, parent, blocks, local
         )
 
@@ -63,11 +63,11 @@ class Histories(RuleBasedStateMachine):
         except radix.InvalidSequence:
             return "own parent"
 
-    def store_twin(
+    def store_reference(
         self, slot: int, parent: int | None, blocks: list[int], local: list[int]
     ) -> int | str:
         try:
-            return self.twin.store(slot, parent, blocks, local)
+            return self.reference.store(slot, parent, blocks, local)
         except oracle.ParentNotFound:
             return "no parent"
         except oracle.InvalidSequence:
@@ -89,33 +89,33 @@ class Histories(RuleBasedStateMachine):
         self, worker: int, rank: int, which: int, names: list[int]
     ) -> None:
         slot = self.slot(worker, rank)
-        paths = sorted(self.twin.paths(slot))
+        paths = sorted(self.reference.paths(slot))
         if paths:
             path = paths[which % len(paths)][:6]
             self.store(slot, None, names[: len(path)], list(path))
 
     @rule(worker=workers, rank=ranks, which=ids, chain=chains)
     def store_below(self, worker: int, rank: int, which: int, chain: list[tuple[int, int]]) -> None:
-        held = sorted(self.twin.ids(self.slot(worker, rank)))
+        held = sorted(self.reference.ids(self.slot(worker, rank)))
         if held:
             self.store_anything(worker, rank, held[which % len(held)], chain)
 
     @rule(worker=workers, rank=ranks, blocks=st.lists(ids, max_size=5))
     def remove(self, worker: int, rank: int, blocks: list[int]) -> None:
         slot = self.slot(worker, rank)
-        assert self.fast.remove(slot, column(blocks)) == self.twin.remove(slot, blocks)
+        assert self.fast.remove(slot, column(blocks)) == self.reference.remove(slot, blocks)
 
     @rule(worker=workers, rank=ranks, whole_worker=st.booleans())
     def forget(self, worker: int, rank: int, whole_worker: bool) -> None:
         if whole_worker:
-            assert self.fast.remove_worker(worker) == self.twin.remove_worker(worker)
+            assert self.fast.remove_worker(worker) == self.reference.remove_worker(worker)
         else:
             slot = self.slot(worker, rank)
-            assert self.fast.clear(slot) == self.twin.clear(slot)
+            assert self.fast.clear(slot) == self.reference.clear(slot)
 
     @rule(query=queries, early_exit=st.booleans())
     def match(self, query: list[int], early_exit: bool) -> None:
-        expected = self.twin.match(query, early_exit)
+        expected = self.reference.match(query, early_exit)
         assert self.fast.match(column(query), early_exit) == expected
 
     @rule(queries=st.lists(queries, max_size=4))
@@ -129,8 +129,8 @@ class Histories(RuleBasedStateMachine):
             again.store(slot, parent, blocks, local)
         again._check()
         expected = oracle.RadixTree()
-        for worker, rank, parent, blocks, local in self.twin.dump():
-            expected.store(expected.slot(worker, rank), parent, blocks, local)
+        for worker, rank, parent, names, hashes in self.reference.dump():
+            expected.store(expected.slot(worker, rank), parent, names, hashes)
         assert replayed.copies() == expected.copies()
         assert again.blocks() == expected.blocks()
         for query in queries:
@@ -141,9 +141,9 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "fast"):
             return
         self.fast._check()
-        assert self.fast.blocks() == self.twin.blocks()
-        assert self.fast.nodes() == self.twin.nodes()
-        assert self.fast.dropped() == self.twin.dropped()
+        assert self.fast.blocks() == self.reference.blocks()
+        assert self.fast.nodes() == self.reference.nodes()
+        assert self.fast.dropped() == self.reference.dropped()
         if self.cap:
             assert self.fast.blocks() <= self.cap and self.fast.nodes() <= self.cap
 

@@ -19,7 +19,7 @@ def column(*values: int) -> array[int]:
 
 
 def extensions(tree: RadixTree, tier: int, *chain: int) -> list[int]:
-    """How far ``tier`` goes on behind what the device holds, per slot."""
+    """Return, per slot, how far ``tier`` continues behind the device's blocks."""
     depths, further = (array("I", bytes(4 * tree.capacity())) for _ in range(2))
     tree.match_into(column(*chain), depths)
     tree.extend_into(column(*chain), depths, further, tier)
@@ -153,17 +153,17 @@ def test_slots_that_cannot_be(tree: RadixTree) -> None:
 
 @pytest.mark.parametrize("same_names", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_histories(seed: int, same_names: bool) -> None:
+def test_random_histories(seed: int, same_names: bool) -> None:  # noqa: C901 - event kinds
     """``same_names``: an id means one block in all tiers, as engines do; then dumps are exact."""
     source = Random(seed)
-    fast, twin = radix.RadixTree(), oracle.RadixTree()
+    fast, reference = radix.RadixTree(), oracle.RadixTree()
     for other in range([0, 70][seed % 2]):
-        assert fast.slot(1000 + other, 0) == twin.slot(1000 + other, 0)
+        assert fast.slot(1000 + other, 0) == reference.slot(1000 + other, 0)
     names: dict[tuple[int, ...], int] = {}
 
     def slot(tier: int) -> int:
         owner = (source.randrange(3), source.randrange(2), tier)
-        made = twin.slot(*owner)
+        made = reference.slot(*owner)
         assert fast.slot(*owner) == made
         return int(made)
 
@@ -184,32 +184,32 @@ def test_random_histories(seed: int, same_names: bool) -> None:
             case 0:
                 begin = source.randrange(len(chain))
                 parent = blocks[begin - 1] if begin else None
-                store(fast, twin, place, parent, blocks[begin:], chain[begin:])
+                store(fast, reference, place, parent, blocks[begin:], chain[begin:])
             case 1:
-                assert fast.remove(place, column(*blocks)) == twin.remove(place, blocks)
+                assert fast.remove(place, column(*blocks)) == reference.remove(place, blocks)
             case 2:
-                compare(fast, twin, chain)
+                compare(fast, reference, chain)
                 for lower in (1, 2, 3):
-                    assert fast.ranges(column(*chain), lower) == twin.ranges(chain, lower)
+                    assert fast.ranges(column(*chain), lower) == reference.ranges(chain, lower)
             case 3:
-                assert fast.clear(place) == twin.clear(place)
+                assert fast.clear(place) == reference.clear(place)
             case 4:
                 worker = source.randrange(3)
-                assert fast.remove_worker(worker) == twin.remove_worker(worker)
+                assert fast.remove_worker(worker) == reference.remove_worker(worker)
             case 5:
-                assert fast.adopt(place, column(*blocks)) == twin.adopt(place, blocks)
+                assert fast.adopt(place, column(*blocks)) == reference.adopt(place, blocks)
         fast._check()
-        assert (fast.blocks(), fast.nodes()) == (twin.blocks(), twin.nodes())
+        assert (fast.blocks(), fast.nodes()) == (reference.blocks(), reference.nodes())
         if step % 50 == 49:
             again = rebuilt(fast)
             for query in [path() for _ in range(20)]:
                 if same_names:
-                    compare(again, twin, query)
+                    compare(again, reference, query)
 
 
 def store(
     fast: RadixTree,
-    twin: oracle.RadixTree,
+    reference: oracle.RadixTree,
     slot: int,
     parent: int | None,
     blocks: list[int],
@@ -217,7 +217,7 @@ def store(
 ) -> None:
     """Both take the chain, or refuse it for the same reason."""
     try:
-        expected = twin.store(slot, parent, blocks, local)
+        expected = reference.store(slot, parent, blocks, local)
     except oracle.ParentNotFound:
         with pytest.raises(radix.ParentNotFound):
             fast.store(slot, parent, column(*blocks), column(*local))
@@ -228,27 +228,27 @@ def store(
         assert fast.store(slot, parent, column(*blocks), column(*local)) == expected
 
 
-def compare(fast: RadixTree, twin: oracle.RadixTree, query: list[int]) -> None:
+def compare(fast: RadixTree, reference: oracle.RadixTree, query: list[int]) -> None:
     """Depths and what the tiers add to them, for all owners."""
-    assert fast.match(column(*query)) == twin.match(query)
+    assert fast.match(column(*query)) == reference.match(query)
     depths, further = (array("I", bytes(4 * fast.capacity())) for _ in range(2))
     fast.match_into(column(*query), depths)
     known = {owner[:2]: depths[owner[2]] for owner in fast.slots()}
     for tier in (1, 2, 3):
         extended = fast.extend_into(column(*query), depths, further, tier)
-        width = max([slot for *_, slot in oracle_slots(twin)], default=-1) + 1
+        width = max([slot for *_, slot in oracle_slots(reference)], default=-1) + 1
         expected = [0] * width
-        for worker, rank, slot in oracle_slots(twin):
+        for worker, rank, slot in oracle_slots(reference):
             expected[slot] = known.get((worker, rank), 0)
-        expected = twin.extend(query, expected, tier)
+        expected = reference.extend(query, expected, tier)
         mine = {owner[:2]: further[owner[2]] for owner in fast.slots()}
-        theirs = {(worker, rank): expected[slot] for worker, rank, slot in oracle_slots(twin)}
+        theirs = {(worker, rank): expected[slot] for worker, rank, slot in oracle_slots(reference)}
         assert {k: v for k, v in mine.items() if v} == {k: v for k, v in theirs.items() if v}
         assert extended == sum(map(bool, theirs.values()))
 
 
-def oracle_slots(twin: oracle.RadixTree) -> list[tuple[int, int, int]]:
-    return [(*owner, slot) for owner, slot in twin._owners.items()]
+def oracle_slots(reference: oracle.RadixTree) -> list[tuple[int, int, int]]:
+    return [(*owner, slot) for owner, slot in reference._owners.items()]
 
 
 def rebuilt(tree: RadixTree) -> RadixTree:

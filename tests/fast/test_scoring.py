@@ -1,4 +1,4 @@
-"""Scoring against its readable twin, the measured numbers and the measured distributions."""
+"""Scoring against its reference implementation, measured numbers and distributions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import scoring as oracle
 
 from dynamo._fast import scoring
-from tests.oracle import scoring as oracle
 
 small = st.integers(0, 10_000)
 loads = st.lists(st.builds(oracle.Load, *[small] * 6), min_size=1, max_size=40)
@@ -49,7 +49,9 @@ def compiled_costs(
         dict.fromkeys(("prefill_scale", "credit", "decay", "host", "disk", "shared"), weight)
     ),
 )
-def test_costs_equal_the_twin(given_loads, isl, size, named) -> None:
+def test_costs_equal_the_reference(
+    given_loads: list[oracle.Load], isl: int, size: int, named: dict[str, float]
+) -> None:
     expected = oracle.costs(oracle.Weights(size, **named), isl, given_loads)
     got, most = compiled_costs(scoring.Weights(size, **named), isl, given_loads)
     assert got == pytest.approx(expected, rel=1e-12, abs=1e-9)
@@ -61,7 +63,7 @@ def test_costs_equal_the_twin(given_loads, isl, size, named) -> None:
     st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0]),
     st.integers(0, 997),
 )
-def test_choice_equals_the_twin(values, temperature, step) -> None:
+def test_choice_equals_the_reference(values: list[float], temperature: float, step: int) -> None:
     uniform = (step + 0.5) / 998
     got = scoring.choose(array("d", values), len(values), temperature, uniform)
     expected = oracle.choose(values, temperature, uniform)
@@ -158,7 +160,9 @@ def test_only_the_first_count_costs_matter() -> None:
         ([float("inf")], 1, 0.0, 0.5),
     ],
 )
-def test_bad_choices_are_refused(costs, count, temperature, uniform) -> None:
+def test_bad_choices_are_refused(
+    costs: list[float], count: int, temperature: float, uniform: float
+) -> None:
     with pytest.raises(ValueError, match=r"count|temperature|uniform|finite"):
         scoring.choose(array("d", costs), count, temperature, uniform)
 

@@ -1,4 +1,4 @@
-"""The active-load tracker against its readable twin, over random histories."""
+"""The active-load tracker against its reference implementation, over random histories."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from oracle.sequences import ActiveSequences as Reference
 
 from dynamo._fast.sequences import ActiveSequences
-from tests.oracle.sequences import ActiveSequences as Twin
 
 SLOTS = 3
 
@@ -32,11 +32,11 @@ def project(
 
 
 class History(RuleBasedStateMachine):
-    """Book, grow, release and clear in any order; sums must equal the twin's."""
+    """Reserve, grow, release and clear in any order; sums must equal the reference's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.active, self.twin = ActiveSequences(), Twin()
+        self.active, self.reference = ActiveSequences(), Reference()
         self.handles: list[tuple[int, int]] = []
 
     paths = st.lists(st.integers(0, 1), max_size=12).map(tuple)
@@ -53,28 +53,30 @@ class History(RuleBasedStateMachine):
         self.handles.append(
             (
                 self.active.book(slot, hashes, unique, prefill),
-                self.twin.book(slot, hashes, unique, prefill),
+                self.reference.book(slot, hashes, unique, prefill),
             )
         )
 
     @rule(pick=pick)
     def end_prefill(self, pick: int) -> None:
         for ours, theirs in self.chosen(pick):
-            assert self.active.end_prefill(ours) == self.twin.end_prefill(theirs)
+            assert self.active.end_prefill(ours) == self.reference.end_prefill(theirs)
 
     @rule(pick=pick, blocks=st.integers(0, 4), faded=st.sampled_from([0.0, 0.25, 0.5, 1.0]))
     def grow(self, pick: int, blocks: int, faded: float) -> None:
         for ours, theirs in self.chosen(pick):
-            assert self.active.grow(ours, blocks, faded) == self.twin.grow(theirs, blocks, faded)
+            assert self.active.grow(ours, blocks, faded) == self.reference.grow(
+                theirs, blocks, faded
+            )
 
     @rule(pick=pick)
     def release(self, pick: int) -> None:
         for ours, theirs in self.chosen(pick):
-            assert self.active.release(ours) == self.twin.release(theirs)
+            assert self.active.release(ours) == self.reference.release(theirs)
 
     @rule(slot=st.integers(0, SLOTS))
     def clear(self, slot: int) -> None:
-        assert self.active.clear(slot) == self.twin.clear(slot)
+        assert self.active.clear(slot) == self.reference.clear(slot)
 
     def chosen(self, pick: int) -> list[tuple[int, int]]:
         """One handle pair ever given out, dead or alive; none at first."""
@@ -83,7 +85,9 @@ class History(RuleBasedStateMachine):
     @rule(path=paths, unique=st.integers(0, 2))
     def projection(self, path: tuple[int, ...], unique: int) -> None:
         rows = project(self.active, chain(path), unique)
-        for got, expected in zip(rows, self.twin.project(chain(path), unique, SLOTS), strict=True):
+        for got, expected in zip(
+            rows, self.reference.project(chain(path), unique, SLOTS), strict=True
+        ):
             assert got[0] == expected[0]
             assert abs(got[1] - expected[1]) <= 0.5
 
@@ -92,7 +96,7 @@ class History(RuleBasedStateMachine):
         self.active._check()
         for slot in range(SLOTS + 1):
             prefill, blocks, requests = self.active.load(slot)
-            expected = self.twin.load(slot)
+            expected = self.reference.load(slot)
             assert (prefill, requests) == (expected[0], expected[2])
             assert abs(blocks - expected[1]) <= 0.5
 

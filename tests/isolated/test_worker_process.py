@@ -138,7 +138,7 @@ async def connect(runtime: DistributedRuntime) -> Client:
 
 @pytest.mark.parametrize("plane", ["uds", "tcp"])
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-async def test_a_worker_and_a_client_script(scripts: Scripts, loop: str, plane: str):
+async def test_a_worker_and_a_client_script(scripts: Scripts, loop: str, plane: str) -> None:
     worker = scripts.start(WORKER, loop, DYN_REQUEST_PLANE=plane)
     assert (await line(worker)).startswith("serving ")
     client = scripts.start(CLIENT, DYN_REQUEST_PLANE=plane)
@@ -163,7 +163,7 @@ async def test_a_worker_and_a_client_script(scripts: Scripts, loop: str, plane: 
 
 async def test_context_errors_and_cancellation_between_processes(
     scripts: Scripts, runtime: DistributedRuntime
-):
+) -> None:
     worker = scripts.start(WORKER, "uvloop")
     client = await connect(runtime)
     await line(worker)
@@ -199,7 +199,7 @@ async def test_context_errors_and_cancellation_between_processes(
 @pytest.mark.parametrize("end", ["SIGTERM", "unlink"])
 async def test_a_draining_worker_finishes_its_streams(
     scripts: Scripts, runtime: DistributedRuntime, end: str
-):
+) -> None:
     worker = scripts.start(WORKER, "uvloop")
     client = await connect(runtime)
     gone = asyncio.Event()
@@ -220,7 +220,7 @@ async def test_a_draining_worker_finishes_its_streams(
 
 async def test_a_supervised_worker_serves_until_the_frontends_have_finished(
     scripts: Scripts, runtime: DistributedRuntime
-):
+) -> None:
     worker = scripts.start(WORKER, "uvloop", DYN_WATCHER_NAME="dynamo_Worker")
     client = await connect(runtime)
     write_stop_stage(scripts.root / "state/dynamo", workers=False)
@@ -233,7 +233,9 @@ async def test_a_supervised_worker_serves_until_the_frontends_have_finished(
     assert await ended(worker) == 0
 
 
-async def test_a_second_signal_ends_the_streams(scripts: Scripts, runtime: DistributedRuntime):
+async def test_a_second_signal_ends_the_streams(
+    scripts: Scripts, runtime: DistributedRuntime
+) -> None:
     worker = scripts.start(WORKER, "uvloop")
     client = await connect(runtime)
     gone = asyncio.Event()
@@ -251,7 +253,9 @@ async def test_a_second_signal_ends_the_streams(scripts: Scripts, runtime: Distr
     assert getattr(found.value, "retryable", False)
 
 
-async def test_a_killed_worker_is_removed_at_once(scripts: Scripts, runtime: DistributedRuntime):
+async def test_a_killed_worker_is_removed_at_once(
+    scripts: Scripts, runtime: DistributedRuntime
+) -> None:
     workers = [scripts.start(WORKER, "uvloop") for _ in range(3)]
     ids = {int((await line(worker)).split()[1]): worker for worker in workers}
     client = await connect(runtime)
@@ -293,7 +297,9 @@ async def test_a_killed_worker_is_removed_at_once(scripts: Scripts, runtime: Dis
         ("taken", "cannot listen on 127.0.0.1"),
     ],
 )
-async def test_a_bad_status_port_is_one_clear_line(scripts: Scripts, port: str, problem: str):
+async def test_a_bad_status_port_is_one_clear_line(
+    scripts: Scripts, port: str, problem: str
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""The readable twin of ``dynamo._fast.histogram``."""
+"""The reference implementation of ``dynamo._fast.histogram``."""
 
 from __future__ import annotations
 

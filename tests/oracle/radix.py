@@ -81,7 +81,7 @@ class RadixTree:
     def match(
         self, tokens_hashes: Sequence[int], early_exit: bool = False
     ) -> dict[tuple[int, int], int]:
-        """``early_exit``: depths are cut where at most one slot goes on."""
+        """``early_exit``: depths stop where at most one slot continues."""
         depths = {
             owner: self._depth(slot, tuple(tokens_hashes)) for owner, slot in self._owners.items()
         }
@@ -91,7 +91,7 @@ class RadixTree:
         return {owner: depth for owner, depth in depths.items() if depth}
 
     def extend(self, tokens_hashes: Sequence[int], depths: Sequence[int], tier: int) -> list[int]:
-        """Per slot: how far the tier goes on behind ``depths[slot]``."""
+        """Return, per slot, how far the tier continues behind ``depths[slot]``."""
         extensions = [0] * len(depths)
         for number in self._owners.values():
             paths = set(self._held[number | tier << TIER_SHIFT].values())
@@ -111,7 +111,7 @@ class RadixTree:
         return unknown
 
     def ranges(self, tokens_hashes: Sequence[int], tier: int) -> list[tuple[int, int]]:
-        """Runs of blocks that any slot of the tier holds, up to where nobody holds anything."""
+        """Return runs of blocks that any slot of the tier holds, up to the last held block."""
         known = self._prefixes()
         paths = {
             path

@@ -1,4 +1,4 @@
-"""The readable twin of ``dynamo._fast.scoring``. Spec 3.1-3.3."""
+"""The reference implementation of ``dynamo._fast.scoring``. Spec 3.1-3.3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The readable twin of ``dynamo._fast.sequences``. Spec 3.5."""
+"""The reference implementation of ``dynamo._fast.sequences``. Spec 3.5."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Request:
 
 
 class ActiveSequences:
-    """Requests by handle; every sum is computed anew when asked."""
+    """Requests by handle; every sum is computed on each call."""
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}

@@ -1,4 +1,4 @@
-"""The readable twin of ``dynamo.frontend.answer.stops``: one character at a time."""
+"""The reference implementation of ``dynamo.frontend.answer.stops``: one character at a time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A deployment over etcd, tcp and an event plane: frontends that are asked, workers that are told
-apart."""
+"""A deployment over etcd, tcp and an event plane: frontends and mockers."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ class Fleet(Deployment):
         return 200, int(json.loads(answer)["nvext"]["worker_id"]["decode_worker_id"])
 
     def held(self, text: str, port: int | None = None) -> dict[int, int]:
-        """How many blocks of the prompt each worker holds, as the frontend's router knows it."""
+        """Return the blocks of the prompt that each worker holds, according to the router."""
         self.port = self.ports[0] if port is None else port
         body = {"model": "tiny", "prompt": text}
         status, _, answer = self.request("POST", "/v1/route", body)

@@ -1,6 +1,6 @@
 """Three network namespaces on one switch: ``hub``, ``a`` and ``b``, and cables that can be cut.
 
-The switch is a bridge in a namespace of its own, so nothing of the host's network is touched. A
+The switch is a bridge in its own namespace, so the host's network is unchanged. A
 cable is cut at the switch in one of two ways: ``down`` takes the hub's neighbour off the air with
 its carrier; ``silent`` leaves every link up, and what is sent is swallowed.
 """
@@ -55,7 +55,7 @@ class Network:
 
     @contextmanager
     def inside(self, place: str) -> Iterator[None]:
-        """This thread, and the processes that it starts, are in ``place`` meanwhile."""
+        """Run this thread, and the processes that it starts, in ``place``."""
         home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         there = os.open(Path("/run/netns") / self._name(place), os.O_RDONLY)
         try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from boxes import Etcd, Nats, needs_etcd, needs_nats
@@ -76,7 +76,7 @@ def switched() -> Iterator[Network]:
 
 
 def test_a_cable_is_cut_for_20_s(tmp_path: Path) -> None:
-    """In two ways; both at once, each in a network of its own, because most of it is waiting."""
+    """Two kinds of cut at once, each in its own network, because most of the test waits."""
     with ThreadPoolExecutor(2) as pool:
         both = [
             pool.submit(cut_and_heal, tmp_path / how, how, plane)
@@ -102,7 +102,7 @@ def serve_across(network: Network, tmp_path: Path, how: str, plane: str) -> None
             etcd.start()
             nats.start()
             fleet.kv_frontend()
-        workers = {}
+        workers: dict[str, Any] = {}
         for place in ("a", "b"):
             with network.inside(place):
                 fleet.worker()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from boxes import Etcd, free_ports, needs_etcd
@@ -75,7 +76,7 @@ class Log:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """For what tells nobody; looked at every few milliseconds."""
+    """Poll every few milliseconds a state that has no change event."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -95,7 +96,7 @@ async def registered(discovery: EtcdDiscovery, ttl_s: float = TTL_S) -> EtcdLeas
 
 
 async def raw(etcd: Etcd, call: Callable[[object], object]) -> object:
-    """One call to etcd by a client of its own, as an operator would make it."""
+    """Call etcd through a separate client, as an operator would."""
     async with grpc.aio.insecure_channel(etcd.url.removeprefix("http://")) as channel:
         return await call(channel)  # type: ignore[misc]
 
@@ -110,7 +111,7 @@ async def test_a_process_that_dies_is_gone_after_its_ttl(etcd: Etcd, make: Make)
     log = await watched(two)
     end(log)
     started = asyncio.get_running_loop().time()
-    await lease._tasks.close()  # nobody keeps it alive any more
+    await lease._tasks.close()  # its keep-alive has ended
     await log.until(lambda: log.live == {})
     assert 0.5 < asyncio.get_running_loop().time() - started < TTL_S + 3
 
@@ -144,7 +145,7 @@ async def test_etcd_hangs(etcd: Etcd, make: Make, longer_than_the_lease: bool) -
 
 @pytest.mark.parametrize("wiped", [False, True])
 async def test_etcd_restarts(etcd: Etcd, make: Make, wiped: bool) -> None:
-    """Whether it remembers or comes back empty: registered again, and routing never saw a gap."""
+    """With its data or empty: workers register again, and routing never has a gap."""
     one, two = make(), make()
     lease = await registered(one)
     log = await watched(two)
@@ -156,7 +157,7 @@ async def test_etcd_restarts(etcd: Etcd, make: Make, wiped: bool) -> None:
     else:
         await asyncio.sleep(TTL_S + 1)
     etcd.start()
-    await until(lambda: two._mirror is not None and not two._mirror._away)
+    await until(lambda: two._watcher is not None and not two._watcher._unavailable)
     await asyncio.sleep(TTL_S + 2.5)
     assert not lease.lost.is_set()
     assert await two.list("v1/") == log.live == {KEY: b"instance", CARD: b"card"}
@@ -177,11 +178,11 @@ async def test_a_worker_that_died_in_the_outage_goes(etcd: Etcd, make: Make) -> 
 
 
 async def test_forgotten_history_becomes_a_difference(etcd: Etcd, make: Make) -> None:
-    """A watch that resumes before a compaction lists again: nothing told twice, nothing missed."""
+    """A watch that resumes before a compaction lists again: no event twice, none missed."""
     one, two = make(), make()
     lease = await registered(one)
     log = await watched(two)
-    mirror = two._mirror
+    mirror = two._watcher
     assert mirror is not None and mirror.relisted == 1
     before = mirror._revision
     await two._tasks.close()  # the watch is down; what follows happens behind its back
@@ -203,7 +204,7 @@ async def test_a_watch_resumes_where_it_was(etcd: Etcd, make: Make) -> None:
     one, two = make(), make()
     lease = await registered(one)
     log = await watched(two)
-    mirror = two._mirror
+    mirror = two._watcher
     assert mirror is not None
     await two._tasks.close()
     for value in (b"1", b"2", b"3"):
@@ -235,7 +236,7 @@ async def test_a_revoked_lease_stays_revoked(etcd: Etcd, make: Make, by: str) ->
 
 
 async def test_revoked_while_the_owner_was_cut_off(etcd: Etcd, make: Make) -> None:
-    """Its lease ran out meanwhile, but the tombstone says that it was meant."""
+    """Its lease expired in the meantime, but the tombstone marks it as revoked."""
     (port,) = free_ports(1)
     gate = await Gate.open(port, etcd.port)
     one, two = make(f"127.0.0.1:{port}"), make()
@@ -244,7 +245,7 @@ async def test_revoked_while_the_owner_was_cut_off(etcd: Etcd, make: Make) -> No
     await two.revoke(lease.id)
     assert await two._link.exists(tombstone_key(lease.id))
     await asyncio.sleep(TTL_S + 0.5)
-    assert not lease.lost.is_set(), "it cannot know yet"
+    assert not lease.lost.is_set(), "it cannot have noticed yet"
     gate.heal()
     async with asyncio.timeout(PATIENCE_S):
         await lease.lost.wait()
@@ -271,18 +272,18 @@ async def test_cut_off_for_longer_than_the_lease(etcd: Etcd, make: Make) -> None
 
 
 async def test_a_frontend_notices_a_silent_cut_and_catches_up(etcd: Etcd, make: Make) -> None:
-    """Nothing but an unanswered ping tells it; the connections of before the cut stay dead."""
+    """Only an unanswered ping reveals the cut; the connections from before stay dead."""
     (port,) = free_ports(1)
     gate = await Gate.open(port, etcd.port)
     one, two = make(), make(f"127.0.0.1:{port}")
     lease = await registered(one, 10.0)
     log = await watched(two)
-    mirror = two._mirror
+    mirror = two._watcher
     assert mirror is not None
     gate.cut(for_good=True)
     await one.put(KEY, b"changed", lease.id)
     started = asyncio.get_running_loop().time()
-    await until(lambda: mirror._away)
+    await until(lambda: mirror._unavailable)
     assert asyncio.get_running_loop().time() - started < 10.0, "sooner than a lease runs out"
     assert log.live[KEY] == b"instance"
     gate.heal()
@@ -347,7 +348,7 @@ async def test_no_etcd_at_start_is_said_soon_and_clearly() -> None:
         ({"ca": "/nowhere/ca.pem"}, "nowhere"),
     ],
 )
-def test_bad_settings_are_refused(settings: dict[str, str], text: str) -> None:
+def test_bad_settings_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         EtcdDiscovery(EtcdSettings(**settings))
 

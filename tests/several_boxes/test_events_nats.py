@@ -1,4 +1,4 @@
-"""The event plane over a real nats-server: order, gaps, outages, too much, who is let in."""
+"""The event plane over a real nats-server: order, gaps, outages, overload, authentication."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_events_arrive_in_order_with_numbers(make: Make) -> None:
     assert listener.gaps == [] and publisher.dropped == 0
     listener.subscriber.disconnect(publisher.address)
     listener.events.clear()
-    publisher.publish(b"to nobody")
+    publisher.publish(b"without subscriber")
     await asyncio.sleep(0.05)
     assert listener.events == [] and listener.subscriber._expected == {}
     publisher.close()
@@ -246,8 +246,12 @@ async def test_who_is_let_in(tmp_path: Path, how: str) -> None:
             await stranger.start()
         assert "hush" not in no.value.message
         await stranger.close()
-        given = {"username": "me", "password": "secret"} if how == "user" else {"token": "secret"}
-        plane = NatsPlane(NatsSettings(servers=server.url, **given))
+        settings = (
+            NatsSettings(servers=server.url, username="me", password="secret")
+            if how == "user"
+            else NatsSettings(servers=server.url, token="secret")
+        )
+        plane = NatsPlane(settings)
         await plane.start()
         publisher = plane.publisher(CHANNEL, 1)
         await Listener(plane, publisher).joined(publisher)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,17 @@ def fleet(
         made.close()
 
 
+def _holds(fleet: Fleet, port: int, worker_id: int) -> bool:
+    return bool(fleet.held(TEXT, port).get(worker_id))
+
+
 def test_two_frontends_see_the_same_caches_and_outlive_etcd(fleet: Fleet, etcd: Etcd) -> None:
     """One story, because starting five processes costs more than telling it."""
     first, second = fleet.ports
     status, home = fleet.ask(TEXT, first)
     assert status == 200 and home is not None
     for port in (first, second):
-        fleet.until(lambda port=port: fleet.held(TEXT, port).get(home), "blocks known")
+        fleet.until(partial(_holds, fleet, port, home), "blocks known")
         assert fleet.ask(TEXT, port) == (200, home), "it goes where it is cached"
     other = next(one for one in fleet.held(TEXT) if one != home)
 
@@ -95,7 +100,7 @@ async def test_a_worker_whose_lease_is_revoked_leaves(
         await planner.revoke(int(key.rpartition("/")[2], 16))
         await planner.close()
         assert worker.wait(10) == 0
-        fleet.until(lambda: fleet.ask("x")[0] in (404, 503), "nobody is left")
+        fleet.until(lambda: fleet.ask("x")[0] in (404, 503), "no worker is left")
     finally:
         fleet.close()
 

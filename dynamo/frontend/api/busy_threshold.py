@@ -61,11 +61,11 @@ class BusyThresholdRoutes:
 
     def _list(self, exchange: Exchange) -> None:
         """Models without any threshold are left out."""
-        gates = [(one.name, one.picker.gate) for one in self._models.entries() if one.ready]
+        gates = [(one.name, one.picker.eligibility) for one in self._models.entries() if one.ready]
         rows = [
-            _shown(name, gate.thresholds, gate.admission_control)
-            for name, gate in gates
-            if gate.thresholds.any
+            _shown(name, eligibility.thresholds, eligibility.admission_control)
+            for name, eligibility in gates
+            if eligibility.thresholds.any
         ]
         exchange.respond(200, msgspec.json.encode({"thresholds": rows}))
 
@@ -88,10 +88,10 @@ class BusyThresholdRoutes:
         else:
             given = {field: getattr(change, name) for name, field in _FIELDS.items()}
             given = {field: value for field, value in given.items() if value is not None}
-            gate = entry.picker.gate
+            eligibility = entry.picker.eligibility
             if given:
-                await entry.limit(dataclasses.replace(gate.thresholds, **given))
-            shown = _shown(change.model, gate.thresholds, gate.admission_control)
+                await entry.limit(dataclasses.replace(eligibility.thresholds, **given))
+            shown = _shown(change.model, eligibility.thresholds, eligibility.admission_control)
             body = msgspec.json.encode(shown)
             idle = "warning" in shown
             if given:

@@ -11,7 +11,7 @@ import msgspec
 import orjson
 
 from dynamo.frontend.models.registry import Models
-from dynamo.frontend.requests.drain import Admission
+from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import CONTENT_TYPE, Registry
@@ -29,11 +29,11 @@ class InfoRoutes:
     def __init__(
         self,
         models: Models,
-        admission: Admission,
+        requests: RequestRegistry,
         registry: Registry,
     ) -> None:
         self._models = models
-        self._admission = admission
+        self._requests = requests
         self._registry = registry
         self._openapi = b""
 
@@ -66,7 +66,7 @@ class InfoRoutes:
             for one in instances
         ]
         body: dict[str, Any]
-        if self._admission.draining:
+        if self._requests.draining:
             body = {"status": "draining", "message": "Service is shutting down"}
         elif not instances:
             body = {"status": "unhealthy", "message": "No endpoints available"}

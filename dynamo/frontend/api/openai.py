@@ -1,55 +1,49 @@
 """The generation routes: /v1/chat/completions and /v1/completions.
 
 Body → typed request → model → prompt and token ids → worker → stream, all in one call of the HTTP
-handler; only large bodies are decoded, rendered and tokenized in a thread. Spec 5.
+handler; only large bodies are parsed, rendered and tokenized in a thread. Spec 5.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dynamo.errors import DynamoError
 from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
 from dynamo.frontend.api.headers import request_id, routed
-from dynamo.frontend.api.nvext import located, shown
-from dynamo.frontend.disagg.prefill_request import Prefilled
+from dynamo.frontend.api.nvext import location, location_phase, worker_id_field
+from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
-from dynamo.frontend.requests.dispatch import DispatchJob
-from dynamo.frontend.requests.engine_request import EngineRequest, TrackedEngineRequest
+from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import error_response, explained, labels
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest, RequestInfo
+from dynamo.frontend.requests.request_metrics import Prefilled
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
 from dynamo.protocols.openai import GenerationRequest
 from dynamo.router.picker import Decision
-from dynamo.runtime.requests.stream import REQUEST_ID
 from dynamo.runtime.tasks import Tasks
-
-if TYPE_CHECKING:
-    from dynamo.frontend.models.model import ModelEntry
-    from dynamo.frontend.models.registry import Models
 
 __all__ = ["OpenAIRoutes"]
 
 log = logging.getLogger(__name__)
-_TOKENS_PER_TURN = 1 << 19  # routed and sent by one request: 5-10 ms
-_TOKENS_PER_LEG = 8192  # what routing and sending cost without any tokens, in tokens
+_TOKENS_PER_TURN = 1 << 19  # routed and sent by one request in one loop turn: 5-10 ms
+_TOKENS_PER_CHOICE = 8192  # the cost of routing and sending a choice of no tokens, in tokens
 _RETRY = ("retry-after", "1")
-_LOCATE = "query_instance_id"
 
 
-class _Kind(NamedTuple):
-    """What differs between the routes."""
+class _Api(NamedTuple):
+    """The differences between the routes."""
 
     endpoint: str
     id_prefix: str
@@ -60,7 +54,7 @@ class _Kind(NamedTuple):
     stream: type[GenerationStream]
 
 
-_CHAT = _Kind(
+_CHAT = _Api(
     "chat_completions",
     "chatcmpl-",
     "Chat",
@@ -69,7 +63,7 @@ _CHAT = _Kind(
     Preprocessor.chat_off_loop,
     ChatStream,
 )
-_COMPLETION = _Kind(
+_COMPLETION = _Api(
     "completions",
     "cmpl-",
     "Completions",
@@ -81,190 +75,174 @@ _COMPLETION = _Kind(
 
 
 class OpenAIRoutes:
-    """Starts calls; what becomes of them is theirs (see :class:`ActiveRequest`)."""
+    """Parse requests and start them; :class:`ActiveRequest` does the rest."""
 
-    def __init__(self, flow: RequestRegistry, models: Models, tasks: Tasks) -> None:
-        self._flow = flow
+    def __init__(self, registry: RequestRegistry, models: Models, tasks: Tasks) -> None:
+        self._registry = registry
         self._models = models
         self._tasks = tasks
-        self._lenient = flow.settings.ignore_unsupported_fields
-        self._numbers = itertools.count()
+        self._lenient = registry.settings.ignore_unsupported_fields
 
     def install(self, routes: Routes) -> None:
-        """Put the routes into the table."""
+        """Add the routes to the table."""
         routes.post("/v1/chat/completions", partial(self._serve, _CHAT))
         routes.post("/v1/completions", partial(self._serve, _COMPLETION))
 
-    def _serve(self, kind: _Kind, exchange: Exchange) -> None:
+    def _serve(self, api: _Api, exchange: Exchange) -> None:
+        registry, size_bytes = self._registry, len(exchange.body)
         try:
-            self._flow.admission.check()
-            if len(exchange.body) > INLINE_BODY_BYTES:
-                self._tasks.spawn(self._serve_large(kind, exchange), name="large body")
+            if registry.draining:
+                registry.check()
+            if size_bytes > INLINE_BODY_BYTES:
+                self._tasks.spawn(self._serve_large(api, exchange), name="large body")
                 return
-            request = kind.parse(exchange.body, ignore_unsupported=self._lenient)
+            parsed = api.parse(exchange.body, ignore_unsupported=self._lenient)
         except DynamoError as error:
-            self._refuse(exchange, kind, error, "unknown")
+            self._refuse(exchange, api, error, "unknown")
             return
-        found = self._accept(kind, exchange, request)
-        if found is None:
+        accepted = self._accept(api, exchange, parsed)
+        if accepted is None:
             return
-        call, entry = found
-        preprocessor, size_bytes = entry.preprocessor, len(exchange.body)
+        request, entry = accepted
         exchange.body = b""
+        preprocessor = entry.preprocessor
         if size_bytes > preprocessor.inline_limit_bytes:
-            later = self._prepare_later(call, entry, kind, request)
+            later = self._prepare_off_loop(request, entry, api, parsed)
             self._tasks.spawn(later, name="long prompt")
             return
         try:
-            self._dispatch(call, entry, kind, request, kind.prepare(preprocessor, request))
+            self._dispatch(request, entry, api, parsed, api.prepare(preprocessor, parsed))
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            call.crashed(error)
+            request.crashed(error)
 
-    async def _serve_large(self, kind: _Kind, exchange: Exchange) -> None:
+    async def _serve_large(self, api: _Api, exchange: Exchange) -> None:
         """As :meth:`_serve`, with all work on the body in a thread."""
-        threads, admission = self._flow.off_loop, self._flow.admission
-        admission.enter()
+        registry = self._registry
+        threads = registry.off_loop
+        registry.enter()
         try:
             with threads.hold(len(exchange.body)):
                 body, exchange.body = exchange.body, b""
-                request = await threads.run(kind.parse, body, ignore_unsupported=self._lenient)
+                parsed = await threads.run(api.parse, body, ignore_unsupported=self._lenient)
                 del body
-                found = None if exchange.gone else self._accept(kind, exchange, request)
-                if found is not None:
-                    await self._prepare_later(*found, kind, request)
+                accepted = None if exchange.gone else self._accept(api, exchange, parsed)
+                if accepted is not None:
+                    await self._prepare_off_loop(*accepted, api, parsed)
         except DynamoError as error:
-            self._refuse(exchange, kind, error, "unknown")
+            self._refuse(exchange, api, error, "unknown")
         except asyncio.CancelledError:
             raise
         except BaseException:  # also panics in Rust
-            log.exception("a request of %s failed", kind.endpoint)
-            self._refuse(exchange, kind, DynamoError("Internal server error"), "unknown")
+            log.exception("a request to %s failed", api.endpoint)
+            self._refuse(exchange, api, DynamoError("Internal server error"), "unknown")
         finally:
-            admission.leave()
+            registry.leave()
 
     def _accept(
-        self, kind: _Kind, exchange: Exchange, request: GenerationRequest
+        self, api: _Api, exchange: Exchange, parsed: GenerationRequest
     ) -> tuple[ActiveRequest, ModelEntry] | None:
-        """Find the model; None if the request was refused."""
+        """Find the model and register the request; None if it was refused."""
         try:
-            entry = self._models.find(request.model, kind.model_type)
+            entry = self._models.find(parsed.model, api.model_type)
         except DynamoError as error:
-            self._refuse(exchange, kind, error, request.model)
+            self._refuse(exchange, api, error, parsed.model)
             return None
-        flow = self._flow
-        caption = RequestInfo(kind.endpoint, *request_id(exchange.headers))
-        call = ActiveRequest(flow, exchange, caption, entry.metrics, bool(request.stream))
-        if flow.settings.disable_nvext:
-            request.nvext = None
-        return call, entry
+        registry = self._registry
+        info = RequestInfo(api.endpoint, *request_id(exchange.headers))
+        request = ActiveRequest(registry, exchange, info, entry.metrics, bool(parsed.stream))
+        if registry.settings.disable_nvext:
+            parsed.nvext = None
+        return request, entry
 
-    async def _prepare_later(
-        self, call: ActiveRequest, entry: ModelEntry, kind: _Kind, request: GenerationRequest
+    async def _prepare_off_loop(
+        self, request: ActiveRequest, entry: ModelEntry, api: _Api, parsed: GenerationRequest
     ) -> None:
         try:
-            threads = self._flow.off_loop
-            prepared = await kind.prepare_off_loop(entry.preprocessor, request, threads)
-            if not call.closed:
-                self._dispatch(call, entry, kind, request, prepared)
+            threads = self._registry.off_loop
+            prepared = await api.prepare_off_loop(entry.preprocessor, parsed, threads)
+            if not request.closed:
+                self._dispatch(request, entry, api, parsed, prepared)
         except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            call.crashed(error)
+            request.crashed(error)
 
-    def _refuse(self, exchange: Exchange, kind: _Kind, error: DynamoError, model: str) -> None:
-        """The request did not get as far as a model."""
-        metrics = self._flow.metrics
+    def _refuse(self, exchange: Exchange, api: _Api, error: DynamoError, model: str) -> None:
+        """Respond to a request that has not reached a model."""
+        metrics = self._registry.metrics
         found = labels(error)
         metrics.failures.labels(found.failure_class, found.reason).value += 1
-        metrics.outcomes(model).ended(kind.endpoint, "unary", found.error_type)
+        metrics.outcomes(model).ended(api.endpoint, "unary", found.error_type)
         echoed = exchange.headers.get("x-request-id")
         headers = [] if echoed is None else [("x-request-id", echoed)]
         if error.status == 503:
             headers.append(_RETRY)
-        status, body = error_response(explained(error, model), self._flow.overload_status)
+        status, body = error_response(explained(error, model), self._registry.overload_status)
         exchange.respond(status, body, headers=headers)
 
     def _dispatch(
         self,
-        call: ActiveRequest,
+        request: ActiveRequest,
         entry: ModelEntry,
-        kind: _Kind,
-        request: GenerationRequest,
+        api: _Api,
+        parsed: GenerationRequest,
         prepared: Prepared,
     ) -> None:
-        """Choose a worker for every choice, book it, send."""
-        call.meter.prepared()
-        generation = call.generation = kind.stream(
-            request,
+        """Choose a worker for every choice, reserve its load, send."""
+        registry, dispatch, info = self._registry, entry.dispatch, request.info
+        request.metrics.prepared_s = time.monotonic()
+        generation = request.generation = api.stream(
+            parsed,
             prepared,
             entry.preprocessor.tokenizer,
-            kind.id_prefix + call.caption.request_id,
+            api.id_prefix + info.request_id,
             int(time.time()),
-            force_usage=self._flow.settings.force_usage,
+            force_usage=registry.settings.force_usage,
         )
-        if request.nvext is not None:
-            # The meter's, not the call's: a call refers to its generation.
-            generation.timing = call.meter.timing
-            call.describe = self._worker_id
-        routing = routed(prepared.requests[0].routing, call.exchange.headers)
-        phase = _location_query(request)
-        if phase is not None:
-            tokens, ranks = prepared.prompts[0].token_ids, self._models.kv_mode
-            generation.worker_id = located(entry.dispatch, tokens, routing, phase, ranks)
-            call.located()
-            return
-        make_leg = TrackedEngineRequest if entry.dispatch.tracks_output else EngineRequest
-        legs = call.legs = [
-            # Numbered, because clients may send the same id twice at once.
-            make_leg(call, index, entry.picker, f"{call.caption.request_id}/{next(self._numbers)}")
-            for index in range(len(prepared.requests))
-        ]
-        engine_id = call.engine_id = self._flow.claim_id(call.caption.request_id)
-        # Each choice has an id of its own, because engines know their requests by it.
-        jobs = [
-            DispatchJob(
-                leg,
-                engine_request,
-                routing,
-                {REQUEST_ID: f"{engine_id}-{leg.index}" if leg.index else engine_id},
-            )
-            for leg, engine_request in zip(legs, prepared.requests, strict=True)
-        ]
-        prompt_tokens = prepared.prompt_tokens
-        now = 1
-        if len(jobs) > 1:
-            leg_tokens = _TOKENS_PER_LEG + prompt_tokens // len(prepared.prompts)
-            now = max(1, _TOKENS_PER_TURN // leg_tokens)
-        for job in jobs[:now]:
-            entry.dispatch.send(job)
-            if call.closed:  # what the leg was to wait for failed at once
+        routing = routed(prepared.requests[0].routing, request.exchange.headers)
+        if parsed.nvext is not None:
+            # A bound method of the metrics: one of the request would make a cycle.
+            generation.timing = request.metrics.timing
+            request.worker_id_field = self._worker_id_field
+            phase = location_phase(parsed.nvext)
+            if phase is not None:
+                tokens = prepared.prompts[0].token_ids
+                found = location(dispatch, tokens, routing, phase, self._models.kv_mode)
+                request.respond_location(found)
                 return
-        call.dispatched(prompt_tokens)
-        if len(jobs) > now:
-            self._tasks.spawn(_send_rest(call, entry, jobs[now:], now), name="many choices")
+        engine_id = request.engine_id = registry.claim_id(info.request_id)
+        engine_requests = request.engine_requests = []
+        for index, preprocessed in enumerate(prepared.requests):
+            preprocessed.routing = routing
+            # Engines identify requests by id, so each choice has an id of its own.
+            choice_id = f"{engine_id}-{index}" if index else engine_id
+            engine_requests.append(EngineRequest(request, index, dispatch, choice_id, preprocessed))
+        prompt_tokens = prepared.prompt_tokens
+        at_once = 1
+        if len(engine_requests) > 1:
+            choice_tokens = _TOKENS_PER_CHOICE + prompt_tokens // len(prepared.prompts)
+            at_once = max(1, _TOKENS_PER_TURN // choice_tokens)
+        for engine_request in engine_requests[:at_once]:
+            dispatch.send(engine_request)
+            if request.closed:  # its queue or its prefill step failed at once
+                return
+        request.dispatched(prompt_tokens)
+        if len(engine_requests) > at_once:
+            rest = _send_rest(request, entry, engine_requests[at_once:], at_once)
+            self._tasks.spawn(rest, name="many choices")
 
-    def _worker_id(self, decision: Decision, prefilled: Prefilled | None) -> dict[str, Any]:
-        return shown(decision, prefilled, self._models.kv_mode)
+    def _worker_id_field(self, decision: Decision, prefilled: Prefilled | None) -> dict[str, Any]:
+        return worker_id_field(decision, prefilled, self._models.kv_mode)
 
 
 async def _send_rest(
-    call: ActiveRequest, entry: ModelEntry, jobs: list[DispatchJob], per_turn: int
+    request: ActiveRequest, entry: ModelEntry, rest: list[EngineRequest], per_turn: int
 ) -> None:
-    """Send the choices that one loop turn has no time for, some in each turn."""
+    """Send the choices that exceed the time of one loop turn, ``per_turn`` in each turn."""
     try:
-        for number, job in enumerate(jobs):
+        for number, engine_request in enumerate(rest):
             if number % per_turn == 0:
                 await asyncio.sleep(0)
-            if call.closed:
+            if request.closed:
                 return
-            entry.dispatch.send(job)
+            entry.dispatch.send(engine_request)
     except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-        call.crashed(error)
-
-
-def _location_query(request: GenerationRequest) -> str | None:
-    """The phase after ``query_instance_id:``, often ""; None if the request asks for an answer."""
-    nvext = request.nvext
-    for annotation in (nvext.annotations if nvext is not None else None) or ():
-        name, _, phase = annotation.partition(":")
-        if name == _LOCATE:
-            return phase
-    return None
+        request.crashed(error)

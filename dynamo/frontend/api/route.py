@@ -1,12 +1,12 @@
-"""/v1/route: where a chat or completion request would go now, and why. Sends nothing.
+"""/v1/route: which worker a chat or completion request would go to now, and why. Sends nothing.
 
-POST takes the body of the request in question, GET ``?prompt=…`` and ``model=…``, which may be left
-out where there is only one.
+POST takes the body of such a request; GET takes ``?prompt=…`` and ``model=…``, optional with a
+single model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -14,7 +14,8 @@ import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument, NoInstances
 from dynamo.frontend.api.headers import routed
-from dynamo.frontend.api.prefill_route import explain_both
+from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, prefill_routing
+from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import check_json
 from dynamo.frontend.prompt.off_loop import OffLoop
@@ -22,15 +23,19 @@ from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.requests.errors import error_response, explained
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
+from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
-from dynamo.router.kv import KvPicker
+from dynamo.router.explain import Explanation
+from dynamo.router.picker import Picker
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["ExplainRoutes"]
+__all__ = ["ExplainRoutes", "explain_request"]
+
+_NO_SLOT = "no free slot"
 
 
 class _Shape(msgspec.Struct):
-    """What tells a chat request from a completion."""
+    """The field that distinguishes a chat request from a completion."""
 
     messages: Any = None
 
@@ -39,7 +44,7 @@ _shape = msgspec.json.Decoder(_Shape).decode
 
 
 class ExplainRoutes:
-    """For operators: the same body and headers as the request in question, kv mode only."""
+    """For operators: takes the body and headers of a generation request. kv mode only."""
 
     def __init__(
         self, models: Models, tasks: Tasks, overload_status: int, threads: OffLoop
@@ -50,7 +55,7 @@ class ExplainRoutes:
         self._threads = threads
 
     def install(self, routes: Routes) -> None:
-        """Put the route into the table."""
+        """Add the route to the table."""
         route = in_task(self._tasks, self._answer)
         routes.post("/v1/route", route)
         routes.get("/v1/route", route)
@@ -58,7 +63,7 @@ class ExplainRoutes:
     async def _answer(self, exchange: Exchange) -> None:
         try:
             posted = exchange.method == "POST"
-            body = exchange.body if posted else self._asked(exchange.query)
+            body = exchange.body if posted else self._from_query(exchange.query)
             found = await self._explanation(body, exchange.headers)
         except DynamoError as error:
             status, text = error_response(explained(error, "unknown"), self._overload_status)
@@ -66,8 +71,8 @@ class ExplainRoutes:
         else:
             exchange.respond(200, found)
 
-    def _asked(self, query: str) -> bytes:
-        """The completion request that the query stands for. Raises InvalidArgument."""
+    def _from_query(self, query: str) -> bytes:
+        """The completion request that the query describes. Raises InvalidArgument."""
         given = {name: values[-1] for name, values in parse_qs(query).items()}
         unknown = ", ".join(f"`{name}`" for name in sorted(given.keys() - {"model", "prompt"}))
         if unknown or "prompt" not in given:
@@ -90,12 +95,10 @@ class ExplainRoutes:
             else:
                 entry = self._models.find(parsed.model, "Completions")
                 prepared = await entry.preprocessor.completion_off_loop(parsed, threads)
-        if not isinstance(entry.picker, KvPicker):
-            raise InvalidArgument("only --router-mode kv weighs candidates, so there is no table")
         request = prepared.requests[0]
         routing = routed(request.routing, headers)
-        dispatch = entry.dispatch
-        found = explain_both(entry.picker, dispatch.prefill, request, routing, dispatch.line or ())
+        queued = entry.dispatch.queue or ()
+        found = explain_request(entry.picker, entry.prefill.router, request, routing, queued)
         return msgspec.json.encode(found)
 
 
@@ -107,3 +110,44 @@ def _parse(body: bytes) -> ChatCompletionRequest | CompletionRequest:
         raise InvalidArgument(f"Failed to deserialize the JSON body: {error}") from None
     parse = parse_chat if is_chat else parse_completion
     return parse(body, ignore_unsupported=True)
+
+
+def explain_request(
+    picker: Picker,
+    prefill: PrefillRouter | None,
+    request: PreprocessedRequest,
+    routing: Routing | None,
+    queued: Sized,
+) -> Explanation:
+    """The table of the decode workers. It contains the table of the prefill workers if the prompt
+    would go to one first, else the reason why not. Raises InvalidArgument for a bad override."""
+    override = request.router_config_override
+    tokens = request.token_ids
+    if prefill is None or not prefill.active:
+        return picker.explain(tokens, routing, override, queued)
+    stays = prefill.local_reason(tokens, routing)
+    if stays:
+        found = picker.explain(tokens, routing, override, queued)
+        found.stays = stays
+        return found
+    found = picker.explain(tokens, routing, {**(override or {}), **DECODE_OVERRIDE}, queued)
+    chooser = prefill.workers.picker
+    if chooser is not None:
+        inner = chooser.explain(tokens, prefill_routing(routing), override, prefill.queue)
+        found.prefill = _with_slots(inner, prefill)
+    return found
+
+
+def _with_slots(found: Explanation, prefill: PrefillRouter) -> Explanation:
+    """Mark the candidates without a free slot: the prompt waits for the chosen one, or with no
+    patience goes to the best of those with a slot."""
+    free = prefill.queue.free_workers
+    able = [row for row in found.candidates if row.cost is not None]
+    for row in able:
+        if row.worker_id not in free:
+            row.excluded = _NO_SLOT
+            row.chosen = row.chosen and prefill.patient
+    ready = [row for row in able if not row.excluded]
+    if ready and not any(row.chosen for row in able):
+        ready[0].chosen = True  # candidates are in order of cost
+    return found

@@ -1,4 +1,4 @@
-"""Requests that go without a prefill worker: by choice, for want of one, or not at all."""
+"""Serve a request without a prefill worker: by choice, because none can take it, or refuse it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Fallback:
-    """Hands requests of ``model`` to ``dispatch`` as they are, or refuses them."""
+    """Pass requests for ``model`` to ``dispatch`` without prefill, or refuse them."""
 
     def __init__(
         self,
@@ -34,49 +34,54 @@ class Fallback:
         self._dispatch = dispatch
         self._enforced = settings.enforce_disagg
         self._conditions = settings.conditions
-        self._looks_at_caches = settings.uses_index
+        self._uses_index = settings.uses_index
 
-    def prefers(self, tokens: Tokens, routing: Routing | None, waiting: int) -> str:
-        """Why a decode worker had better do all of it, while ``waiting`` others queue; or ""."""
+    def local_reason(self, tokens: Tokens, routing: Routing | None, queued: int) -> str:
+        """Why a decode worker should compute this prompt while ``queued`` others wait; "" if a
+        prefill worker should."""
         if self._conditions is None:
             return ""
-        reason = self._conditions.local_reason(len(tokens), 0, waiting)
-        if not reason and self._looks_at_caches:
-            cached = self._cached(tokens, routing)
-            reason = self._conditions.local_reason(len(tokens), cached, waiting)
+        reason = self._conditions.local_reason(len(tokens), 0, queued)
+        if not reason and self._uses_index:
+            cached = self._cached_tokens(tokens, routing)
+            reason = self._conditions.local_reason(len(tokens), cached, queued)
         return reason
 
-    def absent(self, missed: bool) -> None:
-        """There is no prefill worker; ``missed``: there was one. Raises Unavailable if there has
-        to be one."""
+    def no_worker(self, expected: bool) -> None:
+        """Count a request for which no prefill worker is registered; ``expected``: one was before.
+
+        Raises Unavailable if decode-only serving is forbidden.
+        """
         if self._enforced:
             raise self._refusal("none is registered")
-        if missed:
+        if expected:
             self._metrics.fell_back("no_worker")
 
-    def take(self, ticket: PrefillRequest, reason: str, error: DynamoError | None = None) -> None:
-        """The decode worker computes the prompt itself, if it may."""
+    def decode_only(
+        self, prefill: PrefillRequest, reason: str, error: DynamoError | None = None
+    ) -> None:
+        """Have the decode worker compute the prompt, or refuse the request if that is forbidden."""
         if self._enforced:
-            self.refuse(ticket, self._refusal(str(error or "the last one has left")))
+            self.refuse(prefill, self._refusal(str(error or "the last one has left")))
             return
         if error is not None:
-            log.warning("no prefill for %s (%s): %s", ticket.reservation_id, reason, error)
+            log.warning("no prefill for %s (%s): %s", prefill.id, reason, error)
         self._metrics.fell_back(reason)
-        ticket.job.leg.call.meter.routed("aggregated")
-        self._dispatch.decode_later(ticket.job)
+        prefill.engine_request.request.metrics.routed("aggregated")
+        self._dispatch.decode_later(prefill.engine_request)
 
-    def refuse(self, ticket: PrefillRequest, error: DynamoError, by_worker: bool = False) -> None:
-        """The client hears ``error``."""
+    def refuse(self, prefill: PrefillRequest, error: DynamoError, by_worker: bool = False) -> None:
+        """End the request with ``error``."""
         if isinstance(error, Overloaded):
             self._metrics.refused("overloaded")
-        ticket.job.leg.call.fail(error, by_worker)
+        prefill.engine_request.request.fail(error, by_worker)
 
-    def _cached(self, tokens: Tokens, routing: Routing | None) -> int:
-        """Prompt tokens that the decode worker would find, if it tells what it has cached."""
+    def _cached_tokens(self, tokens: Tokens, routing: Routing | None) -> int:
+        """Prompt tokens that the best decode worker has cached; 0 if its cache is not indexed."""
         try:
             found = self._dispatch.picker.pick(None, tokens, routing=routing)
         except DynamoError:
-            return 0  # decoding will say why
+            return 0  # the decode phase reports it
         return found.overlap_blocks * self._block_size
 
     def _refusal(self, why: str) -> Unavailable:

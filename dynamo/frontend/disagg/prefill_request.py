@@ -1,12 +1,13 @@
-"""One request on its way through a prefill worker: what it waits for, sends and gets. Spec 7.5."""
+"""One prompt on its way through a prefill worker. Spec 7.5."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from dynamo.errors import DynamoError, EngineFailure
+from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.protocols.codec import decoder
 from dynamo.protocols.engine import (
     EngineOutput,
@@ -18,17 +19,7 @@ from dynamo.protocols.engine import (
 from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
 
-if TYPE_CHECKING:
-    from dynamo.frontend.requests.dispatch import DispatchJob
-
-__all__ = [
-    "DECODE_OVERRIDE",
-    "PrefillRequest",
-    "Prefilled",
-    "after_prefill",
-    "to_prefill",
-    "wanted_place",
-]
+__all__ = ["DECODE_OVERRIDE", "PrefillRequest", "after_prefill", "prefill_routing", "to_prefill"]
 
 _decode = decoder(EngineOutput).decode
 DECODE_OVERRIDE: dict[str, Any] = {
@@ -36,49 +27,37 @@ DECODE_OVERRIDE: dict[str, Any] = {
     "assume_kv_reuse": False,
     "track_prefill_tokens": False,
 }
-"""A decode worker gets the blocks sent: neither is its cache worth anything to the choice, nor does
-the prompt weigh as prefill, and the blocks that arrive are shared with nobody. Spec 7.5."""
+"""Routing of the decode phase. The decode worker receives the blocks: its own cache saves nothing,
+the prompt is no prefill load, and no other request shares the blocks that arrive. Spec 7.5."""
 
 
-class Prefilled(NamedTuple):
-    """Who computed the prompt, what it held of it (blocks), and when it got it and was done
-    (monotonic seconds)."""
+class Owner(Protocol):
+    """Reacts to the end of a prefill request; see :class:`PrefillRouter`."""
 
-    worker_id: int
-    dp_rank: int
-    overlap_blocks: int
-    prompt_blocks: int
-    sent_s: float
-    done_s: float
+    def cancelled(self, prefill: PrefillRequest) -> None:
+        """The client has disconnected, or its request has failed."""
 
+    def computed(self, prefill: PrefillRequest) -> None:
+        """The worker has finished, and ``prefill.output`` is set."""
 
-class Prefills(Protocol):
-    """Who is told what becomes of a ticket."""
-
-    def cancelled(self, ticket: PrefillRequest) -> None:
-        """The client has gone."""
-
-    def computed(self, ticket: PrefillRequest) -> None:
-        """``ticket.output`` is there and the worker has finished."""
-
-    def failed(self, ticket: PrefillRequest, error: DynamoError) -> None:
-        """The worker, or the way to it, failed."""
+    def failed(self, prefill: PrefillRequest, error: DynamoError) -> None:
+        """The worker, or the connection to it, failed."""
 
 
 class PrefillRequest:
-    """What a leg waits for, and the sink of its prefill request.
+    """The prompt of ``engine_request`` on its way through a prefill worker; sink of its stream.
 
-    ``pin`` is the worker it insists on; it is ``patient`` while it would wait for the one that is
-    best for it; ``decision`` and ``stream`` are the latest attempt's. Times
-    are monotonic seconds.
+    ``pin`` is the worker that the client chose; a ``patient`` request may still wait for its best
+    worker; ``decision`` and ``stream`` are those of the latest attempt. Times are monotonic
+    seconds.
     """
 
     __slots__ = (
-        "_prefills",
+        "_owner",
         "arrived_s",
         "attempts",
         "decision",
-        "job",
+        "engine_request",
         "output",
         "patient",
         "picker",
@@ -88,10 +67,10 @@ class PrefillRequest:
     )
 
     def __init__(
-        self, prefills: Prefills, job: DispatchJob, pin: int | None, arrived_s: float
+        self, owner: Owner, engine_request: EngineRequest, pin: int | None, arrived_s: float
     ) -> None:
-        self._prefills = prefills
-        self.job = job
+        self._owner = owner
+        self.engine_request = engine_request
         self.pin = pin
         self.arrived_s = arrived_s
         self.sent_s = arrived_s
@@ -103,69 +82,69 @@ class PrefillRequest:
         self.output: EngineOutput | None = None
 
     @property
-    def reservation_id(self) -> str:
-        """The id under which the prefill router has booked it."""
-        return self.job.leg.reservation_id
+    def id(self) -> str:
+        """The id of the reservation at the picker of the prefill workers."""
+        return self.engine_request.id
 
     def cancel(self) -> None:
         """See :class:`dynamo.frontend.requests.engine_request.Pending`."""
-        self._prefills.cancelled(self)
+        self._owner.cancelled(self)
 
     def release(self) -> None:
-        """Stop the worker if it computes, free what is booked. Idempotent."""
+        """Stop the worker if it still computes, free the reservation. Idempotent."""
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.kill()
         picker, self.picker = self.picker, None
         if picker is not None:
-            picker.free(self.reservation_id)
+            picker.free(self.id)
 
     def on_data(self, payload: bytes) -> None:
-        """An item of the prefill worker: the one with ``disaggregated_params`` counts."""
+        """Keep the output that carries ``disaggregated_params``."""
         try:
             output = _decode(payload)
         except msgspec.MsgspecError as error:
-            self._prefills.failed(self, EngineFailure(f"not an engine output: {error}"))
+            self._owner.failed(self, EngineFailure(f"not an engine output: {error}"))
             return
         reason = output.finish_reason or ""
         if reason.startswith("error"):
-            self._prefills.failed(self, EngineFailure(reason.removeprefix("error").lstrip(": ")))
+            self._owner.failed(self, EngineFailure(reason.removeprefix("error").lstrip(": ")))
             return
         if output.token_ids and self.picker is not None:
-            self.picker.mark_prefill_complete(self.reservation_id)
+            self.picker.mark_prefill_complete(self.id)
         if self.output is None or output.disaggregated_params is not None:
             self.output = output
 
     def on_end(self) -> None:
         """The prefill worker has finished."""
         if self.output is None or self.output.disaggregated_params is None:
-            self._prefills.failed(self, EngineFailure("no disaggregated_params in the answer"))
+            self._owner.failed(self, EngineFailure("no disaggregated_params in the answer"))
         else:
-            self._prefills.computed(self)
+            self._owner.computed(self)
 
     def on_error(self, error: DynamoError) -> None:
-        """It failed, or the way to it did."""
-        self._prefills.failed(self, error)
+        """The worker, or the connection to it, failed."""
+        self._owner.failed(self, error)
 
 
 def to_prefill(
     request: PreprocessedRequest, routing: Routing | None, decision: Decision
 ) -> PreprocessedRequest:
-    """What the prefill worker is asked: one token, of which only the KV blocks matter."""
+    """The request for the prefill worker: one token, of which only the KV blocks matter."""
     one = msgspec.structs.replace(request.stop_conditions, max_tokens=1, min_tokens=1)
-    place = wanted_place(routing) or Routing()
+    constraints = prefill_routing(routing) or Routing()
     return msgspec.structs.replace(
         request,
         stop_conditions=one,
         output_options=OutputOptions(),
         backend_instance_id=None,
-        routing=msgspec.structs.replace(place, dp_rank=decision.dp_rank),
+        routing=msgspec.structs.replace(constraints, dp_rank=decision.dp_rank),
         estimated_prefix_hit_num_blocks=decision.overlap_blocks or None,
     )
 
 
 def after_prefill(request: PreprocessedRequest, output: EngineOutput) -> PreprocessedRequest:
-    """What the decode worker is asked once the prompt is computed."""
+    """The request for the decode worker once the prompt is computed."""
     result: dict[str, Any] = {"disaggregated_params": output.disaggregated_params}
     details = output.completion_usage and output.completion_usage.prompt_tokens_details
     if isinstance(details, PromptTokensDetails):
@@ -174,11 +153,11 @@ def after_prefill(request: PreprocessedRequest, output: EngineOutput) -> Preproc
     return msgspec.structs.replace(request, prefill_result=result, router_config_override=override)
 
 
-def wanted_place(routing: Routing | None, allowed: list[int] | None = None) -> Routing | None:
-    """``routing`` as the prefill workers' router reads it.
+def prefill_routing(routing: Routing | None, allowed: list[int] | None = None) -> Routing | None:
+    """``routing`` for the router of the prefill workers.
 
-    ``prefill_worker_id`` and ``prefill_dp_rank`` are its pin; the allow-list and the other pins
-    name decode workers, and are left out. Taints, session and cache names hold for both.
+    ``prefill_worker_id`` and ``prefill_dp_rank`` become its pin. The allow-list and the other pins
+    name decode workers and are dropped. Taints, session and cache names apply to both.
     """
     if routing is None:
         return None if allowed is None else Routing(allowed_worker_ids=allowed)

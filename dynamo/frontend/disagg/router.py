@@ -1,8 +1,8 @@
-"""Prompts go through a prefill worker first, while there is one. Spec 7.5, SP 7.
+"""Compute prompts on prefill workers first, while there are some. Spec 7.5, SP 7.
 
-A request waits in the line until a prefill worker has a free slot, is computed there, and goes on
-to a decode worker with what that worker needs to fetch the KV blocks. Where that fails, the decode
-worker computes the prompt itself, unless ``--enforce-disagg`` forbids it.
+A request waits in a queue until a prefill worker has a free slot. That worker computes the prompt;
+the decode worker then gets the parameters it needs to fetch the KV blocks. If this fails, the
+decode worker computes the prompt itself, unless ``--enforce-disagg`` forbids it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from dynamo.errors import (
 )
 from dynamo.frontend.disagg.fallback import Fallback
 from dynamo.frontend.disagg.metrics import PrefillMetrics
-from dynamo.frontend.disagg.prefill_request import Prefilled, PrefillRequest, after_prefill
-from dynamo.frontend.disagg.sender import PrefillSender
-from dynamo.frontend.disagg.workers import PrefillWorkers
-from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
+from dynamo.frontend.disagg.prefill_request import PrefillRequest, after_prefill
+from dynamo.frontend.disagg.sender import PrefillSender, PrefillWorkers
+from dynamo.frontend.requests.dispatch import Dispatch
+from dynamo.frontend.requests.engine_request import EngineRequest
+from dynamo.frontend.requests.request_metrics import Prefilled
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.prefill import PrefillQueue, capacity_of
-from dynamo.router.queue.waiting import claim_of
+from dynamo.router.queue.waiting import priority_of
 from dynamo.runtime import Client
 
 __all__ = ["PrefillRouter"]
@@ -41,10 +42,10 @@ log = logging.getLogger(__name__)
 
 
 class PrefillRouter:
-    """The prefill side of one model. ``dispatch`` takes requests on to the decode workers.
+    """The prefill step of one model, in front of ``dispatch`` to the decode workers.
 
-    It is *active* while a prefill worker is there that answers; whoever knows the workers calls
-    :meth:`attach`, :meth:`add_worker`, :meth:`suspend`, :meth:`remove_worker`.
+    It is *active* while a prefill worker answers. :class:`PrefillPool` reports the workers by
+    :meth:`attach`, :meth:`add_worker`, :meth:`remove_worker` and :meth:`detach`.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class PrefillRouter:
     ) -> None:
         self.model = model
         self.block_size = block_size
-        self.line: PrefillQueue[PrefillRequest] = PrefillQueue(
-            settings.prefill_queue_limit, lambda ticket: len(ticket.job.request.token_ids)
+        self.queue: PrefillQueue[PrefillRequest] = PrefillQueue(
+            settings.prefill_queue_limit, _prompt_tokens
         )
         self.workers = PrefillWorkers(block_size)
         self._settings = settings
@@ -66,14 +67,16 @@ class PrefillRouter:
         self._dispatch = dispatch
         self._fallback = Fallback(model, block_size, settings, metrics, dispatch)
         self._sender = PrefillSender(
-            self.line, self.workers, self._fallback, metrics, settings.prefill_patience_s
+            self.queue, self.workers, self._fallback, metrics, settings.prefill_patience_s
         )
-        self._known = False
+        self._had_workers = False
         self._loop = asyncio.get_running_loop()
+        if settings.enforce_disagg:
+            dispatch.prefill = self  # also without a worker: it refuses the requests
 
     @property
     def on_change(self) -> Callable[[], None]:
-        """Called when the line or the workers may have changed."""
+        """Called when the queue or the workers may have changed."""
         return self._sender.on_change
 
     @on_change.setter
@@ -82,164 +85,174 @@ class PrefillRouter:
 
     @property
     def active(self) -> bool:
-        """Whether a prompt can be computed by a prefill worker now."""
-        return self.workers.picker is not None and bool(self.line.workers)
+        """Whether a prefill worker can compute a prompt now."""
+        return self._sender.active
 
     @property
     def patient(self) -> bool:
-        """Whether a prompt waits for the best worker while others have a free slot."""
+        """Whether a prompt waits for its best worker while others have a free slot."""
         return self._settings.prefill_patience_s > 0
 
     # -- requests
 
-    def take(self, job: DispatchJob) -> bool:
-        """See to it that the prompt is computed, then decoded; False: the decode worker is to do
-        both, at once.
+    def take(self, engine_request: EngineRequest) -> bool:
+        """Queue the prompt for a prefill worker; False: the decode worker computes it at once.
 
-        Raises InvalidArgument for a pin to an unknown worker, Overloaded when the line is full or
-        the workers are over a threshold of prefill tokens with what waits, Unavailable when there
-        is no prefill worker and decode-only serving is forbidden.
+        Raises InvalidArgument for a pin to an unknown worker, Overloaded when the queue is full or
+        the workers exceed a threshold of prefill tokens with the queued ones, Unavailable without
+        a prefill worker when decode-only serving is forbidden.
         """
         if not self.active:
-            self._fallback.absent(self._known)
+            self._fallback.no_worker(expected=self._had_workers)
             return False
-        routing = job.routing
-        reason = self.stays(job.request.token_ids, routing)
+        routing = engine_request.routing
+        reason = self.local_reason(engine_request.preprocessed.token_ids, routing)
         if reason:
             self._metrics.kept_local(reason)
             return False
         now_s = time.monotonic()
         pin = self.workers.pin(routing)
-        ticket = PrefillRequest(self, job, pin, now_s)
-        if self.workers.overloaded(pin, self.line.waiting_tokens):
+        prefill = PrefillRequest(self, engine_request, pin, now_s)
+        if self.workers.overloaded(pin, self.queue.waiting_tokens):
             self._metrics.refused("overloaded")
             raise Overloaded("all prefill workers have too many prompt tokens to compute")
-        strict, jump_s = claim_of(routing)
+        strict, boost_s = priority_of(routing)
         try:
-            self.line.enter(ticket, now_s, strict=strict, jump_s=max(jump_s, 0.0), pin=pin)
+            self.queue.add(
+                prefill, now_s, strict=strict, priority_boost_s=max(boost_s, 0.0), pin=pin
+            )
         except Overloaded:
             self._metrics.refused("queue_full")
             raise
-        job.leg.pending = ticket
-        job.leg.call.meter.routed("prefill")
-        self._sender.drain()
+        engine_request.pending = prefill
+        engine_request.request.metrics.routed("prefill")
+        self._sender.send_next()
         return True
 
-    def stays(self, tokens: Tokens, routing: Routing | None) -> str:
-        """Why a decode worker had better compute the prompt although there are prefill workers
-        (``short``, ``cached``, ``queue``), or "". Who names a prefill worker gets it."""
+    def local_reason(self, tokens: Tokens, routing: Routing | None) -> str:
+        """Why a decode worker computes the prompt although there are prefill workers (``short``,
+        ``cached``, ``queue``), or "". A prefill worker that the client names always gets it."""
         if routing is not None and routing.prefill_worker_id is not None:
             return ""
-        return self._fallback.prefers(tokens, routing, len(self.line))
+        return self._fallback.local_reason(tokens, routing, len(self.queue))
 
     def locate(self, tokens: Tokens, routing: Routing | None) -> Decision | None:
-        """Where the prompt would be computed now; None: at the decode worker. Raises as
+        """The prefill worker for a prompt now; None: the decode worker computes it. Raises as
         :meth:`Picker.pick`."""
-        if not self.active or self.stays(tokens, routing):
+        if not self.active or self.local_reason(tokens, routing):
             return None
         return self.workers.locate(tokens, routing)
 
     # -- workers
 
     def attach(self, picker: Picker, client: Client) -> None:
-        """From now on ``picker`` chooses among the workers behind ``client``."""
+        """Choose with ``picker`` among the workers behind ``client`` from now on."""
         self.workers.picker, self.workers.client = picker, client
-        self.line.busy = self.workers.busy
-        self._known = True
-        self._metrics.show(self.line)
+        self.queue.busy = self.workers.busy
+        self._had_workers = True
+        # Until now no request paid for asking a prefill step that has no worker.
+        self._dispatch.prefill = self
+        self._metrics.show(self.queue)
         client.on_inhibited(self.suspend)
 
     def detach(self) -> None:
-        """No prefill worker is left: who waits goes without, who is served may end."""
+        """Serve queued requests decode-only; running prefills may finish."""
         self.workers.picker = self.workers.client = None
-        self.line.busy = self.workers.busy
-        for worker_id in self.line.known_workers:
+        self.queue.busy = self.workers.busy
+        for worker_id in self.queue.all_workers:
             self.remove_worker(worker_id)
 
     def add_worker(self, worker_id: int, config: RuntimeConfig) -> None:
-        """The worker may be sent requests, within its capacity."""
-        self.line.set_worker(worker_id, capacity_of(config, self._settings.prefill_slots))
-        self._sender.settle()
+        """Send prompts to the worker, within its capacity."""
+        self.queue.set_worker(worker_id, capacity_of(config, self._settings.prefill_slots))
+        self._sender.workers_changed()
 
     def suspend(self, worker_id: int, suspended: bool) -> None:
-        """The worker did not answer (or may be tried again)."""
+        """Send nothing to a worker that does not answer, until ``suspended`` is False again."""
         self._sender.suspend(worker_id, suspended)
 
     def remove_worker(self, worker_id: int) -> None:
-        """The worker is gone. What it still computes it may finish, for a while."""
-        for ticket in self.line.remove_worker(worker_id):
-            if ticket.pin is None:
-                self.line.bind(ticket, None)
+        """Send nothing more to the worker; running prefills may finish within the drain timeout."""
+        for prefill in self.queue.remove_worker(worker_id):
+            if prefill.pin is None:
+                self.queue.bind(prefill, None)
             else:
-                self._sender.go_without(ticket, "no_worker")
-        if self.line.running_at(worker_id):
-            self._loop.call_later(self._settings.prefill_drain_timeout_s, self._lose, worker_id)
-        self._sender.settle()
+                self._sender.decode_only(prefill, "no_worker")
+        if self.queue.running_at(worker_id):
+            self._loop.call_later(self._settings.prefill_drain_timeout_s, self._expire, worker_id)
+        self._sender.workers_changed()
 
-    # -- told by the tickets
+    # -- called by prefill requests
 
-    def cancelled(self, ticket: PrefillRequest) -> None:
-        """The client has gone: nothing runs or waits for it."""
-        self.line.leave(ticket)
-        ticket.release()
-        self._sender.drain()
+    def cancelled(self, prefill: PrefillRequest) -> None:
+        """Remove the request: its client has disconnected, or it has failed."""
+        self.queue.remove(prefill)
+        prefill.release()
+        self._sender.send_next()
 
-    def computed(self, ticket: PrefillRequest) -> None:
-        """On to the decode worker."""
-        decision, output, job = ticket.decision, ticket.output, ticket.job
-        assert decision is not None and output is not None, "a sent ticket has both at its end"
+    def computed(self, prefill: PrefillRequest) -> None:
+        """Send the request with its computed prompt to a decode worker."""
+        decision, output = prefill.decision, prefill.output
+        engine_request = prefill.engine_request
+        assert decision is not None and output is not None, "a sent prompt has both at its end"
         now_s = time.monotonic()
-        ticket.stream = None
-        self.line.finish(ticket)
-        ticket.release()
-        tokens = len(job.request.token_ids)
-        self._metrics.computed(now_s - ticket.sent_s)
-        if self.workers.knows(decision.worker_id):
-            self._metrics.last_of(*decision[:2], tokens, now_s - ticket.sent_s)
-        done = Prefilled(*decision[:4], ticket.sent_s, now_s)
-        job.leg.call.prefilled(done)
-        job.leg.call.rests()
-        request = after_prefill(job.request, output)
-        self._dispatch.decode_later(job._replace(request=request))
-        self._sender.drain()
+        prefill.stream = None  # it has ended: release() must not kill it
+        self.queue.finish(prefill)
+        prefill.release()
+        seconds = now_s - prefill.sent_s
+        self._metrics.computed(seconds)
+        if decision.worker_id in self.workers:
+            tokens = _prompt_tokens(prefill)
+            self._metrics.last_of(decision.worker_id, decision.dp_rank, tokens, seconds)
+        engine_request.request.prefilled(Prefilled(*decision[:4], prefill.sent_s, now_s))
+        engine_request.request.engine_stopped()
+        engine_request.preprocessed = after_prefill(engine_request.preprocessed, output)
+        self._dispatch.decode_later(engine_request)
+        self._sender.send_next()
 
-    def failed(self, ticket: PrefillRequest, error: DynamoError) -> None:
-        """Again with another worker, without, or not at all: it depends on the error."""
-        self.line.finish(ticket)
-        ticket.release()
-        ticket.job.leg.call.rests()
-        ticket.output = None
+    def failed(self, prefill: PrefillRequest, error: DynamoError) -> None:
+        """Retry with another worker, serve decode-only, or fail: it depends on the error."""
+        self.queue.finish(prefill)
+        prefill.release()
+        prefill.engine_request.request.engine_stopped()
+        prefill.output = None
         if isinstance(error, WorkerUnavailable):
-            self._again(ticket, error)
-        elif isinstance(error, InvalidArgument) or _is_clients(error):
-            self._sender.refuse(ticket, error, by_worker=True)
+            self._retry(prefill, error)
+        elif isinstance(error, InvalidArgument) or _is_client_error(error):
+            self._sender.refuse(prefill, error, by_worker=True)
         else:
             reason = "overloaded" if isinstance(error, Overloaded) else "engine_error"
-            self._sender.go_without(ticket, reason, error)
-        self._sender.drain()
+            self._sender.decode_only(prefill, reason, error)
+        self._sender.send_next()
 
-    # -- own steps
+    # -- private steps
 
-    def _again(self, ticket: PrefillRequest, error: DynamoError) -> None:
-        ticket.attempts += 1
-        if ticket.attempts > self._settings.prefill_retries:
-            self._sender.go_without(ticket, "retries", error)
-        elif not self.active or ticket.pin not in (None, *self.line.known_workers):
-            self._sender.go_without(ticket, "no_worker", error)
+    def _retry(self, prefill: PrefillRequest, error: DynamoError) -> None:
+        prefill.attempts += 1
+        if prefill.attempts > self._settings.prefill_retries:
+            self._sender.decode_only(prefill, "retries", error)
+        elif not self.active or prefill.pin not in (None, *self.queue.all_workers):
+            self._sender.decode_only(prefill, "no_worker", error)
         else:
-            log.info("prefill of %s goes back to the head: %s", ticket.reservation_id, error)
+            log.info("prefill of %s returns to the head of the queue: %s", prefill.id, error)
             self._metrics.requeued()
-            ticket.patient = False
-            ticket.job.leg.call.meter.routed("prefill")
-            self.line.give_back(ticket, ticket.pin)
+            prefill.patient = False
+            prefill.engine_request.request.metrics.routed("prefill")
+            self.queue.requeue(prefill, prefill.pin)
 
-    def _lose(self, worker_id: int) -> None:
-        """A worker that left has not finished in time: it hangs, or its host is gone."""
-        if self.workers.knows(worker_id):
-            return  # it has come back
-        for ticket in self.line.running_at(worker_id):
-            self.failed(ticket, Disconnected(f"prefill worker {worker_id} left without an answer"))
+    def _expire(self, worker_id: int) -> None:
+        """Fail the prompts of a removed worker that has not finished in time."""
+        if worker_id in self.workers:
+            return  # it is registered again
+        for prefill in self.queue.running_at(worker_id):
+            self.failed(
+                prefill, Disconnected(f"prefill worker {worker_id:x} left without an answer")
+            )
 
 
-def _is_clients(error: DynamoError) -> bool:
+def _prompt_tokens(prefill: PrefillRequest) -> int:
+    return len(prefill.engine_request.preprocessed.token_ids)
+
+
+def _is_client_error(error: DynamoError) -> bool:
     return isinstance(error, HttpFailure) and error.status < 500

@@ -1,152 +1,255 @@
-"""Gives those who wait for a prefill worker to one, each when it is its turn."""
+"""Send queued prompts to prefill workers, each as soon as a worker has a slot for it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from dynamo.errors import DynamoError, NoInstances, Overloaded, WorkerUnavailable
+from dynamo.errors import DynamoError, InvalidArgument, NoInstances, Overloaded, WorkerUnavailable
 from dynamo.frontend.disagg.fallback import Fallback
 from dynamo.frontend.disagg.metrics import PrefillMetrics
-from dynamo.frontend.disagg.prefill_request import PrefillRequest
-from dynamo.frontend.disagg.workers import PrefillWorkers
+from dynamo.frontend.disagg.prefill_request import PrefillRequest, prefill_routing, to_prefill
+from dynamo.protocols.codec import Tokens, encode
+from dynamo.protocols.engine import Routing
+from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.prefill import NextPrefill, PrefillQueue
+from dynamo.runtime import Client
+from dynamo.runtime.requests.stream import REQUEST_ID
 
-__all__ = ["PrefillSender"]
+__all__ = ["PrefillSender", "PrefillWorkers"]
 
 log = logging.getLogger(__name__)
-_BUSY_TICK_S = 0.1
-"""While a slot is free only at busy workers, look this often whether they still are."""
+_BUSY_CHECK_S = 0.1
+"""While only busy workers have a free slot, check this often whether they are still busy."""
+
+
+class PrefillWorkers:
+    """``picker`` chooses among the workers behind ``client``; both are None while there is none."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.picker: Picker | None = None
+        self.client: Client | None = None
+
+    @property
+    def busy(self) -> Collection[int]:
+        """The workers over the thresholds of ``--admission-control``; the set is live."""
+        return frozenset() if self.picker is None else self.picker.worker_pool.busy
+
+    def __contains__(self, worker_id: int) -> bool:
+        return self.picker is not None and worker_id in self.picker.worker_pool.members
+
+    def pin(self, routing: Routing | None) -> int | None:
+        """The worker that the request names. Raises InvalidArgument if it is not registered."""
+        pin = routing.prefill_worker_id if routing is not None else None
+        if pin is not None and self.picker is not None and pin not in self:
+            raise InvalidArgument(
+                f"InvalidRequest: nvext.prefill_worker_id={pin} does not identify a known worker"
+            )
+        return pin
+
+    def overloaded(self, pin: int | None, queued_tokens: int) -> bool:
+        """Whether all workers (or ``pin`` alone) have more prompt tokens to compute than
+        ``--active-prefill-tokens-threshold`` and similar options allow, an equal share of
+        ``queued_tokens`` included. O(ranks); O(1) without such thresholds."""
+        if self.picker is None or not self.picker.eligibility.busy.thresholds.any:
+            return False
+        pool, watch = self.picker.worker_pool, self.picker.eligibility.busy
+        share = queued_tokens // max(len(pool.candidates), 1)
+        workers = pool.members if pin is None else (pin,)
+        return bool(workers) and all(watch.would_prefill_too_much(one, share) for one in workers)
+
+    def locate(self, tokens: Tokens, routing: Routing | None) -> Decision | None:
+        """The worker for the prompt if all had a free slot. Raises as :meth:`Picker.pick`."""
+        if self.picker is None:
+            return None
+        return self.picker.pick(None, tokens, routing=prefill_routing(routing))
+
+    def best(self, prefill: PrefillRequest) -> int | None:
+        """The worker that has most of the prompt cached; None without an index or a suitable
+        worker."""
+        if self.picker is None or not self.picker.weighs_overlap:
+            return None
+        request = prefill.engine_request
+        try:
+            found = self.locate(request.preprocessed.token_ids, request.routing)
+        except DynamoError:
+            return None
+        return None if found is None else found.worker_id
+
+    def suits_any(self, prefill: PrefillRequest) -> bool:
+        """Whether some worker may take the prompt later, although none can now."""
+        request = prefill.engine_request
+        try:
+            self.locate(request.preprocessed.token_ids, request.routing)
+        except Overloaded:
+            return True
+        except DynamoError:
+            return False
+        return True
+
+    def send(self, prefill: PrefillRequest, allowed: list[int] | None) -> Decision:
+        """Choose one of ``allowed`` (None: of all), reserve its load, open the stream.
+
+        Raises as :meth:`Picker.pick`, and WorkerUnavailable, with ``prefill.decision`` set, if the
+        worker has just left.
+        """
+        picker, client, request = self.picker, self.client, prefill.engine_request
+        if picker is None or client is None:
+            raise NoInstances("no prefill worker is registered")
+        prefill.decision = None
+        preprocessed, routing = request.preprocessed, request.routing
+        decision = picker.pick(
+            prefill.id,
+            preprocessed.token_ids,
+            routing=prefill_routing(routing, allowed if prefill.pin is None else None),
+            override=preprocessed.router_config_override,
+        )
+        prefill.picker, prefill.decision = picker, decision
+        payload = encode(to_prefill(preprocessed, routing, decision))
+        try:
+            prefill.stream = client.open(
+                decision.worker_id, payload, prefill, {REQUEST_ID: request.id}
+            )
+        except WorkerUnavailable:
+            prefill.release()
+            raise
+        return decision
 
 
 class PrefillSender:
-    """Between ``line`` and ``workers``; ``fallback`` gets who has to go without.
+    """Moves requests from ``queue`` to ``workers``, or to ``fallback``.
 
-    A request waits up to ``patience_s`` for the worker that is best for it while others have a free
-    slot. ``on_change`` is called when the line or the workers may have changed.
+    A request waits up to ``patience_s`` for its best worker while others have a free slot.
+    ``on_change`` is called when the queue or the workers may have changed.
     """
 
     def __init__(
         self,
-        line: PrefillQueue[PrefillRequest],
+        queue: PrefillQueue[PrefillRequest],
         workers: PrefillWorkers,
         fallback: Fallback,
         metrics: PrefillMetrics,
         patience_s: float,
     ) -> None:
-        self.line = line
+        self.queue = queue
         self.workers = workers
         self.patience_s = patience_s
-        self.on_change: Callable[[], None] = _nobody
+        self.on_change: Callable[[], None] = _ignore
         self._fallback = fallback
         self._metrics = metrics
-        self._draining = False
-        self._tick: asyncio.TimerHandle | None = None
+        self._sending = False
+        self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
     @property
     def active(self) -> bool:
-        """Whether a prompt can be computed by a prefill worker now."""
-        return self.workers.picker is not None and bool(self.line.workers)
+        """Whether a prefill worker can compute a prompt now."""
+        return self.workers.picker is not None and bool(self.queue.workers)
 
     def suspend(self, worker_id: int, suspended: bool) -> None:
-        """The worker did not answer (or may be tried again)."""
-        self.line.suspend(worker_id, suspended)
-        for ticket in self.line.waiting_for(worker_id) if suspended else ():
-            if ticket.pin is None:
-                self.line.bind(ticket, None)
-        self.settle()
+        """Send nothing to a worker that does not answer, until ``suspended`` is False again."""
+        self.queue.suspend(worker_id, suspended)
+        for prefill in self.queue.waiting_for(worker_id) if suspended else ():
+            if prefill.pin is None:
+                self.queue.bind(prefill, None)
+        self.workers_changed()
 
-    def drain(self) -> None:
-        """Send whoever there is a free slot for."""
-        if self._draining:
-            return
-        self._draining = True
+    def send_next(self) -> None:
+        """Send queued requests for as long as a worker has a free slot for the next one."""
+        if self._sending:
+            return  # a request that ends while it is sent calls this again
+        self._sending = True
         try:
-            while (turn := self.line.next()) is not None and self._send(turn):
+            while (found := self.queue.next()) is not None and self._send(found):
                 pass
         finally:
-            self._draining = False
-        if self.line.held_up and self._tick is None:
-            self._tick = self._loop.call_later(_BUSY_TICK_S, self._look_again)
+            self._sending = False
+        if self.queue.is_blocked and self._timer is None:
+            self._timer = self._loop.call_later(_BUSY_CHECK_S, self._check_busy)
         self.on_change()
 
-    def _look_again(self) -> None:
-        self._tick = None
-        self.drain()
-
-    def settle(self) -> None:
-        """The workers have changed."""
+    def workers_changed(self) -> None:
+        """Send what fits now; without any worker, empty the queue."""
         if not self.active:
-            for ticket in self.line.take_all():
-                self.go_without(ticket, "no_worker")
-        self.drain()
+            for prefill in self.queue.pop_all():
+                self.decode_only(prefill, "no_worker")
+        self.send_next()
 
-    def _send(self, turn: NextPrefill[PrefillRequest]) -> bool:
-        """Whether the line may go on; the ticket has left its head then."""
-        ticket, job = turn.ticket, turn.ticket.job
+    def decode_only(
+        self, prefill: PrefillRequest, reason: str, error: DynamoError | None = None
+    ) -> None:
+        """Remove the request from the queue; the decode worker computes its prompt."""
+        self.queue.remove(prefill)
+        self._fallback.decode_only(prefill, reason, error)
+
+    def refuse(self, prefill: PrefillRequest, error: DynamoError, by_worker: bool = False) -> None:
+        """Remove the request from the queue and end it with ``error``."""
+        self.queue.remove(prefill)
+        self._fallback.refuse(prefill, error, by_worker)
+
+    def _check_busy(self) -> None:
+        self._timer = None
+        self.send_next()
+
+    def _send(self, found: NextPrefill[PrefillRequest]) -> bool:
+        """Send the first request; False if the queue must wait with it still at its head."""
+        prefill, request = found.request, found.request.engine_request
         try:
-            if turn.workers is not None and self._binds(ticket, turn.workers):
+            if found.workers is not None and self._waits_for_best(prefill, found.workers):
                 return True
-            decision = self.workers.send(ticket, turn.workers)
+            decision = self.workers.send(prefill, found.workers)
         except DynamoError as error:
-            return self._unsent(turn, error)
+            return self._not_sent(found, error)
         except Exception:
-            log.exception("request %s failed", ticket.reservation_id)
-            self.refuse(ticket, DynamoError("Internal server error"))
+            log.exception("request %s failed", prefill.id)
+            self.refuse(prefill, DynamoError("Internal server error"))
             return True
         cached_tokens = decision.overlap_blocks * self.workers.block_size
-        new_tokens = max(len(job.request.token_ids) - cached_tokens, 1)
-        self.line.start(ticket, decision.worker_id, new_tokens)
-        ticket.sent_s = job.leg.call.works()
-        job.leg.call.meter.prefilling()
-        self._metrics.sent(ticket.sent_s - ticket.arrived_s)
+        new_tokens = max(len(request.preprocessed.token_ids) - cached_tokens, 1)
+        self.queue.start(prefill, decision.worker_id, new_tokens)
+        prefill.sent_s = request.request.engine_started()
+        request.request.metrics.prefilling()
+        self._metrics.sent(prefill.sent_s - prefill.arrived_s)
         return True
 
-    def _binds(self, ticket: PrefillRequest, free: list[int]) -> bool:
-        """Whether it steps aside, to wait a while for a better worker than the ``free`` ones."""
-        if not ticket.patient or not self.patience_s or len(self.line) > self.line.limit:
+    def _waits_for_best(self, prefill: PrefillRequest, free: list[int]) -> bool:
+        """Whether the request now waits for a better worker than the ``free`` ones, for a while."""
+        if not prefill.patient or not self.patience_s or len(self.queue) > self.queue.limit:
             return False
-        best = self.workers.best(ticket)
-        if best is None or best in free or best not in self.line.workers:
+        best = self.workers.best(prefill)
+        if best is None or best in free or best not in self.queue.workers:
             return False
-        ticket.patient = False
-        self.line.bind(ticket, best)
-        self._loop.call_later(self.patience_s, self._unbind, ticket)
+        prefill.patient = False
+        self.queue.bind(prefill, best)
+        self._loop.call_later(self.patience_s, self._unbind, prefill)
         return True
 
-    def _unbind(self, ticket: PrefillRequest) -> None:
-        self.line.bind(ticket, None)
-        self.drain()
+    def _unbind(self, prefill: PrefillRequest) -> None:
+        self.queue.bind(prefill, None)
+        self.send_next()
 
-    def _unsent(self, turn: NextPrefill[PrefillRequest], error: DynamoError) -> bool:
-        """See :meth:`_send`. A pin is the client's word; of other constraints (taints, a rank) a
-        decode worker may think differently."""
-        ticket = turn.ticket
-        if isinstance(error, WorkerUnavailable) and ticket.decision is not None:
-            # It is gone, and we are about to be told: the ticket stays first.
-            self.suspend(ticket.decision.worker_id, True)
-        elif isinstance(error, NoInstances) and turn.workers is None:
-            self.go_without(ticket, "no_worker", error)
-        elif turn.workers is not None and ticket.pin is None and self.workers.suits_any(ticket):
-            return False  # those that suit it have no free slot; the head waits for one
-        elif isinstance(error, Overloaded) or ticket.pin is not None:
-            self.refuse(ticket, error)
+    def _not_sent(self, found: NextPrefill[PrefillRequest], error: DynamoError) -> bool:
+        """See :meth:`_send`.
+
+        A pin is the choice of the client, so its failure is the client's. Other constraints
+        (taints, a rank) may exclude every prefill worker and still allow a decode worker.
+        """
+        prefill = found.request
+        if isinstance(error, WorkerUnavailable) and prefill.decision is not None:
+            # Discovery will report that the worker left; the request stays first.
+            self.suspend(prefill.decision.worker_id, True)
+        elif isinstance(error, NoInstances) and found.workers is None:
+            self.decode_only(prefill, "no_worker", error)
+        elif found.workers is not None and prefill.pin is None and self.workers.suits_any(prefill):
+            return False  # the suitable workers have no free slot: wait for one
+        elif isinstance(error, Overloaded) or prefill.pin is not None:
+            self.refuse(prefill, error)
         else:
-            self.go_without(ticket, "constraints", error)
+            self.decode_only(prefill, "constraints", error)
         return True
 
-    def go_without(
-        self, ticket: PrefillRequest, reason: str, error: DynamoError | None = None
-    ) -> None:
-        self.line.leave(ticket)
-        self._fallback.take(ticket, reason, error)
 
-    def refuse(self, ticket: PrefillRequest, error: DynamoError, by_worker: bool = False) -> None:
-        self.line.leave(ticket)
-        self._fallback.refuse(ticket, error, by_worker)
-
-
-def _nobody() -> None:
-    """Where nobody listens."""
+def _ignore() -> None:
+    """The default of ``on_change``."""

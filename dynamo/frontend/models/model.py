@@ -1,4 +1,4 @@
-"""One model: its card, the workers that serve it, and what turns requests for it into work."""
+"""One model: its card, its workers, its preprocessor and its router."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class ModelEntry:
-    """``preprocessor``, ``client``, ``picker`` and ``dispatch`` are there when ``ready``.
+    """``preprocessor``, ``client``, ``picker`` and ``dispatch`` are set once ``ready``.
 
-    ``workers`` are the cards by their keys; a model may be without workers for a while. ``prefill``
-    has those of its prefill workers.
+    ``workers`` maps keys to cards and may be empty for a while; ``prefill`` holds the cards of the
+    prefill workers. ``served``: a request can be answered now, according to the cards.
     """
 
     preprocessor: Preprocessor
@@ -47,22 +47,18 @@ class ModelEntry:
         self.metrics = metrics.model(self.name)
         self.prefill = PrefillPool(self.name, metrics)
         self.ready = False
+        self.served = False
         self.loading = False
         self._all_metrics = metrics
-        self._accepted: AdmittedWorkers | None = None
-        self._live: ConnectedRouter | None = None
+        self._admitted: AdmittedWorkers | None = None
+        self._router: ConnectedRouter | None = None
         self._closed = False
 
-    @property
-    def served(self) -> bool:
-        """Whether a request for the model can be answered now, as far as cards tell."""
-        return self.ready and bool(self.workers)
-
     def agrees_with(self, card: ModelCard) -> str:
-        """Why ``card`` can't be a worker of this model: ``checksum``, ``endpoint``, ``block_size``
-        or "" (it can).
+        """Why ``card`` can't be a worker of this model: ``checksum``, ``endpoint`` or
+        ``block_size``; "" if it can.
 
-        Workers of one name must tokenize alike and be reached in one place.
+        All workers of a model need the same tokenizer, endpoint and block size.
         """
         mine = self.card
         if (mine.namespace, mine.component, mine.endpoint) != (
@@ -76,7 +72,7 @@ class ModelEntry:
         return "" if mine.checksum == card.checksum else "checksum"
 
     def prefill_agrees_with(self, card: ModelCard) -> str:
-        """The same of a prefill worker, which may be another component."""
+        """The same for a prefill worker, which may belong to another component."""
         if card.namespace != self.card.namespace:
             return "endpoint"
         if card.checksum != self.card.checksum:
@@ -84,20 +80,18 @@ class ModelEntry:
         return self.prefill.disagreement(card)
 
     def add_worker(self, key: str, card: ModelCard) -> None:
-        """The worker whose ``card`` is at ``key`` may be sent requests."""
+        """Send requests to the worker whose ``card`` is at ``key``."""
         self.workers[key] = card
-        if self._accepted is not None:
-            self._accepted.accept(card.instance_id)
-        if self.ready:
-            self.show()
+        if self._admitted is not None:
+            self._admitted.admit(card.instance_id)
+        self._update()
 
     def remove_worker(self, key: str) -> ModelCard:
-        """It may not any more."""
+        """Send nothing more to the worker of the card at ``key``; return the card."""
         card = self.workers.pop(key)
-        if self._accepted is not None:
-            self._accepted.refuse(card.instance_id)
-        if self.ready:
-            self.show()
+        if self._admitted is not None:
+            self._admitted.refuse(card.instance_id)
+        self._update()
         return card
 
     async def load(self, runtime: DistributedRuntime, settings: RouterSettings) -> None:
@@ -110,14 +104,14 @@ class ModelEntry:
             self.preprocessor.on_tokenized = self._all_metrics.tokenized
             path = f"{card.namespace}.{card.component}.{card.endpoint}"
             self.client = await runtime.endpoint(path).client()
-            self._accepted = AdmittedWorkers(self.client)
+            self._admitted = AdmittedWorkers(self.client)
             for worker in self.workers.values():
-                self._accepted.accept(worker.instance_id)
-            self._live = await self._start_router(runtime, settings, self._accepted)
-            self._accepted.on_change(self._workers_changed)  # after the picker's own
-            self.picker = self._live.picker
-            self.dispatch = Dispatch(self.picker, self.client, self._live.line)
-            self.client.on_inhibited(self._live.picker.fleet.shun)
+                self._admitted.admit(worker.instance_id)
+            self._router = await self._start_router(runtime, settings, self._admitted)
+            self._admitted.on_change(self._workers_changed)  # after the picker's own
+            self.picker = self._router.picker
+            self.dispatch = Dispatch(self.picker, self.client, self._router.queue)
+            self.client.on_inhibited(self._router.picker.worker_pool.avoid)
             self._open_prefill(runtime, settings)
             self.ready = not self._closed
         finally:
@@ -125,41 +119,42 @@ class ModelEntry:
         if self._closed:
             await self.close()
             return
-        self.show()
+        self._update()
         log.info("model %s is ready after %.2f s", self.name, time.monotonic() - begun)
 
     async def limit(self, thresholds: Thresholds) -> None:
-        """Above which load a worker is busy, from now on."""
-        if self._live is not None:
-            await self._live.limit(thresholds)
+        """Set the load above which a worker is busy."""
+        if self._router is not None:
+            await self._router.limit(thresholds)
             await self.prefill.limit(thresholds)
 
     async def close(self) -> None:
-        """Let go of workers and router."""
+        """Close router and client."""
         self._closed = True
-        self.ready = False
+        self.ready = self.served = False
         await self.prefill.close()
-        live, self._live = self._live, None
-        if live is not None:
-            await live.close()
+        router, self._router = self._router, None
+        if router is not None:
+            await router.close()
             self.client.close()
 
-    def show(self) -> None:
-        """Bring the model's gauges up to date."""
-        self._all_metrics.show_card(self.card, self.served)
+    def _update(self) -> None:
+        """Recompute ``served`` and the model's gauges."""
+        self.served = self.ready and bool(self.workers)
+        if self.ready:
+            self._all_metrics.show_card(self.card, self.served)
 
     def _open_prefill(self, runtime: DistributedRuntime, settings: RouterSettings) -> None:
         metrics = PrefillMetrics(self._all_metrics, self.name)
         block_size = settings.kv_cache_block_size or self.card.kv_cache_block_size
         router = PrefillRouter(self.name, block_size, settings, metrics, self.dispatch)
-        self.dispatch.prefill = router
         self.prefill.open(runtime, settings, router)
 
     async def _start_router(
         self, runtime: DistributedRuntime, settings: RouterSettings, workers: AdmittedWorkers
     ) -> ConnectedRouter:
         card = self.card
-        live = ConnectedRouter(
+        router = ConnectedRouter(
             runtime,
             card.namespace,
             card.component,
@@ -169,8 +164,8 @@ class ModelEntry:
             workers,
             self.name,
         )
-        await live.start()
-        return live
+        await router.start()
+        return router
 
     def _workers_changed(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for worker_id in removed:

@@ -1,24 +1,23 @@
-"""The models that can be asked for, as discovery's model cards come and go. Spec 5.2, 5.4.
+"""The models that the frontend serves, from the model cards in discovery. Spec 5.2, 5.4.
 
-The first card of a model loads it; the last worker that goes takes it off the list. What was loaded
-is kept, so that a worker that comes back finds its model ready, and requests in between hear 503
-(retry) and not 404 (give up).
+The first card of a model loads it; when the last worker leaves, the model is no longer listed. It
+stays loaded, so that it is ready as soon as a worker returns, and requests in between get 503
+(retry) instead of 404 (give up).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.models.model import ModelEntry
-from dynamo.frontend.models.prefill_cards import PrefillCards
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.protocols.card import ModelCard, decode_card
-from dynamo.protocols.control import EndpointRecord
+from dynamo.protocols.control import MODEL_CARDS, EndpointRecord
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent, Watch
 from dynamo.runtime.tasks import Tasks
@@ -26,11 +25,10 @@ from dynamo.runtime.tasks import Tasks
 __all__ = ["Models"]
 
 log = logging.getLogger(__name__)
-_PREFIX = "v1/mdc/"
 
 
 class Models:
-    """Watches the cards. :meth:`find` is the hot path: one dict look-up.
+    """Watches the cards. :meth:`find` is on the path of every request: one dict look-up.
 
     ``on_loaded`` is called after each model that was loaded.
     """
@@ -56,11 +54,11 @@ class Models:
         self._loads: set[asyncio.Task[None]] = set()
         self._prefill = PrefillCards(self._entries, self._reject)
         self._watch: Watch | None = None
-        self.on_loaded: Callable[[], None] = _nobody
+        self.on_loaded: Callable[[], None] = _ignore
 
     async def start(self) -> None:
         """Watch; the cards that exist have been seen when this returns, not yet loaded."""
-        self._watch = self._runtime.discovery.watch(_PREFIX, self._on_event)
+        self._watch = self._runtime.discovery.watch(MODEL_CARDS, self._on_event)
         await self._watch.ready()
 
     async def loaded(self) -> None:
@@ -69,7 +67,7 @@ class Models:
             await asyncio.wait(self._loads)
 
     async def close(self) -> None:
-        """Stop watching, let go of all models."""
+        """Stop watching, close all models."""
         if self._watch is not None:
             self._watch.close()
         for entry in self._entries.values():
@@ -78,7 +76,7 @@ class Models:
     def find(self, name: str, model_type: str) -> ModelEntry:
         """The model for a request of ``model_type`` (Chat, Completions).
 
-        Raises ModelNotFound, or NoInstances if it is known but nobody serves it now.
+        Raises ModelNotFound, or NoInstances if the model is known but has no worker now.
         """
         entry = self._names.get(name)
         if entry is None or model_type not in entry.types:
@@ -88,11 +86,11 @@ class Models:
         return entry
 
     def named(self, name: str) -> ModelEntry | None:
-        """The model that is known under ``name``, served now or not."""
+        """The model called ``name``, served now or not."""
         return self._names.get(name)
 
     def entries(self) -> list[ModelEntry]:
-        """Every model that is known, served now or not."""
+        """Every known model, served now or not."""
         return list(self._entries.values())
 
     def listed(self) -> list[tuple[str, int, int | None]]:
@@ -119,7 +117,7 @@ class Models:
         ]
 
     def count(self) -> None:
-        """Bring counters that others keep up to date, before a scrape."""
+        """Update the counters that the tokenizers keep, before a scrape."""
         ready = [entry for entry in self._entries.values() if entry.ready]
         stats = [entry.preprocessor.tokenizer.cache_stats() for entry in ready]
         hits, misses = sum(one.hits for one in stats), sum(one.misses for one in stats)
@@ -176,7 +174,7 @@ class Models:
             entry = self._entries[name] = ModelEntry(card, self._metrics)
             for alias in (name, *card.model_aliases):
                 self._names.setdefault(alias, entry)
-            self._prefill.joined(entry)
+            self._prefill.assign(entry)
         entry.add_worker(key, card)
         self._owners[key] = entry
         log.info("model %s: worker %x joined (%d)", name, card.instance_id, len(entry.workers))
@@ -198,7 +196,7 @@ class Models:
             self._reconsider(entry.name)
 
     def _reconsider(self, name: str) -> None:
-        """The workers that others were compared with are gone: those others may serve now."""
+        """Try the rejected cards again: the workers that they conflicted with have left."""
         waiting = [one for one in self._rejected.items() if one[1].display_name == name]
         for key, card in waiting:
             if key in self._rejected:
@@ -206,7 +204,7 @@ class Models:
                 self._add(key, card)
 
     def _drop(self, entry: ModelEntry) -> None:
-        """Nobody serves the model any more, and who comes now is different."""
+        """Close a model without workers, because a different one of its name has arrived."""
         del self._entries[entry.name]
         self._names = {name: one for name, one in self._names.items() if one is not entry}
         self._tasks.spawn(entry.close(), name=f"close {entry.name}")
@@ -223,5 +221,68 @@ class Models:
         self._metrics.cards_rejected.labels(model, reason).value += 1
 
 
-def _nobody() -> None:
-    """Where nobody listens."""
+class PrefillCards:
+    """Assigns the card of each prefill worker to the entry of its model in ``entries``.
+
+    A card may arrive before its model. ``reject(model, reason, text)`` is called for a card that
+    conflicts with the others; it is tried again when those are removed.
+    """
+
+    def __init__(
+        self, entries: Mapping[str, ModelEntry], reject: Callable[[str, str, str], None]
+    ) -> None:
+        self._entries = entries
+        self._reject = reject
+        self._cards: dict[str, ModelCard] = {}
+        self._owners: dict[str, ModelEntry] = {}
+        self._refused: set[str] = set()
+
+    def add(self, key: str, card: ModelCard) -> None:
+        """Add or replace the card at ``key``."""
+        self._forget(key)
+        self._cards[key] = card
+        entry = self._entries.get(card.display_name)
+        if entry is None:
+            log.info("%s waits for a decode worker of %s", key, card.display_name)
+        else:
+            self._offer(entry, key, card)
+
+    def remove(self, key: str) -> None:
+        """Remove the card at ``key``, if it is that of a prefill worker."""
+        entry = self._forget(key)
+        if entry is not None:
+            self.assign(entry)
+
+    def assign(self, entry: ModelEntry) -> None:
+        """Offer the unassigned cards to ``entry``, which is new or has lost a prefill worker."""
+        for key, card in self._cards.items():
+            if card.display_name == entry.name and self._owners.get(key) is not entry:
+                self._offer(entry, key, card)
+
+    def _forget(self, key: str) -> ModelEntry | None:
+        self._cards.pop(key, None)
+        self._refused.discard(key)
+        entry = self._owners.pop(key, None)
+        if entry is not None:
+            card = entry.prefill.remove(key)
+            log.info("model %s: prefill worker %x left", entry.name, card.instance_id)
+        return entry
+
+    def _offer(self, entry: ModelEntry, key: str, card: ModelCard) -> None:
+        reason = entry.prefill_agrees_with(card)
+        if reason:
+            self._owners.pop(key, None)
+            if key in self._refused:
+                return
+            self._refused.add(key)
+            text = f"{key}: the workers of {entry.name} have another {reason}; it gets no prompts"
+            self._reject(entry.name, reason, text)
+            return
+        self._refused.discard(key)
+        entry.prefill.add(key, card)
+        self._owners[key] = entry
+        log.info("model %s: prefill worker %x joined", entry.name, card.instance_id)
+
+
+def _ignore() -> None:
+    """The default of ``on_loaded``."""

@@ -1,4 +1,4 @@
-"""The workers of an endpoint whose model cards were accepted: those that requests may go to."""
+"""The workers of an endpoint that requests may go to: alive, and with an accepted model card."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ __all__ = ["AdmittedWorkers"]
 
 
 class AdmittedWorkers:
-    """Stands between discovery's instances and the router.
+    """A filter between the instances of discovery and the router.
 
-    An instance is passed on when it is both alive (``client``) and accepted (:meth:`accept`), in
-    whatever order that happens, and taken back when either ends.
+    It reports an instance as added when it is both alive (``client``) and admitted (:meth:`admit`),
+    in any order, and as removed when either ends.
     """
 
     def __init__(self, client: Client) -> None:
         self._alive: dict[int, EndpointRecord] = {}
-        self._accepted: set[int] = set()
+        self._admitted: set[int] = set()
         self._listeners: list[OnInstances] = []
         client.on_change(self._changed)
 
     def on_change(self, callback: OnInstances) -> None:
-        """Call ``callback`` for the workers known by now (if any) and for every change."""
+        """Call ``callback`` with the current workers, if any, and with every change."""
         self._listeners.append(callback)
-        known = [one for one in self._alive.values() if one.instance_id in self._accepted]
-        if known:
-            callback(known, [])
+        current = [one for one in self._alive.values() if one.instance_id in self._admitted]
+        if current:
+            callback(current, [])
 
-    def accept(self, worker_id: int) -> None:
-        """The worker's card is good."""
-        if worker_id not in self._accepted:
-            self._accepted.add(worker_id)
+    def admit(self, worker_id: int) -> None:
+        """Admit the worker: its card was accepted."""
+        if worker_id not in self._admitted:
+            self._admitted.add(worker_id)
             if worker_id in self._alive:
-                self._tell([self._alive[worker_id]], [])
+                self._notify([self._alive[worker_id]], [])
 
     def refuse(self, worker_id: int) -> None:
-        """The worker's card is gone, or no longer good."""
-        if worker_id in self._accepted:
-            self._accepted.discard(worker_id)
+        """Remove the worker: its card was removed or is no longer valid."""
+        if worker_id in self._admitted:
+            self._admitted.discard(worker_id)
             if worker_id in self._alive:
-                self._tell([], [worker_id])
+                self._notify([], [worker_id])
 
     def _changed(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for worker_id in removed:
             self._alive.pop(worker_id, None)
         for record in added:
             self._alive[record.instance_id] = record
-        came = [one for one in added if one.instance_id in self._accepted]
-        went = [one for one in removed if one in self._accepted]
-        if came or went:
-            self._tell(came, went)
+        joined = [one for one in added if one.instance_id in self._admitted]
+        left = [one for one in removed if one in self._admitted]
+        if joined or left:
+            self._notify(joined, left)
 
-    def _tell(self, added: list[EndpointRecord], removed: list[int]) -> None:
+    def _notify(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for callback in tuple(self._listeners):
             callback(added, removed)

@@ -1,4 +1,4 @@
-"""The way of one engine request from a leg to a worker: wait, choose, book, instruct, open."""
+"""Send engine requests to workers: queue, choose, reserve, open the stream, reroute."""
 
 from __future__ import annotations
 
@@ -6,164 +6,170 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Protocol
 
 import msgspec
 
 from dynamo.errors import DynamoError, InstanceGone, InvalidArgument, NoInstances
-from dynamo.protocols.codec import encode
-from dynamo.protocols.engine import PreprocessedRequest, Routing
-from dynamo.router.kv import KvPicker
+from dynamo.frontend.requests.engine_request import EngineRequest
+from dynamo.protocols.codec import Tokens, encode
+from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.queue.queued_request import QueuedRequest
-from dynamo.router.queue.request_queue import RequestQueue
+from dynamo.router.queue.request_queue import QueuedRequest, RequestQueue
 from dynamo.runtime import Client
+from dynamo.runtime.requests.stream import REQUEST_ID
 
-if TYPE_CHECKING:
-    from dynamo.frontend.disagg.router import PrefillRouter
-    from dynamo.frontend.requests.engine_request import EngineRequest
-
-__all__ = ["Dispatch", "DispatchJob"]
+__all__ = ["Dispatch", "PrefillStep"]
 
 log = logging.getLogger(__name__)
 
 
-class DispatchJob(NamedTuple):
-    """One engine request: ``leg`` takes the answer, ``headers`` go to the worker.
+class PrefillStep(Protocol):
+    """The prefill workers of a model; see :class:`PrefillRouter`."""
 
-    ``tried`` are workers that could not be reached, ``error`` what the last of them said.
-    """
+    def take(self, engine_request: EngineRequest) -> bool:
+        """Have a prefill worker compute the prompt, then call :meth:`Dispatch.decode_later`.
 
-    leg: EngineRequest
-    request: PreprocessedRequest
-    routing: Routing | None
-    headers: dict[str, str]
-    tried: frozenset[int] = frozenset()
-    error: DynamoError | None = None
+        False: the decode worker computes it, at once.
+        """
+        ...
+
+    def locate(self, tokens: Tokens, routing: Routing | None) -> Decision | None:
+        """The prefill worker that a prompt would go to now, if any."""
+        ...
 
 
 class Dispatch:
-    """Sends requests to the workers behind ``client`` that ``picker`` chooses.
+    """Send engine requests to the workers behind ``client`` that ``picker`` chooses.
 
-    With a ``line`` before the picker they may have to wait for a worker. ``prefill`` may have other
-    workers compute their prompts first.
+    With a ``queue``, requests may wait for a worker. With a ``prefill`` step, other workers may
+    compute their prompts first.
     """
 
-    def __init__(self, picker: Picker, client: Client, line: RequestQueue | None = None) -> None:
+    def __init__(self, picker: Picker, client: Client, queue: RequestQueue | None = None) -> None:
         self.picker = picker
         self.client = client
-        self.line = line
-        self.prefill: PrefillRouter | None = None
-        self.tracks_output = isinstance(picker, KvPicker) and picker.active.track_output
+        self.queue = queue
+        self.prefill: PrefillStep | None = None
+        self.tracks_output = picker.tracks_output
 
-    def send(self, job: DispatchJob) -> None:
-        """Send the job: prefill first where that applies. Raises what :meth:`decode` and
-        :meth:`PrefillRouter.take` raise; the leg is released by its call then."""
-        prefill = self.prefill
-        if prefill is not None and prefill.take(job):
-            return
-        self.decode(job)
+    def send(self, engine_request: EngineRequest) -> None:
+        """Send it, through a prefill worker first where that applies.
 
-    def decode(self, job: DispatchJob) -> None:
-        """The last stretch: to the worker that generates, at once or when it is its turn.
-
-        The leg is still open. Raises what :meth:`Picker.pick` raises, and
-        RouterQueueLimitExceeded; what fails later ends the call.
+        Raises what :meth:`decode` and :meth:`PrefillStep.take` raise; its request releases it then.
         """
-        leg, request = job.leg, job.request
-        line, override = self.line, request.router_config_override
-        routing = self._untried(job) if job.tried else job.routing
-        if not job.tried and (line is not None or request.prefill_result is not None):
-            phase = "aggregated" if request.prefill_result is None else "decode"
-            leg.call.meter.routed(phase)
-        if line is None:
+        if self.prefill is None or not self.prefill.take(engine_request):
+            self.decode(engine_request)
+
+    def decode(self, engine_request: EngineRequest) -> None:
+        """Send an open engine request to a decode worker, at once or when one is free.
+
+        Raises what :meth:`Picker.pick` raises, and RouterQueueLimitExceeded; a later failure ends
+        the request.
+        """
+        preprocessed, queue = engine_request.preprocessed, self.queue
+        routing = engine_request.routing
+        if engine_request.tried:
+            routing = self._untried(engine_request)
+        else:
+            if queue is not None or preprocessed.prefill_result is not None:
+                phase = "aggregated" if preprocessed.prefill_result is None else "decode"
+                engine_request.request.metrics.routed(phase)
+        if queue is None:
             decision = self.picker.pick(
-                leg.reservation_id, request.token_ids, routing=routing, override=override
+                engine_request.id,
+                preprocessed.token_ids,
+                routing=routing,
+                override=preprocessed.router_config_override,
             )
-            self._open(job, decision)
+            self._open(engine_request, decision, 0)
             return
-        found = line.request(
-            leg.reservation_id,
-            request.token_ids,
+        found = queue.submit(
+            engine_request.id,
+            preprocessed.token_ids,
             routing=routing,
-            override=override,
-            on_decision=partial(self._its_turn, line, job),
-            on_error=leg.call.fail if job.error is None else partial(_none_left, job),
+            override=preprocessed.router_config_override,
+            on_decision=partial(self._dequeued, queue, engine_request),
+            on_error=partial(_fail, engine_request),
         )
         if isinstance(found, QueuedRequest):
-            leg.pending = found
+            engine_request.pending = found
         else:
-            self._open(job, found, len(line))
+            self._open(engine_request, found, len(queue))
 
-    def decode_later(self, job: DispatchJob) -> None:
-        """:meth:`decode` from a callback, where nobody catches: an error ends the call.
+    def decode_later(self, engine_request: EngineRequest) -> None:
+        """:meth:`decode` from a callback: an error ends the request.
 
-        A leg that has ended meanwhile is left alone; what it waited for is over either way.
+        Does nothing for an engine request that has ended since.
         """
-        leg = job.leg
-        leg.pending = None
-        if leg.open and not leg.call.closed:
-            _or_fail(leg, partial(self.decode, job))
+        engine_request.pending = None
+        if engine_request.open and not engine_request.request.closed:
+            _run(engine_request, partial(self.decode, engine_request))
 
-    def _its_turn(self, line: RequestQueue, job: DispatchJob, decision: Decision) -> None:
-        _or_fail(job.leg, partial(self._open, job, decision, len(line)))
-
-    def _open(self, job: DispatchJob, decision: Decision, waiting: int = 0) -> None:
-        leg, request = job.leg, job.request
-        call = leg.call
-        leg.pending = None
-        leg.decision = decision
-        leg.reroute = partial(self._reroute, job)
-        placed_s = call.moved(leg, decision) if job.tried else call.placed(decision, waiting)
-        _instruct(request, job.routing, decision)
+    def reroute(self, engine_request: EngineRequest, error: DynamoError) -> None:
+        """Choose again among the untried workers: the chosen one has not seen the request."""
+        decision, engine_request.decision = engine_request.decision, None
+        assert decision is not None, "only a request with a worker is rerouted"
+        self.picker.free(engine_request.id)
+        log.info("%s: worker %x: %s; trying another", engine_request.id, decision.worker_id, error)
+        engine_request.tried |= {decision.worker_id}
+        engine_request.last_error = error
         try:
-            leg.stream = self.client.open(decision.worker_id, encode(request), leg, job.headers)
-        except InstanceGone as error:
-            self._reroute(job, error)
-            return
-        call.meter.sent(time.monotonic() - placed_s)
-
-    def _reroute(self, job: DispatchJob, error: DynamoError) -> None:
-        """No handler has seen the request: choose again among the workers it has not tried."""
-        leg = job.leg
-        decision, leg.decision, leg.reroute = leg.decision, None, None
-        assert decision is not None, "only a placed leg is routed again"
-        self.picker.free(leg.reservation_id)
-        leg.call.rests()
-        log.info("%s: worker %x: %s; trying another", leg.reservation_id, decision.worker_id, error)
-        again = job._replace(tried=job.tried | {decision.worker_id}, error=error)
-        try:
-            self.decode(again)
+            self.decode(engine_request)
         except DynamoError as later:
-            _none_left(again, later)
-        except BaseException as bug:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-            leg.call.crashed(bug)
+            _fail(engine_request, later)
+        except BaseException as unexpected:  # noqa: BLE001 - also panics in Rust; crashed() logs it
+            engine_request.request.crashed(unexpected)
 
-    def _untried(self, job: DispatchJob) -> Routing:
-        routing = job.routing or Routing()
+    def _dequeued(
+        self, queue: RequestQueue, engine_request: EngineRequest, decision: Decision
+    ) -> None:
+        _run(engine_request, partial(self._open, engine_request, decision, len(queue)))
+
+    def _open(self, engine_request: EngineRequest, decision: Decision, queued: int) -> None:
+        """Open the stream to the chosen worker, with ``queued`` requests left in the queue."""
+        chosen_s = time.monotonic()
+        engine_request.pending = None
+        engine_request.decision = decision
+        preprocessed, routing = engine_request.preprocessed, engine_request.routing
+        # The worker gets the decision in its request. Spec 7.4.
+        preprocessed.estimated_prefix_hit_num_blocks = decision.overlap_blocks or None
+        if decision.dp_rank or (routing is not None and routing.dp_rank):
+            routing = msgspec.structs.replace(routing or Routing(), dp_rank=decision.dp_rank)
+        preprocessed.routing = routing
+        try:
+            engine_request.stream = self.client.open(
+                decision.worker_id,
+                encode(preprocessed),
+                engine_request,
+                {REQUEST_ID: engine_request.id},
+            )
+        except InstanceGone as error:
+            self.reroute(engine_request, error)
+            return
+        engine_request.request.sent(engine_request, decision, queued, chosen_s)
+
+    def _untried(self, engine_request: EngineRequest) -> Routing:
+        routing = engine_request.routing or Routing()
         allowed = routing.allowed_worker_ids
-        allowed = list(self.picker.fleet.members) if allowed is None else allowed
-        untried = [worker_id for worker_id in allowed if worker_id not in job.tried]
+        allowed = list(self.picker.worker_pool.members) if allowed is None else allowed
+        untried = [worker_id for worker_id in allowed if worker_id not in engine_request.tried]
         return msgspec.structs.replace(routing, allowed_worker_ids=untried)
 
 
-def _or_fail(leg: EngineRequest, step: Callable[[], None]) -> None:
-    """Run ``step``; its error ends the leg's call."""
+def _run(engine_request: EngineRequest, step: Callable[[], None]) -> None:
+    """Run ``step``; its error ends the request."""
     try:
         step()
     except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
-        leg.call.crashed(error)
+        engine_request.request.crashed(error)
 
 
-def _none_left(job: DispatchJob, error: DynamoError) -> None:
-    """End the call: by what the last worker said if all were tried, else by ``error``."""
-    tried_all = isinstance(error, (InvalidArgument, NoInstances))
-    job.leg.call.fail(job.error if tried_all and job.error is not None else error, by_worker=True)
-
-
-def _instruct(request: PreprocessedRequest, routing: Routing | None, decision: Decision) -> None:
-    """Tell the worker what the router decided. Spec 7.4."""
-    request.estimated_prefix_hit_num_blocks = decision.overlap_blocks or None
-    if decision.dp_rank or (routing is not None and routing.dp_rank):
-        routing = msgspec.structs.replace(routing or Routing(), dp_rank=decision.dp_rank)
-    request.routing = routing
+def _fail(engine_request: EngineRequest, error: DynamoError) -> None:
+    """End the request: with the last worker's error if all were tried, else with ``error``."""
+    last_error = engine_request.last_error
+    if last_error is None:
+        engine_request.request.fail(error)
+        return
+    tried_all = isinstance(error, InvalidArgument | NoInstances)
+    engine_request.request.fail(last_error if tried_all else error, by_worker=True)

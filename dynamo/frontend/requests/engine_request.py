@@ -1,184 +1,226 @@
-"""One engine request of a call: a sink of the request plane, and its share of the counters.
+"""One engine request of an active request: the sink of its worker's stream.
 
-This is the token path: what stands in :meth:`EngineRequest.on_data` is paid for every token.
+:meth:`EngineRequest.on_data` is the token path: each statement in it is paid for every token.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
 from dynamo.errors import DynamoError, EngineFailure
+from dynamo.frontend.answer.generation import GenerationStream
+from dynamo.frontend.requests.metrics import ModelMetrics
+from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics
 from dynamo.protocols.codec import decoder
-from dynamo.protocols.engine import EngineOutput
+from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
 
-if TYPE_CHECKING:
-    from dynamo.frontend.requests.request import ActiveRequest
+__all__ = ["EngineRequest", "Owner", "Pending", "Rerouter"]
 
-__all__ = ["EngineRequest", "Pending", "TrackedEngineRequest"]
-
-log = logging.getLogger(__name__)
 _decode = decoder(EngineOutput).decode
 _NEVER = 0.0
 
 
 class Pending(Protocol):
-    """What a leg waits for before its worker gets the request."""
+    """A queue entry of an engine request that has no worker yet."""
 
     def cancel(self) -> None:
-        """Nobody waits any more: nothing is booked or running afterwards. Idempotent."""
+        """Leave the queue; nothing is reserved or running afterwards. Idempotent."""
         ...
 
 
-class EngineRequest:
-    """Choice ``index`` of ``call``, booked at ``picker`` under ``reservation_id``.
+class Rerouter(Protocol):
+    """Sends an engine request to another worker; see :class:`Dispatch`."""
 
-    ``decision`` and ``stream`` are there once it is dispatched; until then ``pending`` may be what
-    it waits for. ``reroute`` sends it to another worker, for errors that say that no handler has
-    seen it; it is kept until the first token. Times are monotonic seconds.
+    picker: Picker
+    tracks_output: bool
+
+    def reroute(self, engine_request: EngineRequest, error: DynamoError) -> None:
+        """Choose a worker again after ``error`` of one that has not seen the request."""
+        ...
+
+
+class Owner(Protocol):
+    """The active request that an engine request belongs to; see :class:`ActiveRequest`."""
+
+    closed: bool
+    streaming: bool
+    generation: GenerationStream
+    model: ModelMetrics
+    metrics: RequestMetrics
+    last_activity_s: float
+    detokenize_s: float
+
+    def sent(
+        self, engine_request: EngineRequest, decision: Decision, queued: int, chosen_s: float
+    ) -> None:
+        """A worker has the engine request."""
+
+    def engine_started(self) -> float:
+        """A worker computes for the engine request from now on (monotonic seconds, returned)."""
+
+    def engine_stopped(self) -> None:
+        """No worker computes for the engine request now."""
+
+    def prefilled(self, done: Prefilled) -> None:
+        """A prefill worker has computed the prompt."""
+
+    def output_ready(self, size_bytes: int) -> None:
+        """The generation has new output for a streaming client."""
+
+    def engine_request_done(self) -> None:
+        """The engine request has ended without an error."""
+
+    def fail(self, error: DynamoError, by_worker: bool = False) -> None:
+        """End the request with ``error``."""
+
+    def crashed(self, error: BaseException) -> None:
+        """End the request after an unexpected exception."""
+
+
+class EngineRequest:
+    """Choice ``index`` of ``request``: ``preprocessed`` is sent under ``id`` with ``routing``.
+
+    ``id`` is unique among the active requests: the engine knows the request by it, and the picker
+    its reservation. ``pending`` is set while it waits in a queue; ``decision`` and ``stream`` once
+    a worker has it. ``tried`` are workers that could not be reached, ``last_error`` is the error of
+    the last of them. Times are monotonic seconds.
     """
 
     __slots__ = (
-        "_released",
+        "_dispatch",
         "_reported",
-        "call",
+        "counted",
         "decision",
-        "first_at",
+        "first_token_s",
+        "id",
         "index",
-        "last_at",
+        "last_error",
+        "last_token_s",
         "open",
         "pending",
         "picker",
-        "reroute",
-        "reservation_id",
+        "preprocessed",
+        "released",
+        "request",
+        "routing",
         "stream",
         "tokens",
+        "tried",
     )
 
-    decision: Decision | None
-    stream: ClientStream | None
-
     def __init__(
-        self, call: ActiveRequest, index: int, picker: Picker, reservation_id: str
+        self,
+        request: Owner,
+        index: int,
+        dispatch: Rerouter,
+        engine_id: str,
+        preprocessed: PreprocessedRequest,
     ) -> None:
-        self.call = call
+        self.request = request
         self.index = index
-        self.picker = picker
-        self.reservation_id = reservation_id
-        self.decision = None
-        self.stream = None
+        self.id = engine_id
+        self.preprocessed = preprocessed
+        self.routing: Routing | None = preprocessed.routing
+        self.picker = dispatch.picker
+        self._dispatch = dispatch
+        self.tried: frozenset[int] = frozenset()
+        self.last_error: DynamoError | None = None
         self.pending: Pending | None = None
-        self.reroute: Callable[[DynamoError], None] | None = None
+        self.decision: Decision | None = None
+        self.stream: ClientStream | None = None
         self.open = True
-        self.first_at = _NEVER
-        self.last_at = _NEVER
+        self.counted = False  # in the request's metrics; a reroute does not count it twice
+        self.released = False
+        self.first_token_s = _NEVER
+        self.last_token_s = _NEVER
         self.tokens = 0
         self._reported = 0
-        self._released = False
 
     def on_data(self, payload: bytes) -> None:
-        """One engine output: to text, and into this turn's news of the call."""
-        call = self.call
-        if call.closed:
+        """Convert one engine output to text and count its tokens."""
+        request = self.request
+        if request.closed:
             return
         now = time.monotonic()
-        call.heard_at = now
+        request.last_activity_s = now
         try:
             output = _decode(payload)
-            done = call.generation.push(self.index, output)
+            text_complete = request.generation.push(self.index, output)
         except DynamoError as error:
-            call.fail(error, by_worker=True)
+            request.fail(error, by_worker=True)
             return
         except msgspec.MsgspecError as error:
-            call.fail(EngineFailure(f"not an engine output: {error}"), by_worker=True)
+            request.fail(EngineFailure(f"not an engine output: {error}"), by_worker=True)
             return
-        call.text_s += time.monotonic() - now
+        request.detokenize_s += time.monotonic() - now
         count = len(output.token_ids)
         if count:
             if self.tokens:
-                gap_s = now - self.last_at
-                call.model.itl.observe(gap_s / count, count)
+                gap_s = now - self.last_token_s
+                request.model.itl.observe(gap_s / count, count)
             else:
-                self._first_token(now)
+                self.first_token_s = now
+                self.picker.mark_prefill_complete(self.id)
+                request.metrics.first_token(now)
             self.tokens += count
-            self.last_at = now
-        if call.streaming:
-            call.has_news(len(payload))
-        if done and output.finish_reason is None:
-            self._enough()
+            self.last_token_s = now
+            if self._dispatch.tracks_output:
+                self._report_tokens()
+        if request.streaming:
+            request.output_ready(len(payload))
+        if text_complete and output.finish_reason is None:
+            # A stop string ended the text before the engine ended its output.
+            if self.stream is not None:
+                self.stream.kill()
+            self._finish()
 
     def on_end(self) -> None:
-        """The engine has nothing more to say."""
-        if self.open and not self.call.closed:
-            self.call.generation.close(self.index)
+        """The engine has ended its output."""
+        if self.open and not self.request.closed:
+            self.request.generation.close(self.index)
             self._finish()
 
     def on_error(self, error: DynamoError) -> None:
-        """The engine or the way to it failed."""
-        if not self.open or self.call.closed:
+        """Reroute if no worker has seen the request, else fail it."""
+        if not self.open or self.request.closed:
             return
-        if error.unsent and self.reroute is not None:
+        if error.unsent and not self.first_token_s and self.decision is not None:
             self.stream = None
-            self.reroute(error)
+            self.request.engine_stopped()
+            self._dispatch.reroute(self, error)
             return
         self.open = False
-        self.call.fail(error, by_worker=True)
+        self.request.fail(error, by_worker=True)
 
     def release(self) -> None:
-        """Stop the engine if it still runs, free the load. Idempotent."""
-        if self._released:
+        """Leave the queue, stop the engine if it still runs, free the reservation. Idempotent."""
+        if self.released:
             return
-        self._released = True
+        self.released = True
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.cancel()
-        if self.open and self.stream is not None:
-            self.stream.kill()
+        stream, self.stream = self.stream, None  # without a cycle, reference counts free both
+        if self.open and stream is not None:
+            stream.kill()
         self.open = False
-        self.stream = self.reroute = None  # they know the leg
-        if self.decision is None:  # never booked
-            return
-        self._report()
-        self.picker.free(self.reservation_id)
+        if self.decision is not None:
+            self._report_tokens()
+            self.picker.free(self.id)
 
-    def _report(self) -> None:
-        """Tell the picker of tokens that it does not know of yet."""
+    def _report_tokens(self) -> None:
+        """Report the tokens since the last report to the picker, where they count as load."""
         count = self.tokens - self._reported
         if count:
             self._reported = self.tokens
-            self.picker.add_output_tokens(self.reservation_id, count)
-
-    def _first_token(self, now: float) -> None:
-        self.first_at = now
-        self.reroute = None
-        self.picker.mark_prefill_complete(self.reservation_id)
-        self.call.meter.first_token(now)
-
-    def _enough(self) -> None:
-        """A stop string was found: the engine may end, the text is complete."""
-        if self.stream is not None:
-            self.stream.kill()
-        self._finish()
+            self.picker.add_output_tokens(self.id, count)
 
     def _finish(self) -> None:
         self.open = False
         self.release()
-        self.call.leg_done()
-
-
-class TrackedEngineRequest(EngineRequest):
-    """A leg whose tokens are load as they come: where the picker tracks output blocks."""
-
-    __slots__ = ()
-
-    def on_data(self, payload: bytes) -> None:
-        """As any leg; the tokens are reported at once."""
-        super().on_data(payload)
-        if not self._released:
-            self._report()
+        self.request.engine_request_done()

@@ -23,7 +23,7 @@ from dynamo.frontend.answer.sse import public_message
 from dynamo.http import error_body, reason_phrase
 from dynamo.router.eligibility.filters import NoneAllowed
 
-__all__ = ["BackendSilent", "Labels", "Overwhelmed", "error_response", "explained", "labels"]
+__all__ = ["BackendSilent", "Labels", "SlowClient", "error_response", "explained", "labels"]
 
 _OVERLOADED = "Service temporarily unavailable: All workers are busy, please retry later"
 
@@ -34,7 +34,7 @@ class BackendSilent(ConnectionTimeout):
     code = "backend_silent"
 
 
-class Overwhelmed(Cancelled):
+class SlowClient(Cancelled):
     """The client reads so slowly that what is kept for it has reached its bound."""
 
     code = "slow_client"

@@ -1,4 +1,4 @@
-"""What all generation requests of a frontend share, and the two things done to all of them."""
+"""The active requests of a frontend: admission, drain, silent engines, keep-alive comments."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import itertools
 import time
 
 from dynamo.config.frontend import FrontendSettings
-from dynamo.errors import DynamoError
+from dynamo.errors import DynamoError, Unavailable
 from dynamo.frontend.prompt.off_loop import OffLoop
-from dynamo.frontend.requests.drain import Admission
 from dynamo.frontend.requests.errors import BackendSilent
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.request import ActiveRequest
@@ -21,26 +20,32 @@ _MIB = 1024 * 1024
 
 
 class RequestRegistry:
-    """Make it on the running loop; :meth:`close` stops its timer."""
+    """Create it on the running loop; :meth:`close` stops its timers.
+
+    ``admitted`` counts the requests in progress, those whose large body is still being parsed
+    included. The limit on connections bounds it: a connection has one request at a time. New
+    requests are refused while ``draining``.
+    """
 
     def __init__(
         self,
         settings: FrontendSettings,
         metrics: FrontendMetrics,
-        admission: Admission,
-        turn: WriteBatch | None = None,
+        write_batch: WriteBatch | None = None,
     ) -> None:
         self.settings = settings
         self.metrics = metrics
-        self.admission = admission
         self.overload_status = settings.overload_status
         self.held_limit_bytes = settings.slow_client_limit_mb * _MIB
         self.off_loop = OffLoop()
-        self.live: set[ActiveRequest] = set()
+        self.write_batch = write_batch or WriteBatch()
+        self.draining = False
+        self.admitted = 0
+        self._active: set[ActiveRequest] = set()
         self._engine_ids: set[str] = set()
         self._duplicates = itertools.count(1)
+        self._drained: asyncio.Event | None = None
         self._loop = asyncio.get_running_loop()
-        self.turn = turn or WriteBatch()
         self._silence_s = settings.backend_stream_timeout_s
         self._timer: asyncio.TimerHandle | None = None
         if self._silence_s is not None:
@@ -50,42 +55,81 @@ class RequestRegistry:
             self._keep_alive(settings.sse_keep_alive_ms / 1e3)
 
     def close(self) -> None:
-        """Stop looking for silent engines and streams; drop large requests not begun."""
+        """Stop the timers; drop large requests that have not begun."""
         self.off_loop.close()
         for timer in (self._timer, self._keep_alive_timer):
             if timer is not None:
                 timer.cancel()
         self._timer = self._keep_alive_timer = None
 
+    # -- admission
+
+    def check(self) -> None:
+        """Raise Unavailable while draining. It is free, so it precedes the parsing of the body."""
+        if self.draining:
+            raise Unavailable("Service is shutting down, please retry elsewhere")
+
+    def enter(self) -> None:
+        """Admit one more request. Every enter needs one :meth:`leave`."""
+        self.admitted += 1
+
+    def leave(self) -> None:
+        """An admitted request has ended."""
+        self.admitted -= 1
+        if not self.admitted and self._drained is not None:
+            self._drained.set()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the admitted ones; False if some outlast the timeout."""
+        self.draining = True
+        self._drained = asyncio.Event()
+        if not self.admitted:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._drained.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # -- active requests
+
+    def add(self, request: ActiveRequest) -> None:
+        """Admit and register ``request``."""
+        self.admitted += 1
+        self._active.add(request)
+
+    def remove(self, request: ActiveRequest) -> None:
+        """Forget ``request``, which has ended, and release its engine id."""
+        self._active.discard(request)
+        self._engine_ids.discard(request.engine_id)
+        self.leave()
+
     def claim_id(self, request_id: str) -> str:
-        """An id for the engine that no other request has until :meth:`release_id`.
+        """Return an id for the engine that no other active request has.
 
         ``request_id`` itself, or with a suffix while another request of that id runs: clients may
-        use one twice at once, and engines refuse an id that they already serve.
+        use one id for two requests at once, and engines refuse an id that they already serve.
         """
         if request_id in self._engine_ids:
             request_id = f"{request_id}.{next(self._duplicates)}"
         self._engine_ids.add(request_id)
         return request_id
 
-    def release_id(self, engine_id: str) -> None:
-        """The request that claimed this id is over. Unknown ids are ignored."""
-        self._engine_ids.discard(engine_id)
-
     def fail_all(self, error: DynamoError) -> None:
-        """End every request with ``error``: the time for draining is over."""
-        for call in list(self.live):
-            call.fail(error)
+        """End every request with ``error``: the drain timeout has passed."""
+        for request in list(self._active):
+            request.fail(error)
 
     def _sweep(self) -> None:
         assert self._silence_s is not None, "armed only with a timeout"
         limit_s = time.monotonic() - self._silence_s
-        for call in [one for one in self.live if one.heard_at < limit_s]:
-            call.fail(BackendSilent(f"the engine was silent for {self._silence_s:g} s"))
+        for request in [one for one in self._active if one.last_activity_s < limit_s]:
+            request.fail(BackendSilent(f"the engine was silent for {self._silence_s:g} s"))
         self._timer = self._loop.call_later(min(1.0, self._silence_s / 4), self._sweep)
 
     def _keep_alive(self, interval_s: float) -> None:
         before = time.monotonic() - interval_s
-        for call in [one for one in self.live if one.quiet_since < before]:
-            call.keep_alive()
+        for request in [one for one in self._active if one.idle_since < before]:
+            request.keep_alive()
         self._keep_alive_timer = self._loop.call_later(interval_s, self._keep_alive, interval_s)

@@ -1,11 +1,10 @@
-"""One generation request, from its arrival to its end, through one exit door.
+"""One generation request, from its arrival to its end.
 
-A call has a leg for each engine request (``n`` choices, lists of prompts), which may wait for a
-worker. What a worker sends is
-detokenized in the read that brought it and written at the end of the loop turn: no task, queue or
-generator is made for a request or a token. However a call ends (finished, failed, client gone,
-worker gone, silence, shutdown), :meth:`ActiveRequest._close`
-runs exactly once: engines stopped, load freed, everything counted.
+A request has an engine request for each choice (``n``, lists of prompts). The output of a worker is
+detokenized in the read that received it and written at the end of the loop turn: a request or a
+token creates no task, queue or generator. However a request ends (finished, failed, client
+disconnected, worker lost, silence, shutdown), :meth:`ActiveRequest._close` runs exactly once: it
+stops the engines, frees the load and counts the request.
 """
 
 from __future__ import annotations
@@ -14,21 +13,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from dynamo.errors import Cancelled, DynamoError, Unavailable
 from dynamo.frontend.answer.generation import GenerationStream
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.frontend.requests.errors import Labels, Overwhelmed, error_response, explained, labels
-from dynamo.frontend.requests.metrics import ModelMetrics
-from dynamo.frontend.requests.request_metrics import RequestMetrics
-from dynamo.http import Exchange
+from dynamo.frontend.requests.errors import Labels, SlowClient, error_response, explained, labels
+from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
+from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics
+from dynamo.http import Exchange, WriteBatch
 from dynamo.router.picker import Decision
-
-if TYPE_CHECKING:
-    from dynamo.frontend.disagg.prefill_request import Prefilled
-    from dynamo.frontend.requests.registry import RequestRegistry
 
 __all__ = ["ActiveRequest", "RequestInfo"]
 
@@ -38,174 +33,187 @@ _NO_CACHE = ("cache-control", "no-cache")
 
 
 class RequestInfo(NamedTuple):
-    """How a call is named: ``endpoint`` of the counters, the request's id, and whether the client
-    gave an id itself (then it is echoed)."""
+    """The ``endpoint`` label of the counters, the request's id, and the client's own id, if any,
+    which the response echoes."""
 
     endpoint: str
     request_id: str
     echoed_id: str | None
 
 
-class ActiveRequest:
-    """``dispatched`` gives it legs; ``generation`` turns their outputs into bytes.
+class Shared(Protocol):
+    """What active requests share; see :class:`RequestRegistry`."""
 
-    ``heard_at`` is when an engine last gave a sign of life, infinite while none has anything to do;
-    ``text_s`` the time in which engine outputs became text; ``meter`` counts the rest;
-    ``describe``, where set, says what ``nvext.worker_id`` shows of the first decision.
-    ``engine_id`` is the id of the first engine request, empty before the legs are made.
+    metrics: FrontendMetrics
+    write_batch: WriteBatch
+    overload_status: int
+    held_limit_bytes: int
+
+    def add(self, request: ActiveRequest) -> None:
+        """Register a request that begins."""
+
+    def remove(self, request: ActiveRequest) -> None:
+        """Forget a request that has ended, and its engine id."""
+
+
+class ActiveRequest:
+    """``engine_requests`` are set when it is dispatched; ``generation`` renders their outputs.
+
+    ``last_activity_s`` is when an engine last sent anything, infinite while none computes;
+    ``detokenize_s`` the time spent on converting outputs to text; ``metrics`` counts the rest.
+    ``worker_id_field``, if set, makes ``nvext.worker_id`` of the first decision. ``engine_id`` is
+    the id of the first engine request, empty until dispatch.
     """
 
     __slots__ = (
-        "_begun",
-        "_dirty",
         "_held_bytes",
-        "_open_legs",
-        "_working_legs",
-        "caption",
+        "_open",
+        "_output_deferred",
+        "_shared",
+        "_started",
+        "_working",
         "closed",
-        "describe",
+        "detokenize_s",
         "engine_id",
+        "engine_requests",
         "exchange",
-        "flow",
         "generation",
-        "heard_at",
-        "legs",
-        "meter",
+        "info",
+        "last_activity_s",
+        "metrics",
         "model",
         "streaming",
-        "text_s",
+        "worker_id_field",
     )
 
     generation: GenerationStream
 
     def __init__(
         self,
-        flow: RequestRegistry,
+        shared: Shared,
         exchange: Exchange,
-        caption: RequestInfo,
+        info: RequestInfo,
         model: ModelMetrics,
         stream: bool,
     ) -> None:
-        self.flow = flow
         self.exchange = exchange
-        self.caption = caption
+        self.info = info
         self.model = model
         self.streaming = stream
-        self.legs: Sequence[EngineRequest] = ()
+        self.engine_requests: Sequence[EngineRequest] = ()
         self.closed = False
         self.engine_id = ""
-        self.heard_at = _NEVER
-        self.text_s = 0.0
-        self.describe: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
-        self._begun = False
-        self._dirty = False
+        self.last_activity_s = _NEVER
+        self.detokenize_s = 0.0
+        self.worker_id_field: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
+        self._shared = shared
+        self._started = False  # the streamed response has begun
+        self._output_deferred = False
         self._held_bytes = 0
-        self._open_legs = 0
-        self._working_legs = 0
-        exchange.on_disconnect = self._client_left
+        self._open = 0
+        self._working = 0
+        exchange.on_disconnect = self._client_disconnected
         exchange.on_expired = self._expired
-        flow.admission.enter()
-        flow.live.add(self)
+        shared.add(self)
         kind = "stream" if stream else "unary"
-        self.meter = RequestMetrics(
-            flow.metrics, model, caption.endpoint, kind, exchange.received_at
+        self.metrics = RequestMetrics(
+            shared.metrics, model, info.endpoint, kind, exchange.received_at
         )
 
     @property
     def headers(self) -> list[tuple[str, str]]:
         """Response headers of every outcome."""
-        echoed = self.caption.echoed_id
+        echoed = self.info.echoed_id
         return [] if echoed is None else [("x-request-id", echoed)]
 
     @property
-    def quiet_since(self) -> float:
-        """When the client last had news of an engine or began to wait for one; infinite before."""
-        waits = self.meter.accepted and self.heard_at == _NEVER
-        return self.exchange.received_at if waits else self.heard_at
+    def idle_since(self) -> float:
+        """When an engine last sent anything, or the request began to wait for one; infinite
+        before dispatch."""
+        waiting = self.metrics.accepted and self.last_activity_s == _NEVER
+        return self.exchange.received_at if waiting else self.last_activity_s
 
     def dispatched(self, prompt_tokens: int) -> None:
-        """The engine requests of ``legs`` are on their way, or wait for a worker."""
-        self._open_legs = len(self.legs)
+        """Every engine request has been sent, or waits for a worker."""
+        self._open = len(self.engine_requests)
         self.exchange.lift_deadline()
-        self.meter.dispatched(prompt_tokens)
+        self.metrics.dispatched(prompt_tokens)
 
-    def located(self) -> None:
-        """The request only asked where it would go."""
-        self._begin()
+    def respond_location(self, location: dict[str, Any]) -> None:
+        """Respond with ``location`` alone: the client only asked where the request would go."""
+        self.generation.worker_id = location
+        self._start()
         self.exchange.end(self.generation.located())
         self._close(None)
 
-    # -- told by the legs
+    # -- called by engine requests
 
-    def works(self) -> float:
-        """An engine has something of a leg to do, from now on (monotonic seconds)."""
-        self._working_legs += 1
-        self.heard_at = time.monotonic()
-        return self.heard_at
+    def sent(
+        self, engine_request: EngineRequest, decision: Decision, queued: int, chosen_s: float
+    ) -> None:
+        """``engine_request`` went to its worker, chosen at ``chosen_s`` (monotonic seconds) with
+        ``queued`` others left in the router's queue."""
+        now_s = self.engine_started()
+        shown = engine_request is self.engine_requests[0]  # after a reroute, the new worker
+        if not engine_request.counted:
+            engine_request.counted = True
+            shown = self.metrics.sent(decision, queued, chosen_s, now_s - chosen_s)
+        if shown and self.worker_id_field is not None:
+            self.generation.worker_id = self.worker_id_field(decision, self.metrics.prefilled)
 
-    def rests(self) -> None:
-        """It has not any more: while no leg is at an engine, none is silent."""
-        self._working_legs -= 1
-        if not self._working_legs:
-            self.heard_at = _NEVER
+    def engine_started(self) -> float:
+        """A worker computes for an engine request from now on (monotonic seconds, returned)."""
+        self._working += 1
+        self.last_activity_s = time.monotonic()
+        return self.last_activity_s
 
-    def placed(self, decision: Decision, waiting: int) -> float:
-        """A leg is booked and goes out now (monotonic seconds), with ``waiting`` others left in
-        the router's line."""
-        self._working_legs += 1
-        now_s = self.heard_at = time.monotonic()
-        meter = self.meter
-        if meter.placed(now_s, decision, waiting) and self.describe is not None:
-            self.generation.worker_id = self.describe(decision, meter.prefilled)
-        return now_s
-
-    def moved(self, leg: EngineRequest, decision: Decision) -> float:
-        """A leg that was placed goes out to another worker instead, now (monotonic seconds)."""
-        if leg is self.legs[0] and self.describe is not None:
-            self.generation.worker_id = self.describe(decision, self.meter.prefilled)
-        return self.works()
+    def engine_stopped(self) -> None:
+        """A worker computes no longer; while none does, the request cannot be silent."""
+        self._working -= 1
+        if not self._working:
+            self.last_activity_s = _NEVER
 
     def prefilled(self, done: Prefilled) -> None:
-        """A prefill worker has computed a leg's prompt; the first of them is shown."""
-        self.heard_at = done.done_s
-        self.meter.prefilled = self.meter.prefilled or done
+        """A prefill worker has computed a prompt; the first one is shown to the client."""
+        self.last_activity_s = done.done_s
+        self.metrics.prefilled = self.metrics.prefilled or done
 
-    def has_news(self, size_bytes: int) -> None:
-        """A leg has pushed an output; it is written at the end of this loop turn.
+    def output_ready(self, size_bytes: int) -> None:
+        """Write the new output at the end of this loop turn.
 
-        While the client is behind, its text gathers in the generation, up to a bound.
+        While the client reads too slowly, its text accumulates in the generation, up to a bound.
         """
-        if not self._dirty:
-            self._dirty = True
-            self.flow.turn.tell(self)
+        if not self._output_deferred:
+            self._output_deferred = True
+            self._shared.write_batch.defer(self)
         if self._held_bytes:
             self._held_bytes += size_bytes
-            if self._held_bytes > self.flow.held_limit_bytes:
-                self.fail(Overwhelmed("the client reads too slowly"))
+            if self._held_bytes > self._shared.held_limit_bytes:
+                self.fail(SlowClient("the client reads too slowly"))
 
-    def leg_done(self) -> None:
-        """A leg has ended well; after the last one the answer is complete."""
-        self._open_legs -= 1
-        self.rests()
-        if self.closed or self._open_legs:
+    def engine_request_done(self) -> None:
+        """An engine request has ended without an error; after the last one, complete the answer."""
+        self._open -= 1
+        self.engine_stopped()
+        if self.closed or self._open:
             return
         if self.streaming:
-            if not self._begun:
-                self._begin()
+            if not self._started:
+                self._start()
             self.exchange.end(self.generation.end())
         else:
             self.exchange.respond(200, self.generation.unary(), headers=self.headers)
         self._close(None)
 
-    # -- told by the turn, the client, the flow
+    # -- called by the write batch and the registry
 
     def flush(self) -> None:
-        """Write what has been pushed since the last time, unless the client is behind."""
-        self._dirty = False
+        """Write the output since the last flush, unless the client reads too slowly."""
+        self._output_deferred = False
         if self.closed:
             return
-        if not self._begun:
-            self._begin()
+        if not self._started:
+            self._start()
         exchange = self.exchange
         if exchange.above_high_water:
             self._held_bytes = self._held_bytes or 1
@@ -214,71 +222,71 @@ class ActiveRequest:
         exchange.write(self.generation.flush())
 
     def keep_alive(self) -> None:
-        """The engine has been silent for a while: tell whoever waits for a stream that it lives.
+        """Send a comment, so that a client does not take a silent engine for a dead server.
 
-        It begins the answer if need be; an error that follows is an event then. Spec 5.8.
+        It starts the response if necessary; a later error is an event then. Spec 5.8.
         """
         if self.streaming and not self.closed and not self.exchange.above_high_water:
-            if not self._begun:
-                self._begin()
+            if not self._started:
+                self._start()
             self.exchange.write(KEEP_ALIVE)
 
     def fail(self, error: DynamoError, by_worker: bool = False) -> None:
-        """End the call with ``error``: as a status if nothing was sent yet, else in the stream."""
+        """End the request with ``error``: as a status if nothing was sent, else in the stream."""
         if self.closed:
             return
         found = labels(error, by_worker)
         if found.error_type == "internal":
-            log.error("request %s failed: %s", self.caption.request_id, error)
+            log.error("request %s failed: %s", self.info.request_id, error)
         error = explained(error, self.model.name)
-        if isinstance(error, Overwhelmed):
+        if isinstance(error, SlowClient):
             self.exchange.abort()
-        elif self._begun:
+        elif self._started:
             self.exchange.end(self.generation.error(error))
         else:
-            status, body = error_response(error, self.flow.overload_status)
+            status, body = error_response(error, self._shared.overload_status)
             self.exchange.respond(status, body, headers=self.headers)
         self._close(found)
 
     def crashed(self, error: BaseException) -> None:
-        """End the call after any exception: a DynamoError as it is, others as internal.
+        """End the request after any exception: a DynamoError as it is, others as internal errors.
 
-        Raises again what is no failure: cancellation, KeyboardInterrupt, SystemExit.
+        Raises again what is not a failure: cancellation, KeyboardInterrupt, SystemExit.
         """
         if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
             raise error
         if not isinstance(error, DynamoError):
-            log.error("request %s failed", self.caption.request_id, exc_info=error)
+            log.error("request %s failed", self.info.request_id, exc_info=error)
             error = DynamoError("Internal server error")
         self.fail(error)
 
-    # -- own steps
+    # -- private steps
 
-    def _begin(self) -> None:
-        self._begun = True
+    def _start(self) -> None:
+        self._started = True
         exchange = self.exchange
         exchange.on_drain = self.flush
         exchange.start(200, "text/event-stream", [_NO_CACHE, *self.headers])
         exchange.write(self.generation.opening())
 
-    def _client_left(self) -> None:
+    def _client_disconnected(self) -> None:
         if not self.closed:
-            self.flow.metrics.disconnected.value += 1
+            self._shared.metrics.disconnected.value += 1
             self._close(labels(Cancelled()))
 
     def _expired(self) -> None:
         self.fail(Unavailable("The prompt was not processed in time, please retry later"))
 
     def _close(self, failure: Labels | None) -> None:
-        """The exit door."""
+        """End the request: every path ends here, once."""
         self.closed = True
-        flow, legs = self.flow, self.legs
-        flow.live.discard(self)
-        flow.release_id(self.engine_id)
-        for leg in legs:
-            leg.release()
-        if self.meter.generated:
-            self.meter.generation(self.generation.usage(), legs, self.text_s)
-        self.meter.ended(failure)
-        self.legs = ()  # they know the call: without a cycle nothing is left for the collector
-        flow.admission.leave()
+        engine_requests, metrics = self.engine_requests, self.metrics
+        for one in engine_requests:
+            if not one.released:
+                one.release()
+        if metrics.generated:
+            usage = self.generation.usage()
+            metrics.generation(usage, engine_requests, self.detokenize_s)
+        metrics.ended(failure)
+        self.engine_requests = ()  # they refer to the request: a cycle would need the collector
+        self._shared.remove(self)

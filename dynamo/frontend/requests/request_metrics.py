@@ -1,4 +1,4 @@
-"""What is counted and timed of one generation request, from its arrival to its end.
+"""Counters and timings of one generation request, from its arrival to its end.
 
 Every gauge that goes up here goes down in :meth:`RequestMetrics.ended`, however the request ends.
 """
@@ -6,47 +6,65 @@ Every gauge that goes up here goes down in :meth:`RequestMetrics.ended`, however
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 from dynamo.frontend.answer.usage import Usage
-from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.observability.metrics import Gauge
+from dynamo.router.picker import Decision, Picker
 
-if TYPE_CHECKING:
-    from dynamo.frontend.disagg.prefill_request import Prefilled
-    from dynamo.router.picker import Decision
+__all__ = ["Prefilled", "RequestMetrics", "ServedChoice"]
 
-__all__ = ["RequestMetrics"]
+
+class Prefilled(NamedTuple):
+    """The prefill worker of a prompt, the blocks of it that the worker had cached, and when the
+    worker received and finished the prompt (monotonic seconds)."""
+
+    worker_id: int
+    dp_rank: int
+    overlap_blocks: int
+    prompt_blocks: int
+    sent_s: float
+    done_s: float
+
+
+class ServedChoice(Protocol):
+    """The figures of one engine request; see :class:`EngineRequest`."""
+
+    picker: Picker
+    decision: Decision | None
+    tokens: int
+    first_token_s: float
+    last_token_s: float
 
 
 class RequestMetrics:
     """Of one request to ``endpoint``; ``kind`` is ``stream`` or ``unary``.
 
-    ``accepted``: its engine requests are on their way or wait; ``prefilled``: who computed its
-    prompt, if somebody else did. Times are monotonic seconds.
+    ``prepared_s`` is set when the engine requests are ready; ``accepted`` once each of them is sent
+    or queued; ``prefilled`` if a prefill worker computed the prompt. Times are monotonic seconds.
     """
 
     __slots__ = (
-        "_dispatched_at",
         "_endpoint",
-        "_first_at",
+        "_first_token_s",
         "_kind",
         "_metrics",
         "_model",
         "_overlap_blocks",
         "_phase",
-        "_placed",
-        "_prepared_at",
         "_prompt_blocks",
         "_prompt_tokens",
         "_queue_depth",
-        "_received_at",
+        "_received_s",
+        "_sent",
+        "_sent_s",
         "_stage",
         "accepted",
         "prefilled",
+        "prepared_s",
     )
 
     def __init__(
@@ -55,24 +73,24 @@ class RequestMetrics:
         model: ModelMetrics,
         endpoint: str,
         kind: str,
-        received_at: float,
+        received_s: float,
     ) -> None:
         self._metrics = metrics
         self._model = model
         self._endpoint = endpoint
         self._kind = kind
-        self._received_at = received_at
-        self._prepared_at = 0.0
-        self._dispatched_at = 0.0
-        self._first_at = 0.0
+        self._received_s = received_s
+        self._sent_s = 0.0
+        self._first_token_s = 0.0
         self._phase = "aggregated"
-        self._placed = 0
+        self._sent = 0
         self._overlap_blocks = 0
         self._prompt_blocks = 0
         self._prompt_tokens = 0
         self._queue_depth = 0
         self.accepted = False
         self.prefilled: Prefilled | None = None
+        self.prepared_s = 0.0
         model.active.value += 1
         model.started(endpoint, kind)
         self._stage: Gauge | None = metrics.preprocessing
@@ -81,72 +99,71 @@ class RequestMetrics:
     @property
     def generated(self) -> bool:
         """Whether an engine was asked for an answer."""
-        return self.accepted and self._placed > 0
-
-    def prepared(self) -> None:
-        """The engine requests are ready; next, workers are chosen."""
-        self._prepared_at = time.monotonic()
-        self._metrics.preprocess_stage.observe(self._prepared_at - self._received_at)
+        return self.accepted and self._sent > 0
 
     def routed(self, phase: str) -> None:
-        """A worker is being chosen for ``phase``, one of ``PHASES``."""
+        """Count the request as being routed for ``phase``, one of ``PHASES``."""
         self._phase = phase
-        if not self._placed:
+        if not self._sent:
             self._enter(self._metrics.routing[phase])
 
     def prefilling(self) -> None:
-        """A prefill worker has a leg's prompt."""
-        if not self._placed:
+        """Count the request as dispatched to a prefill worker."""
+        if not self._sent:
             self._enter(self._metrics.dispatching["prefill"])
 
     def dispatched(self, prompt_tokens: int) -> None:
-        """The engine requests are on their way, or wait for a worker."""
+        """Every engine request is sent or queued."""
         self.accepted = True
         self._prompt_tokens = prompt_tokens
         self._model.queued.value += 1
         self._model.isl.observe(prompt_tokens)
 
-    def placed(self, now: float, decision: Decision, waiting: int) -> bool:
-        """A leg has its worker, ``waiting`` others are left in line; whether it is the first."""
+    def sent(self, decision: Decision, queued: int, chosen_s: float, send_seconds: float) -> bool:
+        """Count an engine request that a worker has received; return whether it is the first.
+
+        The worker was chosen at ``chosen_s``, with ``queued`` requests left in the queue; writing
+        to its connection took ``send_seconds``.
+        """
         metrics = self._metrics
         metrics.plane_inflight.value += 1
-        self._placed += 1
+        metrics.dispatch_stage.observe(send_seconds)
+        metrics.plane_send.observe(send_seconds)
+        self._sent += 1
         self._overlap_blocks += decision.overlap_blocks
         self._prompt_blocks += decision.prompt_blocks
-        self._queue_depth = max(self._queue_depth, waiting)
-        if self._placed > 1:
+        if queued > self._queue_depth:
+            self._queue_depth = queued
+        if self._sent > 1:
             return False
-        self._dispatched_at = now
-        metrics.route_stage.observe(now - self._prepared_at)
-        metrics.plane_queue.observe(now - self._received_at)
-        self._enter(metrics.dispatching[self._phase])
+        self._sent_s = chosen_s
+        metrics.route_stage.observe(chosen_s - self.prepared_s)
+        metrics.plane_queue.observe(chosen_s - self._received_s)
         self._model.inflight.value += 1
+        self._enter(metrics.dispatching[self._phase])
         return True
 
-    def sent(self, seconds: float) -> None:
-        """It took ``seconds`` to write a request to its worker's connection."""
-        self._metrics.dispatch_stage.observe(seconds)
-        self._metrics.plane_send.observe(seconds)
-
     def first_token(self, now: float) -> None:
-        """A leg has its first token."""
-        if self._first_at:
+        """Observe the time to the first token of all engine requests."""
+        if self._first_token_s:
             return
-        self._first_at = now
+        self._first_token_s = now
         metrics, model = self._metrics, self._model
         model.queued.value -= 1
-        self._enter(None)
-        model.ttft.observe(now - self._received_at)
-        metrics.roundtrip_stage.observe(now - self._dispatched_at)
-        metrics.plane_roundtrip.observe(now - self._dispatched_at)
+        if self._stage is not None:
+            self._stage.value -= 1
+            self._stage = None
+        model.ttft.observe(now - self._received_s)
+        metrics.roundtrip_stage.observe(now - self._sent_s)
+        metrics.plane_roundtrip.observe(now - self._sent_s)
 
     def timing(self) -> dict[str, Any]:
         """``nvext.timing``. Spec 5.6."""
-        received = self._received_at
+        received = self._received_s
         now = time.monotonic()
-        first = self._first_at or now
+        first = self._first_token_s or now
         done = self.prefilled
-        begun, ended = self._dispatched_at, first
+        begun, ended = self._sent_s, first
         overlap, blocks = self._overlap_blocks, self._prompt_blocks
         if done is not None:
             begun, ended = done.sent_s, done.done_s
@@ -161,47 +178,54 @@ class RequestMetrics:
             "router_queue_depth": self._queue_depth,
         }
 
-    def generation(self, usage: Usage, legs: Sequence[EngineRequest], text_s: float) -> None:
-        """What came out, be it all of the answer or a part; ``text_s`` went into its text."""
+    def generation(
+        self, usage: Usage, choices: Iterable[ServedChoice], detokenize_s: float
+    ) -> None:
+        """Count the output, complete or partial; converting it to text took ``detokenize_s``."""
         model, metrics = self._model, self._metrics
         tokens = usage.completion_tokens
         model.osl.observe(tokens)
         model.output_tokens.value += tokens
-        metrics.detokenized(tokens, text_s)
-        if usage.cached_tokens is not None:
-            model.cached.observe(usage.cached_tokens)
-            legs[0].picker.reused(usage.cached_tokens)
-        for leg in legs:
-            if leg.decision is None or leg.decision.worker_id not in leg.picker.fleet.members:
-                continue  # a worker that has left has no rows, also if it finished its requests
-            last = metrics.worker(leg.decision.worker_id, leg.decision.dp_rank)
+        metrics.detokenized(tokens, detokenize_s)
+        cached_tokens = usage.cached_tokens
+        if cached_tokens is not None:
+            model.cached.observe(cached_tokens)
+        for choice in choices:
+            decision, picker = choice.decision, choice.picker
+            if cached_tokens is not None:
+                picker.add_reused_tokens(cached_tokens)
+                cached_tokens = None  # the usage is that of the whole request
+            if decision is None or decision.worker_id not in picker.worker_pool.members:
+                continue  # the rows of a removed worker stay removed
+            last = metrics.worker(decision.worker_id, decision.dp_rank)
             last.isl.value = self._prompt_tokens
-            if leg.tokens:
-                last.ttft.value = leg.first_at - self._received_at
-            if leg.tokens > 1:
-                last.itl.value = (leg.last_at - leg.first_at) / (leg.tokens - 1)
+            if choice.tokens:
+                last.ttft.value = choice.first_token_s - self._received_s
+            if choice.tokens > 1:
+                last.itl.value = (choice.last_token_s - choice.first_token_s) / (choice.tokens - 1)
 
     def ended(self, failure: Labels | None) -> None:
-        """The request is over, well or with ``failure``."""
+        """Count the end of the request, with ``failure`` unless it succeeded."""
         model, metrics = self._model, self._metrics
-        waits = not self._first_at
-        if self._placed:
+        if self.prepared_s:
+            metrics.preprocess_stage.observe(self.prepared_s - self._received_s)
+        if self._sent:
             model.inflight.value -= 1
-            metrics.plane_inflight.value -= self._placed
-        if self.accepted:
-            model.queued.value -= waits
+            metrics.plane_inflight.value -= self._sent
+        if self.accepted and not self._first_token_s:
+            model.queued.value -= 1
         if self._stage is not None:
-            self._enter(None)
+            self._stage.value -= 1
+            self._stage = None
         if failure is not None:
             metrics.failures.labels(failure.failure_class, failure.reason).value += 1
         model.active.value -= 1
         model.ended(self._endpoint, self._kind, "" if failure is None else failure.error_type)
-        model.duration.observe(time.monotonic() - self._received_at)
+        model.duration.observe(time.monotonic() - self._received_s)
 
-    def _enter(self, stage: Gauge | None) -> None:
-        """Count the request in this stage and no other; None: in none."""
+    def _enter(self, stage: Gauge) -> None:
+        """Count the request in this stage and no other."""
         if self._stage is not None:
             self._stage.value -= 1
-        if stage is not None:
-            stage.value += 1
+        stage.value += 1
         self._stage = stage

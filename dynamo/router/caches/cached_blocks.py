@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import Weights
-from dynamo.router.caches.optimistic import RecentPrompts
+from dynamo.router.caches.optimistic import OptimisticCache
 from dynamo.router.cost import TierCounts, effective_blocks
 
 __all__ = ["DISK", "EXTERNAL", "HOST", "CachedBlocks"]
@@ -43,22 +43,22 @@ class CachedBlocks:
     def look(
         self,
         hashes: array[int],
-        recent: RecentPrompts | None,
+        optimistic: OptimisticCache | None,
         now_s: float,
         in_progress: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Fill the columns for the prompt of these block hashes.
 
-        What ``recent`` believes at ``now_s``, and the blocks ``in_progress`` as pairs of slot and
-        leading blocks, count as if they were on the device already.
+        The predictions of ``optimistic`` at ``now_s``, and the blocks ``in_progress`` (pairs of
+        slot and leading blocks), count as if they were on the device already.
         O(blocks held + slots).
         """
         index = self._index
         if index is None:
             return
         index.match_into(hashes, self.device)
-        if recent is not None:
-            recent.raise_into(hashes, self.device, now_s)
+        if optimistic is not None:
+            optimistic.raise_into(hashes, self.device, now_s)
         for slot, depth in in_progress:
             self.device[slot] = max(self.device[slot], depth)
         tiers = index.tiers()
@@ -85,7 +85,7 @@ class CachedBlocks:
         """Blocks of the prompt in the shared cache."""
         return sum(end - begin for begin, end in self.shared_ranges)
 
-    def most(self, weights: Weights, slots: array[int]) -> float:
+    def best_overlap(self, weights: Weights, slots: array[int]) -> float:
         """The most that one of the slots has of this. O(slots)."""
         return max((self.effective(weights, slot) for slot in slots), default=0.0)
 

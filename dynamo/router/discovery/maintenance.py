@@ -36,7 +36,7 @@ class Maintenance:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._silent: set[int] = set()
         self._unusable: set[int] = set()
-        self._excused: set[int] = set()
+        self._exempt: set[int] = set()
         self._closed = False
         useless.function = lambda: len(self._silent | self._unusable)
 
@@ -58,11 +58,11 @@ class Maintenance:
         """The worker is gone."""
         self._silent.discard(worker_id)
         self._unusable.discard(worker_id)
-        self._excused.discard(worker_id)
+        self._exempt.discard(worker_id)
 
-    def excuse(self, worker_id: int) -> None:
+    def exempt(self, worker_id: int) -> None:
         """The worker decodes what others have computed: nobody expects it to publish."""
-        self._excused.add(worker_id)
+        self._exempt.add(worker_id)
 
     def unusable(self, worker_id: int) -> None:
         """What the worker publishes cannot be used; somebody else has said why."""
@@ -79,10 +79,10 @@ class Maintenance:
 
     def look(self, indexer: Indexer) -> None:
         """Name, once, each worker that has served prompts and published nothing."""
-        for worker_id in self._picker.fleet.members:
+        for worker_id in self._picker.worker_pool.members:
             if not self._picker.served.get(worker_id) or not indexer.silent(worker_id):
                 self._silent.discard(worker_id)
-            elif worker_id not in self._silent | self._unusable | self._excused:
+            elif worker_id not in self._silent | self._unusable | self._exempt:
                 self._silent.add(worker_id)
                 logger.warning(
                     "worker %d has served prompts but published no KV event: "

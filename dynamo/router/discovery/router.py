@@ -14,16 +14,16 @@ from dynamo.config.router import RouterSettings
 from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
-from dynamo.protocols.kv import KvEventBatch
+from dynamo.protocols.kv import KV_EVENTS, KV_QUERY, KvEventBatch
 from dynamo.router.caches.event_threads import EventThreads
 from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.router.caches.metrics import (
     EventMetrics,
     predictions,
-    recent_prompts,
+    show_optimistic_cache,
     useless_sources,
 )
-from dynamo.router.caches.recovery import KV_QUERY, Questions
+from dynamo.router.caches.recovery import RecoveryClient
 from dynamo.router.discovery.block_sizes import events_differ, worker_differs
 from dynamo.router.discovery.cards import WorkerCards
 from dynamo.router.discovery.load_feed import LoadFeed
@@ -33,15 +33,14 @@ from dynamo.router.eligibility.metrics import gates
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels, WorkerMetrics
-from dynamo.router.queue.request_queue import line_for
+from dynamo.router.queue.request_queue import make_queue
 from dynamo.router.sync.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.client import OnInstances
 from dynamo.runtime.events.channels import ZMQ, Subscription
 
-__all__ = ["KV_EVENTS", "ConnectedRouter", "InstanceSource"]
+__all__ = ["ConnectedRouter", "InstanceSource"]
 
-KV_EVENTS = "kv-events"
 
 logger = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
@@ -91,8 +90,8 @@ class ConnectedRouter:
             index=index,
             metrics=DecisionMetrics(registry, place) if kv_mode else None,
         )
-        gates(registry, place, self.picker.gate)
-        self.line = line_for(settings, self.picker, registry, place)
+        gates(registry, place, self.picker.eligibility)
+        self.queue = make_queue(settings, self.picker, registry, place)
         self.indexer: Indexer | None = None
         self._threads: EventThreads | None = None
         self._rows = WorkerMetrics(registry, place) if kv_mode else None
@@ -105,18 +104,18 @@ class ConnectedRouter:
             self.indexer = Indexer(index, self._on_recovery, self._counts, ingest)
         if settings.predicts and settings.event_threads > 1:
             logger.warning("without KV events --router-event-threads has no effect")
-        self._questions: Questions | None = None
+        self._recovery: RecoveryClient | None = None
         self._devices: dict[int, str] = {}
         self._cards = WorkerCards(self._on_card)
         self._events: Subscription | None = None
-        self._loads = LoadFeed(runtime, namespace, component, self.picker.gate.busy.report)
-        self._upkeep: Maintenance | None = None
+        self._loads = LoadFeed(runtime, namespace, component, self.picker.eligibility.busy.report)
+        self._maintenance: Maintenance | None = None
         self._sync: ReplicaSync | None = None
         if isinstance(self.picker, KvPicker):
             self._show_beliefs(place, self.picker)
             expiry_s = settings.active_request_expiry_s
             useless = useless_sources(registry, place, endpoint)
-            self._upkeep = Maintenance(self.picker, self.indexer, expiry_s, useless)
+            self._maintenance = Maintenance(self.picker, self.indexer, expiry_s, useless)
             if settings.replica_sync:
                 self._sync = ReplicaSync(runtime, place, self.picker)
         self._closed = False
@@ -128,7 +127,7 @@ class ConnectedRouter:
         await self._cards.start(self._runtime.discovery, self.path)
         if self.indexer is not None:
             query = await self._runtime.endpoint(f"{namespace}.{component}.{KV_QUERY}").client()
-            self._questions = Questions(
+            self._recovery = RecoveryClient(
                 query, self.indexer, self.block_size, self._on_foreign_blocks
             )
             on_events, over = self._on_events, None
@@ -140,27 +139,27 @@ class ConnectedRouter:
                 namespace, component, KV_EVENTS, on_events, self._on_gap, over=over
             )
             await self._events.ready()
-        if self.picker.gate.busy.thresholds.any:
+        if self.picker.eligibility.busy.thresholds.any:
             await self._loads.start()
         self._client.on_change(self._on_instances)
         if self._sync is not None:
             await self._sync.start()
-        if self._upkeep is not None:
-            self._upkeep.start()
+        if self._maintenance is not None:
+            self._maintenance.start()
 
     async def limit(self, thresholds: Thresholds) -> None:
         """Above which load a worker is busy, from now on. Loads are followed when they matter."""
-        self.picker.gate.thresholds = thresholds
-        if self.picker.gate.busy.thresholds.any:
+        self.picker.eligibility.thresholds = thresholds
+        if self.picker.eligibility.busy.thresholds.any:
             await self._loads.start()
 
     async def close(self) -> None:
         """Stop following, turn away who waits. Idempotent."""
         self._closed = True
-        if self.line is not None:
-            self.line.close()
-        if self._upkeep is not None:
-            self._upkeep.close()
+        if self.queue is not None:
+            self.queue.close()
+        if self._maintenance is not None:
+            self._maintenance.close()
         self._cards.close()
         self._loads.close()
         if self._events is not None:
@@ -170,9 +169,9 @@ class ConnectedRouter:
             before_render = self._runtime.metrics.before_render
             if self._threads.flush in before_render:
                 before_render.remove(self._threads.flush)
-        if self._questions is not None:
-            await self._questions.close()
-        for worker_id in list(self.picker.fleet.members):
+        if self._recovery is not None:
+            await self._recovery.close()
+        for worker_id in list(self.picker.worker_pool.members):
             self._remove(worker_id)
         if self._sync is not None:
             self._sync.close()
@@ -183,8 +182,8 @@ class ConnectedRouter:
         if picker.index is not None and picker.predicted is not None:
             policy = self._settings.approximate_cache_policy
             predictions(registry, place, picker.index, picker.predicted, policy)
-        if picker.recent is not None:
-            recent_prompts(registry, place, picker.recent)
+        if picker.optimistic is not None:
+            show_optimistic_cache(registry, place, picker.optimistic)
 
     def _on_instances(self, added: list[EndpointRecord], removed: list[int]) -> None:
         if self._closed:
@@ -200,8 +199,8 @@ class ConnectedRouter:
             self._add(worker_id)
 
     def _add(self, worker_id: int) -> None:
-        if self._upkeep is not None:
-            self._upkeep.forget(worker_id)
+        if self._maintenance is not None:
+            self._maintenance.forget(worker_id)
         card = self._cards.get(worker_id)
         size = self.block_size if card is None else card.kv_cache_block_size
         if self.indexer is not None and size != self.block_size:
@@ -209,12 +208,12 @@ class ConnectedRouter:
             self._unusable(worker_id)
             worker_differs(worker_id, size, self.block_size)
             return
-        if self._upkeep is not None and card is not None and card.worker_type == "Decode":
-            self._upkeep.excuse(worker_id)
+        if self._maintenance is not None and card is not None and card.worker_type == "Decode":
+            self._maintenance.exempt(worker_id)
         config = RuntimeConfig() if card is None else card.runtime_config
         self._hide(worker_id)
         self.picker.add_worker(worker_id, config, self._devices.get(worker_id, "cpu"))
-        member = self.picker.fleet.members[worker_id]
+        member = self.picker.worker_pool.members[worker_id]
         if self._rows is not None and isinstance(self.picker, KvPicker):
             self._rows.added(member, self.picker.active)
         if self.indexer is not None:
@@ -225,8 +224,8 @@ class ConnectedRouter:
 
     def _remove(self, worker_id: int) -> None:
         self._devices.pop(worker_id, None)
-        if self._upkeep is not None:
-            self._upkeep.forget(worker_id)
+        if self._maintenance is not None:
+            self._maintenance.forget(worker_id)
         self._drop(worker_id)
 
     def _drop(self, worker_id: int) -> None:
@@ -243,11 +242,11 @@ class ConnectedRouter:
 
     def _unusable(self, worker_id: int) -> None:
         self._counts.warning("block_size")
-        if self._upkeep is not None:
-            self._upkeep.unusable(worker_id)
+        if self._maintenance is not None:
+            self._maintenance.unusable(worker_id)
 
     def _hide(self, worker_id: int) -> None:
-        member = self.picker.fleet.members.get(worker_id)
+        member = self.picker.worker_pool.members.get(worker_id)
         if member is not None and self._rows is not None:
             self._rows.removed(member)
 
@@ -269,5 +268,5 @@ class ConnectedRouter:
         self._counts.warning("sequence_gap", max(got - expected, 1))
 
     def _on_recovery(self, recovery: Recovery) -> None:
-        if self._questions is not None and not self._closed:
-            self._questions.ask(recovery)
+        if self._recovery is not None and not self._closed:
+            self._recovery.ask(recovery)

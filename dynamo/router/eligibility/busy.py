@@ -9,14 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo.config.router import RouterSettings
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS, RuntimeConfig
 from dynamo.protocols.load import KvMetrics
 from dynamo.router.worker_pool import Member, WorkerPool
 
-__all__ = ["UNKNOWN_BATCH_TOKENS", "BusyWatch", "Thresholds", "configured", "is_busy"]
-
-UNKNOWN_BATCH_TOKENS = 10_000_000
-"""Taken for ``max_num_batched_tokens`` where a worker does not tell it."""
+__all__ = ["BusyWatch", "Thresholds", "configured", "is_busy"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def _prefills_too_much(thresholds: Thresholds, config: RuntimeConfig, prefill_to
 
 
 class BusyWatch:
-    """Keeps ``fleet.busy`` true to ``thresholds``, which may be replaced at any time.
+    """Keeps ``worker_pool.busy`` true to ``thresholds``, which may be replaced at any time.
 
     ``booked`` gives the active prefill tokens of a slot, None where the router tracks none. Each
     call is O(ranks of the worker).
@@ -77,11 +74,11 @@ class BusyWatch:
 
     def __init__(
         self,
-        fleet: WorkerPool,
+        worker_pool: WorkerPool,
         thresholds: Thresholds,
         booked: Callable[[int], int] | None = None,
     ) -> None:
-        self._fleet = fleet
+        self._worker_pool = worker_pool
         self._thresholds = thresholds
         self._booked = booked
         self._reports: dict[int, dict[int, KvMetrics]] = {}
@@ -94,29 +91,29 @@ class BusyWatch:
     @thresholds.setter
     def thresholds(self, thresholds: Thresholds) -> None:
         self._thresholds = thresholds
-        for worker_id in self._fleet.members:
+        for worker_id in self._worker_pool.members:
             self.look(worker_id)
 
     def report(self, state: KvMetrics) -> None:
         """A worker told its load; one that is not in the fleet is ignored."""
-        if state.worker_id in self._fleet.members:
+        if state.worker_id in self._worker_pool.members:
             self._reports.setdefault(state.worker_id, {})[state.dp_rank] = state
             self.look(state.worker_id)
 
     def look(self, worker_id: int) -> None:
         """The worker's booked load or configuration has changed."""
         if not self._thresholds.any:
-            if self._fleet.busy:
-                self._fleet.set_busy(worker_id, False)
+            if self._worker_pool.busy:
+                self._worker_pool.set_busy(worker_id, False)
             return
-        member = self._fleet.members.get(worker_id)
+        member = self._worker_pool.members.get(worker_id)
         if member is not None:
-            self._fleet.set_busy(worker_id, self._all_busy(member))
+            self._worker_pool.set_busy(worker_id, self._all_busy(member))
 
     def would_prefill_too_much(self, worker_id: int, more_tokens: int) -> bool:
         """Whether each rank of the worker is over a limit of prefill tokens with ``more_tokens``
         beside its own. False for one that is not known."""
-        member = self._fleet.members.get(worker_id)
+        member = self._worker_pool.members.get(worker_id)
         reports = self._reports.get(worker_id, {})
         return member is not None and all(
             _prefills_too_much(
@@ -130,7 +127,7 @@ class BusyWatch:
     def forget(self, worker_id: int) -> None:
         """The worker is gone."""
         self._reports.pop(worker_id, None)
-        self._fleet.set_busy(worker_id, False)
+        self._worker_pool.set_busy(worker_id, False)
 
     def _all_busy(self, member: Member) -> bool:
         reports = self._reports.get(member.worker_id, {})

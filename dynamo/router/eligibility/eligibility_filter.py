@@ -24,14 +24,14 @@ class EligibilityFilter:
 
     def __init__(
         self,
-        fleet: WorkerPool,
+        worker_pool: WorkerPool,
         settings: RouterSettings,
         booked: Callable[[int], int] | None = None,
     ) -> None:
-        self.fleet = fleet
+        self.worker_pool = worker_pool
         self.admission_control = settings.admission_control == "token-capacity"
         self._thresholds = configured(settings) if self.admission_control else Thresholds()
-        self.busy = BusyWatch(fleet, self._thresholds, booked)
+        self.busy = BusyWatch(worker_pool, self._thresholds, booked)
         self.on_change: Callable[[], None] | None = None
         self.sessions: Sessions | None = None
         if settings.session_affinity_ttl_s is not None:
@@ -53,8 +53,8 @@ class EligibilityFilter:
     def slots(self, routing: Routing | None, now_s: float) -> array[int]:
         """Candidate slots, never empty. Raises as :func:`filters.eligible`."""
         if self.sessions is None or routing is None or routing.session_id is None:
-            return eligible(self.fleet, routing)
-        return self.sessions.eligible(self.fleet, routing, now_s)
+            return eligible(self.worker_pool, routing)
+        return self.sessions.eligible(self.worker_pool, routing, now_s)
 
     def settled(self, routing: Routing | None, worker_id: int, dp_rank: int, now_s: float) -> None:
         """The request goes there and is booked."""

@@ -43,31 +43,33 @@ def pinned_worker(routing: Routing) -> tuple[str, int] | None:
     return None
 
 
-def eligible(fleet: WorkerPool, routing: Routing | None) -> array[int]:
+def eligible(worker_pool: WorkerPool, routing: Routing | None) -> array[int]:
     """Candidate slots (u32), never empty. O(1) without constraints, else O(workers).
 
     Raises NoInstances when there is no worker (NoneAllowed: none of the allow-list),
     InvalidArgument when the request asks for what does not exist or contradicts itself
     (PinnedWorkerNotAllowed), Overloaded when only busy workers are left (PinnedWorkerOverloaded).
     """
-    if not fleet.candidates:
+    if not worker_pool.candidates:
         raise NoInstances("no endpoints: no worker is registered")
     if routing is None or not _constrains(routing):
-        if not fleet.busy and not fleet.shunned:
-            return fleet.candidates
-        return _slots(_ready(fleet, fleet.members.values()), None)
+        if not worker_pool.busy and not worker_pool.avoided:
+            return worker_pool.candidates
+        return _slots(_ready(worker_pool, worker_pool.members.values()), None)
     pin = pinned_worker(routing)
     if pin is not None:
-        return _slots([_pinned(fleet, routing, *pin)], routing.dp_rank)
-    members = _allowed(fleet, routing)
+        return _slots([_pinned(worker_pool, routing, *pin)], routing.dp_rank)
+    members = _allowed(worker_pool, routing)
     if routing.dp_rank is not None:
         members = _with_rank(members, routing.dp_rank)
     if routing.required_taints:
         members = _tainted(members, routing.required_taints)
-    return _slots(_ready(fleet, members), routing.dp_rank)
+    return _slots(_ready(worker_pool, members), routing.dp_rank)
 
 
-def exclusion(fleet: WorkerPool, routing: Routing | None, member: Member, dp_rank: int) -> str:
+def exclusion(
+    worker_pool: WorkerPool, routing: Routing | None, member: Member, dp_rank: int
+) -> str:
     """Why :func:`eligible` leaves this rank out, in its order of checks; "" if it does not."""
     routing = routing or Routing()
     pin = pinned_worker(routing)
@@ -81,9 +83,9 @@ def exclusion(fleet: WorkerPool, routing: Routing | None, member: Member, dp_ran
         return f"dp_rank {routing.dp_rank} was asked for"
     if missing:
         return f"lacks the taints: {', '.join(sorted(missing))}"
-    if member.worker_id in fleet.busy:
+    if member.worker_id in worker_pool.busy:
         return "busy"
-    return "has just failed to answer" if member.worker_id in fleet.shunned else ""
+    return "has just failed to answer" if member.worker_id in worker_pool.avoided else ""
 
 
 def _constrains(routing: Routing) -> bool:
@@ -96,12 +98,12 @@ def _constrains(routing: Routing) -> bool:
     )
 
 
-def _pinned(fleet: WorkerPool, routing: Routing, field: str, worker_id: int) -> Member:
+def _pinned(worker_pool: WorkerPool, routing: Routing, field: str, worker_id: int) -> Member:
     if routing.allowed_worker_ids is not None and worker_id not in routing.allowed_worker_ids:
         raise PinnedWorkerNotAllowed(
             f"pinned worker {worker_id} is not in the request's allow-list"
         )
-    member = fleet.members.get(worker_id)
+    member = worker_pool.members.get(worker_id)
     if member is None:
         raise InvalidArgument(
             f"InvalidRequest: nvext.{field}={worker_id} does not identify a known worker"
@@ -112,7 +114,7 @@ def _pinned(fleet: WorkerPool, routing: Routing, field: str, worker_id: int) -> 
         )
     if routing.required_taints:
         _tainted([member], routing.required_taints)
-    if worker_id in fleet.busy:
+    if worker_id in worker_pool.busy:
         raise PinnedWorkerOverloaded(f"pinned worker {worker_id} is overloaded")
     return member
 
@@ -122,11 +124,12 @@ def _bounds(member: Member) -> str:
     return f"[{first}, {first + len(member.slots)})"
 
 
-def _allowed(fleet: WorkerPool, routing: Routing) -> list[Member]:
+def _allowed(worker_pool: WorkerPool, routing: Routing) -> list[Member]:
     if routing.allowed_worker_ids is None:
-        return list(fleet.members.values())
+        return list(worker_pool.members.values())
     allowed = [
-        fleet.members.get(worker_id) for worker_id in dict.fromkeys(routing.allowed_worker_ids)
+        worker_pool.members.get(worker_id)
+        for worker_id in dict.fromkeys(routing.allowed_worker_ids)
     ]
     members = [member for member in allowed if member is not None]
     if not members:
@@ -149,12 +152,12 @@ def _tainted(members: list[Member], required: list[str]) -> list[Member]:
     return fitting
 
 
-def _ready(fleet: WorkerPool, members: Iterable[Member]) -> list[Member]:
-    ready = [member for member in members if member.worker_id not in fleet.busy]
+def _ready(worker_pool: WorkerPool, members: Iterable[Member]) -> list[Member]:
+    ready = [member for member in members if member.worker_id not in worker_pool.busy]
     if not ready:
         raise Overloaded("all eligible workers are overloaded")
-    if fleet.shunned:
-        return [member for member in ready if member.worker_id not in fleet.shunned] or ready
+    if worker_pool.avoided:
+        return [member for member in ready if member.worker_id not in worker_pool.avoided] or ready
     return ready
 
 

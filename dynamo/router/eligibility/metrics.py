@@ -11,12 +11,12 @@ from dynamo.router.metrics import RouterLabels
 __all__ = ["gates"]
 
 
-def gates(registry: Registry, place: RouterLabels, gate: EligibilityFilter) -> None:
+def gates(registry: Registry, place: RouterLabels, eligibility: EligibilityFilter) -> None:
     """Show busy workers and bound sessions."""
     here = place.component, place.namespace
     busy = gauge(registry, RouterGate.BUSY_WORKERS).labels(*here, place.router_id)
-    busy.function = lambda: len(gate.fleet.busy)
-    sessions = gate.sessions
+    busy.function = lambda: len(eligibility.worker_pool.busy)
+    sessions = eligibility.sessions
     if sessions is None:
         return
     gauge(registry, RouterGate.SESSIONS).labels(*here, place.router_id).function = sessions.__len__

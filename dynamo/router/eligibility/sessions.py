@@ -49,21 +49,25 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._bonds)
 
-    def eligible(self, fleet: WorkerPool, routing: Routing, now_s: float) -> array[int]:
+    def eligible(self, worker_pool: WorkerPool, routing: Routing, now_s: float) -> array[int]:
         """Candidate slots: the bound one if it can be had. Raises as :func:`eligible`."""
         bond = self._bond(routing.session_id, now_s)
-        if bond is None or bond.worker_id in fleet.shunned or pinned_worker(routing) is not None:
-            return eligible(fleet, routing)
+        if (
+            bond is None
+            or bond.worker_id in worker_pool.avoided
+            or pinned_worker(routing) is not None
+        ):
+            return eligible(worker_pool, routing)
         rank = bond.dp_rank if routing.dp_rank is None else routing.dp_rank
         bound = msgspec.structs.replace(routing, backend_instance_id=bond.worker_id, dp_rank=rank)
         try:
-            return eligible(fleet, bound)
+            return eligible(worker_pool, bound)
         except Overloaded:
             if self._hard:
                 raise
         except (InvalidArgument, NoInstances):
             pass  # gone, or not what this request may use: choose anew
-        return eligible(fleet, routing)
+        return eligible(worker_pool, routing)
 
     def bind(self, session_id: str, worker_id: int, dp_rank: int, now_s: float) -> None:
         """The session's request went there; its time starts anew."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dynamo.errors import InvalidArgument
 from dynamo.router.worker_pool import WorkerPool
 
-__all__ = ["favour", "multiplier"]
+__all__ = ["apply_preferred_taints", "multiplier"]
 
 
 def multiplier(preferred: Mapping[str, float], taints: list[str]) -> float:
@@ -21,8 +21,8 @@ def multiplier(preferred: Mapping[str, float], taints: list[str]) -> float:
     return math.exp(-math.tanh(total))
 
 
-def favour(
-    costs: array[float], slots: array[int], fleet: WorkerPool, preferred: Mapping[str, float]
+def apply_preferred_taints(
+    costs: array[float], slots: array[int], worker_pool: WorkerPool, preferred: Mapping[str, float]
 ) -> None:
     """Apply the multiplier to ``costs[i]``, the cost of ``slots[i]``. O(slots).
 
@@ -31,6 +31,6 @@ def favour(
     if not all(math.isfinite(weight) for weight in preferred.values()):
         raise InvalidArgument("the weights of preferred taints must be finite")
     for number, slot in enumerate(slots):
-        owner = fleet.owners[slot]
+        owner = worker_pool.owners[slot]
         assert owner is not None, "a candidate slot has an owner"
-        costs[number] *= multiplier(preferred, fleet.members[owner[0]].config.taints)
+        costs[number] *= multiplier(preferred, worker_pool.members[owner[0]].config.taints)

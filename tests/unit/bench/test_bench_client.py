@@ -36,7 +36,6 @@ def chunk(data: bytes) -> bytes:
 @asynccontextmanager
 async def server(answers: list[list[bytes]]) -> AsyncIterator[Target]:
     """Serve ``answers`` in turn on one connection; each part is a separate write."""
-
     handlers: set[asyncio.Task[None]] = set()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

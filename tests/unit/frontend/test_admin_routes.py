@@ -27,9 +27,11 @@ class Site:
     """Both routes over one model, whose gate has admission control or not."""
 
     def __init__(self, admission_control: bool = True) -> None:
-        self.gate = SimpleNamespace(thresholds=Thresholds(), admission_control=admission_control)
+        self.eligibility = SimpleNamespace(
+            thresholds=Thresholds(), admission_control=admission_control
+        )
         self.entry = SimpleNamespace(
-            name="m", ready=True, served=True, picker=SimpleNamespace(gate=self.gate)
+            name="m", ready=True, served=True, picker=SimpleNamespace(eligibility=self.eligibility)
         )
         self.entry.limit = self.limit
         self.tasks = Tasks("test")
@@ -39,7 +41,7 @@ class Site:
         self.bench = Bench(routes)
 
     async def limit(self, thresholds: Thresholds) -> None:
-        self.gate.thresholds = thresholds
+        self.eligibility.thresholds = thresholds
 
     def named(self, name: str) -> Any:
         return self.entry if name == "m" else None

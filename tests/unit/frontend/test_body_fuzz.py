@@ -8,7 +8,7 @@ import logging
 import pytest
 from hostile_bodies import SHAPES, Mutations
 from http_bench import Bench
-from test_call import Site
+from test_request import Site
 
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.route import ExplainRoutes
@@ -36,8 +36,8 @@ async def finish(site: Site) -> None:
 async def test_no_body_is_a_500(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     site, mutations = Site(), Mutations(seed)
     routes = Routes()
-    OpenAIRoutes(site.flow, site, site.tasks).install(routes)  # type: ignore[arg-type]
-    ExplainRoutes(site, site.tasks, 503, site.flow.off_loop).install(routes)  # type: ignore[arg-type]
+    OpenAIRoutes(site.active, site, site.tasks).install(routes)  # type: ignore[arg-type]
+    ExplainRoutes(site, site.tasks, 503, site.active.off_loop).install(routes)  # type: ignore[arg-type]
     seen: dict[int, int] = {}
     with caplog.at_level(logging.ERROR):
         for _ in range(BODIES):

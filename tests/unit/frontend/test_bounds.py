@@ -15,7 +15,7 @@ import pytest
 from http_bench import Bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_call import Site
+from test_request import Site
 from text_kit import (
     EXAMPLE,
     card,
@@ -180,7 +180,7 @@ async def test_choices_are_counted_before_any_prompt_is_tokenized(
 async def test_the_route_that_explains_counts_choices_too(site: Site) -> None:
     refuse_to_tokenize(site)
     routes = Routes()
-    explain = ExplainRoutes(site, site.tasks, 503, site.flow.off_loop)  # type: ignore[arg-type]
+    explain = ExplainRoutes(site, site.tasks, 503, site.active.off_loop)  # type: ignore[arg-type]
     explain.install(routes)
     site.bench = Bench(handler=routes)
     site.post({"model": "tiny", "prompt": ["a"] * 60_000, "n": 128}, "/v1/route")
@@ -335,7 +335,7 @@ async def test_large_bodies_are_worked_on_in_threads(site: Site) -> None:
     site.post({"model": "tiny", "messages": messages, "metadata": "x" * LARGE})
     async with asyncio.timeout(30):
         await begun.wait()  # the loop runs on
-    assert site.bench.transport.out == b"" and site.flow.admission.inside > 0
+    assert site.bench.transport.out == b"" and site.active.admitted > 0
     go_on.set()
     await answered(site)
     assert seen[0].startswith("prompt")
@@ -343,7 +343,7 @@ async def test_large_bodies_are_worked_on_in_threads(site: Site) -> None:
     stream.say([5], finish_reason="stop")
     stream.sink.on_end()
     assert site.status == 200
-    assert site.flow.off_loop.held_bytes == 0
+    assert site.active.off_loop.held_bytes == 0
     site.settled()
 
 
@@ -351,7 +351,7 @@ async def test_a_client_that_leaves_a_large_body_behind(site: Site) -> None:
     site.chat(metadata="x" * LARGE)
     site.bench.connection.connection_lost(None)
     await answered(site)
-    assert site.streams == [] and site.flow.off_loop.held_bytes == 0
+    assert site.streams == [] and site.active.off_loop.held_bytes == 0
     site.settled()
 
 
@@ -364,7 +364,7 @@ async def test_a_large_body_with_a_fault(site: Site) -> None:
 
 
 async def test_large_bodies_together_are_bounded(site: Site) -> None:
-    site.flow.off_loop = OffLoop(LARGE + 1000)
+    site.active.off_loop = OffLoop(LARGE + 1000)
     site.chat(metadata="x" * LARGE)
     other, connection = site.bench.connect()
     first, site.bench.transport, site.bench.connection = site.bench.transport, other, connection

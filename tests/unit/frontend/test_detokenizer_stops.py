@@ -25,7 +25,9 @@ def stream(matcher: StopMatcher, text: str, sizes: list[int]) -> str:
 
 @settings(max_examples=400)
 @given(letters, stop_lists, st.lists(st.integers(1, 5), min_size=1), st.booleans())
-def test_agrees_with_the_twin(text: str, stops: list[str], sizes: list[int], include: bool) -> None:
+def test_agrees_with_the_reference(
+    text: str, stops: list[str], sizes: list[int], include: bool
+) -> None:
     matcher = StopMatcher(StopStrings(stops), include)
     shown = stream(matcher, text, sizes)
     held = matcher.finish()

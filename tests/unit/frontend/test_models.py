@@ -90,7 +90,7 @@ class Box:
 
     def routable(self, name: str = "tiny") -> set[int]:
         entry = self.models.find(name, "Chat")
-        return set(entry.picker.fleet.members)
+        return set(entry.picker.worker_pool.members)
 
     @property
     def names(self) -> list[str]:
@@ -221,17 +221,17 @@ async def test_prefill_workers_join_their_model_whoever_comes_first(box: Box) ->
     entry = box.models.find("tiny", "Chat")
     router = entry.dispatch.prefill
     assert router is not None
-    await until(lambda: router.line.workers == [early.id])
-    assert set(entry.picker.fleet.members) == {decode.id}
+    await until(lambda: router.queue.workers == [early.id])
+    assert set(entry.picker.worker_pool.members) == {decode.id}
     late = await box.worker("prefill", model_type="Prefill")
-    await until(lambda: set(router.line.workers) == {early.id, late.id})
+    await until(lambda: set(router.queue.workers) == {early.id, late.id})
     assert {one.instance_id for one in box.models.instances()} == {early.id, late.id, decode.id}
     for worker in (early, late):
         await worker.runtime.close()
     await until(lambda: not router.active)
-    assert box.names == ["tiny"] and router.line.known_workers == []
+    assert box.names == ["tiny"] and router.queue.all_workers == []
     again = await box.worker("elsewhere", model_type="Prefill")
-    await until(lambda: router.line.workers == [again.id])
+    await until(lambda: router.queue.workers == [again.id])
 
 
 async def test_a_prefill_card_makes_no_model_of_its_own(box: Box) -> None:
@@ -252,7 +252,7 @@ async def test_prefill_cards_that_disagree_are_rejected(
     await until(lambda: "tiny" in box.names)
     await box.worker("prefill", model_type="Prefill", **change)
     await until(lambda: box.rejected("tiny", reason) == 1)
-    router = box.models.find("tiny", "Chat").dispatch.prefill
+    router = box.models.find("tiny", "Chat").prefill.router
     assert router is not None and not router.active
 
 
@@ -260,10 +260,10 @@ async def test_a_second_prefill_endpoint_waits_until_the_first_is_gone(box: Box)
     await box.worker()
     first = await box.worker("prefill", model_type="Prefill")
     await until(lambda: "tiny" in box.names)
-    router = box.models.find("tiny", "Chat").dispatch.prefill
+    router = box.models.find("tiny", "Chat").prefill.router
     assert router is not None
-    await until(lambda: router.line.workers == [first.id])
+    await until(lambda: router.queue.workers == [first.id])
     second = await box.worker("prefill2", model_type="Prefill")
     await until(lambda: box.rejected("tiny", "endpoint") == 1)
     await first.runtime.close()
-    await until(lambda: router.line.workers == [second.id])
+    await until(lambda: router.queue.workers == [second.id])

@@ -23,7 +23,7 @@ from dynamo.errors import (
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.pool import prefill_settings
 from dynamo.frontend.disagg.router import PrefillRouter
-from dynamo.frontend.requests.dispatch import Dispatch, DispatchJob
+from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
@@ -87,36 +87,33 @@ class Workers:
 
 
 class Caller:
-    """A call with one leg."""
+    """An active request with one engine request."""
 
     def __init__(self) -> None:
         self.closed = False
         self.working = 0
-        self.meter = self
+        self.metrics = self
         self.stages: list[str] = []
         self.done: Any = None
         self.error: DynamoError | None = None
-        self.leg: EngineRequest
+        self.engine_request: EngineRequest
 
     def fail(self, error: DynamoError, by_worker: bool = False) -> None:
         self.error, self.closed = error, True
-        self.leg.release()
+        self.engine_request.release()
 
-    def works(self) -> float:
+    def engine_started(self) -> float:
         self.working += 1
         return time.monotonic()
 
-    def rests(self) -> None:
+    def engine_stopped(self) -> None:
         self.working -= 1
 
     def prefilled(self, done: Any) -> None:
         self.done = done
 
-    def placed(self, decision: Any, waiting: int) -> float:
+    def sent(self, engine_request: Any, decision: Any, queued: int, chosen_s: float) -> None:
         self.decision = decision
-        return time.monotonic()
-
-    def sent(self, seconds: float = 0.0) -> None: ...
 
     def routed(self, phase: str) -> None:
         self.stages.append(f"route {phase}")
@@ -126,7 +123,7 @@ class Caller:
 
     def leave(self) -> None:
         self.closed = True
-        self.leg.release()
+        self.engine_request.release()
 
 
 class Box:
@@ -170,8 +167,9 @@ class Box:
             "tiny", ids, StopConditions(max_tokens=7, min_tokens=2), **more
         )
         caller = Caller()
-        caller.leg = EngineRequest(caller, 0, self.decode, f"r{self.count}")  # type: ignore[arg-type]
-        self.dispatch.send(DispatchJob(caller.leg, request, routing, {}))
+        request.routing = routing
+        caller.engine_request = EngineRequest(caller, 0, self.dispatch, f"r{self.count}", request)  # type: ignore[arg-type]
+        self.dispatch.send(caller.engine_request)
         return caller
 
     @property
@@ -193,11 +191,11 @@ class Box:
         return value
 
     def nothing_left(self) -> bool:
-        line = self.router.line
+        line = self.router.queue
         loads = [
             picker.active.load(slot)  # type: ignore[attr-defined]
             for picker in (self.prefill, self.decode)
-            for member in picker.fleet.members.values()
+            for member in picker.worker_pool.members.values()
             for slot in member.slots.values()
         ]
         return not len(line) and not line.running and all(load == (0, 0, 0) for load in loads)
@@ -222,10 +220,10 @@ async def test_one_token_there_then_the_whole_answer_here() -> None:
     assert caller.done.worker_id == PREFILL and caller.decision.worker_id == DECODE
     assert caller.stages == ["route prefill", "dispatch prefill", "route decode"]
     assert caller.working == 0
-    slot = box.decode.fleet.members[DECODE].slots[0]
+    slot = box.decode.worker_pool.members[DECODE].slots[0]
     load = box.decode.active.load(slot)  # type: ignore[attr-defined]
     assert load[:2] == (0, 2), "blocks are load there, prompt tokens are not"
-    caller.leg.release()
+    caller.engine_request.release()
     assert box.nothing_left()
 
 
@@ -261,7 +259,7 @@ async def test_a_prefill_worker_is_sent_no_more_than_fits() -> None:
     box.join(PREFILL, max_num_batched_tokens=100)
     for _ in range(5):
         box.send(60)
-    assert len(box.prefillers.streams) == 2 and len(box.router.line) == 3
+    assert len(box.prefillers.streams) == 2 and len(box.router.queue) == 3
     assert box.value("queue_depth") == 3 and box.value("active_requests") == 2
     box.prefillers.streams[0].answer({})
     assert len(box.prefillers.streams) == 3 and len(box.decoders.streams) == 1
@@ -273,7 +271,7 @@ async def test_slots_may_be_counted_in_requests() -> None:
     for _ in range(3):
         box.send(5)
     assert {one.worker_id for one in box.prefillers.streams} == {PREFILL, SPARE}
-    assert len(box.router.line) == 1
+    assert len(box.router.queue) == 1
 
 
 async def test_a_worker_that_dies_gives_its_requests_back_to_the_head() -> None:
@@ -286,7 +284,7 @@ async def test_a_worker_that_dies_gives_its_requests_back_to_the_head() -> None:
     assert [one.worker_id for one in box.prefillers.streams] == [PREFILL, SPARE]
     box.prefillers.inhibited(PREFILL, True)
     box.prefillers.streams[0].fail(Disconnected("gone"))
-    assert len(box.router.line) == 2
+    assert len(box.router.queue) == 2
     on_spare.answer({})
     assert box.prefillers.streams[2].request.token_ids[0] == 1000, "the first before the third"
     assert box.value("requeues_total") == 1 and first.error is None and second.error is None
@@ -295,7 +293,7 @@ async def test_a_worker_that_dies_gives_its_requests_back_to_the_head() -> None:
     box.prefillers.streams[3].answer({})
     assert len(box.decoders.streams) == 3
     for caller in (first, second, third):
-        caller.leg.release()
+        caller.engine_request.release()
     assert box.nothing_left()
 
 
@@ -309,7 +307,7 @@ async def test_the_last_worker_dies_and_all_go_without() -> None:
     assert all(one.request.prefill_result is None for one in box.decoders.streams)
     assert box.counted("fallbacks_total") == {"no_worker": 3}
     for caller in callers:
-        caller.leg.release()
+        caller.engine_request.release()
     assert box.nothing_left()
 
 
@@ -334,7 +332,7 @@ async def test_retries_are_bounded() -> None:
         box.prefillers.streams[tries].fail(CannotConnect("no"))
     assert len(box.prefillers.streams) == 3 and len(box.decoders.streams) == 1
     assert box.counted("fallbacks_total") == {"retries": 1}
-    caller.leg.release()
+    caller.engine_request.release()
     assert box.nothing_left()
 
 
@@ -381,7 +379,7 @@ async def test_a_client_that_leaves_stops_the_worker_and_frees_its_slot() -> Non
     box.join(PREFILL)
     running, waiting, last = box.send(), box.send(), box.send()
     waiting.leave()
-    assert len(box.router.line) == 1
+    assert len(box.router.queue) == 1
     running.leave()
     assert box.prefillers.streams[0].killed
     assert box.prefillers.streams[1].request.token_ids[0] == 3000
@@ -421,7 +419,7 @@ async def test_a_pinned_worker_that_leaves_is_waited_for_no_longer() -> None:
     box.send(routing=pin)
     box.send(routing=pin)
     box.part(PREFILL)
-    assert len(box.decoders.streams) == 1 and len(box.router.line) == 0
+    assert len(box.decoders.streams) == 1 and len(box.router.queue) == 0
 
 
 async def test_taints_that_no_prefill_worker_has() -> None:
@@ -462,7 +460,7 @@ async def test_conditional_short_prompts_and_long_queues_stay_local() -> None:
     box.send(51)
     assert len(box.prefillers.streams) == 1
     box.send(51)
-    assert len(box.router.line) == 1
+    assert len(box.router.queue) == 1
     box.send(51)
     assert len(box.decoders.streams) == 2, "one waits, and one is not fewer than one"
     assert box.counted("local_total") == {"short": 1, "queue": 1}
@@ -473,10 +471,10 @@ async def test_conditional_what_the_decode_worker_has_cached_counts() -> None:
     box = Box(conditional_disagg=True, conditional_disagg_config=config, kv_events=False)
     box.join(PREFILL)
     request = PreprocessedRequest("tiny", tokens(list(range(64))), StopConditions(max_tokens=3))
-    box.decode.assume(tokens(list(range(48))), DECODE)  # type: ignore[attr-defined]
+    box.decode.predict(tokens(list(range(48))), DECODE)  # type: ignore[attr-defined]
     caller = Caller()
-    caller.leg = EngineRequest(caller, 0, box.decode, "own")  # type: ignore[arg-type]
-    box.dispatch.send(DispatchJob(caller.leg, request, None, {}))
+    caller.engine_request = EngineRequest(caller, 0, box.dispatch, "own", request)  # type: ignore[arg-type]
+    box.dispatch.send(caller.engine_request)
     assert len(box.decoders.streams) == 1 and box.counted("local_total") == {"cached": 1}
 
 
@@ -488,7 +486,7 @@ async def test_where_one_worker_has_vanished_the_other_computes() -> None:
     assert [one.worker_id for one in box.prefillers.streams] == [SPARE] * 4
     assert box.counted("fallbacks_total") == {} and not box.decoders.streams
     for caller in callers:
-        caller.leg.release()
+        caller.engine_request.release()
     assert box.nothing_left()
 
 
@@ -498,5 +496,5 @@ async def test_a_worker_that_vanished_between_choice_and_sending() -> None:
     box.prefillers.refused.add(PREFILL)
     caller = box.send()
     assert caller.error is None and len(box.decoders.streams) == 1
-    caller.leg.release()
+    caller.engine_request.release()
     assert box.nothing_left()

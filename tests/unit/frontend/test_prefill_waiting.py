@@ -11,8 +11,7 @@ from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box, Caller
 
 from benchmarks import prefill_patience
 from dynamo.errors import DynamoError, Overloaded
-from dynamo.frontend.api.prefill_route import explain_both
-from dynamo.frontend.requests.dispatch import DispatchJob
+from dynamo.frontend.api.route import explain_request
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import tokens
@@ -55,7 +54,7 @@ def busy_box(**more: Any) -> Box:
 def report(box: Box, worker: int, used_blocks: int) -> None:
     """The prefill worker says how full it is, as others fill it too."""
     state = KvMetrics(worker, 0, kv_used_blocks=used_blocks, kv_total_blocks=100)
-    box.prefill.gate.busy.report(state)
+    box.prefill.eligibility.busy.report(state)
 
 
 async def test_while_all_prefill_workers_are_busy_requests_wait() -> None:
@@ -64,14 +63,14 @@ async def test_while_all_prefill_workers_are_busy_requests_wait() -> None:
     report(box, PREFILL, 60)
     report(box, SPARE, 60)
     caller = box.send()
-    assert not box.prefillers.streams and len(box.router.line) == 1 and caller.error is None
+    assert not box.prefillers.streams and len(box.router.queue) == 1 and caller.error is None
     looked = asyncio.Event()
     box.router.on_change = looked.set
     report(box, SPARE, 10)
     await asyncio.wait_for(looked.wait(), 5)
     assert box.prefillers.streams[0].worker_id == SPARE
     box.prefillers.streams[0].answer({})
-    caller.leg.release()
+    caller.engine_request.release()
     assert box.nothing_left()
 
 
@@ -81,7 +80,7 @@ async def test_a_busy_worker_gets_nothing_while_another_is_there_but_its_pins_wa
     pinned = box.send(routing=Routing(prefill_worker_id=PREFILL))
     others = [box.send() for _ in range(3)]
     assert {one.worker_id for one in box.prefillers.streams} == {SPARE}
-    assert len(box.router.line) == 1 and pinned.error is None
+    assert len(box.router.queue) == 1 and pinned.error is None
     report(box, PREFILL, 0)
     box.prefillers.streams[0].answer({})  # whatever happens next, the line looks
     assert box.prefillers.streams[-1].worker_id == PREFILL
@@ -113,7 +112,7 @@ async def test_prompts_beyond_the_prefill_thresholds_are_refused(threshold: Any)
     box = Box(admission_control="token-capacity", prefill_slots=1, **threshold)
     box.join(PREFILL, SPARE, max_num_batched_tokens=100)
     callers = [box.send() for _ in range(6)]  # of 40 tokens; 2 go out
-    assert len(box.prefillers.streams) == 2 and len(box.router.line) == 4
+    assert len(box.prefillers.streams) == 2 and len(box.router.queue) == 4
     with pytest.raises(Overloaded, match="too many prompt tokens"):
         box.send()
     assert box.counted("refused_total") == {"overloaded": 1}
@@ -131,7 +130,7 @@ async def test_thresholds_out_of_force_refuse_nobody() -> None:
     box = Box(prefill_slots=1, active_prefill_tokens_threshold=10)
     box.join(PREFILL)
     callers = [box.send() for _ in range(6)]
-    assert len(box.router.line) == 5
+    assert len(box.router.queue) == 5
     for caller in callers:
         caller.leave()
     assert box.nothing_left()
@@ -145,7 +144,7 @@ async def test_a_taint_waits_for_a_slot_of_the_workers_that_have_it() -> None:
     eu = Routing(required_taints=["eu"])
     callers = [box.send(routing=eu), box.send(routing=eu)]
     assert [one.worker_id for one in box.prefillers.streams] == [PREFILL]
-    assert len(box.router.line) == 1 and all(one.error is None for one in callers)
+    assert len(box.router.queue) == 1 and all(one.error is None for one in callers)
     box.prefillers.streams[0].answer({})
     assert [one.worker_id for one in box.prefillers.streams] == [PREFILL, PREFILL]
     for caller in callers:
@@ -168,7 +167,7 @@ async def test_a_bug_in_the_choice_ends_its_request_and_not_the_line() -> None:
     pick = box.prefill.pick
 
     def failing(request_id: str | None, *args: Any, **more: Any) -> Any:
-        if request_id == doomed.leg.reservation_id:
+        if request_id == doomed.engine_request.id:
             raise ZeroDivisionError
         return pick(request_id, *args, **more)
 
@@ -183,7 +182,7 @@ def explained(box: Box, length: int = 40, routing: Routing | None = None) -> Exp
     prompt = tokens(list(range(length)))
     request = PreprocessedRequest("tiny", prompt, StopConditions(max_tokens=7))
     assert isinstance(box.decode, KvPicker)
-    return explain_both(box.decode, box.router, request, routing, ())
+    return explain_request(box.decode, box.router, request, routing, ())
 
 
 async def test_the_table_shows_both_choices() -> None:
@@ -199,7 +198,7 @@ async def test_the_table_shows_both_choices() -> None:
     assert (chosen.worker_id, chosen.chosen) == (SPARE, True)
     assert (full.worker_id, full.chosen, full.excluded) == (PREFILL, False, "no free slot")
     lines = table(found).splitlines()
-    titles = [number for number, line in enumerate(lines) if line.endswith(" workers")]
+    titles = [number for number, queue in enumerate(lines) if queue.endswith(" workers")]
     assert [lines[number] for number in titles] == ["prefill workers", "decode workers"]
     box.send(routing=Routing(prefill_worker_id=SPARE))
     box.send()
@@ -214,7 +213,7 @@ async def test_the_cheapest_has_no_slot_and_is_waited_for_or_not(patience_s: flo
     box = Box(prefill_slots=1, kv_events=False, prefill_patience_s=patience_s)
     box.join(PREFILL, SPARE)
     prompt = tokens(list(range(64)))
-    box.prefill.assume(prompt, PREFILL)  # type: ignore[attr-defined]
+    box.prefill.predict(prompt, PREFILL)  # type: ignore[attr-defined]
     box.send(5, routing=Routing(prefill_worker_id=PREFILL))
     found = explained(box, 64).prefill
     assert found is not None
@@ -238,14 +237,14 @@ async def test_the_table_says_why_a_prompt_stays() -> None:
 def cached_at(box: Box, worker: int, length: int = 640) -> PreprocessedRequest:
     """A request whose prompt ``worker`` has cached."""
     prompt = tokens(list(range(length)))
-    box.prefill.assume(prompt, worker)  # type: ignore[attr-defined]
+    box.prefill.predict(prompt, worker)  # type: ignore[attr-defined]
     return PreprocessedRequest("tiny", prompt, StopConditions(max_tokens=7))
 
 
 def sent(box: Box, request: PreprocessedRequest) -> Caller:
     caller = Caller()
-    caller.leg = EngineRequest(caller, 0, box.decode, "cached")  # type: ignore[arg-type]
-    box.dispatch.send(DispatchJob(caller.leg, request, None, {}))
+    caller.engine_request = EngineRequest(caller, 0, box.dispatch, "cached", request)  # type: ignore[arg-type]
+    box.dispatch.send(caller.engine_request)
     return caller
 
 
@@ -255,7 +254,9 @@ async def test_a_prompt_waits_for_the_worker_that_has_it_cached() -> None:
     request = cached_at(box, PREFILL)
     first = box.send(routing=Routing(prefill_worker_id=PREFILL))
     patient = sent(box, request)
-    assert len(box.router.line) == 1, "the spare one is idle, but all of it would be computed there"
+    assert len(box.router.queue) == 1, (
+        "the spare one is idle, but all of it would be computed there"
+    )
     other = box.send()
     assert box.prefillers.streams[-1].worker_id == SPARE, "others overtake it"
     box.prefillers.streams[0].answer({})
@@ -273,7 +274,7 @@ async def test_patience_has_an_end() -> None:
     box.send(routing=Routing(prefill_worker_id=PREFILL))
     looked = asyncio.Event()
     sent(box, request)
-    assert len(box.router.line) == 1
+    assert len(box.router.queue) == 1
     box.router.on_change = looked.set
     await asyncio.wait_for(looked.wait(), 5)
     assert box.prefillers.streams[-1].worker_id == SPARE
@@ -291,9 +292,9 @@ async def test_in_a_full_line_nobody_is_patient_and_who_can_go_is_not_refused() 
     request = cached_at(box, PREFILL)
     box.send(routing=Routing(prefill_worker_id=PREFILL))
     box.send(routing=Routing(prefill_worker_id=PREFILL))
-    assert len(box.router.line) == 1
+    assert len(box.router.queue) == 1
     sent(box, request)
-    assert box.prefillers.streams[-1].worker_id == SPARE and len(box.router.line) == 1
+    assert box.prefillers.streams[-1].worker_id == SPARE and len(box.router.queue) == 1
     with pytest.raises(Overloaded, match="prefill queue is full"):
         box.send()
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_call import Site, ids, turn
+from test_request import Site, ids, turn
 
 from dynamo.errors import (
     CannotConnect,
@@ -33,14 +33,14 @@ class Fleet(Site):
 
     def __init__(self, workers: int = 3) -> None:
         super().__init__()
-        self.fleet = SimpleNamespace(members=dict.fromkeys(range(1, workers + 1)))
+        self.worker_pool = SimpleNamespace(members=dict.fromkeys(range(1, workers + 1)))
         self.gone: set[int] = set()
 
     def pick(
         self, request_id: str | None, tokens: Any, *, routing: Any, override: Any = None
     ) -> Decision:
         allowed = None if routing is None else routing.allowed_worker_ids
-        found = [one for one in self.fleet.members if allowed is None or one in allowed]
+        found = [one for one in self.worker_pool.members if allowed is None or one in allowed]
         if not found:
             raise NoneAllowed("none is left")
         assert request_id is not None
@@ -125,7 +125,7 @@ async def test_the_request_s_own_workers_are_not_left(site: Fleet) -> None:
     site.chat(nvext={"backend_instance_id": 1})
     routing = site.streams[0].request.routing
     assert routing is not None and routing.allowed_worker_ids is None
-    site.fleet.members.clear()
+    site.worker_pool.members.clear()
     site.streams[0].sink.on_error(CannotConnect("no"))
     await turn()
     assert site.status == 503
@@ -167,7 +167,7 @@ async def test_each_choice_finds_its_own_way(site: Fleet) -> None:
 @pytest.mark.parametrize("ending", ["answered", "refused"])
 async def test_nothing_of_a_rerouted_call_needs_the_collector(site: Fleet, ending: str) -> None:
     site.chat()
-    call = weakref.ref(site.streams[0].sink.call.generation)
+    call = weakref.ref(site.streams[0].sink.request.generation)
     gc.collect()
     gc.disable()
     try:

@@ -64,9 +64,9 @@ def test_every_split_of_the_bytes_gives_the_same(
         stream = request_bytes * 3
         pieces = []
         while stream:
-            cut = random_source.randint(1, len(stream))
-            pieces.append(stream[:cut])
-            stream = stream[cut:]
+            abort = random_source.randint(1, len(stream))
+            pieces.append(stream[:abort])
+            stream = stream[abort:]
         bench = Bench()
         assert bench.feed(*pieces) == whole * 3
         assert len(bench.seen) == 3
@@ -90,7 +90,7 @@ def test_pipelined_requests_are_answered_in_order_and_one_at_a_time() -> None:
 
 async def test_what_a_turn_brings_is_one_write() -> None:
     bench = Bench()
-    bench.server.turn = WriteBatch()
+    bench.server.write_batch = WriteBatch()
     bench.feed(GET * 3)
     assert bench.transport.writes == 1 and bench.transport.out.count(b"200 OK") == 3
     bench.answer = False
@@ -569,7 +569,7 @@ def test_draining_closes_after_the_response() -> None:
     bench.feed(GET)
     bench.server.drain()
     assert not idle.closed and not bench.transport.closed
-    waiting.retire()
+    waiting.close_when_idle()
     assert idle.closed
     bench.seen[0].respond(200, b"")
     assert b"connection: close" in bench.transport.out and bench.transport.closed

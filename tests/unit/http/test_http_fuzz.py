@@ -52,11 +52,11 @@ def test_however_the_bytes_are_cut_they_mean_the_same(
     parts: list[tuple[bytes, list[tuple[int, int, bytes]]]], cuts: list[int]
 ) -> None:
     data = b"".join(mutated(*part) for part in parts)
-    pieces, rest, turn = [], data, 0
+    pieces, rest, write_batch = [], data, 0
     while rest:
-        size = cuts[turn % len(cuts)]
+        size = cuts[write_batch % len(cuts)]
         pieces.append(rest[:size])
-        rest, turn = rest[size:], turn + 1
+        rest, write_batch = rest[size:], write_batch + 1
     seen, refused, out = outcome([data])
     seen_cut, refused_cut, out_cut = outcome(pieces)
     assert seen_cut == seen

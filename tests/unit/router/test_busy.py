@@ -24,9 +24,9 @@ BATCH = Thresholds(prefill_batch_share=0.5)
 
 def one_worker() -> WorkerPool:
     """Worker 1 with one rank."""
-    fleet = WorkerPool(DenseSlots())
-    fleet.add(1, RuntimeConfig())
-    return fleet
+    worker_pool = WorkerPool(DenseSlots())
+    worker_pool.add(1, RuntimeConfig())
+    return worker_pool
 
 
 @pytest.mark.parametrize(
@@ -62,35 +62,35 @@ def test_unknown_capacities() -> None:
 
 
 def test_a_worker_is_busy_when_all_its_ranks_are() -> None:
-    fleet = WorkerPool(DenseSlots())
-    fleet.add(1, RuntimeConfig(data_parallel_size=2, total_kv_blocks=10))
-    watch = BusyWatch(fleet, BLOCKS)
+    worker_pool = WorkerPool(DenseSlots())
+    worker_pool.add(1, RuntimeConfig(data_parallel_size=2, total_kv_blocks=10))
+    watch = BusyWatch(worker_pool, BLOCKS)
     watch.report(KvMetrics(1, 0, active_decode_blocks=9))
-    assert not fleet.busy
+    assert not worker_pool.busy
     watch.report(KvMetrics(1, 1, active_decode_blocks=9))
-    assert fleet.busy == {1}
+    assert worker_pool.busy == {1}
     watch.report(KvMetrics(1, 0, active_decode_blocks=3))
-    assert not fleet.busy
+    assert not worker_pool.busy
     watch.report(KvMetrics(99, 0, active_decode_blocks=9))
-    assert not fleet.busy
+    assert not worker_pool.busy
 
 
 def test_thresholds_change_while_running() -> None:
-    fleet = WorkerPool(DenseSlots())
-    fleet.add(1, RuntimeConfig(total_kv_blocks=10))
-    watch = BusyWatch(fleet, Thresholds())
+    worker_pool = WorkerPool(DenseSlots())
+    worker_pool.add(1, RuntimeConfig(total_kv_blocks=10))
+    watch = BusyWatch(worker_pool, Thresholds())
     watch.report(KvMetrics(1, active_decode_blocks=9))
-    assert not fleet.busy
+    assert not worker_pool.busy
     watch.thresholds = BLOCKS
-    assert fleet.busy == {1}
+    assert worker_pool.busy == {1}
     watch.thresholds = Thresholds(0.95)
-    assert not fleet.busy
+    assert not worker_pool.busy
     watch.thresholds = BLOCKS
     watch.thresholds = Thresholds()
-    assert not fleet.busy
+    assert not worker_pool.busy
     watch.thresholds = BLOCKS
     watch.forget(1)
-    assert not fleet.busy
+    assert not worker_pool.busy
 
 
 def test_thresholds_count_only_with_admission_control() -> None:
@@ -99,25 +99,25 @@ def test_thresholds_count_only_with_admission_control() -> None:
     assert not EligibilityFilter(one_worker(), settings).thresholds.any
     given += ["--admission-control", "token-capacity"]
     (settings,) = load("router", "", [RouterSettings], given, {})
-    gate = EligibilityFilter(one_worker(), settings)
-    assert gate.thresholds == gate.busy.thresholds == Thresholds(0.5, 7, None)
+    eligibility = EligibilityFilter(one_worker(), settings)
+    assert eligibility.thresholds == eligibility.busy.thresholds == Thresholds(0.5, 7, None)
 
 
 def test_without_admission_control_thresholds_are_kept_only() -> None:
-    gate = EligibilityFilter(one_worker(), RouterSettings(mode="kv"), lambda slot: 100)
-    gate.thresholds = Thresholds(prefill_tokens=5)
-    assert gate.thresholds.any and not gate.busy.thresholds.any
-    gate.load_changed(1)
-    assert not gate.fleet.busy
+    eligibility = EligibilityFilter(one_worker(), RouterSettings(mode="kv"), lambda slot: 100)
+    eligibility.thresholds = Thresholds(prefill_tokens=5)
+    assert eligibility.thresholds.any and not eligibility.busy.thresholds.any
+    eligibility.load_changed(1)
+    assert not eligibility.worker_pool.busy
 
 
 def test_thresholds_are_in_force_at_once() -> None:
     settings = RouterSettings(mode="kv", admission_control="token-capacity")
-    gate = EligibilityFilter(one_worker(), settings, lambda slot: 100)
-    gate.thresholds = Thresholds(prefill_tokens=99)
-    assert gate.fleet.busy == {1}
-    gate.thresholds = Thresholds(prefill_tokens=100)
-    assert not gate.fleet.busy
+    eligibility = EligibilityFilter(one_worker(), settings, lambda slot: 100)
+    eligibility.thresholds = Thresholds(prefill_tokens=99)
+    assert eligibility.worker_pool.busy == {1}
+    eligibility.thresholds = Thresholds(prefill_tokens=100)
+    assert not eligibility.worker_pool.busy
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_own_bookings_make_a_worker_busy_until_the_first_token() -> None:
         picker.add_worker(worker_id, RuntimeConfig())
     prompt = array("I", range(12))
     first = picker.pick("a", prompt).worker_id
-    assert picker.fleet.busy == {first}
+    assert picker.worker_pool.busy == {first}
     assert picker.pick("b", prompt).worker_id != first
     with pytest.raises(Overloaded, match="all eligible workers are overloaded"):
         picker.pick("c", prompt)
@@ -166,6 +166,6 @@ def test_own_bookings_make_a_worker_busy_until_the_first_token() -> None:
     picker.mark_prefill_complete("a")
     assert picker.pick("c", prompt).worker_id == first
     picker.free("b")
-    assert len(picker.fleet.busy) == 1
+    assert len(picker.worker_pool.busy) == 1
     picker.remove_worker(first)
-    assert not picker.fleet.busy
+    assert not picker.worker_pool.busy

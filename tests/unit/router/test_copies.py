@@ -6,16 +6,16 @@ from array import array
 from typing import Any
 
 import pytest
+from make_trace import hot_prefix
+from offline_trace import replay
+from replay import Arrival
 
-from benchmarks.make_trace import hot_prefix
-from benchmarks.offline_trace import replay
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router import duplicates
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.replay import Arrival
 
 BLOCK = 4
 CACHE_FIRST: dict[str, Any] = {"prefill_load_scale": 64.0, "duplicate_cost": 32.0}
@@ -67,7 +67,7 @@ class Box:
         """An event: the worker has computed the document."""
         assert self.index is not None
         local = block_hashes(array("I", self.document), BLOCK)
-        slot = self.picker.fleet.members[worker_id].slots[0]
+        slot = self.picker.worker_pool.members[worker_id].slots[0]
         self.index.store(slot, None, sequence_hashes(local), local)
 
     def question(self, number: int) -> array[int]:
@@ -93,11 +93,11 @@ def test_a_copy_in_progress_counts_as_held_until_its_first_token() -> None:
     box = Box()
     workers = box.ask(*range(40))
     maker = next(place for place, worker in enumerate(workers) if worker != 1)
-    copied_to = box.picker.fleet.members[workers[maker]].slots[0]
-    assert box.picker.survey(box.question(99)).held.device[copied_to] == 40
-    assert box.picker.survey(array("I", range(5000, 5100))).held.device[copied_to] == 0
+    copied_to = box.picker.worker_pool.members[workers[maker]].slots[0]
+    assert box.picker.snapshot(box.question(99)).held.device[copied_to] == 40
+    assert box.picker.snapshot(array("I", range(5000, 5100))).held.device[copied_to] == 0
     box.picker.mark_prefill_complete(str(maker))
-    assert box.picker.survey(box.question(99)).held.device[copied_to] == 0
+    assert box.picker.snapshot(box.question(99)).held.device[copied_to] == 0
 
 
 def test_a_copy_whose_request_ends_or_whose_worker_exits_is_forgotten() -> None:
@@ -105,14 +105,14 @@ def test_a_copy_whose_request_ends_or_whose_worker_exits_is_forgotten() -> None:
         box = Box()
         workers = box.ask(*range(40))
         maker = next(place for place, worker in enumerate(workers) if worker != 1)
-        slot = box.picker.fleet.members[workers[maker]].slots[0]
+        slot = box.picker.worker_pool.members[workers[maker]].slots[0]
         if end == "free":
             box.picker.free(str(maker))
         else:
             box.picker.remove_worker(workers[maker])
             box.picker.add_worker(9, RuntimeConfig())
-            assert box.picker.fleet.members[9].slots[0] == slot
-        assert box.picker.survey(box.question(99)).held.device[slot] == 0
+            assert box.picker.worker_pool.members[9].slots[0] == slot
+        assert box.picker.snapshot(box.question(99)).held.device[slot] == 0
 
 
 def test_losses_fade() -> None:
@@ -126,7 +126,7 @@ def test_losses_fade() -> None:
 def test_asking_records_nothing_and_the_parts_add_up() -> None:
     box = Box()
     running = 0
-    while (seen := box.picker.survey(box.question(99))).free_copy is None:
+    while (seen := box.picker.snapshot(box.question(99))).free_copy is None:
         box.ask(running)
         running += 1
     for _ in range(5):

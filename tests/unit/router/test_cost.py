@@ -14,20 +14,20 @@ from dynamo.router.cost import (
     Load,
     TierCounts,
     cached_tokens,
+    cost_params,
     effective_blocks,
     formula,
     overridden,
     parts,
-    terms_of,
 )
 
 
 def test_defaults() -> None:
-    terms = terms_of(RouterSettings(), 16)
-    weights = terms.weights
+    params = cost_params(RouterSettings(), 16)
+    weights = params.weights
     assert (weights.prefill_scale, weights.credit, weights.decay) == (1.0, 1.0, 0.0)
     assert (weights.host, weights.disk, weights.block_size) == (0.75, 0.25, 16)
-    assert terms.temperature == 0.0
+    assert params.temperature == 0.0
 
 
 def test_every_coefficient_has_a_setting() -> None:
@@ -37,10 +37,10 @@ def test_every_coefficient_has_a_setting() -> None:
         shared_cache_multiplier=0.375,
         decode_active_request_weight=2.0,
     )
-    terms = terms_of(settings, 16)
-    weights = terms.weights
+    params = cost_params(settings, 16)
+    weights = params.weights
     assert (weights.host, weights.disk, weights.shared) == (0.5, 0.125, 0.375)
-    assert terms.request_weight == 2.0
+    assert params.request_weight == 2.0
 
 
 @pytest.mark.parametrize(
@@ -62,15 +62,15 @@ def test_out_of_range_flags_end_the_start(
 
 
 def test_the_legacy_weight_is_the_prefill_scale() -> None:
-    terms = terms_of(RouterSettings(overlap_score_weight=2.5, prefill_load_scale=9.0), 16)
-    assert (terms.weights.prefill_scale, terms.weights.credit) == (2.5, 1.0)
+    params = cost_params(RouterSettings(overlap_score_weight=2.5, prefill_load_scale=9.0), 16)
+    assert (params.weights.prefill_scale, params.weights.credit) == (2.5, 1.0)
 
 
 def test_weight_zero_takes_the_credit_and_the_index_away() -> None:
     settings = RouterSettings(mode="kv", overlap_score_weight=0.0)
     assert not settings.uses_index
-    terms = terms_of(settings, 16)
-    assert (terms.weights.prefill_scale, terms.weights.credit) == (0.0, 0.0)
+    params = cost_params(settings, 16)
+    assert (params.weights.prefill_scale, params.weights.credit) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("argv", [["--router-mode", "kv"], ["--router-mode", "round_robin"]])
@@ -89,8 +89,8 @@ def test_flags_and_variables() -> None:
 
 
 def test_override_wins_and_unknown_keys_are_ignored() -> None:
-    base = terms_of(RouterSettings(), 16)
-    terms = overridden(
+    base = cost_params(RouterSettings(), 16)
+    params = overridden(
         base,
         {
             "overlap_score_credit": 1.5,
@@ -102,23 +102,23 @@ def test_override_wins_and_unknown_keys_are_ignored() -> None:
             "colour": "blue",
         },
     )
-    assert (terms.weights.credit, terms.weights.prefill_scale) == (1.5, 2.0)
-    assert (terms.temperature, terms.assume_kv_reuse) == (0.7, False)
-    assert (terms.weights.shared, terms.request_weight) == (0.5, 3.0)
+    assert (params.weights.credit, params.weights.prefill_scale) == (1.5, 2.0)
+    assert (params.temperature, params.assume_kv_reuse) == (0.7, False)
+    assert (params.weights.shared, params.request_weight) == (0.5, 3.0)
     assert overridden(base, {"router_temperature": None}).temperature == 0.0
 
 
 def test_legacy_override() -> None:
-    base = terms_of(RouterSettings(), 16)
-    terms = overridden(base, {"overlap_score_weight": 0})
-    assert (terms.weights.prefill_scale, terms.weights.credit) == (0.0, 0.0)
+    base = cost_params(RouterSettings(), 16)
+    params = overridden(base, {"overlap_score_weight": 0})
+    assert (params.weights.prefill_scale, params.weights.credit) == (0.0, 0.0)
     assert overridden(base, {"overlap_score_weight": 4}).weights.prefill_scale == 4.0
 
 
 def test_untracked_prefill_weighs_nothing() -> None:
-    terms = overridden(terms_of(RouterSettings(), 16), {"track_prefill_tokens": False})
-    assert terms.weights.prefill_scale == 0.0
-    assert not terms.track_prefill_tokens
+    params = overridden(cost_params(RouterSettings(), 16), {"track_prefill_tokens": False})
+    assert params.weights.prefill_scale == 0.0
+    assert not params.track_prefill_tokens
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_untracked_prefill_weighs_nothing() -> None:
 )
 def test_bad_overrides(override: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        overridden(terms_of(RouterSettings(), 16), override)
+        overridden(cost_params(RouterSettings(), 16), override)
     assert caught.value.message.startswith(message)
 
 
@@ -168,8 +168,8 @@ def test_parts_of_a_cost() -> None:
         shared_cache_multiplier=0.5,
         decode_active_request_weight=3.0,
     )
-    terms = terms_of(settings, 4)
-    found = parts(terms, 40, TierCounts(4, 2, 1, 3), Load(20, 16, 12, 2))
+    params = cost_params(settings, 4)
+    found = parts(params, 40, TierCounts(4, 2, 1, 3), Load(20, 16, 12, 2))
     assert found.raw_prefill_blocks == 15.0
     assert found.credit_decay == 1 / (1 + 2.0 * 4 / 10)
     assert found.credit_blocks == pytest.approx(4 * found.credit_decay + 1.5 + 0.25 + 1.5)
@@ -178,7 +178,7 @@ def test_parts_of_a_cost() -> None:
 
 
 def test_effective_blocks_become_cached_tokens() -> None:
-    weights = terms_of(RouterSettings(), 2).weights
+    weights = cost_params(RouterSettings(), 2).weights
     assert effective_blocks(weights, TierCounts(3, 2, 1, 9)) == 4.75
     assert cached_tokens(weights, 4.75) == 10  # 9.5 rounds up
     assert cached_tokens(weights, effective_blocks(weights, TierCounts(3))) == 6

@@ -95,7 +95,7 @@ async def test_events_are_applied_by_a_thread_and_counted(box: Box) -> None:
 async def test_each_publisher_keeps_its_thread_and_all_are_used(box: Box) -> None:
     live = await box.route()
     workers = [await box.worker() for _ in range(4)]
-    await until(lambda: len(live.picker.fleet.members) == 4 and overlap(live) == 0)
+    await until(lambda: len(live.picker.worker_pool.members) == 4 and overlap(live) == 0)
     assert live._threads is not None and live.indexer is not None
     await until(lambda: live.indexer is not None and not live.indexer.recovering())
     threads, numbers = live._threads, itertools.count(1)

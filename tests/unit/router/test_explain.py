@@ -14,7 +14,7 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.explain import explain, table
+from dynamo.router.explain import table
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
 
@@ -31,7 +31,7 @@ def make(workers: int = 3, **given: object) -> KvPicker:
         picker.add_worker(worker_id, RuntimeConfig(taints=["a"] if worker_id < 3 else []))
     if picker.index is not None:
         hashes = block_hashes(PROMPT, BLOCK)
-        slot = picker.fleet.members[workers].slots[0]
+        slot = picker.worker_pool.members[workers].slots[0]
         picker.index.store(slot, None, sequence_hashes(hashes), hashes)
     return picker
 
@@ -39,7 +39,7 @@ def make(workers: int = 3, **given: object) -> KvPicker:
 def test_the_table_of_a_decision() -> None:
     picker = make()
     picker.pick("running", array("I", range(8)), routing=Routing(backend_instance_id=1))
-    found = explain(picker, PROMPT)
+    found = picker.explain(PROMPT)
     assert [(row.worker_id, row.cost, row.chosen) for row in found.candidates] == [
         (3, 3.5, True),
         (2, 6.5, False),
@@ -51,15 +51,15 @@ def test_the_table_of_a_decision() -> None:
     assert (loaded.active_requests, loaded.prefill_blocks, loaded.decode_blocks) == (1, 5.5, 5)
     assert len(picker.active) == 1
     assert "queue" not in table(found)
-    found = explain(picker, PROMPT, queued=["one", "another"])
+    found = picker.explain(PROMPT, queued=["one", "another"])
     assert found.queued_requests == 2 and "2 requests wait in the queue" in table(found)
 
 
 def test_the_price_of_copies_is_named_where_it_counts() -> None:
-    found = explain(make(duplicate_cost=2.0), PROMPT)
+    found = make(duplicate_cost=2.0).explain(PROMPT)
     assert found.duplicate_cost == 2.0
     assert "another worker holds counts as 2 more" in table(found)
-    assert "another worker" not in table(explain(make(), PROMPT))
+    assert "another worker" not in table(make().explain(PROMPT))
     assert [row.cost for row in found.candidates] == [
         pytest.approx(row.prefill_blocks + row.decode_blocks) for row in found.candidates
     ]
@@ -68,9 +68,9 @@ def test_the_price_of_copies_is_named_where_it_counts() -> None:
 def test_why_the_others_were_left_out() -> None:
     picker = make(5)
     picker.add_worker(5, RuntimeConfig(data_parallel_size=2, taints=["a"]))
-    picker.fleet.set_busy(1, True)
+    picker.worker_pool.set_busy(1, True)
     asked = Routing(allowed_worker_ids=[1, 2, 3, 5], required_taints=["a"], dp_rank=1)
-    found = explain(picker, PROMPT, asked)
+    found = picker.explain(PROMPT, asked)
     reasons = {(row.worker_id, row.dp_rank): row.excluded for row in found.candidates}
     assert reasons == {
         (1, 0): "busy",
@@ -86,18 +86,18 @@ def test_why_the_others_were_left_out() -> None:
 
 def test_a_worker_that_just_failed_is_left_out_while_there_are_others() -> None:
     picker = make(2)
-    picker.fleet.shun(2, True)
-    found = explain(picker, PROMPT)
+    picker.worker_pool.avoid(2, True)
+    found = picker.explain(PROMPT)
     assert [(row.worker_id, row.excluded) for row in found.candidates] == [
         (1, ""),
         (2, "has just failed to answer"),
     ]
-    picker.fleet.shun(1, True)
-    assert all(row.cost is not None for row in explain(picker, PROMPT).candidates)
+    picker.worker_pool.avoid(1, True)
+    assert all(row.cost is not None for row in picker.explain(PROMPT).candidates)
 
 
 def test_a_pin_leaves_one() -> None:
-    found = explain(make(), PROMPT, Routing(backend_instance_id=2))
+    found = make().explain(PROMPT, Routing(backend_instance_id=2))
     assert [row.excluded for row in found.candidates] == ["", "pinned to worker 2"] * 1 + [
         "pinned to worker 2"
     ]
@@ -106,7 +106,7 @@ def test_a_pin_leaves_one() -> None:
 def test_sessions_show() -> None:
     picker = make(session_affinity_ttl_s=60.0)
     picker.pick("a", PROMPT, routing=Routing(session_id="s", backend_instance_id=2))
-    found = explain(picker, PROMPT, Routing(session_id="s"))
+    found = picker.explain(PROMPT, Routing(session_id="s"))
     assert found.candidates[0].worker_id == 2
     assert {row.excluded for row in found.candidates} == {"", "bound to another worker"}
 
@@ -114,13 +114,13 @@ def test_sessions_show() -> None:
 def test_no_candidate_at_all() -> None:
     picker = make()
     for worker_id in (1, 2, 3):
-        picker.fleet.set_busy(worker_id, True)
-    found = explain(picker, PROMPT)
+        picker.worker_pool.set_busy(worker_id, True)
+    found = picker.explain(PROMPT)
     assert found.error == "all eligible workers are overloaded"
     assert [row.excluded for row in found.candidates] == ["busy"] * 3
     assert "no worker: all eligible" in table(found)
     with pytest.raises(InvalidArgument):
-        explain(picker, PROMPT, override={"router_temperature": -1})
+        picker.explain(PROMPT, override={"router_temperature": -1})
 
 
 @given(
@@ -138,9 +138,9 @@ def test_the_parts_add_up_to_the_cost(
     for number, (worker_id, length) in enumerate(running):
         tokens = array("I", range(number * 100, number * 100 + length))
         picker.pick(str(number), tokens, routing=Routing(backend_instance_id=worker_id))
-    for row in explain(picker, PROMPT).candidates:
+    for row in picker.explain(PROMPT).candidates:
         assert row.cost == pytest.approx(scale * row.prefill_blocks + row.decode_blocks)
     decision = picker.pick(None, PROMPT)
-    cheapest = explain(picker, PROMPT).candidates[0].cost
-    costs = {row.worker_id: row.cost for row in explain(picker, PROMPT).candidates}
+    cheapest = picker.explain(PROMPT).candidates[0].cost
+    costs = {row.worker_id: row.cost for row in picker.explain(PROMPT).candidates}
     assert costs[decision.worker_id] == cheapest

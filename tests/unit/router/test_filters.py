@@ -12,28 +12,28 @@ from dynamo.router.worker_pool import DenseSlots, WorkerPool
 
 
 @pytest.fixture
-def fleet() -> WorkerPool:
+def worker_pool() -> WorkerPool:
     """Worker 1 with one rank, worker 2 with ranks 0 and 1, worker 3 with ranks 4 and 5."""
-    fleet = WorkerPool(DenseSlots())
-    fleet.add(1, RuntimeConfig(taints=["h100"]))
-    fleet.add(2, RuntimeConfig(data_parallel_size=2))
-    fleet.add(3, RuntimeConfig(data_parallel_size=2, data_parallel_start_rank=4))
-    return fleet
+    worker_pool = WorkerPool(DenseSlots())
+    worker_pool.add(1, RuntimeConfig(taints=["h100"]))
+    worker_pool.add(2, RuntimeConfig(data_parallel_size=2))
+    worker_pool.add(3, RuntimeConfig(data_parallel_size=2, data_parallel_start_rank=4))
+    return worker_pool
 
 
-def owners(fleet: WorkerPool, routing: Routing | None) -> list[tuple[int, int]]:
+def owners(worker_pool: WorkerPool, routing: Routing | None) -> list[tuple[int, int]]:
     """Who the candidates are."""
-    found = [fleet.owners[slot] for slot in eligible(fleet, routing)]
+    found = [worker_pool.owners[slot] for slot in eligible(worker_pool, routing)]
     return sorted(owner for owner in found if owner is not None)
 
 
 EVERYONE = [(1, 0), (2, 0), (2, 1), (3, 4), (3, 5)]
 
 
-def test_nothing_asked_for_gives_the_fleets_own_column(fleet: WorkerPool) -> None:
-    assert eligible(fleet, None) is fleet.candidates
-    assert eligible(fleet, Routing(priority=3)) is fleet.candidates
-    assert owners(fleet, None) == EVERYONE
+def test_nothing_asked_for_gives_the_fleets_own_column(worker_pool: WorkerPool) -> None:
+    assert eligible(worker_pool, None) is worker_pool.candidates
+    assert eligible(worker_pool, Routing(priority=3)) is worker_pool.candidates
+    assert owners(worker_pool, None) == EVERYONE
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,10 @@ def test_nothing_asked_for_gives_the_fleets_own_column(fleet: WorkerPool) -> Non
         (Routing(required_taints=["h100"]), [(1, 0)]),
     ],
 )
-def test_constraints(fleet: WorkerPool, routing: Routing, expected: list[tuple[int, int]]) -> None:
-    assert owners(fleet, routing) == expected
+def test_constraints(
+    worker_pool: WorkerPool, routing: Routing, expected: list[tuple[int, int]]
+) -> None:
+    assert owners(worker_pool, routing) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,24 +85,24 @@ def test_constraints(fleet: WorkerPool, routing: Routing, expected: list[tuple[i
         ),
     ],
 )
-def test_the_callers_faults(fleet: WorkerPool, routing: Routing, message: str) -> None:
+def test_the_callers_faults(worker_pool: WorkerPool, routing: Routing, message: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        eligible(fleet, routing)
+        eligible(worker_pool, routing)
     assert caught.value.message == message
 
 
-def test_busy_workers_are_left_out_until_none_is_left(fleet: WorkerPool) -> None:
-    fleet.set_busy(2, True)
-    fleet.set_busy(99, True)
-    assert owners(fleet, None) == [(1, 0), (3, 4), (3, 5)]
+def test_busy_workers_are_left_out_until_none_is_left(worker_pool: WorkerPool) -> None:
+    worker_pool.set_busy(2, True)
+    worker_pool.set_busy(99, True)
+    assert owners(worker_pool, None) == [(1, 0), (3, 4), (3, 5)]
     with pytest.raises(Overloaded, match="pinned worker 2 is overloaded"):
-        eligible(fleet, Routing(backend_instance_id=2))
-    fleet.set_busy(1, True)
-    fleet.set_busy(3, True)
+        eligible(worker_pool, Routing(backend_instance_id=2))
+    worker_pool.set_busy(1, True)
+    worker_pool.set_busy(3, True)
     with pytest.raises(Overloaded, match=r"^all eligible workers are overloaded$"):
-        eligible(fleet, None)
-    fleet.set_busy(3, False)
-    assert owners(fleet, None) == [(3, 4), (3, 5)]
+        eligible(worker_pool, None)
+    worker_pool.set_busy(3, False)
+    assert owners(worker_pool, None) == [(3, 4), (3, 5)]
 
 
 def test_no_worker_at_all() -> None:
@@ -108,39 +110,39 @@ def test_no_worker_at_all() -> None:
         eligible(WorkerPool(DenseSlots()), Routing(backend_instance_id=1))
 
 
-def test_an_allow_list_of_strangers(fleet: WorkerPool) -> None:
+def test_an_allow_list_of_strangers(worker_pool: WorkerPool) -> None:
     with pytest.raises(NoInstances, match="allowed"):
-        eligible(fleet, Routing(allowed_worker_ids=[8, 9]))
+        eligible(worker_pool, Routing(allowed_worker_ids=[8, 9]))
 
 
-def test_slots_are_dense_and_used_again(fleet: WorkerPool) -> None:
-    assert sorted(fleet.candidates) == list(range(5))
-    freed = fleet.remove(2)
-    assert fleet.remove(2) == []
-    assert len(fleet.candidates) == 3
-    fleet.set_busy(2, True)
-    assert fleet.busy == set()
-    fleet.add(7, RuntimeConfig(data_parallel_size=2))
-    assert sorted(fleet.members[7].slots.values()) == sorted(freed)
-    assert fleet.width == 5
-    before = fleet.members[7].slots[0]
-    fleet.add(7, RuntimeConfig(data_parallel_size=3))
-    assert fleet.members[7].slots[0] == before
-    assert fleet.width == 6
+def test_slots_are_dense_and_used_again(worker_pool: WorkerPool) -> None:
+    assert sorted(worker_pool.candidates) == list(range(5))
+    freed = worker_pool.remove(2)
+    assert worker_pool.remove(2) == []
+    assert len(worker_pool.candidates) == 3
+    worker_pool.set_busy(2, True)
+    assert worker_pool.busy == set()
+    worker_pool.add(7, RuntimeConfig(data_parallel_size=2))
+    assert sorted(worker_pool.members[7].slots.values()) == sorted(freed)
+    assert worker_pool.width == 5
+    before = worker_pool.members[7].slots[0]
+    worker_pool.add(7, RuntimeConfig(data_parallel_size=3))
+    assert worker_pool.members[7].slots[0] == before
+    assert worker_pool.width == 6
 
 
-def test_a_shunned_worker_is_the_last_resort(fleet: WorkerPool) -> None:
-    fleet.shun(99, True)
-    assert eligible(fleet, None) is fleet.candidates
-    fleet.shun(2, True)
-    assert owners(fleet, None) == [(1, 0), (3, 4), (3, 5)]
-    assert owners(fleet, Routing(backend_instance_id=2)) == [(2, 0), (2, 1)]
-    assert owners(fleet, Routing(allowed_worker_ids=[2])) == [(2, 0), (2, 1)]
-    assert exclusion(fleet, None, fleet.members[2], 0) == "has just failed to answer"
-    fleet.set_busy(1, True)
-    fleet.shun(3, True)
-    assert owners(fleet, None) == [(2, 0), (2, 1), (3, 4), (3, 5)]
-    fleet.shun(3, False)
-    assert owners(fleet, None) == [(3, 4), (3, 5)]
-    fleet.remove(2)
-    assert fleet.shunned == set()
+def test_a_shunned_worker_is_the_last_resort(worker_pool: WorkerPool) -> None:
+    worker_pool.avoid(99, True)
+    assert eligible(worker_pool, None) is worker_pool.candidates
+    worker_pool.avoid(2, True)
+    assert owners(worker_pool, None) == [(1, 0), (3, 4), (3, 5)]
+    assert owners(worker_pool, Routing(backend_instance_id=2)) == [(2, 0), (2, 1)]
+    assert owners(worker_pool, Routing(allowed_worker_ids=[2])) == [(2, 0), (2, 1)]
+    assert exclusion(worker_pool, None, worker_pool.members[2], 0) == "has just failed to answer"
+    worker_pool.set_busy(1, True)
+    worker_pool.avoid(3, True)
+    assert owners(worker_pool, None) == [(2, 0), (2, 1), (3, 4), (3, 5)]
+    worker_pool.avoid(3, False)
+    assert owners(worker_pool, None) == [(3, 4), (3, 5)]
+    worker_pool.remove(2)
+    assert worker_pool.avoided == set()

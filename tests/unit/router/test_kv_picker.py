@@ -52,7 +52,9 @@ def cache(picker: KvPicker, worker_id: int, tokens: array[int], blocks: int, **s
     index = picker.index
     assert isinstance(index, RadixTree)
     hashes = block_hashes(tokens, BLOCK, seed=seed_for(**seed))[:blocks]
-    index.store(picker.fleet.members[worker_id].slots[0], None, sequence_hashes(hashes), hashes)
+    index.store(
+        picker.worker_pool.members[worker_id].slots[0], None, sequence_hashes(hashes), hashes
+    )
 
 
 PROMPT = array("I", range(100, 114))  # 14 tokens, three full blocks
@@ -80,7 +82,7 @@ def test_measured_costs(tokens: int, block_size: int, cached: int, cost: float) 
     prompt = array("I", range(tokens))
     local = block_hashes(prompt, block_size)[:cached]
     index.store(index.slot(1, 0), None, sequence_hashes(local), local)
-    assert list(picker.survey(prompt).costs.values()) == [cost]
+    assert list(picker.snapshot(prompt).costs.values()) == [cost]
 
 
 def test_running_requests_weigh_where_asked_for() -> None:
@@ -88,13 +90,13 @@ def test_running_requests_weigh_where_asked_for() -> None:
     for number in range(3):
         routing = Routing(backend_instance_id=1)
         picker.pick(str(number), array("I"), routing=routing)
-    assert list(picker.survey(PROMPT).costs.values()) == [6.5 + 6.0, 6.5]
+    assert list(picker.snapshot(PROMPT).costs.values()) == [6.5 + 6.0, 6.5]
     plain = {"decode_active_request_weight": 0}
-    assert list(picker.survey(PROMPT, override=plain).costs.values()) == [6.5, 6.5]
+    assert list(picker.snapshot(PROMPT, override=plain).costs.values()) == [6.5, 6.5]
     near = Routing(preferred_taints={"near": 0.5})
     picker.add_worker(1, RuntimeConfig(taints=["near"]))
     factor = math.exp(-math.tanh(0.5))
-    assert picker.survey(PROMPT, near).costs[0] == pytest.approx(12.5 * factor)
+    assert picker.snapshot(PROMPT, near).costs[0] == pytest.approx(12.5 * factor)
 
 
 def test_load_outweighs_overlap() -> None:
@@ -262,7 +264,7 @@ def test_metrics_follow_a_request() -> None:
     picker.mark_prefill_complete("a")
     picker.add_output_tokens("a", 11)
     clock.now += 1.0
-    picker.reused(11)
+    picker.add_reused_tokens(11)
     picker.free("a")
     page = registry.render().decode()
     router = 'dynamo_component="backend",dynamo_namespace="ns",router_id="7",worker_id="7"'
@@ -287,7 +289,7 @@ def test_requests_of_a_removed_worker_have_ended() -> None:
     settings = RouterSettings(mode="kv")
     metrics = DecisionMetrics(registry, RouterLabels("ns", "backend", "tiny", "7"))
     picker = KvPicker(settings, BLOCK, make_index(settings), metrics, Random(1), Clock())
-    picker.own_requests = own = LocalRequests(1, BLOCK, False, lambda: None)
+    picker.local_requests = own = LocalRequests(1, BLOCK, False, lambda: None)
     picker.add_worker(1, RuntimeConfig())
     for number in range(5):
         picker.pick(str(number), PROMPT)
@@ -314,13 +316,13 @@ def test_a_rank_that_is_gone_leaves_nothing_in_its_slot(indexed: bool) -> None:
     picker.add_worker(1, RuntimeConfig(data_parallel_size=1))
     assert {picker.pick(None, PROMPT).dp_rank for _ in range(20)} == {0}
     picker.add_worker(1, RuntimeConfig(data_parallel_size=2))  # what runs there was not forgotten
-    rank = picker.fleet.members[1].slots[1]
+    rank = picker.worker_pool.members[1].slots[1]
     assert picker.active.load(rank)[2] == 1
     picker.add_worker(1, RuntimeConfig(data_parallel_size=1))
     picker.remove_worker(1)
     assert len(picker.active) == 0
     picker.add_worker(2, RuntimeConfig(data_parallel_size=4))
-    assert {picker.active.load(slot) for slot in picker.fleet.candidates} == {(0, 0, 0)}
+    assert {picker.active.load(slot) for slot in picker.worker_pool.candidates} == {(0, 0, 0)}
 
 
 def test_what_a_choice_leaves_lying_is_counted() -> None:

@@ -20,11 +20,10 @@ from dynamo.protocols.kv import (
     KvQuery,
     KvQueryAnswer,
 )
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols.load import KV_METRICS, KvMetrics
 from dynamo.router.caches import indexer as indexer_module
 from dynamo.router.caches import recovery as recovery_module
 from dynamo.router.discovery import maintenance as upkeep_module
-from dynamo.router.discovery.load_feed import KV_METRICS
 from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.kv import KvPicker
 from dynamo.runtime import distributed as distributed_module
@@ -79,10 +78,10 @@ async def test_a_lost_last_event_is_found_by_the_sweep(box: Box) -> None:
         KvQueryAnswer("events", [stored(1, 0, 2)], 1),
         KvQueryAnswer("too_new", newest_available=1),
     ]
-    assert live._upkeep is not None
-    live._upkeep.sweep()
+    assert live._maintenance is not None
+    live._maintenance.sweep()
     await until(lambda: overlap(live) == 2)
-    live._upkeep.sweep()
+    live._maintenance.sweep()
     await until(lambda: len(worker.queries) == 3 and not indexer.recovering())
     assert worker.queries[1:] == [KvQuery(0, 1, None), KvQuery(0, 2, None)]
     assert overlap(live) == 2
@@ -116,11 +115,11 @@ async def test_workers_come_and_go(box: Box) -> None:
     await until(lambda: overlap(live) == 0)
     first.answers = [KvQueryAnswer("tree_dump", [stored(0, 0, 4)], 1)]
     second = await box.worker()
-    await until(lambda: len(live.picker.fleet.members) == 2)
+    await until(lambda: len(live.picker.worker_pool.members) == 2)
     page = box.runtime.metrics.render().decode()
     assert f'router_worker_id="{second.id}"' in page
     await first.runtime.close()
-    await until(lambda: list(live.picker.fleet.members) == [second.id])
+    await until(lambda: list(live.picker.worker_pool.members) == [second.id])
     page = box.runtime.metrics.render().decode()
     assert f'router_worker_id="{first.id}"' not in page
     assert live.picker.pick(None, PROMPT).worker_id == second.id
@@ -131,7 +130,7 @@ async def test_workers_come_and_go(box: Box) -> None:
 async def test_ranks_come_from_the_card(box: Box) -> None:
     await box.worker(RuntimeConfig(data_parallel_size=2, data_parallel_start_rank=2))
     live = await box.route()
-    await until(lambda: len(live.picker.fleet.candidates) == 2)
+    await until(lambda: len(live.picker.worker_pool.candidates) == 2)
     assert {live.picker.pick(str(i), PROMPT).dp_rank for i in range(2)} == {2, 3}
 
 
@@ -192,15 +191,15 @@ async def test_a_silent_worker_is_named_once(
     picker.mark_prefill_complete("a")
     picker.free("a")
     await until(lambda: "published no KV event" in caplog.text)  # soon after its first token
-    assert live._upkeep is not None
-    live._upkeep.sweep()
+    assert live._maintenance is not None
+    live._maintenance.sweep()
     assert caplog.text.count("published no KV event") == 1
     name = "dynamo_component_router_kv_event_source_mismatch_workers"
     page = box.runtime.metrics.render().decode()
     assert [line[-2:] for line in page.splitlines() if line.startswith(name)] == [" 1"]
     worker.publish(stored(1, 0, 1))
     await until(lambda: overlap(live) == 1)
-    live._upkeep.sweep()
+    live._maintenance.sweep()
     page = box.runtime.metrics.render().decode()
     assert [line[-2:] for line in page.splitlines() if line.startswith(name)] == [" 0"]
 
@@ -214,8 +213,8 @@ async def test_a_decode_worker_is_not_expected_to_publish(
     await until(lambda: bool(worker.queries) and overlap(live) == 0)
     live.picker.pick("a", PROMPT)
     live.picker.mark_prefill_complete("a")
-    assert live._upkeep is not None
-    live._upkeep.sweep()
+    assert live._maintenance is not None
+    live._maintenance.sweep()
     assert "published no KV event" not in caplog.text
 
 
@@ -261,7 +260,7 @@ async def test_reported_load_makes_workers_busy(box: Box, mode: str) -> None:
     live = await box.route(
         mode=mode, admission_control="token-capacity", active_decode_blocks_threshold=0.8
     )
-    await until(lambda: len(live.picker.fleet.members) == 2)
+    await until(lambda: len(live.picker.worker_pool.members) == 2)
     loads = await busy.runtime.publisher("ns", "backend", KV_METRICS)
 
     def report(used: int) -> None:
@@ -270,22 +269,22 @@ async def test_reported_load_makes_workers_busy(box: Box, mode: str) -> None:
 
     def heard() -> bool:
         report(90)  # until the subscription is through
-        return live.picker.fleet.busy == {busy.id}
+        return live.picker.worker_pool.busy == {busy.id}
 
     await until(heard)
     assert {live.picker.pick(None, PROMPT).worker_id for _ in range(9)} == {free.id}
     page = box.runtime.metrics.render().decode()
     assert "dynamo_component_router_busy_workers{" in page
     await free.runtime.close()
-    await until(lambda: len(live.picker.fleet.members) == 1)
+    await until(lambda: len(live.picker.worker_pool.members) == 1)
     with pytest.raises(Overloaded, match="all eligible workers are overloaded"):
         live.picker.pick("a", PROMPT)
     report(70)
-    await until(lambda: not live.picker.fleet.busy)
+    await until(lambda: not live.picker.worker_pool.busy)
     assert live.picker.pick("a", PROMPT).worker_id == busy.id
     loads.publish(b"\xc1")
     report(85)
-    await until(lambda: bool(live.picker.fleet.busy))
+    await until(lambda: bool(live.picker.worker_pool.busy))
 
 
 def mismatched(box: Box) -> list[str]:
@@ -310,7 +309,7 @@ async def test_a_worker_with_other_blocks_is_refused(
     assert mismatched(box) == ["1"]
     assert 'warning_kind="block_size"' in box.runtime.metrics.render().decode()
     good = await box.worker(RuntimeConfig())
-    await until(lambda: list(live.picker.fleet.members) == [good.id])
+    await until(lambda: list(live.picker.worker_pool.members) == [good.id])
     await worker.runtime.close()
     await until(lambda: mismatched(box) == ["0"])
 
@@ -324,7 +323,7 @@ async def test_where_no_events_are_followed_blocks_may_differ(
     box.workers.append(worker)
     worker.block_size = 16
     await worker.start(RuntimeConfig())
-    await until(lambda: list(live.picker.fleet.members) == [worker.id])
+    await until(lambda: list(live.picker.worker_pool.members) == [worker.id])
 
 
 async def test_events_of_other_blocks_than_registered_are_not_used(

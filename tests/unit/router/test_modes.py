@@ -122,4 +122,4 @@ def test_a_rank_that_is_gone_leaves_nothing_in_its_slot() -> None:
     made.add_worker(1, RuntimeConfig(data_parallel_size=1))
     made.remove_worker(1)
     made.add_worker(2, RuntimeConfig(data_parallel_size=3))
-    assert {made._inflight[slot] for slot in made.fleet.candidates} == {0}
+    assert {made._inflight[slot] for slot in made.worker_pool.candidates} == {0}

@@ -125,9 +125,9 @@ def test_the_faded_load_is_what_everybody_sees() -> None:
     box.learn()
     decision = box.picker.pick("long", box.prompt(10_000))
     box.now_s += 0.5005
-    slot = box.picker.fleet.members[decision.worker_id].slots[0]
+    slot = box.picker.worker_pool.members[decision.worker_id].slots[0]
     assert 4900 <= box.picker.active.load(slot)[0] <= 5100
-    survey = box.picker.survey(box.prompt(16))
-    assert survey.prefill[slot] == box.picker.active.load(slot)[0]
+    snapshot = box.picker.snapshot(box.prompt(16))
+    assert snapshot.prefill[slot] == box.picker.active.load(slot)[0]
     box.picker.free("long")
     assert box.picker.active.load(slot) == (0, 0, 0)

@@ -58,7 +58,7 @@ def served(live: ConnectedRouter, name: str, **asked: Any) -> None:
     picker.pick(name, PROMPT, routing=Routing(**asked))
     picker.mark_prefill_complete(name)
     picker.add_output_tokens(name, 5)
-    picker.reused(7)
+    picker.add_reused_tokens(7)
     picker.free(name)
 
 
@@ -72,7 +72,7 @@ async def test_with_events(box: Box) -> None:
     worker, other = await box.worker(), await box.worker()
     worker.answers = [KvQueryAnswer("tree_dump", [stored(0, 0, 2)], 5)]
     live = await box.route(shared_cache_type="hicache", **settings)
-    await until(lambda: len(live.picker.fleet.members) == 2)
+    await until(lambda: len(live.picker.worker_pool.members) == 2)
     await until(lambda: live.picker.pick(None, PROMPT).overlap_blocks == 2)
     worker.publish(stored(6, 2, 3), stored(6, 2, 3))
     await until(lambda: live.picker.pick(None, PROMPT).overlap_blocks == 3)
@@ -82,7 +82,7 @@ async def test_with_events(box: Box) -> None:
     served(live, "next", session_id="b")
     live.picker.pick("running", PROMPT, routing=Routing(backend_instance_id=other.id))
     live.picker.pick("lost", PROMPT, override={"overlap_score_credit": -9})
-    live.picker.fleet.set_busy(other.id, True)
+    live.picker.worker_pool.set_busy(other.id, True)
     page = Page(box)
     for room in (Router, RouterIndex, Hits, RouterGate):
         for spec in specs(room):
@@ -109,7 +109,7 @@ async def test_with_events(box: Box) -> None:
 async def test_with_predictions(box: Box, policy: str) -> None:
     await box.worker(RuntimeConfig(total_kv_blocks=5))
     live = await box.route(kv_events=False, approximate_cache_policy=policy, max_tree_size=5)
-    await until(lambda: len(live.picker.fleet.members) == 1)
+    await until(lambda: len(live.picker.worker_pool.members) == 1)
     served(live, "a")
     for number in range(3):
         prompt = PROMPT[:]

@@ -64,14 +64,14 @@ def test_a_session_keeps_its_rank() -> None:
 def test_without_a_session_nothing_is_bound() -> None:
     made = picker()
     assert {made.pick(str(i), TOKENS).worker_id for i in range(4)} == {1, 2, 3}
-    assert made.gate.sessions is not None and len(made.gate.sessions) == 0
+    assert made.eligibility.sessions is not None and len(made.eligibility.sessions) == 0
     made.pick(None, TOKENS, routing=Routing(session_id="only asked"))
-    assert len(made.gate.sessions) == 0
+    assert len(made.eligibility.sessions) == 0
 
 
 def test_without_the_flag_sessions_roam() -> None:
     made = picker(session_affinity_ttl_s=None)
-    assert made.gate.sessions is None
+    assert made.eligibility.sessions is None
     assert {where(made) for _ in range(4)} == {1, 2, 3}
 
 
@@ -82,7 +82,7 @@ def test_a_session_moves_when_its_worker_is_gone() -> None:
     moved = where(made)
     assert moved != home
     assert where(made) == moved
-    assert made.gate.sessions is not None and made.gate.sessions.moved.value == 1
+    assert made.eligibility.sessions is not None and made.eligibility.sessions.moved.value == 1
 
 
 def test_the_request_itself_has_the_last_word() -> None:
@@ -98,11 +98,11 @@ def test_hard_refuses_and_soft_moves() -> None:
     hard, soft = picker(), picker(session_affinity_mode="soft")
     for made in (hard, soft):
         home = where(made)
-        made.fleet.set_busy(home, True)
+        made.worker_pool.set_busy(home, True)
     with pytest.raises(Overloaded):
         where(hard)
     moved = where(soft)
-    assert moved not in soft.fleet.busy
+    assert moved not in soft.worker_pool.busy
     assert where(soft) == moved
 
 
@@ -125,7 +125,7 @@ def test_the_table_is_bounded() -> None:
 
 def test_sessions_are_counted() -> None:
     registry, made = Registry(), picker()
-    gates(registry, RouterLabels("ns", "backend", "m", "7"), made.gate)
+    gates(registry, RouterLabels("ns", "backend", "m", "7"), made.eligibility)
     where(made)
     where(made)
     page = registry.render().decode()
@@ -137,8 +137,8 @@ def test_sessions_are_counted() -> None:
 def test_a_session_leaves_a_worker_that_does_not_answer() -> None:
     made = picker()
     home = where(made)
-    made.fleet.shun(home, True)
+    made.worker_pool.avoid(home, True)
     moved = where(made)
     assert moved != home
-    made.fleet.shun(home, False)
+    made.worker_pool.avoid(home, False)
     assert where(made) == moved

@@ -48,7 +48,7 @@ class Box:
         self.told: dict[int, int] = {}
         for worker_id in range(1, workers + 1):
             self.picker.add_worker(worker_id, RuntimeConfig())
-            slot = self.picker.fleet.members[worker_id].slots[0]
+            slot = self.picker.worker_pool.members[worker_id].slots[0]
             self.indexer.add(worker_id, 0, slot, answers=False)
 
     def tell(
@@ -93,10 +93,10 @@ def test_a_hole_ends_what_a_tier_adds() -> None:
     box.store(1, 1, 6, "host_pinned")
     box.store(1, 1, 6, "disk")
     box.tell(1, BlocksRemoved(IDS[2:3].tobytes()), "host_pinned")
-    found = box.picker.survey(PROMPT).held
+    found = box.picker.snapshot(PROMPT).held
     assert found.of(0) == (1, 1, 4, 0)
     box.tell(1, BlocksRemoved(IDS[0:1].tobytes()), "device")
-    assert box.picker.survey(PROMPT).held.of(0) == (0, 0, 0, 0)
+    assert box.picker.snapshot(PROMPT).held.of(0) == (0, 0, 0, 0)
 
 
 def test_blocks_that_moved_down_still_count_for_less() -> None:
@@ -114,7 +114,7 @@ def test_what_an_engine_offloads_by_id_alone_is_found() -> None:
     box.store(1, 0, 6)
     box.tell(1, BlocksStored(IDS[:3].tobytes(), b""), "host_pinned")
     box.tell(1, BlocksRemoved(IDS[1:].tobytes()), "device")
-    assert box.picker.survey(PROMPT).held.of(0) == (1, 2, 0, 0)
+    assert box.picker.snapshot(PROMPT).held.of(0) == (1, 2, 0, 0)
 
 
 def test_clearing_the_device_clears_everything() -> None:
@@ -122,9 +122,9 @@ def test_clearing_the_device_clears_everything() -> None:
     for tier in ("device", "host_pinned", "disk"):
         box.store(1, 0, 3, tier)
     box.tell(1, BlocksCleared(), "host_pinned")
-    assert box.picker.survey(PROMPT).held.of(0) == (3, 0, 0, 0)
+    assert box.picker.snapshot(PROMPT).held.of(0) == (3, 0, 0, 0)
     box.tell(1, BlocksCleared(), "device")
-    assert box.picker.survey(PROMPT).held.of(0) == (0, 0, 0, 0)
+    assert box.picker.snapshot(PROMPT).held.of(0) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(("given", "counts"), [("none", False), ("hicache", True)])
@@ -167,7 +167,7 @@ def test_a_tier_goes_on_behind_what_is_believed_of_the_device() -> None:
     box = Box(1, predicted_ttl_s=60.0)
     box.picker.pick("a", PROMPT[: 3 * BLOCK])
     box.store(1, 0, 5, "host_pinned")
-    assert box.picker.survey(PROMPT).held.of(0) == (3, 2, 0, 0)
+    assert box.picker.snapshot(PROMPT).held.of(0) == (3, 2, 0, 0)
 
 
 def test_shared_blocks_go_with_the_worker_that_told_of_them() -> None:

@@ -1,0 +1,253 @@
+"""Replays a trace through the router over simulated workers, in virtual time.
+
+Real: hashing, index, KV event state machine, active load, cost and choice. Simulated: workers with
+an LRU prefix cache (blocks of running requests pinned) that compute one prompt after the other at a
+fixed rate, decode in batches, and publish the blocks they store and evict. No I/O, no clock: the
+same trace gives the same report.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from simulated_worker import Job, ServiceModel, SimulatedWorker
+
+from dynamo._fast.hashing import block_hashes, sequence_hashes
+from dynamo.errors import ConfigError
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
+from dynamo.router.caches.indexer import Indexer
+from dynamo.router.picker import Picker
+
+__all__ = ["Arrival", "Replay", "Report", "ServiceModel"]
+
+
+class Arrival(NamedTuple):
+    """One request: arrival time, ids of its prompt blocks, number of generated tokens.
+
+    With ``parent``, the index of an earlier request of the trace, it arrives ``think_s`` after the
+    parent's last token, or at ``at_s`` if that is later.
+    """
+
+    at_s: float
+    block_ids: Sequence[int]
+    output_tokens: int
+    parent: int | None = None
+    think_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a replay. Shares are per worker; imbalance is busiest over mean."""
+
+    requests: int
+    blocks: int
+    hit_blocks: int
+    predicted_blocks: int
+    infinite_hit_blocks: int
+    computed_share: list[float]
+    request_share: list[float]
+    utilisation: float
+    ttft_mean_s: float
+    ttft_p99_s: float
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of all prompt blocks that the chosen worker held when it started computing."""
+        return self.hit_blocks / max(self.blocks, 1)
+
+    @property
+    def infinite_hit_rate(self) -> float:
+        """The hit rate of one cache that never evicts."""
+        return self.infinite_hit_blocks / max(self.blocks, 1)
+
+    @property
+    def of_infinite(self) -> float:
+        """Hit rate over infinite-cache hit rate."""
+        return self.hit_blocks / max(self.infinite_hit_blocks, 1)
+
+    @property
+    def computed_imbalance(self) -> float:
+        """Busiest worker's share of computed prompt tokens over the mean."""
+        return max(self.computed_share) * len(self.computed_share)
+
+    @property
+    def request_imbalance(self) -> float:
+        """Busiest worker's share of requests over the mean."""
+        return max(self.request_share) * len(self.request_share)
+
+
+class Replay:
+    """Drives ``picker`` and, where given, ``indexer`` with a trace.
+
+    The picker's clock must be :meth:`now`. ``block_tokens`` is the size of a block of the trace;
+    every prompt consists of whole blocks.
+    """
+
+    def __init__(self, block_tokens: int, service: ServiceModel) -> None:
+        self.block_tokens = block_tokens
+        self.service = service
+        self._now_s = 0.0
+        self._order = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._workers: dict[int, SimulatedWorker] = {}
+        self._ttft_s: list[float] = []
+        self._predicted = 0
+        self._children: defaultdict[int, list[int]] = defaultdict(list)
+
+    def now(self) -> float:
+        """Return the virtual time in seconds."""
+        return self._now_s
+
+    def attach(self, picker: Picker, indexer: Indexer | None, workers: int, blocks: int) -> None:
+        """Add ``workers`` simulated workers of ``blocks`` blocks each, with empty caches."""
+        self._picker, self._indexer = picker, indexer
+        for worker_id in range(1, workers + 1):
+            self._workers[worker_id] = SimulatedWorker(worker_id, blocks, self.service)
+            picker.add_worker(worker_id, RuntimeConfig(total_kv_blocks=blocks))
+            if indexer is not None:
+                slot = picker.worker_pool.members[worker_id].slots[0]
+                indexer.add(worker_id, 0, slot, answers=False)
+
+    def run(self, arrivals: Sequence[Arrival]) -> Report:
+        """Replay until the last request ends.
+
+        Raises ConfigError, before anything runs, for a prompt that fits no worker and for a parent
+        that does not precede its child.
+        """
+        self._check(arrivals)
+        self._arrivals = arrivals
+        for number, arrival in enumerate(arrivals):
+            if arrival.parent is None:
+                self._at(arrival.at_s, partial(self._arrive, number))
+            else:
+                self._children[arrival.parent].append(number)
+        while self._events:
+            self._now_s, _, action = heapq.heappop(self._events)
+            action()
+        assert len(self._ttft_s) == len(arrivals), "a request got no first token"
+        return self._report(arrivals)
+
+    def _check(self, arrivals: Sequence[Arrival]) -> None:
+        capacity = min((worker.capacity_blocks for worker in self._workers.values()), default=0)
+        largest = max((len(arrival.block_ids) for arrival in arrivals), default=0)
+        if largest > capacity:
+            count = sum(len(arrival.block_ids) > capacity for arrival in arrivals)
+            raise ConfigError(
+                f"{count} of {len(arrivals)} prompts do not fit a worker of {capacity} blocks, "
+                f"the largest has {largest}: give the workers at least {largest} blocks"
+            )
+        for number, arrival in enumerate(arrivals):
+            if arrival.parent is not None and not 0 <= arrival.parent < number:
+                raise ConfigError(
+                    f"request {number} of the trace waits for request {arrival.parent}, "
+                    "which does not precede it"
+                )
+
+    def _at(self, when_s: float, action: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (when_s, self._order, action))
+
+    def _arrive(self, number: int) -> None:
+        arrival = self._arrivals[number]
+        prompt = array("I")
+        for block_id in arrival.block_ids:
+            prompt.extend(array("I", [block_id]) * self.block_tokens)
+        decision = self._picker.pick(str(number), prompt)
+        self._predicted += decision.overlap_blocks
+        local = block_hashes(prompt, self.block_tokens)
+        job = Job(number, self._now_s, arrival.output_tokens, local, sequence_hashes(local))
+        worker = self._workers[decision.worker_id]
+        worker.requests += 1
+        worker.queue.append(job)
+        self._start(worker)
+
+    def _start(self, worker: SimulatedWorker) -> None:
+        """Start the next prompt if the worker is idle and the prompt fits."""
+        if worker.busy or not worker.queue:
+            return
+        job = worker.queue[0]
+        evicted = worker.admit(job)
+        if evicted is None:
+            return
+        worker.queue.popleft()
+        worker.busy = True
+        fresh = len(job.chained) - job.hits
+        worker.hit_blocks += job.hits
+        worker.computed_blocks += fresh
+        seconds = self.service.prefill_s(fresh * self.block_tokens)
+        worker.busy_s += seconds
+        if evicted:
+            self._publish(worker, BlocksRemoved(array("Q", evicted).tobytes()))
+        self._at(self._now_s + seconds, partial(self._first_token, worker, job))
+
+    def _first_token(self, worker: SimulatedWorker, job: Job) -> None:
+        worker.busy = False
+        if job.hits < len(job.chained):
+            parent = job.chained[job.hits - 1] if job.hits else None
+            blocks, local = job.chained[job.hits :], job.local[job.hits :]
+            self._publish(worker, BlocksStored(blocks.tobytes(), local.tobytes(), parent))
+        self._picker.mark_prefill_complete(job.request_id)
+        self._ttft_s.append(self._now_s - job.arrived_s)
+        worker.start_decode(job, self._now_s)
+        self._batch_changed(worker)
+        self._start(worker)
+
+    def _batch_changed(self, worker: SimulatedWorker) -> None:
+        """Schedule the next end in the worker's batch, replacing the one scheduled before.
+
+        The replaced action stays in the heap; its stale version makes :meth:`_end` ignore it.
+        """
+        worker.batch_version += 1
+        end_s = worker.next_end_s()
+        if end_s is not None:
+            self._at(end_s, partial(self._end, worker, worker.batch_version))
+
+    def _end(self, worker: SimulatedWorker, version: int) -> None:
+        if version != worker.batch_version:
+            return
+        job = worker.finish_decode(self._now_s)
+        worker.release(job)
+        self._picker.add_output_tokens(job.request_id, job.output_tokens)
+        self._picker.free(job.request_id)
+        for number in self._children.pop(job.number, ()):
+            child = self._arrivals[number]
+            when_s = max(child.at_s, self._now_s + child.think_s)
+            self._at(when_s, partial(self._arrive, number))
+        self._batch_changed(worker)
+        self._start(worker)
+
+    def _publish(self, worker: SimulatedWorker, data: BlocksStored | BlocksRemoved) -> None:
+        worker.last_event_id += 1
+        if self._indexer is not None:
+            event = KvEvent(worker.last_event_id, data)
+            self._indexer.apply(KvEventBatch(worker.worker_id, [event]))
+
+    def _report(self, arrivals: Sequence[Arrival]) -> Report:
+        seen: set[int] = set()
+        infinite = 0
+        for arrival in arrivals:
+            infinite += sum(block_id in seen for block_id in arrival.block_ids)
+            seen.update(arrival.block_ids)
+        workers = list(self._workers.values())
+        computed = sum(worker.computed_blocks for worker in workers)
+        served = sum(worker.requests for worker in workers)
+        ttft_s = sorted(self._ttft_s)
+        return Report(
+            requests=len(arrivals),
+            blocks=sum(len(arrival.block_ids) for arrival in arrivals),
+            hit_blocks=sum(worker.hit_blocks for worker in workers),
+            predicted_blocks=self._predicted,
+            infinite_hit_blocks=infinite,
+            computed_share=[worker.computed_blocks / max(computed, 1) for worker in workers],
+            request_share=[worker.requests / max(served, 1) for worker in workers],
+            utilisation=sum(w.busy_s for w in workers) / max(self._now_s * len(workers), 1e-9),
+            ttft_mean_s=sum(ttft_s) / max(len(ttft_s), 1),
+            ttft_p99_s=ttft_s[int(len(ttft_s) * 0.99)] if ttft_s else 0.0,
+        )

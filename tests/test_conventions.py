@@ -1,0 +1,353 @@
+"""Checks of conventions that the linters cannot express: sizes, docstrings, imports, words.
+
+Each rule about text is a row of a table, so a new word or identifier is one more row.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "dynamo").rglob("*.py"))
+COMPILED = sorted((ROOT / "dynamo").rglob("*.pyx"))
+FILE_LINES = 500
+FUNCTION_LINES = 60
+FRONTEND_ENTRIES = 10
+BANNED_FILE_NAMES = ("utils", "helpers", "manager", "handler")
+
+# Words that are never right in this code base, and what to write instead.
+WORDS = {
+    r"shall": "use the present tense, or 'must'",
+    r"anew": "write 'again'",
+    r"nobody|somebody|whoever": "name the subject: a client, a worker, a caller",
+    r"meanwhile": "write 'at the same time', or drop it",
+    r"in words(?! of)": "drop it",
+    r"oneself|ceases?": "use the everyday word",
+    r"knobs?": "write 'option' or 'setting'",
+    r"twins?|twinned": "write 'reference implementation'",
+    r"tickets?": "write 'request' or 'queue entry'",
+    r"desks?|manners|tidings": "use the field's term",
+    r"the house|this house": "write 'the architecture' or 'the conventions'",
+    r"goes without|go without": "say what happens to the request",
+    r"a bug in": "say what failed; the log has the exception",
+    r"(?:and|but|for|[,;:]) who (?:comes?|waits?|asks?|listens|speaks|leaves|left|goes)": (
+        "name the subject of the clause"
+    ),
+    r"(?:hears?|heard) (?:of|from|about|that|503|the)": "software receives",
+    r"(?:router|worker|frontend|client|engine|index) (?:believes|knows|wants|hears|tells)": (
+        "software assumes, stores, requests, receives, sends"
+    ),
+}
+WORD_RULES = [(re.compile(rf"\b(?:{word})\b", re.IGNORECASE), why) for word, why in WORDS.items()]
+BANNED_IDENTIFIERS = {"knob", "twin", "ticket", "desk", "house", "anew", "tidings"}
+
+# Ids are printed in hexadecimal; these formats are Dynamo's own.
+DECIMAL_IDS_ALLOWED = {"dynamo/router/decision_log.py"}
+ID_NAME = re.compile(r"(?:^|_)(?:worker|instance|lease|publisher|router)_id$")
+LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+FORMAT_FIELD = re.compile(r"%(?:%|[-#0 +]*[\d.*]*([a-zA-Z]))")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = [module_name(path) for path in SOURCES]
+IMPORTABLE = [name for name in MODULES if not name.endswith("__main__")]
+
+
+@functools.cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def place(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *COMPILED], ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_small(path: Path) -> None:
+    lines = path.read_text().count("\n")
+    assert lines <= FILE_LINES, f"{path.name} has {lines} lines, at most {FILE_LINES}"
+    assert not any(word in path.stem for word in BANNED_FILE_NAMES), f"{path.name} says nothing"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_functions_are_small_and_modules_have_docstrings(path: Path) -> None:
+    assert ast.get_docstring(syntax(path)), f"{path} has no module docstring"
+    for function in functions(syntax(path)):
+        length = (function.end_lineno or 0) - function.lineno + 1
+        assert length <= FUNCTION_LINES, f"{path.name}:{function.name} has {length} lines"
+
+
+def test_the_frontend_package_has_few_entries() -> None:
+    entries = sorted(
+        path.name
+        for path in (ROOT / "dynamo/frontend").iterdir()
+        if path.suffix == ".py" or (path.is_dir() and any(path.glob("*.py")))
+    )
+    entries.remove("__init__.py")
+    assert len(entries) <= FRONTEND_ENTRIES, entries
+
+
+@pytest.mark.parametrize("name", IMPORTABLE)
+def test_all_is_true(name: str) -> None:
+    module = importlib.import_module(name)
+    assert hasattr(module, "__all__"), f"{name} has no __all__"
+    missing = [public for public in module.__all__ if not hasattr(module, public)]
+    assert not missing, f"{name}.__all__ promises {missing}"
+    assert len(set(module.__all__)) == len(module.__all__)
+
+
+def test_public_names_have_docstrings() -> None:
+    bare = []
+    for path in SOURCES:
+        for node in syntax(path).body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if not node.name.startswith("_") and not ast.get_docstring(node):
+                bare.append(f"{place(path, node.lineno)} {node.name}")
+    assert not bare, "public names without a docstring:\n" + "\n".join(bare)
+
+
+def test_class_names_are_unique() -> None:
+    """One name, one class: private classes included."""
+    classes: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(place(path, node.lineno))
+    shared = {name: places for name, places in classes.items() if len(places) > 1}
+    text = "\n".join(f"{name}: {', '.join(places)}" for name, places in sorted(shared.items()))
+    assert not shared, f"class names in use more than once:\n{text}"
+
+
+def test_every_module_imports_alone() -> None:
+    """No module relies on another having been imported first (one interpreter for all)."""
+    script = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    for loaded in [m for m in sys.modules if m.split('.')[0] == 'dynamo']:\n"
+        "        if not loaded.startswith('dynamo._fast.'):\n"
+        "            del sys.modules[loaded]\n"
+        "    importlib.import_module(name)\n"
+    )
+    command = [sys.executable, "-W", "error", "-c", script, *IMPORTABLE]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Return the modules, or names of modules, that an import statement names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Return the modules that each module imports, ``if TYPE_CHECKING`` and functions included."""
+    known = set(MODULES)
+    graph: dict[str, set[str]] = {}
+    for path in SOURCES:
+        module = module_name(path)
+        targets = {name for node in ast.walk(syntax(path)) for name in imported(node)}
+        # `from a.b import c` imports the module a.b.c where there is one, else a.b.
+        modules = {name if name in known else name.rpartition(".")[0] for name in targets}
+        graph[module] = (modules & known) - {module}
+    return graph
+
+
+def test_no_import_circles() -> None:
+    """Imports form no circle, not even one of type annotations only."""
+    try:
+        TopologicalSorter(import_graph()).prepare()
+    except CycleError as error:
+        pytest.fail("import circle: " + " <- ".join(error.args[1]))
+
+
+def test_only_config_reads_the_environment() -> None:
+    readers = [
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if "config" not in path.parts
+        and any(word in path.read_text() for word in ("os.environ", "os.getenv", "getenv("))
+    ]
+    assert not readers, f"read the environment through dynamo.config: {readers}"
+
+
+def test_only_the_command_line_prints() -> None:
+    allowed = {"cli", "bench"}
+    printers = [
+        place(path, node.lineno)
+        for path in SOURCES
+        if not allowed & set(path.parts) and path.stem != "__main__"
+        for node in ast.walk(syntax(path))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+    ]
+    assert not printers, f"only dynamo.cli prints: {printers}"
+
+
+def test_no_orphan_tasks() -> None:
+    """Every task has a parent: a TaskGroup, or dynamo.runtime.tasks."""
+    bare = []
+    for path in SOURCES:
+        if path.name == "tasks.py":
+            continue
+        for node in ast.walk(syntax(path)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            owner = ast.unparse(node.func.value)
+            if node.func.attr in ("ensure_future", "gather") and owner == "asyncio":
+                bare.append(place(path, node.lineno))
+            if node.func.attr == "create_task" and (owner == "asyncio" or owner.endswith("loop")):
+                bare.append(place(path, node.lineno))
+    assert not bare, f"tasks without a parent: {bare}"
+
+
+def test_compiled_modules_have_a_stub_and_a_reference() -> None:
+    """Every extension loads as compiled code, has a stub and a reference implementation."""
+    for path in COMPILED:
+        module = importlib.import_module(f"dynamo._fast.{path.stem}")
+        assert module.__file__ is not None and module.__file__.endswith(".so")
+        assert path.with_suffix(".pyi").exists(), f"{path.name} has no .pyi"
+        reference = ROOT / "tests/oracle" / f"{path.stem}.py"
+        assert reference.exists(), f"{path.name} has no reference implementation"
+
+
+# Words: comments, docstrings, texts for logs and errors, and documentation.
+
+PYTHON = [
+    path
+    for folder in ("dynamo", "tests", "benchmarks", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if path != Path(__file__).resolve()
+]
+PLAIN = [
+    path
+    for pattern in (
+        "dynamo/_fast/*.py[xi]",
+        "dynamo/_fast/*.pxd",
+        "dynamo/_fast/*.hpp",
+        "docs/**/*.md",
+        "*/README.md",
+        "*/*/README.md",
+        "README.md",
+        "examples/*.yaml",
+        "scripts/*",
+        "circus.ini",
+        "pyproject.toml",
+        "setup.py",
+    )
+    for path in sorted(ROOT.glob(pattern))
+    if not any(part.startswith(".") or part == "build" for part in path.relative_to(ROOT).parts)
+]
+TEXT_TOKENS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}
+
+
+@functools.cache
+def tokens(path: Path) -> list[tokenize.TokenInfo]:
+    return list(tokenize.generate_tokens(io.StringIO(path.read_text()).readline))
+
+
+def lines_of_prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the number and text of each line that a reader sees as prose."""
+    if path.suffix != ".py":
+        yield from enumerate(path.read_text().splitlines(), 1)
+        return
+    for token in tokens(path):
+        if token.type in TEXT_TOKENS:
+            yield from enumerate(token.string.split("\n"), token.start[0])
+
+
+@pytest.mark.parametrize("path", [*PYTHON, *PLAIN], ids=lambda p: str(p.relative_to(ROOT)))
+def test_words_are_plain(path: Path) -> None:
+    found = [
+        f"{place(path, number)}: '{match.group()}': {why}"
+        for number, line in lines_of_prose(path)
+        for rule, why in WORD_RULES
+        if (match := rule.search(line))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
+def test_identifiers_are_plain(path: Path) -> None:
+    names = {token.string: token.start[0] for token in tokens(path) if token.type == tokenize.NAME}
+    found = [
+        f"{place(path, line)}: {name}"
+        for name, line in names.items()
+        if BANNED_IDENTIFIERS & {word.lower() for word in re.findall(r"[A-Z]?[a-z]+", name)}
+    ]
+    assert not found, "identifiers with a metaphor:\n" + "\n".join(found)
+
+
+# Ids: hexadecimal in logs and errors.
+
+
+def is_id(node: ast.AST) -> bool:
+    name = getattr(node, "attr", getattr(node, "id", ""))
+    return isinstance(node, ast.Attribute | ast.Name) and bool(ID_NAME.search(name))
+
+
+def decimal_arguments(call: ast.Call) -> Iterator[ast.AST]:
+    """Yield the ids that a log call formats with anything but %x."""
+    text, *arguments = call.args or [ast.Constant("")]
+    if isinstance(text, ast.Constant) and isinstance(text.value, str):
+        kinds = [match[1] for match in FORMAT_FIELD.finditer(text.value) if match[1]]
+        pairs = zip(kinds, arguments, strict=False)
+        yield from (node for kind, node in pairs if is_id(node) and kind not in "xX")
+
+
+def decimal_fields(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the ids that f-strings under ``tree`` format with anything but ``:x``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FormattedValue) and is_id(node.value):
+            spec = ast.unparse(node.format_spec) if node.format_spec else ""
+            if "x" not in spec.lower().strip("'f\""):
+                yield node.value
+
+
+def decimal_ids(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc:
+            yield from decimal_fields(node.exc)
+        if not isinstance(node, ast.Call):
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if isinstance(node.func, ast.Attribute) and name in LOG_METHODS:
+            yield from decimal_arguments(node)
+            yield from decimal_fields(node)
+        elif name.endswith(("Error", "Exception")):
+            yield from decimal_fields(node)
+
+
+def test_ids_are_printed_in_hexadecimal() -> None:
+    found = Counter(
+        f"{place(path, node.lineno)} {ast.unparse(node)}"
+        for path in SOURCES
+        if str(path.relative_to(ROOT)) not in DECIMAL_IDS_ALLOWED
+        for node in decimal_ids(syntax(path))
+        if isinstance(node, ast.expr)
+    )
+    assert not found, "ids in decimal in a log or error text:\n" + "\n".join(found)

@@ -1,0 +1,82 @@
+"""The stage in which a request is counted, from its arrival to its first token or its end."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.frontend.requests.request_metrics import RequestMetrics
+from dynamo.observability.metrics import Registry
+from dynamo.router.picker import Decision
+
+DECISION = Decision(1, 0)
+
+
+class Page:
+    """A frontend's metrics and one request."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+        shared = FrontendMetrics(self.registry)
+        self.metrics = RequestMetrics(
+            shared, shared.model("tiny"), "chat_completions", "stream", 0.0
+        )
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """The stages that are not empty."""
+        rows = (line.rsplit(" ", 1) for line in self.registry.render().decode().splitlines())
+        prefix = "dynamo_frontend_stage_requests{"
+        found = {name: float(value) for name, value in rows if name.startswith(prefix)}
+        assert len(found) == 7
+        return {name.removeprefix(prefix)[:-1]: value for name, value in found.items() if value}
+
+
+def at(stage: str, phase: str) -> dict[str, float]:
+    return {f'phase="{phase}",stage="{stage}"': 1}
+
+
+def test_a_request_of_one_worker() -> None:
+    page = Page()
+    assert page.stages == at("preprocess", "")
+    page.metrics.routed("aggregated")
+    assert page.stages == at("route", "aggregated")
+    page.metrics.sent(DECISION, 0, 1.0, 0.0)
+    page.metrics.dispatched(8)
+    assert page.stages == at("dispatch", "aggregated")
+    page.metrics.routed("aggregated")  # another choice of it waits for a worker
+    assert page.stages == at("dispatch", "aggregated")
+    page.metrics.first_token(2.0)
+    assert page.stages == {}
+    page.metrics.ended(None)
+    assert page.stages == {}
+
+
+def test_a_request_whose_prompt_is_computed_elsewhere() -> None:
+    page = Page()
+    page.metrics.routed("prefill")
+    page.metrics.dispatched(8)
+    assert page.stages == at("route", "prefill")
+    page.metrics.prefilling()
+    assert page.stages == at("dispatch", "prefill")
+    page.metrics.routed("decode")
+    assert page.stages == at("route", "decode")
+    page.metrics.sent(DECISION, 0, 1.0, 0.0)
+    assert page.stages == at("dispatch", "decode")
+    page.metrics.first_token(2.0)
+    assert page.stages == {}
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_a_request_that_ends_early_is_in_no_stage(steps: int) -> None:
+    page = Page()
+    metrics = page.metrics
+    for step in (
+        lambda: metrics.routed("prefill"),
+        metrics.prefilling,
+        lambda: metrics.routed("decode"),
+    )[:steps]:
+        step()
+    assert len(page.stages) == 1
+    metrics.ended(None)
+    assert page.stages == {}
