@@ -51,7 +51,7 @@ class WatcherEvents(Protocol):
 class SupervisingArbiter(Arbiter):  # type: ignore[misc]
     """The arbiter of one deployment, on the running asyncio loop. It handles no signals."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - four by name
         self,
         watchers: list[SupervisedWatcher],
         endpoint: str,

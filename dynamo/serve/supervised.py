@@ -133,7 +133,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
 
     arbiter: SupervisingArbiter
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the command by name
         self,
         name: str,
         cmd: str,

@@ -13,7 +13,7 @@ from dynamo.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """sample: one option of every kind"""
+    """sample: one option of every kind"""  # noqa: D400, D415 - a heading of --help
 
     mode: str = option(
         "kv",
