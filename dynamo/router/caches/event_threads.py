@@ -38,7 +38,7 @@ LOGGED = ("malformed", "overflow", "failed")
 Handed = tuple[bytes | None, int | None, int, int]
 """What ``Ingest.handed`` gives."""
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
 
 
@@ -121,9 +121,9 @@ class EventThreads:
         try:
             self.ingest.run(number)
         except Exception:
-            logger.exception("thread %d for KV events failed", number)
+            log.exception("thread %d for KV events failed", number)
         if not self._closed:
-            logger.error("thread %d for KV events ended: its workers' caches go stale", number)
+            log.error("thread %d for KV events ended: its workers' caches go stale", number)
 
     def _take_handed(self) -> None:
         self.ingest.silence()
@@ -135,7 +135,7 @@ class EventThreads:
                 take_handed(handed, self._indexer, self._counts)
             except Exception:  # one batch must not end the others; its ids will be missed
                 self._counts.warning("failed")
-                logger.exception("KV events of worker %s failed", handed[1])
+                log.exception("KV events of worker %s failed", handed[1])
         else:
             if self._loop is not None and not self._closed:
                 self._loop.call_soon(self._take_handed)
@@ -160,7 +160,7 @@ class EventThreads:
             if new:
                 self._counts.warning(kind, new)
                 if kind in LOGGED:
-                    logger.warning("KV events: %d times %s", new, kind)
+                    log.warning("KV events: %d times %s", new, kind)
 
 
 def take_handed(handed: Handed, indexer: Indexer, counts: EventCounts) -> None:
@@ -173,7 +173,7 @@ def take_handed(handed: Handed, indexer: Indexer, counts: EventCounts) -> None:
         batch = _decode_batch(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         counts.warning("malformed")
-        logger.warning("KV events of worker %s cannot be read: %s", worker, error)
+        log.warning("KV events of worker %s cannot be read: %s", worker, error)
         return
     if worker is not None:
         batch.events = [event for event in batch.events[first:] if event.dp_rank == dp_rank]

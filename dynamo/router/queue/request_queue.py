@@ -36,7 +36,7 @@ busy reports that expire."""
 _BATCH = 32
 """Requests that one loop iteration routes, or whose cached tokens it refreshes."""
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 OnDecision = Callable[[Decision], None]
 OnError = Callable[[DynamoError], None]
@@ -235,7 +235,7 @@ class RequestQueue:
             self._reject(request, error)
             return True
         except Exception:
-            logger.exception("routing request %s failed", request_id)
+            log.exception("routing request %s failed", request_id)
             self._reject(request, DynamoError("Internal router error"))
             return True
         self._remove(request)
@@ -243,7 +243,7 @@ class RequestQueue:
         try:
             request.on_decision(decision)
         except Exception:
-            logger.exception("request %s: the decision callback failed", request_id)
+            log.exception("request %s: the decision callback failed", request_id)
             self.picker.free(request_id)
         return True
 
@@ -255,7 +255,7 @@ class RequestQueue:
         try:
             request.on_error(error)
         except Exception:
-            logger.exception("request %s: the error callback failed", request.request_id)
+            log.exception("request %s: the error callback failed", request.request_id)
 
     def _cancel(self, request: QueuedRequest) -> None:
         if self._remove(request):
@@ -303,14 +303,10 @@ def make_queue(
     if settings.queue_threshold is None or place.worker_type == "prefill":
         return None
     if not isinstance(picker, KvPicker):
-        logger.warning(
-            "--router-queue-threshold has no effect in mode %s, only in kv", settings.mode
-        )
+        log.warning("--router-queue-threshold has no effect in mode %s, only in kv", settings.mode)
         return None
     if not settings.track_prefill_tokens:
-        logger.warning(
-            "--router-queue-threshold has no effect with --no-router-track-prefill-tokens"
-        )
+        log.warning("--router-queue-threshold has no effect with --no-router-track-prefill-tokens")
         return None
     return RequestQueue(picker, settings, QueueMetrics(registry, place.model, place.worker_type))
 
