@@ -40,8 +40,8 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import instance_key
-from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
-from dynamo.router.discovery.router import KV_EVENTS, ConnectedRouter
+from dynamo.protocols.kv import KV_EVENTS, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
+from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.runtime import DistributedRuntime
 
 BLOCK = 16

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from operator import attrgetter
 from random import Random
 
+from replay import Arrival, Replay, Report, ServiceModel
+
 from dynamo.bench.trace import TraceRequest, parents, read_trace
 from dynamo.config.option import from_env
 from dynamo.config.router import ROUTER_MODES, RouterSettings
@@ -24,7 +26,6 @@ from dynamo.router.factory import make_index, make_predicted
 from dynamo.router.kv import KvPicker
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Picker
-from dynamo.router.replay import Arrival, Replay, Report, ServiceModel
 
 __all__ = ["main", "replay"]
 

@@ -48,7 +48,7 @@ class Run:
             clock=lambda: self.now_s,
             predicted=make_predicted(settings, index),
         )
-        self.line: PrefillQueue[int] = PrefillQueue(len(arrivals))
+        self.queue: PrefillQueue[int] = PrefillQueue(len(arrivals))
         self.arrivals = arrivals
         self.rate = options.prefill_tokens_per_s
         self.patience_s = 0.0
@@ -62,7 +62,7 @@ class Run:
         )
         for worker_id in range(1, options.workers + 1):
             self.picker.add_worker(worker_id, config)
-            self.line.set_worker(worker_id, capacity_of(config, None))
+            self.queue.set_worker(worker_id, capacity_of(config, None))
             self._busy_until[worker_id] = 0.0
 
     def run(self, patience_s: float) -> None:
@@ -72,15 +72,15 @@ class Run:
         while self._events:
             self.now_s, number, kind = heapq.heappop(self._events)
             if kind == "come":
-                self.line.enter(number, self.now_s)
+                self.queue.add(number, self.now_s)
             elif kind == "enough":
-                self.line.bind(number, None)
+                self.queue.bind(number, None)
             else:
                 self.picker.free(str(number))
-                self.line.finish(number)
+                self.queue.finish(number)
                 self.ttft_s.append(self.now_s - self.arrivals[number][0])
-            while (turn := self.line.next()) is not None:
-                self._serve(turn.ticket, turn.workers)
+            while (turn := self.queue.next()) is not None:
+                self._serve(turn.request, turn.workers)
         self.ttft_s.sort()
 
     def _serve(self, number: int, free: list[int] | None) -> None:
@@ -89,14 +89,14 @@ class Run:
             best = self.picker.pick(None, prompt).worker_id
             if best not in free:
                 self._bound.add(number)
-                self.line.bind(number, best)
+                self.queue.bind(number, best)
                 heapq.heappush(self._events, (self.now_s + self.patience_s, number, "enough"))
                 return
         routing = None if free is None else Routing(allowed_worker_ids=free)
         found = self.picker.pick(str(number), prompt, routing=routing)
         new = max(len(prompt) - found.overlap_blocks * _BLOCK, 1)
         self.cached += len(prompt) - new
-        self.line.start(number, found.worker_id, new)
+        self.queue.start(number, found.worker_id, new)
         done_s = max(self._busy_until[found.worker_id], self.now_s) + new / self.rate
         self._busy_until[found.worker_id] = done_s
         heapq.heappush(self._events, (done_s, number, "done"))

@@ -58,15 +58,15 @@ def direct(picker: KvPicker, request_id: str, tokens: array[int]) -> None:
     picker.free(request_id)
 
 
-def lined(
-    line: RequestQueue,
+def queued(
+    queue: RequestQueue,
     picker: KvPicker,
     request_id: str,
     tokens: array[int],
-    nobody: Callable[..., None],
+    ignore: Callable[..., None],
 ) -> None:
     """Through a queue, with the callback that a frontend creates for each request."""
-    line.request(request_id, tokens, on_decision=partial(nobody, request_id), on_error=nobody)
+    queue.submit(request_id, tokens, on_decision=partial(ignore, request_id), on_error=ignore)
     picker.mark_prefill_complete(request_id)
     picker.free(request_id)
 
@@ -76,7 +76,7 @@ def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
     settings = RouterSettings(mode="kv", queue_threshold=1.0)
     picker = picker_of(settings, prompts)
     eligibility = picker.eligibility
-    line = RequestQueue(picker, settings, QueueMetrics(Registry(), "m"))
+    queue = RequestQueue(picker, settings, QueueMetrics(Registry(), "m"))
 
     def unaware() -> Request:
         eligibility.__class__ = Unaware
@@ -87,8 +87,8 @@ def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
         return partial(direct, picker)
 
     def waiting() -> Request:
-        eligibility.__class__, eligibility.on_change = EligibilityFilter, line.wake
-        return partial(lined, line, picker, nobody=print)
+        eligibility.__class__, eligibility.on_change = EligibilityFilter, queue.wake
+        return partial(queued, queue, picker, ignore=print)
 
     return {
         "no queue in the code": unaware,

@@ -1,7 +1,7 @@
-"""The error tree: every failure has a code, an HTTP face and says whether a retry can help.
+"""The error tree: each failure has a code, an HTTP status, and whether a retry may succeed.
 
-Raised where the cause is known, translated once at the edge (the HTTP response, the error frame of
-the request plane, the exit status of a command). Spec 5.4, 7.11, 8.2.
+Raise an error where its cause is known; translate it once at the edge: the HTTP response, the
+error frame of the request plane, the exit status of a command. Spec 5.4, 7.11, 8.2.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = [
     "UnknownEndpoint",
     "WorkerLeaving",
     "WorkerUnavailable",
-    "cut",
     "from_code",
+    "shorten",
 ]
 
 _MESSAGE_LIMIT = 8192
@@ -42,10 +42,10 @@ _MESSAGE_LIMIT = 8192
 class DynamoError(Exception):
     """Root of the tree.
 
-    ``code`` is the stable name that crosses process borders, ``status`` the HTTP status,
-    ``kind`` the ``type`` field of the HTTP error body, ``retryable`` whether the same request may
-    succeed on another worker, ``unsent`` whether no handler has seen it. ``relayed``: received over
-    the request plane, raised by another process.
+    ``code`` is the stable name on the wire, ``status`` the HTTP status, ``kind`` the ``type`` field
+    of the HTTP error body. ``retryable``: the same request may succeed on another worker.
+    ``unsent``: no handler has received the request, so a retry cannot run it twice. ``relayed``:
+    raised by another process and received over the request plane.
     """
 
     code: ClassVar[str] = "internal"
@@ -60,24 +60,24 @@ class DynamoError(Exception):
         self.message = message
 
     def wire_code(self) -> str:
-        """What :func:`from_code` rebuilds the error from, beside its message."""
+        """Return the code from which :func:`from_code` rebuilds the error."""
         return self.code
 
 
 class ConfigError(DynamoError):
-    """A flag, variable or file is wrong; the message names it, its value and the remedy."""
+    """A flag, variable or file is wrong; the message gives its name, its value and the remedy."""
 
     code = "config"
 
 
 class StatefileError(DynamoError):
-    """The statefile is missing, torn, foreign or held by another deployment."""
+    """The statefile is missing, damaged, or belongs to another deployment."""
 
     code = "statefile"
 
 
 class InvalidArgument(DynamoError):
-    """The caller's fault: a bad field, a bad prompt, a bad endpoint path."""
+    """The request is invalid: a bad field, prompt or endpoint path."""
 
     code = "invalid_argument"
     status = 400
@@ -93,7 +93,7 @@ class ModelNotFound(DynamoError):
 
 
 class Unavailable(DynamoError):
-    """Nobody can serve the request now; a later one may succeed."""
+    """No worker can serve the request now; a later one may succeed."""
 
     code = "unavailable"
     status = 503
@@ -107,21 +107,21 @@ class NoInstances(Unavailable):
 
 
 class WorkerUnavailable(Unavailable):
-    """The chosen worker is not there any more."""
+    """The chosen worker cannot serve the request."""
 
     code = "worker_unavailable"
     retryable = True
 
 
 class InstanceGone(WorkerUnavailable):
-    """Discovery has no such instance (any more)."""
+    """The instance is not registered, or no longer."""
 
     code = "instance_gone"
     unsent = True
 
 
 class UnknownEndpoint(WorkerUnavailable):
-    """The worker answered, but does not serve this endpoint (any more)."""
+    """The worker answered, but does not serve this endpoint, or no longer."""
 
     code = "unknown_endpoint"
     unsent = True
@@ -160,13 +160,13 @@ class StreamIncomplete(Disconnected):
 
 
 class EngineShutdown(WorkerUnavailable):
-    """The worker is shutting down and handed the request back."""
+    """The worker is shutting down and returned the request."""
 
     code = "engine_shutdown"
 
 
 class WorkerLeaving(EngineShutdown):
-    """The worker is shutting down and takes no new request."""
+    """The worker is shutting down and rejects new requests."""
 
     code = "worker_leaving"
     unsent = True
@@ -180,13 +180,13 @@ class Overloaded(Unavailable):
 
 
 class RouterQueueLimitExceeded(Overloaded):
-    """Nobody else may wait for a worker: the router's queue is full. Spec 3.9."""
+    """The router's queue is full. Spec 3.9."""
 
     code = "router_queue_limit_exceeded"
 
 
 class Cancelled(DynamoError):
-    """The client went away or asked to stop."""
+    """The client disconnected or cancelled the request."""
 
     code = "cancelled"
     status = 499
@@ -194,15 +194,15 @@ class Cancelled(DynamoError):
 
 
 class EngineFailure(DynamoError):
-    """The engine raised; the text is its own."""
+    """The engine raised; the message is the engine's."""
 
     code = "engine_failure"
 
 
 class HttpFailure(DynamoError):
-    """The engine chose an HTTP status by :class:`HttpError`; what is no error status counts as 500.
+    """The engine raised :class:`HttpError`; a status that is no error becomes 500.
 
-    Clients read the message of a 4xx word for word. Spec 5.4.
+    Clients receive the message of a 4xx literally. Spec 5.4.
     """
 
     code = "http"
@@ -218,10 +218,10 @@ class HttpFailure(DynamoError):
 
 
 class HttpError(Exception):
-    """Raised by an engine's handler: the HTTP status that the client is to see. Spec 7.11.
+    """An engine's handler raises it to choose the HTTP status of the response. Spec 7.11.
 
-    ``code`` is 0..599; a message longer than 8192 characters is cut and ends in three dots.
-    ValueError for anything else.
+    ``code`` is 0..599; a message longer than 8192 characters is shortened and ends in three dots.
+    Raises ValueError for any other argument.
     """
 
     def __init__(self, code: int, message: str) -> None:
@@ -258,14 +258,14 @@ _BY_CODE = _tree(DynamoError)
 
 
 def from_code(code: str, message: str) -> DynamoError:
-    """Rebuild the error that crossed a process border; an unknown code is a plain DynamoError."""
+    """Rebuild an error received from another process; an unknown code gives a DynamoError."""
     name, _, status = code.partition(".")
     if name == HttpFailure.code and status.isascii() and status.isdigit():
         return HttpFailure(message, int(status[:3]))
     return _BY_CODE.get(code, DynamoError)(message)
 
 
-def cut(value: object, characters: int = 64) -> str:
-    """``value`` as text to quote in a message; a longer text ends in three dots at that length."""
+def shorten(value: object, characters: int = 64) -> str:
+    """Return ``value`` as text of at most ``characters``; a shortened text ends in three dots."""
     text = str(value)
     return text if len(text) <= characters else text[: characters - 3] + "..."

@@ -1,4 +1,4 @@
-"""Real etcd and nats-server processes of a test's own, on free loopback ports, ended by pid."""
+"""Real etcd and nats-server processes for a test, on free loopback ports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def binary(name: str) -> str | None:
 def needs(name: str, package: str) -> pytest.MarkDecorator:
     """Skips where the server is missing, naming the Debian package that has it."""
     return pytest.mark.skipif(
-        binary(name) is None, reason=f"{name} is not here: apt-get install {package}"
+        binary(name) is None, reason=f"{name} is missing: apt-get install {package}"
     )
 
 
@@ -36,7 +36,7 @@ needs_nats = needs("nats-server", "nats-server")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
+    """Return ports that are currently free, all different."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:
@@ -48,7 +48,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Server:
-    """A process that listens on ``host:port``; may be stopped, frozen and started again."""
+    """A process that listens on ``host:port``; tests stop, freeze and restart it."""
 
     def __init__(self, command: list[str], host: str, port: int, log: Path) -> None:
         self.command = command
@@ -58,7 +58,7 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, prefix: tuple[str, ...] = ()) -> None:
-        """Start and wait until it answers."""
+        """Start it and wait until it accepts connections."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*prefix, *self.command], stdout=log, stderr=subprocess.STDOUT
@@ -70,7 +70,7 @@ class Server:
             time.sleep(0.02)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """End it."""
+        """Kill it."""
         if self.process is not None:
             self.process.send_signal(signal.SIGCONT)
             self.process.send_signal(number)
@@ -78,12 +78,12 @@ class Server:
             self.process = None
 
     def freeze(self) -> None:
-        """It hangs: its sockets stay open and nothing answers."""
+        """Suspend it: its sockets stay open and nothing answers."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Resume the stopped server."""
+        """Resume it."""
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
 
@@ -113,7 +113,7 @@ class Etcd(Server):
         super().__init__(command, host, port, directory / "etcd.log")
 
     def wipe(self) -> None:
-        """Lose everything; while it is down."""
+        """Delete all data, while it is stopped."""
         shutil.rmtree(self.data)
 
 

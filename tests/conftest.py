@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from boxes import Etcd, Nats, binary
 from deployment import Deployment
+from serving import Serving
 
 
 @pytest.fixture
 def deployment(tmp_path: Path) -> Iterator[Deployment]:
-    """A deployment of the test's own."""
+    """A deployment for one test."""
     made = Deployment(tmp_path)
     yield made
     made.close()
@@ -20,7 +21,7 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
 
 @pytest.fixture(scope="module")
 def shared_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Two mockers behind a KV router, for tests that change nothing."""
+    """Two mockers behind a KV router, for tests that do not change it."""
     made = Deployment(tmp_path_factory.mktemp("deployment"))
     made.mocker("--speedup-ratio", "0", "--num-workers", "2", "--block-size", "16")
     made.frontend("--router-mode", "kv")
@@ -31,11 +32,19 @@ def shared_deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depl
         made.close()
 
 
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    """A ``dynamo serve``, not started yet."""
+    made = Serving(tmp_path)
+    yield made
+    made.close()
+
+
 @pytest.fixture(scope="session")
 def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
     """One etcd for the tests that neither stop nor compact it."""
     if binary("etcd") is None:
-        pytest.skip("etcd is not here: apt-get install etcd-server")
+        pytest.skip("etcd is missing: apt-get install etcd-server")
     server = Etcd(tmp_path_factory.mktemp("etcd"))
     server.start()
     yield server
@@ -46,7 +55,7 @@ def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nats]:
     """One nats-server for the tests that do not stop it."""
     if binary("nats-server") is None:
-        pytest.skip("nats-server is not here: apt-get install nats-server")
+        pytest.skip("nats-server is missing: apt-get install nats-server")
     server = Nats(tmp_path_factory.mktemp("nats"))
     server.start()
     yield server

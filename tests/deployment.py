@@ -1,4 +1,4 @@
-"""Real deployments for end-to-end tests: processes, sockets and files, all of them ours to end."""
+"""Real deployments for end-to-end tests: processes, sockets and files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START_TIMEOUT_S = 30.0
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -50,7 +50,7 @@ class Deployment:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self, module: str, *flags: str, **env: str) -> subprocess.Popen[bytes]:
-        """``python -m module flags`` with its output in a file."""
+        """Start ``python -m module flags`` with its output in a file."""
         number = len(self.processes)
         with (self.logs / f"{number}-{module}.log").open("wb") as log:
             process = subprocess.Popen(
@@ -73,7 +73,7 @@ class Deployment:
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
-        """One request on a fresh connection: status, headers, body."""
+        """Send one request on a new connection; return status, headers, body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
             data = None if body is None else json.dumps(body).encode()
@@ -85,7 +85,7 @@ class Deployment:
             connection.close()
 
     def wait_for_workers(self, count: int = 1, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until the frontend's /health lists ``count`` generate instances; fails with the logs."""
+        """Wait until /health lists ``count`` generate instances; fails with the logs."""
         deadline = time.monotonic() + timeout_s
         seen: Any = None
         while time.monotonic() < deadline:
@@ -116,7 +116,7 @@ class Deployment:
     def until(
         self, condition: Callable[[], Any], what: str = "it", timeout_s: float = START_TIMEOUT_S
     ) -> float:
-        """Ask the processes until it is so; the seconds it took. Fails with the logs."""
+        """Poll ``condition``; return the seconds until it held. Fails with the logs."""
         started = time.monotonic()
         while not self._holds(condition):
             waited_s = time.monotonic() - started
@@ -128,7 +128,7 @@ class Deployment:
         try:
             return bool(condition())
         except OSError:
-            return False  # the server does not listen yet
+            return False  # the process does not listen yet
 
     def tail(self) -> str:
         """The last lines of every process, for a failing test."""
@@ -138,7 +138,7 @@ class Deployment:
         return "\n".join(parts)
 
     def close(self) -> None:
-        """End what is still running; every process must then exit 0 (or by the test's own kill)."""
+        """Stop all processes; each must exit 0, or be killed by the test."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

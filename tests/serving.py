@@ -1,4 +1,4 @@
-"""`dynamo serve` under test: started for real, watched through its output, and swept up after."""
+"""`dynamo serve` under test: a real process, its output, and clean-up after the test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ CIRCUSCTL = Path(sys.executable).with_name("circusctl")
 
 
 class Serving:
-    """One ``dynamo serve`` of a graph, with its own namespace and state directory."""
+    """One ``dynamo serve`` in its own namespace and state directory."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.namespace = f"t{uuid.uuid4().hex[:8]}"
@@ -56,7 +56,7 @@ class Serving:
         return str(self.document()["circus_endpoint"])
 
     def graph(self, text: str, name: str = "graph.yaml") -> Path:
-        """Write a graph file; ``SLEEPER`` is replaced by the stand-in service."""
+        """Write a graph file; ``SLEEPER`` is replaced by the command of the test service."""
         path = self.tmp_path / name
         sleeper = json.dumps(["python", str(SLEEPER)])
         path.write_text(f"namespace: {self.namespace}\n" + text.replace("SLEEPER", sleeper))
@@ -92,7 +92,7 @@ class Serving:
         lines.put(None)
 
     def wait_for(self, pattern: str, timeout_s: float = 20.0) -> str:
-        """The next line that contains ``pattern`` (a regular expression)."""
+        """Return the next line that contains ``pattern`` (a regular expression)."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -106,7 +106,7 @@ class Serving:
                 return line
 
     def wait(self, timeout_s: float = 20.0) -> int:
-        """The exit status; everything that was printed is then in ``lines``."""
+        """Wait for the exit, return its status; ``lines`` then has the complete output."""
         assert self.process is not None
         try:
             status = self.process.wait(timeout_s)
@@ -120,7 +120,7 @@ class Serving:
         return status
 
     def stop(self, signum: int = signal.SIGTERM, timeout_s: float = 20.0) -> int:
-        """Stop it as a person would; the exit status."""
+        """Stop it with a signal; return the exit status."""
         assert self.process is not None
         self.process.send_signal(signum)
         return self.wait(timeout_s)
@@ -133,26 +133,28 @@ class Serving:
         return json.loads(self.statefile.read_text())
 
     def pids(self, service: str) -> list[int]:
-        """The processes that the statefile names for the watcher of ``service``."""
+        """The pids in the statefile for the watcher of ``service``."""
         entry = self.document()["components"][f"{self.namespace}_{service}"]
         return [process["pid"] for process in entry["processes"]]
 
     def wait_for_pids(self, service: str, unlike: int = 0, timeout_s: float = 10.0) -> list[int]:
-        """The processes of ``service`` as soon as there are some and ``unlike`` is not of them."""
+        """Wait until ``service`` has processes, none of them ``unlike``; return their pids."""
+        self.until(lambda: unlike not in (self.pids(service) or [unlike]), timeout_s)
+        return self.pids(service)
+
+    def until(self, condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+        """Poll ``condition``, for state of other processes that comes without an event."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            pids = self.pids(service)
-            if pids and unlike not in pids:
-                return pids
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {timeout_s:g} s:\n{self.text()}"
             time.sleep(0.01)
-        raise AssertionError(f"{service} did not come back:\n{self.text()}")
 
     @property
     def arbiter_pid(self) -> int:
         return int(self.document()["arbiter"]["pid"])
 
     def circusctl(self, *words: str) -> str:
-        """What the real circusctl answers."""
+        """Run the real circusctl and return its output."""
         command = [str(CIRCUSCTL), "--endpoint", self.endpoint, *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
         return (done.stdout + done.stderr).strip()
@@ -169,14 +171,11 @@ class Serving:
         return found
 
     def wait_until_gone(self, timeout_s: float = 15.0) -> None:
-        """Until no process of this deployment is left."""
-        deadline = time.monotonic() + timeout_s
-        while left := self.survivors():
-            assert time.monotonic() < deadline, f"still there: {left}\n{self.text()}"
-            time.sleep(0.02)
+        """Wait until every process of this deployment has exited."""
+        self.until(lambda: not self.survivors(), timeout_s)
 
     def leftovers(self) -> list[str]:
-        """Return the files left on disk, other than logs."""
+        """The remaining files, except logs."""
         if not self.state_dir.exists():
             return []
         kept = (self.state_dir / self.namespace, self.state_dir / self.namespace / "logs")
@@ -192,7 +191,7 @@ class Serving:
         assert self.leftovers() == [], [*self.leftovers(), self.text()]
 
     def close(self) -> None:
-        """Sweep up, whatever the test did."""
+        """Kill the remaining processes."""
         for process in self.survivors():
             with contextlib.suppress(psutil.Error):
                 process.kill()

@@ -1,9 +1,8 @@
-"""Measure the cost of sharing load with replicas: sent by one router, received by another.
+"""Cost per request of sharing load with a replica: sent by one router, received by another.
 
 4,096 tokens in blocks of 16, 16 workers; 16 requests a loop iteration, as under load. ``send``
-encodes reservation, first token and end of one request into messages, ``receive`` decodes and
-applies them. The socket's share is on the scale of bench_request_plane (about 10 µs a message,
-shared by an iteration).
+encodes booking, first token and end of a request, ``receive`` decodes and books them; the socket
+costs about 10 µs a message, shared by the requests of an iteration.
 
     python -m pytest benchmarks/micro/bench_sync.py --benchmark-enable
 """
@@ -25,45 +24,45 @@ from dynamo.router.sync.local import LocalRequests
 from dynamo.router.sync.remote import RemoteReplicas
 from dynamo.router.sync.replicas import PickerLoadSink, decode_message
 
-BLOCK, BLOCKS, WORKERS, A_TURN = 16, 256, 16, 16
+BLOCK, BLOCKS, WORKERS, PER_ITERATION = 16, 256, 16, 16
 
 
 HASHES = [array("Q", range(at * BLOCKS, (at + 1) * BLOCKS)) for at in range(64)]
 
 
-def life(own: LocalRequests, numbers: Any) -> list[bytes]:
-    """A loop turn in which so many requests begin, answer and end."""
-    for _ in range(A_TURN):
+def serve(local: LocalRequests, numbers: Any) -> list[bytes]:
+    """Start, answer and end the requests of one loop iteration."""
+    for _ in range(PER_ITERATION):
         number = next(numbers)
         hashes = HASHES[number % len(HASHES)]
         prompt = HashedPrompt(BLOCK * BLOCKS, BLOCKS, hashes, hashes, 0)
-        reservation_id = Reservation(0, number % WORKERS, 0, BLOCK * BLOCKS, 0, 0.0)
-        own.booked(str(number), reservation_id, prompt, BLOCK * BLOCKS)
-        own.prefill_completed(str(number))
-        own.freed(str(number))
-    return [encode(batch) for batch in own.news()]
+        reservation = Reservation(0, number % WORKERS, 0, BLOCK * BLOCKS, 0, 0.0)
+        local.booked(str(number), reservation, prompt, BLOCK * BLOCKS)
+        local.prefill_completed(str(number))
+        local.freed(str(number))
+    return [encode(batch) for batch in local.take_pending()]
 
 
 def test_send(benchmark: Any) -> None:
-    own, numbers = LocalRequests(1, BLOCK, False, lambda: None), count()
-    benchmark(life, own, numbers)
-    benchmark.extra_info["us_a_request"] = benchmark.stats["mean"] * 1e6 / A_TURN
+    local, numbers = LocalRequests(1, BLOCK, False, lambda: None), count()
+    benchmark(serve, local, numbers)
+    benchmark.extra_info["us_a_request"] = benchmark.stats["mean"] * 1e6 / PER_ITERATION
 
 
 def test_receive(benchmark: Any) -> None:
-    own, numbers = LocalRequests(1, BLOCK, False, lambda: None), count()
+    local, numbers = LocalRequests(1, BLOCK, False, lambda: None), count()
     picker = KvPicker(RouterSettings(mode="kv"), BLOCK, None)
     for worker in range(WORKERS):
         picker.add_worker(worker, RuntimeConfig())
-    peers = RemoteReplicas(PickerLoadSink(picker), lambda router_id: None)
-    peers.came(7)
+    remote = RemoteReplicas(PickerLoadSink(picker), lambda router_id: None)
+    remote.add_publisher(7)
 
-    def hear(payloads: list[bytes]) -> None:
+    def receive(payloads: list[bytes]) -> None:
         for payload in payloads:
             message = decode_message(payload)
             assert isinstance(message, SequenceBatch)
-            peers.hear(7, message)
+            remote.receive(7, message)
 
-    benchmark.pedantic(hear, setup=lambda: ((life(own, numbers),), {}), rounds=500)
-    assert peers.gaps == 0 and len(picker.active) == 0
-    benchmark.extra_info["us_a_request"] = benchmark.stats["mean"] * 1e6 / A_TURN
+    benchmark.pedantic(receive, setup=lambda: ((serve(local, numbers),), {}), rounds=500)
+    assert remote.gaps == 0 and len(picker.active) == 0
+    benchmark.extra_info["us_a_request"] = benchmark.stats["mean"] * 1e6 / PER_ITERATION

@@ -1,11 +1,13 @@
 from typing import final
 
-__all__ = ["HEADER_SIZE_BYTES", "OVERSIZE", "Splitter", "pack"]
+__all__ = ["HEADER_SIZE_BYTES", "OPEN", "OVERSIZE", "Splitter", "pack", "pack_open"]
 
+OPEN: int
 OVERSIZE: int
 HEADER_SIZE_BYTES: int
 
 def pack(kind: int, stream: int, payload: bytes) -> bytes: ...
+def pack_open(stream: int, endpoint: str, headers: bytes, payload: bytes) -> bytes: ...
 
 @final
 class Splitter:

@@ -1,7 +1,7 @@
-"""Cut a byte stream into request plane frames, and make frames: the wire under every token.
+"""Split a byte stream into request plane frames, and build frames.
 
 A frame is ``u32 size | u8 kind | u32 stream | size bytes``, little-endian, 9 bytes before the
-payload. A stream of bytes begins with a fixed preamble (magic and version). Readable twin:
+payload. A byte stream begins with a fixed preamble (magic and version). Reference implementation:
 ``tests/oracle/frames.py``.
 """
 
@@ -10,45 +10,72 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from libc.stdint cimport uint32_t
 from libc.string cimport memcpy
 
-__all__ = ["HEADER_SIZE_BYTES", "OVERSIZE", "Splitter", "pack"]
+__all__ = ["HEADER_SIZE_BYTES", "OPEN", "OVERSIZE", "Splitter", "pack", "pack_open"]
+
+cdef extern from "Python.h":
+    const char* PyUnicode_AsUTF8AndSize(object text, Py_ssize_t* size) except NULL
 
 cdef Py_ssize_t HEADER = 9
+cdef int OPEN_KIND = 1
 cdef int OVERSIZE_KIND = 0x7F
 
+OPEN = OPEN_KIND
 OVERSIZE = OVERSIZE_KIND
 HEADER_SIZE_BYTES = HEADER
 
 
 def pack(int kind, uint32_t stream, bytes payload not None):
-    """One frame. OverflowError when ``payload`` has 4 GiB or more. O(len(payload))."""
+    """Build one frame. OverflowError when ``payload`` has 4 GiB or more. O(len(payload))."""
     cdef Py_ssize_t length = PyBytes_GET_SIZE(payload)
-    if length > 0xFFFFFFFF:
-        raise OverflowError("a frame holds less than 4 GiB")
-    cdef bytes frame = PyBytes_FromStringAndSize(NULL, length + HEADER)
-    cdef char* out = PyBytes_AS_STRING(frame)
-    cdef uint32_t size = <uint32_t> length
-    _put_u32(out, size)
-    out[4] = <char> kind
-    _put_u32(out + 5, stream)
-    memcpy(out + HEADER, PyBytes_AS_STRING(payload), length)
+    cdef bytes frame = _new_frame(kind, stream, length)
+    memcpy(PyBytes_AS_STRING(frame) + HEADER, PyBytes_AS_STRING(payload), length)
+    return frame
+
+
+def pack_open(
+    uint32_t stream, str endpoint not None, bytes headers not None, bytes payload not None
+):
+    """Build an OPEN frame: u16 length and endpoint, u32 length and headers, payload. One copy.
+
+    ValueError when ``endpoint`` has more than 65535 bytes or is no valid text; OverflowError when
+    the frame would hold 4 GiB or more.
+    """
+    cdef Py_ssize_t name_size = 0
+    # The str object caches its UTF-8 form, so a repeated endpoint is not encoded again.
+    cdef const char* name = PyUnicode_AsUTF8AndSize(endpoint, &name_size)
+    cdef Py_ssize_t headers_size = PyBytes_GET_SIZE(headers)
+    cdef Py_ssize_t payload_size = PyBytes_GET_SIZE(payload)
+    if name_size > 0xFFFF:
+        raise ValueError(f"an endpoint name of {name_size} bytes is too long")
+    cdef bytes frame = _new_frame(
+        OPEN_KIND, stream, 2 + name_size + 4 + headers_size + payload_size
+    )
+    cdef char* out = PyBytes_AS_STRING(frame) + HEADER
+    out[0] = <char> (name_size & 0xFF)
+    out[1] = <char> (name_size >> 8)
+    memcpy(out + 2, name, name_size)
+    out += 2 + name_size
+    _put_u32(out, <uint32_t> headers_size)
+    memcpy(out + 4, PyBytes_AS_STRING(headers), headers_size)
+    memcpy(out + 4 + headers_size, PyBytes_AS_STRING(payload), payload_size)
     return frame
 
 
 @cython.final
 cdef class Splitter:
-    """Bytes in, whole frames out, wherever the reads were cut.
+    """Split bytes into complete frames, wherever the reads end.
 
-    ``last_kind`` is the largest frame kind of this protocol version. After a byte sequence that no
-    peer of ours sends, ``fault`` says why and nothing more comes out: the connection is lost.
-    A payload over ``limit_bytes`` is skipped as it arrives; in its place comes one
-    ``(OVERSIZE, stream, size as ASCII digits)``, so the connection lives on.
+    ``last_kind`` is the largest frame kind of this protocol version. After bytes that are not of
+    this protocol, ``fault`` holds the reason and ``feed`` returns no more frames.
+    A payload over ``limit_bytes`` is skipped as it arrives and replaced by one frame
+    ``(OVERSIZE, stream, size as ASCII digits)``, so that the connection survives it.
     """
 
     cdef readonly str fault
     cdef Py_ssize_t _limit
     cdef int _last_kind
     cdef bytes _preamble
-    cdef bint _greeted
+    cdef bint _preamble_seen
     cdef bytearray _pending
     cdef Py_ssize_t _need
     cdef Py_ssize_t _skip
@@ -58,20 +85,21 @@ cdef class Splitter:
         self._limit = limit_bytes
         self._last_kind = last_kind
         self._preamble = preamble
-        self._greeted = not preamble
+        self._preamble_seen = not preamble
         self._pending = bytearray()
         self._need = 0
         self._skip = 0
 
     def feed(self, bytes data not None):
-        """The frames completed by ``data``: ``list[tuple[kind, stream, payload]]``.
+        """Return the frames that ``data`` completes: ``list[tuple[kind, stream, payload]]``.
 
-        O(len(data)) however small the pieces are: unfinished frames are joined once.
+        O(len(data)) however small the pieces are: an unfinished frame is joined once.
         """
         cdef list frames = []
         if self.fault is not None:
             return frames
         if self._need:
+            # Collect until the frame is complete: splitting at each piece would be O(pieces²).
             self._pending += data
             if len(self._pending) < self._need:
                 return frames
@@ -89,12 +117,12 @@ cdef class Splitter:
         cdef Py_ssize_t at = 0, size
         cdef uint32_t stream
         cdef int kind
-        if not self._greeted:
-            if not self._greet(data):
+        if not self._preamble_seen:
+            if not self._check_preamble(data):
                 return 0
             at = PyBytes_GET_SIZE(self._preamble)
         while True:
-            if self._skip:
+            if self._skip:  # the rest of an oversized payload
                 size = min(self._skip, length - at)
                 self._skip -= size
                 at += size
@@ -122,7 +150,7 @@ cdef class Splitter:
             )
             at += HEADER + size
 
-    cdef bint _greet(self, bytes data) except -1:
+    cdef bint _check_preamble(self, bytes data) except -1:
         cdef Py_ssize_t size = PyBytes_GET_SIZE(self._preamble)
         if PyBytes_GET_SIZE(data) < size:
             self._need = size
@@ -130,8 +158,20 @@ cdef class Splitter:
         if data[:size] != self._preamble:
             self.fault = f"peer speaks another protocol or version: {data[:size]!r}"
             return False
-        self._greeted = True
+        self._preamble_seen = True
         return True
+
+
+cdef bytes _new_frame(int kind, uint32_t stream, Py_ssize_t size):
+    """Return a frame with its header filled in and ``size`` bytes of payload to fill in."""
+    if size > 0xFFFFFFFF:
+        raise OverflowError("a frame holds less than 4 GiB")
+    cdef bytes frame = PyBytes_FromStringAndSize(NULL, size + HEADER)
+    cdef char* out = PyBytes_AS_STRING(frame)
+    _put_u32(out, <uint32_t> size)
+    out[4] = <char> kind
+    _put_u32(out + 5, stream)
+    return frame
 
 
 cdef inline void _put_u32(char* out, uint32_t value) noexcept nogil:

@@ -1,4 +1,4 @@
-"""What an OpenAI endpoint answered, read into an Outcome; nonsense becomes a named failure."""
+"""Reads the answer of an OpenAI endpoint into an Outcome; an invalid one becomes an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from dynamo.bench.stats import Outcome
 
-__all__ = ["read_answer", "read_chunk", "refusal"]
+__all__ = ["error_message", "read_answer", "read_chunk"]
 
 _SHOWN_CHARS = 160
 
@@ -24,7 +24,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Delta(msgspec.Struct):
-    """Whatever of these is not empty is output; not all are text everywhere."""
+    """The fields that carry output. Endpoints differ in their types."""
 
     content: Any = None
     reasoning_content: Any = None
@@ -39,8 +39,8 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Answer(msgspec.Struct):
-    """A whole answer or a chunk of a stream, chat or completions."""
+class _Completion(msgspec.Struct):
+    """A complete answer or a chunk of a stream, chat or completions."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
@@ -48,11 +48,11 @@ class _Answer(msgspec.Struct):
     nvext: Any = None
 
 
-_decode = msgspec.json.Decoder(_Answer).decode
+_decode = msgspec.json.Decoder(_Completion).decode
 
 
 def read_chunk(outcome: Outcome, data: bytes) -> tuple[bool, bool]:
-    """The data of one event: whether it carries output, and whether it finishes the answer."""
+    """Read the data of one event: does it carry output, and does it finish the answer?"""
     answer = _read(outcome, data)
     if answer is None:
         return False, False
@@ -75,14 +75,14 @@ def read_chunk(outcome: Outcome, data: bytes) -> tuple[bool, bool]:
 
 
 def read_answer(outcome: Outcome, body: bytes) -> None:
-    """The body of an answer that is not streamed."""
+    """Read the body of an answer that is not streamed."""
     answer = _read(outcome, body)
     if answer is not None and not answer.choices:
         outcome.error = f"the answer has no choices: {_shown(body)}"
 
 
-def refusal(body: bytes) -> str:
-    """The message in the body of an error, or the beginning of the body."""
+def error_message(body: bytes) -> str:
+    """Return the message in the body of an error, else the start of the body."""
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError):
@@ -94,7 +94,7 @@ def refusal(body: bytes) -> str:
     return _shown(body)
 
 
-def _read(outcome: Outcome, data: bytes) -> _Answer | None:
+def _read(outcome: Outcome, data: bytes) -> _Completion | None:
     try:
         answer = _decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -116,7 +116,7 @@ def _read(outcome: Outcome, data: bytes) -> _Answer | None:
 
 
 def _message(error: object) -> str:
-    """The text of an ``error`` member: an object with a message, or a string."""
+    """Return the text of an ``error`` member: an object with a message, or a string."""
     message = error.get("message") if isinstance(error, dict) else error
     return message[:_SHOWN_CHARS] if isinstance(message, str) else ""
 

@@ -1,7 +1,6 @@
-"""One keep-alive connection that measures: bytes out, server-sent events in, times noted.
+"""A connection that measures: it sends a request and times the server-sent events it receives.
 
-Only what a load generator needs of HTTP/1.1, over httptools, so that the client's own cost stays
-far below the server's.
+It parses only what a load generator needs, so that the client costs far less than the server.
 """
 
 from __future__ import annotations
@@ -10,26 +9,24 @@ import asyncio
 import ssl
 import time
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import quote, urlsplit
 
-import httptools
-
-from dynamo.bench.answers import read_answer, read_chunk, refusal
+from dynamo.bench.answers import error_message, read_answer, read_chunk
 from dynamo.bench.events import EventParser
 from dynamo.bench.stats import Outcome
 from dynamo.errors import ConfigError
+from dynamo.http.client import HttpClient, ResponseError, request_head
 
 __all__ = ["LoadConnection", "Target", "parse_url"]
 
 _EVENT_STREAM = b"text/event-stream"
-_LINE_MAX_BYTES = 16 << 20
-_BODY_MAX_BYTES = 256 << 20
+_LINE_LIMIT_BYTES = 16 << 20
+_BODY_LIMIT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go."""
+    """The endpoint under load."""
 
     host: str
     port: int
@@ -43,23 +40,19 @@ class Target:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def head(self, method: str, path: str, size_bytes: int) -> bytes:
-        """Request line and headers of one request with a JSON body of ``size_bytes``."""
-        lines = [
-            f"{method} {self.prefix}{path} HTTP/1.1",
-            f"host: {self.authority}",
-            "accept: */*",
-        ]
+        """Return the head of a request with a JSON body of ``size_bytes``."""
+        headers = ["accept: */*"]
         if size_bytes:
-            lines += ["content-type: application/json", f"content-length: {size_bytes}"]
+            headers += ["content-type: application/json", f"content-length: {size_bytes}"]
         if self.api_key:
-            lines.append(f"authorization: Bearer {self.api_key}")
-        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+            headers.append(f"authorization: Bearer {self.api_key}")
+        return request_head(method, self.prefix + path, self.authority, headers)
 
 
 def parse_url(url: str, api_key: str | None = None) -> Target:
-    """The target of ``http(s)://host[:port][/prefix]``; a trailing /v1 is dropped.
+    """Return the target of ``http(s)://host[:port][/prefix]``; a trailing /v1 is dropped.
 
-    Raises ConfigError if it is anything else, or if the key cannot be a header.
+    Raises ConfigError for any other URL, or if the key is not a valid header value.
     """
     try:
         parts = urlsplit(url)
@@ -75,169 +68,83 @@ def parse_url(url: str, api_key: str | None = None) -> Target:
     return Target(parts.hostname, port or (443 if tls else 80), tls, prefix, api_key)
 
 
-class LoadConnection(asyncio.Protocol):
-    """One request at a time; ``request`` fills an Outcome and never raises for a server's fault."""
+class LoadConnection(HttpClient):
+    """One request at a time; :meth:`measure` returns an Outcome, also for the server's errors."""
 
     def __init__(self, target: Target) -> None:
+        super().__init__(_BODY_LIMIT_BYTES)
         self._target = target
-        self._transport: asyncio.Transport | None = None
-        self._parser: Any = None
-        self._done: asyncio.Future[None] | None = None
-        self._keep_alive = True
         self._reset(Outcome(), stream=False)
 
     def _reset(self, outcome: Outcome, stream: bool) -> None:
         self._outcome = outcome
         self._stream = stream
         self._events = EventParser()
-        self._body = bytearray()
-        self._content_type = b""
-        self._until_close = True
         self._ended = False
         self._last_token_s = 0.0
 
-    @property
-    def usable(self) -> bool:
-        """Whether another request can be sent on this connection."""
-        return self._transport is not None and self._keep_alive and not self._transport.is_closing()
-
     async def open(self) -> None:
-        """Connect. Raises OSError, or UnicodeError for a name that is none."""
+        """Connect. Raises OSError, or UnicodeError for an invalid host name."""
         context = ssl.create_default_context() if self._target.tls else None
-        loop = asyncio.get_running_loop()
-        await loop.create_connection(
-            lambda: self, self._target.host, self._target.port, ssl=context
-        )
+        await self.connect(self._target.host, self._target.port, context)
 
-    def close(self) -> None:
-        """Drop the connection; a request in flight counts as disconnected."""
-        if self._transport is not None:
-            self._transport.close()
-
-    async def request(
+    async def measure(
         self,
-        method: str,
         path: str,
         body: bytes,
         *,
         stream: bool,
         timeout_s: float,
         started_s: float | None = None,
-    ) -> tuple[Outcome, bytes]:
-        """Send one request; returns what it came to and the body (empty for a stream).
+    ) -> Outcome:
+        """POST ``body`` and return what came of it.
 
         ``started_s`` is when its clock started, by default now.
         """
         self._reset(outcome := Outcome(), stream)
-        self._parser = httptools.HttpResponseParser(self)
-        self._done = asyncio.get_running_loop().create_future()
         outcome.sent_s = time.perf_counter()
         outcome.started_s = outcome.sent_s if started_s is None else started_s
-        if self._transport is None:
-            self._fail("disconnected")
-        else:
-            self._transport.write(self._target.head(method, path, len(body)) + body)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._done
+                await self.request(self._target.head("POST", path, len(body)) + body)
         except TimeoutError:
             outcome.error = "timeout"
             self.close()
+        except ResponseError as error:
+            outcome.error = outcome.error or str(error)
         outcome.finished_s = time.perf_counter()
-        text = bytes(self._body)
+        outcome.status = self.status
         if outcome.error is None:
-            self._judge(text)
-        return outcome, text
+            self._check(bytes(self.body))
+        return outcome
 
-    def _judge(self, text: bytes) -> None:
-        """Name what is wrong with a response that arrived."""
+    def _check(self, body: bytes) -> None:
+        """Set the outcome's error if a complete response is not a complete answer."""
         outcome = self._outcome
         if outcome.status != 200:
-            outcome.error = f"{outcome.status}: {refusal(text)}"
+            outcome.error = f"{outcome.status}: {error_message(body)}"
         elif not self._stream:
-            read_answer(outcome, text)
+            read_answer(outcome, body)
         elif not self._ended:
             outcome.error = "the stream ended without [DONE] or a finish_reason"
         elif outcome.first_token_s is None:
             outcome.error = "the stream carried no token"
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio: connected."""
-        self._transport = transport  # type: ignore[assignment]
-
-    def data_received(self, data: bytes) -> None:
-        """asyncio: bytes in."""
-        if self._done is None or self._done.done():
-            self.close()  # nothing was asked for
-            return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._fail(f"not HTTP: {error}")
-            self.close()
-        except httptools.HttpParserUpgrade:
-            self._fail("the server changed to another protocol")
-            self.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio: gone."""
-        self._transport = None
-        if exc is None and self._until_close and self._outcome.status:
-            self._complete()
-        else:
-            self._fail("disconnected")
-
-    def on_message_begin(self) -> None:
-        """httptools: a response begins; a second one was not asked for."""
-        if self._done is not None and self._done.done():
-            self._keep_alive = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """httptools: one header."""
-        lower = name.lower()
-        if lower == b"content-type":
-            self._content_type = value.split(b";")[0].strip().lower()
-        elif lower in (b"content-length", b"transfer-encoding"):
-            self._until_close = False
-
     def on_headers_complete(self) -> None:
-        """httptools: headers seen."""
-        if self._done is None or self._done.done():
-            return
-        self._outcome.status = self._parser.get_status_code()
-        self._keep_alive = self._parser.should_keep_alive()
-        if self._stream and self._outcome.status == 200 and self._content_type != _EVENT_STREAM:
-            kind = self._content_type[:80].decode("latin-1") or "no content-type"
-            self._fail(f"not an event stream: {kind}")
-            self.close()
+        """httptools: the head is complete."""
+        super().on_headers_complete()
+        if self._stream and self.status == 200 and self.content_type != _EVENT_STREAM:
+            kind = self.content_type[:80].decode("latin-1") or "no content-type"
+            self.fail(f"not an event stream: {kind}")
 
     def on_body(self, data: bytes) -> None:
         """httptools: a piece of the body."""
-        if self._done is None or self._done.done():
-            return
-        if self._stream and self._outcome.status == 200:
+        if not (self._stream and self.status == 200):
+            super().on_body(data)
+        elif self.receiving:
             self._read_events(self._events.feed(data), time.perf_counter())
-            too_large = self._events.pending_bytes > _LINE_MAX_BYTES
-        else:
-            self._body += data
-            too_large = len(self._body) > _BODY_MAX_BYTES
-        if too_large:
-            self._fail("the answer is too large")
-            self.close()
-
-    def on_message_complete(self) -> None:
-        """httptools: the response is whole."""
-        if self._outcome.status >= 200:  # else an interim response
-            self._complete()
-
-    def _complete(self) -> None:
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
-
-    def _fail(self, reason: str) -> None:
-        if self._done is not None and not self._done.done():
-            self._outcome.error = self._outcome.error or reason
-            self._done.set_result(None)
+            if self._events.pending_bytes > _LINE_LIMIT_BYTES:
+                self.fail("the answer is too large")
 
     def _read_events(self, events: list[bytes], now_s: float) -> None:
         outcome, tokens = self._outcome, 0

@@ -1,4 +1,4 @@
-"""Server-sent events as the WHATWG defines them: any line end, comments, data on several lines."""
+"""Parser of server-sent events (WHATWG): any line end, comments, data on several lines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
 class EventParser:
-    """Bytes in, the data of each complete event out; any cutting of the bytes gives the same.
+    """Bytes in, the data of each complete event out, however the bytes are split.
 
-    Lines end with LF, CR LF or CR. An event that is not ended by an empty line is never returned.
+    Lines end with LF, CR LF or CR. An event without its empty line is never returned.
     Source: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
     """
 
@@ -25,13 +25,15 @@ class EventParser:
 
     @property
     def pending_bytes(self) -> int:
-        """Size of the line that has no end yet."""
+        """Size of the unfinished line."""
         return len(self._partial)
 
     def feed(self, received: bytes) -> list[bytes]:
-        """The data of the events that ``received`` completes. O(received) but for a long line."""
+        """Return the data of the events that ``received`` completes. O(received + open line)."""
         if self._after_cr and received:
-            received = received.removeprefix(b"\n")  # the line has ended with its CR
+            received = received.removeprefix(
+                b"\n"
+            )  # CR LF split over two reads: the CR already ended the line
             self._after_cr = False
         if not received:
             return []

@@ -1,4 +1,4 @@
-"""Sends planned requests on their clock, at most so many at once, over keep-alive connections."""
+"""Sends planned requests at their times, with a concurrency limit, over kept connections."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from typing import Any
 import msgspec
 import orjson
 
-from dynamo.bench.answers import refusal
+from dynamo.bench.answers import error_message
 from dynamo.bench.client import LoadConnection, Target
 from dynamo.bench.stats import Outcome
 from dynamo.bench.workload import PlannedRequest, Prompts
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
+from dynamo.http.client import ResponseError
+from dynamo.protocols.openai import ModelList
 
 __all__ = ["Runner", "calibrate", "first_model"]
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 CALIBRATION_WORDS = (16, 528)
 CONNECT_TIMEOUT_S = 30.0
+MODELS_TIMEOUT_S = 30.0
 
 
 class Runner:
@@ -45,28 +48,28 @@ class Runner:
         self.in_flight = 0
 
     async def run(self, planned: Sequence[PlannedRequest], concurrency: int | None) -> float:
-        """Send everything; returns the seconds from the first request to the last answer.
+        """Send all; return the seconds from the first request to the last answer.
 
-        A request with a time of its own counts from that time, even if ``concurrency`` holds it up.
+        A scheduled request is measured from its time, even if ``concurrency`` delays it.
         """
-        room = asyncio.Semaphore(concurrency) if concurrency else None
+        slots = asyncio.Semaphore(concurrency) if concurrency else None
         started_s = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as tasks:
                 for request in planned:
-                    body = self.body(request)  # before its time: long prompts take a while
+                    body = self.body(request)  # in advance: a long prompt takes time to build
                     due_s = None if request.at_s is None else started_s + request.at_s
                     if due_s is not None:
                         await _sleep_until(due_s)
-                    if room is not None:
-                        await room.acquire()
-                    tasks.create_task(self._one(body, due_s, room))
+                    if slots is not None:
+                        await slots.acquire()
+                    tasks.create_task(self._one(body, due_s, slots))
         finally:
             for connection in self._idle:
                 connection.close()
         return time.perf_counter() - started_s
 
-    async def _one(self, body: bytes, due_s: float | None, room: asyncio.Semaphore | None) -> None:
+    async def _one(self, body: bytes, due_s: float | None, slots: asyncio.Semaphore | None) -> None:
         self.in_flight += 1
         try:
             outcome = await self.send(body, due_s)
@@ -74,8 +77,8 @@ class Runner:
             self._on_done(outcome)
         finally:
             self.in_flight -= 1
-            if room is not None:
-                room.release()
+            if slots is not None:
+                slots.release()
 
     async def send(self, body: bytes, due_s: float | None = None) -> Outcome:
         """Send one request; its clock starts at ``due_s``, else before it connects."""
@@ -88,8 +91,7 @@ class Runner:
             connection = LoadConnection(self._target)
             outcome = await self._open(connection, started_s)
         if outcome is None:
-            outcome, _ = await connection.request(
-                "POST",
+            outcome = await connection.measure(
                 PATHS[self._settings.endpoint_type],
                 body,
                 stream=self._settings.stream,
@@ -105,7 +107,7 @@ class Runner:
         return outcome
 
     async def _open(self, connection: LoadConnection, started_s: float) -> Outcome | None:
-        """Connect; None, or the outcome of a request that cannot be sent."""
+        """Connect; return None, or the outcome of a request that cannot be sent."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 await connection.open()
@@ -118,7 +120,7 @@ class Runner:
         return Outcome(started_s=started_s, finished_s=time.perf_counter(), error=reason)
 
     def body(self, request: PlannedRequest) -> bytes:
-        """The JSON body of one planned request."""
+        """Return the JSON body of one planned request."""
         settings = self._settings
         body: dict[str, Any] = {"model": self._model, "max_tokens": request.output_tokens}
         if settings.prompt_format == "tokens":
@@ -138,33 +140,26 @@ class Runner:
         return orjson.dumps(body)
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    """Of /v1/models."""
-
-    data: list[_Model]
-
-
 async def first_model(target: Target) -> str:
-    """The id of the first model the endpoint offers. Raises DynamoError with a remedy."""
+    """Return the id of the endpoint's first model. Raises DynamoError with a remedy."""
     connection = await _connect(target)
+    reason = "the list is empty"
     try:
-        outcome, text = await connection.request(
-            "GET", "/v1/models", b"", stream=False, timeout_s=30
-        )
+        async with asyncio.timeout(MODELS_TIMEOUT_S):
+            await connection.request(target.head("GET", "/v1/models", 0))
+        body = bytes(connection.body)
+        if connection.status != 200:
+            reason = f"{connection.status}: {error_message(body)}"
+        elif models := msgspec.json.decode(body, type=ModelList).data:
+            return models[0].id
+    except TimeoutError:
+        reason = "timeout"
+    except ResponseError as error:
+        reason = str(error)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        reason = f"its answer is not a list of models: {error_message(body)}"
     finally:
         connection.close()
-    reason = outcome.error if outcome.status != 200 else "the list is empty"
-    if outcome.status == 200:
-        try:
-            models = msgspec.json.decode(text, type=_Models).data
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            models, reason = [], f"its answer is no list of models: {refusal(text)}"
-        if models:
-            return models[0].id
     raise ConfigError(
         f"no model at {target.authority} ({reason}); point --url at an OpenAI endpoint, or name "
         "one with --model"
@@ -172,7 +167,7 @@ async def first_model(target: Target) -> str:
 
 
 async def calibrate(runner: Runner, prompts: Prompts) -> float:
-    """Tokens per word on this model, from the usage of two short prompts of known word counts."""
+    """Return the tokens per word of this model, from the usage of two prompts of known length."""
     counts = []
     for words in CALIBRATION_WORDS:
         planned = PlannedRequest(None, ((-2, words),), 1)
@@ -183,8 +178,8 @@ async def calibrate(runner: Runner, prompts: Prompts) -> float:
     few, many = CALIBRATION_WORDS
     if counts[1] <= counts[0]:
         raise DynamoError(
-            f"the usage of prompts of {few} and {many} words says {counts[0]} and {counts[1]} "
-            "tokens, so prompts of a given length cannot be made; without usage, send token ids: "
+            f"the usage of prompts of {few} and {many} words is {counts[0]} and {counts[1]} "
+            "tokens, so prompts of a given length cannot be made; send token ids instead: "
             "--endpoint-type completions --prompt-format tokens"
         )
     return max(0.1, (counts[1] - counts[0]) / (many - few))
@@ -197,8 +192,8 @@ async def _connect(target: Target) -> LoadConnection:
             await connection.open()
     except (OSError, UnicodeError) as error:  # TimeoutError is one
         raise CannotConnect(
-            f"nothing answers at {target.authority} ({_cause(error)});"
-            " start it, or point --url at the endpoint"
+            f"cannot connect to {target.authority} ({_cause(error)}); "
+            "start the endpoint, or point --url at it"
         ) from None
     return connection
 

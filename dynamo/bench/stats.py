@@ -1,4 +1,4 @@
-"""Outcomes of requests to the figures people compare. Pure; a missing figure is None, not zero."""
+"""Statistics of a run. Pure; a missing figure is None, not zero."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Goodput", "Outcome", "Spread", "Summary", "parse_goodput", "percenti
 
 @dataclass(slots=True)
 class Outcome:
-    """What one request came to. Times in seconds; ``gaps_s`` are inter-token latencies.
+    """The result of one request. Times in seconds; ``gaps_s`` are inter-token latencies.
 
-    ``started_s`` is when its clock started: when it was scheduled (open loop), else before the
-    connection was made. ``sent_s`` is when it was sent, over a connection that was there by then.
+    ``started_s`` is the start of its clock: the scheduled time (open loop), else just before the
+    connect. ``sent_s`` is the time of sending, after the connect.
     """
 
     started_s: float = 0.0
@@ -37,17 +37,17 @@ class Outcome:
 
     @property
     def latency_s(self) -> float:
-        """From the start of the clock to the last byte."""
+        """Seconds from the start of the clock to the last byte."""
         return self.finished_s - self.started_s
 
     @property
     def ttft_s(self) -> float | None:
-        """From the start of the clock to the first token; None when not streamed."""
+        """Seconds from the start of the clock to the first token; None when not streamed."""
         return None if self.first_token_s is None else self.first_token_s - self.started_s
 
 
 class Spread(msgspec.Struct):
-    """Six numbers of one figure."""
+    """The distribution of one figure."""
 
     avg: float
     min: float
@@ -58,7 +58,7 @@ class Spread(msgspec.Struct):
 
 
 class Goodput(msgspec.Struct, omit_defaults=True):
-    """Limits in milliseconds; a request is good when it meets all that are set."""
+    """Limits in milliseconds; a good request meets all that are set."""
 
     ttft: float | None = None
     itl: float | None = None
@@ -66,10 +66,10 @@ class Goodput(msgspec.Struct, omit_defaults=True):
 
 
 class Summary(msgspec.Struct, omit_defaults=True):
-    """One run. Times in milliseconds, rates per second of wall clock.
+    """The figures of one run. Times in milliseconds, rates per second of wall clock.
 
-    ``ttft_ms`` and ``latency_ms`` count from ``measured_from``. ``schedule_lag_ms`` is how much of
-    them passed before a request of an open loop was begun, of failed requests too.
+    ``ttft_ms`` and ``latency_ms`` start at ``measured_from``. ``schedule_lag_ms`` is the part of
+    them before a request of an open loop was started; it includes failed requests.
     """
 
     requests: int
@@ -99,12 +99,12 @@ class Summary(msgspec.Struct, omit_defaults=True):
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Nearest-rank percentile of an ascending, non-empty sequence; ``share`` in 0..1."""
+    """Return the nearest-rank percentile of an ascending, non-empty sequence; ``share`` in 0..1."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def parse_goodput(text: str) -> Goodput:
-    """``ttft:2000,itl:25`` to limits. Raises ConfigError naming the part that is wrong."""
+    """Parse limits like ``ttft:2000,itl:25``. Raises ConfigError that names the wrong part."""
     limits: dict[str, float] = {}
     for part in text.split(","):
         name, colon, value = part.strip().partition(":")
@@ -122,7 +122,7 @@ def parse_goodput(text: str) -> Goodput:
 def summarize(
     outcomes: Sequence[Outcome], duration_s: float, goodput: Goodput | None = None
 ) -> Summary:
-    """All figures of a run that took ``duration_s`` seconds."""
+    """Return all figures of a run of ``duration_s`` seconds."""
     done = [outcome for outcome in outcomes if outcome.error is None]
     lags = [o.schedule_lag_s for o in outcomes if o.schedule_lag_s is not None]
     wall_s = max(duration_s, 1e-9)
@@ -157,7 +157,7 @@ def summarize(
 
 
 def _balance(summary: Summary, done: Sequence[Outcome]) -> None:
-    """Shares of requests, and of work: prompt tokens that were not cached plus output tokens."""
+    """Set the shares of requests and of work: uncached prompt tokens plus output tokens."""
     served: Counter[int] = Counter()
     work: Counter[int] = Counter()
     for outcome in done:

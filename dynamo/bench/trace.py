@@ -1,9 +1,9 @@
-"""Reads traces in the Mooncake format: one JSON object a line, prompts as block ids.
+"""Reader of traces in the Mooncake format: one JSON object per line, prompts as block ids.
 
 Public origin: kvcache-ai/Mooncake, FAST25-release/traces. ``{"timestamp": ms, "input_length":
 tokens, "output_length": tokens, "hash_ids": [one id per block]}``; equal ids at equal positions are
-the same prefix block. Optional: ``session_id``, whose requests follow each other, and ``delay``,
-the milliseconds between the session's last answer and this request.
+the same prefix block. Optional: ``session_id``, whose requests run one after another, and
+``delay``, the milliseconds between the session's last answer and this request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first ``limit`` requests of the file. Raises ConfigError naming file, line and field."""
+    """Read the first ``limit`` requests. Raises ConfigError that names file, line and field."""
     decode = msgspec.json.Decoder(TraceRequest).decode
     found: list[TraceRequest] = []
     try:
@@ -53,11 +53,12 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
 
 
 def parents(requests: Sequence[TraceRequest]) -> list[int | None]:
-    """For each request, the place of the one whose answer it follows; None for a first turn.
+    """Return, for each request, the index of the one it follows up; None for a first turn.
 
-    That is the last request of its ``session_id``. Without one it is the latest shorter prompt that
-    this prompt continues: all its blocks but the last, which an answer fills up, and two at least,
-    as unrelated prompts begin with the same system prompt. O(blocks).
+    That is the previous request of its ``session_id``. Without one it is the latest shorter prompt
+    that this prompt continues. Their common prefix is all blocks of the shorter prompt except the
+    last, which the answer fills up, and at least two, because unrelated prompts share the system
+    prompt. O(blocks).
     """
     by_session: dict[str, int] = {}
     by_prefix: dict[int, int] = {}

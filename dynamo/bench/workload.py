@@ -1,7 +1,7 @@
-"""Turns a trace or a synthetic recipe into planned requests. Pure: no clock, no socket.
+"""Planned requests from a trace or synthetic settings. Pure: no clock, no socket.
 
 A prompt is a list of *segments* (id, tokens); equal segments at equal positions become equal text,
-so that prefix caches see in the replay what they saw in production.
+so that prefix caches get the same hits in the replay as in production.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ FIRST_TOKEN_ID, TOKEN_IDS = 1000, 1000
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """``at_s`` seconds after the start (None: as soon as there is room), ``segments`` of the prompt
-    as (id, tokens), ``output_tokens`` wanted."""
+    """One request: due ``at_s`` seconds after the start, or at once when None.
+
+    ``segments`` of the prompt are pairs (id, tokens).
+    """
 
     at_s: float | None
     segments: tuple[tuple[int, int], ...]
@@ -39,7 +41,7 @@ class PlannedRequest:
 
     @property
     def input_tokens(self) -> int:
-        """Length of the prompt in tokens, as planned."""
+        """Planned length of the prompt in tokens."""
         return sum(tokens for _, tokens in self.segments)
 
 
@@ -51,14 +53,15 @@ def from_trace(
     speedup: float = 1.0,
     output_scale: float = 1.0,
 ) -> list[PlannedRequest]:
-    """The trace on its own clock, ``speedup`` times faster, ``block_tokens`` tokens per hash id."""
+    """Plan the trace, ``speedup`` times faster, with ``block_tokens`` tokens per hash id."""
     planned = []
     shrink = block_tokens / original_block_tokens
     for request in requests:
         blocks = [(hash_id, block_tokens) for hash_id in request.hash_ids]
         if request.input_length is not None and blocks:
-            whole = (len(blocks) - 1) * original_block_tokens
-            tail = max(1, round((request.input_length - whole) * shrink))
+            # The last block is partial: it holds the tokens beyond the full ones.
+            full = (len(blocks) - 1) * original_block_tokens
+            tail = max(1, round((request.input_length - full) * shrink))
             blocks[-1] = (blocks[-1][0], min(block_tokens, tail))
         planned.append(
             PlannedRequest(
@@ -79,8 +82,10 @@ def synthetic(
     rate: float | None = None,
     seed: int = 0,
 ) -> list[PlannedRequest]:
-    """``count`` prompts of ``isl`` tokens that share their first ``prefix_ratio``; Poisson arrivals
-    at ``rate`` per second, or none (closed loop)."""
+    """Plan ``count`` prompts of ``isl`` tokens that share their first ``prefix_ratio``.
+
+    Arrivals are Poisson at ``rate`` per second, or unscheduled without a rate (closed loop).
+    """
     rng = random.Random(seed)
     shared = round(isl * prefix_ratio)
     at_s, planned = 0.0, []
@@ -95,7 +100,7 @@ def synthetic(
 
 
 class Prompts:
-    """Writes segments out as words or token ids; the same (seed, id, length) gives the same text.
+    """Renders segments as words or token ids; equal (seed, id, length) gives equal text.
 
     ``tokens_per_word`` is measured on the endpoint (see ``runner.calibrate``).
     """
@@ -107,11 +112,11 @@ class Prompts:
         self._cache_segments = cache_segments
 
     def text(self, segments: Iterable[tuple[int, int]]) -> str:
-        """The prompt as words, about as many tokens long as the segments ask for."""
+        """Return the prompt as words, of about as many tokens as the segments."""
         return " ".join(self._segment_text(segment) for segment in segments)
 
     def token_ids(self, segments: Iterable[tuple[int, int]]) -> list[int]:
-        """The prompt as exactly as many token ids in [1000, 2000)."""
+        """Return the prompt as token ids in [1000, 2000), exactly as many as the segments."""
         ids: list[int] = []
         for identity, tokens in segments:
             rng = self._rng(identity)

@@ -1,3 +1,3 @@
-"""The ``dynamo`` command: one file per verb; the only place that prints."""
+"""The ``dynamo`` command: one module per verb; only these print."""
 
 __all__: list[str] = []

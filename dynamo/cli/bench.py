@@ -1,4 +1,4 @@
-"""``dynamo bench``: replay a trace or a synthetic load and print what users would feel."""
+"""``dynamo bench``: replay a trace or a synthetic load and report latency as users see it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REASONS_SHOWN = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb; returns the exit status (1 when no request succeeded)."""
+    """Run the verb; return the exit status: 1 when no request succeeded."""
     (settings,) = load("dynamo bench", DESCRIPTION, [BenchSettings], argv, epilog=EPILOG)
     errors = Console(stderr=True)
     try:
@@ -78,7 +78,7 @@ async def _bench(settings: BenchSettings, errors: Console) -> int:
 
 
 def _try_output(path: str) -> None:
-    """Fail before the run if its result could not be written. A pipe is left for the end."""
+    """Fail before the run if its result cannot be written. A pipe is opened only at the end."""
     new = not os.path.lexists(path)
     if not new and not Path(path).is_file() and not Path(path).is_dir():
         return
@@ -106,7 +106,7 @@ def _os_reason(error: OSError | ValueError) -> str:
 
 
 def plan(settings: BenchSettings) -> list[PlannedRequest]:
-    """The requests that the settings ask for."""
+    """Plan the requests of ``settings``."""
     if settings.trace is None:
         return synthetic(
             settings.requests or 100,
@@ -125,7 +125,7 @@ def plan(settings: BenchSettings) -> list[PlannedRequest]:
 
 
 def show(console: Console, summary: Summary, model: str) -> None:
-    """Print the result for a human."""
+    """Print the result as text."""
     table = Table(title=f"{_plain(model)}: {summary.completed} of {summary.requests} requests")
     table.add_column("", no_wrap=True)
     for name in Spread.__struct_fields__:
@@ -145,14 +145,14 @@ def show(console: Console, summary: Summary, model: str) -> None:
 
 
 def _plain(text: str) -> str:
-    """``text`` without meaning to the terminal or to rich: it may come from the endpoint."""
+    """Escape ``text`` for the terminal and for rich: it may come from the endpoint."""
     return escape(one_line(text))
 
 
 def _lines(summary: Summary) -> Iterator[str]:
     counted = f"TTFT and latency count from {summary.measured_from}"
     if summary.schedule_lag_ms is not None:
-        counted += "; schedule lag is the part before a request was begun"
+        counted += "; schedule lag is the part before a request was started"
     yield counted
     yield (
         f"{summary.duration_s:.2f} s, {summary.requests_per_s:,.2f} requests/s, "
@@ -169,9 +169,9 @@ def _lines(summary: Summary) -> Iterator[str]:
         )
     if summary.goodput is not None:
         limits = msgspec.to_builtins(summary.goodput)
-        wanted = ", ".join(f"{name} <= {value:g} ms" for name, value in limits.items())
+        shown = ", ".join(f"{name} <= {value:g} ms" for name, value in limits.items())
         yield (
-            f"goodput ({wanted}): {summary.good_requests} requests, "
+            f"goodput ({shown}): {summary.good_requests} requests, "
             f"{summary.good_requests_per_s:,.2f}/s"
         )
     failures = list(summary.errors.items())

@@ -1,7 +1,7 @@
-"""The terminal of ``dynamo serve``: our own lines, and those of the services with their names.
+"""The terminal output of ``dynamo serve``: its messages, and the output of services by name.
 
-A terminal can be slow or stopped (Ctrl-S); the arbiter must not wait for it. So a thread writes,
-from a queue with an end: what does not fit is counted, said, and still in the log files.
+A terminal can be slow or stopped (Ctrl-S), and the arbiter must not wait for it. So a thread writes
+from a bounded queue. Lines that do not fit are counted and reported; the log files have them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LEVEL_COLOURS = {logging.WARNING: 33, logging.ERROR: 31}
 
 
 class Console:
-    """Writes lines to ``stream``. ``namespace_`` is cut off the watchers' names.
+    """Writes lines to ``stream``, with the watchers' names without their ``namespace_`` prefix.
 
-    ``jsonl``: each line is one JSON object; a service's JSON line gets its ``watcher`` added.
-    ``quiet``: services' lines are not shown.
+    ``jsonl``: each line is one JSON object; a service's JSON line gets a member ``watcher``.
+    ``quiet``: drop the output of services.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Console:
         self._thread = threading.Thread(target=self._write, name="console", daemon=True)
         self._thread.start()
 
-    def say(self, text: str, level: int = logging.INFO) -> None:
-        """A line of our own."""
+    def announce(self, text: str, level: int = logging.INFO) -> None:
+        """Show a message of ``dynamo serve``."""
         if self._jsonl:
             self._put(_json_line(level, "dynamo.serve", text))
         else:
@@ -67,7 +67,7 @@ class Console:
             self._put(f"{mark} {text}".encode(errors="backslashreplace"))
 
     def output(self, watcher: str, line: bytes) -> None:
-        """A line of a service, without its end."""
+        """Show a line of a service, given without its line end."""
         if self._quiet:
             return
         if self._jsonl:
@@ -82,7 +82,7 @@ class Console:
         self._put(padded + b" " + line)
 
     def close(self) -> None:
-        """Write what is queued, for a little while at most."""
+        """Write the queued lines, for two seconds at most."""
         try:
             self._lines.put(None, timeout=_CLOSE_TIMEOUT_S)
         except queue.Full:
@@ -92,7 +92,7 @@ class Console:
     def _put(self, line: bytes) -> None:
         try:
             if self._dropped:
-                note = f"dynamo: {self._dropped} lines are only in the log files"
+                note = f"dynamo: {self._dropped} lines were dropped here; the log files have them"
                 self._lines.put_nowait(note.encode())
                 self._dropped = 0
             self._lines.put_nowait(line)
@@ -111,7 +111,7 @@ class Console:
             try:
                 self._write_all(memoryview(text))
             except (OSError, ValueError):
-                return  # nobody reads any more; the deployment does not mind
+                return  # the reader closed its end: stop writing, the deployment continues
 
     def _write_all(self, data: memoryview) -> None:
         while data:
@@ -130,12 +130,12 @@ class ConsoleLog(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show the record."""
+        """Show ``record``."""
         text = one_line(record.getMessage())
         if record.exc_info:
             error = logging.Formatter().formatException(record.exc_info)
             text += "\n" + textwrap.indent(error, "  ")
-        self._console.say(text, record.levelno)
+        self._console.announce(text, record.levelno)
 
 
 def _json_line(level: int, target: str, text: str) -> bytes:

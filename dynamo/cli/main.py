@@ -1,4 +1,4 @@
-"""``dynamo``: one command, one file per verb, imported only when it is used."""
+"""``dynamo``: one command, one module per verb, imported on use."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dynamo import __version__
 __all__ = ["VERBS", "main", "rival_distribution"]
 
 VERBS = {
-    "serve": ("dynamo.cli.serve", "start a graph and keep it running"),
+    "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
-    "route": ("dynamo.cli.route", "say where a prompt would go, and why"),
+    "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
     "version": ("dynamo.cli.version", "print versions"),
 }
 """Verb → (module with ``main(argv) -> exit status``, one line of help)."""
@@ -25,7 +25,7 @@ _RIVALS = ("ai-dynamo", "ai-dynamo-runtime")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb in ``argv`` (default: the command line); its exit status."""
+    """Run the verb in ``argv`` (default: the command line); return its exit status."""
     _open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     verb = words.pop(0) if words else "--help"
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rival = rival_distribution()
     if rival:
         print(
-            f"dynamo: {rival} is installed in this environment too, and both provide the Python "
-            "package 'dynamo', so neither can be trusted to work.\n"
-            "Install dynamo-appliance in an environment of its own, or: "
+            f"dynamo: {rival} is also installed in this environment, and both provide the Python "
+            "package 'dynamo', so neither works reliably.\n"
+            "Install dynamo-appliance in a separate environment, or: "
             f"pip uninstall {rival} && pip install --force-reinstall dynamo-appliance",
             file=sys.stderr,
         )
@@ -54,15 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `… | head`: the reader has enough
+    except BrokenPipeError:  # `… | head`: the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return int(status)
 
 
 def rival_distribution() -> str | None:
-    """The installed distribution of NVIDIA's Dynamo, whose import package is ours too, if any."""
-    from importlib import metadata  # slow: not before Ctrl-C is taken care of
+    """Return the installed distribution of NVIDIA's Dynamo, if any: it uses the same package."""
+    from importlib import metadata  # slow to import: only inside _quiet_interrupt
 
     for name in _RIVALS:
         try:
@@ -75,9 +75,9 @@ def rival_distribution() -> str | None:
 
 @contextlib.contextmanager
 def _quiet_interrupt() -> Iterator[None]:
-    """Let Ctrl-C end the process at once, without a traceback: there is nothing to clean up yet.
+    """End the process at once on Ctrl-C, without a traceback: nothing needs clean-up yet.
 
-    KeyboardInterrupt inside the import of a compiled module has also crashed the interpreter.
+    KeyboardInterrupt inside the import of a compiled module can also crash the interpreter.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
@@ -89,9 +89,9 @@ def _quiet_interrupt() -> Iterator[None]:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device for each of stdin, stdout and stderr that we were started without.
+    """Open the null device for each of stdin, stdout and stderr that is closed.
 
-    Else the first socket or file would get its number, and with it what is printed.
+    Otherwise the first socket or file gets its descriptor number, and receives printed text.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -114,6 +114,6 @@ def _help() -> str:
             "usage: dynamo VERB [arguments]",
             *lines,
             "",
-            "'dynamo VERB --help' tells more.",
+            "'dynamo VERB --help' shows its options.",
         )
     )

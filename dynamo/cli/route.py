@@ -1,4 +1,4 @@
-"""``dynamo route``: ask a running frontend where a prompt would go, and why."""
+"""``dynamo route``: ask a running frontend which worker a prompt would go to, and why."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import msgspec
 from dynamo.config import load
 from dynamo.config.route import RouteSettings
 from dynamo.errors import ConfigError, DynamoError, Unavailable
+from dynamo.protocols.openai import ModelList
 from dynamo.router.explain import Explanation, table
 
 __all__ = ["main"]
 
-DESCRIPTION = """Say which worker a prompt would go to. Nothing is sent to a worker."""
+DESCRIPTION = """Show which worker a prompt would go to. Nothing is sent to a worker."""
 EPILOG = """examples:
   dynamo route --prompt-file prompt.txt --explain
   cat chat-request.json | dynamo route --prompt-file -
@@ -31,24 +32,14 @@ _SHOWN = 500
 _T = TypeVar("_T")
 
 
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    """Of /v1/models."""
-
-    data: list[_Model]
-
-
-class _Refusal(msgspec.Struct):
-    """Of an error."""
+class _ErrorBody(msgspec.Struct):
+    """The body of an error."""
 
     message: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb; its exit status (1 when no worker can be chosen)."""
+    """Run the verb; return the exit status: 1 when no worker can be chosen."""
     (settings,) = load("dynamo route", DESCRIPTION, [RouteSettings], argv, epilog=EPILOG)
     try:
         found = _ask(settings, _body(settings))
@@ -74,14 +65,14 @@ def _chosen(found: Explanation) -> str:
     for row in found.candidates:
         if row.chosen:
             return (
-                f"worker {row.worker_id} dp_rank {row.dp_rank}: holds {row.overlap_blocks} of "
+                f"worker {row.worker_id:x} dp_rank {row.dp_rank}: holds {row.overlap_blocks} of "
                 f"{found.prompt_blocks} blocks, cost {row.cost:.3f}"
             )
     return f"no worker: {found.error or 'none has a free slot'}"
 
 
 def _body(settings: RouteSettings) -> dict[str, Any]:
-    """The request in question: the file's own, or its text as a completion."""
+    """Build the request: the JSON body in the file, or its text as a completion."""
     if settings.prompt_file is None:
         raise ConfigError("--prompt-file is needed")
     try:
@@ -104,7 +95,7 @@ def _body(settings: RouteSettings) -> dict[str, Any]:
 
 
 def _first_model(settings: RouteSettings) -> str:
-    rows = _decoded(settings, _fetch(settings, "/v1/models", None), _Models).data
+    rows = _decoded(settings, _fetch(settings, "/v1/models", None), ModelList).data
     if not rows:
         raise Unavailable("the frontend has no model")
     return rows[0].id
@@ -119,7 +110,7 @@ def _decoded(settings: RouteSettings, answer: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(answer, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise DynamoError(f"{settings.url} is no frontend of this product") from None
+        raise DynamoError(f"{settings.url} is not a Dynamo frontend") from None
 
 
 def _fetch(settings: RouteSettings, path: str, body: bytes | None) -> bytes:
@@ -141,8 +132,8 @@ def _fetch(settings: RouteSettings, path: str, body: bytes | None) -> bytes:
 
 
 def _message(text: str) -> str:
-    """The message in the body of an error, or the body."""
+    """Return the message in the body of an error, else the start of the body."""
     try:
-        return msgspec.json.decode(text, type=_Refusal).message
+        return msgspec.json.decode(text, type=_ErrorBody).message
     except msgspec.MsgspecError:
         return text[:_SHOWN]

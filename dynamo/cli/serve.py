@@ -19,8 +19,8 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.runtime.paths import (
-    leave_sockets,
     planned_socket_path,
+    release_sockets,
     run_dir,
     socket_path,
     state_dir,
@@ -32,10 +32,10 @@ from dynamo.serve.gpus import Inventory, inventory_of
 from dynamo.serve.graph import Graph, parse_graph
 from dynamo.serve.guard import hold_signals, run_guarded
 from dynamo.serve.overrides import Override, split_overrides
-from dynamo.serve.readiness import address_of, check_free
+from dynamo.serve.readiness import check_free, frontend_address
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.statefile import Statefile
-from dynamo.serve.watchers import WatcherPlan, WatcherSpec, place, plan
+from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, place, plan
 from dynamo.serve.yamlmap import MAX_TEXT_BYTES
 
 __all__ = ["main", "prepare"]
@@ -44,7 +44,7 @@ DESCRIPTION = "Start the services of a graph file, keep them running, end them a
 EPILOG = """overrides: --Service.key=value for every key of the file, for example
   dynamo serve examples/quickstart.yaml --Worker.ServiceArgs.workers=4 --Frontend.http-port=8001
 Relative paths in the graph are relative to the directory of the graph file, where services run.
-Exit status: 0 stopped, 1 a service is given up at the end, 2 the graph or a flag is wrong."""
+Exit status: 0 stopped, 1 a service failed and was not restarted, 2 the graph or a flag is wrong."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,19 +61,20 @@ _SOCKETS = ("circus.sock", "circus-events.sock")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb; returns the exit status."""
+    """Run the verb; return the exit status."""
     try:
         rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
         (settings,) = load("dynamo serve", DESCRIPTION, [ServeSettings], rest, epilog=EPILOG)
         graph = _read(settings, overrides)
         if not settings.dry_run:
+            # From here a stop signal waits until the guard can handle it, with clean-up.
             hold_signals()
         runtime = from_env(RuntimeSettings, namespace=graph.namespace)
-        made = prepare(graph, settings, runtime)
+        planned = prepare(graph, settings, runtime)
         if settings.dry_run:
-            _show(made, settings, graph)
+            _show(planned, settings, graph)
             return 0
-        return _serve(made, settings, runtime)
+        return _serve(planned, settings, runtime)
     except BrokenPipeError:
         raise
     except (DynamoError, OSError) as error:
@@ -84,12 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _reason(error: DynamoError | OSError) -> str:
     if isinstance(error, DynamoError):
         return error.message
-    _log.debug("the operating system refused", exc_info=error)
+    _log.debug("the operating system raised an error", exc_info=error)
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
-def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> WatcherPlan:
-    """Decide everything that can be decided before a process starts. Raises ConfigError."""
+def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> DeploymentPlan:
+    """Make every decision that needs no running process. Raises ConfigError."""
     env = {key: value for key, value in to_env(runtime).items() if key in _SHARED}
     env["DYN_LOCAL_STATE_DIR"] = str(state_path(runtime))
     env["DYN_FILE_KV"] = str(store_path(runtime))
@@ -108,7 +109,7 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
         specs = place(specs, inventory)
     _check(graph, specs)
     control, events = (f"ipc://{planned_socket_path(runtime, name)}" for name in _SOCKETS)
-    return WatcherPlan(
+    return DeploymentPlan(
         namespace=graph.namespace,
         specs=specs,
         config=graph.config,
@@ -122,17 +123,17 @@ def _read(settings: ServeSettings, overrides: Sequence[Override]) -> Graph:
     text, source = settings.deployment_config, "DYN_DEPLOYMENT_CONFIG"
     if text is not None and settings.graph:
         print(
-            f"dynamo serve: {settings.graph} is not read: DYN_DEPLOYMENT_CONFIG replaces it; "
+            f"dynamo serve: ignoring {settings.graph}: DYN_DEPLOYMENT_CONFIG replaces it; "
             "unset the variable to serve the file",
             file=sys.stderr,
         )
     if text is None:
         source = settings.graph
         if not source:
-            raise ConfigError("which graph? For example: dynamo serve examples/quickstart.yaml")
+            raise ConfigError("no graph file given; try: dynamo serve examples/quickstart.yaml")
         try:
             with Path(source).open(encoding="utf-8") as file:
-                text = file.read(MAX_TEXT_BYTES + 1)  # one more is refused
+                text = file.read(MAX_TEXT_BYTES + 1)  # one more byte: parse_graph rejects it
         except OSError as error:
             raise ConfigError(f"cannot read {source}: {error.strerror}") from None
         except UnicodeDecodeError as error:
@@ -147,13 +148,13 @@ def _inventory(specs: Sequence[WatcherSpec], settings: ServeSettings) -> Invento
         return Inventory(ids=ids, source=f"--gpus {settings.gpus}")
     if not any(spec.gpu for spec in specs):
         return Inventory(ids=(), source="no service asks for a GPU")
-    from dynamo.serve.nvml import probe  # the driver's library: only for those who need it
+    from dynamo.serve.nvml import probe  # loads the driver's library: only for graphs that need it
 
     return inventory_of(probe(), environ().get("CUDA_VISIBLE_DEVICES"))
 
 
 def _check(graph: Graph, specs: Sequence[WatcherSpec]) -> None:
-    """What a pure room cannot see: modules, programs and addresses."""
+    """Check what a pure module cannot: modules, programs and addresses. Raises ConfigError."""
     for service in graph.services:
         if service.module is not None and not _has_module(service.module):
             raise ConfigError(
@@ -170,15 +171,15 @@ def _check(graph: Graph, specs: Sequence[WatcherSpec]) -> None:
         backend = spec.options.get("discovery-backend", spec.env.get("DYN_DISCOVERY_BACKEND"))
         if backend == "mem" and len(specs) > 1:
             raise ConfigError(
-                f"{spec.name} has discovery backend mem, which ends at the process: the other "
+                f"{spec.name} has discovery backend mem, which is private to a process: the other "
                 "services cannot find it. Unset DYN_DISCOVERY_BACKEND, or set it to file or etcd"
             )
         if spec.is_frontend:
-            url = address_of(spec.options, {**environ(), **spec.env}).url
+            url = frontend_address(spec.options, {**environ(), **spec.env}).url
             if url in listening:
                 raise ConfigError(
                     f"{graph.source}: {listening[url]} and {spec.name} would both listen on {url}; "
-                    "give each frontend a service and an http-port of its own"
+                    "give each frontend its own service and http-port"
                 )
             listening[url] = spec.name
 
@@ -188,7 +189,7 @@ def _check_ports(specs: Sequence[WatcherSpec]) -> None:
     for spec in specs:
         if spec.is_frontend:
             try:
-                check_free(address_of(spec.options, {**environ(), **spec.env}))
+                check_free(frontend_address(spec.options, {**environ(), **spec.env}))
             except ConfigError as error:
                 raise ConfigError(
                     f"{spec.name}: {error.message}; choose another port with "
@@ -197,7 +198,7 @@ def _check_ports(specs: Sequence[WatcherSpec]) -> None:
 
 
 def _has_module(name: str) -> bool:
-    # Only modules of ours are looked up: another one may be beside the graph or need its own path.
+    # Only our own modules: others may lie beside the graph or need a PYTHONPATH of the service.
     if not name.startswith("dynamo."):
         return True
     try:
@@ -206,7 +207,7 @@ def _has_module(name: str) -> bool:
         return False
 
 
-def _show(made: WatcherPlan, settings: ServeSettings, graph: Graph) -> None:
+def _show(planned: DeploymentPlan, settings: ServeSettings, graph: Graph) -> None:
     rows = [
         {
             "name": spec.name,
@@ -217,20 +218,20 @@ def _show(made: WatcherPlan, settings: ServeSettings, graph: Graph) -> None:
             "gpus": list(spec.gpus),
             "graceful_timeout_s": spec.graceful_timeout_s,
         }
-        for spec in made.specs
+        for spec in planned.specs
     ]
     if settings.json:
         document: dict[str, Any] = {
-            "namespace": made.namespace,
-            "circus_endpoint": made.endpoint,
-            "gpus": list(made.gpu_ids),
+            "namespace": planned.namespace,
+            "circus_endpoint": planned.endpoint,
+            "gpus": list(planned.gpu_ids),
             "config": graph.config,
             "watchers": rows,
         }
         print(json.dumps(document, indent=2, ensure_ascii=False, default=str))
         return
-    print(f"namespace {made.namespace}, control {made.endpoint}")
-    for spec in made.specs:
+    print(f"namespace {planned.namespace}, control {planned.endpoint}")
+    for spec in planned.specs:
         print(f"\n{spec.name}   GPUs: {', '.join(spec.gpus) or 'none'}")
         print(f"  command  {shlex.join(spec.argv)}")
         print(f"  in       {spec.working_dir}")
@@ -238,52 +239,56 @@ def _show(made: WatcherPlan, settings: ServeSettings, graph: Graph) -> None:
             print(f"  env      {key}={value}")
 
 
-def _serve(made: WatcherPlan, settings: ServeSettings, runtime: RuntimeSettings) -> int:
-    home = RunDirectory(
-        run_dir(runtime), store_dir(runtime), Statefile(state_dir(runtime), made.namespace)
+def _serve(planned: DeploymentPlan, settings: ServeSettings, runtime: RuntimeSettings) -> int:
+    run_directory = RunDirectory(
+        run_dir(runtime), store_dir(runtime), Statefile(state_dir(runtime), planned.namespace)
     )
-    home.own()
+    run_directory.acquire()
     try:
-        told = home.reconcile()
-        _check_ports(made.specs)
-        for name in _SOCKETS:  # their directories, which the crash may have shared
+        notes = run_directory.reconcile()
+        _check_ports(planned.specs)
+        # Hold the fallback directory of long paths again: reconcile() removes a crashed one.
+        for name in _SOCKETS:
             socket_path(runtime, name)
     except BaseException:
-        home.disown()
+        run_directory.release()
         raise
 
     def body() -> int:
-        return _arbiter(made, settings, home, told)
+        return _arbiter(planned, settings, run_directory, notes)
 
     def clean_up() -> None:
-        home.clear()
-        leave_sockets(runtime)
-        home.disown()
+        run_directory.clear()
+        release_sockets(runtime)
+        run_directory.release()
 
     return run_guarded(body, clean_up)
 
 
 def _arbiter(
-    made: WatcherPlan, settings: ServeSettings, home: RunDirectory, told: Sequence[str]
+    planned: DeploymentPlan,
+    settings: ServeSettings,
+    run_directory: RunDirectory,
+    notes: Sequence[str],
 ) -> int:
-    """What the guarded process does."""
-    # Imported here: the guard, and everything that only looks at a graph, does without circus.
+    """Run the arbiter, in the child process of the guard."""
+    # Imported here: the guard and --dry-run do not need circus.
     from dynamo.serve.deployment import Deployment
 
-    console = Console(made.namespace, jsonl=settings.jsonl, quiet=settings.quiet)
+    console = Console(planned.namespace, jsonl=settings.jsonl, quiet=settings.quiet)
     root = logging.getLogger()
     root.handlers[:] = [ConsoleLog(console)]
     root.setLevel(logging.INFO)
     for noisy in ("circus", "tornado", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
-        for line in told:
-            console.say(line, logging.WARNING)
-        count = len(made.specs)
-        console.say(f"starting {count} processes in namespace {made.namespace!r}")
-        return asyncio.run(Deployment(made, settings, home, console).run())
+        for line in notes:
+            console.announce(line, logging.WARNING)
+        count = len(planned.specs)
+        console.announce(f"starting {count} processes in namespace {planned.namespace!r}")
+        return asyncio.run(Deployment(planned, settings, run_directory, console).run())
     except (DynamoError, OSError) as error:
-        console.say(_reason(error), logging.ERROR)
+        console.announce(_reason(error), logging.ERROR)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         console.close()

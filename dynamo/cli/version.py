@@ -1,4 +1,4 @@
-"""``dynamo version``: what is installed, for a bug report."""
+"""``dynamo version``: installed versions, for a bug report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PARTS = ("uvloop", "httptools", "pyzmq", "circus", "tokenizers", "fastokens")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print versions; always 0."""
+    """Print versions; return 0."""
     load("dynamo version", "Print versions.", [], argv)
     print(f"dynamo-appliance {__version__}")
     print(f"python {platform.python_version()} on {platform.platform()}")

@@ -1,9 +1,8 @@
-"""Every knob once (flag, variable, default, range, help); the only reader of os.environ."""
+"""Every option once (flag, variable, default, range, help); the only reader of os.environ."""
 
 from dynamo.config.option import (
     Option,
     deprecations,
-    describe,
     environ,
     from_env,
     load,
@@ -15,7 +14,6 @@ from dynamo.config.option import (
 __all__ = [
     "Option",
     "deprecations",
-    "describe",
     "environ",
     "from_env",
     "load",

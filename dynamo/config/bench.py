@@ -1,4 +1,4 @@
-"""Knobs of ``dynamo bench``."""
+"""Options of ``dynamo bench``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BenchSettings:
         None,
         "--api-key",
         env="OPENAI_API_KEY",
-        help="bearer token, if the server wants one",
+        help="bearer token, if the server requires one",
     )
     endpoint_type: str = option(
         "chat",
@@ -62,7 +62,7 @@ class BenchSettings:
         "--concurrency",
         minimum=1,
         help="requests in flight at most (synthetic default: 8; trace default: no cap); with a "
-        "trace or --rate, what this delays is reported as schedule lag, and counts",
+        "trace or --rate, the delay that this causes is reported as schedule lag, and counts",
     )
     rate: float | None = option(
         None,
@@ -89,7 +89,7 @@ class BenchSettings:
     worker_ids: bool = option(
         False,
         "--worker-ids",
-        help="ask a dynamo endpoint which worker answered (nvext) and report the balance",
+        help="request the id of the worker that answered (nvext) and report the balance",
     )
     goodput: str | None = option(
         None,

@@ -1,4 +1,4 @@
-"""Knobs of disaggregated serving: when a prompt goes to a prefill worker, and how it waits."""
+"""Options of disaggregated serving: which prompts go to prefill workers, and the queue."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FLAG = "--router-conditional-disagg-config"
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """When a prompt is worth a prefill worker; all must hold, all comparisons are strict.
+    """When a prompt goes to a prefill worker; all must hold, all comparisons are strict.
 
-    The *effective* length is what the decode worker would have to compute: prompt tokens less
+    The *effective* length is what the decode worker would have to compute: prompt tokens minus
     those that it has cached. ``eff_isl_ratio_threshold`` is its share of the prompt.
     """
 
@@ -30,8 +30,10 @@ class Conditions:
     max_prefill_queue_size: int | None = 2
 
     def local_reason(self, prompt_tokens: int, cached_tokens: int, queue_size: int) -> str:
-        """Why the decode worker should compute the prompt itself: ``short``, ``cached``,
-        ``queue``; "" for a prompt that goes to a prefill worker."""
+        """Return why the decode worker computes the prompt: ``short``, ``cached`` or ``queue``.
+
+        Empty for a prompt that goes to a prefill worker.
+        """
         effective = max(prompt_tokens - cached_tokens, 0)
         if effective <= self.eff_isl_threshold:
             return "short"
@@ -43,7 +45,7 @@ class Conditions:
 
 
 def conditions_of(text: str | None) -> Conditions:
-    """Read JSON text (it begins with ``{``) or the file that ``text`` names. Raises ConfigError.
+    """Read JSON text (starts with ``{``) or the file that ``text`` names. Raises ConfigError.
 
     ``max_local_prefill_length`` is another name of ``eff_isl_threshold``.
     """
@@ -71,13 +73,13 @@ class DisaggSettings:
         "--enforce-disagg",
         env="DYN_ENFORCE_DISAGG",
         heading="disaggregation: prefill workers",
-        help="refuse (503) what no prefill worker can take, instead of decode-only serving",
+        help="reject requests (503) without a prefill worker, instead of serving them decode-only",
     )
     conditional_disagg: bool = option(
         False,
         "--router-conditional-disagg",
         env="DYN_ROUTER_CONDITIONAL_DISAGG",
-        help="send only prompts that are worth it to prefill workers",
+        help="send only prompts with enough uncached tokens to prefill workers",
     )
     conditional_disagg_config: str | None = option(
         None,
@@ -100,13 +102,13 @@ class DisaggSettings:
         "--router-prefill-queue-limit",
         env="DYN_ROUTER_PREFILL_QUEUE_LIMIT",
         minimum=0,
-        help="requests of a model that may wait for a prefill slot; beyond, they are refused",
+        help="requests of a model that may wait for a prefill slot; further ones are rejected",
     )
     prefill_retries: int = option(
         3,
         env="DYN_ROUTER_PREFILL_RETRIES",
         minimum=0,
-        help="prefill workers that may die under a request before it goes without",
+        help="prefill workers that may fail a request before it is served decode-only",
     )
     prefill_patience_s: float = option(
         3.0,
@@ -119,17 +121,17 @@ class DisaggSettings:
         30.0,
         env="DYN_PREFILL_DRAIN_TIMEOUT_S",
         minimum=0,
-        help="seconds that a prefill worker which has left may take for what it has; then "
-        "another gets it",
+        help="seconds that a deregistered prefill worker may take to finish its requests; then "
+        "they go to another",
     )
 
     def __post_init__(self) -> None:
-        """Refuse thresholds that make no sense before anything starts."""
+        """Reject invalid thresholds at start-up."""
         conditions_of(self.conditional_disagg_config)
 
     @property
     def conditions(self) -> Conditions | None:
-        """The thresholds; None when every prompt goes to a prefill worker."""
+        """The thresholds, or None when every prompt goes to a prefill worker."""
         return conditions_of(self.conditional_disagg_config) if self.conditional_disagg else None
 
 

@@ -1,4 +1,4 @@
-"""Where etcd is and how to prove who we are; read from the environment alone."""
+"""Address and credentials of etcd; read from the environment only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knobs of the HTTP frontend. Spec 4.1, 5, appendix A."""
+"""Options of the HTTP frontend. Spec 4.1, 5, appendix A."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FrontendSettings:
         env="DYN_HTTP_PORT",
         minimum=0,
         maximum=65535,
-        help="port to listen on; 0 takes any free one",
+        help="port to listen on; 0 picks a free one",
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
@@ -38,7 +38,7 @@ class FrontendSettings:
         None,
         "--namespace-prefix",
         env="DYN_NAMESPACE_PREFIX",
-        help="serve only models of namespaces that begin like this",
+        help="serve only models of namespaces that start with this",
     )
     metrics_prefix: str = option(
         "dynamo_frontend",
@@ -98,7 +98,7 @@ class FrontendSettings:
         env="DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS",
         minimum=0,
         exclusive_minimum=True,
-        help="seconds an engine may be silent in the middle of a request; default: any",
+        help="seconds an engine may be silent in the middle of a request; default: no limit",
     )
     sse_keep_alive_ms: float | None = option(
         None,
@@ -111,12 +111,12 @@ class FrontendSettings:
         8,
         env="DYN_HTTP_SLOW_CLIENT_LIMIT_MB",
         minimum=1,
-        help="MiB kept for a client that reads its stream too slowly; then it is cut off",
+        help="MiB buffered for a client that reads too slowly; above, it is disconnected",
     )
     ignore_unsupported_fields: bool = option(
         False,
         env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS",
-        help="let unknown request fields pass instead of refusing them",
+        help="accept unknown request fields instead of rejecting them",
     )
     disable_nvext: bool = option(
         False, env="DYN_DISABLE_FRONTEND_NVEXT", help="drop nvext from requests"

@@ -1,4 +1,4 @@
-"""Knobs of the pretended engine. Spec 10.1."""
+"""Options of the simulated engine. Spec 10.1."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["MockerSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class MockerSettings:
-    """mocker: size, speed and manners of the pretended engine"""
+    """mocker: size, speed and behaviour of the simulated engine"""
 
     reply: str = option(
         "random",
         "--reply",
         choices=("random", "echo"),
-        help="random: max_tokens random tokens; echo: the prompt, or the last turn of a chat",
+        help="random: max_tokens random tokens; echo: the prompt, or the last message of a chat",
     )
     speedup_ratio: float = option(
         1.0, "--speedup-ratio", minimum=0, help="how much faster than real; 0 = no delay at all"
@@ -49,7 +49,7 @@ class MockerSettings:
         None, "--max-model-len", minimum=2, help="longest prompt plus output, in tokens"
     )
     enable_prefix_caching: bool = option(
-        True, "--enable-prefix-caching", help="find blocks of earlier prompts again"
+        True, "--enable-prefix-caching", help="reuse the blocks of earlier prompts"
     )
     enable_chunked_prefill: bool = option(
         True, "--enable-chunked-prefill", help="split long prompts over iterations"
@@ -58,7 +58,7 @@ class MockerSettings:
         "lifo",
         "--preemption-mode",
         choices=("lifo", "fifo"),
-        help="who loses its blocks when there are none: newest or oldest",
+        help="which request is preempted when no block is free: the newest or the oldest",
     )
     watermark: float = option(
         0.01,
@@ -72,7 +72,7 @@ class MockerSettings:
         "--data-parallel-size",
         minimum=1,
         maximum=1024,
-        help="ranks, each with a cache and a scheduler of its own",
+        help="ranks, each with its own cache and scheduler",
     )
     num_workers: int = option(
         1, "--num-workers", minimum=1, maximum=1024, help="workers in this one process"
@@ -84,13 +84,13 @@ class MockerSettings:
         help="seconds between the starts of workers; -1 = by their number",
     )
     startup_time_s: float | None = option(
-        None, "--startup-time", minimum=0, help="seconds that loading the model pretends to take"
+        None, "--startup-time", minimum=0, help="simulated seconds of loading the model"
     )
     engine_type: str = option(
         "vllm",
         "--engine-type",
         choices=("vllm", "sglang", "trtllm"),
-        help="whose default block size to take",
+        help="engine whose default block size is used",
     )
     disaggregation_mode: str = option(
         "agg",
@@ -99,7 +99,7 @@ class MockerSettings:
         help="compute prompts and output, prompts alone, or output alone",
     )
     taints: tuple[str, ...] = option(
-        (), "--taint", repeat=True, help="what requests may ask for or avoid; may be repeated"
+        (), "--taint", repeat=True, help="taint that requests may require or avoid; may be repeated"
     )
     kv_transfer_bandwidth_gb_s: float = option(
         64.0,

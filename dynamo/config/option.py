@@ -20,7 +20,6 @@ from dynamo.errors import ConfigError
 __all__ = [
     "Option",
     "deprecations",
-    "describe",
     "environ",
     "from_env",
     "load",
@@ -36,11 +35,11 @@ _UNSET = ("", "None")
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What one field needs to be read from a command line and an environment.
+    """How a field is read from a command line and an environment.
 
     ``flags`` may be empty (variable only), ``env`` may be empty (flag only). ``minimum`` and
     ``maximum`` are inclusive unless ``exclusive_minimum``. ``aliases`` maps accepted spellings to
-    the canonical choice. ``heading`` begins a section of ``--help`` with this field.
+    the canonical choice. ``heading`` starts a section of ``--help`` at this field.
     """
 
     flags: tuple[str, ...]
@@ -64,7 +63,7 @@ def option(
     help: str,
     **limits: Any,
 ) -> Any:
-    """A dataclass field with a in its metadata."""
+    """Return a dataclass field with an :class:`Option` in its metadata."""
     names = (env,) if isinstance(env, str) else env
     return dataclasses.field(
         default=default, metadata={"option": Option(flags=flags, env=names, help=help, **limits)}
@@ -72,12 +71,12 @@ def option(
 
 
 def environ() -> dict[str, str]:
-    """A copy of the process environment, for handing to a child process."""
+    """Return a copy of the process environment, for a child process."""
     return dict(os.environ)
 
 
 def preset(variable: str, value: str) -> None:
-    """Give a library's own ``variable`` a value, unless the user has given it one."""
+    """Set ``variable``, which a library reads, unless the user has set it."""
     os.environ.setdefault(variable, value)
 
 
@@ -89,9 +88,9 @@ def load(
     env: Mapping[str, str] | None = None,
     epilog: str | None = None,
 ) -> tuple[Any, ...]:
-    """One instance of each group from ``argv`` over ``env`` over defaults, in the order given.
+    """Build one instance of each group, in order, from ``argv`` over ``env`` over defaults.
 
-    Exits with status 2 and one clear line for a bad flag or variable, 0 after ``--help``.
+    Exits with status 2 and a one-line message for a bad flag or variable, 0 after ``--help``.
     """
     parser = Parser(prog, description, epilog)
     for group in groups:
@@ -104,12 +103,12 @@ def load(
 
 
 def from_env(group: type[T], env: Mapping[str, str] | None = None, **given: Any) -> T:
-    """An instance of ``group`` from variables and defaults; ``given`` wins. Raises ConfigError."""
+    """Build ``group`` from ``given`` over variables over defaults. Raises ConfigError."""
     return _build(group, given, os.environ if env is None else env)
 
 
 def to_env(settings: Any) -> dict[str, str]:
-    """The variables that make :func:`from_env` rebuild ``settings`` in a child process."""
+    """Return the variables from which :func:`from_env` rebuilds ``settings`` in a child process."""
     out: dict[str, str] = {}
     for field in _fields(type(settings)):
         value = getattr(settings, field.name)
@@ -119,17 +118,8 @@ def to_env(settings: Any) -> dict[str, str]:
     return out
 
 
-def describe(group: type[Any]) -> list[tuple[str, str, Any, str]]:
-    """Rows of (flags, variables, default, help) for documentation."""
-    rows = []
-    for field in _fields(group):
-        spec: Option = field.metadata["option"]
-        rows.append((" ".join(spec.flags), " ".join(spec.env), field.default, spec.help))
-    return rows
-
-
 def deprecations(settings: Any) -> list[str]:
-    """A line for each deprecated field of ``settings`` that is not at its default."""
+    """Return a warning for each deprecated field of ``settings`` that is not at its default."""
     return [
         f"{(*spec.flags, *spec.env)[0]} is deprecated: {spec.deprecated}"
         for field in _fields(type(settings))
@@ -149,6 +139,7 @@ def _fields(group: type[Any]) -> list[dataclasses.Field[Any]]:
 
 
 def _types(group: type[Any], name: str) -> tuple[type[Any], bool]:
+    """Return the type of a field and whether it may be None."""
     hint = typing.get_type_hints(group)[name]
     nullable = False
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
@@ -173,6 +164,7 @@ def _build(group: type[T], given: Mapping[str, Any], env: Mapping[str, str]) -> 
 def _source(
     field: dataclasses.Field[Any], spec: Option, given: Mapping[str, Any], env: Mapping[str, str]
 ) -> tuple[str, Any]:
+    """Return the flag or variable that sets ``field``, for errors, and its raw value."""
     if field.name in given:
         return (spec.flags[0] if spec.flags else field.name), given[field.name]
     for variable in spec.env:

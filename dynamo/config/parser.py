@@ -1,4 +1,4 @@
-"""How settings look on a command line: headings, ranges, and what only a variable sets."""
+"""Settings on a command line: headings, ranges, and the options that only a variable sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDEST = 100
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help has a heading per area and whose errors are one line and a pointer."""
+    """A parser with a help section per topic and one-line errors that point to ``--help``."""
 
     def __init__(self, prog: str, description: str, epilog: str | None) -> None:
         self._variables: list[str] = []
@@ -32,8 +32,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_settings(self, title: str, fields: Sequence[dataclasses.Field[Any]]) -> None:
-        """An argument for each field with a flag, under ``title`` and then under the ``heading``
-        of the last field that has one."""
+        """Add an argument for each field with a flag, under ``title`` or the latest ``heading``."""
         section = self.add_argument_group(title)
         for field in fields:
             spec: Option = field.metadata["option"]
@@ -47,7 +46,7 @@ class Parser(argparse.ArgumentParser):
                 self._variables.append(_paragraph(spec, field.default))
 
     def format_help(self) -> str:
-        """The text of ``--help``."""
+        """Return the text of ``--help``."""
         variables = ["without a flag, by variable only:", *self._variables]
         parts = ["\n".join(variables)] if self._variables else []
         self.epilog = "\n\n".join([*parts, self._epilog] if self._epilog else parts) or None
@@ -59,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def range_text(spec: Option) -> str:
-    """What a number may be, like ``0 to 1`` or ``> 0``; "" without limits."""
+    """Return the range of a number, like ``0 to 1`` or ``> 0``; "" without limits."""
     low, high = spec.minimum, spec.maximum
     if low is None:
         return "" if high is None else f"<= {_plain(high)}"
@@ -83,7 +82,7 @@ def _add_argument(
     else:
         options["metavar"] = _metavar(spec, str(field.type))
         options["action"] = "append" if spec.repeat else "store"
-    if not spec.flags[0].startswith("-"):  # positional, and optional as it has a default
+    if not spec.flags[0].startswith("-"):  # positional; optional because it has a default
         del options["dest"]
         options["nargs"] = "?"
     section.add_argument(*spec.flags, **options)

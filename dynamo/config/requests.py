@@ -1,4 +1,4 @@
-"""Knobs of the request plane: sizes, timeouts and bounds of one connection. Spec 7.3."""
+"""Options of the request plane: sizes, timeouts and bounds of one connection. Spec 7.3."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RequestPlaneSettings:
         10.0,
         env="DYN_TCP_REQUEST_TIMEOUT",
         minimum=0.01,
-        help="seconds a worker may leave a ping unanswered before it counts as gone",
+        help="seconds a worker may leave a ping unanswered before it counts as dead",
     )
     connect_timeout_s: float = option(
         3.0, env="DYN_TCP_CONNECT_TIMEOUT", minimum=0.01, help="seconds a connection may take"
@@ -35,7 +35,7 @@ class RequestPlaneSettings:
         6.0,
         env="DYN_TCP_USER_TIMEOUT",
         minimum=0.1,
-        help="seconds that sent bytes may go unacknowledged before a TCP connection counts as cut",
+        help="seconds that sent bytes may go unacknowledged before a TCP connection counts as lost",
     )
     high_water_bytes: int = option(
         256 * 1024,
@@ -47,11 +47,11 @@ class RequestPlaneSettings:
         64 * MIB,
         env="DYN_REQUEST_PLANE_HARD_CAP",
         minimum=64 * 1024,
-        help="unsent bytes of one connection above which requests are refused",
+        help="unsent bytes of one connection above which requests are rejected",
     )
     max_streams: int = option(
         50_000,
         env="DYN_REQUEST_PLANE_MAX_STREAMS",
         minimum=1,
-        help="requests one process serves at once; one more is refused as overloaded",
+        help="requests one process serves at once; further ones are rejected as overloaded",
     )

@@ -1,4 +1,4 @@
-"""Knobs of ``dynamo route``."""
+"""Options of ``dynamo route``."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class RouteSettings:
     explain: bool = option(False, "--explain", help="show all candidates and their cost")
     json: bool = option(False, "--json", help="print the answer as JSON")
     timeout_s: float = option(
-        30.0, "--timeout-secs", minimum=0.1, help="patience with the frontend"
+        30.0, "--timeout-secs", minimum=0.1, help="seconds to wait for the frontend"
     )

@@ -1,4 +1,4 @@
-"""Knobs that every process has: where state lives, how processes find and reach each other."""
+"""Options that every process has: where state lives, discovery, request plane, event plane."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RuntimeSettings:
     tcp_rpc_host: str = option(
         "127.0.0.1",
         env="DYN_TCP_RPC_HOST",
-        help="address a worker listens on with tcp; 0.0.0.0 advertises the one towards the others",
+        help="address a worker listens on with tcp; 0.0.0.0 advertises the outgoing one",
     )
     tcp_rpc_port: int = option(
         0,
@@ -68,5 +68,5 @@ class RuntimeSettings:
         10.0,
         env="ETCD_LEASE_TTL",
         minimum=0.5,
-        help="seconds without a sign of life after which a hung process is forgotten",
+        help="seconds without a renewal after which the lease of a hung process expires",
     )

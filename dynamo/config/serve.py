@@ -1,4 +1,4 @@
-"""Knobs of ``dynamo serve``: the graph, GPUs, the arbiter, restarts, logs."""
+"""Options of ``dynamo serve``: the graph, GPUs, the arbiter, restarts, logs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["ServeSettings"]
 class ServeSettings:
     """serve: the graph and how its processes are kept running"""
 
-    graph: str = option("", "graph", help="YAML file that names the services")
+    graph: str = option("", "graph", help="YAML file with the services")
     namespace: str | None = option(
-        None, "--namespace", help="namespace of this deployment; beats the one in the graph"
+        None, "--namespace", help="namespace of this deployment; overrides the one in the graph"
     )
     dry_run: bool = option(
         False, "--dry-run", help="print what would run (commands, environment, GPUs) and exit"
     )
     json: bool = option(False, "--json", help="with --dry-run: print it as JSON")
     gpus: int | None = option(
-        None, "--gpus", minimum=0, maximum=1024, help="pretend that this machine has N GPUs"
+        None, "--gpus", minimum=0, maximum=1024, help="assume that this machine has N GPUs"
     )
     disable_gpu_allocation: bool = option(
         False,
         env=("DYN_DISABLE_AUTO_GPU_ALLOCATION", "DYNAMO_DISABLE_GPU_ALLOCATION"),
-        help="place nothing: workers see the GPUs that this process sees",
+        help="assign no GPUs: workers see the GPUs that this process sees",
     )
     circus_endpoint: str | None = option(
         None,
@@ -47,7 +47,7 @@ class ServeSettings:
         5,
         env="DYN_SERVE_RESTART_BURST",
         minimum=1,
-        help="deaths of one worker within the window after which it is given up",
+        help="exits of one worker within the window after which it is not restarted",
     )
     restart_window_s: float = option(
         60.0, env="DYN_SERVE_RESTART_WINDOW_S", minimum=1.0, help="the window, in seconds"
@@ -59,7 +59,7 @@ class ServeSettings:
         help="size at which a process's log file is rotated; one older file is kept",
     )
     quiet: bool = option(
-        False, "--quiet", help="show no output of the services, only our own lines"
+        False, "--quiet", help="show only messages of dynamo serve, not the output of the services"
     )
     jsonl: bool = option(
         False, env="DYN_LOGGING_JSONL", help="one JSON object per line instead of prefixed text"

@@ -1,4 +1,4 @@
-"""Knobs of a process that serves endpoints: its status server and how it leaves. Spec 7.7, 7.9."""
+"""Options of a process that serves endpoints: its status server and its shutdown. Spec 7.7, 7.9."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["LogSettings", "SystemSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class SystemSettings:
-    """system: status server and graceful end"""
+    """system: status server and graceful shutdown"""
 
     port: int = option(
         -1,
@@ -23,8 +23,8 @@ class SystemSettings:
     host: str = option(
         "127.0.0.1",
         env="DYN_SYSTEM_HOST",
-        help="address the status server listens on; 0.0.0.0 lets other hosts in, to the engine's "
-        "routes (POST /engine/...) too",
+        help="address the status server listens on; 0.0.0.0 opens it to the network, including the "
+        "engine's routes (POST /engine/...)",
     )
     health_path: str = option("/health", env="DYN_SYSTEM_HEALTH_PATH", help="path of readiness")
     live_path: str = option("/live", env="DYN_SYSTEM_LIVE_PATH", help="path of liveness")
@@ -43,7 +43,7 @@ class SystemSettings:
         0.25,
         env="DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
         minimum=0,
-        help="seconds between leaving discovery and refusing requests",
+        help="seconds between deregistering and rejecting requests",
     )
     shutdown_timeout_s: float = option(
         900.0,

@@ -1,4 +1,4 @@
-"""Knobs that every engine worker has: what it serves, where, how much it takes, how it leaves."""
+"""Options that every engine worker has: model, endpoint, admission."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["WorkerSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """worker: model, endpoint, admission, shutdown"""
+    """worker: model, endpoint, admission"""
 
     model_path: str | None = option(
         None,
@@ -37,7 +37,7 @@ class WorkerSettings:
         "--endpoint-types",
         "--dyn-endpoint-types",
         env="DYN_ENDPOINT_TYPES",
-        help="which APIs the model answers: chat, completions or both, comma separated",
+        help="APIs that the model serves: chat, completions or both, comma separated",
     )
     custom_jinja_template: str | None = option(
         None,
@@ -51,7 +51,7 @@ class WorkerSettings:
         "--engine-request-limit",
         env="DYN_ENGINE_REQUEST_LIMIT",
         minimum=1,
-        help="requests in the engine at once; more wait in a bounded line or are refused",
+        help="requests in the engine at once; more wait in a bounded queue or are rejected",
     )
     request_queue_limit: int = option(
         16,

@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 import orjson
 
-from dynamo.errors import cut
+from dynamo.errors import shorten
 
 __all__ = ["HttpError", "error_body", "reason_phrase"]
 
@@ -40,5 +40,5 @@ def error_body(status: int, message: str, kind: str | None = None) -> bytes:
 
     Messages may quote input, so a long one is cut to 8192 characters that end in three dots.
     """
-    message = cut(message, _MESSAGE_LIMIT)
+    message = shorten(message, _MESSAGE_LIMIT)
     return orjson.dumps({"message": message, "type": kind or reason_phrase(status), "code": status})

@@ -19,7 +19,7 @@ from httptools import (
     HttpRequestParser,
 )
 
-from dynamo.errors import cut
+from dynamo.errors import shorten
 from dynamo.http.errors import HttpError
 from dynamo.http.limits import HttpLimits
 
@@ -201,8 +201,8 @@ class HeadReader:
         if names is not None and not (_plain_name(match[1]) in names or _is_address(match[1])):
             raise HttpError(
                 403,
-                f"Host '{cut(match[1], _SHOWN_CHARACTERS)}' is not served here; use localhost or "
-                f"an IP address{self._remedy}",
+                f"Host '{shorten(match[1], _SHOWN_CHARACTERS)}' is not served here; "
+                f"use localhost or an IP address{self._remedy}",
             )
         if len(self._hosts) < _REMEMBERED:
             self._hosts.add(host)

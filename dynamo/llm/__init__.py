@@ -7,8 +7,7 @@ from dynamo.llm.publishers import KvEventPublisher, WorkerMetricsPublisher
 from dynamo.llm.radix import OverlapScores, RadixTree
 from dynamo.llm.register import register_llm, register_model, unregister_model
 from dynamo.llm.router_config import KvRouterConfig, RouterConfig, RouterMode
-from dynamo.llm.runtime_config import ModelRuntimeConfig
-from dynamo.llm.types import ModelInput, ModelType, WorkerType
+from dynamo.llm.types import ModelInput, ModelRuntimeConfig, ModelType, WorkerType
 from dynamo.protocols.openai import RoutingConstraints
 
 __all__ = [

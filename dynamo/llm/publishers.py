@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 from dynamo._fast.hashing import block_hashes as hash_blocks
 from dynamo._fast.hashing import seed_for
-from dynamo.llm.block_sizes import note_block_size
 from dynamo.llm.hashing import mm_hashes_of
+from dynamo.llm.register import note_block_size
 from dynamo.llm.relay import EngineEventRelay
 from dynamo.llm.vllm_events import EngineEvent, EngineRemoved, EngineStored, tier_of
 from dynamo.observability.names import counter
@@ -23,14 +23,13 @@ from dynamo.observability.names_worker import PUBLISHER_DROPPED
 from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import Component, DistributedRuntime, Endpoint
-from dynamo.worker.channels import connect_kv_events, connect_load
-from dynamo.worker.publish import KvEventSender, LoadSender
+from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
 
 __all__ = ["KvEventPublisher", "WorkerMetricsPublisher"]
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _log = logging.getLogger(__name__)
-_outlets: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], KvEventSender]] = (
+_senders: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], KvEventSender]] = (
     WeakKeyDictionary()
 )
 
@@ -64,10 +63,10 @@ class KvEventPublisher:
         target = _endpoint(endpoint)
         runtime = target.runtime
         delay_s = (batching_timeout_ms or 0.0) / 1000
-        self._outlet = _outlet(target, worker_id or runtime.instance_id, delay_s)
-        self._outlet.block_size = kv_block_size
+        self._sender = _sender(target, worker_id or runtime.instance_id, delay_s)
+        self._sender.block_size = kv_block_size
         note_block_size(target, "KvEventPublisher", kv_block_size)
-        labels = (target.component, target.namespace, str(self._outlet.worker_id))
+        labels = (target.component, target.namespace, str(self._sender.worker_id))
         self._dropped = counter(runtime.metrics, PUBLISHER_DROPPED).labels(*labels)
         self._malformed = 0
         self._relay: asyncio.Task[None] | None = None
@@ -156,9 +155,9 @@ class KvEventPublisher:
         tier: str,
     ) -> None:
         if threading.get_ident() == self._thread:
-            self._outlet.record(dp_rank, changes, tier)
+            self._sender.record(dp_rank, changes, tier)
         else:
-            self._loop.call_soon_threadsafe(self._outlet.record, dp_rank, changes, tier)
+            self._loop.call_soon_threadsafe(self._sender.record, dp_rank, changes, tier)
 
     def _on_engine_events(self, dp_rank: int | None, events: list[EngineEvent]) -> None:
         rank = self.dp_rank if dp_rank is None else dp_rank
@@ -219,17 +218,17 @@ class WorkerMetricsPublisher:
     thread; before that the newest state of each rank waits."""
 
     def __init__(self) -> None:
-        self._outlet = LoadSender(0)
+        self._sender = LoadSender(0)
         self._call: Callable[..., object] = _directly
         self._thread = threading.get_ident()
 
     async def create_endpoint(self, endpoint: Endpoint | Component) -> None:
         """Publish as a worker of the endpoint's component."""
         target = _endpoint(endpoint)
-        self._outlet.worker_id = target.runtime.instance_id
+        self._sender.worker_id = target.runtime.instance_id
         self._thread = threading.get_ident()
         self._call = asyncio.get_running_loop().call_soon_threadsafe
-        await connect_load(target, self._outlet)
+        await connect_load(target, self._sender)
 
     def publish(
         self,
@@ -245,15 +244,15 @@ class WorkerMetricsPublisher:
             kv_used_blocks=kv_used_blocks,
         )
         if threading.get_ident() == self._thread:
-            self._outlet.report(state)
+            self._sender.report(state)
         else:
-            self._call(self._outlet.report, state)
+            self._call(self._sender.report, state)
 
 
-def _outlet(endpoint: Endpoint, worker_id: int, delay_s: float) -> KvEventSender:
+def _sender(endpoint: Endpoint, worker_id: int, delay_s: float) -> KvEventSender:
     """The outlet that all publishers of a component in this process share."""
     runtime = endpoint.runtime
-    made = _outlets.setdefault(runtime, {})
+    made = _senders.setdefault(runtime, {})
     key = endpoint.path[:2]
     if key not in made:
         made[key] = KvEventSender(worker_id, delay_s)

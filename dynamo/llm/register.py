@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
-from dynamo.errors import InvalidArgument
-from dynamo.llm.block_sizes import note_block_size
-from dynamo.llm.model_card import ModelDirectory, slug_of
+from dynamo.errors import ConfigError, InvalidArgument
+from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
 from dynamo.protocols.card import ModelCard, RuntimeConfig, decode_card
-from dynamo.protocols.control import instance_key
-from dynamo.runtime import Endpoint
+from dynamo.protocols.control import MODEL_CARDS, instance_key
+from dynamo.runtime import DistributedRuntime, Endpoint
 
-__all__ = ["register_llm", "register_model", "unregister_model"]
+__all__ = ["note_block_size", "register_llm", "register_model", "slug_of", "unregister_model"]
 
 _DEFAULT_BLOCK_SIZE = 16
+_log = logging.getLogger(__name__)
+
+_block_sizes: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], dict[str, int]]] = (
+    WeakKeyDictionary()
+)
+"""Per runtime and (namespace, component): block size in tokens, by the call that gave it."""
 
 
 async def register_model(
@@ -51,12 +59,17 @@ async def register_model(
     and media are the frontend's: ``router_config`` and ``media_decoder`` are accepted, not used.
     """
     _check(model_input, lora_name, base_model_path)
-    model = ModelDirectory(base_model_path or model_path)
+    try:
+        model = ModelDirectory(base_model_path or model_path)
+        model.require_worker_files()
+        config = runtime_config or RuntimeConfig()
+        length = context_length or config.context_length or model.context_length
+    except ConfigError as error:
+        raise InvalidArgument(error.message) from None
     name = model_name or lora_name or model.name
     block_size = kv_cache_block_size or _DEFAULT_BLOCK_SIZE
     note_block_size(endpoint, "register_model", block_size)
     runtime = endpoint.runtime
-    config = runtime_config or RuntimeConfig()
     card = ModelCard(
         display_name=name,
         slug=slug_of(name),
@@ -68,7 +81,7 @@ async def register_model(
         model_type=str(model_type),
         model_input=str(model_input),
         worker_type=str(worker_type or _worker_type(model_type)),
-        context_length=context_length or config.context_length or model.context_length(),
+        context_length=length,
         kv_cache_block_size=block_size,
         migration_limit=migration_limit,
         custom_template_path=_template(custom_template_path),
@@ -90,6 +103,28 @@ register_llm = register_model
 async def unregister_model(endpoint: Endpoint, lora_name: str | None = None) -> None:
     """Take the card back; harmless if there is none."""
     await endpoint.runtime.discovery.delete(_key(endpoint, lora_name))
+
+
+def note_block_size(endpoint: Endpoint, source: str, block_size: int) -> None:
+    """Note that the call ``source`` gave ``block_size`` tokens for the KV blocks of this worker.
+
+    Routers ignore the KV events of a worker whose card has another block size, so two sizes are
+    logged as an error here, where the cause is.
+    """
+    sizes = _block_sizes.setdefault(endpoint.runtime, {}).setdefault(endpoint.path[:2], {})
+    sizes[source] = block_size
+    if len(set(sizes.values())) > 1:
+        _log.error(
+            "the KV blocks of worker %x have two sizes in tokens (%s): routers will not use its "
+            "KV events. Give both the engine's own block size",
+            endpoint.runtime.instance_id,
+            ", ".join(f"{name} {size}" for name, size in sizes.items()),
+        )
+
+
+def slug_of(name: str) -> str:
+    """``name`` in lower case with everything but letters, digits, - and _ replaced by _."""
+    return re.sub(r"[^a-z0-9_-]", "_", name.lower())
 
 
 def _check(model_input: ModelInput, lora_name: str | None, base_model_path: str | None) -> None:
@@ -115,7 +150,7 @@ def _encode(card: ModelCard) -> bytes:
 
 def _key(endpoint: Endpoint, lora_name: str | None) -> str:
     tail = instance_key(*endpoint.path, endpoint.runtime.instance_id)
-    return f"v1/mdc/{tail}" + (f"/{slug_of(lora_name)}" if lora_name else "")
+    return f"{MODEL_CARDS}{tail}" + (f"/{slug_of(lora_name)}" if lora_name else "")
 
 
 def _worker_type(model_type: ModelType) -> WorkerType:

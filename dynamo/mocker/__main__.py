@@ -21,7 +21,7 @@ from dynamo.mocker.worker import MockerWorker, WorkerPlan, make_plan
 from dynamo.observability.logs import setup_logging
 from dynamo.observability.metrics import Registry
 from dynamo.runtime import DistributedRuntime
-from dynamo.worker.life import WorkerLife, leaves
+from dynamo.worker.lifecycle import WorkerLifecycle, leaf_errors
 
 __all__ = ["main"]
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         uvloop.run(_serve(runtime, system, plan))
     except ExceptionGroup as failures:
-        for failure in leaves(failures):
+        for failure in leaf_errors(failures):
             known = isinstance(failure, DynamoError)
             _log.error("%s", failure, exc_info=None if known else failure)
         return 1
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: WorkerPlan) -> None:
-    life, metrics = WorkerLife(), Registry()
+    life, metrics = WorkerLifecycle(), Registry()
     delay_s = stagger_delay_s(plan.mocker)
 
     async def worker(number: int) -> None:

@@ -12,8 +12,7 @@ from dynamo.config.option import Option, from_env
 from dynamo.errors import ConfigError
 from dynamo.mocker.engine import EngineShape
 from dynamo.mocker.scheduler import Limits
-from dynamo.mocker.timing import Timing
-from dynamo.mocker.transfer import KV_BYTES_PER_TOKEN, Transfer
+from dynamo.mocker.timing import KV_BYTES_PER_TOKEN, Timing, Transfer
 
 __all__ = ["engine_shape", "stagger_delay_s", "with_extra_arguments"]
 

@@ -14,19 +14,27 @@ from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_ha
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.kv import BlocksRemoved, BlocksStored
 
-__all__ = ["BlockPool", "Holding"]
+__all__ = ["BlockPool", "SequenceBlocks"]
 
 _PAIR = struct.Struct("<QQ")
 
 
-class Holding:
+class SequenceBlocks:
     """The tokens of one sequence, their block hashes, and the slots that the sequence occupies.
 
     ``full`` counts the leading blocks held by hash, ``private`` the slots held besides. With
     prefix caching off every slot is private.
     """
 
-    __slots__ = ("block_size", "chain", "full", "local", "private", "seed", "tokens")
+    __slots__ = (
+        "block_hashes",
+        "block_size",
+        "full",
+        "private",
+        "seed",
+        "sequence_hashes",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -38,22 +46,24 @@ class Holding:
         self.tokens = tokens
         self.block_size = block_size
         self.seed = seed_for(lora_name, cache_namespace)
-        self.local = block_hashes(tokens, block_size, seed=self.seed)
-        self.chain = sequence_hashes(self.local)
+        self.block_hashes = block_hashes(tokens, block_size, seed=self.seed)
+        self.sequence_hashes = sequence_hashes(self.block_hashes)
         self.full = 0
         self.private = 0
 
     def hash_until(self, count: int) -> None:
         """Make the hashes of the first ``count`` blocks known; their tokens must be there."""
-        while len(self.chain) < count:
-            begin = len(self.chain) * self.block_size
+        while len(self.sequence_hashes) < count:
+            begin = len(self.sequence_hashes) * self.block_size
             block = self.tokens[begin : begin + self.block_size]
             local = block_hashes(block, self.block_size, seed=self.seed)[0]
-            if self.chain:
-                self.chain.append(xxh3_64(_PAIR.pack(self.chain[-1], local), BLOCK_SEED))
+            if self.sequence_hashes:
+                self.sequence_hashes.append(
+                    xxh3_64(_PAIR.pack(self.sequence_hashes[-1], local), BLOCK_SEED)
+                )
             else:
-                self.chain.append(local)
-            self.local.append(local)
+                self.sequence_hashes.append(local)
+            self.block_hashes.append(local)
 
 
 class BlockPool:
@@ -90,7 +100,7 @@ class BlockPool:
         """Sequence hashes of all full blocks, held or cached. O(blocks); for checks and dumps."""
         return self._active.keys() | self._idle.keys()
 
-    def cached_prefix(self, holding: Holding) -> tuple[int, int]:
+    def cached_prefix(self, blocks: SequenceBlocks) -> tuple[int, int]:
         """(leading blocks that are here already, how many of them somebody holds).
 
         The block of the last token never counts: at least one token is computed. O(blocks).
@@ -98,7 +108,7 @@ class BlockPool:
         if not self.prefix_caching:
             return 0, 0
         found = held = 0
-        for block_hash in holding.chain[: (len(holding.tokens) - 1) // self.block_size]:
+        for block_hash in blocks.sequence_hashes[: (len(blocks.tokens) - 1) // self.block_size]:
             if block_hash in self._active:
                 held += 1
             elif block_hash not in self._idle:
@@ -106,62 +116,62 @@ class BlockPool:
             found += 1
         return found, held
 
-    def reuse(self, holding: Holding, count: int) -> None:
-        """Let ``holding`` (empty) hold the first ``count`` of its blocks; they must be here."""
-        for block_hash in holding.chain[:count]:
+    def reuse(self, blocks: SequenceBlocks, count: int) -> None:
+        """Let ``blocks`` (empty) hold the first ``count`` of its blocks; they must be here."""
+        for block_hash in blocks.sequence_hashes[:count]:
             self._hold(block_hash)
-        holding.full = count
+        blocks.full = count
 
-    def grow(self, holding: Holding, tokens: int) -> bool:
-        """Give ``holding`` the slots for its first ``tokens`` tokens, all or nothing.
+    def grow(self, blocks: SequenceBlocks, tokens: int) -> bool:
+        """Give ``blocks`` the slots for its first ``tokens`` tokens, all or nothing.
 
         False when there are not enough, and nothing has changed. Evicts cached blocks as needed.
         """
         full, rest = divmod(tokens, self.block_size)
         if not self.prefix_caching:
-            more = full + (rest > 0) - holding.private
+            more = full + (rest > 0) - blocks.private
             if more > self.free:
                 return False
-            holding.private += more
+            blocks.private += more
             self._private += more
             return True
-        holding.hash_until(full)
-        fresh = holding.chain[holding.full : full]
+        blocks.hash_until(full)
+        fresh = blocks.sequence_hashes[blocks.full : full]
         absent = [h for h in fresh if h not in self._active]
-        if len(absent) + (rest > 0) - holding.private > self.free:
+        if len(absent) + (rest > 0) - blocks.private > self.free:
             return False
-        self._private += (rest > 0) - holding.private
-        holding.private = int(rest > 0)
+        self._private += (rest > 0) - blocks.private
+        blocks.private = int(rest > 0)
         if fresh:
-            self._fill(holding, full, absent)
+            self._fill(blocks, full, absent)
         elif rest:
             self._evict_surplus()
         return True
 
-    def release(self, holding: Holding) -> None:
+    def release(self, blocks: SequenceBlocks) -> None:
         """Take back every slot; full blocks stay cached, the tail of the chain is oldest."""
-        for block_hash in reversed(holding.chain[: holding.full]):
+        for block_hash in reversed(blocks.sequence_hashes[: blocks.full]):
             count = self._active[block_hash] - 1
             if count:
                 self._active[block_hash] = count
             else:
                 del self._active[block_hash]
                 self._idle[block_hash] = None
-        self._private -= holding.private
-        holding.full = holding.private = 0
+        self._private -= blocks.private
+        blocks.full = blocks.private = 0
 
     def _hold(self, block_hash: int) -> None:
         self._idle.pop(block_hash, None)
         self._active[block_hash] = self._active.get(block_hash, 0) + 1
 
-    def _fill(self, holding: Holding, full: int, absent: list[int]) -> None:
+    def _fill(self, blocks: SequenceBlocks, full: int, absent: list[int]) -> None:
         new = {h for h in absent if h not in self._idle}
-        for block_hash in holding.chain[holding.full : full]:
+        for block_hash in blocks.sequence_hashes[blocks.full : full]:
             self._hold(block_hash)
         self._evict_surplus()
         if new:
-            self._announce(holding, full, new)
-        holding.full = full
+            self._announce(blocks, full, new)
+        blocks.full = full
 
     def _evict_surplus(self) -> None:
         surplus = len(self._active) + self._private + len(self._idle) - self.capacity
@@ -176,16 +186,16 @@ class BlockPool:
             del self._idle[block_hash]
         self.changes.append(BlocksRemoved(victims.tobytes()))
 
-    def _announce(self, holding: Holding, full: int, new: set[int]) -> None:
-        begin = holding.full
+    def _announce(self, blocks: SequenceBlocks, full: int, new: set[int]) -> None:
+        begin = blocks.full
         while begin < full:
             end = begin
-            while end < full and holding.chain[end] in new:
+            while end < full and blocks.sequence_hashes[end] in new:
                 end += 1
             if end > begin:
-                parent = holding.chain[begin - 1] if begin else None
-                blocks, local = holding.chain[begin:end], holding.local[begin:end]
-                self.changes.append(BlocksStored(blocks.tobytes(), local.tobytes(), parent, begin))
+                parent = blocks.sequence_hashes[begin - 1] if begin else None
+                column, local = blocks.sequence_hashes[begin:end], blocks.block_hashes[begin:end]
+                self.changes.append(BlocksStored(column.tobytes(), local.tobytes(), parent, begin))
             begin = end + 1
 
     def _check(self) -> None:

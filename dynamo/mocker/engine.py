@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo.errors import DynamoError
-from dynamo.mocker.blocks import BlockPool, Holding
-from dynamo.mocker.meters import MockerMetrics
+from dynamo.mocker.blocks import BlockPool, SequenceBlocks
+from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.reply import Reply
 from dynamo.mocker.responder import Responder
 from dynamo.mocker.scheduler import Batch, Limits, Scheduler, Sequence
 from dynamo.mocker.timer_fd import TimerFd
-from dynamo.mocker.timing import Timing
-from dynamo.mocker.transfer import Transfer, cached_tokens
+from dynamo.mocker.timing import Timing, Transfer, cached_tokens
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.protocols.kv import BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics
@@ -58,7 +57,7 @@ class EngineRank:
         self,
         number: int,
         shape: EngineShape,
-        meters: MockerMetrics,
+        metrics: MockerMetrics,
         tasks: Tasks,
         on_events: Callable[[int, list[BlocksStored | BlocksRemoved]], None],
         on_load: Callable[[KvMetrics], None],
@@ -69,15 +68,15 @@ class EngineRank:
         self.shape = shape
         self.pool = BlockPool(shape.blocks, shape.block_size, shape.prefix_caching)
         self.scheduler = Scheduler(self.pool, shape.limits)
-        self.meters = meters
+        self.metrics = metrics
         self.tasks = tasks
         self.prefill_only = shape.prefill_only
         self._on_events = on_events
         self._on_load = on_load
         self._work = asyncio.Event()
-        self._told: KvMetrics | None = None
-        self._told_at = 0.0
-        meters.watch(self.scheduler)
+        self._last_report: KvMetrics | None = None
+        self._last_report_s = 0.0
+        metrics.export_gauges(self.scheduler)
 
     @property
     def load(self) -> int:
@@ -85,9 +84,9 @@ class EngineRank:
         return len(self.scheduler.running) + len(self.scheduler.waiting)
 
     @property
-    def longest(self) -> int:
+    def max_sequence_tokens(self) -> int:
         """Tokens of the longest sequence, prompt and output together, that can be computed."""
-        return self.scheduler.longest
+        return self.scheduler.max_sequence_tokens
 
     def submit(
         self,
@@ -98,22 +97,22 @@ class EngineRank:
     ) -> None:
         """Answer ``request`` on ``stream``; ``on_done`` is called once when it is over."""
         try:
-            self.scheduler.check(len(request.token_ids), reply.length)
+            self.scheduler.check_length(len(request.token_ids), reply.length)
         except DynamoError as error:
             stream.error(error)
             on_done()
             return
         routing = request.routing
-        holding = Holding(
+        blocks = SequenceBlocks(
             request.token_ids,
             self.shape.block_size,
             routing.lora_name if routing else None,
             routing.cache_namespace if routing else None,
         )
         responder = Responder(stream, self, on_done)
-        sequence = responder.sequence = Sequence(holding, reply, responder)
+        sequence = responder.sequence = Sequence(blocks, reply, responder)
         if request.prefill_result is not None and not self.prefill_only:
-            sequence.expect(cached_tokens(request.prefill_result))
+            sequence.expect_transfer(cached_tokens(request.prefill_result))
         self.scheduler.add(sequence)
         self._work.set()
         stream.context.on_cancel(responder.cancel)
@@ -127,28 +126,28 @@ class EngineRank:
         """The prompt's blocks have a place here: fetch them from the prefill worker."""
         delay_s = self.shape.transfer.seconds(sequence.prompt_tokens)
         if delay_s >= _SHORTEST_S:
-            sequence.held = True
-            asyncio.get_running_loop().call_later(delay_s, self.hold, sequence, False)
+            sequence.paused = True
+            asyncio.get_running_loop().call_later(delay_s, self.pause, sequence, False)
 
-    def handover(self, sequence: Sequence) -> dict[str, Any] | None:
+    def transfer_params(self, sequence: Sequence) -> dict[str, Any] | None:
         """What a decode worker needs to fetch the prompt's blocks; None where it need not."""
         if not self.prefill_only:
             return None
-        return self.shape.transfer.handover(
+        return self.shape.transfer.transfer_params(
             self.worker_id, self.number, sequence.prompt_tokens, self.shape.block_size
         )
 
-    def hold(self, sequence: Sequence, held: bool) -> None:
+    def pause(self, sequence: Sequence, paused: bool) -> None:
         """Let ``sequence`` wait for a slow reader, or go on."""
-        sequence.held = held
+        sequence.paused = paused
         self._work.set()
 
     async def run(self) -> None:
         """Iterate for ever; cancel to end."""
-        with TimerFd() as alarm:
-            await self._iterate(alarm)
+        with TimerFd() as timer:
+            await self._iterate(timer)
 
-    async def _iterate(self, alarm: TimerFd) -> None:
+    async def _iterate(self, timer: TimerFd) -> None:
         timing, pool, scheduler = self.shape.timing, self.pool, self.scheduler
         due = time.monotonic()
         self._report(due)
@@ -164,18 +163,18 @@ class EngineRank:
             spent_s = timing.iteration_s(batch.prefill_tokens, batch.decodes, usage)
             due = max(due, time.monotonic() - _LAG_LIMIT_S) + spent_s
             if spent_s:
-                await alarm.until(due)
+                await timer.sleep_until(due)
             self._finish(batch, time.monotonic())
             if not spent_s:
                 await asyncio.sleep(0)
 
     def _finish(self, batch: Batch, now: float) -> None:
-        self.meters.iteration(now, batch, self.scheduler.preemptions)
+        self.metrics.iteration(now, batch, self.scheduler.preemptions)
         self.scheduler.commit(batch)
         if self.pool.changes:
             self._on_events(self.number, self.pool.changes)
             self.pool.changes = []
-        if now - self._told_at >= _REPORT_INTERVAL_S:
+        if now - self._last_report_s >= _REPORT_INTERVAL_S:
             self._report(now)
 
     def _report(self, now: float) -> None:
@@ -190,6 +189,6 @@ class EngineRank:
             num_requests_running=len(running),
             num_requests_waiting=len(self.scheduler.waiting),
         )
-        if state != self._told:
-            self._told, self._told_at = state, now
+        if state != self._last_report:
+            self._last_report, self._last_report_s = state, now
             self._on_load(state)

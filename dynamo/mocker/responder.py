@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Protocol
 
-from dynamo.mocker.meters import MockerMetrics
+from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.scheduler import Sequence
 from dynamo.protocols import codec
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
@@ -36,7 +36,7 @@ def token_item(token_id: int) -> bytes:
 class EngineHooks(Protocol):
     """Who owns a responder: the rank that computes its sequence."""
 
-    meters: MockerMetrics
+    metrics: MockerMetrics
     tasks: Tasks
 
     def abort(self, sequence: Sequence) -> None:
@@ -45,54 +45,54 @@ class EngineHooks(Protocol):
     def transfer(self, sequence: Sequence) -> None:
         """Fetch the prompt's blocks, which have a place here now."""
 
-    def handover(self, sequence: Sequence) -> dict[str, Any] | None:
+    def transfer_params(self, sequence: Sequence) -> dict[str, Any] | None:
         """What a decode worker needs to fetch the prompt's blocks; None where it need not."""
 
-    def hold(self, sequence: Sequence, held: bool) -> None:
+    def pause(self, sequence: Sequence, paused: bool) -> None:
         """Let ``sequence`` wait for a slow reader, or go on."""
 
 
 class Responder:
     """Sends the tokens of one sequence; see ``scheduler.Output``."""
 
-    __slots__ = ("_desk", "_done", "_on_done", "_started", "sequence", "stream")
+    __slots__ = ("_done", "_engine", "_on_done", "_started", "sequence", "stream")
 
     sequence: Sequence
 
     def __init__(
-        self, stream: ServerStream, desk: EngineHooks, on_done: Callable[[], None]
+        self, stream: ServerStream, engine: EngineHooks, on_done: Callable[[], None]
     ) -> None:
         self.stream = stream
-        self._desk = desk
+        self._engine = engine
         self._on_done = on_done
         self._done = False
         self._started = asyncio.get_running_loop().time()
 
-    def placed(self) -> None:
+    def allocated(self) -> None:
         """The blocks of a prompt that was computed elsewhere have a place."""
-        self._desk.transfer(self.sequence)
+        self._engine.transfer(self.sequence)
 
     def token(self, token_id: int) -> None:
         """Send one token; wait if the reader is behind."""
         stream = self.stream
         stream.send(token_item(token_id))
         if self.sequence.generated == 1:
-            self._desk.meters.first_token(self._started)
-        if stream.above_high_water and not self.sequence.held:
-            self._desk.hold(self.sequence, True)
-            self._desk.tasks.spawn(self._resume(), name="slow reader")
+            self._engine.metrics.first_token(self._started)
+        if stream.above_high_water and not self.sequence.paused:
+            self._engine.pause(self.sequence, True)
+            self._engine.tasks.spawn(self._resume(), name="slow reader")
 
     def finish(self, token_id: int, reason: str) -> None:
         """Send the last token with the reason and the usage, and end the stream."""
         if self.sequence.generated == 1:
-            self._desk.meters.first_token(self._started)
+            self._engine.metrics.first_token(self._started)
         self._end([token_id], reason)
 
     def cancel(self, kind: CancelKind) -> None:
         """The client asked to stop, or is gone: free the blocks at once."""
         if self._done:
             return
-        self._desk.abort(self.sequence)
+        self._engine.abort(self.sequence)
         self._end([], "cancelled")
 
     def _end(self, token_ids: list[int], reason: str) -> None:
@@ -103,11 +103,11 @@ class Responder:
                 token_ids=token_ids,
                 finish_reason=reason,
                 completion_usage=self._usage(),
-                disaggregated_params=self._desk.handover(self.sequence),
+                disaggregated_params=self._engine.transfer_params(self.sequence),
             )
             stream.send(codec.encode(item))
             stream.end()
-        self._desk.meters.over(self._started)
+        self._engine.metrics.finished(self._started)
         self._on_done()
 
     def _usage(self) -> CompletionUsage:
@@ -121,4 +121,4 @@ class Responder:
 
     async def _resume(self) -> None:
         await self.stream.drained()
-        self._desk.hold(self.sequence, False)
+        self._engine.pause(self.sequence, False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo.errors import InvalidArgument
-from dynamo.mocker.blocks import BlockPool, Holding
+from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.reply import Reply
 
 __all__ = ["Batch", "Limits", "Output", "Scheduler", "Sequence"]
@@ -32,9 +32,9 @@ class Limits:
 
 
 class Output(Protocol):
-    """Where a sequence's tokens go. Called from :meth:`Scheduler.commit`, but for ``placed``."""
+    """Where a sequence's tokens go. Called from :meth:`Scheduler.commit`, but for ``allocated``."""
 
-    def placed(self) -> None:
+    def allocated(self) -> None:
         """The prompt, computed elsewhere, has its blocks; hold the sequence until it is here.
         Called from :meth:`Scheduler.schedule`."""
 
@@ -46,42 +46,42 @@ class Output(Protocol):
 
 
 class Sequence:
-    """One request inside the engine. While ``held`` it keeps its blocks and does not advance."""
+    """One request inside the engine. While ``paused`` it keeps its blocks and does not advance."""
 
     __slots__ = (
+        "blocks",
         "cached_tokens",
         "computed",
-        "expected",
+        "free_slots",
         "generated",
-        "held",
-        "holding",
         "ids",
-        "left",
         "output",
+        "paused",
         "prompt_tokens",
         "reason",
-        "room",
+        "remaining",
         "running",
+        "transferred",
     )
 
-    def __init__(self, holding: Holding, reply: Reply, output: Output) -> None:
-        self.holding = holding
+    def __init__(self, blocks: SequenceBlocks, reply: Reply, output: Output) -> None:
+        self.blocks = blocks
         self.output = output
         self.ids = reply.ids
-        self.left = reply.length
+        self.remaining = reply.length
         self.reason = reply.finish_reason
-        self.prompt_tokens = len(holding.tokens)
+        self.prompt_tokens = len(blocks.tokens)
         self.generated = 0
         self.computed = 0
-        self.expected = False
-        self.room = 0
+        self.transferred = False
+        self.free_slots = 0
         self.running = False
-        self.held = False
+        self.paused = False
         self.cached_tokens: int | None = None
 
-    def expect(self, cached_tokens: int | None) -> None:
+    def expect_transfer(self, cached_tokens: int | None) -> None:
         """The prompt is computed elsewhere, where ``cached_tokens`` of it were found cached."""
-        self.expected = True
+        self.transferred = True
         self.cached_tokens = cached_tokens
 
 
@@ -107,23 +107,24 @@ class Scheduler:
         self._reserve = int(limits.watermark * pool.capacity)
 
     @property
-    def longest(self) -> int:
+    def max_sequence_tokens(self) -> int:
         """Tokens of the longest sequence, prompt and output together, that can be computed."""
         slots = self.pool.capacity * self.pool.block_size
         return min(slots, self.limits.max_model_len or slots)
 
-    def check(self, prompt_tokens: int, output_tokens: int) -> None:
+    def check_length(self, prompt_tokens: int, output_tokens: int) -> None:
         """Raise InvalidArgument for a request that could never finish here."""
-        if prompt_tokens + output_tokens > self.longest:
-            capped = self.longest == self.limits.max_model_len
+        if prompt_tokens + output_tokens > self.max_sequence_tokens:
+            capped = self.max_sequence_tokens == self.limits.max_model_len
             raise InvalidArgument(
                 f"prompt ({prompt_tokens} tokens) plus max_tokens ({output_tokens}) exceeds "
-                f"{'max_model_len' if capped else 'the KV cache'} ({self.longest} tokens) of this "
-                "worker; shorten the prompt or lower max_tokens"
+                f"{'max_model_len' if capped else 'the KV cache'} "
+                f"({self.max_sequence_tokens} tokens) of this worker; "
+                "shorten the prompt or lower max_tokens"
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Put ``sequence`` at the end of the line; :meth:`check` must have let it pass."""
+        """Put ``sequence`` at the end of the line; :meth:`check_length` must have let it pass."""
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
@@ -141,7 +142,7 @@ class Scheduler:
         for sequence in list(self.running):
             if not budget:
                 break
-            if sequence.running and not sequence.held:
+            if sequence.running and not sequence.paused:
                 budget -= self._advance(sequence, budget, batch)
         if budget and self.waiting and self.preemptions == preempted:
             self._admit(budget, batch)
@@ -154,78 +155,78 @@ class Scheduler:
                 continue
             token_id = next(sequence.ids)
             sequence.generated += 1
-            sequence.left -= 1
-            if sequence.left:
-                sequence.holding.tokens.append(token_id)
+            sequence.remaining -= 1
+            if sequence.remaining:
+                sequence.blocks.tokens.append(token_id)
                 sequence.output.token(token_id)
             else:
                 self._stop(sequence)
                 sequence.output.finish(token_id, sequence.reason)
 
     def _advance(self, sequence: Sequence, budget: int, batch: Batch) -> int:
-        if sequence.room:
-            sequence.room -= 1
+        if sequence.free_slots:
+            sequence.free_slots -= 1
             sequence.computed += 1
             batch.decodes += 1
             batch.producing.append(sequence)
             return 1
-        missing = len(sequence.holding.tokens) - sequence.computed
+        missing = len(sequence.blocks.tokens) - sequence.computed
         count = min(missing, budget) if self.limits.chunked_prefill or missing == 1 else missing
-        while not self.pool.grow(sequence.holding, sequence.computed + count):
+        while not self.pool.grow(sequence.blocks, sequence.computed + count):
             if self._preempt(batch) is sequence:
                 return 0
-        self._computed(sequence, count, missing, batch)
+        self._mark_computed(sequence, count, missing, batch)
         return min(count, budget)
 
-    def _computed(self, sequence: Sequence, count: int, missing: int, batch: Batch) -> None:
+    def _mark_computed(self, sequence: Sequence, count: int, missing: int, batch: Batch) -> None:
         sequence.computed += count
-        if missing == 1 and (sequence.generated or sequence.expected):
+        if missing == 1 and (sequence.generated or sequence.transferred):
             batch.decodes += 1
         else:
             batch.prefill_tokens += count
         if count == missing:
             batch.producing.append(sequence)
             filled = sequence.computed % self.pool.block_size
-            sequence.room = self.pool.block_size - 1 - filled if filled else 0
+            sequence.free_slots = self.pool.block_size - 1 - filled if filled else 0
 
     def _admit(self, budget: int, batch: Batch) -> None:
         while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
-            holding = sequence.holding
-            found, held = self.pool.cached_prefix(holding)
-            missing = len(holding.tokens) - found * self.pool.block_size
+            blocks = sequence.blocks
+            found, held = self.pool.cached_prefix(blocks)
+            missing = len(blocks.tokens) - found * self.pool.block_size
             if not self.limits.chunked_prefill and missing > budget and batch.producing:
                 return
-            needed = -(-len(holding.tokens) // self.pool.block_size) - held
+            needed = -(-len(blocks.tokens) // self.pool.block_size) - held
             if self.running and self.pool.free - needed < self._reserve:
                 return
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.running = True
-            self.pool.reuse(holding, found)
+            self.pool.reuse(blocks, found)
             sequence.computed = found * self.pool.block_size
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = sequence.computed
-            if sequence.expected and self._place(sequence):
+            if sequence.transferred and self._allocate_transfer(sequence):
                 continue  # on its way
             budget -= self._advance(sequence, budget, batch)
 
-    def _place(self, sequence: Sequence) -> bool:
+    def _allocate_transfer(self, sequence: Sequence) -> bool:
         """Give a prompt that was computed elsewhere its blocks; whether it is still on its way.
 
         One that finds no place, or loses it later, is computed here.
         """
-        if not self.pool.grow(sequence.holding, len(sequence.holding.tokens)):
-            sequence.expected = False
+        if not self.pool.grow(sequence.blocks, len(sequence.blocks.tokens)):
+            sequence.transferred = False
             return False
-        sequence.computed = len(sequence.holding.tokens) - 1
-        sequence.output.placed()
-        return sequence.held
+        sequence.computed = len(sequence.blocks.tokens) - 1
+        sequence.output.allocated()
+        return sequence.paused
 
     def _preempt(self, batch: Batch) -> Sequence:
         victim = self.running[-1 if self.limits.preempt_newest else 0]
         self._stop(victim)
-        victim.expected = False
+        victim.transferred = False
         if victim in batch.producing:
             batch.producing.remove(victim)
         self.waiting.appendleft(victim)
@@ -235,15 +236,15 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         sequence.running = False
         self.running.remove(sequence)
-        self.pool.release(sequence.holding)
-        sequence.computed = sequence.room = 0
+        self.pool.release(sequence.blocks)
+        sequence.computed = sequence.free_slots = 0
 
     def _check(self) -> None:
         """Assert what must always hold; for tests."""
         self.pool._check()
         assert len(self.running) <= self.limits.max_num_seqs
         assert all(s.running for s in self.running) and not any(s.running for s in self.waiting)
-        assert all(s.computed <= len(s.holding.tokens) for s in self.running)
-        held = sum(s.holding.full + s.holding.private for s in self.running)
+        assert all(s.computed <= len(s.blocks.tokens) for s in self.running)
+        held = sum(s.blocks.full + s.blocks.private for s in self.running)
         assert self.pool.used <= held
         assert bool(self.running) or not self.pool.used

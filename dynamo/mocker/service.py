@@ -13,7 +13,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.worker.admission import AdmissionGate
+from dynamo.worker.admission import AdmissionQueue
 
 __all__ = ["DEFAULT_MAX_TOKENS", "MockerService"]
 
@@ -27,10 +27,10 @@ class MockerService:
     """A push handler over the ranks of one worker."""
 
     def __init__(
-        self, ranks: Sequence[EngineRank], gate: AdmissionGate, reply: str = "random"
+        self, ranks: Sequence[EngineRank], admission: AdmissionQueue, reply: str = "random"
     ) -> None:
         self.ranks = ranks
-        self.gate = gate
+        self.admission = admission
         self._echo = reply == "echo"
 
     def handle(self, stream: ServerStream, payload: bytes) -> None:
@@ -61,7 +61,7 @@ class MockerService:
             raise InvalidArgument("token_ids is empty; send at least one token")
         limit = request.stop_conditions.max_tokens
         if limit is None:
-            limit = max(1, min(DEFAULT_MAX_TOKENS, rank.longest - len(prompt)))
+            limit = max(1, min(DEFAULT_MAX_TOKENS, rank.max_sequence_tokens - len(prompt)))
         if limit < 1:
             raise InvalidArgument(f"stop_conditions.max_tokens must be >= 1, got {limit}")
         if rank.prefill_only:
@@ -75,14 +75,14 @@ class MockerService:
 
         def start() -> None:
             if stream.closed:
-                self.gate.leave()
+                self.admission.release()
             else:
-                submit(self.gate.leave)
+                submit(self.admission.release)
 
         def cancelled(kind: CancelKind) -> None:
-            if self.gate.give_up(start):
+            if self.admission.withdraw(start):
                 stream.end()
 
-        self.gate.enter(start)
-        if self.gate.waiting:
+        self.admission.submit(start)
+        if self.admission.waiting:
             stream.context.on_cancel(cancelled)

@@ -41,7 +41,7 @@ class TimerFd:
         self._waiter: asyncio.Future[None] | None = None
 
     def __enter__(self) -> TimerFd:
-        self._loop.add_reader(self._fd, self._rang)
+        self._loop.add_reader(self._fd, self._on_expired)
         return self
 
     def __exit__(
@@ -53,7 +53,7 @@ class TimerFd:
         self._loop.remove_reader(self._fd)
         os.close(self._fd)
 
-    async def until(self, when_s: float) -> None:
+    async def sleep_until(self, when_s: float) -> None:
         """Sleep until ``time.monotonic()`` has reached ``when_s``; gives way once if it has."""
         if when_s <= time.monotonic():
             await asyncio.sleep(0)
@@ -65,7 +65,7 @@ class TimerFd:
         self._waiter = self._loop.create_future()
         await self._waiter
 
-    def _rang(self) -> None:
+    def _on_expired(self) -> None:
         try:
             os.read(self._fd, 8)
         except BlockingIOError:

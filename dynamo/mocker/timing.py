@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Timing"]
+__all__ = ["KV_BYTES_PER_TOKEN", "Timing", "Transfer", "cached_tokens"]
+
+KV_BYTES_PER_TOKEN = 131_072
+"""32 layers with 8 KV heads of 128 two-byte numbers, keys and values: a model of 8 billion."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,33 @@ class Timing:
         return (prefill + decode) / self.speedup / 1000.0
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """``speedup`` 0 means no time at all, as in :class:`dynamo.mocker.timing.Timing`."""
+
+    bytes_per_token: int = KV_BYTES_PER_TOKEN
+    bytes_per_s: float = 64e9
+    speedup: float = 1.0
+
+    def seconds(self, prompt_tokens: int) -> float:
+        """How long the blocks of a prompt are on their way."""
+        if not self.speedup:
+            return 0.0
+        return prompt_tokens * self.bytes_per_token / self.bytes_per_s / self.speedup
+
+    def transfer_params(
+        self, worker_id: int, dp_rank: int, prompt_tokens: int, block_size: int
+    ) -> dict[str, Any]:
+        """``disaggregated_params``: what is to be fetched, and where."""
+        return {
+            "worker_id": worker_id,
+            "dp_rank": dp_rank,
+            "prompt_tokens": prompt_tokens,
+            "blocks": -(-prompt_tokens // block_size),
+            "kv_bytes": prompt_tokens * self.bytes_per_token,
+        }
+
+
 def prefill_ms(tokens: int) -> float:
     """Milliseconds for ``tokens`` new prompt tokens."""
     return 4.209989e-07 * tokens * tokens + 1.518344e-02 * tokens + 16.50142
@@ -33,3 +65,10 @@ def decode_ms(usage: float) -> float:
     """Milliseconds for one decode step at KV usage ``usage``."""
     share = min(usage, 1.0)
     return max(1.0, -25.74 * share * share + 54.01 * share + 5.74)
+
+
+def cached_tokens(prefill_result: Mapping[str, Any]) -> int | None:
+    """Prompt tokens that the prefill worker found cached, if it says so."""
+    details = prefill_result.get("prompt_tokens_details")
+    found = details.get("cached_tokens") if isinstance(details, Mapping) else None
+    return found if isinstance(found, int) else None

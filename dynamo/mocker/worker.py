@@ -10,17 +10,16 @@ from dynamo.config.mocker import MockerSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.worker import WorkerSettings
 from dynamo.errors import ConfigError
-from dynamo.llm.model_card import ModelDirectory
+from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
 from dynamo.mocker.engine import EngineRank, EngineShape
-from dynamo.mocker.meters import MockerMetrics
+from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.service import MockerService
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
-from dynamo.worker.admission import AdmissionGate
-from dynamo.worker.channels import connect_kv_events, connect_load
-from dynamo.worker.publish import KvEventSender, LoadSender
+from dynamo.worker.admission import AdmissionQueue
+from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
 
 __all__ = ["MockerWorker", "WorkerPlan", "make_plan"]
 
@@ -48,7 +47,7 @@ class WorkerPlan:
     def context_length(self) -> int:
         """Tokens of the longest prompt plus output."""
         slots = self.shape.blocks * self.shape.block_size
-        limits = (slots, self.shape.limits.max_model_len, self.model.context_length())
+        limits = (slots, self.shape.limits.max_model_len, self.model.context_length)
         return min(limit for limit in limits if limit is not None)
 
 
@@ -59,12 +58,14 @@ def make_plan(
     mocker: MockerSettings,
     shape: EngineShape,
 ) -> WorkerPlan:
-    """Check what can be checked before anything starts. ConfigError, InvalidArgument."""
+    """Check what can be checked before anything starts. Raises ConfigError."""
     if settings.model_path is None:
         raise ConfigError("--model-path is missing; give the directory of a model's tokenizer")
     model = ModelDirectory(settings.model_path)
-    if mocker.kv_bytes_per_token is None:
-        shape = replace(shape, transfer=shape.transfer.of(model.config))
+    model.require_worker_files()
+    if mocker.kv_bytes_per_token is None and model.kv_bytes_per_token is not None:
+        transfer = replace(shape.transfer, bytes_per_token=model.kv_bytes_per_token)
+        shape = replace(shape, transfer=transfer)
     template = settings.custom_jinja_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"--custom-jinja-template {template}: no such file")
@@ -103,10 +104,10 @@ class MockerWorker:
             )
             for rank in range(plan.mocker.data_parallel_size)
         ]
-        gate = AdmissionGate(
+        admission = AdmissionQueue(
             plan.settings.engine_request_limit, plan.settings.request_queue_limit, runtime.metrics
         )
-        self.service = MockerService(self.ranks, gate, plan.mocker.reply)
+        self.service = MockerService(self.ranks, admission, plan.mocker.reply)
 
     async def serve(self) -> None:
         """Serve until the worker has left. A rank that fails ends it with its error."""
@@ -124,7 +125,7 @@ class MockerWorker:
         try:
             await rank.run()
         except Exception:
-            self.endpoint.runtime.serving.cut()
+            self.endpoint.runtime.serving.abort()
             raise
 
     async def _register(self) -> None:

@@ -1,3 +1,3 @@
-"""Wire types: what crosses a socket or lands in a file. No behaviour."""
+"""Wire types: the messages on sockets and the records in stores. No behaviour."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The model deployment card: what a worker says of the model that it serves. Spec 7.2, 7.11."""
+"""The model deployment card: a worker's description of the model that it serves. Spec 7.2, 7.11."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ import msgspec
 
 from dynamo.protocols.control import Id, record_decoder
 
-__all__ = ["BlockSize", "ModelCard", "RuntimeConfig", "decode_card"]
+__all__ = [
+    "DEFAULT_BLOCK_SIZE",
+    "UNKNOWN_BATCH_TOKENS",
+    "BlockSize",
+    "ModelCard",
+    "RuntimeConfig",
+    "decode_card",
+]
+
+DEFAULT_BLOCK_SIZE = 64
+"""Tokens in a KV block of a worker whose card does not say."""
+
+UNKNOWN_BATCH_TOKENS = 10_000_000
+"""Assumed ``max_num_batched_tokens`` of a worker that does not report it. Spec 3.9, 3.11."""
+
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -57,7 +71,7 @@ class ModelCard(msgspec.Struct, omit_defaults=True):
     model_input: str = "Tokens"
     worker_type: str = "Aggregated"
     context_length: Tokens | None = None
-    kv_cache_block_size: BlockSize = 64
+    kv_cache_block_size: BlockSize = DEFAULT_BLOCK_SIZE
     migration_limit: Count = 0
     custom_template_path: str | None = None
     user_data: dict[str, Any] | None = None
@@ -69,4 +83,4 @@ class ModelCard(msgspec.Struct, omit_defaults=True):
 
 
 decode_card = record_decoder(ModelCard)
-"""JSON to a ModelCard. Raises ValueError, also for values out of range."""
+"""Decode JSON to a ModelCard. Raises ValueError, also for values out of range."""

@@ -1,7 +1,7 @@
-"""MessagePack with one extension: arrays of uint32 travel as raw little-endian bytes.
+"""MessagePack with one extension: arrays of uint32 are sent as raw little-endian bytes.
 
-Token ids stay ``array('I')`` from the tokenizer to the engine: 22k ids cross the request plane as
-one memcpy instead of 22k integers.
+Token ids are ``array('I')`` from the tokenizer to the engine: a prompt of 22k ids is one memcpy
+instead of 22k integers.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ _BIG_ENDIAN = sys.byteorder == "big"
 
 
 def tokens(ids: Any) -> Tokens:
-    """``ids`` (list, array or buffer of uint32) as ``array('I')``; no copy if it is one already."""
+    """Return ``ids`` (list, buffer of uint32) as ``array('I')``; such an array is not copied."""
     if isinstance(ids, array) and ids.typecode == "I":
         return ids
     return array("I", ids)
 
 
 def _enc_hook(value: Any) -> Any:
-    if isinstance(value, array) and value.typecode == "I":
-        if _BIG_ENDIAN:
-            value = array("I", value)
-            value.byteswap()
-        return msgspec.msgpack.Ext(TOKENS_EXT, value.tobytes())
-    raise TypeError(f"cannot encode {type(value).__name__}")
+    if not isinstance(value, array) or value.typecode != "I":
+        raise TypeError(f"cannot encode {type(value).__name__}")
+    if _BIG_ENDIAN:
+        value = array("I", value)  # the caller's array keeps its byte order
+        value.byteswap()
+    # Ext reads the array's buffer itself, which saves a copy of a long prompt.
+    return msgspec.msgpack.Ext(TOKENS_EXT, value)
 
 
 def _ext_array(code: int, data: memoryview) -> Any:
@@ -59,12 +60,12 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
 _PLAIN = msgspec.msgpack.Decoder(ext_hook=_ext_list)
 
 encode = _ENCODER.encode
-"""Any wire value to MessagePack bytes."""
+"""Encode a wire value as MessagePack."""
 
 plain_decode = _PLAIN.decode
-"""MessagePack bytes to plain dicts and lists, token arrays as ``list[int]`` (user handlers)."""
+"""Decode to plain dicts and lists, token arrays as ``list[int]``, for user handlers."""
 
 
 def decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
-    """A decoder of ``kind`` that leaves token ids as ``array('I')``. Build once, at import."""
+    """Return a decoder of ``kind`` that keeps token ids as ``array('I')``; build it at import."""
     return msgspec.msgpack.Decoder(kind, ext_hook=_ext_array)

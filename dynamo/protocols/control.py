@@ -8,6 +8,9 @@ from typing import Annotated, TypeVar
 import msgspec
 
 __all__ = [
+    "EVENT_CHANNELS",
+    "INSTANCES",
+    "MODEL_CARDS",
     "EndpointRecord",
     "EventChannelRecord",
     "Id",
@@ -15,6 +18,11 @@ __all__ = [
     "instance_key",
     "record_decoder",
 ]
+
+INSTANCES = "v1/instances/"
+MODEL_CARDS = "v1/mdc/"
+EVENT_CHANNELS = "v1/event_channels/"
+"""Prefixes of the keys in the discovery store; cards and instances end in :func:`instance_key`."""
 
 T = TypeVar("T")
 Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -24,7 +32,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e8)]
 
 
 class LeaseRecord(msgspec.Struct):
-    """``leases/<id hex>``: who holds the lease, so that a death on this host is seen at once.
+    """``leases/<id hex>``: the process that holds the lease. Its death is detected by its pid.
 
     ``pid_start`` is the process start time in clock ticks since boot (field 22 of /proc/pid/stat),
     ``host`` the boot id of the machine, ``ttl_s`` seconds.
@@ -74,8 +82,10 @@ def instance_key(namespace: str, component: str, endpoint: str, instance_id: int
 
 
 def record_decoder(kind: type[T]) -> Callable[[bytes], T]:
-    """A decoder of JSON records of ``kind`` that others wrote. It raises ValueError for everything
-    that is no such record: bad JSON, bad text, nesting without end, values out of range."""
+    """Return a decoder of JSON records of ``kind``.
+
+    It raises ValueError for any other input: bad JSON, deep nesting, values out of range.
+    """
     decode = msgspec.json.Decoder(kind).decode
 
     def checked(data: bytes) -> T:

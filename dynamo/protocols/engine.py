@@ -1,4 +1,4 @@
-"""What the frontend sends to an engine and what the engine streams back. Spec 7.4."""
+"""The request that the frontend sends to an engine, and the items of its response. Spec 7.4."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StopConditions(msgspec.Struct, omit_defaults=True):
 
 
 class SamplingOptions(msgspec.Struct, omit_defaults=True):
-    """How the next token is drawn."""
+    """How the engine samples the next token."""
 
     n: int | None = None
     best_of: int | None = None
@@ -59,7 +59,7 @@ class SamplingOptions(msgspec.Struct, omit_defaults=True):
 
 
 class OutputOptions(msgspec.Struct, omit_defaults=True):
-    """What else the engine should report."""
+    """Further output that the client requested."""
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -68,7 +68,7 @@ class OutputOptions(msgspec.Struct, omit_defaults=True):
 
 
 class Routing(msgspec.Struct, omit_defaults=True):
-    """Where the request should go, and what the router told the worker."""
+    """Constraints on the choice of workers, and the choice that the router made."""
 
     backend_instance_id: int | None = None
     prefill_worker_id: int | None = None
@@ -109,13 +109,13 @@ class PreprocessedRequest(msgspec.Struct, omit_defaults=True):
 
 
 class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
-    """The part of the prompt that the engine did not have to compute."""
+    """The part of the prompt that the engine found in its KV cache."""
 
     cached_tokens: _Count | None = None
 
 
 class CompletionUsage(msgspec.Struct, omit_defaults=True):
-    """Token counts as the engine saw them."""
+    """Token counts of the engine."""
 
     prompt_tokens: _Count = 0
     completion_tokens: _Count = 0
@@ -124,10 +124,10 @@ class CompletionUsage(msgspec.Struct, omit_defaults=True):
 
 
 class EngineOutput(msgspec.Struct, omit_defaults=True):
-    """One item of a response stream: the tokens that are new, and at the end why it ended.
+    """One item of a response stream: new tokens and, in the last item, the reason why it ends.
 
     ``finish_reason`` is one of eos, length, stop, cancelled, content_filter or ``error: text``.
-    Ids are 32 bits without a sign and counts not negative: decoding checks it.
+    Decoding checks that ids are unsigned 32-bit integers and counts are not negative.
     """
 
     token_ids: list[_TokenId] = []
@@ -145,11 +145,10 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
 
 
 def with_every_key(request: Any) -> Any:
-    """A decoded :class:`PreprocessedRequest` with the keys that were left out on the way, as
-    handlers written for Dynamo expect them: None, [] or {} if unset. Other values are returned as
-    they are.
+    """Add the keys that ``omit_defaults`` dropped from a decoded :class:`PreprocessedRequest`.
 
-    O(keys), once per request.
+    Handlers written for Dynamo expect every key: None, [] or {} if unset. Other values are returned
+    unchanged. O(keys), once per request.
     """
     if not isinstance(request, dict) or "token_ids" not in request or "model" not in request:
         return request
@@ -162,7 +161,7 @@ def with_every_key(request: Any) -> Any:
 
 
 def _unset(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The fields that have a plain default, with it."""
+    """Return the fields with a plain default, and that default."""
     return {
         field.encode_name: field.default
         for field in msgspec.structs.fields(kind)

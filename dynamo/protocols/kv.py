@@ -1,7 +1,7 @@
-"""KV cache events: which blocks a worker has stored, removed or cleared. Spec 2.1, 2.6.
+"""KV cache events: the blocks that a worker stored, removed or cleared. Spec 2.1, 2.6.
 
-Hashes travel as columns of raw u64 little-endian bytes, so that one event of any length is applied
-to the index by one call without a Python object per block.
+Hashes are columns of raw u64 little-endian bytes, so that one call applies an event of any length
+to the index, without a Python object per block.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
+    "KV_EVENTS",
+    "KV_QUERY",
     "STORAGE_TIERS",
+    "TIER_NUMBERS",
     "BlocksCleared",
     "BlocksRemoved",
     "BlocksStored",
@@ -19,16 +22,25 @@ __all__ = [
     "KvQueryAnswer",
 ]
 
+KV_EVENTS = "kv-events"
+"""Topic of KV events; a message is one :class:`KvEventBatch`."""
+
+KV_QUERY = "kv_query"
+"""Endpoint, beside the worker's own, that answers a :class:`KvQuery` with one
+:class:`KvQueryAnswer`."""
 
 STORAGE_TIERS = ("device", "host_pinned", "disk", "external")
-"""Where a block lies: nearest first, the place in this tuple is its number."""
+"""Where a block is stored, nearest first. ``_fast/kv_events.hpp`` has the same order."""
+
+TIER_NUMBERS = {name: number for number, name in enumerate(STORAGE_TIERS)}
+"""Number of a tier in the index, by name."""
 
 
 class BlocksStored(msgspec.Struct, tag_field="kind", tag="stored", omit_defaults=True):
     """A chain of blocks under ``parent_hash`` (None = root): equal-length u64le columns.
 
-    ``block_hashes`` are the engine's own 64-bit ids, ``tokens_hashes`` the local block hashes. Off
-    the device ``tokens_hashes`` may be empty: the ids are of blocks that other tiers hold.
+    ``block_hashes`` are the engine's own 64-bit ids, ``tokens_hashes`` the local block hashes.
+    Below the device ``tokens_hashes`` may be empty: then other tiers hold blocks with these ids.
     """
 
     block_hashes: bytes
@@ -38,33 +50,33 @@ class BlocksStored(msgspec.Struct, tag_field="kind", tag="stored", omit_defaults
 
 
 class BlocksRemoved(msgspec.Struct, tag_field="kind", tag="removed"):
-    """These blocks (u64le engine ids) are gone."""
+    """The worker removed these blocks (u64le engine ids)."""
 
     block_hashes: bytes
 
 
 class BlocksCleared(msgspec.Struct, tag_field="kind", tag="cleared"):
-    """The (worker, dp_rank) has no blocks at all; off the device: none on that tier."""
+    """The (worker, dp_rank) removed all blocks; below the device, all blocks of that tier."""
 
 
 class KvEvent(msgspec.Struct, omit_defaults=True):
-    """One change; ``event_id`` rises by one per (worker, dp_rank)."""
+    """One change; ``event_id`` counts by one per (worker, dp_rank), so a gap is a lost event."""
 
     event_id: int
     data: BlocksStored | BlocksRemoved | BlocksCleared
     dp_rank: int = 0
-    storage_tier: str = "device"
+    storage_tier: str = STORAGE_TIERS[0]
 
 
 class KvEventBatch(msgspec.Struct):
-    """Payload of topic ``kv-events``: events of one worker in order."""
+    """Events of one worker, in order."""
 
     worker_id: int
     events: list[KvEvent]
 
 
 class KvQuery(msgspec.Struct, omit_defaults=True):
-    """Asked of a worker's local indexer: events start..end inclusive, or a dump (no start)."""
+    """A query to a worker's local indexer: events start..end inclusive; without a start, a dump."""
 
     dp_rank: int = 0
     start_event_id: int | None = None
@@ -72,9 +84,10 @@ class KvQuery(msgspec.Struct, omit_defaults=True):
 
 
 class KvQueryAnswer(msgspec.Struct, omit_defaults=True):
-    """``kind``: events | tree_dump | invalid_range | too_new. For a dump the events recreate the
-    tree (parents first) and ``last_event_id`` is the state they describe. ``block_size``: tokens of
-    the worker's blocks, where it knows."""
+    """``kind``: events | tree_dump | invalid_range | too_new.
+
+    The events of a dump rebuild the tree, parents first; ``last_event_id`` is the state that they
+    describe. ``block_size`` is in tokens, None if the worker has none."""
 
     kind: str
     events: list[KvEvent] = []

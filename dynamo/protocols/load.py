@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["KvMetrics", "PrefillQueueState"]
+__all__ = ["KV_METRICS", "PREFILL_QUEUE", "KvMetrics", "PrefillQueueState"]
+
+KV_METRICS = "kv_metrics"
+"""Topic of load reports; a message is a list of :class:`KvMetrics`."""
+
+PREFILL_QUEUE = "prefill_queue"
+"""Topic, of the prefill workers' component, on which each frontend publishes
+:class:`PrefillQueueState`."""
 
 
 class KvMetrics(msgspec.Struct, omit_defaults=True):
-    """Topic ``kv_metrics``: one (worker, dp_rank) after a scheduler step.
-
-    A missing value is unknown.
-    """
+    """The load of one (worker, dp_rank) after a scheduler step. A missing value is unknown."""
 
     worker_id: int
     dp_rank: int = 0
@@ -24,10 +28,10 @@ class KvMetrics(msgspec.Struct, omit_defaults=True):
 
 
 class PrefillQueueState(msgspec.Struct, omit_defaults=True):
-    """Topic ``prefill_queue`` of the prefill workers' component, one publisher for each frontend.
+    """The prefill queue of one frontend.
 
-    ``size`` requests of ``model`` wait for a slot (what a planner reads), ``active`` are at one of
-    ``workers`` prefill workers.
+    ``size`` requests of ``model`` are queued (a planner scales on it), ``active`` are sent to
+    one of ``workers`` prefill workers.
     """
 
     model: str

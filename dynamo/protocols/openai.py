@@ -1,8 +1,8 @@
 """Requests of the OpenAI API as typed structs: one decode, no intermediate dicts. Spec 5.5, 5.6.
 
 Ranges live in :data:`RANGES` and are checked while decoding; ``frontend.validation`` turns a
-failure into the text a client sees. Chat messages stay plain dicts, because the chat template
-reads them as they were sent.
+failure into the text of the HTTP response. Chat messages stay plain dicts, because the
+chat template reads them unchanged.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ __all__ = [
     "ChatCompletionRequest",
     "CompletionRequest",
     "GenerationRequest",
+    "ModelId",
+    "ModelList",
     "NvExt",
     "RoutingConstraints",
     "StreamOptions",
@@ -34,12 +36,12 @@ __all__ = [
 MAX_TOKENS_LIMIT = 1_048_576
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 512
-"""Of each stop string."""
+"""Length limit of each stop string."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ECHOED_CHARACTERS = 16 << 20
-"""In all choices together: with ``n`` a prompt comes back up to 128 times."""
+"""Limit on the echoed prompt, over all choices: with ``n`` it is repeated up to 128 times."""
 MAX_ECHOED_TOKENS = 32_768
-"""The same with ``logprobs``, where each token is an entry of its own."""
+"""The same limit with ``logprobs``, which add one entry per token."""
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -83,7 +85,7 @@ class StreamOptions(msgspec.Struct, omit_defaults=True):
 
 
 class AgentHints(msgspec.Struct, omit_defaults=True):
-    """What an agent knows of its request ahead of the engine."""
+    """Hints of an agent about its request."""
 
     latency_sensitivity: float | None = None
     priority: Priority | None = None
@@ -93,8 +95,8 @@ class AgentHints(msgspec.Struct, omit_defaults=True):
 
 
 class RoutingConstraints(msgspec.Struct, omit_defaults=True):
-    """Which workers may (``required_taints``: all of them) and should (``preferred_taints``: name
-    to weight, negative to avoid) take the request."""
+    """Taints that a worker must have (``required_taints``, all of them) or should have
+    (``preferred_taints``: name to weight, negative to avoid)."""
 
     required_taints: Annotated[list[str], Meta(max_length=64)] | None = None
     preferred_taints: Annotated[dict[str, float], Meta(max_length=64)] | None = None
@@ -123,9 +125,9 @@ class NvExt(msgspec.Struct, omit_defaults=True):
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What chat and text completions have in common.
+    """The fields that chat and text completions share.
 
-    The last group is accepted because clients send it; it has no effect on the answer.
+    Clients send the fields of the last group; they are accepted and have no effect.
     """
 
     model: str
@@ -210,6 +212,18 @@ class CompletionRequest(GenerationRequest, kw_only=True, omit_defaults=True):
     logprobs: Annotated[int, _between("logprobs")] | None = None
     echo: bool | None = None
     suffix: str | None = None
+
+
+class ModelId(msgspec.Struct):
+    """A row of the body of GET /v1/models, as far as clients read it."""
+
+    id: str
+
+
+class ModelList(msgspec.Struct):
+    """Body of GET /v1/models."""
+
+    data: list[ModelId]
 
 
 class StrictChatCompletionRequest(

@@ -1,7 +1,6 @@
-"""What replicas of a router tell each other of the load they book. Spec 3.8.
+"""Messages by which replicas of a router share the load that they reserve. Spec 3.8.
 
-Topic ``active_sequences_events`` of the component that is routed to. A message is one
-``SequenceBatch`` or one ``SequenceQuery``. Hashes travel as raw u64 little-endian columns.
+Hashes are raw u64 little-endian columns.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
+    "ACTIVE_SEQUENCES",
     "AddRequest",
     "Free",
     "MarkPrefillCompleted",
@@ -18,14 +18,17 @@ __all__ = [
     "SequenceQuery",
 ]
 
+ACTIVE_SEQUENCES = "active_sequences_events"
+"""Topic, of the component that is routed to; a message is one :data:`SequenceMessage`."""
+
 
 class AddRequest(msgspec.Struct, tag_field="kind", tag="add", omit_defaults=True):
     """A request was sent to the worker.
 
-    ``token_sequence`` are the chained hashes of its full prompt blocks; as load they count only if
-    ``unique_blocks`` is 0, which else is how many blocks nobody shares. ``prefill_tokens`` are to
-    be computed until ``prefill_completed``. ``tokens_hashes``, the local block hashes, are there
-    where caches are predicted.
+    ``token_sequence`` are the chained hashes of its full prompt blocks. They count as load only if
+    ``unique_blocks`` is 0; otherwise that is the number of blocks, none of them shared.
+    ``prefill_tokens`` are active until ``prefill_completed``. ``tokens_hashes`` are the local block
+    hashes, sent if caches are predicted.
     """
 
     token_sequence: bytes = b""
@@ -39,15 +42,15 @@ class AddRequest(msgspec.Struct, tag_field="kind", tag="add", omit_defaults=True
 
 
 class MarkPrefillCompleted(msgspec.Struct, tag_field="kind", tag="prefill_completed"):
-    """Its first token came."""
+    """The first token of the request arrived."""
 
 
 class Free(msgspec.Struct, tag_field="kind", tag="free"):
-    """It has ended."""
+    """The request ended."""
 
 
 class SequenceEvent(msgspec.Struct, omit_defaults=True):
-    """One step in the life of a request."""
+    """One state change of a request."""
 
     request_id: str
     worker_id: int
@@ -56,10 +59,10 @@ class SequenceEvent(msgspec.Struct, omit_defaults=True):
 
 
 class SequenceBatch(msgspec.Struct, tag_field="type", tag="batch", omit_defaults=True):
-    """Events of one router in order; ``number`` rises by one from 0, and a missing one was lost.
+    """Events of one router in order; ``number`` counts by one from 0, so a gap is a lost batch.
 
-    From a batch that ``opens`` to the next that ``closes`` the events add all requests that run,
-    whatever was told before. A batch without events says that the router is there.
+    A snapshot starts with a batch that ``opens`` and ends with the next that ``closes``: its events
+    add all running requests and replace earlier state. A batch without events is a heartbeat.
     """
 
     router_id: int
@@ -71,7 +74,7 @@ class SequenceBatch(msgspec.Struct, tag_field="type", tag="batch", omit_defaults
 
 
 class SequenceQuery(msgspec.Struct, tag_field="type", tag="query"):
-    """Asks router ``of`` for all its requests."""
+    """Request a snapshot of router ``of``."""
 
     router_id: int
     of: int

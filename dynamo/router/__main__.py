@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import uvloop
 
 from dynamo.config import deprecations, load
-from dynamo.config.router import RouterSettings
-from dynamo.config.router_process import RouterProcessSettings
+from dynamo.config.router import RouterProcessSettings, RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings
 from dynamo.errors import DynamoError

@@ -21,7 +21,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.caches.cached_blocks import CachedBlocks
-from dynamo.router.caches.optimistic import make_recent
+from dynamo.router.caches.optimistic import make_optimistic_cache
 from dynamo.router.caches.predicted import PredictedCache
 from dynamo.router.cost import CostParams, add_requests, cached_tokens, cost_params, overridden
 from dynamo.router.decision_log import log_candidates, log_selected
@@ -76,7 +76,7 @@ class KvPicker:
         self.index = index
         self.weighs_overlap = index is not None
         self.tracks_output = settings.track_output_blocks
-        self.optimistic = make_recent(settings)
+        self.optimistic = make_optimistic_cache(settings)
         self.predicts = predicted is not None or self.optimistic is not None
         self._copies = CopyPolicy() if settings.duplicate_cost else None
         chains = self.predicts or self._copies is not None

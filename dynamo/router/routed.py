@@ -14,8 +14,8 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.queue.queued_request import place
 from dynamo.router.queue.request_queue import RequestQueue
+from dynamo.router.queue.wait import wait_for_decision
 from dynamo.runtime import Client, Context, DistributedRuntime
 
 __all__ = ["RoutedEndpoint"]
@@ -45,9 +45,9 @@ class RoutedEndpoint:
         self._numbers = itertools.count(1)
 
     @property
-    def line(self) -> RequestQueue | None:
+    def queue(self) -> RequestQueue | None:
         """Where requests wait, if they may have to."""
-        return None if self._live is None else self._live.line
+        return None if self._live is None else self._live.queue
 
     async def start(self) -> None:
         """Follow the workers; those that exist can be picked on return."""
@@ -116,12 +116,12 @@ class RoutedEndpoint:
     ) -> Decision:
         """A worker, booked under ``request_id``, when it is the request's turn: at once unless a
         queue threshold is set. Raises as :meth:`Picker.pick` and
-        :func:`dynamo.router.queue.queued_request.place`."""
-        line = self.line
-        if line is None:
+        :func:`dynamo.router.queue.wait.wait_for_decision`."""
+        queue = self.queue
+        if queue is None:
             return self.picker.pick(request_id, tokens, routing=routing, override=override)
-        return await place(
-            line, request_id, tokens, routing=routing, override=override, context=context
+        return await wait_for_decision(
+            queue, request_id, tokens, routing=routing, override=override, context=context
         )
 
     def _first_token(self, reservation_id: str) -> float:

@@ -70,7 +70,7 @@ class RouterService:
     async def explain(self, request: Any) -> AsyncIterator[Any]:
         """The candidates' table; see :class:`dynamo.router.explain.Explanation`."""
         tokens, override = _asked(request)
-        queued = self._routed.line or ()
+        queued = self._routed.queue or ()
         yield self._picker.explain(tokens, override=override, queued=queued)
 
 

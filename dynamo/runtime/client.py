@@ -1,4 +1,4 @@
-"""The caller's view of one endpoint: who serves it now, and how to call one of them."""
+"""The client of one endpoint: its live instances, and requests to them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynamo.errors import (
@@ -19,12 +20,13 @@ from dynamo.errors import (
     NoInstances,
 )
 from dynamo.protocols import codec
-from dynamo.protocols.control import EndpointRecord, instance_key, record_decoder
+from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key, record_decoder
+from dynamo.runtime.addresses import parse_address
 from dynamo.runtime.annotated import Responses
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery import KeyEvent
 from dynamo.runtime.requests import ClientStream, ResponseStream, StreamSink
-from dynamo.runtime.requests.address import parse
+from dynamo.runtime.requests.client_connection import ClientConnection
 
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
@@ -32,10 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["Client", "OnInhibited", "OnInstances"]
 
 OnInhibited = Callable[[int, bool], None]
-"""(instance id, whether it is avoided from now on, or no longer)."""
+"""(instance id, True: avoided from now on; False: no longer)."""
 
 OnInstances = Callable[[list[EndpointRecord], list[int]], None]
-"""(records that came or changed, ids that went), called on the loop."""
+"""(new and changed records, removed ids), called on the loop."""
 
 _decode = record_decoder(EndpointRecord)
 _AVOIDED = (CannotConnect, ConnectionTimeout, Disconnected, EngineShutdown)
@@ -43,20 +45,19 @@ _log = logging.getLogger(__name__)
 
 
 class Client:
-    """Follows the instances of ``namespace/component/endpoint``. Made by ``Endpoint.client()``.
+    """Follows the instances of ``namespace/component/endpoint``. Created by ``Endpoint.client()``.
 
-    An instance whose connection failed or broke (a death is often seen there first), or whose
-    engine shuts down, is *inhibited* for ``DYN_RUNTIME_INHIBITED_DURATION_SECS`` or until discovery
-    tells of it anew: :meth:`random` and :meth:`round_robin` avoid it while there are others, and
-    so do routers that ask for :meth:`on_inhibited`. Spec 8.2.
+    An instance whose connection fails (often the first sign of a death) or whose engine shuts down
+    is *inhibited* for ``DYN_RUNTIME_INHIBITED_DURATION_SECS`` or until discovery reports it again:
+    :meth:`random` and :meth:`round_robin` avoid it while there are others, and so do routers that
+    subscribe with :meth:`on_inhibited`. Spec 8.2.
     """
 
     def __init__(self, runtime: DistributedRuntime, path: str) -> None:
         self.path = path
         self._runtime = runtime
         self._requests = runtime.requests
-        self._records: dict[int, EndpointRecord] = {}
-        self._addresses: dict[int, str] = {}
+        self._instances: dict[int, _Instance] = {}
         self._ids: dict[str, int] = {}
         self._inhibited: dict[int, asyncio.TimerHandle] = {}
         self._listeners: list[OnInstances] = []
@@ -64,44 +65,44 @@ class Client:
         self._changed = asyncio.Event()
         self._turn = 0
         self._loop = asyncio.get_running_loop()
-        self._watch = runtime.discovery.watch(f"v1/instances/{path}/", self._on_key)
+        self._watch = runtime.discovery.watch(f"{INSTANCES}{path}/", self._on_key)
 
     async def ready(self) -> None:
-        """Wait until the instances that exist already are known."""
+        """Wait until discovery has reported the existing instances."""
         await self._watch.ready()
 
     def close(self) -> None:
-        """Stop following; streams in flight go on."""
+        """Stop following; streams in flight continue."""
         self._watch.close()
         self._listeners.clear()
         self._on_inhibited.clear()
         for instance_id in tuple(self._inhibited):
-            self._relent(instance_id)
+            self._end_inhibition(instance_id)
 
     def instance_ids(self) -> list[int]:
-        """The ids of all live instances."""
-        return list(self._records)
+        """Return the ids of all live instances."""
+        return list(self._instances)
 
     def instances(self) -> list[EndpointRecord]:
-        """The records of all live instances."""
-        return list(self._records.values())
+        """Return the records of all live instances."""
+        return [instance.record for instance in self._instances.values()]
 
     def is_inhibited(self, instance_id: int) -> bool:
-        """Whether the instance is avoided."""
+        """Return whether the instance is avoided."""
         return instance_id in self._inhibited
 
     async def wait_for_instances(self) -> list[int]:
-        """The ids as soon as there is one."""
-        while not self._records:
+        """Wait for the first instance; return all ids."""
+        while not self._instances:
             self._changed.clear()
             await self._changed.wait()
         return self.instance_ids()
 
     def on_change(self, callback: OnInstances) -> None:
-        """Call ``callback`` for the instances known by now (if any) and for every change."""
+        """Call ``callback`` for the live instances (if any) and for every change."""
         self._listeners.append(callback)
-        if self._records:
-            self._tell(callback, self.instances(), [])
+        if self._instances:
+            self._notify(callback, self.instances(), [])
 
     def on_inhibited(self, callback: OnInhibited) -> None:
         """Call ``callback`` when an instance is inhibited and when that ends."""
@@ -117,20 +118,24 @@ class Client:
     ) -> ClientStream:
         """Send an encoded request to one instance; never blocks. Failures go to ``sink``.
 
-        Raises InstanceGone if there is no such instance.
+        Raises InstanceGone for an instance that discovery does not report.
         """
-        address = self._addresses.get(instance_id)
-        if address is None:
+        instance = self._instances.get(instance_id)
+        if instance is None:
             raise InstanceGone(
                 f"Unavailable: instance_id={instance_id} not found for endpoint {self.path}"
             )
-        guard = _Guard(self, instance_id, sink)
-        return self._requests.open(address, self.path, headers or {}, payload, guard, context)
+        connection = instance.connection
+        if connection is None or connection.closed:
+            connection = instance.connection = self._requests.connection(instance.address)
+        stream = connection.open(self.path, headers or {}, payload, sink, context)
+        stream.on_failure = instance.on_failure
+        return stream
 
     async def generate(
         self, request: Any, annotated: bool = True, context: Context | None = None
     ) -> Responses:
-        """The default way: :meth:`random`."""
+        """Call any instance, as :meth:`random`."""
         return await self.random(request, annotated, context)
 
     async def random(
@@ -158,19 +163,21 @@ class Client:
         return self._call(instance_id, request, annotated, context)
 
     def inhibit(self, instance_id: int) -> None:
-        """Avoid the instance for a while; nothing to do if it is gone."""
-        if instance_id not in self._records:
+        """Avoid the instance for a while; ignore one that is not live."""
+        if instance_id not in self._instances:
             return
         before = self._inhibited.get(instance_id)
         duration_s = self._runtime.system.inhibited_duration_s
-        self._inhibited[instance_id] = self._loop.call_later(duration_s, self._relent, instance_id)
+        self._inhibited[instance_id] = self._loop.call_later(
+            duration_s, self._end_inhibition, instance_id
+        )
         if before is not None:
             before.cancel()
             return
         for callback in tuple(self._on_inhibited):
             callback(instance_id, True)
 
-    def _relent(self, instance_id: int) -> None:
+    def _end_inhibition(self, instance_id: int) -> None:
         timer = self._inhibited.pop(instance_id, None)
         if timer is not None:
             timer.cancel()
@@ -178,9 +185,9 @@ class Client:
                 callback(instance_id, False)
 
     def _usable(self) -> list[int]:
-        if not self._records:
+        if not self._instances:
             raise NoInstances(f"Unavailable: No workers available for endpoint {self.path}")
-        usable = [one for one in self._records if not self.is_inhibited(one)]
+        usable = [one for one in self._instances if not self.is_inhibited(one)]
         return usable or self.instance_ids()
 
     def _call(
@@ -207,61 +214,68 @@ class Client:
             _log.warning("skipping the instance %s: %s", event.key, error)
             return
         self._ids[event.key] = record.instance_id
-        before = self._addresses.get(record.instance_id)
-        if before is not None and before != address:
+        instance = self._instances.get(record.instance_id)
+        if instance is not None and instance.address != address:
             self._remove(record.instance_id)
-        self._records[record.instance_id] = record
-        self._addresses[record.instance_id] = address
-        self._relent(record.instance_id)
+            instance = None
+        if instance is None:
+            on_failure = partial(self._on_failure, record.instance_id)
+            self._instances[record.instance_id] = _Instance(record, address, on_failure)
+        else:
+            instance.record = record
+        self._end_inhibition(record.instance_id)
         self._changed.set()
-        self._tell_all([record], [])
+        self._notify_all([record], [])
 
     def _remove(self, instance_id: int) -> None:
-        if self._records.pop(instance_id, None) is None:
+        instance = self._instances.pop(instance_id, None)
+        if instance is None:
             return
-        address = self._addresses.pop(instance_id)
-        self._tell_all([], [instance_id])
-        self._relent(instance_id)  # afterwards: nobody shall think for a moment that it is well
-        self._requests.release(address)
+        # In this order: a router must not take the end of the inhibition for a recovery.
+        self._notify_all([], [instance_id])
+        self._end_inhibition(instance_id)
+        self._requests.release(instance.address)
 
-    def _tell_all(self, added: list[EndpointRecord], removed: list[int]) -> None:
+    def _on_failure(self, instance_id: int, error: DynamoError) -> None:
+        """Inhibit the instance after a lost connection or an engine shutdown."""
+        if isinstance(error, _AVOIDED):
+            self.inhibit(instance_id)
+
+    def _notify_all(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for callback in tuple(self._listeners):
-            self._tell(callback, added, removed)
+            self._notify(callback, added, removed)
 
-    def _tell(self, callback: OnInstances, added: list[EndpointRecord], removed: list[int]) -> None:
+    def _notify(
+        self, callback: OnInstances, added: list[EndpointRecord], removed: list[int]
+    ) -> None:
         try:
             callback(added, removed)
-        except Exception:  # noqa: BLE001 - one listener must not rob the others
+        except Exception:  # noqa: BLE001 - the other listeners still need the change
             _log.exception("a listener of %s failed", self.path)
 
 
-class _Guard:
-    """Stands before the caller's sink to learn of lost connections; costs nothing per item."""
+class _Instance:
+    """One live instance, and the last connection used for it."""
 
-    __slots__ = ("_client", "_instance_id", "_sink", "on_data", "on_end")
+    __slots__ = ("address", "connection", "on_failure", "record")
 
-    def __init__(self, client: Client, instance_id: int, sink: StreamSink) -> None:
-        self._client = client
-        self._instance_id = instance_id
-        self._sink = sink
-        self.on_data = sink.on_data
-        self.on_end = sink.on_end
-
-    def on_error(self, error: DynamoError) -> None:
-        """Pass it on; a lost connection or an engine that shuts down inhibits the instance."""
-        if isinstance(error, _AVOIDED):
-            self._client.inhibit(self._instance_id)
-        self._sink.on_error(error)
+    def __init__(
+        self, record: EndpointRecord, address: str, on_failure: Callable[[DynamoError], None]
+    ) -> None:
+        self.record = record
+        self.address = address
+        self.on_failure = on_failure
+        self.connection: ClientConnection | None = None
 
 
 def _address(record: EndpointRecord, key: str) -> str:
-    """Where the instance at ``key`` listens. InvalidArgument or ValueError: the record is bad."""
+    """Return the address in the record of ``key``. InvalidArgument or ValueError: it is bad."""
     path = record.namespace, record.component, record.endpoint
-    if key != "v1/instances/" + instance_key(*path, record.instance_id):
+    if key != INSTANCES + instance_key(*path, record.instance_id):
         raise ValueError(f"it is the record of instance {record.instance_id:x} of {'/'.join(path)}")
     for kind in ("uds", "tcp"):
         if kind in record.transport:
             address = f"{kind}:{record.transport[kind]}"
-            parse(address)
+            parse_address(address)
             return address
     raise ValueError(f"unknown transport {record.transport}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dynamo.errors import InvalidArgument
 from dynamo.observability.metrics import Registry
 from dynamo.runtime.client import Client
-from dynamo.runtime.meters import MetricsLabels
+from dynamo.runtime.endpoint_metrics import MetricsLabels
 from dynamo.runtime.requests import PushHandler, generator_handler
 from dynamo.runtime.serving import EndpointPath
 
@@ -124,10 +124,10 @@ class Endpoint:
         serving = await self.runtime.start_serving()
         await serving.add(self.path, handler, graceful_shutdown, metrics_labels or ())
         try:
-            await serving.retired.wait()
+            await serving.stopped.wait()
             await serving.remove(self.path)
         except BaseException:
-            await serving.remove(self.path, cut=True)
+            await serving.remove(self.path, abort=True)
             raise
 
     async def client(self, router_mode: Any = None) -> Client:

@@ -21,7 +21,7 @@ from dynamo.runtime.discovery.stale_sockets import StaleSockets
 from dynamo.runtime.events import EventPlane, EventPublisher, EventSubscriber
 from dynamo.runtime.events.channels import OnEvent, OnGap, OnPublisher, Publishers, Subscription
 from dynamo.runtime.extras import extra
-from dynamo.runtime.paths import leave_sockets, socket_dirs, store_dir
+from dynamo.runtime.paths import release_sockets, socket_dirs, store_dir
 from dynamo.runtime.requests import RequestClient, RequestServer
 from dynamo.runtime.serving import Serving
 from dynamo.runtime.system_status import EngineRoute, StatusServer
@@ -172,7 +172,7 @@ class DistributedRuntime:
     def shutdown(self) -> None:
         """Begin to leave: out of discovery, finish what is in flight. ``serve_endpoint`` returns
         when that is done. Idempotent."""
-        self.serving.leave()
+        self.serving.begin_shutdown()
 
     async def close(self) -> None:
         """Leave gracefully, then close everything. Idempotent. When it is cancelled it waits for
@@ -181,7 +181,7 @@ class DistributedRuntime:
             return
         self._closed = True
         async with AsyncExitStack() as rest:
-            rest.callback(leave_sockets, self.settings)
+            rest.callback(release_sockets, self.settings)
             for close in (self.tasks.close, self.status.close, self.discovery.close):
                 rest.push_async_callback(close)
             if self._nats is not None:

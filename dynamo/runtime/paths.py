@@ -19,15 +19,15 @@ from pathlib import Path
 from dynamo.config import environ
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
-from dynamo.runtime.socket_fallback import hold, let_go
+from dynamo.runtime.socket_fallback import hold, release
 
 __all__ = [
     "SOCKET_PATH_MAX_BYTES",
     "fallback_dir",
-    "leave_sockets",
     "owner_only",
     "planned_socket_path",
     "private_dir",
+    "release_sockets",
     "run_dir",
     "socket_dirs",
     "socket_path",
@@ -125,7 +125,7 @@ def socket_path(settings: RuntimeSettings, name: str) -> str:
 
     In the run directory if it fits, else in a private directory under ``XDG_RUNTIME_DIR`` or the
     temp directory, which the run directory's ``sockets.path`` then names, until every process that
-    asked has ended or called :func:`leave_sockets`. Raises ConfigError if even that is too long.
+    asked has ended or called :func:`release_sockets`. Raises ConfigError if even that is too long.
     """
     home = run_dir(settings)
     path = planned_socket_path(settings, name)
@@ -143,11 +143,11 @@ def socket_path(settings: RuntimeSettings, name: str) -> str:
     return path
 
 
-def leave_sockets(settings: RuntimeSettings) -> None:
+def release_sockets(settings: RuntimeSettings) -> None:
     """This process binds no more sockets: what :func:`socket_path` made for them beside the run
     directory goes with its last user. Idempotent."""
     home = state_path(settings) / settings.namespace
-    let_go(_short(home), home / _FALLBACK_RECORD)
+    release(_short(home), home / _FALLBACK_RECORD)
 
 
 def socket_dirs(settings: RuntimeSettings) -> list[Path]:

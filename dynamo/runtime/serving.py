@@ -2,7 +2,7 @@
 
 Leaving (signal, ``shutdown()``, or a lease that someone revoked) is the same walk for all: out of
 discovery at once, a short grace for requests already under way to us, then nothing new is taken,
-streams in flight finish or are cut at the deadline, and ``retired`` is set.
+streams in flight finish or are cut at the deadline, and ``stopped`` is set.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.errors import EngineShutdown
 from dynamo.observability.metrics import Registry
-from dynamo.protocols.control import EndpointRecord, instance_key
-from dynamo.runtime.advertise import advertised_host, bracketed
+from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key
+from dynamo.runtime.addresses import advertised_host, bracketed
 from dynamo.runtime.discovery import Discovery, Lease
 from dynamo.runtime.discovery.stale_sockets import request_socket_name
+from dynamo.runtime.endpoint_metrics import (
+    MetricsLabels,
+    endpoint_stats,
+    export_pool,
+    export_uptime,
+)
 from dynamo.runtime.health import SystemHealth
-from dynamo.runtime.meters import MetricsLabels, endpoint_stats, export_pool, export_uptime
 from dynamo.runtime.paths import socket_path
 from dynamo.runtime.requests import PushHandler, RequestServer
 from dynamo.runtime.tasks import Tasks
@@ -49,7 +54,7 @@ class Serving:
         self.server = RequestServer()
         self.health = SystemHealth(system)
         self.lease: Lease | None = None
-        self.retired = asyncio.Event()
+        self.stopped = asyncio.Event()
         self._settings = settings
         self._system = system
         self._discovery = discovery
@@ -57,7 +62,7 @@ class Serving:
         self._metrics = metrics
         self._tasks = Tasks("serving")
         self._lock = asyncio.Lock()
-        self._leaving = False
+        self._shutting_down = False
         self._transport: dict[str, str] | None = None
         self._served: set[EndpointPath] = set()
         self._published: set[EndpointPath] = set()
@@ -70,7 +75,7 @@ class Serving:
     async def granted(self) -> Lease:
         """The lease of this process. EngineShutdown if it is leaving."""
         async with self._lock:
-            if self._leaving:
+            if self._shutting_down:
                 raise EngineShutdown("this process is shutting down")
             if self.lease is None:
                 self.lease = await self._discovery.grant(
@@ -126,48 +131,48 @@ class Serving:
         self._published.discard(path)
         await self._discovery.delete(self._key(path))
 
-    async def remove(self, path: EndpointPath, cut: bool = False) -> None:
-        """Stop serving ``path``: withdraw it, let its streams finish or ``cut`` them. Idempotent;
+    async def remove(self, path: EndpointPath, abort: bool = False) -> None:
+        """Stop serving ``path``: withdraw it, let its streams finish or ``abort`` them. Idempotent;
         when it is cancelled the endpoint is down and its streams are cut all the same."""
         if path not in self._served:
             return
         self._served.discard(path)
         try:
             await self.withdraw(path)
-            if not cut:
+            if not abort:
                 await self.server.drain(self._system.shutdown_timeout_s, "/".join(path))
         finally:
-            self.server.cut("/".join(path))
+            self.server.abort("/".join(path))
             self._forget(path)
 
-    def leave(self) -> None:
-        """Begin to leave; ``retired`` is set when it is done. Idempotent."""
-        if not self._leaving:
-            self._leaving = True
+    def begin_shutdown(self) -> None:
+        """Begin to leave; ``stopped`` is set when it is done. Idempotent."""
+        if not self._shutting_down:
+            self._shutting_down = True
             self.health.stop()
-            self._tasks.spawn(self._retire(), name="retire")
+            self._tasks.spawn(self._shut_down(), name="retire")
 
     async def close(self) -> None:
         """Leave, wait for it, close the listener. When it is cancelled it waits no longer and cuts
         what is in flight."""
-        self.leave()
+        self.begin_shutdown()
         try:
-            await self.retired.wait()
+            await self.stopped.wait()
         except asyncio.CancelledError:
-            self.cut()
+            self.abort()
             raise
         finally:
             await self.server.close()
             await self._tasks.close()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Stop waiting: whatever is in flight is cut by :meth:`close`."""
-        self._leaving = True
+        self._shutting_down = True
         for path in tuple(self._served):
             self._forget(path)
-        self.retired.set()
+        self.stopped.set()
 
-    async def _retire(self) -> None:
+    async def _shut_down(self) -> None:
         try:
             async with self._lock:
                 lease = self.lease
@@ -175,19 +180,19 @@ class Serving:
                 await lease.revoke()
             if self._served:
                 await asyncio.sleep(self._system.grace_period_s)
-                cut = await self.server.drain(self._system.shutdown_timeout_s)
-                if cut:
-                    _log.warning("%d requests were cut at shutdown", cut)
+                aborted = await self.server.drain(self._system.shutdown_timeout_s)
+                if aborted:
+                    _log.warning("%d requests were aborted at shutdown", aborted)
         finally:
             for path in tuple(self._served):
                 self._forget(path)
-            self.retired.set()
+            self.stopped.set()
 
     async def _watch_lease(self, lease: Lease) -> None:
         await lease.lost.wait()
-        if not self._leaving:
+        if not self._shutting_down:
             _log.info("lease %x was revoked: finishing what is in flight, then leaving", lease.id)
-            self.leave()
+            self.begin_shutdown()
 
     async def _listen(self) -> None:
         async with self._lock:
@@ -207,7 +212,7 @@ class Serving:
 
     def _engine_shut_down(self, path: EndpointPath) -> None:
         """Withdraw the instance: it serves nothing until it is published again."""
-        if path in self._published and not self._leaving:
+        if path in self._published and not self._shutting_down:
             self._published.discard(path)
             name, instance_id = "/".join(path), self._instance_id
             _log.error(
@@ -224,4 +229,4 @@ class Serving:
         self.health.forget(path[2])
 
     def _key(self, path: EndpointPath) -> str:
-        return "v1/instances/" + instance_key(*path, self._instance_id)
+        return INSTANCES + instance_key(*path, self._instance_id)

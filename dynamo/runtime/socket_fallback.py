@@ -10,7 +10,7 @@ import fcntl
 import os
 from pathlib import Path
 
-__all__ = ["hold", "let_go"]
+__all__ = ["hold", "release"]
 
 _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
@@ -43,7 +43,7 @@ def hold(directory: Path) -> os.stat_result:
         os.close(descriptor)
 
 
-def let_go(directory: Path, record: Path) -> None:
+def release(directory: Path, record: Path) -> None:
     """Use ``directory`` no more; remove it, and the file ``record`` that names it, if it is empty
     and nobody else holds it. Idempotent."""
     before = _held.pop(directory, None)

@@ -96,7 +96,7 @@ class _Main(Generic[R]):
         serving = self._runtime.serving
         if count > 1:
             _log.warning("%s again: cutting what is in flight", signal.Signals(number).name)
-            serving.cut()
+            serving.abort()
             self._cancel(task)
         elif count and serving.is_serving() and is_supervised():
             self._runtime.tasks.spawn(self._leave_in_turn(task, number), name="leave in turn")
@@ -118,7 +118,7 @@ class _Main(Generic[R]):
 
     async def _insist(self, task: asyncio.Task[object]) -> None:
         """Cancel a main function that goes on although nothing is served any more."""
-        await self._runtime.serving.retired.wait()
+        await self._runtime.serving.stopped.wait()
         await asyncio.sleep(_RETURN_TIMEOUT_S)
         _log.warning("the main function still runs %g s after the end", _RETURN_TIMEOUT_S)
         self._cancel(task)

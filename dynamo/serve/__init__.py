@@ -1,3 +1,3 @@
-"""``dynamo serve``: a graph of services under a circus arbiter, and nothing left when it ends."""
+"""``dynamo serve``: a graph of services under a circus arbiter, which leaves no process behind."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""circus's Arbiter with our rules: one reaper, no orphans, an orderly stop that cannot be lost."""
+"""The circus Arbiter of a deployment: one reaper, no orphans, a stop by stages."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ _log = logging.getLogger(__name__)
 
 
 class WatcherEvents(Protocol):
-    """Who wants to know what happens to the processes. All calls come on the loop."""
+    """Receives events of watchers and their processes. All calls come on the event loop."""
 
     def changed(self) -> None:
         """A process started or ended, a watcher was added or removed."""
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
-        """A watcher will not be started again."""
+        """A watcher failed and is not restarted."""
 
     def is_draining(self, watcher: SupervisedWatcher) -> bool:
-        """Whether the end of this watcher's process is wanted (scale-down)."""
+        """Whether this watcher's process is meant to exit (scale-down)."""
 
     def quit_requested(self) -> None:
-        """``circusctl quit``."""
+        """``circusctl quit`` was received."""
 
     def stopping(self, stage: int) -> None:
-        """The deployment ends, and the watchers of ``stage`` are next."""
+        """The deployment stops; the watchers of ``stage`` are next."""
 
 
 class SupervisingArbiter(Arbiter):  # type: ignore[misc]
-    """The arbiter of one deployment, on the running asyncio loop. Signals are not its business."""
+    """The arbiter of one deployment, on the running asyncio loop. It handles no signals."""
 
     def __init__(
         self,
@@ -70,9 +70,11 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
             loop=IOLoop.current(),
             proc_name="dynamo-arbiter",
         )
-        self.ctrl.sys_hdl.stop()  # gives the signals back that circus has just taken
-        self.ctrl.initialize = owner_only()(self.ctrl.initialize)  # binds the control socket
-        self.hurried = False
+        # circus installs signal handlers in its constructor; Deployment has its own.
+        self.ctrl.sys_hdl.stop()
+        # Binds the control socket: whoever can write to it runs commands as this user.
+        self.ctrl.initialize = owner_only()(self.ctrl.initialize)
+        self.killing = False
         self._tasks = tasks
         self._events = events
         self._announcer = announcer
@@ -81,49 +83,54 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
 
     @property
     def stopping(self) -> bool:
-        """Whether nothing is started any more."""
+        """Whether the arbiter no longer starts processes."""
         return bool(self._stopping)
 
     def alive(self) -> dict[str, list[SupervisedProcess]]:
-        """The processes that have not been reaped, by watcher."""
+        """Return the processes that are not reaped yet, by watcher."""
         found: dict[str, list[SupervisedProcess]] = {w.name: [] for w in self.watchers}
         for watcher, process in self._alive.values():
             found.setdefault(watcher.name, []).append(process)
         return found
 
     def start_nothing(self) -> None:
-        """From now on no process is started: whatever exits was stopped, and is not replaced."""
+        """Stop starting processes: from now on an exited process is not replaced."""
         self._stopping = True
 
     async def end(self) -> None:
-        """Stop all, stage by stage. No command of circus: none of those can be in its way."""
+        """Stop all watchers, stage by stage.
+
+        This is no circus command: circus runs one command at a time, and a running one would delay
+        the stop.
+        """
         self.start_nothing()
         await self._by_stage(self.watchers, SupervisedWatcher.end, self._events.stopping)
-        for watcher, process in list(self._alive.values()):  # of watchers removed meanwhile
+        # `circusctl rm --nostop` may have removed watchers whose processes still run.
+        for watcher, process in list(self._alive.values()):
             await watcher.kill_process(process)
 
     def initialize(self) -> None:
-        """Bind the event socket; its mode is 0700, as that of the control socket."""
+        """Bind the event socket with mode 0700, like the control socket."""
         with owner_only():
             super().initialize()
 
     def close(self) -> None:
-        """Close the control sockets, if they were ever opened."""
+        """Close the control sockets if they were opened."""
         if self.evpub_socket is not None and self.ctrl.started:
             self.stop_controller_and_close_sockets()
 
-    def hurry(self) -> None:
+    def kill_all(self) -> None:
         """Kill every process now."""
-        self.hurried = True
+        self.killing = True
         for _, process in list(self._alive.values()):
             process.kill_session()
 
     def stop(self) -> None:
-        """What ``circusctl quit`` calls."""
+        """Handle ``circusctl quit``."""
         self._events.quit_requested()
 
     def add_watcher(self, name: str, cmd: str, **options: Any) -> Any:
-        """``circusctl add``: a watcher that follows our rules. Its name is also that of its log."""
+        """Handle ``circusctl add``: add a supervised watcher. Its name also names its log file."""
         if not _WATCHER_NAME.fullmatch(name):
             raise MessageError(
                 f"a watcher's name must be at most 200 letters, digits, '_', '-' or '.', "
@@ -131,7 +138,7 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
             )
         known = {w.name: w for w in self.watchers}
         if name in known:
-            return super().add_watcher(name, cmd, **options)  # which refuses
+            return super().add_watcher(name, cmd, **options)  # raises: the name is taken
         watcher = self._make_watcher(name, cmd, **options)
         watcher.initialize(self.evpub_socket, self.sockets, self)
         self.watchers.append(watcher)
@@ -141,20 +148,20 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         return watcher
 
     def rm_watcher(self, name: str, nostop: bool = False) -> Any:
-        """``circusctl rm``: forget a watcher, and stop its processes unless ``nostop``."""
+        """Handle ``circusctl rm``: remove a watcher; stop its processes unless ``nostop``."""
         removed = super().rm_watcher(name, nostop)
         self._events.changed()
         return removed
 
     def restart(self, inside_circusd: bool = False, watcher_iter_func: Any = None) -> Any:
-        """``circusctl restart``: stop and start the chosen watchers, or all.
+        """Handle ``circusctl restart``: stop and start the chosen watchers, or all.
 
-        circus would end the arbiter when no name is given, for circusd to make a new one.
+        Without a name, circus would end the arbiter and expect circusd to start a new one.
         """
         return super().restart(watcher_iter_func=watcher_iter_func)
 
     def reload_from_config(self, config_file: object = None, inside_circusd: bool = False) -> None:
-        """``circusctl reloadconfig``: there is no circus.ini. Raises MessageError, the answer."""
+        """Reject ``circusctl reloadconfig``: raises MessageError, which becomes the reply."""
         raise MessageError("dynamo serve has a graph and no circus.ini: stop it and start it again")
 
     async def _stop_watchers(
@@ -168,7 +175,7 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         stop: Callable[[SupervisedWatcher], Awaitable[None]],
         on_stage: Callable[[int], None] = lambda stage: None,
     ) -> None:
-        """Stop ``watchers``, those of a stage together: frontends finish before workers leave."""
+        """Stop ``watchers`` stage by stage: frontends finish before workers stop."""
         for stage in sorted({watcher.stop_stage for watcher in watchers}):
             chosen = [watcher for watcher in watchers if watcher.stop_stage == stage]
             on_stage(stage)
@@ -183,44 +190,48 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
                 await watcher._start()
 
     def manage_watchers(self) -> Any:
-        """circus's regular look at its watchers; left out while a command is at work on them."""
+        """Run circus's periodic check of the watchers, but not while a command changes them."""
         if self._exclusive_running_command is None and not self._restarting:
             return super().manage_watchers()
         return None
 
     def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
-        """A watcher has started a process."""
+        """Record a started process of ``watcher``."""
         self._alive[process.pid] = (watcher, process)
         self._events.changed()
 
     def reap_processes(self) -> None:
-        """Reap every child that has ended, and end what is left of its group and descendants."""
-        orphaned = False
+        """Reap every child that has exited, and kill the rest of its group and descendants."""
+        reaped = False
         while True:
             try:
+                # WNOWAIT keeps the zombie, and with it the pid, until _reap has killed its group.
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 break
             if found is None:
                 break
-            orphaned = True
+            reaped = True
             self._reap(found.si_pid)
-        if orphaned:
+        if reaped:
             self._end_orphans()
 
     def _reap(self, pid: int) -> None:
         watcher, process = self._alive.pop(pid, (None, None))
         if process is not None:
-            process.kill_session()  # its pid is still its own: the zombie holds it
+            process.kill_session()
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if process is None or watcher is None:
-            return  # an orphan we adopted
+            return  # an adopted orphan
         process.reaped(status)
         watcher.ended(process, status)
         self._events.changed()
 
     def _end_orphans(self) -> None:
-        """Kill adopted children whose worker is gone; a living worker's daemons are its own."""
+        """Kill adopted orphans of processes that exited; spare the daemons of living ones.
+
+        An orphan belongs to a living process of its watcher if it started after that process.
+        """
         since: dict[str, int] = {}
         for watcher, process in self._alive.values():
             since[watcher.name] = min(since.get(watcher.name, sys.maxsize), process.start_ticks)
@@ -232,7 +243,7 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
                 os.kill(child.pid, signal.SIGKILL)
 
     def respawn_in(self, delay_s: float, watcher: SupervisedWatcher) -> None:
-        """Start what ``watcher`` lacks after ``delay_s``, without waiting for circus's lane."""
+        """Start the missing processes of ``watcher`` after ``delay_s``; needs no circus command."""
         asyncio.get_running_loop().call_later(delay_s, self._respawn, watcher)
 
     def _respawn(self, watcher: SupervisedWatcher) -> None:
@@ -240,39 +251,39 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
             self._tasks.spawn(watcher.manage_processes(), name=f"respawn {watcher.name}")
 
     def died(self, watcher: SupervisedWatcher, process: SupervisedProcess, delay_s: float) -> None:
-        """A process ended on its own and will be replaced."""
+        """Report a process that exited by itself and is going to be restarted."""
         when = f"in {delay_s:g} s" if delay_s else "now"
         ended = describe_exit(process.exit_status)
-        self._announcer.say(
-            f"{watcher.name} (pid {process.pid}) {ended}; starting it again {when}", logging.WARNING
+        self._announcer.announce(
+            f"{watcher.name} (pid {process.pid}) {ended}; restarting it {when}", logging.WARNING
         )
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
-        """A watcher is given up; the rest lives on."""
+        """Handle a watcher that is not restarted any more; the others continue."""
         self._events.gave_up(watcher, reason)
         if not watcher.processes and not self._stopping:
             self._tasks.spawn(watcher.end(), name=f"end {watcher.name}")
 
     def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
-        """A process did not end in its time and is about to be killed."""
-        if not self.hurried:
-            self._announcer.say(
-                f"{watcher.name} (pid {process.pid}) did not end within "
+        """Report a process that did not exit in time, before it is killed."""
+        if not self.killing:
+            self._announcer.announce(
+                f"{watcher.name} (pid {process.pid}) did not exit within "
                 f"{watcher.graceful_timeout:g} s; killing it",
                 logging.WARNING,
             )
 
     def is_draining(self, watcher: SupervisedWatcher, status: int) -> bool:
-        """Whether an end with ``status`` is the wanted end of a scale-down."""
+        """Whether an exit with ``status`` is the intended end of a scale-down."""
         return status == 0 and self._events.is_draining(watcher)
 
 
 async def _wait_for(stop: Awaitable[None]) -> None:
-    await stop  # circus's coroutines are futures, which a task group does not take
+    await stop  # circus returns tornado futures, which a task group does not accept
 
 
 def describe_exit(status: int | None) -> str:
-    """``exited with status 1``, ``was killed by SIGKILL``."""
+    """Describe an exit: ``exited with status 1``, ``was killed by SIGKILL``."""
     if status is None:
         return "is running"
     if status >= 0:
@@ -284,5 +295,5 @@ def describe_exit(status: int | None) -> str:
 
 
 def quote_program(argv: Sequence[str]) -> str:
-    """The first word of ``argv`` as circus's ``cmd``, which is split again."""
+    """Quote the program of ``argv`` for circus's ``cmd``, which is split like shell words."""
     return shlex.quote(argv[0])

@@ -1,4 +1,4 @@
-"""One deployment from its start to its end: what the arbiter's process does."""
+"""One deployment from start to stop; runs in the process of the arbiter."""
 
 from __future__ import annotations
 
@@ -24,36 +24,40 @@ from dynamo.serve.guard import KILL_NOW, STOP_SIGNALS
 from dynamo.serve.leases import Leases
 from dynamo.serve.output import Announcer, LogFile, ServiceOutput
 from dynamo.serve.processes import end_descendants
-from dynamo.serve.readiness import address_of, wait_until_ready
-from dynamo.serve.record import Record, RecordedComponent
+from dynamo.serve.readiness import frontend_address, wait_until_ready
+from dynamo.serve.record import RecordedComponent, StatefileWriter
 from dynamo.serve.restarts import RestartPolicy
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.supervised import SupervisedWatcher
-from dynamo.serve.watchers import WatcherPlan, WatcherSpec, add
+from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, plan_added
 
 __all__ = ["Deployment"]
 
 _REMIND_EVERY_S = 15.0
 _SWEEP_TIMEOUT_S = 5.0
 _ONE_FRONTEND = (
-    "{} listens on an HTTP port, which a second process cannot share. Add a service with an "
-    "http-port of its own to the graph: see docs/routing/replicas.md and examples/replicas.yaml"
+    "{} listens on an HTTP port, which a second process cannot share. Add a service with another "
+    "http-port to the graph: see docs/routing/replicas.md and examples/replicas.yaml"
 )
 _log = logging.getLogger(__name__)
 
 
 class Deployment:
-    """Runs one plan until it is told to stop or nothing of it can work.
+    """Runs a plan until a stop is requested, or until no frontend or no worker is left.
 
     Every method runs on the loop of :meth:`run`, which must start with the stop signals blocked.
     """
 
     def __init__(
-        self, plan: WatcherPlan, settings: ServeSettings, home: RunDirectory, announcer: Announcer
+        self,
+        plan: DeploymentPlan,
+        settings: ServeSettings,
+        run_directory: RunDirectory,
+        announcer: Announcer,
     ) -> None:
         self._plan = plan
         self._settings = settings
-        self._home = home
+        self._run_directory = run_directory
         self._announcer = announcer
         self._policy = RestartPolicy(settings.restart_burst, settings.restart_window_s)
         self._specs = {spec.name: spec for spec in plan.specs}
@@ -63,17 +67,17 @@ class Deployment:
         self._started_s = time.monotonic()
 
     async def run(self) -> int:
-        """Serve. The exit status: 0 after a wanted stop, 1 if a service is given up."""
+        """Serve; return the exit status: 0 after a requested stop, 1 if a service failed."""
         self._tasks = Tasks("deployment")
-        self._take_signals()
+        self._handle_signals()
         self._arbiter = self._make_arbiter()
-        self._record = Record(self._home.statefile, self._plan, self._components)
+        self._record = StatefileWriter(self._run_directory.statefile, self._plan, self._components)
         self._record.create()
-        self._leases = Leases(self._home.store, self.changed)
+        self._leases = Leases(self._run_directory.store, self.changed)
         try:
             await self._start()
-            self._record.keep(self._tasks)
-            self._tasks.spawn(self._announce(), name="readiness")
+            self._record.start(self._tasks)
+            self._tasks.spawn(self._announce_readiness(), name="readiness")
             await self._stop.wait()
         finally:
             await self._end()
@@ -86,14 +90,16 @@ class Deployment:
             raise ConfigError(f"cannot listen on {self._plan.endpoint}: {error}") from None
 
     def changed(self) -> None:
-        """A process, a watcher or a lease came or went: the statefile has to say so."""
+        """Write the statefile again: a process, a watcher or a lease appeared or disappeared."""
         self._record.changed()
         self._change.set()
 
     def _components(self) -> list[RecordedComponent]:
         leases = self._leases.by_session()
         held = self._arbiter.alive()
-        commands = {watcher.name: tuple(watcher.words()) for watcher in self._arbiter.watchers}
+        commands = {
+            watcher.name: tuple(watcher.command_words()) for watcher in self._arbiter.watchers
+        }
         return [
             RecordedComponent(
                 replace(self._specs[name], argv=commands.get(name, self._specs[name].argv)),
@@ -104,36 +110,38 @@ class Deployment:
         ]
 
     def is_draining(self, watcher: SupervisedWatcher) -> bool:
-        """Whether the statefile says that this watcher is being scaled down."""
+        """Whether this watcher is marked as draining in the statefile (scale-down)."""
         return self._record.is_draining(watcher.name)
 
     def quit_requested(self) -> None:
-        """``circusctl quit``."""
+        """Stop, on ``circusctl quit``."""
         self._stop.set()
 
     def stopping(self, stage: int) -> None:
-        """Tell the workers whether it is their turn."""
-        write_stop_stage(self._home.path, workers=stage > 0)
+        """Publish the stop stage, by which a signalled worker waits for the frontends."""
+        write_stop_stage(self._run_directory.path, workers=stage > 0)
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
-        """Report it with the last lines of output, and stop when nothing is left that can work."""
+        """Report a failed watcher with its last output; stop if no frontend or worker is left."""
         tail = b"\n".join(self._outputs[watcher.name].tail).decode(errors="replace")
         what = watcher.name if watcher.given_up else f"a process of {watcher.name}"
         lines = [f"gave up {what}: {reason}"]
         if tail:
-            lines += [f"its last lines (all: {self._home.logs / watcher.name}.log):", tail]
-        lines.append(f"its command: {shlex.join(watcher.words())}")
-        self._announcer.say("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
+            lines += [f"last output (all: {self._run_directory.logs / watcher.name}.log):", tail]
+        lines.append(f"command: {shlex.join(watcher.command_words())}")
+        self._announcer.announce("\n  ".join("\n".join(lines).splitlines()), logging.ERROR)
         if not watcher.given_up:
-            self._announcer.say(f"{watcher.name} runs {watcher.numprocesses}", logging.WARNING)
-        elif dead := self._hopeless():
-            self._announcer.say(f"{dead}; stopping", logging.ERROR)
+            self._announcer.announce(
+                f"{watcher.name}: {watcher.numprocesses} still running", logging.WARNING
+            )
+        elif dead := self._reason_to_stop():
+            self._announcer.announce(f"{dead}; stopping", logging.ERROR)
             self._stop.set()
         else:
-            self._announcer.say("the other services go on", logging.WARNING)
+            self._announcer.announce("the other services continue", logging.WARNING)
 
-    def _hopeless(self) -> str:
-        """Why nothing can be answered any more, or nothing."""
+    def _reason_to_stop(self) -> str:
+        """Return why no request can be answered any more, else an empty text."""
         for frontends, what in ((True, "no frontend is left"), (False, "no worker is left")):
             group = [w for w in self._arbiter.watchers if self._is_frontend(w.name) is frontends]
             if group and all(watcher.given_up for watcher in group):
@@ -144,7 +152,7 @@ class Deployment:
         spec = self._specs.get(name)
         return spec is not None and spec.is_frontend
 
-    def _take_signals(self) -> None:
+    def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for signum in STOP_SIGNALS:
             loop.add_signal_handler(signum, self._on_stop_signal)
@@ -152,28 +160,29 @@ class Deployment:
         loop.add_signal_handler(signal.SIGCHLD, self._on_child)
 
     def _on_stop_signal(self) -> None:
-        # Never counted: a signal to the whole tree reaches us directly and through the guard.
+        # Not counted: a signal to the whole tree arrives twice, directly and through the guard.
         self._arbiter.start_nothing()
-        if not self._stop.is_set():  # before anything else: workers that got it too look for it
+        # First of all: workers that got the signal too read the stage, and wait for theirs.
+        if not self._stop.is_set():
             self.stopping(min((w.stop_stage for w in self._arbiter.watchers), default=1))
         self._stop.set()
 
     def _on_kill_now(self) -> None:
-        self._announcer.say("killing what is left", logging.WARNING)
-        self._arbiter.hurry()
+        self._announcer.announce("killing the remaining processes", logging.WARNING)
+        self._arbiter.kill_all()
         self._stop.set()
 
     def _on_child(self) -> None:
         self._arbiter.reap_processes()
 
     def _make_arbiter(self) -> SupervisingArbiter:
-        self._home.logs.mkdir(mode=0o700, exist_ok=True)
+        self._run_directory.logs.mkdir(mode=0o700, exist_ok=True)
         watchers = [
             self._make_watcher(spec, quote_program(spec.argv), {"args": list(spec.argv[1:])})
             for spec in self._plan.specs
         ]
-        # circus's constructor takes the signals and gives them back: ours come before it, and stay
-        # blocked until the arbiter is there to answer them.
+        # circus's constructor replaces the signal handlers and restores them. Ours are installed
+        # before it, and the signals stay blocked until the arbiter exists to act on them.
         arbiter = SupervisingArbiter(
             watchers,
             self._plan.endpoint,
@@ -191,7 +200,7 @@ class Deployment:
     ) -> SupervisedWatcher:
         env = {str(key): str(value) for key, value in (options.pop("env", None) or {}).items()}
         argv = [*shlex.split(cmd), *(args or ())]
-        spec = self._specs[name] = add(name, argv, env, self._plan.specs)
+        spec = self._specs[name] = plan_added(name, argv, env, self._plan.specs)
         options = {"working_dir": spec.working_dir, **options}
         return self._make_watcher(spec, cmd, {"args": list(args or ()), **options})
 
@@ -200,14 +209,14 @@ class Deployment:
     ) -> SupervisedWatcher:
         name = spec.name
         size_bytes = int(self._settings.log_size_mb * 1e6)
-        log = LogFile(self._home.logs / f"{name}.log", size_bytes)
+        log = LogFile(self._run_directory.logs / f"{name}.log", size_bytes)
         self._outputs[name] = ServiceOutput(name, log, self._announcer)
         for ours in ("copy_env", "copy_path", "stop_children", "respawn", "shell", "use_sockets"):
             options.pop(ours, None)
         own = {
             "graceful_timeout": spec.graceful_timeout_s,
             "working_dir": spec.working_dir,
-            "singleton": bool(spec.gpus),  # a second one would share its GPUs
+            "singleton": bool(spec.gpus),  # a second process would use the same GPUs
             **options,
         }
         return SupervisedWatcher(
@@ -217,19 +226,19 @@ class Deployment:
             policy=self._policy,
             on_line=self._outputs[name],
             stop_stage=spec.stop_stage,
-            only_one=_ONE_FRONTEND.format(name) if spec.is_frontend else None,
+            single_because=_ONE_FRONTEND.format(name) if spec.is_frontend else None,
             **own,
         )
 
-    async def _announce(self) -> None:
+    async def _announce_readiness(self) -> None:
         async with asyncio.TaskGroup() as group:
             reminder = group.create_task(self._remind())
             what = await self._wait_until_ready()
             reminder.cancel()
-        self._say_ready(what)
+        self._announce_ready(what)
 
     async def _wait_until_ready(self) -> str:
-        """Returns what is there now; "ready" only what a process has shown to be."""
+        """Wait, and return a message; it says "ready" only if a frontend or a lease proves it."""
         frontends = [spec for spec in self._plan.specs if spec.is_frontend]
         if frontends:
             workers = sum(spec.stop_stage > 0 for spec in self._plan.specs)
@@ -237,15 +246,15 @@ class Deployment:
         registering = self._registering()
         if registering:
             await self._wait_for_leases(registering)
-            return f"ready: {len(registering)} processes are registered, no dynamo.frontend"
+            return f"ready: {len(registering)} processes are registered; no dynamo.frontend"
         return "started: all processes; readiness is unknown without a dynamo.frontend in the graph"
 
     async def _wait_for_frontends(self, frontends: Sequence[WatcherSpec], workers: int) -> str:
         urls: list[str] = []
         for spec in frontends:
-            address = address_of(spec.options, {**environ(), **spec.env})
+            address = frontend_address(spec.options, {**environ(), **spec.env})
             is_ours = partial(self._listens, spec.name, address.port)
-            # The others may serve some of the workers only.
+            # A further frontend may serve only some of the workers, so one is enough.
             health = await wait_until_ready(address, min(workers, 1) if urls else workers, is_ours)
             if not urls:
                 found = health
@@ -258,7 +267,7 @@ class Deployment:
         return any(process.is_listening(port) for process in processes)
 
     def _registering(self) -> list[str]:
-        """The watchers whose processes take a lease that we can see."""
+        """Return the watchers whose processes hold a lease in file discovery."""
         return [
             spec.name
             for spec in self._plan.specs
@@ -282,22 +291,23 @@ class Deployment:
             await asyncio.sleep(_REMIND_EVERY_S)
             up = sum(len(processes) for processes in self._arbiter.alive().values())
             waited_s = time.monotonic() - self._started_s
-            self._announcer.say(
-                f"still waiting for the services after {waited_s:.0f} s; {up} of "
-                f"{len(self._plan.specs)} processes are up"
+            self._announcer.announce(
+                f"not ready after {waited_s:.0f} s; {up} of "
+                f"{len(self._plan.specs)} processes are running; still waiting"
             )
 
-    def _say_ready(self, what: str) -> None:
+    def _announce_ready(self, what: str) -> None:
         took_s = time.monotonic() - self._started_s
-        self._announcer.say(
+        self._announcer.announce(
             f"{what}   ({took_s:.1f} s)\n"
-            f"  stop: Ctrl-C   logs: {self._home.logs}\n"
+            f"  stop: Ctrl-C   logs: {self._run_directory.logs}\n"
             f"  control: circusctl --endpoint {self._plan.endpoint} status"
         )
 
     async def _end(self) -> None:
-        if not self._arbiter.hurried:
-            self._announcer.say("stopping: requests in flight are finished (Ctrl-C again: kill)")
+        if not self._arbiter.killing:
+            self._announcer.announce("stopping; requests in flight may finish (Ctrl-C again: kill)")
+        # The order matters: files are removed only after every process that uses them has exited.
         await self._arbiter.end()
         self._arbiter.close()
         await self._tasks.close()
@@ -305,5 +315,5 @@ class Deployment:
         for output in self._outputs.values():
             output.close()
         self._leases.close()
-        self._home.clear()
-        self._announcer.say("stopped")
+        self._run_directory.clear()
+        self._announcer.announce("stopped")

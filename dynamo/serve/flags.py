@@ -1,4 +1,4 @@
-"""From a key and a value of a graph to the words of a command line. Pure."""
+"""Command-line words of the keys and values of a graph. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["are_words", "as_flags", "as_word"]
 
 
 def as_flags(key: str, value: Any) -> list[str]:
-    """``key: value`` is ``--key value``; see the table.
+    """Return the words of ``key: value``, in general ``--key value``.
 
     ========== ==========================
     true       ``--key``
@@ -20,7 +20,7 @@ def as_flags(key: str, value: Any) -> list[str]:
     null       nothing
     ========== ==========================
 
-    A word that could be taken for a flag is joined by ``=``. Raises ValueError for what is no word.
+    A value that looks like a flag is joined with ``=``. Raises ValueError for any other value.
     """
     if value is None:
         return []
@@ -38,15 +38,15 @@ def as_flags(key: str, value: Any) -> list[str]:
 
 
 def as_word(value: Any) -> str:
-    """A value as one word of a command line or one variable; a mapping becomes JSON.
+    """Return a value as one word or the text of a variable; a mapping becomes JSON.
 
-    Raises TypeError or ValueError for what JSON cannot say.
+    Raises TypeError or ValueError for a value without a JSON form.
     """
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         if "\0" in value:
-            raise ValueError("holds a zero byte")
+            raise ValueError("contains a zero byte")
         return value
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 

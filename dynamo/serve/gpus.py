@@ -1,6 +1,6 @@
-"""Which worker gets which GPUs. Pure: an inventory and requests in, identifiers out. Spec 2.
+"""Assigns GPUs to workers. Pure: an inventory and requests in, identifiers out. Spec 2.
 
-Unlike the original, the parent's CUDA_VISIBLE_DEVICES is honoured and a shortage is an error.
+Unlike in the original, the parent's CUDA_VISIBLE_DEVICES applies, and a shortage is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _EPSILON = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One device: its number and UUID as the driver has them, ``memory_bytes`` 0 if unknown."""
+    """One device, with the driver's index and UUID; ``memory_bytes`` is 0 if unknown."""
 
     index: int
     uuid: str = ""
@@ -27,9 +27,9 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """The GPUs that may be given out, as CUDA_VISIBLE_DEVICES names them, in its order.
+    """The GPUs that can be assigned, as CUDA_VISIBLE_DEVICES names them and in its order.
 
-    ``source`` says where they come from; ``env`` is set for every worker that gets one.
+    ``source`` says how they were found; ``env`` is set for every worker with a GPU.
     """
 
     ids: tuple[str, ...]
@@ -38,15 +38,15 @@ class Inventory:
 
 
 def inventory_of(devices: Sequence[Gpu] | None, visible: str | None) -> Inventory:
-    """What may be given out: all ``devices``, or those that CUDA_VISIBLE_DEVICES ``visible`` names.
+    """Return all ``devices``, or those that ``visible`` (CUDA_VISIBLE_DEVICES) names.
 
-    ``devices`` is None without a driver: then ``visible`` is believed. As in CUDA, the list ends
-    at the first entry that names no device. Numbers count as the parent's CUDA counts them.
+    ``devices`` is None without a driver: then ``visible`` is not checked. As in CUDA, the list ends
+    at the first invalid entry. Numbers are indices in the order of the parent's CUDA.
     """
     if visible is None:
         if devices is None:
             return Inventory(ids=(), source="no NVIDIA driver found")
-        # nvidia-smi's order, which is not CUDA's default one.
+        # The driver lists devices in PCI order; CUDA's default order is by speed.
         return Inventory(
             ids=tuple(str(gpu.index) for gpu in devices),
             source="NVIDIA driver",
@@ -71,7 +71,10 @@ def _names_a_device(entry: str, devices: Sequence[Gpu] | None) -> bool:
 
 
 class Allocator:
-    """Gives out GPUs, lowest first: whole ones to one worker, fractions of one to several."""
+    """Assigns GPUs, lowest first: whole ones to one worker, fractions of one to several.
+
+    Fractions of different size do not share a GPU: ``_unit`` is the size that a GPU is split into.
+    """
 
     def __init__(self, inventory: Inventory) -> None:
         self.inventory = inventory
@@ -81,16 +84,18 @@ class Allocator:
 
     @property
     def free(self) -> int:
-        """GPUs that nobody holds a part of."""
+        """The number of GPUs that are entirely free."""
         return sum(left == 1.0 for left in self._left)
 
     def assign(self, name: str, count: float) -> tuple[str, ...]:
-        """``count`` GPUs for ``name``: a whole number, or a fraction below 1 of one.
+        """Assign ``count`` GPUs to ``name``: a whole number, or a fraction below 1 of one GPU.
 
-        Raises ConfigError with the table of who holds what.
+        Raises ConfigError with the table of assignments.
         """
         if count <= 0 or (count > 1 and count != int(count)):
-            raise ConfigError(f"{name}: {count:g} GPUs: a whole number or a fraction below 1")
+            raise ConfigError(
+                f"{name}: {count:g} GPUs: must be a whole number or a fraction below 1"
+            )
         slots = self._shared(count) if count < 1 else self._whole(int(count))
         if not slots:
             raise ConfigError(self._shortage(name, count))
@@ -99,7 +104,7 @@ class Allocator:
         return tuple(self.inventory.ids[slot] for slot in slots)
 
     def table(self) -> str:
-        """Who holds what, one line per GPU."""
+        """Return the assignments as text, one line per GPU."""
         rows = [
             f"  GPU {gpu}: {', '.join(held) or 'free'}"
             for gpu, held in zip(self.inventory.ids, self._held, strict=True)
@@ -120,6 +125,7 @@ class Allocator:
         found = (open_ or [s for s in slots if self._left[s] == 1.0])[:1]
         for slot in found:
             self._unit[slot] = count
+            # A rest smaller than the unit cannot be used by anyone: count it as assigned.
             left = self._left[slot] - count
             self._left[slot] = left if left >= count - _EPSILON else 0.0
         return found
@@ -129,6 +135,6 @@ class Allocator:
             f"{name} needs {count:g} GPU{'' if count == 1 else 's'}, "
             f"{self.free} of {len(self.inventory.ids)} free ({self.inventory.source})\n"
             f"{self.table()}\n"
-            "Lower workers or resources.gpu (it is per worker), pretend with --gpus N, or set "
+            "Lower workers or resources.gpu (it is per worker), override with --gpus N, or set "
             "DYN_DISABLE_AUTO_GPU_ALLOCATION=1 to place workers yourself."
         )

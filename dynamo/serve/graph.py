@@ -1,4 +1,4 @@
-"""The graph file: which services run, with which flags, how many of each, on how many GPUs.
+"""The graph file: the services, their flags, their number of workers and of GPUs.
 
 Pure: text in, a checked :class:`Graph` out. Every error names file, line and key.
 """
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from dynamo.errors import ConfigError
 from dynamo.serve.flags import are_words, as_flags, as_word
 from dynamo.serve.overrides import Override, merge
-from dynamo.serve.yamlmap import Located, parse_yaml
+from dynamo.serve.yamlmap import YamlDocument, parse_yaml
 
 __all__ = ["MAX_WORKERS", "Graph", "Service", "parse_graph"]
 
@@ -36,7 +36,7 @@ class Service:
     """One service: ``workers`` processes of one command.
 
     ``module`` is set for a Python module, else ``command`` holds the words of the command.
-    ``flags`` are the words that follow. ``gpu`` is per worker. ``envs`` beats our own variables.
+    ``flags`` are the words that follow. ``gpu`` is per worker. ``envs`` overrides our variables.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Service:
 
     @property
     def is_frontend(self) -> bool:
-        """Whether OpenAI clients talk to this service."""
+        """Whether this service is the OpenAI frontend."""
         return self.module == "dynamo.frontend"
 
 
@@ -75,9 +75,9 @@ def parse_graph(
     namespace: str | None = None,
     default_namespace: str = "dynamo",
 ) -> Graph:
-    """The graph in ``text`` with ``overrides`` applied; ``namespace`` beats the one in the text.
+    """Parse the graph in ``text`` and apply ``overrides``; ``namespace`` overrides the text's.
 
-    Raises ConfigError, whose message starts with ``source:line:column``, or with the override.
+    Raises ConfigError that starts with ``source:line:column``, or with the override.
     """
     reader = _Reader(parse_yaml(text, source), source)
     for override in overrides:
@@ -86,9 +86,9 @@ def parse_graph(
 
 
 class _Reader:
-    def __init__(self, located: Located, source: str) -> None:
-        self.values = located.values
-        self.origins = located.origins
+    def __init__(self, document: YamlDocument, source: str) -> None:
+        self.values = document.values
+        self.origins = document.origins
         self.source = source
 
     def override(self, override: Override) -> None:
@@ -103,7 +103,7 @@ class _Reader:
         self.origins[override.path] = override.text
 
     def fail(self, path: Sequence[str], problem: str) -> NoReturn:
-        """Raise the error for the key at ``path``, at the nearest place that was written."""
+        """Raise an error for the key at ``path``, at the position of its nearest parent."""
         place = self.source
         for size in range(len(path), 0, -1):
             if tuple(path[:size]) in self.origins:
@@ -120,7 +120,7 @@ class _Reader:
         names = [key for key in self.values if key not in ("namespace", "Common")]
         services = tuple(self.service(key, common) for key in names)
         if not services:
-            self.fail((), "no service is named")
+            self.fail((), "has no service")
         self._distinct(names)
         return Graph(
             namespace=name,
@@ -131,7 +131,9 @@ class _Reader:
 
     def service(self, name: str, common: Mapping[str, Any]) -> Service:
         if not _NAME.fullmatch(name):
-            self.fail((name,), "is no service name: a letter, then up to 63 letters, digits, '_'")
+            self.fail(
+                (name,), "is not a service name: a letter, then up to 63 letters, digits, '_'"
+            )
         values = self.mapping((name,), self.values[name], required=True)
         module, command = self._run(name, values.get("run"))
         options = {**self._subscribed(name, values, common)}
@@ -196,7 +198,7 @@ class _Reader:
     def _flag(self, name: str, key: str, value: Any) -> list[str]:
         path = (name, key)
         if not _FLAG.fullmatch(key):
-            self.fail(path, "is no flag: a letter, then letters, digits, '-', '_' or '.'")
+            self.fail(path, "is not a flag: a letter, then letters, digits, '-', '_' or '.'")
         try:
             return as_flags(key, value)
         except ValueError as error:
@@ -218,9 +220,7 @@ class _Reader:
         whole = value == int(value) if abs(value) < 1e6 else False
         if isinstance(given, bool) or not (0 <= value < 1 or (whole and value >= 0)):
             path = (name, "ServiceArgs", "resources", "gpu")
-            self.fail(
-                path, f"is GPUs per worker, a whole number or a fraction below 1, got {given!r}"
-            )
+            self.fail(path, f"must be a whole number of GPUs or a fraction below 1, got {given!r}")
         return value
 
     def _envs(self, name: str, args: Mapping[str, Any]) -> Mapping[str, str]:
@@ -228,7 +228,7 @@ class _Reader:
         envs = self.mapping(path, args.get("envs"))
         for key, value in envs.items():
             if not _VARIABLE.fullmatch(key):
-                self.fail((*path, key), "is no name of a variable")
+                self.fail((*path, key), "is not a variable name")
             if not are_words([value]):
                 self.fail((*path, key), "must be text (quote it)")
         return {key: as_word(value) for key, value in envs.items()}
@@ -239,13 +239,15 @@ class _Reader:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
             path = (name, "ServiceArgs", "graceful_timeout")
-            self.fail(path, f"is a number of seconds, got {value!r}")
+            self.fail(path, f"must be a number of seconds, got {value!r}")
         return float(value)
 
     def _known(self, path: tuple[str, ...], given: Mapping[str, Any], known: Sequence[str]) -> None:
         for key in given:
             if key not in known:
-                self.fail((*path, key), f"is unknown; known: {', '.join(known)}{_hint(key, known)}")
+                self.fail(
+                    (*path, key), f"is unknown; allowed: {', '.join(known)}{_hint(key, known)}"
+                )
 
     def _distinct(self, names: Sequence[str]) -> None:
         seen: dict[str, str] = {}
@@ -255,7 +257,10 @@ class _Reader:
             seen[name.lower()] = name
 
     def _public(self, names: Sequence[str]) -> dict[str, Any]:
-        """The document for DYNAMO_SERVICE_CONFIG and the statefile: environments may be secret."""
+        """Return the document without ``envs``, which may hold secrets.
+
+        It goes to DYNAMO_SERVICE_CONFIG and into the statefile.
+        """
         out = dict(self.values)
         for name in names:
             args = self.values[name].get("ServiceArgs")

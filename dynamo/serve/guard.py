@@ -1,9 +1,9 @@
-"""The guard: the parent of the arbiter, which outlives it by the moment that clean-up takes.
+"""The guard: the parent of the arbiter, which cleans up after it.
 
-``dynamo serve`` is two processes. The one that was started keeps to three things: it hands signals
-on, it waits for the arbiter, and as a subreaper it ends whatever the arbiter left behind, however
-the arbiter died. The arbiter in turn stops everything when the guard dies. So no single ``kill -9``
-leaves a process of ours behind, and what the two agree on is kept by the kernel, not by a protocol.
+``dynamo serve`` is two processes. The guard is the first: it forwards signals, waits for the
+arbiter, and as a subreaper kills every process that a dead arbiter left behind. The arbiter in turn
+stops everything when the guard dies. So no single ``kill -9`` leaves a process behind. Both
+directions rely on the kernel (subreaper, parent-death signal), not on a protocol.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ __all__ = ["KILL_NOW", "STOP_SIGNALS", "hold_signals", "run_guarded"]
 
 STOP_SIGNALS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
 KILL_NOW = signal.SIGUSR1
-"""The guard's word to the arbiter that the user asked twice; stop signals themselves may repeat."""
+"""The guard's signal for a second stop request. Stop signals cannot serve: copies of one arrive."""
 
 _WATCHED = STOP_SIGNALS | {signal.SIGCHLD}
-_PATIENCE = 3
+_KILL_AT_REQUEST = 3
 _SWEEP_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
 def hold_signals() -> None:
-    """A stop signal now waits for :func:`run_guarded`: what is begun is also cleaned up."""
+    """Block the stop signals until :func:`run_guarded`, so that none skips the clean-up."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED | {KILL_NOW})
 
 
 def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
-    """Run ``body`` in a child of its own session; its exit status, or 128 + the signal it died of.
+    """Run ``body`` in a child in a new session; return its exit status, or 128 + its signal.
 
-    ``body`` starts with the stop signals and KILL_NOW blocked: none is lost while it sets itself
-    up. It must unblock them. ``clean_up`` runs here when everything below has ended, or in the
-    child if we are killed before. The second stop request arrives in the child as KILL_NOW, the
-    third one kills it. See StopSignals for what counts as a request.
+    ``body`` starts with the stop signals and KILL_NOW blocked, so that none is lost during its
+    set-up; it must unblock them. ``clean_up`` runs here after all descendants have exited, or in
+    the child if the guard is killed. The child gets the first stop request as it is and the second
+    as KILL_NOW; the third kills the child. StopSignals defines what counts as a request.
     """
     hold_signals()
     become_subreaper()
@@ -54,26 +54,26 @@ def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
         _child(body, clean_up, guard)
     status = _wait(child)
     if left := end_descendants(_SWEEP_TIMEOUT_S):
-        _log.error("processes %s cannot be killed: the kernel holds them", left)
+        _log.error("cannot kill processes %s: uninterruptible in the kernel", left)
     if status:
-        _log.debug("the arbiter ended with %d", status)
+        _log.debug("the arbiter exited with status %d", status)
     clean_up()
     return status
 
 
 def _child(body: Callable[[], int], clean_up: Callable[[], None], guard: int) -> None:
-    """The arbiter's side of the fork; never returns."""
+    """Run the arbiter's side of the fork; never returns."""
     status = 1
     try:
-        os.setsid()  # a Ctrl-C at the terminal reaches the guard alone
+        os.setsid()  # Ctrl-C at the terminal then reaches only the guard
         become_subreaper()
         if die_with_parent(signal.SIGTERM, guard):
             status = body()
         if os.getppid() != guard:
-            clean_up()  # the guard is dead
+            clean_up()  # the guard died and cannot do it
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:  # noqa: BLE001 - the last frame of this process: show it and exit
+    except BaseException:  # noqa: BLE001 - the last frame of this process: print it and exit
         traceback.print_exc()
     finally:
         _flush()
@@ -82,7 +82,7 @@ def _child(body: Callable[[], int], clean_up: Callable[[], None], guard: int) ->
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it was closed
+        with contextlib.suppress(OSError, ValueError):  # its reader exited, or it is closed
             stream.flush()
 
 
@@ -99,11 +99,11 @@ def _wait(child: int) -> int:
         if count == 1:
             os.kill(child, signum)
         elif count:
-            os.kill(child, signal.SIGKILL if count >= _PATIENCE else KILL_NOW)
+            os.kill(child, signal.SIGKILL if count >= _KILL_AT_REQUEST else KILL_NOW)
 
 
 def _reap(child: int) -> int | None:
-    """Reap all zombies; the exit status of ``child`` if it was one of them."""
+    """Reap all zombies; return the exit status of ``child`` if it is one of them."""
     found = None
     while True:
         try:

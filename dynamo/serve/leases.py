@@ -21,15 +21,15 @@ from dynamo.runtime.discovery.process import host_id, is_running
 
 __all__ = ["Leases"]
 
-# A renewal only touches the file: no event of these.
+# A renewal only touches the file, which causes none of these events.
 _MASK = Mask.MOVED_TO | Mask.CREATE | Mask.CLOSE_WRITE | Mask.DELETE | Mask.ONLYDIR
 _GONE = int(Mask.IGNORED)
 
 
 class Leases:
-    """The leases in the store at ``store``; ``on_change`` is called when some came or went.
+    """The leases in ``store``; calls ``on_change`` when one is granted or revoked.
 
-    Raises ConfigError if the system allows no further inotify instance.
+    Raises ConfigError if the system is out of inotify instances.
     """
 
     def __init__(self, store: Path, on_change: Callable[[], None]) -> None:
@@ -42,9 +42,9 @@ class Leases:
         self._host = host_id()
 
     def by_session(self) -> dict[int, int]:
-        """The lease of each living process of this host, by the session the process belongs to.
+        """Return the lease of each living process of this host, by the process's session id.
 
-        Of several leases in one session the one with the lowest id.
+        Of several leases in one session it is the one with the lowest id.
         """
         self._watch()
         found: dict[int, int] = {}
@@ -63,7 +63,7 @@ class Leases:
         return found
 
     def close(self) -> None:
-        """End the watch; may be called again."""
+        """Stop watching. Idempotent."""
         self._inotify.close()
 
     def _watch(self) -> None:
@@ -71,7 +71,7 @@ class Leases:
             try:
                 self._inotify.add(self._directory, _MASK, self._on_event)
             except (OSError, ConfigError):
-                return  # the store was removed: tried again at the next look
+                return  # the store was removed: the next call tries again
             self._watching = True
 
     def _on_event(self, name: str, mask: int) -> None:

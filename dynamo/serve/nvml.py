@@ -1,4 +1,4 @@
-"""Asks the NVIDIA driver which GPUs there are. Imported only for graphs that ask for GPUs."""
+"""Lists the GPUs of the NVIDIA driver. Imported only for graphs that need GPUs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["probe"]
 
 
 def probe() -> list[Gpu] | None:
-    """The machine's GPUs in the driver's order, or None without a working driver.
+    """Return the machine's GPUs in the driver's order, or None without a working driver.
 
-    Takes some milliseconds with a driver; without one it fails at once.
+    Takes some milliseconds with a driver; without one it returns at once.
     """
     try:
         pynvml.nvmlInit()
@@ -30,7 +30,7 @@ def _describe(index: int) -> Gpu:
     device = pynvml.nvmlDeviceGetHandleByIndex(index)
     try:
         memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(device).total)
-    except pynvml.NVMLError:  # unified memory: the driver has no figure of its own
+    except pynvml.NVMLError:  # unified memory: the driver reports no size
         memory_bytes = 0
     return Gpu(
         index=index,

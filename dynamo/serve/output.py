@@ -1,4 +1,4 @@
-"""The output of the processes: pipes read on the loop, lines, bounded log files, last words."""
+"""The output of the processes: pipes read on the loop, bounded log files, the latest lines."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _log = logging.getLogger(__name__)
 
 
 class Announcer(Protocol):
-    """Who talks to the person at the terminal. Neither call may block for long."""
+    """Shows messages and output to the user. Neither call may block for long."""
 
-    def say(self, text: str, level: int = logging.INFO) -> None:
-        """A line of our own."""
+    def announce(self, text: str, level: int = logging.INFO) -> None:
+        """Show a message of ``dynamo serve``."""
 
     def output(self, watcher: str, line: bytes) -> None:
-        """A line of a service, without its end."""
+        """Show a line of a service, given without its line end."""
 
 
 class LogFile:
-    """A file (0600) that holds at most ``size_bytes``; one older file ``.1`` is kept.
+    """A file (0600) of at most ``size_bytes``; one older file ``.1`` is kept.
 
-    A file that was removed or moved away is created again by the next line.
+    The next line creates a removed or moved file again.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -40,7 +40,7 @@ class LogFile:
         self._open()
 
     def write(self, line: bytes) -> None:
-        """Append ``line`` and a newline; a full disk loses the line, not the service."""
+        """Append ``line`` and a newline; a full disk drops the line, no more."""
         try:
             if not self._is_current():
                 self._reopen()
@@ -74,7 +74,7 @@ class LogFile:
 
 
 class ServiceOutput:
-    """Everything one watcher's processes say: to its log file, the terminal, and kept as a tail."""
+    """Sends a watcher's output to its log file and the terminal; ``tail`` has the latest lines."""
 
     def __init__(self, watcher: str, log: LogFile, announcer: Announcer) -> None:
         self.watcher = watcher
@@ -83,7 +83,7 @@ class ServiceOutput:
         self._announcer = announcer
 
     def __call__(self, line: bytes) -> None:
-        """Take one line."""
+        """Handle one line."""
         self.tail.append(line)
         self._log.write(line)
         self._announcer.output(self.watcher, line)
@@ -94,9 +94,9 @@ class ServiceOutput:
 
 
 class OutputPipe:
-    """A pipe whose lines go to ``on_line``. The read end is ours, ``write_fd`` the child's.
+    """A pipe whose lines go to ``on_line``. This process reads; ``write_fd`` is for the child.
 
-    A line of more than 64 KiB comes in pieces.
+    A line of more than 64 KiB is split.
     """
 
     def __init__(self, on_line: Callable[[bytes], None]) -> None:
@@ -107,22 +107,22 @@ class OutputPipe:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._read_fd, self._readable)
 
-    def handed_over(self) -> None:
-        """The child has its copy of the write end: close ours, so that its end is seen."""
+    def close_write_end(self) -> None:
+        """Close our copy of the write end, so that the pipe ends when the child exits."""
         os.close(self.write_fd)
         self.write_fd = -1
 
     def close(self) -> None:
-        """Take what is still in the pipe and close it; may be called again."""
-        while self._read_fd >= 0 and self._take():
+        """Read the rest of the pipe and close it. Idempotent."""
+        while self._read_fd >= 0 and self._read_once():
             pass
         self._end()
 
     def _readable(self) -> None:
-        self._take()
+        self._read_once()
 
-    def _take(self) -> bool:
-        """Read once; whether there may be more."""
+    def _read_once(self) -> bool:
+        """Read once; return whether there may be more."""
         try:
             data = os.read(self._read_fd, _READ_BYTES)
         except BlockingIOError:
@@ -149,4 +149,4 @@ class OutputPipe:
             os.close(self._read_fd)
             self._read_fd = -1
         if self.write_fd >= 0:
-            self.handed_over()
+            self.close_write_end()

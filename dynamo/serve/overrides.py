@@ -1,6 +1,6 @@
-"""``--Service.key=value``: taking overrides out of a command line and merging them into a graph.
+"""``--Service.key=value``: overrides of a graph, parsed from a command line and merged.
 
-Spec 1.2. Unlike the original, a merge is deep: one overridden key leaves its siblings alone.
+Spec 1.2. Unlike in the original, a merge is deep: an overridden key does not remove its siblings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"-(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
 class Override(NamedTuple):
-    """One override: the path of keys, the typed value, and how the user wrote it."""
+    """One override: the path of keys, the typed value, and the text as given."""
 
     path: tuple[str, ...]
     value: Any
@@ -27,7 +27,7 @@ class Override(NamedTuple):
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
-    """The tokens that are no overrides, and the overrides in their order. Raises ConfigError.
+    """Split ``argv`` into other tokens and overrides, each in order. Raises ConfigError.
 
     Accepted: ``--S.k=v``, ``--S.k v`` and ``--S.k = v``.
     """
@@ -60,7 +60,7 @@ def _override(name: str, raw: str | None) -> Override:
 
 
 def parse_value(raw: str) -> Any:
-    """JSON first, else digits, a decimal, true or false in any case, else the text itself."""
+    """Parse JSON, else an integer, a decimal, true or false in any case, else return the text."""
     try:
         return json.loads(raw, parse_constant=str)
     except ValueError:
@@ -76,7 +76,7 @@ def parse_value(raw: str) -> Any:
 
 
 def merge(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """A copy of ``values`` with ``value`` at ``path``; mappings are merged, all else replaced."""
+    """Return a copy of ``values`` with ``value`` at ``path``; mappings merge, others replace."""
     key, *deeper = path
     out = dict(values)
     old = out.get(key)

@@ -1,7 +1,7 @@
-"""Processes as the kernel shows them: parentage, sessions, start times, and how to end them all.
+"""Processes in /proc: parents, sessions, start times; and killing a process tree.
 
-Nothing of a deployment may survive it, so the arbiter and its guard are *subreapers*: whoever loses
-its parent anywhere below them becomes their child, and can be found and ended (prctl(2)).
+No process of a deployment may survive it, so the arbiter and its guard are *subreapers*: an orphan
+anywhere below them becomes their child, where they find and kill it (prctl(2)).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ProcessStat(NamedTuple):
-    """What /proc/<pid>/stat says (proc(5)); ``start_ticks`` tells two users of one pid apart."""
+    """The fields of /proc/<pid>/stat (proc(5)); ``start_ticks`` detects a reused pid."""
 
     pid: int
     state: str
@@ -45,35 +45,36 @@ class ProcessStat(NamedTuple):
 
 
 def stat(pid: int) -> ProcessStat | None:
-    """The process now, or None if there is none."""
+    """Return the state of ``pid``, or None if no such process exists."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
+    # The second field is the name in parentheses, which may itself contain spaces and ")".
     fields = text[text.rindex(b")") + 2 :].split()
     parent, group, session = (int(word) for word in fields[1:4])
     return ProcessStat(pid, fields[0].decode(), parent, group, session, int(fields[19]))
 
 
 def snapshot() -> list[ProcessStat]:
-    """All processes of this machine that we can see. A millisecond for some hundred."""
+    """Return all visible processes of this machine. Takes about a millisecond for some hundred."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - many names
     return [found for found in map(stat, pids) if found is not None]
 
 
 def children(pid: int) -> list[ProcessStat]:
-    """The direct children of ``pid``, zombies included."""
+    """Return the direct children of ``pid``, zombies included."""
     return [process for process in snapshot() if process.parent == pid]
 
 
 def same_process(pid: int, start_ticks: int) -> bool:
-    """Whether ``pid`` is still the process that started then, and no zombie."""
+    """Whether ``pid`` is still the process with this start time, and not a zombie."""
     found = stat(pid)
     return found is not None and found.start_ticks == start_ticks and found.state != "Z"
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The environment that ``pid`` was started with; empty if it is gone or another user's."""
+    """Return the environment ``pid`` was started with; empty if it ended or is another user's."""
     try:
         data = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -83,7 +84,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def die_with_parent(signum: int, parent: int) -> bool:
-    """Ask for ``signum`` when ``parent`` dies. False if it has died already.
+    """Request ``signum`` for when ``parent`` dies. Return False if it is already dead.
 
     The kernel watches the *thread* that forked us. Kept across execve, not across fork.
     """
@@ -97,7 +98,7 @@ def become_subreaper() -> None:
 
 
 def end_group(leader: int) -> None:
-    """Kill what is left of the process group of ``leader``, which must not be reaped yet."""
+    """Kill the process group of ``leader``, which must not be reaped yet: its pid is reserved."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -107,10 +108,10 @@ def end_group(leader: int) -> None:
 def end_descendants(
     timeout_s: float, spare: Collection[int] = (), on_end: Callable[[int], None] | None = None
 ) -> list[int]:
-    """Kill and reap our children, and theirs as they come to us, until none is left.
+    """Kill and reap all children, and their orphans as this process adopts them.
 
-    Blocking, for a process that has nothing else to do; returns the pids still there after
-    ``timeout_s`` (in the kernel's uninterruptible sleep). The caller must be a subreaper.
+    Blocking. Returns the pids that remain after ``timeout_s`` (in uninterruptible sleep). The
+    caller must be a subreaper.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -1,91 +1,95 @@
-"""Is the deployment ready? Asks the frontend's own /health and /v1/models, as a client would."""
+"""Readiness of a deployment: poll /health and /v1/models of its frontend, as a client does."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ipaddress
-import json
 import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from dynamo.errors import ConfigError
+from dynamo.http.client import ResponseError, get
+from dynamo.protocols.openai import ModelList
 
 __all__ = [
-    "ProbedHealth",
-    "StatusAddress",
-    "address_of",
+    "FrontendAddress",
+    "FrontendHealth",
     "check_free",
+    "frontend_address",
     "wait_until_ready",
 ]
 
-_PAUSE_S = 0.03
-_ANSWER_TIMEOUT_S = 5.0
+_POLL_INTERVAL_S = 0.03
+_RESPONSE_TIMEOUT_S = 5.0
+_RESPONSE_LIMIT_BYTES = 16 << 20
 _ALL_WORKERS_WITHIN_S = 3.0
 
 
 @dataclass(frozen=True)
-class StatusAddress:
-    """Where a frontend listens, and where we reach it."""
+class FrontendAddress:
+    """The address that a frontend listens on, and the one to reach it at."""
 
     host: str
     port: int
 
     @property
     def reachable(self) -> str:
-        """A host to connect to: loopback of the same family if it listens everywhere."""
+        """The host to connect to: loopback of the same family for a wildcard address."""
         if not self.host:
             return "127.0.0.1"
         try:
             address = ipaddress.ip_address(self.host)
         except ValueError:
-            return self.host  # a name
+            return self.host  # a host name
         if not address.is_unspecified:
             return self.host
         return "127.0.0.1" if address.version == 4 else "::1"
 
     @property
     def authority(self) -> str:
-        """``host:port`` as in a URL."""
+        """``host:port`` as in a URL: an IPv6 address has brackets."""
         host = f"[{self.reachable}]" if ":" in self.reachable else self.reachable
         return f"{host}:{self.port}"
 
     @property
     def url(self) -> str:
-        """What a person on this machine types."""
+        """The base URL for a user on this machine."""
         return f"http://{self.authority}"
 
 
 @dataclass(frozen=True)
-class ProbedHealth:
-    """What a frontend said: the models, and how many ``generate`` instances serve them."""
+class FrontendHealth:
+    """The models of a frontend, and the number of ``generate`` instances that serve them."""
 
     models: tuple[str, ...]
     instances: int
 
 
-def address_of(options: Mapping[str, Any], env: Mapping[str, str]) -> StatusAddress:
-    """The frontend's address from its flags, its environment, its defaults.
+def frontend_address(options: Mapping[str, Any], env: Mapping[str, str]) -> FrontendAddress:
+    """Return the frontend's address from its flags over its environment over its defaults.
 
-    Raises ConfigError for a port that cannot be known beforehand.
+    Raises ConfigError for a port that is not fixed in advance, such as 0.
     """
     host = _first(options, ("http-host", "http_host")) or env.get("DYN_HTTP_HOST") or "127.0.0.1"
     port = _first(options, ("http-port", "http_port"))
     number = str(env.get("DYN_HTTP_PORT") or 8000 if port is None else port)
     if not number.isdigit() or not 0 < int(number) < 65536:
         raise ConfigError(f"the frontend's http-port must be between 1 and 65535, got {number}")
-    return StatusAddress(str(host), int(number))
+    return FrontendAddress(str(host), int(number))
 
 
 def _first(options: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return next((options[name] for name in names if options.get(name) is not None), None)
 
 
-def check_free(address: StatusAddress) -> None:
-    """Raise ConfigError if no process of ours could listen on ``address`` now."""
+def check_free(address: FrontendAddress) -> None:
+    """Raise ConfigError if a process of this user cannot listen on ``address`` now."""
     try:
         found = socket.getaddrinfo(
             address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -96,6 +100,7 @@ def check_free(address: StatusAddress) -> None:
         with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
+                # An IPv4 listener on the same port is no conflict: it has its own row in ``found``.
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             try:
                 probe.bind(where)
@@ -105,66 +110,49 @@ def check_free(address: StatusAddress) -> None:
 
 
 async def wait_until_ready(
-    address: StatusAddress, workers: int, is_ours: Callable[[], bool] = lambda: True
-) -> ProbedHealth:
-    """Until the frontend is healthy and, with ``workers`` behind it, lists a model.
+    address: FrontendAddress, workers: int, is_ours: Callable[[], bool] = lambda: True
+) -> FrontendHealth:
+    """Return once the frontend is healthy and, with ``workers`` behind it, lists a model.
 
     ``is_ours`` distinguishes our frontend from another program on its port. Waits a few seconds
-    more for the rest of the workers. Never gives up: cancel it.
+    longer for the remaining workers. Has no deadline: cancel it.
     """
     loop = asyncio.get_running_loop()
     first_s: float | None = None
     while True:
-        health = await ask(address)
+        health = await probe(address)
         if health is not None and (health.models or not workers) and is_ours():
             first_s = loop.time() if first_s is None else first_s
             if health.instances >= workers or loop.time() - first_s > _ALL_WORKERS_WITHIN_S:
                 return health
-        # Another program's HTTP server has no event for "I am ready".
-        await asyncio.sleep(_PAUSE_S)
+        # HTTP offers no event for "ready", so this polls.
+        await asyncio.sleep(_POLL_INTERVAL_S)
 
 
-async def ask(address: StatusAddress) -> ProbedHealth | None:
-    """One look; None while the frontend does not answer or is not healthy."""
+async def probe(address: FrontendAddress) -> FrontendHealth | None:
+    """Probe the frontend once; None while it does not answer or is not healthy."""
+    host, port, authority = address.reachable, address.port, address.authority
     try:
-        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            status, health = await _get(address, "/health")
-            _, models = await _get(address, "/v1/models") if status == 200 else (0, {})
-    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+        async with asyncio.timeout(_RESPONSE_TIMEOUT_S):
+            found = await get(host, port, authority, "/health", _RESPONSE_LIMIT_BYTES)
+            if found.status != 200:
+                return None
+            health = msgspec.json.decode(found.body, type=_Health)
+            found = await get(host, port, authority, "/v1/models", _RESPONSE_LIMIT_BYTES)
+            models = msgspec.json.decode(found.body, type=ModelList)
+    except (OSError, TimeoutError, ResponseError, ValueError, RecursionError):
         return None
-    if status != 200 or not isinstance(health, dict) or not isinstance(models, dict):
-        return None
-    instances = health.get("instances") or ()
-    return ProbedHealth(
-        models=tuple(str(model.get("id")) for model in models.get("data") or ()),
-        instances=sum(each.get("endpoint") == "generate" for each in instances),
+    return FrontendHealth(
+        models=tuple(model.id for model in models.data),
+        instances=sum(instance.endpoint == "generate" for instance in health.instances),
     )
 
 
-async def _get(address: StatusAddress, path: str) -> tuple[int, Any]:
-    reader, writer = await asyncio.open_connection(address.reachable, address.port)
-    try:
-        head = f"GET {path} HTTP/1.1\r\nHost: {address.authority}\r\nConnection: close\r\n\r\n"
-        writer.write(head.encode())
-        await writer.drain()
-        answer, _, body = (await reader.read()).partition(b"\r\n\r\n")
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-    words = answer.split(b" ", 2)
-    if len(words) < 2 or not words[1].isdigit():
-        raise ValueError("no HTTP answer")
-    if b"transfer-encoding: chunked" in answer.lower():
-        body = _unchunk(body)
-    return int(words[1]), json.loads(body)
+class _Instance(msgspec.Struct):
+    endpoint: str | None = None
 
 
-def _unchunk(body: bytes) -> bytes:
-    out = b""
-    while True:
-        size, _, body = body.partition(b"\r\n")
-        length = int(size.split(b";")[0] or b"0", 16)
-        if length == 0:
-            return out
-        out, body = out + body[:length], body[length + 2 :]
+class _Health(msgspec.Struct):
+    """The body of /health."""
+
+    instances: list[_Instance] = []

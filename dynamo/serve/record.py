@@ -1,4 +1,4 @@
-"""Keeps the statefile true while a deployment runs."""
+"""Keeps the statefile up to date while a deployment runs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dynamo.runtime.discovery.process import host_id
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.processes import stat
 from dynamo.serve.statefile import Document, Statefile
-from dynamo.serve.watchers import WatcherPlan, WatcherSpec
+from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
 
-__all__ = ["Record", "RecordedComponent", "RecordedProcess", "document_of"]
+__all__ = ["RecordedComponent", "RecordedProcess", "StatefileWriter", "document_of"]
 
 _log = logging.getLogger(__name__)
 
 
 class RecordedProcess(Protocol):
-    """What the statefile keeps of a process."""
+    """A process as the statefile identifies it."""
 
     pid: int
     start_ticks: int
@@ -33,17 +33,17 @@ class RecordedProcess(Protocol):
 
 @dataclass(frozen=True)
 class RecordedComponent:
-    """A watcher of the arbiter, or one that was removed and still has processes."""
+    """A watcher of the arbiter, or a removed one whose processes still run."""
 
     spec: WatcherSpec
     processes: Sequence[RecordedProcess]
     lease: int | None
 
 
-def document_of(plan: WatcherPlan) -> Document:
-    """The statefile of ``plan`` before its first process, for this process as arbiter. Spec 3.2.
+def document_of(plan: DeploymentPlan) -> Document:
+    """Return the statefile of ``plan`` before its first process, with this process as arbiter.
 
-    Holds no environment but what the planner needs: variables may be secrets.
+    Holds only the variables that the planner needs: others may be secrets. Spec 3.2.
     """
     me = stat(os.getpid())
     return {
@@ -82,13 +82,13 @@ def _resources(spec: WatcherSpec) -> dict[str, Any]:
     return {"allocated_gpus": gpus} if gpus else {}
 
 
-class Record:
-    """The statefile of a running deployment; changes within one moment are written once."""
+class StatefileWriter:
+    """Writes the statefile of a running deployment; concurrent changes are written once."""
 
     def __init__(
         self,
         statefile: Statefile,
-        plan: WatcherPlan,
+        plan: DeploymentPlan,
         components: Callable[[], Sequence[RecordedComponent]],
     ) -> None:
         self._statefile = statefile
@@ -102,16 +102,16 @@ class Record:
         """Write the statefile. Raises StatefileError."""
         self._statefile.create(document_of(self._plan))
 
-    def keep(self, tasks: Tasks) -> None:
+    def start(self, tasks: Tasks) -> None:
         """Write every change until ``tasks`` closes."""
         tasks.spawn(self._write_changes(), name="statefile")
 
     def changed(self) -> None:
-        """A process started or ended, a watcher or a lease came or went."""
+        """Schedule a write: a process, a watcher or a lease appeared or disappeared."""
         self._dirty.set()
 
     def is_draining(self, name: str) -> bool:
-        """Whether somebody set this component's ``state`` to draining."""
+        """Whether an operator or a planner set the component's ``state`` to draining."""
         try:
             document = self._statefile.read()
         except StatefileError as error:
@@ -128,7 +128,7 @@ class Record:
             try:
                 await asyncio.to_thread(self._write, components)
             except (StatefileError, OSError) as error:
-                _log.error("the statefile could not be written: %s", error)
+                _log.error("cannot write the statefile: %s; the next change tries again", error)
 
     def _write(self, components: Sequence[RecordedComponent]) -> None:
         present = {component.spec.name for component in components}
@@ -138,8 +138,8 @@ class Record:
         )
         try:
             self._statefile.update(change)
-        except StatefileError as error:  # removed or torn by somebody: write what we know
-            _log.warning("writing the statefile anew: %s", error)
+        except StatefileError as error:  # removed or damaged from outside: write a complete one
+            _log.warning("replacing the statefile: %s", error)
             document = document_of(self._plan)
             change(document)
             self._statefile.create(document)
@@ -168,13 +168,15 @@ def _apply(
         entry["lease"] = component.lease
     for name in removed:
         entries.pop(name, None)
-    for name in emptied - removed:  # the first of a service stays: its command makes the next
+    for name in (
+        emptied - removed
+    ):  # keep the first of a service: others are started from its command
         if isinstance(entry := entries.get(name), dict):
             entry.update(resources={}, state="running", processes=[], lease=None)
 
 
 def _holds(entry: dict[str, Any], gpus: Sequence[str]) -> bool:
-    """Whether ``entry`` has these GPUs; one writer writes numbers, another strings."""
+    """Whether ``entry`` has these GPUs; other writers may write numbers or strings."""
     resources = entry.get("resources")
     given = resources.get("allocated_gpus") if isinstance(resources, dict) else None
     return isinstance(given, list) and [str(gpu) for gpu in given] == list(gpus)

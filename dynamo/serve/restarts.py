@@ -1,7 +1,7 @@
-"""When a dead process is started again, and when it is given up. Pure: times come in.
+"""Restart policy: when to restart a dead process, and when to give up. Pure: times are arguments.
 
-The first death in a while is answered at once; further ones wait 0.5, 1, 2, 4 … seconds. A burst
-of deaths within the window, or a command that refuses its own flags, is given up.
+The first death in a window restarts at once; further ones wait 0.5, 1, 2, 4 … seconds. The policy
+gives up after a burst of deaths within the window, or if a command rejects its own flags.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 __all__ = ["USAGE_STATUS", "RestartPolicy", "Restarts"]
 
 USAGE_STATUS = 2
-"""Exit status of a program that does not understand its command line (argparse, getopt)."""
+"""Exit status of a program that rejects its command line (argparse, getopt)."""
 
 _USAGE_WITHIN_S = 30.0
 _FIRST_DELAY_S = 0.5
@@ -21,7 +21,7 @@ _MAX_DELAY_S = 30.0
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """``burst`` deaths within ``window_s`` seconds are too many."""
+    """Give up after ``burst`` deaths within ``window_s`` seconds."""
 
     burst: int = 5
     window_s: float = 60.0
@@ -35,9 +35,9 @@ class Restarts:
         self._deaths: deque[float] = deque(maxlen=policy.burst)
 
     def died(self, now_s: float, lived_s: float, status: int) -> float | str:
-        """Note a death; the seconds to wait before the next start, or why there is none."""
+        """Record a death; return the delay of the restart in seconds, or why to give up."""
         if status == USAGE_STATUS and lived_s < _USAGE_WITHIN_S:
-            return "its command line was refused (exit status 2)"
+            return "its command line was rejected (exit status 2)"
         self._deaths.append(now_s)
         recent = sum(now_s - death <= self._policy.window_s for death in self._deaths)
         if recent >= self._policy.burst:
@@ -48,5 +48,5 @@ class Restarts:
         return min(delay_s, _MAX_DELAY_S)
 
     def forget(self) -> None:
-        """Start afresh: somebody started the watcher by hand."""
+        """Forget all deaths, after a manual start."""
         self._deaths.clear()

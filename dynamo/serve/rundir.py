@@ -1,4 +1,4 @@
-"""The run directory of a namespace: who owns it, what a crash left in it, how it is left clean."""
+"""The run directory of a namespace: ownership, recovery after a crash, removal at the end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 class RunDirectory:
     """``{state}/{namespace}/`` of a deployment, its statefile, its sockets and its leases.
 
-    ``store`` is the directory of file discovery, which may be shared with others.
+    ``store`` is the directory of file discovery, which other deployments may share.
     """
 
     def __init__(self, path: Path, store: Path, statefile: Statefile) -> None:
@@ -52,14 +52,14 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """Where the output of the processes goes; kept after the end."""
+        """The directory of the log files; kept after the end."""
         return self.path / "logs"
 
-    def own(self) -> None:
-        """Become the one deployment of this namespace; children made by fork share it.
+    def acquire(self) -> None:
+        """Lock the namespace for this process and its forked children.
 
-        Raises StatefileError that names the other and how to stop it, or the file that cannot be
-        written.
+        Raises StatefileError that names the running deployment and how to stop it, or the file that
+        cannot be written.
         """
         if not self._owner.try_acquire():
             pid = (read_file(self._owner.path) or b"?").decode(errors="replace").strip()
@@ -70,44 +70,44 @@ class RunDirectory:
         try:
             self._owner.note(f"{os.getpid()}\n")
         except StatefileError:
-            self.disown()
+            self.release()
             raise
 
     def reconcile(self) -> list[str]:
-        """End and remove what a crashed deployment left; one line for each thing worth telling.
+        """Kill and remove what a crashed deployment left behind; return messages for the user.
 
-        Only for the owner. Processes are ended only if boot and pid namespace are those of the
-        statefile and it names them with their start time, or they were started by one of its
-        watchers, as their environment says. Raises StatefileError if the recorded arbiter lives.
+        Requires the lock. Kills a process only on the boot and in the pid namespace of the
+        statefile, and only if the statefile names it with its start time, or its environment names
+        one of the statefile's watchers. Raises StatefileError if the recorded arbiter is alive.
         """
-        told = []
+        messages = []
         try:
             document = self.statefile.read()
         except StatefileError as error:
-            told.append(f"replacing a bad statefile: {error.message}")
+            messages.append(f"replacing a bad statefile: {error.message}")
             document = None
         if document is not None:
             ended = sum(_end_session(*left) for left in _left_behind(document))
             ended += _end_escaped(document, self.statefile.path.parent)
-            told.append(
-                f"an earlier deployment of {self.statefile.namespace!r} was killed; "
-                f"ended {ended} of its processes and removed its statefile"
+            messages.append(
+                f"an earlier deployment of {self.statefile.namespace!r} ended without clean-up: "
+                f"killed {ended} of its processes, removed its statefile"
             )
         self.clear()
-        return told
+        return messages
 
     def clear(self) -> None:
-        """Remove statefile, sockets and dead leases; the store too, unless others live in it.
+        """Remove statefile, sockets and dead leases; the store too, unless other processes use it.
 
-        Only for the owner, after its processes have ended; may be called again.
+        Requires the lock, after all processes of the deployment have exited. Idempotent.
         """
         try:
             self.statefile.remove()
         except (StatefileError, OSError) as error:
-            _log.error("the statefile stays: %s", error)
+            _log.error("cannot remove the statefile: %s; delete it by hand", error)
         (self.path / STOP_STAGE).unlink(missing_ok=True)
         if self._sweep_store():
-            return  # a worker that was started by hand still uses the store and its sockets
+            return  # a manually started worker still uses the store and its sockets
         if self.store == self.path / "store":
             shutil.rmtree(self.store, ignore_errors=True)
         fallback = fallback_dir(self.path)
@@ -117,12 +117,12 @@ class RunDirectory:
         for path in list(_sockets(self.path)):
             path.unlink(missing_ok=True)
 
-    def disown(self) -> None:
-        """Let another deployment have the namespace; may be called again."""
+    def release(self) -> None:
+        """Unlock the namespace. Idempotent."""
         self._owner.release(remove=True)
 
     def _sweep_store(self) -> bool:
-        """Remove the leases of dead processes and their keys; whether living ones remain."""
+        """Remove leases and keys of dead processes; return whether living ones remain."""
         leases = self.store / "leases"
         host = host_id()
         living, dead = False, set()
@@ -134,7 +134,7 @@ class RunDirectory:
                 continue
             if lease.host == host:
                 ended = not is_running(lease.pid, lease.pid_start)
-            else:
+            else:  # another host or container: only the age of the lease shows its death
                 ended = _age_s(leases / name) > max(_ABANDONED_AFTER_S, 3 * lease.ttl_s)
             if ended:
                 dead.add(lease.lease_id)
@@ -148,7 +148,7 @@ class RunDirectory:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since a lease was last renewed."""
+    """Return the seconds since a lease was last renewed."""
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:
@@ -181,15 +181,15 @@ def _sockets(root: Path) -> Iterator[Path]:
 
 
 def _left_behind(document: dict[str, Any]) -> list[tuple[str, int, int]]:
-    """(watcher, pid, start) of what a dead deployment named. StatefileError if it lives."""
+    """Return (watcher, pid, start) of a dead deployment. Raises StatefileError if it is alive."""
     arbiter = document.get("arbiter")
     if not isinstance(arbiter, dict) or arbiter.get("host") != host_id():
-        return []  # before a reboot, in another container, or written by another program
+        return []  # from before a reboot, another container, or another program
     pid, ticks = _identity(arbiter)
     if pid != os.getpid() and same_process(pid, ticks):
         raise StatefileError(
             f"namespace {document['namespace']!r} is served by arbiter {pid}, "
-            f"though its lock is gone; stop it with: kill {pid}"
+            f"which has lost its lock; stop it with: kill {pid}"
         )
     return [
         (name, *_identity(process))
@@ -206,10 +206,10 @@ def _identity(record: dict[str, Any]) -> tuple[int, int]:
 
 
 def _end_session(watcher: str, leader: int, ticks: int) -> int:
-    """Kill a recorded process and what it started in its session; how many there were.
+    """Kill a recorded process and its session; return the number of killed processes.
 
-    The leader is known by its start time, the others by the session, which keeps the number from
-    being given out again, and by the watcher's name in their environment.
+    The start time identifies the leader. The others are identified by their session, whose number
+    the kernel does not reuse while it has members, and by the watcher's name in their environment.
     """
     deadline = time.monotonic() + _END_TIMEOUT_S
     ended: set[int] = set()
@@ -217,7 +217,7 @@ def _end_session(watcher: str, leader: int, ticks: int) -> int:
         members = [p for p in snapshot() if p.session == leader and p.state != "Z"]
         if any(p.pid == leader and p.start_ticks != ticks for p in members):
             break
-        ours = [p for p in members if p.pid == leader or _is_of(p.pid, watcher)]
+        ours = [p for p in members if p.pid == leader or _is_of_watcher(p.pid, watcher)]
         if not ours:
             break
         for process in ours:
@@ -227,10 +227,11 @@ def _end_session(watcher: str, leader: int, ticks: int) -> int:
 
 
 def _end_escaped(document: dict[str, Any], state_dir: Path) -> int:
-    """Kill what left the session of its worker, with whatever that starts; how many there were.
+    """Kill processes outside the session of their worker; return their number.
 
-    Such a process is known by the variables that it inherited from the worker, and by having
-    started after the dead arbiter. Those of our own session and our ancestors are left alone.
+    They are identified by the variables inherited from the worker, and by a start after that of the
+    dead arbiter. Processes of our own session and our ancestors are spared:
+    a process of the dead deployment may have started this ``dynamo serve``.
     """
     arbiter = document.get("arbiter")
     if not isinstance(arbiter, dict) or arbiter.get("host") != host_id():
@@ -239,11 +240,11 @@ def _end_escaped(document: dict[str, Any], state_dir: Path) -> int:
     deadline = time.monotonic() + _END_TIMEOUT_S
     ended: set[int] = set()
     while since > 0 and time.monotonic() < deadline:
-        everyone = snapshot()
-        ours = _ancestors(everyone)
+        processes = snapshot()
+        ours = _ancestors(processes)
         left = [
             process
-            for process in everyone
+            for process in processes
             if process.start_ticks >= since
             and process.state != "Z"
             and process.session != os.getsid(0)
@@ -258,8 +259,8 @@ def _end_escaped(document: dict[str, Any], state_dir: Path) -> int:
     return len(ended)
 
 
-def _ancestors(everyone: Iterable[ProcessStat]) -> set[int]:
-    parents = {process.pid: process.parent for process in everyone}
+def _ancestors(processes: Iterable[ProcessStat]) -> set[int]:
+    parents = {process.pid: process.parent for process in processes}
     found, pid = set[int](), os.getpid()
     while pid in parents and pid not in found:
         found.add(pid)
@@ -276,12 +277,12 @@ def _is_of_deployment(pid: int, document: dict[str, Any], state_dir: Path) -> bo
     )
 
 
-def _is_of(pid: int, watcher: str) -> bool:
+def _is_of_watcher(pid: int, watcher: str) -> bool:
     return environment(pid).get("DYN_WATCHER_NAME") == watcher
 
 
 def _kill(process: ProcessStat) -> None:
-    """SIGKILL exactly this process, not one that got its pid since, and wait until it is gone."""
+    """SIGKILL this process, not a later one with its pid, and wait until it has exited."""
     try:
         watch = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -291,6 +292,6 @@ def _kill(process: ProcessStat) -> None:
             signal.pidfd_send_signal(watch, signal.SIGKILL)
             select.select([watch], [], [], _END_TIMEOUT_S)
     except (ProcessLookupError, PermissionError) as error:
-        _log.warning("cannot end process %d of an earlier deployment: %s", process.pid, error)
+        _log.warning("cannot kill process %d of an earlier deployment: %s", process.pid, error)
     finally:
         os.close(watch)

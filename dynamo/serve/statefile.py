@@ -1,7 +1,8 @@
-"""The statefile: what runs, on which GPUs, under which arbiter. Spec 3; schema in statefiles/.
+"""The statefile: the processes, their GPUs and their arbiter. Spec 3; schema in statefiles/.
 
-Written in one step (temporary file, fsync, rename), changed only under its lock and only by
-reading, changing and writing back within one hold of it. Keys that we do not know stay.
+A write is atomic (temporary file, fsync, rename), so readers need no lock and never see a partial
+file. An update reads, changes and writes back while it holds the lock, so no change of another
+writer is lost. Unknown keys are kept.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ Document = dict[str, Any]
 
 
 class FileLock:
-    """An exclusive flock(2) on a file that may be removed by its holder.
+    """An exclusive flock(2) on a file that its holder may remove.
 
-    The kernel frees it when the last process that inherited it by fork is gone.
+    The kernel frees it when the last process that inherited it by fork has exited.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +43,7 @@ class FileLock:
         self._fd = -1
 
     def try_acquire(self) -> bool:
-        """Take the lock if it is free. Creates the file (0600). Raises StatefileError."""
+        """Acquire the lock if it is free. Creates the file (0600). Raises StatefileError."""
         while True:
             try:
                 fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -59,27 +60,27 @@ class FileLock:
             os.close(fd)  # its last holder removed the file between our open and our lock
 
     def acquire(self, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
-        """Take the lock within ``timeout_s``; raises StatefileError. Blocking: holds are short."""
+        """Acquire the lock; raises StatefileError after ``timeout_s``. Blocks: holds are short."""
         deadline = time.monotonic() + timeout_s
         while not self.try_acquire():
             if time.monotonic() > deadline:
-                raise StatefileError(f"{self.path} has been held for {timeout_s:g} s by another")
-            time.sleep(_LOCK_RETRY_S)  # flock(2) itself cannot be given a time limit
+                raise StatefileError(f"another process has held {self.path} for {timeout_s:g} s")
+            time.sleep(_LOCK_RETRY_S)  # flock(2) has no timeout
 
     def release(self, remove: bool = False) -> None:
-        """Free the lock; ``remove`` unlinks the file first, if it can. May be called again."""
+        """Release the lock; ``remove`` unlinks the file first, if possible. Idempotent."""
         if self._fd < 0:
             return
         try:
             if remove and self._is_current(self._fd):
-                with contextlib.suppress(OSError):  # a file that stays locks nothing
+                with contextlib.suppress(OSError):  # a remaining file locks nothing
                     self.path.unlink()
         finally:
             os.close(self._fd)
             self._fd = -1
 
     def note(self, text: str) -> None:
-        """Write ``text`` into the lock's file, for those who find it held. StatefileError."""
+        """Write ``text`` into the file, for processes that find it locked. StatefileError."""
         try:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, text.encode(), 0)
@@ -102,9 +103,9 @@ class Statefile:
         self.lock_path = directory / f"{namespace}.lock"
 
     def read(self) -> Document | None:
-        """The document, or None if there is no statefile.
+        """Read the document; None without a statefile. Needs no lock.
 
-        Raises StatefileError if it is torn or not a statefile of this namespace. Needs no lock.
+        Raises StatefileError if it is damaged or not a statefile of this namespace.
         """
         try:
             text = self.path.read_bytes()
@@ -115,9 +116,9 @@ class Statefile:
         try:
             document = json.loads(text)
         except ValueError as error:
-            raise self._bad(f"is torn: {error}") from None
+            raise self._bad(f"is damaged: {error}") from None
         if not isinstance(document, dict):
-            raise self._bad("is no JSON object")
+            raise self._bad("is not a JSON object")
         for key, kind in _PARTS.items():
             if not isinstance(document.get(key), kind):
                 raise self._bad(f"has no {key!r} of type {kind.__name__}")
@@ -126,26 +127,25 @@ class Statefile:
         return document
 
     def create(self, document: Document) -> None:
-        """Write ``document`` as the whole statefile, over what was there. Raises StatefileError."""
+        """Write ``document`` as the statefile and replace an old one. Raises StatefileError."""
         with self._locked():
             self._write(document)
 
     def update(self, change: Callable[[Document], None]) -> Document:
-        """Apply ``change`` to the document in place and write it back, under one hold of the lock.
+        """Apply ``change`` to the document in place and write it back, all under the lock.
 
-        Raises StatefileError if there is none or it is torn. Nothing is written if ``change``
-        raises.
+        Raises StatefileError if it is missing or damaged. If ``change`` raises, nothing is written.
         """
         with self._locked():
             document = self.read()
             if document is None:
-                raise StatefileError(f"there is no statefile {self.path}")
+                raise StatefileError(f"no statefile {self.path}")
             change(document)
             self._write(document)
         return document
 
     def remove(self) -> None:
-        """Remove the statefile and its lock; may be called again.
+        """Remove the statefile and its lock. Idempotent.
 
         Raises StatefileError if the lock is held, OSError if a file cannot be removed.
         """
@@ -174,7 +174,7 @@ class Statefile:
             with open(temporary, "wb", opener=_open_private) as file:
                 file.write(text.encode())
                 file.flush()
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # before the rename: a power loss must not leave it empty
             temporary.replace(self.path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -183,7 +183,7 @@ class Statefile:
 
     def _bad(self, problem: str) -> StatefileError:
         return StatefileError(
-            f"{self.path} {problem}. If nothing runs in namespace {self.namespace!r}, "
+            f"{self.path} {problem}. If no deployment runs in namespace {self.namespace!r}, "
             "`dynamo serve` replaces it; else stop the deployment first"
         )
 

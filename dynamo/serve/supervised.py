@@ -1,14 +1,14 @@
-"""circus's Process and Watcher with our rules: lists, sessions, death by event, back-off.
+"""The circus Process and Watcher of a deployment.
 
-What differs from circus, and why:
+Differences from circus, and why:
 
-* a command is the list of words it was given, never formatted, never parsed by a shell;
-* every process leads a session of its own and dies with the arbiter (PR_SET_PDEATHSIG);
-* the end of a process is an event (SIGCHLD, one reaper in the arbiter), not a poll every 0.1 s, and
-  the rest of its session ends with it;
-* a dead process is replaced right then, outside circus's single lane of commands, so that a
-  draining sibling does not hold it up;
-* restarts back off and are given up.
+* a command is a list of words that is never formatted and never passed to a shell;
+* every process leads its own session and dies with the arbiter (PR_SET_PDEATHSIG);
+* an exit is an event (SIGCHLD, one reaper in the arbiter), not a poll every 0.1 s, and the rest of
+  the process group is killed with its leader;
+* a dead process is restarted at once, outside circus's one-at-a-time commands, so that a draining
+  sibling does not delay it;
+* restarts back off, and end after a burst of deaths.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = ["SupervisedProcess", "SupervisedWatcher"]
 
 
 class SupervisedProcess(Process):  # type: ignore[misc]
-    """One process: a session leader whose output comes through a pipe of ours."""
+    """One process: a session leader whose output arrives through an OutputPipe."""
 
     exited: asyncio.Event
     exit_status: int | None = None
     start_ticks = 0
 
     def format_args(self, sockets_fds: object = None) -> list[str]:
-        """The words of the command, as they are."""
+        """Return the words of the command unchanged."""
         return _words(self.cmd, self.args)
 
     def spawn(self) -> None:
@@ -68,14 +68,14 @@ class SupervisedProcess(Process):  # type: ignore[misc]
         except BaseException:
             self.output.close()
             raise
-        self.output.handed_over()
-        # circus asks it for name, memory and children. It is never polled: that would reap it.
+        self.output.close_write_end()
+        # circus reads name, memory and children from it. Never poll it: that would reap it.
         self._worker = psutil.Process(self._popen.pid)
         found = stat(self._popen.pid)
         self.start_ticks = found.start_ticks if found else 0
 
     def reaped(self, status: int) -> None:
-        """The arbiter has reaped us; ``status`` is negative for a signal."""
+        """Record that the arbiter reaped the process; ``status`` is negative for a signal."""
         self.exit_status = status
         self._popen.returncode = status
         self.output.close()
@@ -94,12 +94,12 @@ class SupervisedProcess(Process):  # type: ignore[misc]
         return self.exit_status
 
     def send_signal(self, sig: int) -> None:
-        """Signal the process; nothing happens after its end."""
+        """Signal the process, unless it has exited."""
         if self.is_alive():
             os.kill(self.pid, sig)
 
     def is_listening(self, port: int) -> bool:
-        """Whether the process itself listens on TCP ``port``; True if we may not look."""
+        """Whether the process listens on TCP ``port``; True for a living one that denies access."""
         try:
             found = self._worker.net_connections("tcp")
         except psutil.AccessDenied:
@@ -114,22 +114,22 @@ class SupervisedProcess(Process):  # type: ignore[misc]
             end_group(self.pid)
 
     def stop(self) -> None:
-        """circus's last word after the end: nothing is left to do."""
+        """Do nothing: circus calls it after the end, and all is released already."""
 
 
 def _before_exec(arbiter: int) -> None:
-    """What the child does between fork and exec."""
+    """Run in the child between fork and exec."""
     if not die_with_parent(signal.SIGKILL, arbiter):
         os._exit(128 + signal.SIGKILL)
 
 
 def _words(cmd: str, args: str | Sequence[str] | None) -> list[str]:
-    """The command as a list. ``circusctl set`` gives ``args`` as text. Raises ValueError."""
+    """Return the command as a list; ``circusctl set`` gives ``args`` as text. Raises ValueError."""
     return [*shlex.split(cmd), *(shlex.split(args) if isinstance(args, str) else args or ())]
 
 
 class SupervisedWatcher(Watcher):  # type: ignore[misc]
-    """One watcher. ``on_line`` takes its output; ``only_one`` says why it has a single process."""
+    """One watcher. ``on_line`` gets its output; ``single_because``: why it has one process only."""
 
     arbiter: SupervisingArbiter
 
@@ -142,14 +142,15 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         policy: RestartPolicy,
         on_line: Callable[[bytes], None],
         stop_stage: int = 1,
-        only_one: str | None = None,
+        single_because: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(name, cmd, **options)
-        self.env = env  # as a whole: circus would also load PYTHONPATH into this process
+        # Set here and not by circus, which would also load PYTHONPATH into this process.
+        self.env = env
         self.on_line = on_line
         self.stop_stage = stop_stage
-        self._only_one = only_one
+        self._single_because = single_because
         self._check_number(self.numprocesses)
         self.given_up: str | None = None
         self._restarts = Restarts(policy)
@@ -166,26 +167,26 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         await super()._start()
 
     async def _reload(self, graceful: bool = True, sequential: bool = False) -> None:
-        # circus would start the new processes beside the old ones, on the same port and GPUs.
+        # circus would start new processes before it stops the old ones, on the same port and GPUs.
         if self.is_active() and graceful and (self.send_hup or sequential):
             await super()._reload(graceful=graceful, sequential=sequential)
         else:
             await self._restart()
 
     def incr(self, nb: int = 1) -> Any:
-        """``circusctl incr``. Raises MessageError, which is the answer, for a single process."""
+        """Handle ``circusctl incr``. Raises MessageError, the reply, beyond a limit of one."""
         self._check_number(self.numprocesses + nb)
         return super().incr(nb)
 
     def set_opt(self, key: str, val: Any) -> Any:
-        """``circusctl set``. Raises MessageError, which is the answer."""
+        """Handle ``circusctl set``. Raises MessageError, which becomes the reply."""
         if key == "numprocesses":
             self._check_number(int(val))
         return super().set_opt(key, val)
 
     def _check_number(self, numprocesses: int) -> None:
-        if numprocesses > 1 and self._only_one is not None:
-            raise MessageError(self._only_one)
+        if numprocesses > 1 and self._single_because is not None:
+            raise MessageError(self._single_because)
 
     async def manage_processes(self) -> None:
         """Bring the number of processes to what it should be, unless we wait or are stopping."""
@@ -194,13 +195,13 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             await super().manage_processes()
 
     async def spawn_processes(self) -> None:
-        """Start what is missing, without a pause in which another call could start it too."""
+        """Start the missing processes; does not await, so no concurrent call starts them too."""
         while len(self.processes) < self.numprocesses and self._may_start():
             if self.spawn_process() is False:
                 return
 
     def spawn_process(self, recovery_wid: object = None) -> float | bool:
-        """Start one process; False if the command cannot be started at all."""
+        """Start one process; return False if the command cannot be started."""
         if not self._may_start():
             return True
         try:
@@ -214,7 +215,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
                 watcher=self,
             )
         except (OSError, ValueError) as error:
-            self._give_up(f"it cannot be started: {error}")
+            self._give_up(f"cannot start it: {error}")
             return False
         self.processes[process.pid] = process
         self.arbiter.spawned(self, process)
@@ -230,9 +231,9 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         stop_signal: int | None = None,
         graceful_timeout: float | None = None,
     ) -> bool:
-        """Ask ``process`` to end, kill its group when it does not; returns when it is gone.
+        """Signal ``process``, kill its group after the timeout, return when it has exited.
 
-        False, because circus takes True as "now forget it", which the reaper has done already.
+        Returns False: True would make circus forget the process, which the reaper has done already.
         """
         if not process.stopping:
             process.stopping = True
@@ -240,7 +241,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             self.notify_event("kill", {"process_pid": process.pid, "time": time.time()})
         given = self.graceful_timeout if graceful_timeout is None else graceful_timeout
         try:
-            async with asyncio.timeout(0 if self.arbiter.hurried else given):
+            async with asyncio.timeout(0 if self.arbiter.killing else given):
                 await process.exited.wait()
         except TimeoutError:
             self.arbiter.overdue(self, process)
@@ -249,14 +250,14 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         return False
 
     def reap_processes(self) -> None:
-        """Reap all that has ended: the arbiter has the one reaper."""
+        """Reap through the arbiter, which reaps for all watchers."""
         self.arbiter.reap_processes()
 
     def ended(self, process: SupervisedProcess, status: int) -> None:
-        """The arbiter has reaped ``process``: replace it, later or never."""
+        """Handle the exit of ``process``: restart it, now or later, or give up."""
         self.processes.pop(process.pid, None)
-        told = {"process_pid": process.pid, "time": time.time(), "exit_code": status}
-        self.notify_event("reap", told)
+        message = {"process_pid": process.pid, "time": time.time(), "exit_code": status}
+        self.notify_event("reap", message)
         kept = self in self.arbiter.watchers and not self.arbiter.stopping
         if not kept or process.stopping or self.is_stopping() or self.is_stopped():
             return
@@ -274,20 +275,20 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
 
     def _give_up(self, reason: str) -> None:
         living = [process for process in self.processes.values() if not process.stopping]
-        if living:  # go on with them; their own deaths are counted from zero
+        if living:  # continue with these, and count their deaths from zero
             self.numprocesses = len(living)
             self._restarts.forget()
         else:
             self.given_up = reason
         self.arbiter.gave_up(self, reason)
 
-    def words(self) -> list[str]:
-        """The command as it is started next; one word if a quotation in it is open."""
+    def command_words(self) -> list[str]:
+        """Return the words of the next start; one word if the command has an open quote."""
         try:
             return _words(self.cmd, self.args)
         except ValueError:
             return [self.cmd]
 
     async def end(self) -> None:
-        """Stop for good, whatever else is going on in circus."""
+        """Stop for good, also while circus runs a command."""
         await self._stop(True)

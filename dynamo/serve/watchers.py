@@ -1,6 +1,6 @@
-"""From a graph to circus watchers: one per process, each with its command, environment and GPUs.
+"""The circus watchers of a graph: one per process, with its command, environment and GPUs.
 
-Pure. A command is a list of words and never a string; variables go into ``env``, not into it.
+Pure. A command is a list of words, never a string; variables are in ``env``, not in the command.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dynamo.errors import ConfigError
 from dynamo.serve.gpus import Allocator, Inventory
 from dynamo.serve.graph import Graph, Service
 
-__all__ = ["WatcherPlan", "WatcherSpec", "add", "place", "plan", "watcher_name"]
+__all__ = ["DeploymentPlan", "WatcherSpec", "place", "plan", "plan_added", "watcher_name"]
 
 _FRONTEND = "dynamo.frontend"
 _FIRST_TO_STOP = (_FRONTEND, "dynamo.planner")
@@ -26,9 +26,8 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 class WatcherSpec:
     """One process to keep running.
 
-    ``env`` is what is added to the arbiter's own environment. ``stop_stage`` orders the end: a
-    stage is stopped when all processes of the one before it have exited. ``index`` counts the
-    watchers of one service.
+    ``env`` is added to the arbiter's environment. ``stop_stage`` orders the stop: a stage stops
+    after all processes of the previous one have exited. ``index`` counts the watchers of a service.
     """
 
     name: str
@@ -46,8 +45,8 @@ class WatcherSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatcherPlan:
-    """Everything that was decided before the first process starts."""
+class DeploymentPlan:
+    """All decisions made before the first process starts."""
 
     namespace: str
     specs: Sequence[WatcherSpec]
@@ -58,7 +57,7 @@ class WatcherPlan:
 
 
 def watcher_name(namespace: str, service: str, index: int) -> str:
-    """``{namespace}_{service}`` for the first process, then ``…_1``, ``…_2``."""
+    """Return ``{namespace}_{service}`` for the first process, then ``…_1``, ``…_2``."""
     return f"{namespace}_{service}" + (f"_{index}" if index else "")
 
 
@@ -70,10 +69,10 @@ def plan(
     env: Mapping[str, str],
     graceful_timeout_s: float,
 ) -> list[WatcherSpec]:
-    """The watchers of ``graph`` in its order, without GPUs yet (see :func:`place`).
+    """Return the watchers of ``graph`` in its order, without GPUs yet (see :func:`place`).
 
-    ``env`` is common to all; a service's own ``envs`` beat it. Raises ConfigError if two watchers
-    would have one name (circus does not tell names apart by case).
+    ``env`` is common to all; a service's ``envs`` override it. Raises ConfigError if the names of
+    two watchers differ at most in case: circus compares them in lower case.
     """
     config = json.dumps(graph.config, ensure_ascii=False, separators=(",", ":"), default=str)
     common = {**env, "DYN_NAMESPACE": graph.namespace, "DYNAMO_SERVICE_CONFIG": config}
@@ -106,14 +105,14 @@ def plan(
     return specs
 
 
-def add(
+def plan_added(
     name: str, argv: Sequence[str], env: Mapping[str, str], planned: Iterable[WatcherSpec]
 ) -> WatcherSpec:
-    """The watcher ``name`` that is added to a running deployment of the ``planned`` ones.
+    """Plan the watcher ``name``, added to a running deployment of the ``planned`` ones.
 
-    One named ``{planned}`` or ``{planned}_{number}`` is a worker of the same service, and gets its
-    directory, its timeout and its environment without the GPUs; any other gets those that the first
-    planned one shares with it. ``env`` is what the caller asks for; it names the GPUs, if any.
+    A watcher named ``{planned}`` or ``{planned}_{number}`` is a worker of the same service: it gets
+    its directory, timeout, and environment except the GPUs. Any other gets directory and timeout of
+    the first planned one, and the variables common to all. ``env`` overrides, and names the GPUs.
     """
     specs = list(planned)
     base = next((s for s in specs if re.fullmatch(re.escape(s.name) + r"(_\d+)?", name)), None)
@@ -135,15 +134,15 @@ def add(
 
 
 def _shared_env(specs: Sequence[WatcherSpec]) -> dict[str, str]:
-    """The variables that all ``specs`` have with the same value."""
+    """Return the variables that have the same value in all ``specs``."""
     first, *others = specs
     return {k: v for k, v in first.env.items() if all(s.env.get(k) == v for s in others)}
 
 
 def place(specs: Sequence[WatcherSpec], inventory: Inventory) -> list[WatcherSpec]:
-    """The same watchers, each with GPUs of its own. Raises ConfigError with a table on shortage.
+    """Assign GPUs to the watchers. Raises ConfigError with a table on shortage.
 
-    A service that sets CUDA_VISIBLE_DEVICES in its ``envs`` keeps what it says.
+    A service that sets CUDA_VISIBLE_DEVICES in its ``envs`` keeps that value.
     """
     allocator = Allocator(inventory)
     placed = []

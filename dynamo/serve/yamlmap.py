@@ -1,4 +1,4 @@
-"""YAML as plain values, with the line and column of every key, duplicates refused."""
+"""YAML as plain values, with line and column of every key; duplicate keys are errors."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import yaml
 
 from dynamo.errors import ConfigError
 
-__all__ = ["MAX_EXPANDED_CHARS", "MAX_TEXT_BYTES", "Located", "Path", "parse_yaml"]
+__all__ = ["MAX_EXPANDED_CHARS", "MAX_TEXT_BYTES", "Path", "YamlDocument", "parse_yaml"]
 
 MAX_TEXT_BYTES = 256 * 1024
 MAX_EXPANDED_CHARS = 1_000_000
 _CHARS_A_VALUE = 20
-"""What a value counts beside its own text: at most 50,000 values."""
+"""Added to the text of each value, which limits a graph to 50,000 values."""
 
 
 Path = tuple[str, ...]
 _MERGE = "tag:yaml.org,2002:merge"
 
 
-class Located(NamedTuple):
-    """``values`` is the document; ``origins`` says for each path of keys where it was written."""
+class YamlDocument(NamedTuple):
+    """``values`` is the document; ``origins`` maps each path of keys to its position."""
 
     values: dict[str, Any]
     origins: dict[Path, str]
 
 
-def parse_yaml(text: str, source: str) -> Located:
-    """Parse one YAML mapping with string keys. Raises ConfigError that names line and column.
+def parse_yaml(text: str, source: str) -> YamlDocument:
+    """Parse one YAML mapping with string keys. Raises ConfigError with line and column.
 
-    At most ``MAX_TEXT_BYTES`` of text, and of ``MAX_EXPANDED_CHARS`` with every alias written out.
+    Limits: ``MAX_TEXT_BYTES`` of text, ``MAX_EXPANDED_CHARS`` after expansion of all aliases.
     """
     if len(text.encode(errors="surrogatepass")) > MAX_TEXT_BYTES:
         raise ConfigError(f"{source}: a graph is at most {MAX_TEXT_BYTES:,} bytes of YAML")
@@ -39,8 +39,8 @@ def parse_yaml(text: str, source: str) -> Located:
         node = loader.get_single_node()
         if node is None:
             raise ConfigError(f"{source}: the file is empty")
-        walk = _Walk(source)
-        walk.visit(node, (), [])
+        visitor = _Visitor(source)
+        visitor.visit(node, (), [])
         values = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -54,11 +54,15 @@ def parse_yaml(text: str, source: str) -> Located:
         loader.dispose()
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: expected a mapping of services")
-    return Located(values, walk.origins)
+    return YamlDocument(values, visitor.origins)
 
 
-class _Walk:
-    """Visits every node as often as it is used, before any alias is expanded."""
+class _Visitor:
+    """Visits each node once per use, before aliases are expanded.
+
+    YAML nodes carry their position, the values constructed from them do not. The visit before the
+    construction also bounds alias expansion ("billion laughs").
+    """
 
     def __init__(self, source: str) -> None:
         self.origins: dict[Path, str] = {}
@@ -66,11 +70,11 @@ class _Walk:
         self._chars = 0
 
     def visit(self, node: yaml.Node, path: Path, above: list[yaml.Node]) -> None:
-        """Check ``node`` and what is in it; note where its keys were written."""
+        """Check ``node`` and its children; record the positions of their keys."""
         self._chars += _CHARS_A_VALUE + len(node.value)
         if self._chars > MAX_EXPANDED_CHARS:
             raise ConfigError(
-                f"{_place(self._source, node.start_mark)}: with every alias written out, the graph "
+                f"{_place(self._source, node.start_mark)}: with all aliases expanded, the graph "
                 f"is larger than {MAX_EXPANDED_CHARS:,} characters"
             )
         if node in above:
@@ -91,12 +95,12 @@ class _Walk:
             place = _place(self._source, key.start_mark)
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
                 raise ConfigError(
-                    f"{place}: a key must be a word; quote it if it looks like a value"
+                    f"{place}: a key must be text; quote it if it looks like another value"
                 )
             if key.value in seen:
                 first = seen[key.value].start_mark.line + 1
                 name = _name(path, key.value)
-                raise ConfigError(f"{place}: {name} is already given in line {first}")
+                raise ConfigError(f"{place}: {name} is already set in line {first}")
             seen[key.value] = key
             self.origins[(*path, key.value)] = place
             self.visit(value, (*path, key.value), above)

@@ -1,3 +1,3 @@
-"""What every engine worker shares: its life, its admission gate, what it publishes."""
+"""The parts of every engine worker: lifecycle, admission, publishing of KV events and load."""
 
 __all__: list[str] = []

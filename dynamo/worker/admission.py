@@ -1,4 +1,4 @@
-"""How many requests a worker takes: N in the engine, Q in line, the rest refused. Spec 9."""
+"""Admission of requests: N in the engine, Q queued, the rest rejected. Spec 9."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from dynamo.observability import names_worker as names
 from dynamo.observability.metrics import Registry
 from dynamo.observability.names import counter, gauge, histogram
 
-__all__ = ["AdmissionGate"]
+__all__ = ["AdmissionQueue"]
 
 _UNLIMITED = (10_000, 40_000)
+"""(limit, queue limit) if none is set: bounds on memory, not on load."""
 
 
-class AdmissionGate:
-    """At most ``limit`` requests run and ``queue_limit`` wait; without a limit, 10000 and 40000.
+class AdmissionQueue:
+    """At most ``limit`` requests run and ``queue_limit`` are queued; unlimited: 10000 and 40000.
 
-    One of those in line is the next to start; the gauge of the line does not count it.
+    Dynamo's dispatcher takes the head out of its channel before it waits for a permit. Its gauges
+    of queue depth and capacity therefore count one less than this queue, and so do ours.
     """
 
     def __init__(self, limit: int | None, queue_limit: int, registry: Registry) -> None:
         self._limit, self._queue_limit = _UNLIMITED if limit is None else (limit, queue_limit)
         self._running = 0
-        self._line: deque[tuple[Callable[[], None], float]] = deque()
+        self._queue: deque[tuple[Callable[[], None], float]] = deque()
         self._export(registry)
 
     @property
@@ -35,51 +37,52 @@ class AdmissionGate:
 
     @property
     def waiting(self) -> int:
-        """Requests in line, the next one included."""
-        return len(self._line)
+        """Requests in the queue, its head included."""
+        return len(self._queue)
 
-    def enter(self, start: Callable[[], None]) -> None:
-        """Call ``start`` now or when a place is free. Overloaded, at once, if the line is full.
+    def submit(self, start: Callable[[], None]) -> None:
+        """Call ``start`` now or when a running request ends. Raises Overloaded: the queue is full.
 
-        Whoever was started calls :meth:`leave` once; whoever gives up waiting :meth:`give_up`.
+        Call :meth:`release` once for each started request, :meth:`withdraw` for one that is queued
+        and no longer wanted.
         """
         if self._running < self._limit:
             self._running += 1
             self._waits.observe(0.0)
             start()
-        elif len(self._line) < self._queue_limit:
-            self._line.append((start, time.monotonic()))
+        elif len(self._queue) < self._queue_limit:
+            self._queue.append((start, time.monotonic()))
         else:
-            self._refused.value += 1
-            self._rejected.value += 1
+            self._rejections.value += 1
+            self._enqueue_rejections.value += 1
             raise Overloaded("Server overloaded: worker at capacity")
 
-    def leave(self) -> None:
-        """A started request is over; the next in line starts."""
+    def release(self) -> None:
+        """End a started request; start the head of the queue."""
         self._running -= 1
-        if self._line and self._running < self._limit:
-            self._running += 1
-            start, since = self._line.popleft()
+        if self._queue and self._running < self._limit:
+            self._running += 1  # before start(), which may end its request and call us again
+            start, since = self._queue.popleft()
             self._waits.observe(time.monotonic() - since)
             start()
 
-    def give_up(self, start: Callable[[], None]) -> bool:
-        """Step out of the line; False if ``start`` was called already. O(line)."""
-        for place, (waiting, _) in enumerate(self._line):
-            if waiting == start:
-                del self._line[place]
+    def withdraw(self, start: Callable[[], None]) -> bool:
+        """Remove a request from the queue; False if ``start`` was called already. O(queue)."""
+        for position, (queued, _) in enumerate(self._queue):
+            if queued == start:
+                del self._queue[position]
                 return True
         return False
 
     def _export(self, registry: Registry) -> None:
-        self._refused = counter(registry, names.REJECTIONS).labels()
-        self._rejected = counter(registry, names.ENQUEUE_REJECTED).labels()
+        self._rejections = counter(registry, names.REJECTIONS).labels()
+        self._enqueue_rejections = counter(registry, names.ENQUEUE_REJECTED).labels()
         self._waits = histogram(registry, names.PERMIT_WAIT).labels()
         for spec, read in (
             (names.ENGINE_REQUEST, lambda: self._running),
             (names.POOL_ACTIVE, lambda: self._running),
-            (names.REQUEST_QUEUE, lambda: max(0, len(self._line) - 1)),
-            (names.QUEUE_DEPTH, lambda: max(0, len(self._line) - 1)),
+            (names.REQUEST_QUEUE, lambda: max(0, len(self._queue) - 1)),
+            (names.QUEUE_DEPTH, lambda: max(0, len(self._queue) - 1)),
             (names.POOL_CAPACITY, lambda: self._limit),
             (names.QUEUE_CAPACITY, lambda: max(1, self._queue_limit - 1)),
         ):

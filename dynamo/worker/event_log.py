@@ -1,7 +1,7 @@
-"""What a worker remembers of its KV events, so that a router that missed some can ask. Spec 2.6.
+"""The log of a worker's KV events, from which routers fetch events that they missed. Spec 2.6.
 
-The newest events stay in a bounded ring; the blocks that they leave behind stay in an index. A
-question is answered from the ring where it reaches back far enough, else with a dump.
+A bounded ring holds the newest events, an index the blocks that result from all of them. A query is
+answered from the ring if it reaches back far enough, otherwise with a dump of the index.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import deque
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
 from dynamo.protocols.kv import (
     STORAGE_TIERS,
+    TIER_NUMBERS,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -23,16 +24,18 @@ from dynamo.protocols.kv import (
 __all__ = ["RING_EVENTS", "EventLog"]
 
 RING_EVENTS = 1024
+"""Events that the log keeps, and that one message holds at most."""
+
 _log = logging.getLogger(__name__)
 
 
 class EventLog:
-    """Numbers the events of one (worker, dp_rank), without a hole, from 1."""
+    """The events of one (worker, dp_rank), numbered from 1 without a gap."""
 
     def __init__(self, dp_rank: int = 0, ring_events: int = RING_EVENTS) -> None:
         self.dp_rank = dp_rank
         self.last_event_id = 0
-        self.refused = 0
+        self.rejected = 0
         self._ring: deque[KvEvent] = deque(maxlen=ring_events)
         self._tree = RadixTree()
 
@@ -41,15 +44,17 @@ class EventLog:
         data: BlocksStored | BlocksRemoved | BlocksCleared,
         storage_tier: str = STORAGE_TIERS[0],
     ) -> KvEvent | None:
-        """The event of this change, remembered; None (counted, logged) if it makes no sense.
+        """Store a change and return its event; None if the index rejects it (counted and logged).
 
         ``storage_tier`` is one of ``STORAGE_TIERS``.
         """
+        # The index comes first: a change that it rejects gets no id, because routers would reject
+        # it as well, and an id without an event would look like a lost one.
         try:
-            self._apply(data, STORAGE_TIERS.index(storage_tier))
+            self._apply(data, TIER_NUMBERS[storage_tier])
         except (ParentNotFound, InvalidSequence, _UnknownBlocks) as error:
-            self.refused += 1
-            _log.warning("KV event of dp_rank %d dropped: %s", self.dp_rank, error)
+            self.rejected += 1
+            _log.warning("dropped a KV event of dp_rank %d: %s", self.dp_rank, error)
             return None
         self.last_event_id += 1
         event = KvEvent(self.last_event_id, data, self.dp_rank, storage_tier)
@@ -57,7 +62,7 @@ class EventLog:
         return event
 
     def answer(self, query: KvQuery) -> KvQueryAnswer:
-        """Events start..end inclusive, or a dump where the ring does not reach. O(answer)."""
+        """Return events start..end inclusive, or a dump if the ring is too short. O(answer)."""
         start, end = query.start_event_id, query.end_event_id
         if start is None or not self._ring:
             return self.dump()
@@ -65,7 +70,7 @@ class EventLog:
             return KvQueryAnswer("invalid_range", newest_available=self.last_event_id)
         if start > self.last_event_id:
             return KvQueryAnswer("too_new", newest_available=self.last_event_id)
-        first = self._ring[0].event_id
+        first = self._ring[0].event_id  # ids have no gaps: event i is at position i - first
         if start < first:
             return self.dump()
         last = self.last_event_id if end is None else min(end, self.last_event_id)
@@ -73,7 +78,7 @@ class EventLog:
         return KvQueryAnswer("events", events, last)
 
     def dump(self) -> KvQueryAnswer:
-        """Stored events, parents first, that rebuild the index; ids count from 0. O(blocks)."""
+        """Return events that rebuild the index, parents first; ids count from 0. O(blocks)."""
         events = [
             KvEvent(
                 number,
@@ -87,7 +92,7 @@ class EventLog:
         return KvQueryAnswer("tree_dump", events, self.last_event_id)
 
     def blocks(self) -> int:
-        """Blocks that the events leave behind, counted once per tier."""
+        """Count the blocks in the index, once per tier."""
         return self._tree.blocks()
 
     def _apply(self, data: BlocksStored | BlocksRemoved | BlocksCleared, tier: int) -> None:
@@ -105,10 +110,12 @@ class EventLog:
         if tier == 0 or data.tokens_hashes:
             self._tree.store(slot, data.parent_hash, data.block_hashes, data.tokens_hashes)
             return
+        # Ids alone: the position in the tree comes from another tier. adopt() returns how many
+        # have none; an event of which no block was adopted is useless to routers too.
         count = len(data.block_hashes) // 8
         if count and self._tree.adopt(slot, data.block_hashes) == count:
-            raise _UnknownBlocks(f"none of {count} blocks is known on another tier")
+            raise _UnknownBlocks(f"no other tier has any of its {count} blocks")
 
 
 class _UnknownBlocks(Exception):
-    """Blocks without tokens that no other tier has, so that nobody can know what they hold."""
+    """Blocks without tokens that no other tier has: their content is undefined."""

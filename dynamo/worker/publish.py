@@ -1,6 +1,6 @@
-"""What a worker tells the routers: KV events as they happen, its load, and answers when asked.
+"""Publishing to routers: a worker's KV events, its load, and answers to KV queries.
 
-Everything recorded during one loop turn leaves as one message. Use it from the loop's thread.
+Everything recorded in one loop iteration is sent as one message. Call from the loop's thread only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from msgspec.structs import replace
 from dynamo.errors import InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.kv import (
+    KV_EVENTS,
+    KV_QUERY,
     STORAGE_TIERS,
     BlocksCleared,
     BlocksRemoved,
@@ -24,59 +26,50 @@ from dynamo.protocols.kv import (
     KvQuery,
     KvQueryAnswer,
 )
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols.load import KV_METRICS, KvMetrics
+from dynamo.runtime.component import Endpoint
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.worker.event_log import RING_EVENTS, EventLog
 
 __all__ = [
-    "KV_EVENTS",
-    "KV_METRICS",
-    "KV_QUERY",
     "REPEAT_S",
     "KvEventSender",
     "LoadSender",
     "Publish",
+    "connect_kv_events",
+    "connect_load",
 ]
 
-KV_EVENTS = "kv-events"
-"""Topic of KV events; a message is one ``KvEventBatch``."""
-
-KV_METRICS = "kv_metrics"
-"""Topic of load reports; a message is a list of ``KvMetrics``."""
-
-KV_QUERY = "kv_query"
-"""Endpoint, beside the worker's own, that answers a ``KvQuery`` with one ``KvQueryAnswer``."""
-
 REPEAT_S = 1.0
-"""Seconds after which a load report is sent again, unchanged."""
+"""Seconds after which an unchanged load report is repeated, for routers that started later."""
 
 Publish = Callable[[bytes], object]
 _DECODE_QUERY = codec.decoder(KvQuery).decode
 
 
 class KvEventSender:
-    """The KV events of one worker, all its ranks, numbered per rank.
+    """Publishes the KV events of one worker, numbered per rank.
 
-    Until :meth:`open` the newest ``RING_EVENTS`` wait; a router that misses older ones asks.
-    ``block_size`` (tokens), where it is known, goes with each answer.
+    Before :meth:`open` the newest ``RING_EVENTS`` are pending; routers query the older ones.
+    ``block_size`` (tokens), if set, is part of each answer.
     """
 
     def __init__(self, worker_id: int, delay_s: float = 0.0) -> None:
         self.worker_id = worker_id
         self.block_size: int | None = None
-        self.journals: dict[int, EventLog] = {}
+        self.event_logs: dict[int, EventLog] = {}
         self._delay_s = delay_s
         self._publish: Publish | None = None
         self._pending: deque[KvEvent] = deque(maxlen=RING_EVENTS)
         self._timer: asyncio.Handle | None = None
 
     def open(self, publish: Publish) -> None:
-        """Send through ``publish`` from now on, first what has waited."""
+        """Start sending with ``publish``, pending events first."""
         self._publish = publish
         self._flush()
 
     def close(self) -> None:
-        """Send what is left; later events are only remembered."""
+        """Send pending events and stop; later events go to the log only."""
         self._flush()
         self._publish = None
 
@@ -86,16 +79,16 @@ class KvEventSender:
         changes: Iterable[BlocksStored | BlocksRemoved | BlocksCleared],
         storage_tier: str = STORAGE_TIERS[0],
     ) -> None:
-        """Number, remember and publish ``changes``; what makes no sense is dropped and logged.
+        """Log and publish ``changes`` on ``storage_tier``, one of ``STORAGE_TIERS``.
 
-        They all concern ``storage_tier``, one of ``STORAGE_TIERS``.
+        The event log drops inconsistent changes with a warning.
         """
-        journal = self.journal(dp_rank)
+        event_log = self.event_log(dp_rank)
         for change in changes:
-            event = journal.record(change, storage_tier)
+            event = event_log.record(change, storage_tier)
             if event is not None:
                 self._pending.append(event)
-                if len(self._pending) == RING_EVENTS:
+                if len(self._pending) == RING_EVENTS:  # before the deque drops the oldest
                     self._flush()
         if self._pending and self._timer is None and self._publish is not None:
             loop = asyncio.get_running_loop()
@@ -104,22 +97,22 @@ class KvEventSender:
             else:
                 self._timer = loop.call_soon(self._flush)
 
-    def journal(self, dp_rank: int) -> EventLog:
-        """The journal of ``dp_rank``, made on first use."""
-        found = self.journals.get(dp_rank)
+    def event_log(self, dp_rank: int) -> EventLog:
+        """Return the log of ``dp_rank``, created on first use."""
+        found = self.event_logs.get(dp_rank)
         if found is None:
-            found = self.journals[dp_rank] = EventLog(dp_rank)
+            found = self.event_logs[dp_rank] = EventLog(dp_rank)
         return found
 
     def answer(self, stream: ServerStream, payload: bytes) -> None:
-        """The push handler of the ``kv_query`` endpoint."""
+        """Handle a request to the ``kv_query`` endpoint."""
         try:
             query = _DECODE_QUERY(payload)
         except msgspec.MsgspecError as error:
             stream.error(InvalidArgument(f"not a KvQuery: {error}"))
             return
-        journal = self.journals.get(query.dp_rank)
-        answer = KvQueryAnswer("tree_dump") if journal is None else journal.answer(query)
+        event_log = self.event_logs.get(query.dp_rank)
+        answer = KvQueryAnswer("tree_dump") if event_log is None else event_log.answer(query)
         answer.block_size = self.block_size
         stream.send(codec.encode(answer))
         stream.end()
@@ -136,38 +129,38 @@ class KvEventSender:
 
 
 class LoadSender:
-    """The load of one worker's ranks: the newest state of each, sent at the end of the loop turn,
-    and again every ``REPEAT_S`` for routers that came later."""
+    """Publishes the newest load of each rank of one worker, at most once per loop iteration, and
+    again every ``REPEAT_S``."""
 
     def __init__(self, worker_id: int) -> None:
         self.worker_id = worker_id
         self._publish: Publish | None = None
         self._states: dict[int, KvMetrics] = {}
         self._timer: asyncio.Handle | None = None
-        self._fresh = False
+        self._scheduled = False
 
     def open(self, publish: Publish) -> None:
-        """Send through ``publish`` from now on, first the newest states."""
+        """Start sending with ``publish``, the newest states first."""
         self._publish = publish
         self._send()
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Stop sending."""
         self._publish = None
         if self._timer is not None:
             self._timer.cancel()
 
     def report(self, state: KvMetrics) -> None:
-        """Publish ``state`` as this worker's."""
+        """Publish ``state`` of one rank; it replaces the last one."""
         self._states[state.dp_rank] = state
-        if self._publish is not None and not self._fresh:
-            self._fresh = True
+        if self._publish is not None and not self._scheduled:
+            self._scheduled = True
             self._schedule(0.0)
 
     def _send(self) -> None:
         if self._publish is None:
             return
-        self._fresh = False
+        self._scheduled = False
         if self._states:
             worker_id = self.worker_id
             states = [replace(state, worker_id=worker_id) for state in self._states.values()]
@@ -181,3 +174,26 @@ class LoadSender:
         self._timer = (
             loop.call_later(delay_s, self._send) if delay_s else loop.call_soon(self._send)
         )
+
+
+async def connect_kv_events(endpoint: Endpoint, sender: KvEventSender) -> None:
+    """Open ``sender`` on topic ``kv-events`` of the endpoint's component and serve ``kv_query``.
+
+    Call it before the endpoint is served: a router that finds the worker queries it at once.
+    """
+    runtime = endpoint.runtime
+    namespace, component, _ = endpoint.path
+    publisher = await runtime.publisher(namespace, component, KV_EVENTS)
+    serving = await runtime.start_serving()
+    await serving.add((namespace, component, KV_QUERY), sender.answer, True)
+    runtime.track(sender)
+    sender.open(publisher.publish)
+
+
+async def connect_load(endpoint: Endpoint, sender: LoadSender) -> None:
+    """Open ``sender`` on topic ``kv_metrics`` of the endpoint's component."""
+    runtime = endpoint.runtime
+    namespace, component, _ = endpoint.path
+    publisher = await runtime.publisher(namespace, component, KV_METRICS)
+    runtime.track(sender)
+    sender.open(publisher.publish)

@@ -1,4 +1,4 @@
-"""A stand-in service for tests of ``dynamo serve``: runs, obeys, and misbehaves on request.
+"""A service for tests of ``dynamo serve``: runs until SIGTERM; flags make it misbehave.
 
 usage: service_sleep.py [--exit STATUS] [--after S] [--stubborn] [--drain S] [--children N]
                         [--say TEXT] [--escape]

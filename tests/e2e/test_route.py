@@ -45,7 +45,7 @@ def test_a_chat_body_and_its_pin(shared_deployment: Deployment) -> None:
     other = next(row["worker_id"] for row in rows if not row["chosen"])
     pinned = {**body, "nvext": {"backend_instance_id": other}}
     asked = route(shared_deployment, "--prompt-file", "-", stdin=json.dumps(pinned))
-    assert f"worker {other} dp_rank 0" in asked.stdout
+    assert f"worker {other:x} dp_rank 0" in asked.stdout
 
 
 def test_what_cannot_be_asked(shared_deployment: Deployment, tmp_path: Path) -> None:
@@ -87,4 +87,4 @@ def test_a_server_that_is_no_frontend() -> None:
         asked = subprocess.run(command, input="x", capture_output=True, text=True, timeout=60)
         server.shutdown()
     assert asked.returncode == 1
-    assert asked.stderr == f"dynamo route: {url} is no frontend of this product\n"
+    assert asked.stderr == f"dynamo route: {url} is not a Dynamo frontend\n"

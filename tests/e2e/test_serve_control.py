@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,18 +14,11 @@ B: {run: SLEEPER}
 """
 
 
-@pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Serving]:
-    made = Serving(tmp_path)
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize(
     "words", [["restart"], ["restart", "*"], ["reload"], ["reload", "--sequential"]]
 )
 def test_restart_all(serving: Serving, words: list[str]) -> None:
-    """`circusctl restart` without a name once ended everything without a word."""
+    """`circusctl restart` without a name must not end the deployment."""
     serving.start(TWO)
     old = {name: serving.wait_for_pids(name) for name in ("A", "A_1", "B")}
     assert "ok" in serving.circusctl(*words, *(["--waiting"] if len(words) == 1 else []))
@@ -53,7 +43,7 @@ def test_restart_all_of_a_real_deployment(
     serving.wait_for_pids("Frontend", unlike=old)
     serving.wait_for("Frontend .*OpenAI API at")
     assert serving.stop() == 0
-    assert "starting it again" not in serving.text()
+    assert "restarting it" not in serving.text()
     serving.assert_clean()
 
 
@@ -70,13 +60,13 @@ def test_stop_and_start_all(serving: Serving) -> None:
 def test_a_stop_during_a_restart(serving: Serving) -> None:
     serving.start("A: {run: SLEEPER, drain: 1}\nB: {run: SLEEPER}\n")
     assert serving.circusctl("restart") == "ok"
-    while serving.circusctl("status", f"{serving.namespace}_A") != "stopping":
-        pass
+    name = f"{serving.namespace}_A"
+    serving.until(lambda: serving.circusctl("status", name) == "stopping")
     assert serving.stop() == 0
     serving.assert_clean()
 
 
-def test_a_second_frontend_is_refused(serving: Serving, unused_tcp_port: int) -> None:
+def test_a_second_frontend_is_rejected(serving: Serving, unused_tcp_port: int) -> None:
     path = f"Frontend: {{run: dynamo.frontend, http-port: {unused_tcp_port}}}\nA: {{run: SLEEPER}}"
     serving.start(path, wait="OpenAI API at")
     name = f"{serving.namespace}_Frontend"
@@ -87,40 +77,39 @@ def test_a_second_frontend_is_refused(serving: Serving, unused_tcp_port: int) ->
     assert len(serving.pids("Frontend")) == 1
     assert "no circus.ini" in serving.circusctl("reloadconfig")
     assert serving.stop() == 0
-    assert "starting it again" not in serving.text()
+    assert "restarting it" not in serving.text()
 
 
-def test_an_extra_process_that_fails_takes_nothing_down(serving: Serving) -> None:
+def test_an_extra_process_that_fails_stops_no_other(serving: Serving) -> None:
     """Only one process at a time can hold the lock: the second one fails, and is given up."""
     lock = serving.tmp_path / "lock"
     serving.start(f"A: {{run: [flock, -n, {lock}, sleep, '1000']}}\n", DYN_SERVE_RESTART_BURST="3")
     (first,) = serving.wait_for_pids("A")
-    while "flock" in psutil.Process(first).cmdline() and not psutil.Process(first).children():
-        time.sleep(0.01)
+    flock = psutil.Process(first)
+    serving.until(lambda: "flock" not in flock.cmdline() or flock.children())
     name = f"{serving.namespace}_A"
     assert serving.circusctl("incr", name, "--waiting") == "2"
     serving.wait_for(f"gave up a process of {name}: 3 deaths within 60 s")
-    serving.wait_for(f"{name} runs 1")
+    serving.wait_for(f"{name}: 1 still running")
     assert serving.circusctl("numprocesses", name) == "1"
     assert serving.circusctl("status", name) == "active"
     assert psutil.pid_exists(first) and serving.pids("A") == [first]
-    os.kill(first, 9)  # its own deaths are counted from zero
-    serving.wait_for("A .* was killed by SIGKILL; starting it again now")
+    os.kill(first, 9)  # its deaths are counted from zero
+    serving.wait_for("A .* was killed by SIGKILL; restarting it now")
     serving.wait_for_pids("A", unlike=first)
     assert serving.stop() == 0
     serving.assert_clean()
 
 
 def test_the_exit_status_follows_the_end_state(serving: Serving) -> None:
-    """Given up, mended and started by hand: the deployment ends well."""
-    (serving.tmp_path / "service.sh").write_text("test -e mended && exec sleep 1000; exit 3\n")
+    """A service that is given up, repaired and started by hand does not fail the deployment."""
+    (serving.tmp_path / "service.sh").write_text("test -e repaired && exec sleep 1000; exit 3\n")
     graph = "A: {run: SLEEPER}\nB: {run: [sh, service.sh]}\n"
     name = f"{serving.namespace}_B"
     serving.start(graph, wait=f"gave up {name}: 2 deaths", DYN_SERVE_RESTART_BURST="2")
-    serving.wait_for("the other services go on")
-    (serving.tmp_path / "mended").touch()
-    while serving.circusctl("status", name) != "stopped":
-        pass
+    serving.wait_for("the other services continue")
+    (serving.tmp_path / "repaired").touch()
+    serving.until(lambda: serving.circusctl("status", name) == "stopped")
     assert serving.circusctl("start", name, "--waiting").endswith("ok")
     assert serving.circusctl("status", name) == "active"
     assert serving.stop() == 0
@@ -131,7 +120,7 @@ def test_a_removed_watcher_does_not_count(serving: Serving) -> None:
     name = f"{serving.namespace}_B"
     graph = "A: {run: SLEEPER}\nB: {run: SLEEPER, exit: 3}\n"
     serving.start(graph, wait=f"gave up {name}: 2 deaths", DYN_SERVE_RESTART_BURST="2")
-    serving.wait_for("the other services go on")
+    serving.wait_for("the other services continue")
     assert serving.circusctl("rm", name, "--waiting") == "ok"
     assert serving.stop() == 0
     serving.assert_clean()

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from deployment import free_port
 from serving import ROOT, Serving
 
 
-@pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Serving]:
-    made = Serving(tmp_path)
-    made.namespace = "disagg"
-    yield made
-    made.close()
-
-
 def test_the_example_computes_here_and_decodes_there(serving: Serving) -> None:
+    serving.namespace = "disagg"
     url = f"http://127.0.0.1:{free_port()}"
     port = f"--Frontend.http-port={url.rpartition(':')[2]}"
     serving.start(ROOT / "examples/disagg.yaml", port)
-    deadline = time.monotonic() + 30
-    while b'prefill_workers{model="tiny"} 2' not in _get(f"{url}/metrics"):
-        assert time.monotonic() < deadline, serving.text()
-        time.sleep(0.05)
+    serving.until(lambda: b'prefill_workers{model="tiny"} 2' in _get(f"{url}/metrics"))
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "hello " * 50}],

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from deployment import free_port
 from serving import ROOT, Serving
 
 PROMPT = "a document that both frontends should know " * 40
-
-
-@pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Serving]:
-    made = Serving(tmp_path)
-    yield made
-    made.close()
 
 
 def test_replicas_find_each_other_and_the_same_cache(serving: Serving) -> None:
@@ -29,10 +19,8 @@ def test_replicas_find_each_other_and_the_same_cache(serving: Serving) -> None:
     serving.start(ROOT / "examples/replicas.yaml", *ports)
     assert f"ready: {first}/v1, {second}/v1   model: tiny   workers: 2" in serving.text()
     _complete(first)
-    deadline = time.monotonic() + 20
-    while not (_held(first) == _held(second) == 1 and _replicas(first) == _replicas(second) == 1):
-        assert time.monotonic() < deadline, serving.text()
-        time.sleep(0.05)
+    urls = (first, second)
+    serving.until(lambda: all(_held(url) == 1 and _replicas(url) == 1 for url in urls))
     assert serving.stop() == 0
     serving.assert_clean()
 
@@ -66,7 +54,7 @@ def _complete(url: str) -> None:
 
 
 def _held(url: str) -> int:
-    """Return how many workers hold the whole prompt, according to the frontend."""
+    """The number of workers that hold the whole prompt, according to the frontend."""
     found = json.loads(_post(f"{url}/v1/route", {"model": "tiny", "prompt": PROMPT}))
     assert found["prompt_blocks"] > 0
     return sum(row["overlap_blocks"] == found["prompt_blocks"] for row in found["candidates"])

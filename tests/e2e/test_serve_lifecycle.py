@@ -1,4 +1,4 @@
-"""`dynamo serve` with stand-in services: start, control, restart, give up, stop, nothing left."""
+"""`dynamo serve` with test services: start, control, restart, give up, stop, clean up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -23,14 +22,7 @@ B: {run: SLEEPER}
 TALKS = "import signal; print(('x' * 99 + '\\n') * 20_000 + 'said'); signal.pause()"
 
 
-@pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Serving]:
-    made = Serving(tmp_path)
-    yield made
-    made.close()
-
-
-def test_a_life(serving: Serving) -> None:
+def test_start_and_stop(serving: Serving) -> None:
     serving.start(TWO)
     serving.wait_for("control: circusctl --endpoint ipc://")
     ns = serving.namespace
@@ -77,7 +69,7 @@ def test_sockets_beside_and_away_from_the_run_directory(
         assert list(Path(short).iterdir()) == [serving.state_dir]
 
 
-def test_a_stdout_that_nobody_reads_holds_up_no_stop(serving: Serving) -> None:
+def test_an_unread_stdout_does_not_delay_the_stop(serving: Serving) -> None:
     path = serving.graph(f"A: {{run: {json.dumps([sys.executable, '-uc', TALKS])}}}\n")
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb"):
@@ -89,10 +81,7 @@ def test_a_stdout_that_nobody_reads_holds_up_no_stop(serving: Serving) -> None:
         )
         os.close(writing)
         log = serving.state_dir / serving.namespace / "logs" / f"{serving.namespace}_A.log"
-        deadline = time.monotonic() + 20
-        while not log.exists() or b"said" not in log.read_bytes()[-100:]:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        serving.until(lambda: log.exists() and b"said" in log.read_bytes()[-100:])
         serving.process.send_signal(signal.SIGINT)
         assert serving.process.wait(15) == 0
     serving.assert_clean()
@@ -122,27 +111,26 @@ def test_every_stop_signal(serving: Serving, signum: int) -> None:
     serving.assert_clean()
 
 
-def test_a_killed_worker_comes_back_at_once(serving: Serving) -> None:
+def test_a_killed_worker_is_restarted_at_once(serving: Serving) -> None:
     serving.start(TWO)
     (old,) = serving.wait_for_pids("A_1")
     began_s = time.monotonic()
     os.kill(old, signal.SIGKILL)
     serving.wait_for_pids("A_1", unlike=old)
     assert time.monotonic() - began_s < 1.0
-    serving.wait_for("A_1 .* was killed by SIGKILL; starting it again now")
+    serving.wait_for("A_1 .* was killed by SIGKILL; restarting it now")
     assert serving.stop() == 0
 
 
-def test_a_draining_sibling_does_not_hold_up_a_restart(serving: Serving) -> None:
+def test_a_draining_sibling_does_not_delay_a_restart(serving: Serving) -> None:
     serving.start("Slow: {run: SLEEPER, drain: 4}\nB: {run: SLEEPER}\n")
     (old,) = serving.wait_for_pids("B")
     words = ("stop", f"{serving.namespace}_Slow", "--waiting")
     control = subprocess.Popen([CIRCUSCTL, "--endpoint", serving.endpoint, *words])
     with control:
         (slow,) = serving.pids("Slow")
-        deadline = time.monotonic() + 10
-        while serving.circusctl("status", f"{serving.namespace}_Slow") != "stopping":
-            assert time.monotonic() < deadline
+        name = f"{serving.namespace}_Slow"
+        serving.until(lambda: serving.circusctl("status", name) == "stopping")
         began_s = time.monotonic()
         os.kill(old, signal.SIGKILL)
         serving.wait_for_pids("B", unlike=old)
@@ -152,13 +140,14 @@ def test_a_draining_sibling_does_not_hold_up_a_restart(serving: Serving) -> None
     assert "Traceback" not in serving.text()
 
 
-def test_what_a_worker_started_ends_with_it(serving: Serving) -> None:
-    """Children in its session, and children that left for a session of their own."""
+def test_children_of_a_worker_end_with_it(serving: Serving) -> None:
+    """Children in its session, and children in other sessions."""
     serving.start("A: {run: SLEEPER, children: 2}\nB: {run: SLEEPER, children: 2, escape: true}\n")
     for service in ("A", "B"):
         (old,) = serving.wait_for_pids(service)
-        while len(children := psutil.Process(old).children()) < 2:
-            time.sleep(0.01)
+        parent = psutil.Process(old)
+        serving.until(lambda parent=parent: len(parent.children()) == 2)  # type: ignore[misc]
+        children = parent.children()
         os.kill(old, signal.SIGKILL)
         _, alive = psutil.wait_procs(children, timeout=5)
         assert not alive
@@ -167,25 +156,25 @@ def test_what_a_worker_started_ends_with_it(serving: Serving) -> None:
     serving.assert_clean()
 
 
-def test_a_bad_flag_is_shown_and_nothing_is_retried(serving: Serving) -> None:
+def test_a_bad_flag_is_shown_and_not_retried(serving: Serving) -> None:
     serving.start("A: {run: SLEEPER, no-such-flag: 1}\n", wait="")
     assert serving.wait() == 1
     text = serving.text()
-    assert "gave up" in text and "its command line was refused (exit status 2)" in text
+    assert "gave up" in text and "its command line was rejected (exit status 2)" in text
     assert "unrecognized arguments: --no-such-flag 1" in text
     assert "no worker is left; stopping" in text
-    assert "starting it again" not in text
+    assert "restarting it" not in text
     serving.assert_clean()
 
 
-def test_a_service_that_keeps_dying_is_given_up_and_the_rest_lives_on(serving: Serving) -> None:
+def test_a_service_that_keeps_dying_is_given_up_and_the_others_continue(serving: Serving) -> None:
     serving.start(
         "A: {run: SLEEPER}\nBad: {run: SLEEPER, exit: 3}\n",
         wait="gave up .*_Bad: 3 deaths within 60 s",
         DYN_SERVE_RESTART_BURST="3",
     )
     serving.wait_for("about to fail")
-    serving.wait_for("the other services go on")
+    serving.wait_for("the other services continue")
     (pid,) = serving.wait_for_pids("A")
     assert psutil.pid_exists(pid)
     assert serving.circusctl("status", f"{serving.namespace}_Bad") == "stopped"
@@ -198,7 +187,7 @@ def test_a_program_that_cannot_be_started(serving: Serving) -> None:
     program.write_text("x")
     serving.start(f"A: {{run: [{program}]}}\n", wait="")
     assert serving.wait() == 1
-    assert "it cannot be started: [Errno 13] Permission denied" in serving.text()
+    assert "cannot start it: [Errno 13] Permission denied" in serving.text()
     serving.assert_clean()
 
 
@@ -208,7 +197,7 @@ def test_a_stubborn_worker_is_killed_after_its_time(serving: Serving) -> None:
     began_s = time.monotonic()
     assert serving.stop() == 0
     assert 0.4 < time.monotonic() - began_s < 5
-    assert "did not end within 0.5 s; killing it" in serving.text()
+    assert "did not exit within 0.5 s; killing it" in serving.text()
     serving.assert_clean()
 
 
@@ -219,7 +208,7 @@ def test_the_second_ctrl_c_kills(serving: Serving) -> None:
     serving.wait_for("not now")
     time.sleep(0.6)  # a second signal sooner counts as a copy of the first
     assert serving.stop(signal.SIGINT, timeout_s=10) == 0
-    assert "killing what is left" in serving.text()
+    assert "killing the remaining processes" in serving.text()
     serving.assert_clean()
 
 
@@ -231,7 +220,7 @@ def test_workers_may_finish_their_work(serving: Serving) -> None:
     assert "killing" not in serving.text()
 
 
-def test_a_second_deployment_is_refused(serving: Serving, tmp_path: Path) -> None:
+def test_a_second_deployment_is_rejected(serving: Serving, tmp_path: Path) -> None:
     serving.start(TWO)
     other = Serving(tmp_path)
     other.namespace = serving.namespace
@@ -262,48 +251,48 @@ def test_two_namespaces_do_not_touch_each_other(serving: Serving, tmp_path: Path
 
 
 @pytest.mark.parametrize("escape", ["false", "true"])
-def test_after_a_crash_the_next_one_cleans_up(serving: Serving, escape: str) -> None:
-    """Guard and arbiter both gone at once: the only case that is left to the next start.
+def test_after_a_crash_the_next_start_cleans_up(serving: Serving, escape: str) -> None:
+    """Guard and arbiter are killed together: only then the next start has to clean up.
 
-    The worker's child may have its own session; only its environment identifies it.
+    Only the environment connects a child in another session with the deployment.
     """
     graph = f"A: {{run: SLEEPER, children: 1, escape: {escape}}}\n"
     serving.start(graph)
     (worker,) = serving.wait_for_pids("A")
-    while not (children := psutil.Process(worker).children()):
-        time.sleep(0.01)
-    os.kill(serving.pid, signal.SIGSTOP)  # the guard cannot notice
+    serving.until(psutil.Process(worker).children)
+    children = psutil.Process(worker).children()
+    os.kill(serving.pid, signal.SIGSTOP)  # the guard cannot react
     os.kill(serving.arbiter_pid, signal.SIGKILL)
     os.kill(serving.pid, signal.SIGKILL)
     assert serving.process is not None and serving.process.wait(10) == -signal.SIGKILL
     psutil.wait_procs([psutil.Process(worker)] if psutil.pid_exists(worker) else [], timeout=10)
     assert not psutil.pid_exists(worker)  # PR_SET_PDEATHSIG
     assert children[0].is_running() and serving.statefile.exists()
-    serving.start(graph, wait="was killed; ended 1 of its processes")
+    serving.start(graph, wait="ended without clean-up: killed 1 of its processes")
     serving.wait_for("started: ")
     assert children[0].status() == psutil.STATUS_ZOMBIE if children[0].is_running() else True
     assert serving.stop() == 0
     serving.assert_clean()
 
 
-def test_a_torn_statefile_is_replaced(serving: Serving) -> None:
+def test_a_damaged_statefile_is_replaced(serving: Serving) -> None:
     serving.state_dir.mkdir(mode=0o700)
     serving.statefile.write_text('{"namespace": ')
-    serving.start(TWO, wait="replacing a bad statefile: .* is torn")
+    serving.start(TWO, wait="replacing a bad statefile: .* is damaged")
     serving.wait_for("started: ")
     serving.wait_for_pids("B")
-    serving.statefile.write_text("{")  # and torn again while it runs
+    serving.statefile.write_text("{")  # damaged again, while it runs
     for process in serving.survivors():
         if process.environ().get("DYN_WATCHER_NAME") == f"{serving.namespace}_B":
             process.kill()
-    serving.wait_for("writing the statefile anew")
+    serving.wait_for("replacing the statefile")
     serving.wait_for("B .*started")
     assert serving.stop() == 0
     serving.assert_clean()
 
 
 def test_a_drained_worker_is_not_started_again(serving: Serving) -> None:
-    """Scale down: mark, stop, and only then remove the watcher."""
+    """Scale-down: mark as draining, stop the process, then remove the watcher."""
     serving.start(TWO)
     (pid,) = serving.wait_for_pids("A_1")
     name = f"{serving.namespace}_A_1"
@@ -315,18 +304,15 @@ def test_a_drained_worker_is_not_started_again(serving: Serving) -> None:
     words = [sys.executable, "-c", script, str(serving.state_dir), serving.namespace, name]
     subprocess.run(words, check=True, timeout=20)
     os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + 5
-    while serving.pids("A_1"):
-        assert time.monotonic() < deadline
+    serving.until(lambda: not serving.pids("A_1"))
     assert serving.circusctl("rm", name, "--waiting") == "ok"
     assert name.lower() not in serving.circusctl("list")
-    while name in serving.document()["components"]:
-        assert time.monotonic() < deadline
+    serving.until(lambda: name not in serving.document()["components"])
     assert serving.stop() == 0
 
 
-def test_circusctl_add_starts_a_worker_of_ours(serving: Serving) -> None:
-    """What the planner does: a watcher by command, supervised like the rest."""
+def test_circusctl_add_starts_a_supervised_worker(serving: Serving) -> None:
+    """A watcher added by command, as the planner does, is supervised like the others."""
     serving.start(TWO)
     base = serving.document()["components"][f"{serving.namespace}_B"]
     name = f"{serving.namespace}_B_1"
@@ -414,7 +400,7 @@ def test_dry_run_starts_nothing(serving: Serving) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "which graph?"),
+        ([], "no graph file given"),
         (["/nowhere.yaml"], "cannot read /nowhere.yaml: No such file"),
         ([str(ROOT / "examples/agg.yaml"), "--gpus", "1"], "agg_Worker_1 needs 1 GPU, 0 of 1 free"),
         ([str(ROOT / "examples/quickstart.yaml"), "--X.y=1"], "no service 'X'"),

@@ -23,13 +23,6 @@ from serving import CIRCUSCTL, ROOT, Serving
 QUICKSTART = ROOT / "examples/quickstart.yaml"
 
 
-@pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Serving]:
-    made = Serving(tmp_path)
-    yield made
-    made.close()
-
-
 def start(serving: Serving, *flags: str) -> int:
     """The quickstart on a free port."""
     port = free_port()
@@ -53,7 +46,7 @@ def chat(port: int, stream: bool = False, **more: Any) -> Iterator[http.client.H
         connection.close()
 
 
-def test_a_stranger_starts_talks_kills_and_stops(serving: Serving) -> None:
+def test_start_chat_kill_and_stop(serving: Serving) -> None:
     port = start(serving)
     assert re_workers(serving.lines[-1]) == 2
     with chat(port) as answer:
@@ -62,7 +55,7 @@ def test_a_stranger_starts_talks_kills_and_stops(serving: Serving) -> None:
     (old,) = serving.wait_for_pids("Worker_1")
     os.kill(old, signal.SIGKILL)
     serving.wait_for_pids("Worker_1", unlike=old)
-    for _ in range(5):  # the other worker answers in the meantime
+    for _ in range(5):  # the other worker answers
         assert answers(port)
     serving.wait_for("Worker_1 .*serving tiny")
     assert serving.stop(signal.SIGINT) == 0
@@ -100,10 +93,7 @@ def test_kill_9_of_each_process(serving: Serving, victim: str) -> None:
         (old,) = serving.wait_for_pids(victim)
         os.kill(old, signal.SIGKILL)
         serving.wait_for_pids(victim, unlike=old)
-        deadline = time.monotonic() + 20
-        while not answers(port):
-            assert time.monotonic() < deadline, serving.text()
-            time.sleep(0.05)
+        serving.until(lambda: answers(port))
         assert serving.stop() == 0
     serving.assert_clean()
 

@@ -1,4 +1,4 @@
-"""What `dynamo serve` calls ready is ready, and is its own."""
+"""`dynamo serve` reports readiness only for its own, working processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ from pathlib import Path
 import pytest
 from deployment import free_port
 from serving import QUICKSTART, Serving
-
-
-@pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Serving]:
-    made = Serving(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -34,7 +27,7 @@ def quickstart(serving: Serving, port: int, *flags: str, wait: str, **env: str) 
 
 
 def test_the_port_of_another_deployment(serving: Serving, other: Serving) -> None:
-    """It once answered for the second one, which was "ready" and then died."""
+    """A probe of the first deployment must not make the second one "ready"."""
     port = free_port()
     quickstart(other, port, wait="ready: http://")
     quickstart(serving, port, wait="")
@@ -45,7 +38,7 @@ def test_the_port_of_another_deployment(serving: Serving, other: Serving) -> Non
     assert other.stop() == 0
 
 
-STRANGER = """
+OTHER_SERVER = """
 import http.server, json, sys
 
 class Healthy(http.server.BaseHTTPRequestHandler):
@@ -62,11 +55,11 @@ server.serve_forever()
 """
 
 
-def test_a_stranger_that_takes_the_port_during_the_start(serving: Serving) -> None:
+def test_another_program_that_takes_the_port_during_the_start(serving: Serving) -> None:
     """A healthy answer counts only if one of our processes listens."""
     port, hold = free_port(), serving.tmp_path / "hold"
     hold.mkdir()
-    (hold / "sitecustomize.py").write_text(  # the frontend's Python waits here for the stranger
+    (hold / "sitecustomize.py").write_text(  # delays the frontend until the other program listens
         f"import os, time\nwhile not os.path.exists({str(hold / 'go')!r}): time.sleep(0.01)\n"
     )
     path = ":".join([str(hold), *filter(None, [serving.env.get("PYTHONPATH")])])
@@ -75,14 +68,14 @@ def test_a_stranger_that_takes_the_port_during_the_start(serving: Serving) -> No
         f"ServiceArgs: {{envs: {{PYTHONPATH: {path!r}}}}}}}\nA: {{run: SLEEPER}}\n"
     )
     serving.start(graph, wait="starting 2 processes", DYN_SERVE_RESTART_BURST="3")
-    words = [sys.executable, "-c", STRANGER, str(port)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as stranger:
+    words = [sys.executable, "-c", OTHER_SERVER, str(port)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as intruder:
         try:
-            assert stranger.stdout is not None and stranger.stdout.readline() == b"listening\n"
+            assert intruder.stdout is not None and intruder.stdout.readline() == b"listening\n"
             (hold / "go").touch()
             assert serving.wait(40) == 1
         finally:
-            stranger.kill()
+            intruder.kill()
     assert "gave up" in serving.text() and "ready: " not in serving.text()
 
 
@@ -126,6 +119,6 @@ def test_discovery_that_ends_at_the_process(serving: Serving) -> None:
 def test_a_variable_that_replaces_the_graph_is_named(serving: Serving) -> None:
     graph = f"namespace: {serving.namespace}\nB: {{run: [sleep, '1000']}}\n"
     serving.start("A: {run: SLEEPER}\n", DYN_DEPLOYMENT_CONFIG=graph)
-    assert "graph.yaml is not read: DYN_DEPLOYMENT_CONFIG replaces it" in serving.text()
+    assert "graph.yaml: DYN_DEPLOYMENT_CONFIG replaces it" in serving.text()
     assert list(serving.document()["components"]) == [f"{serving.namespace}_B"]
     assert serving.stop() == 0

@@ -1,18 +1,15 @@
-"""The statefile of a running deployment: watchers that come and go, their GPUs and leases."""
+"""The statefile of a running deployment: added and removed watchers, their GPUs and leases."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import psutil
-import pytest
 from circus.client import CircusClient
 from serving import QUICKSTART, ROOT, Serving
 
@@ -20,13 +17,6 @@ from dynamo.serve.statefile import Statefile
 
 SCHEMA = json.loads((ROOT / "statefiles/statefile.schema.json").read_text())
 GPUS = "W: {run: SLEEPER, ServiceArgs: {workers: 2, resources: {gpu: 1}, envs: {MINE: '1'}}}\n"
-
-
-@pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Serving]:
-    made = Serving(tmp_path)
-    yield made
-    made.close()
 
 
 def components(serving: Serving) -> dict[str, Any]:
@@ -38,16 +28,20 @@ def components(serving: Serving) -> dict[str, Any]:
 
 
 def until(serving: Serving, holds: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """The components as soon as ``holds``: changes are written within a moment."""
-    deadline = time.monotonic() + 15
-    while not holds(found := components(serving)):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.01)
+    """Wait until the components satisfy ``holds``, and return them."""
+    found: dict[str, Any] = {}
+
+    def holds_now() -> Any:
+        found.clear()
+        found.update(components(serving))
+        return holds(found)
+
+    serving.until(holds_now)
     return found
 
 
 def add(serving: Serving, name: str, cmd: str, args: list[str], **env: str) -> None:
-    """What the planner does: `add` with GPUs in the environment."""
+    """`add` with GPUs in the environment, as the planner does."""
     client = CircusClient(endpoint=serving.endpoint, timeout=20)
     properties = {
         "name": f"{serving.namespace}_{name}",
@@ -80,7 +74,7 @@ def test_circusctl_adds_and_removes_a_watcher(serving: Serving) -> None:
     assert psutil.Process(pid).environ()["DYN_WATCHER_NAME"] == name
     remove(serving, "B_1")
     assert list(until(serving, lambda found: "B_1" not in found)) == ["B"]
-    remove(serving, "B")  # the first one stays: its command makes the next
+    remove(serving, "B")  # its entry stays: others are started from its command
     entry = until(serving, lambda found: not found["B"]["processes"])["B"]
     assert entry["argv"] == base["argv"] and entry["lease"] is None
     assert serving.circusctl("add", "--start", f"{serving.namespace}_B", base["cmd"]) == "ok"
@@ -101,7 +95,7 @@ def test_a_watcher_without_a_start_and_one_of_no_service(serving: Serving) -> No
         *("sleep", "2000")
     ]
     assert serving.circusctl("set", name, "cmd", "sleep '2000") == "ok"
-    serving.wait_for(f"gave up {name}: it cannot be started: No closing quotation")
+    serving.wait_for(f"gave up {name}: cannot start it: No closing quotation")
     assert until(serving, lambda found: not found["Other"]["processes"])["Other"]["argv"] == [
         "sleep '2000"
     ]
@@ -111,7 +105,7 @@ def test_a_watcher_without_a_start_and_one_of_no_service(serving: Serving) -> No
     serving.assert_clean()
 
 
-def test_gpus_of_watchers_that_come_and_go(serving: Serving) -> None:
+def test_gpus_of_added_and_removed_watchers(serving: Serving) -> None:
     serving.start(GPUS, "--gpus", "4")
     base = components(serving)["W"]
     assert base["resources"] == {"allocated_gpus": [0]}
@@ -135,8 +129,8 @@ def test_gpus_of_watchers_that_come_and_go(serving: Serving) -> None:
     serving.assert_clean()
 
 
-def test_what_the_planner_has_written_stays(serving: Serving) -> None:
-    """It may write the entry before it adds the watcher, so that the GPU is not given away."""
+def test_entries_of_the_planner_are_kept(serving: Serving) -> None:
+    """A planner may write the entry before it adds the watcher, to reserve the GPU."""
     serving.start(GPUS, "--gpus", "4")
     base = components(serving)["W"]
     name = f"{serving.namespace}_W_2"
@@ -145,7 +139,7 @@ def test_what_the_planner_has_written_stays(serving: Serving) -> None:
     statefile = Statefile(serving.state_dir, serving.namespace)
     statefile.update(lambda document: document["components"].update({name: entry}))
     (old,) = serving.wait_for_pids("W")
-    os.kill(old, signal.SIGKILL)  # another change is written in the meantime
+    os.kill(old, signal.SIGKILL)  # causes another write
     until(serving, lambda found: found["W"]["processes"] not in ([], base["processes"]))
     assert components(serving)["W_2"] == entry
     program, *args = base["argv"]
@@ -156,7 +150,7 @@ def test_what_the_planner_has_written_stays(serving: Serving) -> None:
 
 
 def test_the_lease_of_a_worker(serving: Serving) -> None:
-    """The seed's scale-down: the lease in the statefile is revoked, and the worker leaves."""
+    """Scale-down as in the seed: revoke the lease in the statefile; the worker exits."""
     model = QUICKSTART.parent / "model"
     serving.start(f"W: {{run: dynamo.mocker, model-path: {model}}}\nA: {{run: SLEEPER}}\n")
     found = until(serving, lambda found: found["W"]["lease"])

@@ -9,9 +9,7 @@ import shutil
 import signal
 import socket
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
@@ -21,13 +19,6 @@ from serving import QUICKSTART, ROOT, Serving
 DISAGG = ROOT / "examples/disagg.yaml"
 STREAMS = 8
 TOKENS = 150
-
-
-@pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Serving]:
-    made = Serving(tmp_path)
-    yield made
-    made.close()
 
 
 def start(serving: Serving, *flags: str, under: tuple[str, ...] = ()) -> int:
@@ -41,7 +32,7 @@ def start(serving: Serving, *flags: str, under: tuple[str, ...] = ()) -> int:
 
 
 class Stream:
-    """A streamed completion whose first bytes have arrived, if it is to have ``begun``."""
+    """A streamed completion; waits for its first bytes if ``begun``."""
 
     def __init__(self, port: int, number: int, more: str = "count", begun: bool = True) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
@@ -65,7 +56,7 @@ def finished(text: str) -> bool:
 
 
 def in_flight(port: int) -> list[Stream]:
-    """Streams that have all begun."""
+    """Start streams and wait for the first bytes of each."""
     with ThreadPoolExecutor(STREAMS) as pool:
         return list(pool.map(lambda number: Stream(port, number), range(STREAMS)))
 
@@ -79,7 +70,7 @@ def rest(streams: list[Stream]) -> list[str]:
 def test_a_signal_to_every_process_at_once(serving: Serving, signum: signal.Signals) -> None:
     """As systemd's KillMode=control-group does: guard, arbiter, frontend and workers, in any order.
 
-    A SIGHUP, which systemd may add, goes to the two that are not the services' own.
+    A SIGHUP, which systemd may add, goes to guard and arbiter only.
     """
     port = start(serving)
     streams = in_flight(port)
@@ -91,7 +82,7 @@ def test_a_signal_to_every_process_at_once(serving: Serving, signum: signal.Sign
     texts = rest(streams)
     assert [finished(text) for text in texts] == [True] * STREAMS, [texts, serving.text()]
     assert serving.wait() == 0
-    assert "killing what is left" not in serving.text()
+    assert "killing the remaining processes" not in serving.text()
     serving.assert_clean()
 
 
@@ -107,7 +98,7 @@ def test_coreutils_timeout(serving: Serving, name: str) -> None:
     texts = rest(streams)
     assert [finished(text) for text in texts] == [True] * STREAMS, [texts, serving.text()]
     assert serving.wait() == 0
-    assert "killing what is left" not in serving.text()
+    assert "killing the remaining processes" not in serving.text()
     serving.assert_clean()
 
 
@@ -115,7 +106,7 @@ def test_a_repeated_sigterm_kills_nothing(serving: Serving) -> None:
     port = start(serving)
     streams = in_flight(port)
     os.kill(serving.pid, signal.SIGTERM)
-    serving.wait_for("stopping: requests in flight are finished")
+    serving.wait_for("stopping; requests in flight may finish")
     for pid in (serving.pid, serving.arbiter_pid, *serving.pids("Frontend")):
         os.kill(pid, signal.SIGTERM)
     texts = rest(streams)
@@ -134,18 +125,16 @@ def metric(port: int, name: str) -> float:
 def test_requests_that_no_worker_has_yet(serving: Serving) -> None:
     """Prompts wait in the frontend for a prefill worker, and then for a decode worker.
 
-    The workers receive the signal, too, and must stay until the frontend is done with them.
+    The workers receive the signal too, and must serve until the frontend has finished.
     """
     port = free_port()
     own = ("--namespace", serving.namespace, f"--Frontend.http-port={port}")
     slow = ("--PrefillWorker.speedup-ratio=0.3", "--PrefillWorker.ServiceArgs.workers=1")
     one = ("--Frontend.router-prefill-slots=1",)
     serving.start(DISAGG, *own, *slow, *one, wait="ready: http://127.0.0.1:.* model: tiny")
-    while not metric(port, "dynamo_frontend_prefill_workers"):
-        pass
+    serving.until(lambda: metric(port, "dynamo_frontend_prefill_workers"))
     streams = [Stream(port, number, "word " * 800, begun=False) for number in range(3)]
-    while metric(port, "dynamo_frontend_prefill_queue_depth") < 2:
-        pass
+    serving.until(lambda: metric(port, "dynamo_frontend_prefill_queue_depth") >= 2)
     for process in sorted(serving.survivors(), key=lambda process: process.pid):
         process.send_signal(signal.SIGTERM)
     texts = rest(streams)

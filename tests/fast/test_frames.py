@@ -1,4 +1,4 @@
-"""The frame splitter against its reference implementation: any cut gives the same frames."""
+"""The frame splitter against its reference: any split of any bytes gives the same frames."""
 
 from __future__ import annotations
 
@@ -33,6 +33,25 @@ def test_is_compiled() -> None:
 @given(st.integers(0, 255), st.integers(0, 2**32 - 1), st.binary(max_size=300))
 def test_pack_equals_the_reference(kind: int, stream: int, payload: bytes) -> None:
     assert frames.pack(kind, stream, payload) == oracle.pack(kind, stream, payload)
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.text(st.characters(exclude_categories=("Cs",)), max_size=40),
+    st.binary(max_size=50),
+    st.binary(max_size=300),
+)
+def test_pack_open_equals_the_reference(
+    stream: int, endpoint: str, headers: bytes, payload: bytes
+) -> None:
+    packed = frames.pack_open(stream, endpoint, headers, payload)
+    assert packed == oracle.pack_open(stream, endpoint, headers, payload)
+
+
+@pytest.mark.parametrize("endpoint", ["x" * 65_536, "\udc80"])
+def test_an_endpoint_that_does_not_fit_is_refused(endpoint: str) -> None:
+    with pytest.raises(ValueError, match=r"too long|surrogates"):
+        frames.pack_open(1, endpoint, b"", b"")
 
 
 @given(streams, st.lists(st.integers(0, 2000), max_size=30))
@@ -86,5 +105,9 @@ def test_wrong_types_are_refused() -> None:
         splitter.feed(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         frames.pack(1, 1, "text")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        frames.pack_open(1, b"name", b"", b"")  # type: ignore[arg-type]
     with pytest.raises(OverflowError):
         frames.pack(1, 2**32, b"")
+    with pytest.raises(OverflowError):
+        frames.pack_open(2**32, "name", b"", b"")

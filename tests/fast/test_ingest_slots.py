@@ -96,7 +96,7 @@ def test_an_answer_for_the_first_owner_does_not_reach_the_slots_heir() -> None:
     first, second = box.asked
     box.indexer.recovered(first, KvQueryAnswer("tree_dump", dump, 1))
     box.settle()
-    assert box.tree.blocks() == 0 and box.indexer.stands(second)
+    assert box.tree.blocks() == 0 and box.indexer.is_pending(second)
 
 
 def test_a_worker_that_comes_back_under_its_id_begins_with_nothing() -> None:

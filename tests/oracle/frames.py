@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import struct
 
-__all__ = ["OVERSIZE", "pack", "split"]
+__all__ = ["OPEN", "OVERSIZE", "pack", "pack_open", "split"]
 
+OPEN = 1
 OVERSIZE = 0x7F
 _HEADER = struct.Struct("<IBI")
 
 
 def pack(kind: int, stream: int, payload: bytes) -> bytes:
-    """One frame."""
+    """Build one frame."""
     return _HEADER.pack(len(payload), kind, stream) + payload
+
+
+def pack_open(stream: int, endpoint: str, headers: bytes, payload: bytes) -> bytes:
+    """Build an OPEN frame."""
+    name = endpoint.encode()
+    fields = struct.pack("<H", len(name)) + name + struct.pack("<I", len(headers)) + headers
+    return pack(OPEN, stream, fields + payload)
 
 
 def split(
     data: bytes, limit_bytes: int, preamble: bytes, last_kind: int
 ) -> tuple[list[tuple[int, int, bytes]], bool]:
-    """Return all whole frames in ``data``, the stream so far, and whether it is faulty."""
+    """Return the complete frames in ``data``, all bytes so far, and whether they are faulty."""
     frames: list[tuple[int, int, bytes]] = []
     if len(data) < len(preamble):
         return frames, False

@@ -157,7 +157,7 @@ async def test_etcd_restarts(etcd: Etcd, make: Make, wiped: bool) -> None:
     else:
         await asyncio.sleep(TTL_S + 1)
     etcd.start()
-    await until(lambda: two._mirror is not None and not two._mirror._away)
+    await until(lambda: two._watcher is not None and not two._watcher._unavailable)
     await asyncio.sleep(TTL_S + 2.5)
     assert not lease.lost.is_set()
     assert await two.list("v1/") == log.live == {KEY: b"instance", CARD: b"card"}
@@ -182,7 +182,7 @@ async def test_forgotten_history_becomes_a_difference(etcd: Etcd, make: Make) ->
     one, two = make(), make()
     lease = await registered(one)
     log = await watched(two)
-    mirror = two._mirror
+    mirror = two._watcher
     assert mirror is not None and mirror.relisted == 1
     before = mirror._revision
     await two._tasks.close()  # the watch is down; what follows happens behind its back
@@ -204,7 +204,7 @@ async def test_a_watch_resumes_where_it_was(etcd: Etcd, make: Make) -> None:
     one, two = make(), make()
     lease = await registered(one)
     log = await watched(two)
-    mirror = two._mirror
+    mirror = two._watcher
     assert mirror is not None
     await two._tasks.close()
     for value in (b"1", b"2", b"3"):
@@ -278,12 +278,12 @@ async def test_a_frontend_notices_a_silent_cut_and_catches_up(etcd: Etcd, make: 
     one, two = make(), make(f"127.0.0.1:{port}")
     lease = await registered(one, 10.0)
     log = await watched(two)
-    mirror = two._mirror
+    mirror = two._watcher
     assert mirror is not None
     gate.cut(for_good=True)
     await one.put(KEY, b"changed", lease.id)
     started = asyncio.get_running_loop().time()
-    await until(lambda: mirror._away)
+    await until(lambda: mirror._unavailable)
     assert asyncio.get_running_loop().time() - started < 10.0, "sooner than a lease runs out"
     assert log.live[KEY] == b"instance"
     gate.heal()

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
-from dynamo.frontend.prompt.model_files import TokenizerFile
+from dynamo.frontend.prompt.tokenizer_file import TokenizerFile
 
 __all__ = ["PieceTable", "byte_alphabet"]
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from dynamo.errors import cut
+from dynamo.errors import shorten
 from dynamo.frontend.models.registry import Models
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task
@@ -83,7 +83,7 @@ class BusyThresholdRoutes:
         if wrong:
             _refuse(exchange, 400, wrong)
         elif entry is None or not entry.ready:
-            text = f"Model '{cut(change.model, _NAME_CHARACTERS)}' not found. "
+            text = f"Model '{shorten(change.model, _NAME_CHARACTERS)}' not found. "
             _refuse(exchange, 404, text + "Thresholds can only be set for discovered models.")
         else:
             given = {field: getattr(change, name) for name, field in _FIELDS.items()}

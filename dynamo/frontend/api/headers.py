@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from dynamo.errors import InvalidArgument, cut
+from dynamo.errors import InvalidArgument, shorten
 from dynamo.protocols.engine import Routing
 
 __all__ = ["new_request_id", "request_id", "routed"]
@@ -90,7 +90,7 @@ def _integer(name: str, text: str) -> int:
         if value < 2**64:
             return value
     raise InvalidArgument(
-        f"Header '{name}' must be a non-negative integer of 64 bits, got {cut(repr(text))}"
+        f"Header '{name}' must be a non-negative integer of 64 bits, got {shorten(repr(text))}"
     )
 
 
@@ -101,4 +101,6 @@ def _priority(name: str, text: str) -> int:
         value = int(text)
         if -(2**31) <= value < 2**31:
             return value
-    raise InvalidArgument(f"Header '{name}' must be an integer of 32 bits, got {cut(repr(text))}")
+    raise InvalidArgument(
+        f"Header '{name}' must be an integer of 32 bits, got {shorten(repr(text))}"
+    )

@@ -13,9 +13,9 @@ from dynamo.protocols.codec import encode
 from dynamo.protocols.load import PrefillQueueState
 from dynamo.router.queue.prefill import PrefillQueue
 
-__all__ = ["INTERVAL_S", "PREFILL_QUEUE", "REPEAT_S", "PrefillMetrics", "QueueStatePublisher"]
+__all__ = ["INTERVAL_S", "REPEAT_S", "PrefillMetrics", "QueueStatePublisher"]
 
-PREFILL_QUEUE = "prefill_queue"
+
 INTERVAL_S = 0.1
 REPEAT_S = 1.0
 

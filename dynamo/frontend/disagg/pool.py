@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError
-from dynamo.frontend.disagg.metrics import PREFILL_QUEUE, QueueStatePublisher
+from dynamo.frontend.disagg.metrics import QueueStatePublisher
 from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.workers import AdmittedWorkers
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
+from dynamo.protocols.load import PREFILL_QUEUE
 from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime import Client, DistributedRuntime

@@ -33,7 +33,7 @@ from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.prefill import PrefillQueue, capacity_of
-from dynamo.router.queue.waiting import claim_of
+from dynamo.router.queue.waiting import priority_of
 from dynamo.runtime import Client
 
 __all__ = ["PrefillRouter"]
@@ -116,9 +116,11 @@ class PrefillRouter:
         if self.workers.overloaded(pin, self.queue.waiting_tokens):
             self._metrics.refused("overloaded")
             raise Overloaded("all prefill workers have too many prompt tokens to compute")
-        strict, boost_s = claim_of(routing)
+        strict, boost_s = priority_of(routing)
         try:
-            self.queue.enter(prefill, now_s, strict=strict, jump_s=max(boost_s, 0.0), pin=pin)
+            self.queue.add(
+                prefill, now_s, strict=strict, priority_boost_s=max(boost_s, 0.0), pin=pin
+            )
         except Overloaded:
             self._metrics.refused("queue_full")
             raise
@@ -157,7 +159,7 @@ class PrefillRouter:
         """Serve queued requests decode-only; running prefills may finish."""
         self.workers.picker = self.workers.client = None
         self.queue.busy = self.workers.busy
-        for worker_id in self.queue.known_workers:
+        for worker_id in self.queue.all_workers:
             self.remove_worker(worker_id)
 
     def add_worker(self, worker_id: int, config: RuntimeConfig) -> None:
@@ -184,7 +186,7 @@ class PrefillRouter:
 
     def cancelled(self, prefill: PrefillRequest) -> None:
         """Remove the request: its client has disconnected, or it has failed."""
-        self.queue.leave(prefill)
+        self.queue.remove(prefill)
         prefill.release()
         self._sender.send_next()
 
@@ -229,14 +231,14 @@ class PrefillRouter:
         prefill.attempts += 1
         if prefill.attempts > self._settings.prefill_retries:
             self._sender.decode_only(prefill, "retries", error)
-        elif not self.active or prefill.pin not in (None, *self.queue.known_workers):
+        elif not self.active or prefill.pin not in (None, *self.queue.all_workers):
             self._sender.decode_only(prefill, "no_worker", error)
         else:
             log.info("prefill of %s returns to the head of the queue: %s", prefill.id, error)
             self._metrics.requeued()
             prefill.patient = False
             prefill.engine_request.request.metrics.routed("prefill")
-            self.queue.give_back(prefill, prefill.pin)
+            self.queue.requeue(prefill, prefill.pin)
 
     def _expire(self, worker_id: int) -> None:
         """Fail the prompts of a removed worker that has not finished in time."""

@@ -166,14 +166,14 @@ class PrefillSender:
                 pass
         finally:
             self._sending = False
-        if self.queue.held_up and self._timer is None:
+        if self.queue.is_blocked and self._timer is None:
             self._timer = self._loop.call_later(_BUSY_CHECK_S, self._check_busy)
         self.on_change()
 
     def workers_changed(self) -> None:
         """Send what fits now; without any worker, empty the queue."""
         if not self.active:
-            for prefill in self.queue.take_all():
+            for prefill in self.queue.pop_all():
                 self.decode_only(prefill, "no_worker")
         self.send_next()
 
@@ -181,12 +181,12 @@ class PrefillSender:
         self, prefill: PrefillRequest, reason: str, error: DynamoError | None = None
     ) -> None:
         """Remove the request from the queue; the decode worker computes its prompt."""
-        self.queue.leave(prefill)
+        self.queue.remove(prefill)
         self._fallback.decode_only(prefill, reason, error)
 
     def refuse(self, prefill: PrefillRequest, error: DynamoError, by_worker: bool = False) -> None:
         """Remove the request from the queue and end it with ``error``."""
-        self.queue.leave(prefill)
+        self.queue.remove(prefill)
         self._fallback.refuse(prefill, error, by_worker)
 
     def _check_busy(self) -> None:
@@ -195,7 +195,7 @@ class PrefillSender:
 
     def _send(self, found: NextPrefill[PrefillRequest]) -> bool:
         """Send the first request; False if the queue must wait with it still at its head."""
-        prefill, request = found.ticket, found.ticket.engine_request
+        prefill, request = found.request, found.request.engine_request
         try:
             if found.workers is not None and self._waits_for_best(prefill, found.workers):
                 return True
@@ -236,7 +236,7 @@ class PrefillSender:
         A pin is the choice of the client, so its failure is the client's. Other constraints
         (taints, a rank) may exclude every prefill worker and still allow a decode worker.
         """
-        prefill = found.ticket
+        prefill = found.request
         if isinstance(error, WorkerUnavailable) and prefill.decision is not None:
             # Discovery will report that the worker left; the request stays first.
             self.suspend(prefill.decision.worker_id, True)

@@ -110,7 +110,7 @@ class ModelEntry:
             self._router = await self._start_router(runtime, settings, self._admitted)
             self._admitted.on_change(self._workers_changed)  # after the picker's own
             self.picker = self._router.picker
-            self.dispatch = Dispatch(self.picker, self.client, self._router.line)
+            self.dispatch = Dispatch(self.picker, self.client, self._router.queue)
             self.client.on_inhibited(self._router.picker.worker_pool.avoid)
             self._open_prefill(runtime, settings)
             self.ready = not self._closed

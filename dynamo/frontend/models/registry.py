@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
-from dynamo.errors import DynamoError, ModelNotFound, NoInstances, cut
+from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.protocols.card import ModelCard, decode_card
-from dynamo.protocols.control import EndpointRecord
+from dynamo.protocols.control import MODEL_CARDS, EndpointRecord
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent, Watch
 from dynamo.runtime.tasks import Tasks
@@ -25,7 +25,6 @@ from dynamo.runtime.tasks import Tasks
 __all__ = ["Models"]
 
 log = logging.getLogger(__name__)
-_PREFIX = "v1/mdc/"
 
 
 class Models:
@@ -59,7 +58,7 @@ class Models:
 
     async def start(self) -> None:
         """Watch; the cards that exist have been seen when this returns, not yet loaded."""
-        self._watch = self._runtime.discovery.watch(_PREFIX, self._on_event)
+        self._watch = self._runtime.discovery.watch(MODEL_CARDS, self._on_event)
         await self._watch.ready()
 
     async def loaded(self) -> None:
@@ -81,7 +80,7 @@ class Models:
         """
         entry = self._names.get(name)
         if entry is None or model_type not in entry.types:
-            raise ModelNotFound(f"Model not found: {cut(name)}")
+            raise ModelNotFound(f"Model not found: {shorten(name)}")
         if not entry.served:
             raise NoInstances
         return entry

@@ -6,7 +6,7 @@ answers must not take the first for it. docs/openai.md lists the rules.
 
 from __future__ import annotations
 
-from dynamo.errors import InvalidArgument, cut
+from dynamo.errors import InvalidArgument, shorten
 from dynamo.protocols.openai import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -45,8 +45,8 @@ def check_tool_choice(request: ChatCompletionRequest) -> None:
     ):
         if value is not None and value not in _FREE_CHOICES:
             raise InvalidArgument(
-                f"Validation: '{name}' must be 'auto' or 'none', got {cut(repr(value))}; a tool "
-                "call cannot be enforced without a tool-call parser"
+                f"Validation: '{name}' must be 'auto' or 'none', got {shorten(repr(value))}; "
+                "a tool call cannot be enforced without a tool-call parser"
             )
 
 
@@ -62,7 +62,7 @@ def _check_stop(stop: str | list[str]) -> None:
         if len(string) > MAX_STOP_CHARACTERS:
             raise InvalidArgument(
                 f"Validation: a 'stop' string takes at most {MAX_STOP_CHARACTERS} characters, "
-                f"got {len(string)}: {cut(repr(string))}"
+                f"got {len(string)}: {shorten(repr(string))}"
             )
 
 

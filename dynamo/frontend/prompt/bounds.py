@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynamo._fast.json_shape import measure
-from dynamo.errors import InvalidArgument, cut
+from dynamo.errors import InvalidArgument, shorten
 
 __all__ = [
     "INLINE_BODY_BYTES",
@@ -84,7 +84,8 @@ def check_engine_value(name: str, value: Any, depth: int = MAX_JSON_DEPTH) -> No
     if isinstance(value, int):
         if not -(2**63) <= value < 2**64:
             raise InvalidArgument(
-                f"Validation: {name}: integers must be between -2**63 and 2**64-1, got {cut(value)}"
+                f"Validation: {name}: integers must be between -2**63 and 2**64-1, "
+                f"got {shorten(value)}"
             )
     elif isinstance(value, dict | list):
         if not depth:
@@ -98,4 +99,4 @@ def check_engine_value(name: str, value: Any, depth: int = MAX_JSON_DEPTH) -> No
 
 
 def _member(name: bytes) -> str:
-    return f"'{cut(name.decode(errors='replace'))}'" if name else "the JSON body"
+    return f"'{shorten(name.decode(errors='replace'))}'" if name else "the JSON body"

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.errors import InvalidArgument, cut
+from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.bounds import check_json
 
 __all__ = ["ContentForm", "message_text", "template_messages"]
@@ -75,7 +75,7 @@ def _part_text(position: int, number: int, part: Mapping[str, Any]) -> str:
             return str(part[key])
     raise InvalidArgument(
         f"Validation: messages[{position}].content[{number}]: this model takes text, "
-        f"got a part of type `{cut(part.get('type'))}`"
+        f"got a part of type `{shorten(part.get('type'))}`"
     )
 
 

@@ -15,7 +15,6 @@ import msgspec
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES, MAX_ENGINE_BYTES
 from dynamo.frontend.prompt.messages import message_text
-from dynamo.frontend.prompt.model_files import read_model_files
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.sampling import (
     asked_annotations,
@@ -26,6 +25,7 @@ from dynamo.frontend.prompt.sampling import (
 )
 from dynamo.frontend.prompt.template import load_template
 from dynamo.frontend.prompt.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
+from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.codec import Tokens, encode, tokens
 from dynamo.protocols.engine import PreprocessedRequest
@@ -84,15 +84,15 @@ class Preprocessor:
         cache_bytes: int = CACHE_BYTES,
         custom_template_path: str | Path | None = None,
     ) -> None:
-        files = read_model_files(model_dir if model_dir is not None else card.source_path)
+        directory = ModelDirectory(model_dir if model_dir is not None else card.source_path)
         self.card = card
-        self.tokenizer: Tokenizer = load_tokenizer(files, cache_bytes)
+        self.tokenizer: Tokenizer = load_tokenizer(directory, cache_bytes)
         self.inline_limit_bytes = min(self.tokenizer.inline_limit_bytes, INLINE_BODY_BYTES)
         self.on_rendered: Callable[[float], None] = _nobody
         self.on_tokenized: Callable[[float], None] = _nobody
-        self.template = load_template(files, custom_template_path or card.custom_template_path)
+        self.template = load_template(directory, custom_template_path or card.custom_template_path)
         self.context_length = (
-            card.context_length or card.runtime_config.context_length or files.context_length
+            card.context_length or card.runtime_config.context_length or directory.context_length
         )
 
     def chat(self, request: ChatCompletionRequest) -> Prepared:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo.errors import InvalidArgument, cut
+from dynamo.errors import InvalidArgument, shorten
 from dynamo.protocols.engine import OutputOptions, Routing, SamplingOptions, StopConditions
 from dynamo.protocols.openai import GenerationRequest, NvExt
 
@@ -113,10 +113,10 @@ def _check_numbers(nvext: NvExt) -> None:
     for name in _NUMBERS:
         value = getattr(nvext, name)
         if value is not None and value > _LARGEST:
-            raise InvalidArgument(f"nvext.{name} must be at most {_LARGEST}, got {cut(value)}")
+            raise InvalidArgument(f"nvext.{name} must be at most {_LARGEST}, got {shorten(value)}")
     for value in nvext.allowed_worker_ids or ():
         if value > _LARGEST:
-            text = f"nvext.allowed_worker_ids must be at most {_LARGEST}, got {cut(value)}"
+            text = f"nvext.allowed_worker_ids must be at most {_LARGEST}, got {shorten(value)}"
             raise InvalidArgument(text)
 
 
@@ -161,5 +161,5 @@ def _response_schema(form: dict[str, Any]) -> Any:
         return described["schema"]
     raise InvalidArgument(
         "Validation: 'response_format' must be of type text, json_object, or json_schema with a "
-        f"`json_schema.schema`, got type `{cut(kind)}`"
+        f"`json_schema.schema`, got type `{shorten(kind)}`"
     )

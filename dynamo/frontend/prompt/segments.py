@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from dynamo.frontend.prompt.model_files import TokenizerFile
+from dynamo.frontend.prompt.tokenizer_file import TokenizerFile
 from dynamo.protocols.codec import Tokens
 
 __all__ = ["SegmentCache"]

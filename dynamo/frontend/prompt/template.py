@@ -14,11 +14,10 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
-import msgspec
 
-from dynamo.errors import ConfigError, InvalidArgument, cut
+from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.frontend.prompt.messages import ContentForm, template_messages
-from dynamo.frontend.prompt.model_files import ModelFiles, read_model_files
+from dynamo.llm.model_directory import ModelDirectory
 
 __all__ = ["ChatTemplate", "load_template"]
 
@@ -109,7 +108,7 @@ class ChatTemplate:
             # As Template.render does it, but it would copy the variables twice more.
             return "".join(template.root_render_func(template.new_context(seen, shared=True)))
         except _RENDER_ERRORS as error:
-            raise InvalidArgument(f"Chat template: {cut(error, _SHOWN)}") from None
+            raise InvalidArgument(f"Chat template: {shorten(error, _SHOWN)}") from None
 
     def _content_form(self) -> ContentForm:
         as_text = self._shows(_PROBE)
@@ -128,60 +127,19 @@ class ChatTemplate:
 
 
 def load_template(
-    model: str | Path | ModelFiles, custom_path: str | Path | None = None
+    model: str | Path | ModelDirectory, custom_path: str | Path | None = None
 ) -> ChatTemplate | None:
     """The template of a model directory, or the one in ``custom_path``; None if there is none.
 
     Looked for in the order custom file, chat_template.jinja, chat_template.json,
     tokenizer_config.json. Raises ConfigError.
     """
-    files = model if isinstance(model, ModelFiles) else read_model_files(model)
-    found = _find(files, Path(custom_path) if custom_path else None)
+    directory = model if isinstance(model, ModelDirectory) else ModelDirectory(model)
+    found = directory.chat_templates(custom_path)
     if found is None:
         return None
     named, origin = found
-    names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
-    specials = {name: text for name in names if (text := files.named_token(name)) is not None}
-    return ChatTemplate(named, specials, str(origin))
-
-
-def _find(files: ModelFiles, custom: Path | None) -> tuple[dict[str, str], Path] | None:
-    if custom is not None:
-        return {"default": _read(custom)}, custom
-    jinja = files.directory / "chat_template.jinja"
-    if jinja.exists():
-        return {"default": _read(jinja)}, jinja
-    path = files.directory / "chat_template.json"
-    source: Any = files.tokenizer_config.get("chat_template")
-    if path.exists():
-        try:
-            source = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])["chat_template"]
-        except (OSError, msgspec.DecodeError, KeyError) as error:
-            raise ConfigError(f"{path} has no `chat_template`: {error}; copy it again") from None
-    elif source is None:
-        return None
-    else:
-        path = files.directory / "tokenizer_config.json"
-    return _named(source, path), path
-
-
-def _named(source: Any, path: Path) -> dict[str, str]:
-    if isinstance(source, str):
-        return {"default": source}
-    try:
-        named = {str(entry["name"]): str(entry["template"]) for entry in source}
-    except (TypeError, KeyError):
-        named = {}
-    if not named:
-        raise ConfigError(f"{path}: `chat_template` must be a string or a list of named templates")
-    return named
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat template {path} cannot be read: {error}") from None
+    return ChatTemplate(named, directory.special_tokens, str(origin))
 
 
 def _open_last(prompt: str, message: Message) -> str:

@@ -20,8 +20,9 @@ import tokenizers
 from dynamo.config import preset
 from dynamo.errors import ConfigError
 from dynamo.frontend.answer.pieces import PieceTable
-from dynamo.frontend.prompt.model_files import ModelFiles, TokenizerFile, read_model_files
 from dynamo.frontend.prompt.segments import SegmentCache
+from dynamo.frontend.prompt.tokenizer_file import TokenizerFile, read_tokenizer_file
+from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.codec import Tokens
 
 __all__ = ["CACHE_BYTES", "CacheStats", "Tokenizer", "load_tokenizer"]
@@ -69,16 +70,19 @@ class Tokenizer:
     table for streaming (None if the model has none).
     """
 
-    def __init__(self, files: ModelFiles, cache_bytes: int = CACHE_BYTES) -> None:
-        parsed = files.tokenizer_file()
-        reference = _reference(files.tokenizer_path)
+    def __init__(self, directory: ModelDirectory, cache_bytes: int = CACHE_BYTES) -> None:
+        path = directory.tokenizer_path
+        parsed = read_tokenizer_file(path)
+        reference = _reference(path)
         self.special_ids = frozenset(token.id for token in parsed.added_tokens if token.special)
-        self.vocab_size = max(files.vocab_size, reference.get_vocab_size(with_added_tokens=True))
-        self.eos_ids = _eos_ids(files, reference)
+        self.vocab_size = max(
+            directory.vocab_size, reference.get_vocab_size(with_added_tokens=True)
+        )
+        self.eos_ids = _eos_ids(directory, reference)
         self.pieces = PieceTable.of(parsed)
         self._longest_token_bytes = _longest_token_bytes(parsed, self.pieces)
         self._shrinks_by = _most_shrunk_by(parsed.normalizer)
-        self._encoder = _choose_encoder(files.tokenizer_path, parsed, reference, cache_bytes)
+        self._encoder = _choose_encoder(path, parsed, reference, cache_bytes)
         # The reference holds the whole vocabulary a second time: keep it only if it still works.
         self._reference = None if self.pieces and self._encoder.name == "fastokens" else reference
 
@@ -134,10 +138,10 @@ class Tokenizer:
         return self._encoder.stats()
 
 
-def load_tokenizer(model: str | Path | ModelFiles, cache_bytes: int = CACHE_BYTES) -> Tokenizer:
+def load_tokenizer(model: str | Path | ModelDirectory, cache_bytes: int = CACHE_BYTES) -> Tokenizer:
     """The tokenizer in a model directory. Raises ConfigError naming the file and the remedy."""
-    files = model if isinstance(model, ModelFiles) else read_model_files(model)
-    return Tokenizer(files, cache_bytes)
+    directory = model if isinstance(model, ModelDirectory) else ModelDirectory(model)
+    return Tokenizer(directory, cache_bytes)
 
 
 class _FastEncoder:
@@ -273,8 +277,8 @@ def _most_shrunk_by(normalizer: dict[str, Any] | None) -> int:
     return _SHRINKING.get(str(kind), 0)
 
 
-def _eos_ids(files: ModelFiles, reference: tokenizers.Tokenizer) -> list[int]:
-    found = files.eos_ids()
-    name = files.named_token("eos_token")
+def _eos_ids(directory: ModelDirectory, reference: tokenizers.Tokenizer) -> list[int]:
+    found = directory.eos_ids
+    name = directory.special_tokens.get("eos_token")
     named = reference.token_to_id(name) if name is not None else None
     return found if named is None or named in found else [*found, named]

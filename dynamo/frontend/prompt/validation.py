@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.errors import InvalidArgument, cut
+from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.answer_options import check_answer_options, check_tool_choice
 from dynamo.frontend.prompt.bounds import (
     MAX_CHOICES,
@@ -162,7 +162,7 @@ def _explain(
         return InvalidArgument(f"{_DESERIALIZE}expected `object`, got `{type(raw).__name__}`")
     unknown = sorted(raw.keys() - set(kind.__struct_fields__))
     if unknown and not ignore_unsupported:
-        names = ", ".join(f"`{cut(name)}`" for name in unknown[:_NAMED])
+        names = ", ".join(f"`{shorten(name)}`" for name in unknown[:_NAMED])
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
         return InvalidArgument(f"Unsupported parameter(s): {names}{more}")
     return InvalidArgument(_out_of_range(raw) or _DESERIALIZE + _where(str(error)))
@@ -171,15 +171,17 @@ def _explain(
 def _out_of_range(raw: dict[str, Any]) -> str | None:
     for value in _numbers((raw.get("max_tokens"), raw.get("max_completion_tokens"))):
         if value <= 0:
-            return f"Validation: Max tokens must be greater than 0, got {cut(value)}"
+            return f"Validation: Max tokens must be greater than 0, got {shorten(value)}"
         if value > MAX_TOKENS_LIMIT:
-            return f"Validation: Max tokens must not exceed {MAX_TOKENS_LIMIT}, got {cut(value)}"
+            return (
+                f"Validation: Max tokens must not exceed {MAX_TOKENS_LIMIT}, got {shorten(value)}"
+            )
     for name, (low, high) in RANGES.items():
         given = raw.get(name)
         for value in _numbers(given.values() if isinstance(given, dict) else (given,)):
             if not low <= value <= high or (name == "repetition_penalty" and value == 0):
                 title = name.replace("_penalty", " penalty").replace("_bias", " bias").capitalize()
-                return f"Validation: {title} must be between {low} and {high}, got {cut(value)}"
+                return f"Validation: {title} must be between {low} and {high}, got {shorten(value)}"
     return None
 
 

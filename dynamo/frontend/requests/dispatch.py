@@ -15,8 +15,7 @@ from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
-from dynamo.router.queue.queued_request import QueuedRequest
-from dynamo.router.queue.request_queue import RequestQueue
+from dynamo.router.queue.request_queue import QueuedRequest, RequestQueue
 from dynamo.runtime import Client
 from dynamo.runtime.requests.stream import REQUEST_ID
 
@@ -85,7 +84,7 @@ class Dispatch:
             )
             self._open(engine_request, decision, 0)
             return
-        found = queue.request(
+        found = queue.submit(
             engine_request.id,
             preprocessed.token_ids,
             routing=routing,

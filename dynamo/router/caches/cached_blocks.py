@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import Weights
-from dynamo.router.caches.optimistic import RecentPrompts
+from dynamo.router.caches.optimistic import OptimisticCache
 from dynamo.router.cost import TierCounts, effective_blocks
 
 __all__ = ["DISK", "EXTERNAL", "HOST", "CachedBlocks"]
@@ -43,14 +43,14 @@ class CachedBlocks:
     def look(
         self,
         hashes: array[int],
-        optimistic: RecentPrompts | None,
+        optimistic: OptimisticCache | None,
         now_s: float,
         in_progress: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Fill the columns for the prompt of these block hashes.
 
-        What ``optimistic`` believes at ``now_s``, and the blocks ``in_progress`` as pairs of slot and
-        leading blocks, count as if they were on the device already.
+        The predictions of ``optimistic`` at ``now_s``, and the blocks ``in_progress`` (pairs of
+        slot and leading blocks), count as if they were on the device already.
         O(blocks held + slots).
         """
         index = self._index

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from dynamo._fast.radix import InvalidSequence, ParentNotFound, RadixTree
 from dynamo.protocols.kv import (
+    TIER_NUMBERS,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -22,9 +23,8 @@ from dynamo.protocols.kv import (
     KvQueryAnswer,
 )
 
-__all__ = ["TIERS", "EventCounts", "Indexer", "Recovery", "Threads"]
+__all__ = ["EventCounts", "Indexer", "Recovery", "Threads"]
 
-TIERS = {"device": 0, "host_pinned": 1, "disk": 2, "external": 3}
 """``KvEvent.storage_tier`` to the index's tier. Blocks of others are ignored (and counted).
 
 *Cleared* on the device means that there is nothing at all, on another tier only that one.
@@ -98,7 +98,7 @@ class _Stream:
     last: int | None = None
     asked: Recovery | None = None
     held: deque[KvEvent] = field(default_factory=deque)
-    fruitless: int = 0
+    failed_attempts: int = 0
     incomplete: bool = False
     heard: bool = False
     given: bool = False
@@ -181,7 +181,7 @@ class Indexer:
         Live events may be applied between steps: they are held until the last one. An answer to a
         question that no longer stands, or stands no longer at a later step, is ignored from there.
         """
-        stream = self._standing(recovery)
+        stream = self._pending_stream(recovery)
         if stream is None:
             return
         if answer is None:
@@ -190,18 +190,18 @@ class Indexer:
             before = stream.last
             for _ in self._taken(stream, answer, answer.events if events is None else events):
                 yield
-                if not self.stands(recovery):
+                if not self.is_pending(recovery):
                     return
             if not self._helped(stream, recovery, answer, before):
                 return
         yield from self._drained(stream, recovery)
-        if self.stands(recovery):
+        if self.is_pending(recovery):
             stream.asked = None
             self._settle(stream)
 
-    def stands(self, recovery: Recovery) -> bool:
+    def is_pending(self, recovery: Recovery) -> bool:
         """Whether the answer to this question is still waited for."""
-        return self._standing(recovery) is not None
+        return self._pending_stream(recovery) is not None
 
     def verify(self) -> None:
         """Ask every worker for what came since; finds a lost last event, which shows no gap.
@@ -242,7 +242,7 @@ class Indexer:
         """Make the stream ours, with what the threads know of it."""
         if stream.given and self._threads is not None:
             stream.given = False
-            stream.fruitless = 0
+            stream.failed_attempts = 0
             known = self._threads.take(stream.worker_id, stream.dp_rank)
             if known is not None:
                 stream.last, heard = known
@@ -263,7 +263,7 @@ class Indexer:
         else:
             self._restart(stream)
 
-    def _standing(self, recovery: Recovery) -> _Stream | None:
+    def _pending_stream(self, recovery: Recovery) -> _Stream | None:
         stream = self._streams.get((recovery.worker_id, recovery.dp_rank))
         return stream if stream is not None and stream.asked is recovery else None
 
@@ -282,7 +282,7 @@ class Indexer:
     def _next(self, stream: _Stream, event: KvEvent) -> None:
         if stream.last is None or event.event_id == stream.last + 1:
             stream.last = event.event_id
-            stream.fruitless = 0
+            stream.failed_attempts = 0
             self._change(stream, event)
         elif event.event_id <= stream.last:
             self._counts.warning("duplicate")
@@ -320,7 +320,7 @@ class Indexer:
     def _drained(self, stream: _Stream, recovery: Recovery) -> Iterator[None]:
         """Take held events up to the next gap, which is asked for."""
         cost = 0
-        while self.stands(recovery) and stream.held:
+        while self.is_pending(recovery) and stream.held:
             event = stream.held.popleft()
             self._next(stream, event)
             cost += _cost(event)
@@ -343,8 +343,8 @@ class Indexer:
                 return True
         elif stream.last != before:
             return True
-        stream.fruitless += 1
-        if recovery.again or stream.fruitless > 1:
+        stream.failed_attempts += 1
+        if recovery.again or stream.failed_attempts > 1:
             self._give_up(stream, recovery)
             return True
         self._recover(stream, None, None)
@@ -353,19 +353,19 @@ class Indexer:
     def _give_up(self, stream: _Stream, recovery: Recovery) -> None:
         """Go on with live events. What is in doubt is forgotten, and asked for by verify()."""
         self._counts.warning("recovery_failed")
-        stream.fruitless = 0
+        stream.failed_attempts = 0
         if not recovery.again:
             self._restart(stream)
 
     def _restart(self, stream: _Stream) -> None:
         self._index.clear_all(stream.slot)
         stream.last = None
-        stream.fruitless = 0
+        stream.failed_attempts = 0
         stream.incomplete = stream.answers
 
     def _change(self, stream: _Stream, event: KvEvent) -> None:
         data = event.data
-        tier = TIERS.get(event.storage_tier)
+        tier = TIER_NUMBERS.get(event.storage_tier)
         try:
             status = "ignored_tier" if tier is None else self._apply_to_index(stream, data, tier)
         except ParentNotFound:

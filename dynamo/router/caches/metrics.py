@@ -6,11 +6,11 @@ from dynamo._fast.radix import RadixTree
 from dynamo.observability.metrics import Counter, Gauge, Registry
 from dynamo.observability.names import Router, counter, gauge
 from dynamo.observability.names_router import EventSources, Predictions, RouterIndex
-from dynamo.router.caches.optimistic import RecentPrompts
+from dynamo.router.caches.optimistic import OptimisticCache
 from dynamo.router.caches.predicted import PredictedCache, PredictionCounts
 from dynamo.router.metrics import RouterLabels
 
-__all__ = ["EventMetrics", "predictions", "recent_prompts", "useless_sources"]
+__all__ = ["EventMetrics", "predictions", "show_optimistic_cache", "useless_sources"]
 
 
 class EventMetrics:
@@ -66,10 +66,12 @@ def predictions(
         gauge(registry, spec).labels(*here, place.router_id).function = read
 
 
-def recent_prompts(registry: Registry, place: RouterLabels, recent: RecentPrompts) -> None:
+def show_optimistic_cache(
+    registry: Registry, place: RouterLabels, optimistic: OptimisticCache
+) -> None:
     """Show what is believed for a moment beside the events."""
     here = place.component, place.namespace, place.router_id
-    gauge(registry, Predictions.MEMORY_BYTES).labels(*here).function = recent.memory_bytes
+    gauge(registry, Predictions.MEMORY_BYTES).labels(*here).function = optimistic.memory_bytes
 
 
 def useless_sources(registry: Registry, place: RouterLabels, endpoint: str) -> Gauge:

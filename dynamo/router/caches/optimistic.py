@@ -12,10 +12,10 @@ from dynamo._fast.radix import RadixTree
 from dynamo.config.router import RouterSettings
 from dynamo.router.caches.predicted import PredictedCache
 
-__all__ = ["RecentPrompts", "make_recent"]
+__all__ = ["OptimisticCache", "make_optimistic_cache"]
 
 
-class RecentPrompts:
+class OptimisticCache:
     """Blocks of decisions, believed on the chosen slot for ``ttl_s``; then only events count.
 
     At most ``max_blocks`` (block, slot) pairs, the oldest go first. Slots are those of the fleet.
@@ -65,10 +65,10 @@ class RecentPrompts:
         assert [slot for _, _, slot in self._index.slots()] == list(range(self._index.capacity()))
 
 
-def make_recent(settings: RouterSettings) -> RecentPrompts | None:
+def make_optimistic_cache(settings: RouterSettings) -> OptimisticCache | None:
     """What the settings ask for: only where events are followed."""
     if settings.predicted_ttl_s is None or not settings.uses_index or settings.predicts:
         return None
-    return RecentPrompts(
+    return OptimisticCache(
         settings.predicted_ttl_s, settings.max_tree_size, settings.prune_target_ratio
     )

@@ -15,9 +15,8 @@ from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.runtime import Client
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["KV_QUERY", "Questions"]
+__all__ = ["RecoveryClient"]
 
-KV_QUERY = "kv_query"
 """Endpoint of the worker's component that answers a ``KvQuery`` with one ``KvQueryAnswer``."""
 
 BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
@@ -46,7 +45,7 @@ class _Answer(msgspec.Struct):
 _decode_answer = codec.decoder(_Answer).decode
 
 
-class Questions:
+class RecoveryClient:
     """Open questions to workers; one task each. ``client`` follows the ``kv_query`` endpoint.
 
     An answer about blocks of another size than ``block_size`` goes to ``on_foreign_blocks`` (worker
@@ -85,7 +84,7 @@ class Questions:
                 return
             except (DynamoError, TimeoutError, msgspec.MsgspecError) as error:
                 failure = error
-            if not self._indexer.stands(recovery):
+            if not self._indexer.is_pending(recovery):
                 return
             if pause_s is not None:
                 await asyncio.sleep(pause_s)
@@ -103,7 +102,7 @@ class Questions:
     async def _answered(self, recovery: Recovery, answer: _Answer) -> None:
         if answer.block_size in (None, self._block_size):
             await self._take(recovery, answer.header(), map(_decode_event, answer.events))
-        elif self._indexer.stands(recovery):
+        elif self._indexer.is_pending(recovery):
             self._on_foreign_blocks(recovery.worker_id, answer.block_size)
 
     async def _take(

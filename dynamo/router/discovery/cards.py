@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from dynamo.protocols.card import BlockSize, RuntimeConfig
-from dynamo.protocols.control import Id, record_decoder
+from dynamo.protocols.card import DEFAULT_BLOCK_SIZE, BlockSize, RuntimeConfig
+from dynamo.protocols.control import MODEL_CARDS, Id, record_decoder
 from dynamo.runtime.discovery import Discovery, KeyEvent, Watch
 
 __all__ = ["CardPart", "WorkerCards"]
@@ -20,7 +20,7 @@ class CardPart(msgspec.Struct):
     """What the router reads of a model card; defaults are those of the whole card."""
 
     instance_id: Id
-    kv_cache_block_size: BlockSize = 64
+    kv_cache_block_size: BlockSize = DEFAULT_BLOCK_SIZE
     worker_type: str = "Aggregated"
     runtime_config: RuntimeConfig = msgspec.field(default_factory=RuntimeConfig)
 
@@ -39,7 +39,7 @@ class WorkerCards:
 
     async def start(self, discovery: Discovery, path: tuple[str, str, str]) -> None:
         """Follow the cards; those that exist are known on return."""
-        self._watch = discovery.watch("v1/mdc/" + "/".join(path) + "/", self._on_key)
+        self._watch = discovery.watch(MODEL_CARDS + "/".join(path) + "/", self._on_key)
         await self._watch.ready()
 
     def close(self) -> None:

@@ -8,13 +8,12 @@ from collections.abc import Callable
 import msgspec
 
 from dynamo.protocols import codec
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols.load import KV_METRICS, KvMetrics
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events.channels import Subscription
 
-__all__ = ["KV_METRICS", "LoadFeed"]
+__all__ = ["LoadFeed"]
 
-KV_METRICS = "kv_metrics"
 
 logger = logging.getLogger(__name__)
 _decode = codec.decoder(list[KvMetrics]).decode

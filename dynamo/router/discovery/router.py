@@ -14,16 +14,16 @@ from dynamo.config.router import RouterSettings
 from dynamo.protocols import codec
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
-from dynamo.protocols.kv import KvEventBatch
+from dynamo.protocols.kv import KV_EVENTS, KV_QUERY, KvEventBatch
 from dynamo.router.caches.event_threads import EventThreads
 from dynamo.router.caches.indexer import Indexer, Recovery
 from dynamo.router.caches.metrics import (
     EventMetrics,
     predictions,
-    recent_prompts,
+    show_optimistic_cache,
     useless_sources,
 )
-from dynamo.router.caches.recovery import KV_QUERY, Questions
+from dynamo.router.caches.recovery import RecoveryClient
 from dynamo.router.discovery.block_sizes import events_differ, worker_differs
 from dynamo.router.discovery.cards import WorkerCards
 from dynamo.router.discovery.load_feed import LoadFeed
@@ -33,15 +33,14 @@ from dynamo.router.eligibility.metrics import gates
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels, WorkerMetrics
-from dynamo.router.queue.request_queue import line_for
+from dynamo.router.queue.request_queue import make_queue
 from dynamo.router.sync.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.client import OnInstances
 from dynamo.runtime.events.channels import ZMQ, Subscription
 
-__all__ = ["KV_EVENTS", "ConnectedRouter", "InstanceSource"]
+__all__ = ["ConnectedRouter", "InstanceSource"]
 
-KV_EVENTS = "kv-events"
 
 logger = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
@@ -92,7 +91,7 @@ class ConnectedRouter:
             metrics=DecisionMetrics(registry, place) if kv_mode else None,
         )
         gates(registry, place, self.picker.eligibility)
-        self.line = line_for(settings, self.picker, registry, place)
+        self.queue = make_queue(settings, self.picker, registry, place)
         self.indexer: Indexer | None = None
         self._threads: EventThreads | None = None
         self._rows = WorkerMetrics(registry, place) if kv_mode else None
@@ -105,7 +104,7 @@ class ConnectedRouter:
             self.indexer = Indexer(index, self._on_recovery, self._counts, ingest)
         if settings.predicts and settings.event_threads > 1:
             logger.warning("without KV events --router-event-threads has no effect")
-        self._recovery: Questions | None = None
+        self._recovery: RecoveryClient | None = None
         self._devices: dict[int, str] = {}
         self._cards = WorkerCards(self._on_card)
         self._events: Subscription | None = None
@@ -128,7 +127,7 @@ class ConnectedRouter:
         await self._cards.start(self._runtime.discovery, self.path)
         if self.indexer is not None:
             query = await self._runtime.endpoint(f"{namespace}.{component}.{KV_QUERY}").client()
-            self._recovery = Questions(
+            self._recovery = RecoveryClient(
                 query, self.indexer, self.block_size, self._on_foreign_blocks
             )
             on_events, over = self._on_events, None
@@ -157,8 +156,8 @@ class ConnectedRouter:
     async def close(self) -> None:
         """Stop following, turn away who waits. Idempotent."""
         self._closed = True
-        if self.line is not None:
-            self.line.close()
+        if self.queue is not None:
+            self.queue.close()
         if self._maintenance is not None:
             self._maintenance.close()
         self._cards.close()
@@ -184,7 +183,7 @@ class ConnectedRouter:
             policy = self._settings.approximate_cache_policy
             predictions(registry, place, picker.index, picker.predicted, policy)
         if picker.optimistic is not None:
-            recent_prompts(registry, place, picker.optimistic)
+            show_optimistic_cache(registry, place, picker.optimistic)
 
     def _on_instances(self, added: list[EndpointRecord], removed: list[int]) -> None:
         if self._closed:

@@ -9,14 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo.config.router import RouterSettings
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS, RuntimeConfig
 from dynamo.protocols.load import KvMetrics
 from dynamo.router.worker_pool import Member, WorkerPool
 
-__all__ = ["UNKNOWN_BATCH_TOKENS", "BusyWatch", "Thresholds", "configured", "is_busy"]
-
-UNKNOWN_BATCH_TOKENS = 10_000_000
-"""Taken for ``max_num_batched_tokens`` where a worker does not tell it."""
+__all__ = ["BusyWatch", "Thresholds", "configured", "is_busy"]
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class ActiveLoad:
             sequence_hashes, unique_blocks = None, 0
         self._sequences.project_into(sequence_hashes, unique_blocks, prefill_tokens, decode_blocks)
         if self._prefills is not None:
-            self._prefills.relieve(prefill_tokens, self._clock())
+            self._prefills.subtract_done(prefill_tokens, self._clock())
 
     def book(
         self,

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from dynamo._fast.anchors import Anchors
+from dynamo._fast.prefill_progress import PrefillProgress
 
 __all__ = ["BusyInterval", "Predictor", "PrefillLoad", "PrefillModel", "StaticModel"]
 
@@ -58,7 +58,7 @@ class StaticModel:
 
 
 class PrefillLoad:
-    """Active prefills by slot, in order of age. Every call is O(1) but :meth:`relieve`.
+    """Active prefills by slot, in order of age. Every call is O(1) but :meth:`subtract_done`.
 
     Memory is bounded by what is booked. Of a slot's anchor ``base`` tokens count as done at
     ``since``; an overtaking moves them by whole tokens, which is exact in floating point, so that
@@ -68,7 +68,7 @@ class PrefillLoad:
     def __init__(self, model: PrefillModel) -> None:
         self._model = model
         self._lines: dict[int, _Line] = {}
-        self._anchors = Anchors()
+        self._progress = PrefillProgress()
 
     def begin(
         self, slot: int, request_id: str, tokens: int, cached_tokens: int, now_s: float
@@ -82,7 +82,7 @@ class PrefillLoad:
         line = self._lines.get(slot)
         if line is None:
             line = self._lines[slot] = _Line(prefill, now_s)
-            self._anchors.set(slot, 0.0, prefill.rate, now_s, tokens)
+            self._progress.set(slot, 0.0, prefill.rate, now_s, tokens)
         line.prefills[request_id] = prefill
 
     def first_token(self, slot: int, request_id: str, now_s: float) -> None:
@@ -96,8 +96,8 @@ class PrefillLoad:
         if prefill is oldest:
             self._next(slot, line, now_s)
         elif oldest.rate and prefill.rate:
-            left = max(self._anchors.value(slot, now_s) - prefill.tokens, 0.0)
-            self._anchors.set(slot, left, oldest.rate, now_s, oldest.tokens)
+            left = max(self._progress.value(slot, now_s) - prefill.tokens, 0.0)
+            self._progress.set(slot, left, oldest.rate, now_s, oldest.tokens)
         stretch = line.stretch(now_s)
         if stretch is not None:
             self._model.observe(stretch, now_s)
@@ -115,15 +115,15 @@ class PrefillLoad:
     def drop_slot(self, slot: int) -> None:
         """The worker is gone."""
         if self._lines.pop(slot, None) is not None:
-            self._anchors.set(slot, 0.0, 0.0, 0.0, 0.0)
+            self._progress.set(slot, 0.0, 0.0, 0.0, 0.0)
 
     def done_tokens(self, slot: int, now_s: float) -> int:
         """How many of the tokens booked on ``slot`` are computed, as far as is modelled."""
-        return int(self._anchors.value(slot, now_s))
+        return int(self._progress.value(slot, now_s))
 
-    def relieve(self, prefill_tokens: array[int], now_s: float) -> None:
+    def subtract_done(self, prefill_tokens: array[int], now_s: float) -> None:
         """Take what is computed off a column (i64) by slot. O(slots), compiled."""
-        self._anchors.relieve(prefill_tokens, now_s)
+        self._progress.subtract_done(prefill_tokens, now_s)
 
     def _next(self, slot: int, line: _Line, now_s: float) -> None:
         """The oldest that is left stands for the time from now on."""
@@ -131,7 +131,7 @@ class PrefillLoad:
             self.drop_slot(slot)
             return
         oldest = line.oldest = next(iter(line.prefills.values()))
-        self._anchors.set(slot, 0.0, oldest.rate, now_s, oldest.tokens)
+        self._progress.set(slot, 0.0, oldest.rate, now_s, oldest.tokens)
 
 
 class _Prefill(NamedTuple):

@@ -1,3 +1,3 @@
-"""Requests that wait until a worker has room for their prompt."""
+"""Queues of requests that wait for a worker: order, limits, and when they may go."""
 
 __all__: list[str] = []

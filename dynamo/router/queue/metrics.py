@@ -1,4 +1,4 @@
-"""What the line before the workers counts. Spec 6.1."""
+"""Metrics of the queue before the workers. Spec 6.1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BACKLOG, _PREFILL = "backlog", "prefill_load"
 
 
 class QueueMetrics:
-    """Children of ``registry``'s families for ``model``, or free-standing ones without it."""
+    """The series of ``model`` in ``registry``, or unregistered ones without a registry."""
 
     def __init__(
         self, registry: Registry | None = None, model: str = "", worker_type: str = "decode"
@@ -44,7 +44,7 @@ class QueueMetrics:
         }
 
     def show(self, queue: WaitingQueue[Any]) -> None:
-        """Show who waits in ``queue``."""
+        """Export the size of ``queue``."""
         if self._registry is None:
             return
         for spec, read in (
@@ -55,10 +55,10 @@ class QueueMetrics:
             gauge(self._registry, spec).labels(*self._labels).function = read
 
     def joined(self, before: int) -> None:
-        """A request has to wait, with ``before`` others already in line."""
+        """Count a queued request, with ``before`` others ahead."""
         self._pressed[_BACKLOG if before else _PREFILL].value += 1
 
     def refused(self, error: Overloaded) -> None:
-        """A request was turned away."""
+        """Count a rejected request."""
         full = isinstance(error, RouterQueueLimitExceeded)
         self._rejected[_LIMIT if full else _OVERLOADED].value += 1

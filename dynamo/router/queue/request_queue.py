@@ -1,8 +1,8 @@
-"""The line before the workers: requests wait while all of them have enough prefill to do.
+"""The queue before the workers: requests wait while all workers have enough prefill to do.
 
-It stands between callers and a :class:`KvPicker`. Waiting puts the decision off: it is made with
-what is cached and booked when the request's turn comes. Spec 3.9; seed: router guide, queue
-threshold.
+It stands between callers and a :class:`KvPicker` and postpones the decision: a request is routed
+when it reaches the head, with the caches and loads of that moment. Spec 3.9; seed: router guide,
+queue threshold.
 """
 
 from __future__ import annotations
@@ -11,39 +11,75 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, InvalidArgument, Overloaded, Unavailable
 from dynamo.observability.metrics import Registry
+from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.cost import cached_tokens
-from dynamo.router.eligibility.busy import UNKNOWN_BATCH_TOKENS
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.metrics import QueueMetrics
-from dynamo.router.queue.queued_request import Handle, Later, OnDecision, OnError, QueuedRequest
-from dynamo.router.queue.waiting import QueueEntry, WaitingQueue, claim_of
+from dynamo.router.queue.waiting import QueueEntry, WaitingQueue, priority_of
 
-__all__ = ["TICK_S", "RequestQueue", "line_for"]
+__all__ = ["TICK_S", "OnDecision", "OnError", "QueuedRequest", "RequestQueue", "make_queue"]
 
 TICK_S = 0.1
-"""While somebody waits, look this often for what nobody tells: busy reports, decaying load."""
-_AT_ONCE = 32
+"""Poll this often, while requests wait, for changes without a callback: load that decays with time,
+busy reports that expire."""
+_BATCH = 32
+"""Requests that one loop iteration routes, or whose cached tokens it refreshes."""
 
 logger = logging.getLogger(__name__)
 
+OnDecision = Callable[[Decision], None]
+OnError = Callable[[DynamoError], None]
+
+
+class Timer(Protocol):
+    """A scheduled callback."""
+
+    def cancel(self) -> None:
+        """Prevent the call."""
+        ...
+
+
+CallLater = Callable[[float, Callable[[], None]], Timer]
+"""(delay in seconds, callback) to a timer."""
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest(QueueEntry):
+    """A request in the queue."""
+
+    request_id: str
+    tokens: Tokens
+    routing: Routing | None
+    override: Mapping[str, Any] | None
+    on_decision: OnDecision
+    on_error: OnError
+    refreshed_s: float
+    _queue: RequestQueue
+
+    def cancel(self) -> None:
+        """Remove the request: nothing is booked, no callback is called. Idempotent, also after
+        the end."""
+        self._queue._cancel(self)
+
 
 class RequestQueue:
-    """Lets requests through to ``picker``, or has them wait for it, in the order of a policy.
+    """Passes requests to ``picker``, or queues them in the order of a policy.
 
     A request waits if others do, or if every (worker, dp_rank) that may take it has more active
-    prefill tokens than ``threshold`` of its ``max_num_batched_tokens``. The head of the line waits
-    until one has less, and everybody behind it with it. ``clock`` is the picker's own, ``later``
-    calls back on the loop's thread.
+    prefill tokens than ``threshold`` of its ``max_num_batched_tokens``. The head waits until one
+    has less, and all others behind it. ``clock`` is the picker's own, ``call_later`` calls back on
+    the loop's thread.
     """
 
     def __init__(
@@ -52,31 +88,29 @@ class RequestQueue:
         settings: RouterSettings,
         metrics: QueueMetrics | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        later: Later | None = None,
+        call_later: CallLater | None = None,
     ) -> None:
-        assert settings.queue_threshold is not None, "without a threshold there is no line"
+        assert settings.queue_threshold is not None, "a queue needs a threshold"
         self.picker = picker
         self._threshold = settings.queue_threshold
         self._refresh_s = settings.overlap_refresh_after_s
         self._queue: WaitingQueue[QueuedRequest] = WaitingQueue(
             settings.queue_policy, settings.queue_limit
         )
-        self._waiters: dict[
-            str, QueueEntry[QueuedRequest]
-        ] = {}  # in the order of looking at their caches
+        self._requests: dict[str, QueuedRequest] = {}  # the least recently refreshed first
         self._metrics = metrics or QueueMetrics()
         self._metrics.show(self._queue)
         self._clock = clock
-        self._later = later or _on_loop
-        self._soon: Handle | None = None
-        self._tick_timer: Handle | None = None
+        self._call_later = call_later or _on_loop
+        self._drain_timer: Timer | None = None
+        self._tick_timer: Timer | None = None
         self._closed = False
         picker.eligibility.on_change = self.wake
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def request(
+    def submit(
         self,
         request_id: str,
         tokens: Tokens,
@@ -86,11 +120,11 @@ class RequestQueue:
         on_decision: OnDecision,
         on_error: OnError,
     ) -> Decision | QueuedRequest:
-        """The decision, booked, if there is no need to wait; else a ticket.
+        """Return the decision, booked, if the request need not wait; else the queued request.
 
-        Of a ticket, exactly one of ``on_decision`` (booked by then) and ``on_error`` is called,
-        later and from the loop, unless it is cancelled. Raises what :meth:`Picker.pick` raises, and
-        RouterQueueLimitExceeded.
+        Of a queued request exactly one of ``on_decision`` (booked by then) and ``on_error`` is
+        called, later and from the loop, unless it is cancelled. Raises what :meth:`Picker.pick`
+        raises, and RouterQueueLimitExceeded.
         """
         self._metrics.received.value += 1
         try:
@@ -98,38 +132,28 @@ class RequestQueue:
                 raise Unavailable("Service is shutting down")
             if not self._queue and self._admits(routing):
                 return self.picker.pick(request_id, tokens, routing=routing, override=override)
-            return self._join(
-                QueuedRequest(
-                    self.leave, request_id, tokens, routing, override, on_decision, on_error
-                )
-            )
+            return self._enqueue(request_id, tokens, routing, override, on_decision, on_error)
         except Overloaded as error:
             self._metrics.refused(error)
             raise
 
     def wake(self) -> None:
-        """Load or workers have changed: soon see who may go."""
-        if self._queue and self._soon is None:
-            self._soon = self._later(0.0, self._drain)
-
-    def leave(self, ticket: QueuedRequest) -> None:
-        """See :meth:`QueuedRequest.cancel`."""
-        if self._remove(ticket):
-            self._metrics.left.value += 1
-            self.wake()
+        """Schedule another look at the head: load or workers have changed."""
+        if self._queue and self._drain_timer is None:
+            self._drain_timer = self._call_later(0.0, self._drain)
 
     def close(self) -> None:
-        """Turn away who waits and who comes from now on. Idempotent."""
+        """Reject all queued and all further requests. Idempotent."""
         self._closed = True
-        for timer in (self._soon, self._tick_timer):
+        for timer in (self._drain_timer, self._tick_timer):
             if timer is not None:
                 timer.cancel()
-        self._soon = self._tick_timer = None
-        for waiter in list(self._waiters.values()):
-            self._tell(waiter.item, Unavailable("Service is shutting down"))
+        self._drain_timer = self._tick_timer = None
+        for request in list(self._requests.values()):
+            self._reject(request, Unavailable("Service is shutting down"))
 
     def _admits(self, routing: Routing | None) -> bool:
-        """Whether a slot that may take the request has room. Raises as :meth:`Gate.slots`."""
+        """Return whether an eligible slot is below the threshold. Raises as :meth:`Gate.slots`."""
         picker = self.picker
         load, threshold = picker.active.load, self._threshold
         owners, members = picker.worker_pool.owners, picker.worker_pool.members
@@ -141,82 +165,107 @@ class RequestQueue:
                 return True
         return False
 
-    def _join(self, ticket: QueuedRequest) -> QueuedRequest:
-        request_id = ticket.request_id
-        if request_id in self._waiters or request_id in self.picker.active:
+    def _enqueue(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        routing: Routing | None,
+        override: Mapping[str, Any] | None,
+        on_decision: OnDecision,
+        on_error: OnError,
+    ) -> QueuedRequest:
+        if request_id in self._requests or request_id in self.picker.active:
             raise InvalidArgument(f"Request {request_id} already exists")
-        if self._queue.full:
-            raise self._queue.refuse()
-        cached = self._cached_tokens(ticket)
+        if self._queue.is_full:  # before the caches are searched, which costs more
+            raise self._queue.limit_error()
+        cached = self._cached_tokens(tokens, routing, override)
         now_s = self._clock()
+        request = QueuedRequest(
+            priority=priority_of(routing),
+            isl_tokens=len(tokens),
+            cached_tokens=cached,
+            arrived_s=now_s,
+            request_id=request_id,
+            tokens=tokens,
+            routing=routing,
+            override=override,
+            on_decision=on_decision,
+            on_error=on_error,
+            refreshed_s=now_s,
+            _queue=self,
+        )
         self._metrics.joined(len(self._queue))
-        claim, isl = claim_of(ticket.routing), len(ticket.tokens)
-        self._waiters[request_id] = self._queue.join(ticket, claim, isl, cached, now_s)
-        ticket.seen_s = now_s
-        self.wake()  # it may be first now, and have other workers to go to than who was
+        self._queue.add(request)
+        self._requests[request_id] = request
+        self.wake()  # it may be the new head, and eligible for workers that the old head was not
         if self._tick_timer is None:
-            self._tick_timer = self._later(TICK_S, self._tick)
-        return ticket
+            self._tick_timer = self._call_later(TICK_S, self._tick)
+        return request
 
-    def _cached_tokens(self, ticket: QueuedRequest) -> int:
-        """Tokens of the prompt that the best of its workers need not compute. Raises what its pick
+    def _cached_tokens(
+        self, tokens: Tokens, routing: Routing | None, override: Mapping[str, Any] | None
+    ) -> int:
+        """Return the prompt tokens that the best eligible worker holds. Raises what the pick
         would."""
-        snapshot = self.picker.snapshot(ticket.tokens, ticket.routing, ticket.override)
+        snapshot = self.picker.snapshot(tokens, routing, override)
         if snapshot.error is not None:
             raise snapshot.error
         weights = snapshot.params.weights
         return cached_tokens(weights, snapshot.held.best_overlap(weights, snapshot.slots))
 
     def _drain(self) -> None:
-        """Let go who may, from the head on, a few in a turn of the loop."""
-        self._soon = None
-        for _ in range(_AT_ONCE):
+        """Route requests from the head on, a batch in each loop iteration."""
+        self._drain_timer = None
+        for _ in range(_BATCH):
             head = self._queue.head()
-            if head is None or not self._serve(head.item, head.arrived_s):
+            if head is None or not self._route(head):
                 return
         self.wake()
 
-    def _serve(self, ticket: QueuedRequest, arrived_s: float) -> bool:
-        """Send or turn away the head; False: it must wait on."""
-        request_id = ticket.request_id
+    def _route(self, request: QueuedRequest) -> bool:
+        """Send or reject the head; return False if it has to wait on."""
+        request_id = request.request_id
         try:
-            if not self._admits(ticket.routing):
+            if not self._admits(request.routing):
                 return False
             decision = self.picker.pick(
-                request_id, ticket.tokens, routing=ticket.routing, override=ticket.override
+                request_id, request.tokens, routing=request.routing, override=request.override
             )
         except DynamoError as error:
-            self._tell(ticket, error)
+            self._reject(request, error)
             return True
         except Exception:
-            logger.exception("request %s could not be routed", request_id)
-            self._tell(ticket, DynamoError("Internal router error"))
+            logger.exception("routing request %s failed", request_id)
+            self._reject(request, DynamoError("Internal router error"))
             return True
-        self._remove(ticket)
-        self._metrics.waited.observe(self._clock() - arrived_s)
+        self._remove(request)
+        self._metrics.waited.observe(self._clock() - request.arrived_s)
         try:
-            ticket.on_decision(decision)
+            request.on_decision(decision)
         except Exception:
-            logger.exception("request %s did not take its decision", request_id)
+            logger.exception("request %s: the decision callback failed", request_id)
             self.picker.free(request_id)
         return True
 
-    def _tell(self, ticket: QueuedRequest, error: DynamoError) -> None:
-        """It shall not wait any more: nobody can take it."""
-        self._remove(ticket)
+    def _reject(self, request: QueuedRequest, error: DynamoError) -> None:
+        """Remove a request that no worker can serve, or whose routing failed."""
+        self._remove(request)
         if isinstance(error, Overloaded):
             self._metrics.refused(error)
         try:
-            ticket.on_error(error)
+            request.on_error(error)
         except Exception:
-            logger.exception("request %s did not take its error", ticket.request_id)
+            logger.exception("request %s: the error callback failed", request.request_id)
 
-    def _remove(self, ticket: QueuedRequest) -> bool:
-        waiter = self._waiters.get(ticket.request_id)
-        if waiter is None or waiter.item is not ticket:
+    def _cancel(self, request: QueuedRequest) -> None:
+        if self._remove(request):
+            self._metrics.left.value += 1
+            self.wake()
+
+    def _remove(self, request: QueuedRequest) -> bool:
+        if not self._queue.remove(request):
             return False
-        del self._waiters[ticket.request_id]
-        self._queue.leave(waiter)
+        del self._requests[request.request_id]
         if not self._queue and self._tick_timer is not None:
             self._tick_timer.cancel()
             self._tick_timer = None
@@ -227,31 +276,30 @@ class RequestQueue:
         self._refresh()
         self._drain()
         if self._queue and not self._closed:
-            self._tick_timer = self._later(TICK_S, self._tick)
+            self._tick_timer = self._call_later(TICK_S, self._tick)
 
     def _refresh(self) -> None:
-        """Look anew, a few at a time, at what is cached for those that wait long."""
+        """Update the cached tokens of requests that wait long, a batch at a time."""
         if not self._refresh_s:
             return
         before_s = self._clock() - self._refresh_s
-        for waiter in list(islice(self._waiters.values(), _AT_ONCE)):
-            ticket = waiter.item
-            if ticket.seen_s > before_s:
-                return
-            ticket.seen_s = self._clock()
-            self._waiters[ticket.request_id] = self._waiters.pop(ticket.request_id)
+        for request in list(islice(self._requests.values(), _BATCH)):
+            if request.refreshed_s > before_s:
+                return  # so are all behind it
+            request.refreshed_s = self._clock()
+            self._requests[request.request_id] = self._requests.pop(request.request_id)
             try:
-                self._queue.recount(waiter, self._cached_tokens(ticket))
+                cached = self._cached_tokens(request.tokens, request.routing, request.override)
             except DynamoError:
-                continue  # its turn will tell
+                continue  # the pick at the head raises it again, and rejects the request
+            self._queue.set_cached_tokens(request, cached)
 
 
-def line_for(
+def make_queue(
     settings: RouterSettings, picker: Picker, registry: Registry, place: RouterLabels
 ) -> RequestQueue | None:
-    """The line before ``picker``, None where there is none: without a threshold, before prefill
-    workers (theirs is the prefill router's), and, with a warning, where no prefill load is known.
-    """
+    """Return the queue before ``picker``, or None: without a threshold, before prefill workers
+    (the prefill router has its own), and, with a warning, where prefill load is not tracked."""
     if settings.queue_threshold is None or place.worker_type == "prefill":
         return None
     if not isinstance(picker, KvPicker):
@@ -267,5 +315,5 @@ def line_for(
     return RequestQueue(picker, settings, QueueMetrics(registry, place.model, place.worker_type))
 
 
-def _on_loop(delay_s: float, callback: Callable[[], None]) -> Handle:
+def _on_loop(delay_s: float, callback: Callable[[], None]) -> Timer:
     return asyncio.get_running_loop().call_later(delay_s, callback)

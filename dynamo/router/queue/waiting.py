@@ -1,70 +1,65 @@
-"""Who is next among requests that wait for a worker. Pure: time is handed in. Spec 3.9."""
+"""The order of requests that wait for a worker. Pure: time is handed in. Spec 3.9."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from dynamo.errors import RouterQueueLimitExceeded
 from dynamo.protocols.engine import Routing
+from dynamo.router.queue.lazy_heap import LazyHeap
 
-__all__ = ["POLICIES", "POLICY_CLASS", "Priority", "QueueEntry", "WaitingQueue", "claim_of"]
+__all__ = ["POLICIES", "POLICY_CLASS", "Priority", "QueueEntry", "WaitingQueue", "priority_of"]
 
-T = TypeVar("T")
 POLICY_CLASS = "default"
-"""The one class of requests that there is, as metrics and errors call it."""
-_MOST_S = 10**9
-_SLACK = 64
+"""The only class of requests, as metrics and errors name it."""
+_MAX_BOOST_S = 10**9
 
 
 class Priority(NamedTuple):
-    """What a request says for itself: ``strict`` beats everything, ``jump_s`` are seconds that it
-    may claim to have come earlier."""
+    """What a request asks for: a higher ``strict`` goes first whatever the policy says;
+    ``priority_boost_s`` makes it count as if it had arrived so many seconds earlier."""
 
     strict: int = 0
-    jump_s: float = 0.0
+    priority_boost_s: float = 0.0
 
 
-def claim_of(routing: Routing | None) -> Priority:
-    """The claim in the request's hints. ``priority`` is the newer name of ``priority_jump`` and
-    wins; beyond 1e9 seconds all are alike."""
+def priority_of(routing: Routing | None) -> Priority:
+    """Return the priority in the request's hints.
+
+    ``priority`` is the newer name of ``priority_jump`` and wins. Boosts are clamped to 1e9 seconds:
+    beyond, sums with a clock would lose their fraction.
+    """
     if routing is None:
         return Priority()
-    jump_s = routing.priority_jump if routing.priority is None else routing.priority
-    if jump_s is None or jump_s != jump_s:  # NaN
-        jump_s = 0
-    return Priority(routing.strict_priority or 0, float(max(-_MOST_S, min(jump_s, _MOST_S))))
+    boost_s = routing.priority_jump if routing.priority is None else routing.priority
+    if boost_s is None or boost_s != boost_s:  # NaN
+        boost_s = 0
+    boost_s = float(max(-_MAX_BOOST_S, min(boost_s, _MAX_BOOST_S)))
+    return Priority(routing.strict_priority or 0, boost_s)
 
 
-class QueueEntry(Generic[T]):
-    """One who waits: ``isl_tokens`` of prompt, of which a worker holds ``cached_tokens``."""
+@dataclass(slots=True, eq=False)
+class QueueEntry:
+    """A waiting request: ``isl_tokens`` of prompt, of which a worker holds ``cached_tokens``."""
 
-    __slots__ = ("_entry", "arrived_s", "cached_tokens", "claim", "isl_tokens", "item", "number")
-
-    def __init__(
-        self,
-        item: T,
-        claim: Priority,
-        isl_tokens: int,
-        cached_tokens: int,
-        arrived_s: float,
-        number: int,
-    ) -> None:
-        self.item = item
-        self.claim = claim
-        self.isl_tokens = isl_tokens
-        self.cached_tokens = cached_tokens
-        self.arrived_s = arrived_s
-        self.number = number
-        self._entry: tuple[int, float, int, int, QueueEntry[T]] | None = None
+    priority: Priority
+    isl_tokens: int
+    cached_tokens: int
+    arrived_s: float
+    number: int = field(default=0, init=False)
+    """The order of arrival, given by the queue."""
 
 
-class WaitingQueue(Generic[T]):
-    """Ordered by strict priority, then the score of ``policy``, then arrival; ``limit`` of them.
+E = TypeVar("E", bound=QueueEntry)
+
+
+class WaitingQueue(Generic[E]):
+    """Ordered by strict priority, then the score of ``policy``, then arrival; ``limit`` entries.
 
     ``policy`` is one of :data:`POLICIES`. ``isl_tokens`` and ``cached_tokens`` are sums over all
-    who wait. Joining and leaving are O(log waiting) amortised: who left is forgotten lazily.
+    entries. Adding and removing are O(log entries) amortised.
     """
 
     def __init__(self, policy: str, limit: int) -> None:
@@ -72,101 +67,81 @@ class WaitingQueue(Generic[T]):
         self.isl_tokens = 0
         self.cached_tokens = 0
         self._score = POLICIES[policy]
-        self._heap: list[tuple[int, float, int, int, QueueEntry[T]]] = []
-        self._waiting = 0
-        self._numbers = 0
-        self._versions = 0
+        self._heap: LazyHeap[E] = LazyHeap()
+        self._arrivals = 0
 
     def __len__(self) -> int:
-        return self._waiting
+        return len(self._heap)
 
     @property
-    def full(self) -> bool:
-        """Whether nobody else may join."""
-        return self._waiting >= self.limit
+    def is_full(self) -> bool:
+        """Whether :meth:`add` would raise."""
+        return len(self._heap) >= self.limit
 
-    def refuse(self) -> RouterQueueLimitExceeded:
-        """What to tell who comes when it is full."""
+    def limit_error(self) -> RouterQueueLimitExceeded:
+        """Return the error for a request that the full queue rejects."""
         return RouterQueueLimitExceeded(
             f'router policy class "{POLICY_CLASS}" queue requests limit reached '
-            f"(current={self._waiting}, limit={self.limit})"
+            f"(current={len(self)}, limit={self.limit})"
         )
 
-    def join(
-        self, item: T, claim: Priority, isl_tokens: int, cached_tokens: int, now_s: float
-    ) -> QueueEntry[T]:
-        """Stand in line. Raises RouterQueueLimitExceeded when it is full."""
-        if self.full:
-            raise self.refuse()
-        self._numbers += 1
-        waiter = QueueEntry(item, claim, isl_tokens, cached_tokens, now_s, self._numbers)
-        self._waiting += 1
-        self.isl_tokens += isl_tokens
-        self.cached_tokens += cached_tokens
-        self._enter(waiter)
-        return waiter
+    def add(self, entry: E) -> None:
+        """Add an entry. Raises RouterQueueLimitExceeded when the queue is full."""
+        if self.is_full:
+            raise self.limit_error()
+        self._arrivals += 1
+        entry.number = self._arrivals
+        self.isl_tokens += entry.isl_tokens
+        self.cached_tokens += entry.cached_tokens
+        self._heap.push(entry, self._key(entry))
 
-    def leave(self, waiter: QueueEntry[T]) -> bool:
-        """Go, served or not, and let go of the item; whether ``waiter`` was still in line."""
-        if waiter._entry is None:
+    def remove(self, entry: E) -> bool:
+        """Remove an entry; return whether it was in the queue."""
+        if not self._heap.remove(entry):
             return False
-        waiter._entry = None
-        del waiter.item
-        self._waiting -= 1
-        self.isl_tokens -= waiter.isl_tokens
-        self.cached_tokens -= waiter.cached_tokens
-        if len(self._heap) > 2 * self._waiting + _SLACK:
-            self._compact()
+        self.isl_tokens -= entry.isl_tokens
+        self.cached_tokens -= entry.cached_tokens
         return True
 
-    def head(self) -> QueueEntry[T] | None:
-        """Who is next; they stay until they leave."""
-        heap = self._heap
-        while heap:
-            entry = heap[0]
-            if entry[-1]._entry is entry:
-                return entry[-1]
-            heapq.heappop(heap)
-        return None
+    def head(self) -> E | None:
+        """Return the next entry; it stays until it is removed."""
+        return self._heap.first()
 
-    def recount(self, waiter: QueueEntry[T], cached_tokens: int) -> None:
-        """Workers hold more or less of the prompt than they did; the score may change with it."""
-        if waiter._entry is None:
+    def set_cached_tokens(self, entry: E, cached_tokens: int) -> None:
+        """Update how much of the entry's prompt a worker holds; its place may change."""
+        if entry not in self._heap:
             return
-        self.cached_tokens += cached_tokens - waiter.cached_tokens
-        waiter.cached_tokens = cached_tokens
-        if -self._score(waiter) != waiter._entry[1]:
-            self._enter(waiter)
+        self.cached_tokens += cached_tokens - entry.cached_tokens
+        entry.cached_tokens = cached_tokens
+        key = self._key(entry)
+        if key != self._heap.key(entry):
+            self._heap.push(entry, key)
 
-    def _enter(self, waiter: QueueEntry[T]) -> None:
-        self._versions += 1
-        key = (-waiter.claim.strict, -self._score(waiter), waiter.number, self._versions, waiter)
-        waiter._entry = key
-        heapq.heappush(self._heap, key)
-        if len(self._heap) > 2 * self._waiting + _SLACK:
-            self._compact()
-
-    def _compact(self) -> None:
-        self._heap = [entry for entry in self._heap if entry[-1]._entry is entry]
-        heapq.heapify(self._heap)
+    def _key(self, entry: E) -> tuple[int, float, int]:
+        """Negate what is best when high: the smallest key goes first."""
+        return -entry.priority.strict, -self._score(entry), entry.number
 
 
-def _first_come(waiter: QueueEntry[T]) -> float:
-    return max(waiter.claim.jump_s, 0.0) - waiter.arrived_s
+# Scores compare waiting times: up to a common instant t, a request has waited t - arrived, plus its
+# boost. t cancels out, so the order never changes with time and no score needs a refresh.
+def _first_come(entry: QueueEntry) -> float:
+    # As in Dynamo, a negative boost delays nothing here.
+    return max(entry.priority.priority_boost_s, 0.0) - entry.arrived_s
 
 
-def _last_come(waiter: QueueEntry[T]) -> float:
-    return waiter.claim.jump_s + waiter.arrived_s
+def _last_come(entry: QueueEntry) -> float:
+    return entry.priority.priority_boost_s + entry.arrived_s
 
 
-def _shortest_work(waiter: QueueEntry[T]) -> float:
-    return (1.0 + waiter.claim.jump_s) / max(waiter.isl_tokens - waiter.cached_tokens, 1)
+def _shortest_work(entry: QueueEntry) -> float:
+    uncached_tokens = entry.isl_tokens - entry.cached_tokens
+    return (1.0 + entry.priority.priority_boost_s) / max(uncached_tokens, 1)
 
 
-POLICIES: dict[str, Callable[[QueueEntry[T]], float]] = {
+POLICIES: dict[str, Callable[[QueueEntry], float]] = {
     "fcfs": _first_come,
     "lcfs": _last_come,
     "wspt": _shortest_work,
 }
-"""Score by policy, the highest first: who came first, who came last, and the least work for the
-weight (weighted shortest processing time)."""
+"""Score by policy, the highest first: first come first served, last come first served, weighted
+shortest processing time (weight 1 + boost, uncached tokens as the work)."""

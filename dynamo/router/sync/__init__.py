@@ -1,3 +1,3 @@
-"""Replicas that tell each other of their load."""
+"""Router replicas that share their load."""
 
 __all__: list[str] = []

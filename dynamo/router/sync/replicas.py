@@ -1,7 +1,7 @@
-"""Shares booked load among replicas of a router, over the event plane. Spec 3.8.
+"""Shares booked load among the replicas of a router, over the event plane. Spec 3.8.
 
-What one loop turn booked, completed and freed leaves as one message. A beat every second shows a
-loss that no later event would show; whoever missed something asks, and is told all that runs.
+All events of one loop iteration are sent as one message. A heartbeat every second reveals the loss
+of a last message. A replica that missed a message requests a snapshot of all running requests.
 """
 
 from __future__ import annotations
@@ -14,23 +14,31 @@ from array import array
 
 import msgspec
 
+from dynamo.observability.metrics import Counter, Registry
+from dynamo.observability.names import counter, gauge
+from dynamo.observability.names_router import Replicas
 from dynamo.protocols import codec
-from dynamo.protocols.sync import AddRequest, SequenceEvent, SequenceMessage, SequenceQuery
+from dynamo.protocols.sync import (
+    ACTIVE_SEQUENCES,
+    AddRequest,
+    SequenceEvent,
+    SequenceMessage,
+    SequenceQuery,
+)
 from dynamo.router.kv import KvPicker
 from dynamo.router.load.active import Reservation
 from dynamo.router.metrics import RouterLabels
 from dynamo.router.sync.local import LocalRequests
-from dynamo.router.sync.metrics import show_replicas
 from dynamo.router.sync.remote import RemoteReplicas
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.events.channels import Subscription
 
-__all__ = ["ACTIVE_SEQUENCES", "PickerLoadSink", "ReplicaSync", "decode_message"]
+__all__ = ["PickerLoadSink", "ReplicaSync", "decode_message"]
 
-ACTIVE_SEQUENCES = "active_sequences_events"
-BEAT_S = 1.0
-ASK_AGAIN_S = 0.2
+HEARTBEAT_S = 1.0
+REPEAT_QUERY_S = 0.2
+"""Minimum time between two snapshot requests to the same router."""
 
 logger = logging.getLogger(__name__)
 _decoder: msgspec.msgpack.Decoder[SequenceMessage] = msgspec.msgpack.Decoder(SequenceMessage)
@@ -38,10 +46,10 @@ decode_message = _decoder.decode
 
 
 class ReplicaSync:
-    """Tells other routers of ``place`` what ``picker`` books, and books there what they tell.
+    """Sends the bookings of ``picker`` to the other routers of ``place``, and books theirs.
 
-    The replicas are processes: two routers of one process don't hear each other. :meth:`start`,
-    then :meth:`close`.
+    Replicas are processes: two routers of one process do not exchange load. :meth:`start`, then
+    :meth:`close`.
     """
 
     def __init__(self, runtime: DistributedRuntime, place: RouterLabels, picker: KvPicker) -> None:
@@ -50,90 +58,93 @@ class ReplicaSync:
         self._picker = picker
         self._publisher: EventPublisher | None = None
         self._subscription: Subscription | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._flushing: asyncio.Handle | None = None
-        self._asked: dict[int, float] = {}
-        self._answering: asyncio.Handle | None = None
-        self._foreign: set[int] = set()
+        self._heartbeat_timer: asyncio.TimerHandle | None = None
+        self._flush_handle: asyncio.Handle | None = None
+        self._queried_s: dict[int, float] = {}
+        self._answer_handle: asyncio.Handle | None = None
+        self._mismatched: set[int] = set()
         router_id = secrets.randbits(62) + 1
-        self.own = LocalRequests(router_id, picker.block_size, picker.predicts, self._on_news)
-        self.peers = RemoteReplicas(PickerLoadSink(picker), self._ask)
-        self._resyncs = show_replicas(runtime.metrics, place, self.peers)
+        self.local = LocalRequests(router_id, picker.block_size, picker.predicts, self._on_pending)
+        self.remote = RemoteReplicas(PickerLoadSink(picker), self._request_snapshot)
+        self._resyncs = _export(runtime.metrics, place, self.remote)
 
     async def start(self) -> None:
-        """Listen, then speak. EngineShutdown when the process is leaving."""
+        """Subscribe, then publish. Raises EngineShutdown when the process is shutting down."""
         here = self._place.namespace, self._place.component, ACTIVE_SEQUENCES
+        # Subscribe first: replicas may answer as soon as they discover the publisher.
         self._subscription = self._runtime.subscribe(
             *here, self._on_message, on_publisher=self._on_publisher
         )
         await self._subscription.ready()
         self._publisher = await self._runtime.publisher(*here)
         self._runtime.track(self)
-        self._picker.local_requests = self.own
-        self._beat()
+        self._picker.local_requests = self.local
+        self._send_heartbeat()
 
     def close(self) -> None:
-        """Tell of what has ended, and stop. Idempotent."""
+        """Send the last events and stop. Idempotent."""
         self._picker.local_requests = None
-        self._flush()
+        self._flush()  # before the publisher goes: replicas would keep ended requests
         self._publisher = None
-        for handle in (self._timer, self._answering):
+        for handle in (self._heartbeat_timer, self._answer_handle):
             if handle is not None:
                 handle.cancel()
         if self._subscription is not None:
             self._subscription.close()
 
     def worker_added(self, worker_id: int) -> None:
-        """The picker knows a worker that it may not have known."""
-        self.peers.worker_added(worker_id)
+        """Book the load of replicas on a worker that is new to the picker."""
+        self.remote.worker_added(worker_id)
 
-    def _on_news(self) -> None:
-        self._flushing = asyncio.get_running_loop().call_soon(self._flush)
+    def _on_pending(self) -> None:
+        self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        if self._flushing is not None:
-            self._flushing.cancel()
-            self._flushing = None
-        if self._is_alone():
-            self.own.skip()
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = None
+        if self._has_no_peers():
+            self.local.drop_pending()
         elif self._publisher is not None:
-            for batch in self.own.news():
+            for batch in self.local.take_pending():
                 self._publisher.publish(codec.encode(batch))
 
-    def _is_alone(self) -> bool:
-        return not self.peers.publishers
+    def _has_no_peers(self) -> bool:
+        return not self.remote.publishers
 
-    def _beat(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
-        if self._publisher is not None and not self._is_alone():
+    def _send_heartbeat(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._heartbeat_timer = loop.call_later(HEARTBEAT_S, self._send_heartbeat)
+        if self._publisher is not None and not self._has_no_peers():
             self._flush()
-            self._publisher.publish(codec.encode(self.own.beat()))
+            self._publisher.publish(codec.encode(self.local.heartbeat()))
 
-    def _ask(self, router_id: int) -> None:
+    def _request_snapshot(self, router_id: int) -> None:
         now_s = asyncio.get_running_loop().time()
-        if self._publisher is None or now_s - self._asked.get(router_id, 0.0) < ASK_AGAIN_S:
+        if self._publisher is None or now_s - self._queried_s.get(router_id, 0.0) < REPEAT_QUERY_S:
             return
-        self._asked = {one: at for one, at in self._asked.items() if now_s - at < ASK_AGAIN_S}
-        self._asked[router_id] = now_s
+        recent = self._queried_s.items()
+        self._queried_s = {one: at for one, at in recent if now_s - at < REPEAT_QUERY_S}
+        self._queried_s[router_id] = now_s
         self._resyncs.value += 1
-        query = SequenceQuery(self.own.router_id, router_id)
+        query = SequenceQuery(self.local.router_id, router_id)
         self._publisher.publish(codec.encode(query))
 
     def _answer(self) -> None:
-        self._answering = None
+        self._answer_handle = None
         if self._publisher is not None:
-            for batch in self.own.account():
+            for batch in self.local.snapshot():
                 self._publisher.publish(codec.encode(batch))
 
-    def _on_publisher(self, publisher_id: int, came: bool) -> None:
+    def _on_publisher(self, publisher_id: int, added: bool) -> None:
         if publisher_id == self._runtime.instance_id:
             return
-        if came:
-            self.peers.came(publisher_id)
+        if added:
+            self.remote.add_publisher(publisher_id)
         else:
-            logger.info("replica %x is gone: its requests are no load any more", publisher_id)
-            self._foreign.discard(publisher_id)
-            self.peers.gone(publisher_id)
+            logger.info("replica %x exited: removing the load of its requests", publisher_id)
+            self._mismatched.discard(publisher_id)
+            self.remote.remove_publisher(publisher_id)
 
     def _on_message(self, publisher_id: int, sequence: int, payload: bytes) -> None:
         if publisher_id == self._runtime.instance_id:
@@ -141,36 +152,46 @@ class ReplicaSync:
         try:
             message = decode_message(payload)
         except msgspec.MsgspecError as error:
-            logger.warning("what replica %x tells cannot be read: %s", publisher_id, error)
+            logger.warning("invalid message from replica %x: %s", publisher_id, error)
             return
         if isinstance(message, SequenceQuery):
-            if message.of == self.own.router_id and self._answering is None:
-                self._answering = asyncio.get_running_loop().call_soon(self._answer)
-        elif message.block_size != self.own.block_size:
+            # One snapshot answers all queries of a loop iteration: it goes to every replica.
+            if message.of == self.local.router_id and self._answer_handle is None:
+                self._answer_handle = asyncio.get_running_loop().call_soon(self._answer)
+        elif message.block_size != self.local.block_size:
             self._mismatch(publisher_id, message.block_size)
         else:
-            self.peers.hear(publisher_id, message)
+            self.remote.receive(publisher_id, message)
 
     def _mismatch(self, publisher_id: int, block_size: int) -> None:
-        if publisher_id not in self._foreign:
-            self._foreign.add(publisher_id)
+        if publisher_id not in self._mismatched:
+            self._mismatched.add(publisher_id)
             logger.error(
-                "a replica counts blocks of %d tokens, this router of %d: its load is ignored "
+                "replica %x uses blocks of %d tokens, this router of %d: its load is ignored "
                 "(give all replicas the same --kv-cache-block-size)",
+                publisher_id,
                 block_size,
-                self.own.block_size,
+                self.local.block_size,
             )
 
 
+def _export(registry: Registry, place: RouterLabels, remote: RemoteReplicas) -> Counter:
+    """Export the state of ``remote``; return the counter of snapshot requests."""
+    labels = place.component, place.namespace, place.router_id
+    gauge(registry, Replicas.KNOWN).labels(*labels).function = remote.__len__
+    gauge(registry, Replicas.REQUESTS).labels(*labels).function = remote.requests
+    return counter(registry, Replicas.RESYNCS).labels(*labels)
+
+
 class PickerLoadSink:
-    """Books the load of other replicas at the picker, beside its own."""
+    """Books the load of other replicas at the picker."""
 
     def __init__(self, picker: KvPicker) -> None:
         self._picker = picker
 
     def book(self, key: str, event: SequenceEvent) -> None:
         picker, data = self._picker, event.data
-        assert isinstance(data, AddRequest), "only these are booked"
+        assert isinstance(data, AddRequest), "only AddRequest events are booked"
         member = picker.worker_pool.members.get(event.worker_id)
         slot = None if member is None else member.slots.get(event.dp_rank)
         if slot is None or key in picker.active:
@@ -179,9 +200,9 @@ class PickerLoadSink:
         shared = None if data.unique_blocks else chained
         now_s = time.perf_counter()
         place = slot, event.worker_id, event.dp_rank, data.isl_tokens, data.overlap_blocks
-        reservation_id = Reservation(*place, now_s, data.expected_output_tokens, remote=True)
+        reservation = Reservation(*place, now_s, data.expected_output_tokens, remote=True)
         prefill = 0 if data.prefill_completed else data.prefill_tokens
-        picker.active.book(key, reservation_id, shared, data.unique_blocks, prefill)
+        picker.active.book(key, reservation, shared, data.unique_blocks, prefill)
         if data.prefill_completed:
             picker.active.mark_prefill_complete(key, now_s)
         if len(data.tokens_hashes) == len(data.token_sequence):
@@ -189,14 +210,14 @@ class PickerLoadSink:
         picker.eligibility.load_changed(event.worker_id)
 
     def prefill_completed(self, key: str) -> None:
-        reservation_id = self._picker.active.mark_prefill_complete(key, time.perf_counter())
-        if reservation_id is not None:
-            self._picker.eligibility.load_changed(reservation_id.worker_id)
+        reservation = self._picker.active.mark_prefill_complete(key, time.perf_counter())
+        if reservation is not None:
+            self._picker.eligibility.load_changed(reservation.worker_id)
 
     def free(self, key: str) -> None:
         picker = self._picker
-        reservation_id = picker.active.free(key)
+        reservation = picker.active.free(key)
         if picker.predicted is not None:
             picker.predicted.ended(key, time.perf_counter())
-        if reservation_id is not None:
-            picker.eligibility.load_changed(reservation_id.worker_id)
+        if reservation is not None:
+            picker.eligibility.load_changed(reservation.worker_id)

@@ -40,16 +40,16 @@ class EtcdDiscovery:
     def __init__(self, settings: EtcdSettings) -> None:
         self._settings = settings
         self._link = EtcdLink(settings)
-        self._views = KeyCache(opened=False)
+        self._cache = KeyCache(opened=False)
         self._tasks = Tasks("etcd discovery")
-        self._mirror: EtcdWatcher | None = None
+        self._watcher: EtcdWatcher | None = None
         self._owned: dict[int, EtcdLease] = {}
 
     async def start(self) -> None:
         """See :class:`Discovery`; tries for ``DYN_ETCD_START_TIMEOUT`` seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.start_timeout_s
-        told = False
+        warned = False
         while True:
             try:
                 await self._link.exists(ROOT)
@@ -60,18 +60,18 @@ class EtcdDiscovery:
                         f"cannot reach etcd at {self._settings.endpoints}: {error}; start it, or "
                         "set ETCD_ENDPOINTS, or choose --discovery-backend file for one box"
                     ) from error
-                if not told:
+                if not warned:
                     _log.warning("waiting for etcd at %s: %s", self._settings.endpoints, error)
-                    told = True
+                    warned = True
             await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
         """See :class:`Discovery`."""
-        self._views.close()
+        self._cache.close()
         await self._tasks.close()
-        if self._mirror is not None:
-            self._mirror.close()
-            self._mirror = None
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
         for lease in list(self._owned.values()):
             await lease.revoke()
         await self._link.close()
@@ -109,7 +109,7 @@ class EtcdDiscovery:
         except NoLease as error:
             raise WorkerUnavailable(f"lease {lease_id:x} is gone") from error
         except Unreachable as error:
-            raise _away(error) from error
+            raise _unavailable(error) from error
 
     async def delete(self, key: str) -> None:
         """See :class:`Discovery`. A key of this process goes as soon as etcd is there."""
@@ -120,16 +120,16 @@ class EtcdDiscovery:
         try:
             await self._link.write({key: None}, 0)
         except Unreachable as error:
-            raise _away(error) from error
+            raise _unavailable(error) from error
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         """See :class:`Discovery`. Without etcd: what the live copy knew last, if there is one."""
         try:
             found = (await self._link.list(prefix)).keys
         except Unreachable as error:
-            if self._mirror is None or not self._mirror.relisted:
-                raise _away(error) from error
-            return self._views.list(prefix)
+            if self._watcher is None or not self._watcher.relisted:
+                raise _unavailable(error) from error
+            return self._cache.list(prefix)
         return {key: value for key, value in found.items() if is_usable(key, value)}
 
     async def revoke(self, lease_id: int) -> None:
@@ -147,18 +147,18 @@ class EtcdDiscovery:
         except NoLease:
             _log.debug("lease %x was gone already", lease_id)
         except Unreachable as error:
-            raise _away(error) from error
+            raise _unavailable(error) from error
 
     def watch(self, prefix: str, on_event: OnKeyEvent) -> PrefixWatch:
         """See :class:`Discovery`. Waits for the first listing; stands through outages."""
-        if self._mirror is None:
-            self._mirror = EtcdWatcher(self._link, self._views)
-            self._tasks.spawn(self._mirror.follow(), name="mirror")
-        return self._views.watch(prefix, on_event)
+        if self._watcher is None:
+            self._watcher = EtcdWatcher(self._link, self._cache)
+            self._tasks.spawn(self._watcher.follow(), name="mirror")
+        return self._cache.watch(prefix, on_event)
 
     def _forget(self, lease: EtcdLease) -> None:
         self._owned.pop(lease.id, None)
 
 
-def _away(error: Unreachable) -> WorkerUnavailable:
+def _unavailable(error: Unreachable) -> WorkerUnavailable:
     return WorkerUnavailable(f"etcd cannot be reached: {error}")

@@ -61,16 +61,16 @@ class EtcdLease:
         self._unwritten: set[str] = set(self.keys)
         self._link = link
         self._on_end = on_end
-        self._heard_at_s = boot_time_s()
-        self._heard_breaks = link.breaks
+        self._renewed_at_s = boot_time_s()
+        self._renewed_breaks = link.breaks
         self._writing = asyncio.Lock()
-        self._nudge = asyncio.Event()
-        self._settled = asyncio.Event()
-        self._away = False
+        self._wake = asyncio.Event()
+        self._progress = asyncio.Event()
+        self._unavailable = False
         self._tasks = Tasks(f"lease {self.id:x}")
         self._tasks.spawn(self._keep(), name="keep alive")
-        self._tasks.spawn(self._look_out(), name="look out")
-        self._nudge.set()
+        self._tasks.spawn(self._watch_marker(), name="look out")
+        self._wake.set()
 
     async def put(self, key: str, value: bytes) -> None:
         """Write ``key``; waits as long as etcd is away. WorkerUnavailable: the lease is lost."""
@@ -79,8 +79,8 @@ class EtcdLease:
         while key in self._unwritten:
             if self.lost.is_set():
                 raise WorkerUnavailable(f"lease {self.id:x} is gone")
-            self._settled.clear()
-            await self._settled.wait()
+            self._progress.clear()
+            await self._progress.wait()
 
     async def delete(self, key: str) -> None:
         """Remove ``key``; if etcd is away, as soon as it is back."""
@@ -112,7 +112,7 @@ class EtcdLease:
         try:
             await self._write()
         except (Unreachable, NoLease):
-            self._nudge.set()
+            self._wake.set()
 
     async def _write(self) -> None:
         async with self._writing:
@@ -122,27 +122,27 @@ class EtcdLease:
                 for key, value in values.items():
                     if self.keys.get(key) == value:
                         self._unwritten.discard(key)
-                self._settled.set()
+                self._progress.set()
 
     async def _keep(self) -> None:
         pause_s = self.ttl_s / _CALLS_PER_TTL
         while not self.lost.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S if self._away else pause_s):
-                    await self._nudge.wait()
-            self._nudge.clear()
+                async with asyncio.timeout(RETRY_S if self._unavailable else pause_s):
+                    await self._wake.wait()
+            self._wake.clear()
             try:
                 await self._renew(pause_s)
             except (Unreachable, ConfigError) as error:
-                self._is_away(True, error)
+                self._set_unavailable(True, error)
             else:
-                self._is_away(False)
+                self._set_unavailable(False)
 
     async def _renew(self, timeout_s: float) -> None:
         sent_at_s, breaks = boot_time_s(), self._link.breaks
         try:
             await self._link.keep_alive(self.id, max(1.0, timeout_s))
-            self._heard_at_s, self._heard_breaks = sent_at_s, breaks
+            self._renewed_at_s, self._renewed_breaks = sent_at_s, breaks
             await self._write()
         except NoLease:
             if await self._was_revoked():
@@ -151,8 +151,8 @@ class EtcdLease:
                 await self._grant_again()
 
     async def _was_revoked(self) -> bool:
-        since_s = boot_time_s() - self._heard_at_s
-        unbroken = self._link.breaks == self._heard_breaks
+        since_s = boot_time_s() - self._renewed_at_s
+        unbroken = self._link.breaks == self._renewed_breaks
         if await self._link.exists(tombstone_key(self.id)):
             return True
         return unbroken and since_s < self.ttl_s
@@ -161,7 +161,7 @@ class EtcdLease:
         sent_at_s, breaks = boot_time_s(), self._link.breaks
         await self._link.grant(self.id, self.ttl_s)
         self.grants += 1
-        self._heard_at_s, self._heard_breaks = sent_at_s, breaks
+        self._renewed_at_s, self._renewed_breaks = sent_at_s, breaks
         self._unwritten.update(self.keys)
         with contextlib.suppress(NoLease):
             await self._write()
@@ -171,28 +171,28 @@ class EtcdLease:
                 len(self.keys) - 1,
             )
 
-    async def _look_out(self) -> None:
+    async def _watch_marker(self) -> None:
         """Look at once when the marker goes, or when etcd may have been away."""
         key = marker_key(self.id)
         while not self.lost.is_set():
             try:
                 async for step in self._link.watch(key, prefix=False):
                     if not step.changes or any(change.value is None for change in step.changes):
-                        self._nudge.set()
+                        self._wake.set()
             except (Unreachable, Compacted, ConfigError) as error:
                 _log.debug("lease %x: %s", self.id, error)
-                self._nudge.set()
+                self._wake.set()
             await asyncio.sleep(RETRY_S)
 
-    def _is_away(self, away: bool, error: Exception | None = None) -> None:
-        if away and not self._away:
+    def _set_unavailable(self, unavailable: bool, error: Exception | None = None) -> None:
+        if unavailable and not self._unavailable:
             _log.warning("etcd cannot be reached, lease %x may run out: %s", self.id, error)
-        elif self._away and not away:
+        elif self._unavailable and not unavailable:
             _log.info("etcd is back, lease %x stands", self.id)
-        self._away = away
+        self._unavailable = unavailable
 
     def _end(self) -> None:
         if not self.lost.is_set():
             self.lost.set()
-            self._settled.set()
+            self._progress.set()
             self._on_end(self)

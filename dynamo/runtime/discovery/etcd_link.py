@@ -94,15 +94,15 @@ class EtcdLink:
         self._channels: dict[str, Any] = {}
         self._current = 0
         self._token: str | None = None
-        self._retired: set[Any] = set()
+        self._replaced: set[Any] = set()
         self._tasks = Tasks("etcd")
 
     async def close(self) -> None:
         """Close all connections; calls in flight must have ended."""
         await self._tasks.close()
-        channels = (*self._channels.values(), *self._retired)
+        channels = (*self._channels.values(), *self._replaced)
         self._channels.clear()
-        self._retired.clear()
+        self._replaced.clear()
         for channel in channels:
             await channel.close()
 
@@ -187,7 +187,7 @@ class EtcdLink:
         except grpc.aio.AioRpcError as error:
             raise self._broken(index, channel, error) from error
         except Unreachable:
-            self._lost(index, channel, silent=False)
+            self._use_next_member(index, channel, silent=False)
             raise
 
     async def _next(self, call: Any, index: int, channel: Any, key: str) -> Any:
@@ -233,7 +233,7 @@ class EtcdLink:
                     request, timeout=timeout_s, metadata=await self._metadata()
                 )
             except Unreachable:
-                self._lost(index, channel, silent=False)
+                self._use_next_member(index, channel, silent=False)
                 raise
             except grpc.aio.AioRpcError as error:
                 if attempt == 0 and self._token is not None and _is_stale_token(error):
@@ -242,10 +242,10 @@ class EtcdLink:
                 raise self._broken(index, channel, error) from error
         raise AssertionError("the second attempt returns or raises")
 
-    async def _retire(self, channel: Any) -> None:
+    async def _close_later(self, channel: Any) -> None:
         await asyncio.sleep(CALL_TIMEOUT_S + 1)
         await channel.close()
-        self._retired.discard(channel)
+        self._replaced.discard(channel)
 
     async def _metadata(self) -> tuple[tuple[str, str], ...]:
         settings = self._settings
@@ -280,10 +280,10 @@ class EtcdLink:
             grpc.StatusCode.FAILED_PRECONDITION,
         ):
             return ConfigError(f"etcd at {where} refuses: {details}; see ETCD_AUTH_*")
-        self._lost(index, channel, code is grpc.StatusCode.DEADLINE_EXCEEDED)
+        self._use_next_member(index, channel, code is grpc.StatusCode.DEADLINE_EXCEEDED)
         return Unreachable(f"{where}: {code.name.lower().replace('_', ' ')}: {details}")
 
-    def _lost(self, index: int, channel: Any, silent: bool) -> None:
+    def _use_next_member(self, index: int, channel: Any, silent: bool) -> None:
         """This member failed us: go on with the next one.
 
         A connection that is silent looks well to gRPC for long: it is never used again. Others may
@@ -293,8 +293,8 @@ class EtcdLink:
         endpoint = self.endpoints[index]
         if silent and self._channels.get(endpoint) is channel:
             del self._channels[endpoint]
-            self._retired.add(channel)
-            self._tasks.spawn(self._retire(channel), name="close")
+            self._replaced.add(channel)
+            self._tasks.spawn(self._close_later(channel), name="close")
         if index == self._current and len(self.endpoints) > 1:
             self._current = (index + 1) % len(self.endpoints)
             _log.info("etcd: going on with %s", self.endpoints[self._current])

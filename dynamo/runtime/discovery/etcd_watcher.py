@@ -35,18 +35,18 @@ def is_usable(key: str, value: bytes) -> bool:
 
 
 class EtcdWatcher:
-    """Keeps ``views`` like the store; run :meth:`follow` as a task."""
+    """Keeps ``cache`` like the store; run :meth:`follow` as a task."""
 
-    def __init__(self, link: EtcdLink, views: KeyCache) -> None:
+    def __init__(self, link: EtcdLink, cache: KeyCache) -> None:
         self.relisted = 0
         self._link = link
-        self._views = views
+        self._cache = cache
         self._revision = 0
-        self._store: tuple[int, int] | None = None
+        self._store_id: tuple[int, int] | None = None
         self._settled_at_s = 0.0
-        self._going: dict[str, asyncio.TimerHandle] = {}
+        self._pending_removals: dict[str, asyncio.TimerHandle] = {}
         self._bad: set[str] = set()
-        self._away = False
+        self._unavailable = False
         self._loop = asyncio.get_running_loop()
 
     async def follow(self) -> None:
@@ -56,8 +56,8 @@ class EtcdWatcher:
                 if not self._revision:
                     await self._list()
                 async for step in self._link.watch(ROOT, True, self._revision):
-                    self._compare(step.store)
-                    self._is_back()
+                    self._check_store(step.store)
+                    self._set_available()
                     for change in step.changes:
                         self._apply(change)
                     self._revision = step.revision or self._revision
@@ -65,30 +65,30 @@ class EtcdWatcher:
                 _log.info("etcd has forgotten what came since (%s): listing again", error)
                 self._revision = 0
             except (Unreachable, ConfigError) as error:
-                self._is_away(error)
+                self._set_unavailable(error)
                 await asyncio.sleep(RETRY_S)
 
     def close(self) -> None:
         """Take nothing away any more."""
-        for timer in self._going.values():
+        for timer in self._pending_removals.values():
             timer.cancel()
-        self._going.clear()
+        self._pending_removals.clear()
 
     async def _list(self) -> None:
         listing = await self._link.list(ROOT)
-        self._is_back()
+        self._set_available()
         found = {key: value for key, value in listing.keys.items() if is_record(key)}
-        for key in self._views.list(""):
+        for key in self._cache.list(""):
             if key not in found:
                 self._apply(Change(key, None))
         for key, value in found.items():
             self._apply(Change(key, value))
         self._revision = listing.revision
         self.relisted += 1
-        self._views.open()
+        self._cache.open()
 
-    def _compare(self, store: tuple[int, int]) -> None:
-        before, self._store = self._store, store
+    def _check_store(self, store: tuple[int, int]) -> None:
+        before, self._store_id = self._store_id, store
         if before is not None and (before[0] != store[0] or before[1] > store[1]):
             raise Compacted("the store began anew")
 
@@ -103,27 +103,27 @@ class EtcdWatcher:
             value = None
         else:
             self._bad.discard(key)
-        going = self._going.pop(key, None)
-        if going is not None:
-            going.cancel()
+        removal = self._pending_removals.pop(key, None)
+        if removal is not None:
+            removal.cancel()
         wait_s = self._settled_at_s - self._loop.time()
         if value is None and wait_s > 0:
-            self._going[key] = self._loop.call_later(wait_s, self._gone, key)
+            self._pending_removals[key] = self._loop.call_later(wait_s, self._remove, key)
         else:
-            self._views.set(key, value)
+            self._cache.set(key, value)
 
-    def _gone(self, key: str) -> None:
-        self._going.pop(key, None)
-        self._views.set(key, None)
+    def _remove(self, key: str) -> None:
+        self._pending_removals.pop(key, None)
+        self._cache.set(key, None)
 
-    def _is_away(self, error: Exception) -> None:
-        if not self._away:
-            self._away = True
+    def _set_unavailable(self, error: Exception) -> None:
+        if not self._unavailable:
+            self._unavailable = True
             _log.warning("etcd cannot be reached, going on with what is known: %s", error)
 
-    def _is_back(self) -> None:
-        if self._away:
-            self._away = False
+    def _set_available(self) -> None:
+        if self._unavailable:
+            self._unavailable = False
             self._settled_at_s = self._loop.time() + SETTLE_S
             _log.info("etcd is back")
 

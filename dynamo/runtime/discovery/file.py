@@ -41,15 +41,15 @@ class FileDiscovery:
 
     A process that only registers itself pays for nothing but its own lease file; the live copy of
     the store starts with the first ``watch`` or ``list``. Files are small and local, so they are
-    read and written on the loop. ``remains`` clears up what dead processes left elsewhere.
+    read and written on the loop. ``stale_sockets`` clears up what dead processes left elsewhere.
     """
 
-    def __init__(self, root: Path, remains: StaleSockets | None = None) -> None:
+    def __init__(self, root: Path, stale_sockets: StaleSockets | None = None) -> None:
         self._root = root
-        self._remains = remains
-        self._views = KeyCache()
+        self._stale_sockets = stale_sockets
+        self._cache = KeyCache()
         self._inotify: Inotify | None = None
-        self._mirror: StoreWatcher | None = None
+        self._watcher: StoreWatcher | None = None
         self._owned: dict[int, OwnedLease] = {}
 
     async def start(self) -> None:
@@ -58,10 +58,10 @@ class FileDiscovery:
 
     async def close(self) -> None:
         """Revoke the leases granted here and stop all watches; may be called twice."""
-        self._views.close()
-        if self._mirror is not None:
-            self._mirror.close()
-            self._mirror = None
+        self._cache.close()
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
         for lease in list(self._owned.values()):
             await lease.revoke()
         if self._inotify is not None:
@@ -108,9 +108,9 @@ class FileDiscovery:
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         """All live keys that start with ``prefix``, including what was just written."""
-        self._mirrored()
+        self._ensure_watching()
         self._open().drain()
-        return self._views.list(prefix)
+        return self._cache.list(prefix)
 
     async def revoke(self, lease_id: int) -> None:
         """Unlink anyone's lease, then its keys. O(keys in the store)."""
@@ -122,8 +122,8 @@ class FileDiscovery:
 
     def watch(self, prefix: str, on_event: OnKeyEvent) -> PrefixWatch:
         """Existing keys as puts on the next turn of the loop, then every change."""
-        self._mirrored()
-        return self._views.watch(prefix, on_event)
+        self._ensure_watching()
+        return self._cache.watch(prefix, on_event)
 
     def _open(self) -> Inotify:
         if self._inotify is None:
@@ -132,18 +132,18 @@ class FileDiscovery:
             self._inotify = Inotify(self._overflowed)
         return self._inotify
 
-    def _mirrored(self) -> None:
-        if self._mirror is None:
+    def _ensure_watching(self) -> None:
+        if self._watcher is None:
             inotify = self._open()
-            self._mirror = StoreWatcher(self._root, inotify, self._views, self._remains)
-            self._mirror.start()
+            self._watcher = StoreWatcher(self._root, inotify, self._cache, self._stale_sockets)
+            self._watcher.start()
 
     def _overflowed(self) -> None:
         _log.warning("file events were lost; reading %s again", self._root)
         for lease in list(self._owned.values()):
-            lease.look()
-        if self._mirror is not None:
-            self._mirror.rescan()
+            lease.check()
+        if self._watcher is not None:
+            self._watcher.rescan()
 
     def _disown(self, path: Path) -> None:
         for lease in self._owned.values():

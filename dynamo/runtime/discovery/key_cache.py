@@ -15,19 +15,19 @@ _log = logging.getLogger(__name__)
 class PrefixWatch:
     """One ``on_event`` for one prefix; silent until its first delivery."""
 
-    __slots__ = ("_on_event", "_ready", "_views", "prefix", "primed")
+    __slots__ = ("_cache", "_on_event", "_ready", "prefix", "primed")
 
-    def __init__(self, views: KeyCache, prefix: str, on_event: OnKeyEvent) -> None:
+    def __init__(self, cache: KeyCache, prefix: str, on_event: OnKeyEvent) -> None:
         self.prefix = prefix
         self.primed = False
-        self._views = views
+        self._cache = cache
         self._on_event: OnKeyEvent | None = on_event
         self._ready = asyncio.Event()
 
     def close(self) -> None:
         """No callback comes after this."""
         self._on_event = None
-        self._views.forget(self)
+        self._cache.forget(self)
 
     async def ready(self) -> None:
         """Wait until the keys that existed at the start have been delivered."""
@@ -37,10 +37,10 @@ class PrefixWatch:
         """Deliver what exists, then be live."""
         self.primed = True
         for key, value in existing.items():
-            self.tell(KeyEvent("put", key, value))
+            self.deliver(KeyEvent("put", key, value))
         self._ready.set()
 
-    def tell(self, event: KeyEvent) -> None:
+    def deliver(self, event: KeyEvent) -> None:
         """Hand one event over; a failing callback is logged and stays subscribed."""
         if self._on_event is None:
             return
@@ -73,7 +73,7 @@ class KeyCache:
             event = KeyEvent("put", key, value)
         for watch in tuple(self._watches):
             if watch.primed and key.startswith(watch.prefix):
-                watch.tell(event)
+                watch.deliver(event)
 
     def list(self, prefix: str) -> dict[str, bytes]:
         """The live keys under ``prefix``."""

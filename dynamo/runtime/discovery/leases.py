@@ -48,24 +48,24 @@ class LeaseListener(Protocol):
         """There is no such file (any more)."""
 
 
-class _Seen:
+class _TrackedLease:
     """What is known of one lease. Times are of the loop's clock, in seconds."""
 
-    __slots__ = ("alive", "heard_at", "modified_ns", "process", "record")
+    __slots__ = ("alive", "modified_ns", "process", "record", "touched_at_s")
 
-    def __init__(self, record: LeaseRecord, heard_at: float, modified_ns: int) -> None:
+    def __init__(self, record: LeaseRecord, touched_at_s: float, modified_ns: int) -> None:
         self.record = record
         self.alive = False
-        self.heard_at = heard_at
+        self.touched_at_s = touched_at_s
         self.modified_ns = modified_ns
         self.process: ProcessEnd | None = None
 
     def deadline(self) -> float | None:
         """When something must be decided about it if it stays silent."""
         if self.alive:
-            return self.heard_at + self.record.ttl_s
+            return self.touched_at_s + self.record.ttl_s
         if self.process is None:
-            return self.heard_at + self.record.ttl_s * FORGET_AFTER_TTLS
+            return self.touched_at_s + self.record.ttl_s * FORGET_AFTER_TTLS
         return None
 
 
@@ -81,33 +81,33 @@ class LeaseTable:
         self._listener = listener
         self._drain = drain
         self._host = host_id()
-        self._seen: dict[int, _Seen] = {}
+        self._tracked: dict[int, _TrackedLease] = {}
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
     def is_alive(self, lease_id: int) -> bool:
         """Whether keys of this lease are to be shown."""
-        seen = self._seen.get(lease_id)
-        return seen is not None and seen.alive
+        lease = self._tracked.get(lease_id)
+        return lease is not None and lease.alive
 
     def is_known(self, lease_id: int) -> bool:
         """Whether the lease exists, silent or not. Looks at the file if it is new."""
-        if lease_id not in self._seen:
+        if lease_id not in self._tracked:
             self.observe(f"{lease_id:x}")
-        return lease_id in self._seen
+        return lease_id in self._tracked
 
     def touched(self, name: str) -> None:
         """The file's times changed."""
-        seen = self._seen.get(_parse(name))
-        if seen is None:
+        lease = self._tracked.get(_parse(name))
+        if lease is None:
             self.observe(name)
             return
         try:
             modified_ns = (self._directory / name).stat().st_mtime_ns
         except FileNotFoundError:
-            self._end(seen.record.lease_id)
+            self._end(lease.record.lease_id)
         else:
-            self._modified(seen, modified_ns)
+            self._touch(lease, modified_ns)
 
     def observe(self, name: str) -> None:
         """Look at the file ``name`` and act on what has changed. O(1) and one small read."""
@@ -126,50 +126,50 @@ class LeaseTable:
             self._listener.no_file(path)
             self._end(lease_id)
             return
-        seen = self._seen.get(lease_id)
-        if seen is not None and seen.record != record:
+        lease = self._tracked.get(lease_id)
+        if lease is not None and lease.record != record:
             self._end(lease_id, unlink=False)
-            seen = None
-        if seen is None:
-            self._adopt(record, modified_ns)
+            lease = None
+        if lease is None:
+            self._add(record, modified_ns)
         else:
-            self._modified(seen, modified_ns)
+            self._touch(lease, modified_ns)
 
     def rescan(self) -> None:
         """Compare everything known with the directory (start, or after lost events)."""
-        for name in {*names(self._directory), *(f"{lease_id:x}" for lease_id in self._seen)}:
+        for name in {*names(self._directory), *(f"{lease_id:x}" for lease_id in self._tracked)}:
             self.observe(name)
 
     def close(self) -> None:
         """Stop following; nothing is told any more."""
         if self._timer is not None:
             self._timer.cancel()
-        for seen in self._seen.values():
-            if seen.process is not None:
-                seen.process.close()
-        self._seen.clear()
+        for lease in self._tracked.values():
+            if lease.process is not None:
+                lease.process.close()
+        self._tracked.clear()
 
-    def _adopt(self, record: LeaseRecord, modified_ns: int) -> None:
-        heard_at = self._moment(modified_ns)
-        seen = _Seen(record, heard_at, modified_ns)
-        if record.host == self._host and not self._watch_process(seen):
+    def _add(self, record: LeaseRecord, modified_ns: int) -> None:
+        touched_at_s = self._loop_time(modified_ns)
+        lease = _TrackedLease(record, touched_at_s, modified_ns)
+        if record.host == self._host and not self._watch_process(lease):
             self._unlink(record.lease_id)
             self._listener.holder_died(record.lease_id)
             return
-        self._seen[record.lease_id] = seen
-        if self._loop.time() < heard_at + record.ttl_s:
-            seen.alive = True
+        self._tracked[record.lease_id] = lease
+        if self._loop.time() < touched_at_s + record.ttl_s:
+            lease.alive = True
             self._listener.lease_alive(record.lease_id)
         self._arm()
 
-    def _moment(self, modified_ns: int) -> float:
+    def _loop_time(self, modified_ns: int) -> float:
         """A file's time of modification on the loop's clock; never in the future."""
         return self._loop.time() - max(0.0, time.time() - modified_ns / 1e9)
 
-    def _watch_process(self, seen: _Seen) -> bool:
-        record = seen.record
+    def _watch_process(self, lease: _TrackedLease) -> bool:
+        record = lease.record
         try:
-            seen.process = ProcessEnd(
+            lease.process = ProcessEnd(
                 record.pid, record.pid_start, lambda: self._died(record.lease_id)
             )
         except ProcessLookupError:
@@ -178,15 +178,15 @@ class LeaseTable:
             _log.warning("cannot watch process %d, only its ttl: %s", record.pid, error)
         return True
 
-    def _modified(self, seen: _Seen, modified_ns: int) -> None:
-        if modified_ns == seen.modified_ns:
+    def _touch(self, lease: _TrackedLease, modified_ns: int) -> None:
+        if modified_ns == lease.modified_ns:
             return
-        seen.modified_ns = modified_ns
-        seen.heard_at = self._moment(modified_ns)
-        if not seen.alive and self._loop.time() < seen.heard_at + seen.record.ttl_s:
-            seen.alive = True
-            _log.info("lease %x is heard of again", seen.record.lease_id)
-            self._listener.lease_alive(seen.record.lease_id)
+        lease.modified_ns = modified_ns
+        lease.touched_at_s = self._loop_time(modified_ns)
+        if not lease.alive and self._loop.time() < lease.touched_at_s + lease.record.ttl_s:
+            lease.alive = True
+            _log.info("lease %x is heard of again", lease.record.lease_id)
+            self._listener.lease_alive(lease.record.lease_id)
             self._arm()
 
     def _died(self, lease_id: int) -> None:
@@ -194,11 +194,11 @@ class LeaseTable:
         self._listener.holder_died(lease_id)
 
     def _end(self, lease_id: int, unlink: bool = True) -> None:
-        seen = self._seen.pop(lease_id, None)
-        if seen is None:
+        lease = self._tracked.pop(lease_id, None)
+        if lease is None:
             return
-        if seen.process is not None:
-            seen.process.close()
+        if lease.process is not None:
+            lease.process.close()
         self._listener.lease_ended(lease_id)
         if unlink:
             self._unlink(lease_id)
@@ -208,7 +208,7 @@ class LeaseTable:
             (self._directory / f"{lease_id:x}").unlink()
 
     def _arm(self) -> None:
-        deadlines = [seen.deadline() for seen in self._seen.values()]
+        deadlines = [lease.deadline() for lease in self._tracked.values()]
         soonest = min((due for due in deadlines if due is not None), default=None)
         if self._timer is not None:
             self._timer.cancel()
@@ -220,20 +220,20 @@ class LeaseTable:
         self._timer = None
         self._drain()
         now = self._loop.time()
-        for lease_id, seen in list(self._seen.items()):
-            due = seen.deadline()
+        for lease_id, lease in list(self._tracked.items()):
+            due = lease.deadline()
             if due is not None and due <= now:
-                self._silent(lease_id, seen)
+                self._expire(lease_id, lease)
         self._arm()
 
-    def _silent(self, lease_id: int, seen: _Seen) -> None:
-        heard_at = seen.heard_at
+    def _expire(self, lease_id: int, lease: _TrackedLease) -> None:
+        touched_at_s = lease.touched_at_s
         self.observe(f"{lease_id:x}")
-        if self._seen.get(lease_id) is not seen or seen.heard_at != heard_at:
+        if self._tracked.get(lease_id) is not lease or lease.touched_at_s != touched_at_s:
             return
-        if seen.alive:
-            seen.alive = False
-            _log.warning("lease %x is silent for %g s", lease_id, seen.record.ttl_s)
+        if lease.alive:
+            lease.alive = False
+            _log.warning("lease %x is silent for %g s", lease_id, lease.record.ttl_s)
             self._listener.lease_silent(lease_id)
         else:
             self._end(lease_id)

@@ -19,7 +19,7 @@ class MemoryStore:
     """What the memory discoveries of one event loop share."""
 
     def __init__(self) -> None:
-        self.views = KeyCache()
+        self.cache = KeyCache()
         self.leases: dict[int, MemoryLease] = {}
         self.lease_of: dict[str, int] = {}
 
@@ -30,12 +30,12 @@ class MemoryStore:
         if lease_id not in self.leases:
             raise WorkerUnavailable(f"lease {lease_id:x} is gone")
         self.lease_of[key] = lease_id
-        self.views.set(key, value)
+        self.cache.set(key, value)
 
     def delete(self, key: str) -> None:
         """See :class:`Discovery`."""
         self.lease_of.pop(key, None)
-        self.views.set(key, None)
+        self.cache.set(key, None)
 
     def revoke(self, lease_id: int) -> None:
         """End the lease, its keys first."""
@@ -108,7 +108,7 @@ class MemoryDiscovery:
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         """See :class:`Discovery`."""
-        return self.store.views.list(prefix)
+        return self.store.cache.list(prefix)
 
     async def revoke(self, lease_id: int) -> None:
         """See :class:`Discovery`."""
@@ -116,6 +116,6 @@ class MemoryDiscovery:
 
     def watch(self, prefix: str, on_event: OnKeyEvent) -> PrefixWatch:
         """See :class:`Discovery`."""
-        watch = self.store.views.watch(prefix, on_event)
+        watch = self.store.cache.watch(prefix, on_event)
         self._watches.append(watch)
         return watch

@@ -65,13 +65,13 @@ class OwnedLease:
         self._path.unlink(missing_ok=True)
         self._end()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Notice that the file is gone."""
         if not self._path.exists():
             self._end()
 
     def _on_file(self, name: str, mask: int) -> None:
-        self.look()
+        self.check()
 
     def _touch(self) -> None:
         try:

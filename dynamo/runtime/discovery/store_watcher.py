@@ -54,22 +54,26 @@ _log = logging.getLogger(__name__)
 
 
 class StoreWatcher:
-    """Keeps ``views`` equal to the live keys under ``root``, and clears up after the dead."""
+    """Keeps ``cache`` equal to the live keys under ``root``, and clears up after the dead."""
 
     def __init__(
-        self, root: Path, inotify: Inotify, views: KeyCache, remains: StaleSockets | None = None
+        self,
+        root: Path,
+        inotify: Inotify,
+        cache: KeyCache,
+        stale_sockets: StaleSockets | None = None,
     ) -> None:
         self._root = root
         self._inotify = inotify
-        self._views = views
-        self._remains = remains
+        self._cache = cache
+        self._stale_sockets = stale_sockets
         self._leases = LeaseTable(root / "leases", self, inotify.drain)
         self._entries: dict[str, StoredRecord] = {}
         self._keys_of: dict[int, set[str]] = {}
         self._bad: dict[Path, tuple[int, int]] = {}
         self._descriptors: list[int] = []
         self._loop = asyncio.get_running_loop()
-        self._again: asyncio.TimerHandle | None = None
+        self._rebuild_timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     def start(self) -> None:
@@ -78,15 +82,15 @@ class StoreWatcher:
         for directory in ("leases", *(f"v1/{bucket}" for bucket in BUCKETS)):
             sweep(self._root / directory)
         self._read_all()
-        if self._remains is not None:
-            self._remains.sweep(self._leases.is_known)
+        if self._stale_sockets is not None:
+            self._stale_sockets.sweep(self._leases.is_known)
 
     def close(self) -> None:
         """Stop following the store; the views stay as they are."""
         self._closed = True
         self._leases.close()
-        if self._again is not None:
-            self._again.cancel()
+        if self._rebuild_timer is not None:
+            self._rebuild_timer.cancel()
         self._unwatch()
 
     def rescan(self) -> None:
@@ -107,12 +111,12 @@ class StoreWatcher:
     def lease_alive(self, lease_id: int) -> None:
         """Show the keys of the lease."""
         for key in tuple(self._keys_of.get(lease_id, ())):
-            self._views.set(key, self._entries[key].value)
+            self._cache.set(key, self._entries[key].value)
 
     def lease_silent(self, lease_id: int) -> None:
         """Hide the keys of the lease."""
         for key in tuple(self._keys_of.get(lease_id, ())):
-            self._views.set(key, None)
+            self._cache.set(key, None)
 
     def lease_ended(self, lease_id: int) -> None:
         """Hide the keys of the lease at once, then remove their files."""
@@ -124,8 +128,8 @@ class StoreWatcher:
 
     def holder_died(self, lease_id: int) -> None:
         """Remove the sockets of the dead process."""
-        if self._remains is not None:
-            self._remains.remove(lease_id)
+        if self._stale_sockets is not None:
+            self._stale_sockets.remove(lease_id)
 
     def bad_file(self, path: Path, problem: str) -> None:
         """Report a file once for as long as it stays as it is."""
@@ -185,14 +189,14 @@ class StoreWatcher:
             self._observe(bucket, name)
 
     def _directory_lost(self) -> None:
-        if self._closed or self._again is not None:
+        if self._closed or self._rebuild_timer is not None:
             return
         _log.error("a directory of the store %s was removed: creating it again", self._root)
         self._rebuild()
 
     def _rebuild(self) -> None:
         """Create the directories and watch them; try again later while someone removes them."""
-        self._again = None
+        self._rebuild_timer = None
         self._unwatch()
         try:
             self._watch_directories()
@@ -200,7 +204,7 @@ class StoreWatcher:
         except (OSError, ConfigError) as error:
             _log.warning("cannot watch %s: %s; trying again", self._root, error)
             self._unwatch()
-            self._again = self._loop.call_later(_REBUILD_S, self._rebuild)
+            self._rebuild_timer = self._loop.call_later(_REBUILD_S, self._rebuild)
 
     def _observe(self, bucket: str, name: str) -> None:
         path = self._root / "v1" / bucket / name
@@ -234,7 +238,7 @@ class StoreWatcher:
             self._entries[key] = stored
             self._keys_of.setdefault(stored.lease_id, set()).add(key)
         shown = stored is not None and self._leases.is_alive(stored.lease_id)
-        self._views.set(key, stored.value if stored is not None and shown else None)
+        self._cache.set(key, stored.value if stored is not None and shown else None)
 
     def _orphan(self, key: str, lease_id: int) -> None:
         if not (self._root / "leases" / f"{lease_id:x}").exists():

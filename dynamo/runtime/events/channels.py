@@ -10,8 +10,8 @@ from typing import NamedTuple
 import msgspec
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.protocols.control import EventChannelRecord, record_decoder
-from dynamo.runtime.advertise import advertised_host, bracketed
+from dynamo.protocols.control import EVENT_CHANNELS, EventChannelRecord, record_decoder
+from dynamo.runtime.addresses import advertised_host, bracketed
 from dynamo.runtime.discovery import Discovery, KeyEvent
 from dynamo.runtime.discovery.stale_sockets import event_socket_name
 from dynamo.runtime.events import (
@@ -221,7 +221,7 @@ class _Followed(NamedTuple):
 
 def _prefix(channel: Channel) -> str:
     namespace, component, topic = channel
-    return f"v1/event_channels/namespace/{namespace}/component/{component}/topic/{topic}/"
+    return f"{EVENT_CHANNELS}namespace/{namespace}/component/{component}/topic/{topic}/"
 
 
 def _transport(record: EventChannelRecord, key: str) -> tuple[str, str]:

@@ -102,13 +102,13 @@ class NatsSubscriber(Numbered):
         """See EventSubscriber."""
         if address not in self._addresses and not self._closed:
             self._addresses[address] = publisher_id
-            self._link.listen(address, self._take)
+            self._link.subscribe(address, self._take)
 
     def disconnect(self, address: str) -> None:
         """See EventSubscriber."""
         if address in self._addresses:
             self._forget(self._addresses.pop(address))
-            self._link.leave(address)
+            self._link.unsubscribe(address)
 
     def close(self) -> None:
         """See EventSubscriber."""

@@ -67,7 +67,7 @@ class NatsLink:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.start_timeout_s
         connection: tuple[Any, asyncio.Event] | None = None
-        told = False
+        warned = False
         for server in self._servers:
             _check(server)
         while connection is None:
@@ -80,9 +80,9 @@ class NatsLink:
                         f"cannot use NATS at {self._shown}: {_text(error)}; start it, "
                         "or set NATS_SERVER and NATS_AUTH_*, or choose --event-plane zmq"
                     ) from error
-                if not told:
+                if not warned:
                     _log.warning("waiting for NATS at %s: %s", self._shown, _text(error))
-                    told = True
+                    warned = True
                 await asyncio.sleep(RETRY_S)
         self._tasks.spawn(self._run(connection), name="connection")
 
@@ -109,29 +109,29 @@ class NatsLink:
         self._more.set()
         return True
 
-    def listen(self, subject: str, on_message: OnMessage) -> None:
+    def subscribe(self, subject: str, on_message: OnMessage) -> None:
         """Hand on what is sent to ``subject`` from soon on."""
         self._wanted[subject] = on_message
         self._changed.set()
 
-    def leave(self, subject: str) -> None:
-        """The reverse of :meth:`listen`; nothing is handed on after this."""
+    def unsubscribe(self, subject: str) -> None:
+        """The reverse of :meth:`subscribe`; nothing is handed on after this."""
         self._wanted.pop(subject, None)
         self._changed.set()
 
     async def _run(self, connection: tuple[Any, asyncio.Event] | None) -> None:
-        told = False
+        warned = False
         while True:
             if connection is not None:
-                told = False
+                warned = False
                 await self._session(*connection)
                 connection = None
             try:
                 connection = await self._connect()
             except _FAILURES as error:
-                if not told:
+                if not warned:
                     _log.warning("NATS is away: %s", _text(error))
-                    told = True
+                    warned = True
                 await asyncio.sleep(RETRY_S)
 
     async def _connect(self) -> tuple[Any, asyncio.Event]:

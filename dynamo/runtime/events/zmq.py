@@ -99,7 +99,7 @@ class ZmqSubscriber(Numbered):
         super().__init__(topic, on_event, on_gap)
         self._topic = topic.encode()
         self._loop = asyncio.get_running_loop()
-        self._soon: asyncio.Handle | None = None
+        self._scheduled: asyncio.Handle | None = None
         self._socket = subscribing_socket(topic)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._drain)
@@ -116,7 +116,7 @@ class ZmqSubscriber(Numbered):
                     f"{address[:200]!r} is no address of a publisher: {error}"
                 ) from None
             self._addresses[address] = publisher_id
-            self._look()
+            self._schedule_drain()
 
     def disconnect(self, address: str) -> None:
         """See EventSubscriber."""
@@ -124,25 +124,25 @@ class ZmqSubscriber(Numbered):
             return
         self._forget(self._addresses.pop(address))
         self._socket.disconnect(address)
-        self._look()
+        self._schedule_drain()
 
     def close(self) -> None:
         """See EventSubscriber."""
         if self._socket.closed:
             return
         self._loop.remove_reader(self._descriptor)
-        if self._soon is not None:
-            self._soon.cancel()
+        if self._scheduled is not None:
+            self._scheduled.cancel()
         self._socket.close(linger=0)
 
-    def _look(self) -> None:
-        if self._soon is None:
-            self._soon = self._loop.call_soon(self._drain)
+    def _schedule_drain(self) -> None:
+        if self._scheduled is None:
+            self._scheduled = self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        if self._soon is not None:
-            self._soon.cancel()
-            self._soon = None
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
         receive = self._socket.recv_multipart
         try:
             for _ in range(MESSAGES_PER_TURN):
@@ -151,7 +151,7 @@ class ZmqSubscriber(Numbered):
                     return
         except zmq.Again:
             return
-        self._look()
+        self._schedule_drain()
 
     def _take(self, frames: list[bytes]) -> None:
         try:

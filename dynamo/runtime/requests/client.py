@@ -1,4 +1,4 @@
-"""The caller's end of the request plane: one connection per address, answers pushed to sinks."""
+"""The client of the request plane: one connection per address, responses pushed to sinks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from dynamo.config.option import from_env
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import CannotConnect, ConnectTimeout, Disconnected
+from dynamo.runtime.addresses import parse_address
 from dynamo.runtime.context import Context
-from dynamo.runtime.requests.address import parse
 from dynamo.runtime.requests.client_connection import ClientConnection, ClientStream, StreamSink
 from dynamo.runtime.tasks import Tasks
 
@@ -18,7 +18,7 @@ __all__ = ["RequestClient"]
 
 
 class RequestClient:
-    """Opens streams on any number of workers. Use it from the loop's thread."""
+    """Opens streams on any number of workers. Use it on the thread of the loop."""
 
     def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
         self.settings = settings or from_env(RequestPlaneSettings)
@@ -26,7 +26,7 @@ class RequestClient:
         self._tasks = Tasks("request client")
 
     def __len__(self) -> int:
-        """Streams in flight."""
+        """Return the number of streams in flight."""
         return sum(len(connection.streams) for connection in self._connections.values())
 
     def open(
@@ -38,25 +38,29 @@ class RequestClient:
         sink: StreamSink,
         context: Context | None = None,
     ) -> ClientStream:
-        """Send one request; connects in the background if need be. Never blocks.
+        """Send one request; connect in the background if need be. Never blocks.
 
-        What comes back, failures included, goes to ``sink``, always from a later loop turn.
-        ``context`` cancels the stream, and its id travels in the headers.
+        Items and failures reach ``sink`` in a later turn of the loop. ``context`` cancels the
+        stream, and its id travels in the headers. InvalidArgument: ``address`` is malformed.
+        """
+        return self.connection(address).open(endpoint, headers, payload, sink, context)
+
+    def connection(self, address: str) -> ClientConnection:
+        """Return the connection to ``address``; a new one connects in the background.
+
         InvalidArgument: ``address`` is malformed.
         """
         connection = self._connections.get(address)
-        if connection is None:
-            connection = self._connect(address)
-        return connection.open(endpoint, headers, payload, sink, context)
+        return self._connect(address) if connection is None else connection
 
     def drop(self, address: str) -> None:
-        """The worker is dead: fail all its streams with Disconnected at once."""
+        """Fail all streams of a dead worker with Disconnected at once."""
         connection = self._connections.get(address)
         if connection is not None:
             connection.lose(Disconnected(f"the worker at {address} is gone"))
 
     def release(self, address: str) -> None:
-        """The worker leaves in peace: close its connection when the last stream has ended."""
+        """Close the connection of a draining worker after its last stream."""
         connection = self._connections.get(address)
         if connection is not None:
             connection.close_when_idle()
@@ -68,7 +72,7 @@ class RequestClient:
             connection.lose(Disconnected("the request client was closed"))
 
     def _connect(self, address: str) -> ClientConnection:
-        target = parse(address)
+        target = parse_address(address)
         loop = asyncio.get_running_loop()
         connection = ClientConnection(self.settings, loop, address, self._forget)
 

@@ -1,4 +1,4 @@
-"""A client's connection to one worker: requests out, response frames straight into sinks."""
+"""A client's connection to one worker: it sends requests and passes response frames to sinks."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from dynamo.runtime.requests.frames import (
     RESUME,
     STOP,
     FrameError,
+    encode_headers,
     pack,
     pack_open,
     parse_error,
@@ -47,27 +48,39 @@ _log = logging.getLogger(__name__)
 
 
 class StreamSink(Protocol):
-    """Takes what a stream brings, called straight from the read; it must not block.
+    """The receiver of one response, called from the socket's read; it must not block.
 
-    Any number of ``on_data``, then exactly one of ``on_end`` and ``on_error``, unless the owner
-    killed the stream: then nothing more. All streams of a worker share a connection, so a
-    sink that can't keep up buffers within its own bounds and calls ``ClientStream.pause()``.
+    Receives any number of ``on_data``, then exactly one of ``on_end`` and ``on_error``; after the
+    owner killed the stream, nothing. All streams of a worker share a connection, so a sink that
+    cannot keep up buffers within its own bounds and calls ``ClientStream.pause()``.
     """
 
     def on_data(self, payload: bytes) -> None:
-        """One response item."""
+        """Accept one response item."""
 
     def on_end(self) -> None:
-        """The response is complete."""
+        """Accept the end of a complete response."""
 
     def on_error(self, error: DynamoError) -> None:
-        """The response will not be completed."""
+        """Accept the error that ends an incomplete response."""
 
 
 class ClientStream:
-    """The caller's handle of one request. Every method is idempotent, a no-op after the end."""
+    """The caller's handle of one request. Every method is idempotent, a no-op after the end.
 
-    __slots__ = ("_connection", "_context", "_number", "closed", "heard", "on_data", "sink")
+    ``on_failure`` is called with the error of a failed stream, before its sink.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_context",
+        "_number",
+        "closed",
+        "on_data",
+        "on_failure",
+        "received_any",
+        "sink",
+    )
 
     def __init__(
         self,
@@ -77,46 +90,49 @@ class ClientStream:
         context: Context | None,
     ) -> None:
         self.closed = False
-        self.heard = False
+        self.received_any = False
         self.sink = sink
-        self.on_data = sink.on_data
+        self.on_data = sink.on_data  # bound once: it is called for every token
+        self.on_failure: Callable[[DynamoError], None] | None = None
         self._connection = connection
         self._number = number
         self._context = context
 
     @property
     def address(self) -> str:
-        """The worker's address."""
+        """The address of the worker."""
         return self._connection.address
 
     def stop(self) -> None:
-        """Ask the worker to end early; what it still sends reaches the sink."""
-        self._tell(STOP)
+        """Ask the worker to end early; the sink still receives what it sends until then."""
+        self._send_control(STOP)
 
     def pause(self) -> None:
-        """Ask the worker's handler to wait; what is under way still reaches the sink."""
-        self._tell(PAUSE)
+        """Ask the worker's handler to pause; the sink still receives items already sent."""
+        self._send_control(PAUSE)
 
     def resume(self) -> None:
-        """Let the worker's handler go on after :meth:`pause`."""
-        self._tell(RESUME)
+        """Resume the worker's handler after :meth:`pause`."""
+        self._send_control(RESUME)
 
     def kill(self) -> None:
-        """Forget the stream on both sides. The sink hears nothing more."""
-        self._tell(KILL)
+        """Drop the stream on both sides. The sink is not called again."""
+        self._send_control(KILL)
         self.finish()
 
     def fail(self, error: DynamoError) -> None:
-        """End the stream on this side and give its sink ``error``."""
+        """End the stream on this side and pass ``error`` to its sink."""
         if not self.closed:
             self.finish()
             try:
+                if self.on_failure is not None:
+                    self.on_failure(error)
                 self.sink.on_error(error)
             except Exception:  # noqa: BLE001 - a sink must not end the connection
                 _log.exception("the sink of a stream from %s failed", self.address)
 
     def complete(self) -> None:
-        """The end frame is here."""
+        """End the stream on this side after its end frame."""
         self.finish()
         try:
             self.sink.on_end()
@@ -124,34 +140,39 @@ class ClientStream:
             _log.exception("the sink of a stream from %s failed", self.address)
 
     def finish(self) -> None:
-        """Leave the connection's table and the context."""
+        """Remove the stream from its connection and its context."""
         if self.closed:
             return
         self.closed = True
-        self._connection.forget(self._number)
+        connection = self._connection
+        connection.streams.pop(self._number, None)
+        if connection.released and not connection.streams:
+            connection.close_when_idle()
         if self._context is not None:
             self._context.off_cancel(self.on_cancel)
 
     def on_cancel(self, kind: CancelKind) -> None:
-        """The context was cancelled: pass it on. After a kill the sink gets Cancelled."""
+        """Forward the cancellation of the context. After a kill the sink receives Cancelled."""
         if kind == "stop":
             self.stop()
         else:
-            self._tell(KILL)
+            self._send_control(KILL)
             self.fail(Cancelled("the request was cancelled"))
 
-    def _tell(self, kind: int) -> None:
+    def _send_control(self, kind: int) -> None:
         if not self.closed:
             self._connection.write(pack(kind, self._number, b""))
 
 
 class ClientConnection(FramedConnection):
-    """Numbers the streams, feeds their sinks, and notices a worker that no longer answers.
+    """Numbers the streams, passes frames to their sinks, and detects a worker that stops answering.
 
-    There is no acknowledgement per request. While streams are open and nothing has been received
-    for a quarter of ``request_timeout_s`` a ping is sent; unanswered for the whole of it, the
-    worker counts as gone. Half of it is enough once discovery has dropped the worker: one that
-    leaves in peace still answers, one that hangs does not.
+    Requests are not acknowledged one by one. While streams are open and nothing was received for a
+    quarter of ``request_timeout_s``, the client sends a ping; after the whole of it without an
+    answer the connection is lost. Half of it is enough once discovery has dropped the worker: a
+    worker that drains still answers pings, one that hangs does not.
+
+    ``released`` is set by :meth:`close_when_idle` and cleared by the next request.
     """
 
     def __init__(
@@ -167,8 +188,8 @@ class ClientConnection(FramedConnection):
         self._on_lost = on_lost
         self._number = 0
         self._early_bytes = 0
-        self._close_when_idle = False
-        self._heard = False
+        self.released = False
+        self._received_any = False
         self._silent_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -180,16 +201,23 @@ class ClientConnection(FramedConnection):
         sink: StreamSink,
         context: Context | None,
     ) -> ClientStream:
-        """See ``RequestClient.open``."""
-        self._close_when_idle = False  # whoever opens a stream found the worker in discovery again
-        number = self._next_number()
+        """Send one request; see ``RequestClient.open``."""
+        self.released = (
+            False  # the worker is in discovery again: its caller found the address there
+        )
+        number = self._number % 0xFFFFFFFF + 1  # stream 0 is the connection itself
+        while number in self.streams:  # after 2³² requests, skip streams that are still open
+            number = number % 0xFFFFFFFF + 1
+        self._number = number
         stream = ClientStream(self, number, sink, context)
         if context is not None and REQUEST_ID not in headers:
             headers = {**headers, REQUEST_ID: context.id()}
-        frame = pack_open(number, endpoint, headers, payload)
+        encoded = encode_headers(headers) if headers else b""
+        frame = pack_open(number, endpoint, encoded, payload)
         refusal = self._refusal(len(frame) - HEADER_SIZE_BYTES, context)
         self.streams[number] = stream
         if refusal is not None:
+            # Later, because a sink is never called before the caller holds its stream.
             self._loop.call_soon(stream.fail, refusal)
             return stream
         self.write(frame)
@@ -199,20 +227,14 @@ class ClientConnection(FramedConnection):
             self._watch()
         return stream
 
-    def forget(self, number: int) -> None:
-        """The stream is over on this side."""
-        self.streams.pop(number, None)
-        if self._close_when_idle and not self.streams:
-            self.lose(Disconnected(f"the connection to {self.address} was released"))
-
     def close_when_idle(self) -> None:
-        """Close once no stream is left; at once if there is none."""
-        self._close_when_idle = True
+        """Close after the last stream; at once without streams."""
+        self.released = True
         if not self.streams:
             self.lose(Disconnected(f"the connection to {self.address} was released"))
 
     def lose(self, error: DynamoError) -> None:
-        """Give up the connection: every stream fails with ``error``. Idempotent."""
+        """Close the connection and fail every stream with ``error``. Idempotent."""
         self._on_lost(self)
         if self._timer is not None:
             self._timer.cancel()
@@ -225,56 +247,50 @@ class ClientConnection(FramedConnection):
             stream.fail(type(error)(error.message))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """A stream that has not seen its end frame is disconnected, never finished."""
+        """Fail the open streams: one without an end frame is disconnected, never complete."""
         super().connection_lost(error)
         why = f": {error}" if error is not None else ""
         self.lose(Disconnected(f"Stream ended before generation completed ({self.address}{why})"))
 
     def on_frames(self, frames: list[tuple[int, int, bytes]]) -> None:
-        """Feed the sinks. Frames of streams that are over on this side are dropped."""
-        self._heard = True
+        """Pass frames to the sinks. Drop those of streams that ended on this side."""
+        self._received_any = True
         streams = self.streams
         for kind, number, payload in frames:
             stream = streams.get(number)
             if kind == DATA:
                 if stream is not None:
-                    stream.heard = True
+                    stream.received_any = True
                     try:
                         stream.on_data(payload)
                     except Exception as error:  # noqa: BLE001 - it ends its own stream
                         self._sink_failed(stream, error)
+            elif kind == END:
+                if stream is not None:
+                    stream.complete()
             elif kind == PONG:
                 continue
-            elif kind not in (END, ERROR, OVERSIZE):
+            elif kind not in (ERROR, OVERSIZE):
                 raise FrameError(f"a worker may not send frame kind {kind}")
             elif stream is not None:
-                self._end(stream, kind, payload)
+                self._fail_stream(stream, kind, payload)
 
-    def _end(self, stream: ClientStream, kind: int, payload: bytes) -> None:
-        if kind == END:
-            stream.complete()
-        elif kind == ERROR:
+    def _fail_stream(self, stream: ClientStream, kind: int, payload: bytes) -> None:
+        if kind == ERROR:
             stream.fail(parse_error(payload))
         else:
-            stream._tell(KILL)
+            stream._send_control(KILL)
             limit = self.settings.max_message_size_bytes
             text = f"response item of {payload.decode()} bytes exceeds"
             stream.fail(EngineFailure(f"{text} DYN_TCP_MAX_MESSAGE_SIZE={limit}"))
 
     def _sink_failed(self, stream: ClientStream, error: Exception) -> None:
         _log.error("the sink of a stream from %s failed", self.address, exc_info=error)
-        stream._tell(KILL)
+        stream._send_control(KILL)
         stream.fail(DynamoError(f"{type(error).__name__}: {error}"))
 
-    def _next_number(self) -> int:
-        number = self._number
-        while True:
-            number = number % 0xFFFFFFFF + 1
-            if number not in self.streams:
-                self._number = number
-                return number
-
     def _refusal(self, size_bytes: int, context: Context | None) -> DynamoError | None:
+        """Return why the request cannot be sent, if so."""
         settings = self.settings
         if size_bytes > settings.max_message_size_bytes:
             limit = settings.max_message_size_bytes
@@ -283,17 +299,17 @@ class ClientConnection(FramedConnection):
             )
         if context is not None and context.is_killed():
             return Cancelled("the request was cancelled before it was sent")
-        if self._transport is None:
+        if self._transport is None:  # still connecting: count what is queued for it
             self._early_bytes += size_bytes
             unsent = self._early_bytes
-        else:
+        else:  # below the high-water mark the sum over all buffers is not worth computing
             unsent = self.unsent_bytes() + size_bytes if self.above_high_water else 0
         if unsent > settings.hard_cap_bytes:
-            return Overloaded(f"{unsent} unsent bytes wait for the worker at {self.address}")
+            return Overloaded(f"{unsent} unsent bytes are queued for the worker at {self.address}")
         return None
 
     def _watch(self) -> None:
-        self._heard = False
+        self._received_any = False
         self._silent_ticks = 0
         self._tick_later()
 
@@ -305,11 +321,11 @@ class ClientConnection(FramedConnection):
         self._timer = None
         if not self.streams:
             return
-        if self._heard or self._transport is None:
+        if self._received_any or self._transport is None:
             self._watch()
             return
         self._silent_ticks += 1
-        allowed = _SILENT_TICKS_WHEN_RELEASED if self._close_when_idle else _SILENT_TICKS
+        allowed = _SILENT_TICKS_WHEN_RELEASED if self.released else _SILENT_TICKS
         if self._silent_ticks >= allowed:
             self._give_up((allowed - 1) * self.settings.request_timeout_s / _TICKS_PER_TIMEOUT)
             return
@@ -319,7 +335,7 @@ class ClientConnection(FramedConnection):
     def _give_up(self, timeout_s: float) -> None:
         text = f"the worker at {self.address} has not answered for {timeout_s:g} s"
         _log.warning("request plane: %s", text)
-        unheard = [stream for stream in self.streams.values() if not stream.heard]
-        for stream in unheard:
+        unanswered = [stream for stream in self.streams.values() if not stream.received_any]
+        for stream in unanswered:
             stream.fail(ConnectionTimeout(text))
         self.lose(Disconnected(text))

@@ -1,4 +1,4 @@
-"""One socket of the request plane, either end: frames in, corked writes out, water marks."""
+"""The base of both ends of a request plane socket: frames, corked writes, high-water marks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _log = logging.getLogger(__name__)
 
 
 class FramedConnection(asyncio.Protocol):
-    """What client and server connections share. Subclasses say what a frame means.
+    """The base of client and server connections. Subclasses handle the frames.
 
     Everything written during one loop turn leaves in one ``transport.write``: writes made while a
-    read is handled go out when it is done, others by one ``call_soon``. Writes made before
-    the socket is connected wait for it.
+    read is handled are flushed after it, others by one ``call_soon``. Writes made before the
+    socket is connected are queued.
     """
 
     def __init__(self, settings: RequestPlaneSettings, loop: asyncio.AbstractEventLoop) -> None:
@@ -35,14 +35,14 @@ class FramedConnection(asyncio.Protocol):
         self._peer = "?"
 
     def on_frames(self, frames: list[tuple[int, int, bytes]]) -> None:
-        """Act on the frames of one read. May raise FrameError."""
+        """Handle the frames of one read. May raise FrameError."""
         raise NotImplementedError
 
     def on_full(self) -> None:
         """Called after a write that left the transport above the high-water mark."""
 
     def write(self, frame: bytes) -> None:
-        """Queue one frame for the end of this loop turn. Never blocks; dropped when closed."""
+        """Queue one frame for the end of this loop turn. Never blocks; drops it when closed."""
         if self.closed:
             return
         self._out.append(frame)
@@ -51,12 +51,12 @@ class FramedConnection(asyncio.Protocol):
             self._loop.call_soon(self._flush)
 
     def unsent_bytes(self) -> int:
-        """Bytes accepted by :meth:`write` that the system has not taken yet."""
+        """Return the bytes accepted by :meth:`write` that the kernel has not accepted yet."""
         unsent = sum(map(len, self._out))
         return unsent if self._transport is None else unsent + self._unwritten(self._transport)
 
     def fail(self, reason: str) -> None:
-        """Close the connection at once because the peer misbehaved; logged once."""
+        """Close the connection at once, and log ``reason``: what the peer did wrong."""
         if not self.closed:
             _log.warning("request plane: closing the connection with %s: %s", self._peer, reason)
             self.abort()
@@ -68,7 +68,7 @@ class FramedConnection(asyncio.Protocol):
             self._transport.abort()
 
     def close(self) -> None:
-        """Send what is written, then close."""
+        """Send what is queued, then close."""
         if self._transport is not None:
             self._flush()
             self.closed = True
@@ -76,9 +76,9 @@ class FramedConnection(asyncio.Protocol):
         self.closed = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket is there: set it up, send what waited for it."""
+        """Configure the socket and send what was queued."""
         self._transport = cast(asyncio.Transport, transport)
-        if self.closed:
+        if self.closed:  # given up while it was connecting
             self._transport.abort()
             return
         self._peer = str(transport.get_extra_info("peername") or transport)
@@ -88,7 +88,8 @@ class FramedConnection(asyncio.Protocol):
         self._flush()
 
     def data_received(self, data: bytes) -> None:
-        """Split and dispatch; answers made meanwhile leave in one write."""
+        """Split and dispatch; send everything that the handlers wrote in one write."""
+        # Already corked: a flush is scheduled for this turn and sends these frames too.
         was_corked, self._corked = self._corked, True
         try:
             splitter = self._splitter
@@ -99,20 +100,22 @@ class FramedConnection(asyncio.Protocol):
             self.fail(error.message)
         finally:
             if not was_corked:
-                self._flush()
+                self._corked = False
+                if self._out:
+                    self._flush()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The socket is gone, for whatever reason."""
+        """Drop what is queued: the socket is closed."""
         self.closed = True
         self.above_high_water = False
         self._out.clear()
 
     def pause_writing(self) -> None:
-        """Called by the transport above the high-water mark."""
+        """Note that the transport is above its high-water mark."""
         self.above_high_water = True
 
     def resume_writing(self) -> None:
-        """Called by the transport below the low-water mark."""
+        """Note that the transport is below its low-water mark again."""
         self.above_high_water = False
 
     def _flush(self) -> None:
@@ -132,8 +135,11 @@ class FramedConnection(asyncio.Protocol):
 
 
 def _tune(sock: socket.socket | None, user_timeout_s: float) -> None:
-    """No Nagle delay; a peer that is cut off is noticed after ``user_timeout_s`` if something is
-    under way to it, and some seconds later if nothing is."""
+    """Disable Nagle's delay and bound how long a dead TCP peer goes unnoticed.
+
+    TCP_USER_TIMEOUT covers unacknowledged data; keepalive probes (after 5 s idle, then three 2 s
+    apart) cover a connection with none.
+    """
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

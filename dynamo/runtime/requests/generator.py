@@ -177,7 +177,7 @@ async def _serve(
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            stream.cut(EngineShutdown("the worker shut down"))
+            stream.abort(EngineShutdown("the worker shut down"))
             raise
         stream.error(Cancelled("Request cancelled"))
     except BaseException as error:  # it becomes the stream's error

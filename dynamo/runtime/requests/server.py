@@ -18,8 +18,8 @@ from dynamo.errors import (
     UnknownEndpoint,
     WorkerLeaving,
 )
-from dynamo.runtime.requests.address import Address, parse
-from dynamo.runtime.requests.serving import ServingConnection
+from dynamo.runtime.addresses import RequestAddress, parse_address
+from dynamo.runtime.requests.server_connection import ServerConnection
 from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServedEndpoint
 from dynamo.runtime.tasks import Tasks
 
@@ -45,7 +45,7 @@ class RequestServer:
         self._socket_check: asyncio.TimerHandle | None = None
         self._unreachable = False
         self._tasks = Tasks("request server")
-        self._connections: set[ServingConnection] = set()
+        self._connections: set[ServerConnection] = set()
         self._endpoints: dict[str, ServedEndpoint] = {}
         self._leaving: list[ServedEndpoint] = []
         self._ended = asyncio.Event()
@@ -58,7 +58,7 @@ class RequestServer:
 
     async def start(self, address: str) -> str:
         """Listen; the real address (a port of 0 is filled in). CannotConnect: it is in use."""
-        wanted = parse(address)
+        wanted = parse_address(address)
         if wanted.path is not None:
             await self._listen(wanted.path)
             return address
@@ -111,23 +111,23 @@ class RequestServer:
         self.draining = self.draining or endpoint is None
         for served in leaving:
             served.draining = True
-        cut = sum(_cut(served) for served in leaving if not served.graceful)
+        aborted = sum(_abort_streams(served) for served in leaving if not served.graceful)
         try:
             async with asyncio.timeout(timeout_s):
                 while any(served.active for served in leaving):
                     self._ended.clear()
                     await self._ended.wait()
         except TimeoutError:
-            cut += sum(map(_cut, leaving))
-        return cut
+            aborted += sum(map(_abort_streams, leaving))
+        return aborted
 
-    def cut(self, endpoint: str) -> int:
+    def abort(self, endpoint: str) -> int:
         """End the streams of ``endpoint`` with EngineShutdown, refuse new ones; their number."""
         served = self._endpoints.get(endpoint)
         if served is None:
             return 0
         served.draining = True
-        return _cut(served)
+        return _abort_streams(served)
 
     async def close(self) -> None:
         """Stop listening, cut what is in flight, flush and close all connections. Idempotent."""
@@ -140,7 +140,7 @@ class RequestServer:
             self._listener = None
         self._unlink()
         for served in (*self._endpoints.values(), *self._leaving):
-            _cut(served)
+            _abort_streams(served)
         connections = list(self._connections)
         for connection in connections:
             connection.close()
@@ -168,9 +168,9 @@ class RequestServer:
         self._inflight -= 1
         self._ended.set()
 
-    def _connection(self) -> ServingConnection:
+    def _connection(self) -> ServerConnection:
         loop = asyncio.get_running_loop()
-        return ServingConnection(self.settings, loop, self._admit, self._connections)
+        return ServerConnection(self.settings, loop, self._admit, self._connections)
 
     async def _listen(self, path: str) -> None:
         loop = asyncio.get_running_loop()
@@ -220,10 +220,10 @@ class RequestServer:
             _log.debug("%s is gone already", path)
 
 
-def _cut(served: ServedEndpoint) -> int:
+def _abort_streams(served: ServedEndpoint) -> int:
     streams = list(served.active)
     for stream in streams:
-        stream.cut(EngineShutdown(f"the worker that served {served.name} shut down"))
+        stream.abort(EngineShutdown(f"the worker that served {served.name} shut down"))
     return len(streams)
 
 
@@ -257,7 +257,7 @@ def _answers(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-def _listen_tcp(address: Address) -> socket.socket:
+def _listen_tcp(address: RequestAddress) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -245,7 +245,7 @@ class ServerStream:
             self._served.stats.cancellations.value += 1
         self._reach(kind)
 
-    def cut(self, error: DynamoError) -> None:
+    def abort(self, error: DynamoError) -> None:
         """End the stream with ``error`` and tell its handler by a kill."""
         if not self.closed:
             self.error(error)

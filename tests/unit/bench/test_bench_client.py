@@ -79,7 +79,7 @@ async def test_stream_is_timed_and_counted() -> None:
         connection = LoadConnection(target)
         await connection.open()
         for _ in range(2):
-            outcome, _ = await connection.request("POST", "/x", b"{}", stream=True, timeout_s=5)
+            outcome = await connection.measure("/x", b"{}", stream=True, timeout_s=5)
             assert outcome.error is None and outcome.ttft_s is not None
             assert len(outcome.gaps_s) == 2 and min(outcome.gaps_s) > 0
             assert (outcome.prompt_tokens, outcome.output_tokens) == (9, 3)
@@ -94,7 +94,7 @@ async def test_any_cut_of_the_bytes_gives_the_same_counts() -> None:
         async with server([pieces]) as target:
             connection = LoadConnection(target)
             await connection.open()
-            outcome, _ = await connection.request("POST", "/x", b"{}", stream=True, timeout_s=20)
+            outcome = await connection.measure("/x", b"{}", stream=True, timeout_s=20)
             connection.close()
             assert outcome.error is None and len(outcome.gaps_s) == 2
 
@@ -125,7 +125,7 @@ async def test_failures_are_outcomes_not_exceptions() -> None:
         async with server([parts]) as target:
             connection = LoadConnection(target)
             await connection.open()
-            outcome, _ = await connection.request("POST", "/x", b"{}", stream=True, timeout_s=5)
+            outcome = await connection.measure("/x", b"{}", stream=True, timeout_s=5)
             connection.close()
             assert outcome.error is not None and reason in outcome.error
 
@@ -147,7 +147,7 @@ async def test_odd_answers_that_are_good() -> None:
         async with server([parts]) as target:
             connection = LoadConnection(target)
             await connection.open()
-            outcome, _ = await connection.request("POST", "/x", b"{}", stream=True, timeout_s=5)
+            outcome = await connection.measure("/x", b"{}", stream=True, timeout_s=5)
             connection.close()
             assert outcome.error is None and outcome.ttft_s is not None, parts
 
@@ -159,7 +159,7 @@ async def test_gaps_do_not_span_requests() -> None:
         connection = LoadConnection(target)
         await connection.open()
         for _ in range(2):
-            outcome, _ = await connection.request("POST", "/x", b"{}", stream=True, timeout_s=5)
+            outcome = await connection.measure("/x", b"{}", stream=True, timeout_s=5)
             assert len(outcome.gaps_s) == 2
             assert sum(outcome.gaps_s) <= outcome.finished_s - (outcome.first_token_s or 0.0)
             await asyncio.sleep(0.01)

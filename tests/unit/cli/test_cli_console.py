@@ -18,7 +18,7 @@ def shown(console: Console, stream: io.BytesIO) -> list[str]:
 def test_lines_carry_the_name_of_the_service() -> None:
     stream = io.BytesIO()
     console = Console("ns", stream=stream)
-    console.say("hello")
+    console.announce("hello")
     console.output("ns_Frontend", b"listening")
     console.output("ns_Worker_1", b"\xff raw \x1b[31mred")
     assert console_lines(console, stream) == [
@@ -37,14 +37,14 @@ def test_quiet_shows_only_our_own() -> None:
     stream = io.BytesIO()
     console = Console("ns", quiet=True, stream=stream)
     console.output("ns_A", b"chatter")
-    console.say("ready")
+    console.announce("ready")
     assert shown(console, stream) == ["dynamo: ready"]
 
 
 def test_json_lines() -> None:
     stream = io.BytesIO()
     console = Console("ns", jsonl=True, stream=stream)
-    console.say("ready", logging.WARNING)
+    console.announce("ready", logging.WARNING)
     console.output("ns_A", b'{"level":"INFO","message":"in JSON"}')
     console.output("ns_A", b'plain "text"')
     console.output("ns_A", b"{}")
@@ -80,7 +80,7 @@ def test_a_stopped_terminal_stops_nobody() -> None:
         console = Console("ns", stream=stream)
         for number in range(30_000):
             console.output("ns_A", b"line %d" % number)
-        console.say("still here")
+        console.announce("still here")
         os.close(reader)
         console.close()
 
@@ -90,5 +90,5 @@ def test_a_reader_that_left_is_no_error() -> None:
     os.close(reader)
     with os.fdopen(writer, "wb", buffering=0) as stream:
         console = Console("ns", stream=stream)
-        console.say("anyone?")
+        console.announce("anyone?")
         console.close()

@@ -61,7 +61,7 @@ def test_the_original_in_the_same_environment_is_refused(rival: str, tmp_path: P
         timeout=30,
     )
     assert done.returncode == 2 and done.stdout == ""
-    assert f"{rival} is installed in this environment too" in done.stderr
+    assert f"{rival} is also installed in this environment" in done.stderr
     assert f"pip uninstall {rival}" in done.stderr
 
 

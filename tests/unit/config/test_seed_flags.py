@@ -8,8 +8,7 @@ import pytest
 
 from dynamo.config import deprecations, load
 from dynamo.config.frontend import FrontendSettings
-from dynamo.config.router import RouterSettings
-from dynamo.config.router_process import RouterProcessSettings
+from dynamo.config.router import RouterProcessSettings, RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 
 GROUPS = (FrontendSettings, RouterSettings, RuntimeSettings)

@@ -229,7 +229,7 @@ async def test_prefill_workers_join_their_model_whoever_comes_first(box: Box) ->
     for worker in (early, late):
         await worker.runtime.close()
     await until(lambda: not router.active)
-    assert box.names == ["tiny"] and router.queue.known_workers == []
+    assert box.names == ["tiny"] and router.queue.all_workers == []
     again = await box.worker("elsewhere", model_type="Prefill")
     await until(lambda: router.queue.workers == [again.id])
 

@@ -14,119 +14,119 @@ LIMIT = 6
 WORKERS = (1, 2, 3)
 
 
-def served(line: PrefillQueue[str], tokens: int = 10) -> list[tuple[str, int]]:
+def served(queue: PrefillQueue[str], tokens: int = 10) -> list[tuple[str, int]]:
     """Send whoever there is a slot for, to the first worker allowed."""
     sent = []
-    while (turn := line.next()) is not None:
-        worker = (turn.workers or line.workers)[0]
-        line.start(turn.ticket, worker, tokens)
-        sent.append((turn.ticket, worker))
+    while (turn := queue.next()) is not None:
+        worker = (turn.workers or queue.workers)[0]
+        queue.start(turn.request, worker, tokens)
+        sent.append((turn.request, worker))
     return sent
 
 
 def test_a_worker_gets_no_more_than_its_slots_and_the_rest_wait_in_order() -> None:
-    line: PrefillQueue[str] = PrefillQueue(LIMIT)
-    line.set_worker(1, Capacity(10**6, 2))
+    queue: PrefillQueue[str] = PrefillQueue(LIMIT)
+    queue.set_worker(1, Capacity(10**6, 2))
     for number, name in enumerate("abcd"):
-        line.enter(name, float(number))
-    assert served(line) == [("a", 1), ("b", 1)]
-    assert len(line) == 2 and line.running == 2
-    line.finish("b")
-    assert served(line) == [("c", 1)]
+        queue.add(name, float(number))
+    assert served(queue) == [("a", 1), ("b", 1)]
+    assert len(queue) == 2 and queue.running == 2
+    queue.finish("b")
+    assert served(queue) == [("c", 1)]
 
 
 def test_tokens_are_slots_too_and_an_idle_worker_takes_any_prompt() -> None:
-    line: PrefillQueue[str] = PrefillQueue(LIMIT)
-    line.set_worker(1, Capacity(100, 10))
+    queue: PrefillQueue[str] = PrefillQueue(LIMIT)
+    queue.set_worker(1, Capacity(100, 10))
     for number, name in enumerate("abc"):
-        line.enter(name, float(number))
-    assert served(line, 400) == [("a", 1)], "larger than the batch, but the worker is idle"
-    line.finish("a")
-    assert served(line, 60) == [("b", 1), ("c", 1)], "60 of 100: there is room for one more"
+        queue.add(name, float(number))
+    assert served(queue, 400) == [("a", 1)], "larger than the batch, but the worker is idle"
+    queue.finish("a")
+    assert served(queue, 60) == [("b", 1), ("c", 1)], "60 of 100: there is room for one more"
 
 
 def test_priority_goes_before_a_head_start_goes_before_arrival() -> None:
-    line: PrefillQueue[str] = PrefillQueue(LIMIT)
-    line.enter("old", 0.0)
-    line.enter("hinted", 5.0, jump_s=6.0)
-    line.enter("strict", 9.0, strict=1)
-    line.set_worker(1, Capacity(1, 1))
+    queue: PrefillQueue[str] = PrefillQueue(LIMIT)
+    queue.add("old", 0.0)
+    queue.add("hinted", 5.0, priority_boost_s=6.0)
+    queue.add("strict", 9.0, strict=1)
+    queue.set_worker(1, Capacity(1, 1))
     order = []
-    while (turn := line.next()) is not None:
-        line.leave(turn.ticket)
-        order.append(turn.ticket)
+    while (turn := queue.next()) is not None:
+        queue.remove(turn.request)
+        order.append(turn.request)
     assert order == ["strict", "hinted", "old"]
 
 
 def test_what_a_dead_worker_had_is_at_the_head_in_order_before_any_priority() -> None:
-    line: PrefillQueue[str] = PrefillQueue(LIMIT)
-    line.set_worker(1, Capacity(10**6, 2))
+    queue: PrefillQueue[str] = PrefillQueue(LIMIT)
+    queue.set_worker(1, Capacity(10**6, 2))
     for number, name in enumerate("ab"):
-        line.enter(name, float(number))
-    served(line)
-    line.enter("c", 2.0, strict=9)
-    assert line.remove_worker(1) == []
-    for ticket in line.running_at(1):
-        line.give_back(ticket)
-    line.set_worker(2, Capacity(10**6, 5))
-    assert [ticket for ticket, _ in served(line)] == ["a", "b", "c"]
+        queue.add(name, float(number))
+    served(queue)
+    queue.add("c", 2.0, strict=9)
+    assert queue.remove_worker(1) == []
+    for ticket in queue.running_at(1):
+        queue.requeue(ticket)
+    queue.set_worker(2, Capacity(10**6, 5))
+    assert [ticket for ticket, _ in served(queue)] == ["a", "b", "c"]
 
 
 def test_the_pinned_wait_for_their_worker_and_others_overtake_them() -> None:
-    line: PrefillQueue[str] = PrefillQueue(LIMIT)
+    queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     for worker in (1, 2):
-        line.set_worker(worker, Capacity(10**6, 1))
-    line.enter("x", 0.0, pin=1)
-    line.enter("y", 1.0, pin=1)
-    line.enter("z", 2.0)
-    assert served(line) == [("x", 1), ("z", 2)]
-    assert line.remove_worker(1) == ["y"], "it waits for no other"
-    line.leave("y")
-    assert len(line) == 0
+        queue.set_worker(worker, Capacity(10**6, 1))
+    queue.add("x", 0.0, pin=1)
+    queue.add("y", 1.0, pin=1)
+    queue.add("z", 2.0)
+    assert served(queue) == [("x", 1), ("z", 2)]
+    assert queue.remove_worker(1) == ["y"], "it waits for no other"
+    queue.remove("y")
+    assert len(queue) == 0
 
 
 def test_the_bound_keep_their_place_when_they_are_unbound() -> None:
-    line: PrefillQueue[str] = PrefillQueue(LIMIT)
+    queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     for worker in (1, 2):
-        line.set_worker(worker, Capacity(10**6, 1))
+        queue.set_worker(worker, Capacity(10**6, 1))
     for number, name in enumerate("abc"):
-        line.enter(name, float(number))
-    line.bind("a", 2)
-    line.bind("nobody", 2)
-    line.start("b", 2, 1)
-    assert line.next() == ("c", [1]), "the head is bound to who has no slot"
-    assert line.waiting_for(2) == ["a"]
-    line.bind("a", None)
-    assert line.next() == ("a", [1])
+        queue.add(name, float(number))
+    queue.bind("a", 2)
+    queue.bind("nobody", 2)
+    queue.start("b", 2, 1)
+    assert queue.next() == ("c", [1]), "the head is bound to who has no slot"
+    assert queue.waiting_for(2) == ["a"]
+    queue.bind("a", None)
+    assert queue.next() == ("a", [1])
 
 
 def test_a_full_line_refuses_but_not_who_can_go_at_once() -> None:
-    line: PrefillQueue[str] = PrefillQueue(0)
+    queue: PrefillQueue[str] = PrefillQueue(0)
     with pytest.raises(Overloaded, match="0 requests wait"):
-        line.enter("a", 0.0)
-    line.set_worker(1, Capacity(10, 1))
-    line.enter("a", 0.0)
-    assert served(line) == [("a", 1)]
+        queue.add("a", 0.0)
+    queue.set_worker(1, Capacity(10, 1))
+    queue.add("a", 0.0)
+    assert served(queue) == [("a", 1)]
     with pytest.raises(Overloaded):
-        line.enter("b", 1.0)
+        queue.add("b", 1.0)
 
 
 def test_the_suspended_get_nothing_until_they_are_back() -> None:
-    line: PrefillQueue[str] = PrefillQueue(LIMIT)
-    line.set_worker(1, Capacity(10, 1))
-    line.suspend(1)
-    line.enter("a", 0.0)
-    assert line.next() is None and line.workers == [] and line.known_workers == [1]
-    line.suspend(1, False)
-    assert served(line) == [("a", 1)]
+    queue: PrefillQueue[str] = PrefillQueue(LIMIT)
+    queue.set_worker(1, Capacity(10, 1))
+    queue.suspend(1)
+    queue.add("a", 0.0)
+    assert queue.next() is None and queue.workers == [] and queue.all_workers == [1]
+    queue.suspend(1, False)
+    assert served(queue) == [("a", 1)]
 
 
 def test_who_leaves_in_masses_leaves_no_memory_behind() -> None:
-    line: PrefillQueue[int] = PrefillQueue(10)
+    queue: PrefillQueue[int] = PrefillQueue(10)
     for number in range(5000):
-        line.enter(number, float(number))
-        line.leave(number)
-    assert sum(map(len, line._heaps.values())) < 200
+        queue.add(number, float(number))
+        queue.remove(number)
+    assert sum(len(heap._heap) for heap in queue._heaps.values()) < 200
 
 
 class LineMachine(RuleBasedStateMachine):
@@ -134,8 +134,8 @@ class LineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.line: PrefillQueue[int] = PrefillQueue(LIMIT, lambda ticket: ticket + 7)
-        self.line.busy = self.busy = set()
+        self.queue: PrefillQueue[int] = PrefillQueue(LIMIT, lambda ticket: ticket + 7)
+        self.queue.busy = self.busy = set()
         self.slots: dict[int, Capacity] = {}
         self.waiting: list[int] = []  # in the order in which they must go, as all priorities agree
         self.running: dict[int, tuple[int, int]] = {}
@@ -146,28 +146,28 @@ class LineMachine(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), requests=st.integers(1, 3), tokens=st.integers(1, 100))
     def come(self, worker: int, requests: int, tokens: int) -> None:
         self.slots[worker] = Capacity(tokens, requests)
-        self.line.set_worker(worker, self.slots[worker])
+        self.queue.set_worker(worker, self.slots[worker])
 
     @rule(worker=st.sampled_from(WORKERS))
     def die(self, worker: int) -> None:
         stranded = [one for one in self.waiting if self.pins[one] == worker]
-        assert self.line.remove_worker(worker) == stranded
+        assert self.queue.remove_worker(worker) == stranded
         for one in stranded:
             if one % 2:
-                self.line.bind(one, None)
+                self.queue.bind(one, None)
                 self.pins[one] = None
             else:
-                self.line.leave(one)
+                self.queue.remove(one)
                 self.waiting.remove(one)
         self.slots.pop(worker, None)
         left = [ticket for ticket, (at, _) in self.running.items() if at == worker]
-        assert self.line.running_at(worker) == left
+        assert self.queue.running_at(worker) == left
         for ticket in left:
             del self.running[ticket]
             if self.pins[ticket] is None:
-                self.line.give_back(ticket)
+                self.queue.requeue(ticket)
             else:
-                self.line.leave(ticket)
+                self.queue.remove(ticket)
         back = [ticket for ticket in left if self.pins[ticket] is None]
         self.returned = [one for one in self.returned if one in self.waiting]
         front = len(self.returned)
@@ -188,9 +188,9 @@ class LineMachine(RuleBasedStateMachine):
         behind = any(self.pins[one] == pin for one in self.waiting)
         if len(self.waiting) >= LIMIT and (behind or not slot):
             with pytest.raises(Overloaded):
-                self.line.enter(self.number, float(self.number), pin=pin)
+                self.queue.add(self.number, float(self.number), pin=pin)
             return
-        self.line.enter(self.number, float(self.number), pin=pin)
+        self.queue.add(self.number, float(self.number), pin=pin)
         self.pins[self.number] = pin
         self.waiting.append(self.number)
 
@@ -199,13 +199,13 @@ class LineMachine(RuleBasedStateMachine):
     def bind(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(self.waiting))
         self.pins[ticket] = data.draw(st.sampled_from([None, *self.slots]))
-        self.line.bind(ticket, self.pins[ticket])
+        self.queue.bind(ticket, self.pins[ticket])
 
     @precondition(lambda self: self.waiting or self.running)
     @rule(data=st.data())
     def depart(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from([*self.waiting, *self.running]))
-        self.line.leave(ticket)
+        self.queue.remove(ticket)
         self.running.pop(ticket, None)
         if ticket in self.waiting:
             self.waiting.remove(ticket)
@@ -214,13 +214,13 @@ class LineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from([*self.running]))
-        self.line.finish(ticket)
-        self.line.finish(ticket)
+        self.queue.finish(ticket)
+        self.queue.finish(ticket)
         del self.running[ticket]
 
     @rule(tokens=st.integers(1, 60), last=st.booleans())
     def send(self, tokens: int, last: bool) -> None:
-        turn = self.line.next()
+        turn = self.queue.next()
         free = self.free()
         first = next((one for one in self.waiting if self.pins[one] in (None, *free)), None)
         if not free or first is None:
@@ -230,7 +230,7 @@ class LineMachine(RuleBasedStateMachine):
         anywhere = None if len(free) == len(self.slots) else free
         assert turn == (first, anywhere if pin is None else [pin])
         worker = pin or free[-1 if last else 0]
-        self.line.start(first, worker, tokens)
+        self.queue.start(first, worker, tokens)
         self.waiting.remove(first)
         self.running[first] = (worker, tokens)
 
@@ -244,14 +244,14 @@ class LineMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        self.line._check()
-        assert len(self.line) == len(self.waiting) and self.line.running == len(self.running)
-        assert self.line.free_workers == self.free()
+        self.queue._check()
+        assert len(self.queue) == len(self.waiting) and self.queue.running == len(self.running)
+        assert self.queue.free_workers == self.free()
         idle = any(self.has_slot(one) for one in self.slots if one in self.busy)
-        assert self.line.held_up == (bool(self.waiting) and idle)
+        assert self.queue.is_blocked == (bool(self.waiting) and idle)
 
     def teardown(self) -> None:
-        assert self.line.take_all() == self.waiting
+        assert self.queue.pop_all() == self.waiting
 
 
 LineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

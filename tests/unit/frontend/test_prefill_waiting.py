@@ -198,7 +198,7 @@ async def test_the_table_shows_both_choices() -> None:
     assert (chosen.worker_id, chosen.chosen) == (SPARE, True)
     assert (full.worker_id, full.chosen, full.excluded) == (PREFILL, False, "no free slot")
     lines = table(found).splitlines()
-    titles = [number for number, line in enumerate(lines) if line.endswith(" workers")]
+    titles = [number for number, queue in enumerate(lines) if queue.endswith(" workers")]
     assert [lines[number] for number in titles] == ["prefill workers", "decode workers"]
     box.send(routing=Routing(prefill_worker_id=SPARE))
     box.send()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from test_prefill import PREFILL, Workers
+from test_queued_requests import Queued, later
 from test_request import Site, ids, turn
-from test_request_queue import Queued, later
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import (

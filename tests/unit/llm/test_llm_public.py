@@ -7,8 +7,7 @@ import pytest
 
 from dynamo.llm.exceptions import HttpError
 from dynamo.llm.hashing import compute_block_hash_for_seq
-from dynamo.llm.runtime_config import ModelRuntimeConfig
-from dynamo.llm.types import ModelInput, ModelType, WorkerType
+from dynamo.llm.types import ModelInput, ModelRuntimeConfig, ModelType, WorkerType
 
 
 def test_flags_combine_and_read_like_the_card() -> None:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dynamo.mocker.blocks import BlockPool, Holding
+from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.kv import BlocksRemoved, BlocksStored
 
@@ -20,12 +20,12 @@ def u64(raw: bytes) -> list[int]:
     return list(array("Q", raw))
 
 
-def holding(*ids: int) -> Holding:
-    return Holding(tokens(ids), B)
+def blocks(*ids: int) -> SequenceBlocks:
+    return SequenceBlocks(tokens(ids), B)
 
 
-def hold_all(pool: BlockPool, ids: list[int]) -> Holding:
-    held = holding(*ids)
+def hold_all(pool: BlockPool, ids: list[int]) -> SequenceBlocks:
+    held = blocks(*ids)
     found, _ = pool.cached_prefix(held)
     pool.reuse(held, found)
     assert pool.grow(held, len(ids))
@@ -37,7 +37,7 @@ def test_never_the_whole_prompt_is_cached(length: int, cached: int) -> None:
     pool = BlockPool(100, B)
     prompt = list(range(1, length + 1))
     pool.release(hold_all(pool, prompt))
-    assert pool.cached_prefix(holding(*prompt)) == (cached // B, 0)
+    assert pool.cached_prefix(blocks(*prompt)) == (cached // B, 0)
 
 
 def test_two_sequences_share_what_they_have_in_common() -> None:
@@ -65,8 +65,10 @@ def test_a_partial_block_becomes_shared_when_it_fills() -> None:
     assert pool.grow(held, 8)
     second = pool.changes.pop()
     assert isinstance(second, BlocksStored) and second.parent_hash == u64(stored.block_hashes)[0]
-    whole = Holding(tokens(range(1, 9)), B)
-    assert list(held.chain) == list(whole.chain) and list(held.local) == list(whole.local)
+    whole = SequenceBlocks(tokens(range(1, 9)), B)
+    assert list(held.sequence_hashes) == list(whole.sequence_hashes) and list(
+        held.block_hashes
+    ) == list(whole.block_hashes)
 
 
 def test_the_tail_of_the_least_recently_used_chain_is_evicted_first() -> None:
@@ -78,13 +80,13 @@ def test_the_tail_of_the_least_recently_used_chain_is_evicted_first() -> None:
     hold_all(pool, [21, 22, 23, 24, 25])
     removed, stored = pool.changes
     assert isinstance(removed, BlocksRemoved) and isinstance(stored, BlocksStored)
-    assert u64(removed.block_hashes) == [old.chain[1]]
+    assert u64(removed.block_hashes) == [old.sequence_hashes[1]]
 
 
 def test_growth_is_all_or_nothing() -> None:
     pool = BlockPool(2, B)
     held = hold_all(pool, [1, 2, 3, 4])
-    other = holding(*range(10, 20))
+    other = blocks(*range(10, 20))
     pool.changes.clear()
     assert not pool.grow(other, 10)
     assert pool.used == 1 and not pool.changes and not other.full and not other.private
@@ -97,7 +99,7 @@ def test_without_prefix_caching_nothing_is_shared_or_told() -> None:
     pool = BlockPool(4, B, prefix_caching=False)
     first = hold_all(pool, [1, 2, 3, 4, 5, 6, 7, 8])
     second = hold_all(pool, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert pool.used == 4 and not pool.grow(holding(1), 1)
+    assert pool.used == 4 and not pool.grow(blocks(1), 1)
     pool.release(first)
     pool.release(second)
     assert (pool.used, pool.cached, pool.changes) == (0, 0, [])
@@ -105,9 +107,9 @@ def test_without_prefix_caching_nothing_is_shared_or_told() -> None:
 
 def test_a_lora_or_a_namespace_has_blocks_of_its_own() -> None:
     ids = tokens(range(8))
-    plain = Holding(ids, B).chain
-    assert plain[0] != Holding(ids, B, lora_name="a").chain[0]
-    assert plain[0] != Holding(ids, B, cache_namespace="a").chain[0]
+    plain = SequenceBlocks(ids, B).sequence_hashes
+    assert plain[0] != SequenceBlocks(ids, B, lora_name="a").sequence_hashes[0]
+    assert plain[0] != SequenceBlocks(ids, B, cache_namespace="a").sequence_hashes[0]
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -118,7 +120,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(self.CAPACITY, B)
-        self.held: list[Holding] = []
+        self.held: list[SequenceBlocks] = []
         self.told: set[int] = set()
 
     def listen(self) -> None:
@@ -135,7 +137,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=20))
     def admit(self, ids: list[int]) -> None:
-        held = holding(*ids)
+        held = blocks(*ids)
         found, active = self.pool.cached_prefix(held)
         if -(-len(ids) // B) - active <= self.pool.free:
             self.pool.reuse(held, found)
@@ -163,7 +165,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.pool._check()
-        full = {h for held in self.held for h in held.chain[: len(held.tokens) // B]}
+        full = {h for held in self.held for h in held.sequence_hashes[: len(held.tokens) // B]}
         partial = sum(1 for held in self.held if len(held.tokens) % B)
         assert self.pool.used == len(full) + partial
         assert self.pool.hashes() == self.told

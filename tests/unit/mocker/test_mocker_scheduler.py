@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.errors import InvalidArgument
-from dynamo.mocker.blocks import BlockPool, Holding
+from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.reply import random_reply
 from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
 from dynamo.protocols.codec import tokens
@@ -33,7 +33,7 @@ class Told:
 
 def sequence(prompt: list[int], max_tokens: int, seed: int = 0) -> tuple[Sequence, Told]:
     told = Told()
-    return Sequence(Holding(tokens(prompt), B), random_reply(max_tokens, seed), told), told
+    return Sequence(SequenceBlocks(tokens(prompt), B), random_reply(max_tokens, seed), told), told
 
 
 def scheduler(blocks: int = 100, caching: bool = True, **limits: object) -> Scheduler:
@@ -158,11 +158,11 @@ def test_abort_frees_blocks_and_is_harmless_twice() -> None:
 
 def test_what_can_never_finish_is_refused() -> None:
     engine = scheduler(blocks=4)
-    engine.check(8, 8)
+    engine.check_length(8, 8)
     with pytest.raises(InvalidArgument, match=r"9 tokens.*8.*16 tokens.*lower max_tokens"):
-        engine.check(9, 8)
+        engine.check_length(9, 8)
     with pytest.raises(InvalidArgument, match="max_model_len"):
-        scheduler(max_model_len=10).check(9, 2)
+        scheduler(max_model_len=10).check_length(9, 2)
 
 
 @settings(max_examples=150, deadline=None)

@@ -12,7 +12,7 @@ import pytest
 
 from dynamo.errors import DynamoError, InvalidArgument, Overloaded
 from dynamo.mocker.engine import EngineRank, EngineShape
-from dynamo.mocker.meters import MockerMetrics
+from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.scheduler import Limits
 from dynamo.mocker.service import DEFAULT_MAX_TOKENS, MockerService
 from dynamo.mocker.timing import Timing
@@ -30,7 +30,7 @@ from dynamo.protocols.load import KvMetrics
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
 from dynamo.runtime.tasks import Tasks
-from dynamo.worker.admission import AdmissionGate
+from dynamo.worker.admission import AdmissionQueue
 
 DECODE = codec.decoder(EngineOutput).decode
 ENDPOINT = "test/backend/generate"
@@ -95,7 +95,7 @@ class Bench:
 @asynccontextmanager
 async def bench(
     path: Path, *, ranks: int = 1, reply: str = "random", speedup: float = 0,
-    gate: int | None = None, **shape: Any,
+    admission: int | None = None, **shape: Any,
 ) -> AsyncIterator[Bench]:  # fmt: skip
     limits = Limits(**{k: shape.pop(k) for k in ("max_model_len", "max_num_seqs") if k in shape})
     size = {"blocks": 100, "block_size": 4, "prefix_caching": True, **shape}
@@ -103,13 +103,13 @@ async def bench(
     tasks, server, client = Tasks(), RequestServer(), RequestClient()
     here = Bench([], None, client)  # type: ignore[arg-type]
     for number in range(ranks):
-        meters = MockerMetrics(here.registry, str(number), "m")
+        metrics = MockerMetrics(here.registry, str(number), "m")
         here.ranks.append(
             EngineRank(
-                number, made, meters, tasks, lambda _, c: here.changes.extend(c), here.loads.append
+                number, made, metrics, tasks, lambda _, c: here.changes.extend(c), here.loads.append
             )
         )
-    here.service = MockerService(here.ranks, AdmissionGate(gate, 2, here.registry), reply)
+    here.service = MockerService(here.ranks, AdmissionQueue(admission, 2, here.registry), reply)
     server.register(ENDPOINT, here.service.handle)
     here.address = await server.start(f"uds:{path}/s.sock")
     for rank in here.ranks:
@@ -182,7 +182,7 @@ async def test_what_cannot_be_served_is_refused(
         assert isinstance(sink.error, InvalidArgument)
         with pytest.raises(InvalidArgument, match=says):
             raise sink.error
-        assert here.service.gate.running == 0
+        assert here.service.admission.running == 0
 
 
 async def test_a_foreign_payload_is_refused(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ async def test_cancellation_frees_the_blocks(tmp_path: Path, kind: str) -> None:
         else:
             getattr(stream, kind)()
         await settle(lambda: not pool.used and not here.ranks[0].load)
-        assert here.service.gate.running == 0
+        assert here.service.admission.running == 0
         if kind == "stop":
             await sink.over.wait()
             assert sink.items[-1].finish_reason == "cancelled"
@@ -225,7 +225,7 @@ async def test_a_slow_reader_holds_back_its_own_answer_only(tmp_path: Path) -> N
 
 
 async def test_the_gate_refuses_and_lets_the_next_in(tmp_path: Path) -> None:
-    async with bench(tmp_path, gate=1) as here:
+    async with bench(tmp_path, admission=1) as here:
         running, stream = here.ask([1], 300)
         stream.pause()
         waiting, _ = here.ask([2], 3)

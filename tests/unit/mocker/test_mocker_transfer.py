@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo.mocker.blocks import BlockPool, Holding
+from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.reply import random_reply
 from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
-from dynamo.mocker.transfer import (
-    KV_BYTES_PER_TOKEN,
-    Transfer,
-    cached_tokens,
-    kv_bytes_per_token,
-)
+from dynamo.mocker.timing import Transfer, cached_tokens
 from dynamo.protocols.codec import tokens
 
 B = 4
-LLAMA_8B = {
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "torch_dtype": "bfloat16",
-}
 
 
 def test_seconds_are_bytes_over_bandwidth_over_speed() -> None:
     transfer = Transfer(bytes_per_token=128_000, bytes_per_s=64e9, speedup=2)
     assert transfer.seconds(1000) == pytest.approx(0.001)
     assert Transfer(speedup=0).seconds(10**6) == 0
-    params = transfer.handover(7, 1, 9, B)
+    params = transfer.transfer_params(7, 1, 9, B)
     assert params == {
         "worker_id": 7,
         "dp_rank": 1,
@@ -37,21 +25,6 @@ def test_seconds_are_bytes_over_bandwidth_over_speed() -> None:
         "blocks": 3,
         "kv_bytes": 1_152_000,
     }
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (LLAMA_8B, KV_BYTES_PER_TOKEN),
-        ({**LLAMA_8B, "torch_dtype": "float32"}, 2 * KV_BYTES_PER_TOKEN),
-        ({**LLAMA_8B, "head_dim": 64}, KV_BYTES_PER_TOKEN // 2),
-        ({"text_config": {**LLAMA_8B, "num_hidden_layers": 16}}, KV_BYTES_PER_TOKEN // 2),
-        ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}, 512),
-        ({}, KV_BYTES_PER_TOKEN),
-    ],
-)
-def test_bytes_of_a_token_from_the_models_config(config: dict[str, object], expected: int) -> None:
-    assert kv_bytes_per_token(config) == expected
 
 
 def test_cached_tokens_as_the_prefill_worker_told() -> None:
@@ -69,9 +42,9 @@ class Told:
         self.places = 0
         self.sequence: Sequence
 
-    def placed(self) -> None:
+    def allocated(self) -> None:
         self.places += 1
-        self.sequence.held = self.holds
+        self.sequence.paused = self.holds
 
     def token(self, token_id: int) -> None:
         self.tokens += 1
@@ -82,9 +55,9 @@ class Told:
 
 def expected(length: int, holds: bool, max_tokens: int = 3) -> Told:
     told = Told(holds)
-    holding = Holding(tokens(list(range(length))), B)
-    told.sequence = Sequence(holding, random_reply(max_tokens, 1), told)
-    told.sequence.expect(8)
+    blocks = SequenceBlocks(tokens(list(range(length))), B)
+    told.sequence = Sequence(blocks, random_reply(max_tokens, 1), told)
+    told.sequence.expect_transfer(8)
     return told
 
 
@@ -96,7 +69,7 @@ def test_blocks_are_taken_at_once_and_nothing_is_computed_until_they_are_filled(
     assert (batch.prefill_tokens, batch.decodes, batch.producing) == (0, 0, [])
     assert engine.pool.used == 3 and told.places == 1
     assert not engine.schedule().producing
-    told.sequence.held = False
+    told.sequence.paused = False
     batch = engine.schedule()
     assert (batch.prefill_tokens, batch.decodes) == (0, 1), "one step, no prompt"
     engine.commit(batch)
@@ -118,12 +91,12 @@ def test_a_transfer_without_time_does_not_hold_up_the_first_token() -> None:
 def test_who_loses_its_blocks_computes_its_prompt_itself() -> None:
     engine = Scheduler(BlockPool(6, B), Limits(watermark=0))
     first, second = expected(10, True, 12), expected(11, True, 4)
-    second.sequence.holding = Holding(tokens(list(range(100, 111))), B)
+    second.sequence.blocks = SequenceBlocks(tokens(list(range(100, 111))), B)
     for told in (first, second):
         engine.add(told.sequence)
     engine.schedule()
     assert engine.pool.used == 6
-    first.sequence.held = second.sequence.held = False
+    first.sequence.paused = second.sequence.paused = False
     prefilled = 0
     while engine.running or engine.waiting:
         batch = engine.schedule()

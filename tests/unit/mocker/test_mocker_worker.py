@@ -19,7 +19,7 @@ from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.engine import PreprocessedRequest, StopConditions
 from dynamo.runtime import DistributedRuntime
-from dynamo.worker.life import WorkerLife
+from dynamo.worker.lifecycle import WorkerLifecycle
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/model"
 
@@ -37,7 +37,7 @@ def runtime(settings: RuntimeSettings) -> DistributedRuntime:
 async def test_the_card_tells_what_the_router_needs(tmp_path: Path) -> None:
     settings = RuntimeSettings(namespace="ns", state_dir=str(tmp_path / "s"))
     made = plan(settings, num_gpu_blocks=100, block_size=16, speedup_ratio=0.0)
-    caller, life = runtime(settings), WorkerLife()
+    caller, life = runtime(settings), WorkerLifecycle()
 
     async def worker() -> None:
         async with life.runtime(runtime(settings)) as own:
@@ -62,7 +62,7 @@ async def test_the_card_tells_what_the_router_needs(tmp_path: Path) -> None:
 async def test_a_broken_engine_fails_its_callers_at_once(tmp_path: Path) -> None:
     settings = RuntimeSettings(namespace="ns", state_dir=str(tmp_path / "s"))
     made = plan(settings)
-    caller, life = runtime(settings), WorkerLife()
+    caller, life = runtime(settings), WorkerLifecycle()
     failures: list[Exception] = []
 
     async def worker() -> None:

@@ -24,6 +24,11 @@ def test_tokens_round_trip_typed_and_plain(ids: list[int]) -> None:
     assert plain["token_ids"] == ids and plain["stop_conditions"] == {"max_tokens": 3}
 
 
+def test_token_ids_are_little_endian_bytes_on_the_wire() -> None:
+    wire = bytes((0xD7, codec.TOKENS_EXT, 1, 0, 0, 0, 255, 255, 255, 255))
+    assert codec.encode(codec.tokens([1, 2**32 - 1])) == wire
+
+
 def test_plain_lists_from_foreign_workers_decode_as_outputs() -> None:
     wire = msgspec.msgpack.encode({"token_ids": [5, 6], "finish_reason": "stop", "other": 1})
     output = codec.decoder(EngineOutput).decode(wire)
@@ -47,7 +52,7 @@ def test_events_keep_their_kind() -> None:
     assert codec.decoder(KvEventBatch).decode(codec.encode(batch)) == batch
 
 
-def test_what_cannot_travel_is_named() -> None:
+def test_a_value_that_cannot_be_encoded_is_named() -> None:
     with pytest.raises(TypeError, match="cannot encode object"):
         codec.encode(object())
     with pytest.raises(msgspec.ValidationError):

@@ -14,8 +14,15 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import instance_key
-from dynamo.protocols.kv import BlocksStored, KvEvent, KvEventBatch, KvQuery, KvQueryAnswer
-from dynamo.router.discovery.router import KV_EVENTS, ConnectedRouter
+from dynamo.protocols.kv import (
+    KV_EVENTS,
+    BlocksStored,
+    KvEvent,
+    KvEventBatch,
+    KvQuery,
+    KvQueryAnswer,
+)
+from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
 

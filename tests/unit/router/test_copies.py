@@ -6,16 +6,16 @@ from array import array
 from typing import Any
 
 import pytest
+from make_trace import hot_prefix
+from offline_trace import replay
+from replay import Arrival
 
-from benchmarks.make_trace import hot_prefix
-from benchmarks.offline_trace import replay
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router import duplicates
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.replay import Arrival
 
 BLOCK = 4
 CACHE_FIRST: dict[str, Any] = {"prefill_load_scale": 64.0, "duplicate_cost": 32.0}

@@ -315,7 +315,7 @@ def test_an_answer_that_cannot_be_read_to_its_end_is_no_answer() -> None:
     with pytest.raises(ValueError, match="torn"):
         list(bench.indexer.recovery_steps(bench.asked[-1], dump, events()))
     bench.live(stored(4, 4, parent=3))
-    assert bench.indexer.stands(bench.asked[-1])
+    assert bench.indexer.is_pending(bench.asked[-1])
     bench.answer(KvQueryAnswer("tree_dump", [stored(0, 2, 3)], 3))
     assert (bench.depth(1), bench.depth(2, 3, 4)) == (0, 3)
 

@@ -20,11 +20,10 @@ from dynamo.protocols.kv import (
     KvQuery,
     KvQueryAnswer,
 )
-from dynamo.protocols.load import KvMetrics
+from dynamo.protocols.load import KV_METRICS, KvMetrics
 from dynamo.router.caches import indexer as indexer_module
 from dynamo.router.caches import recovery as recovery_module
 from dynamo.router.discovery import maintenance as upkeep_module
-from dynamo.router.discovery.load_feed import KV_METRICS
 from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.kv import KvPicker
 from dynamo.runtime import distributed as distributed_module

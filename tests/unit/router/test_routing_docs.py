@@ -13,8 +13,7 @@ import pytest
 
 from dynamo.config.option import Option
 from dynamo.config.parser import range_text
-from dynamo.config.router import RouterSettings
-from dynamo.config.router_process import RouterProcessSettings
+from dynamo.config.router import RouterProcessSettings, RouterSettings
 
 PAGE = Path(__file__).parents[3] / "docs/routing/settings.md"
 TITLE = "| flag | variable | default | range | what it does |\n|---|---|---|---|---|\n"

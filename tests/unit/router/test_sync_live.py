@@ -1,4 +1,4 @@
-"""Two routers of the same workers over real planes: what one books the other counts as load."""
+"""Routers of the same workers over real planes: bookings of one are load of the other."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from live_kit import BLOCK, PROMPT, Box, Worker, until
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.sync import ACTIVE_SEQUENCES
 from dynamo.router.discovery.router import ConnectedRouter
 from dynamo.router.kv import KvPicker
 from dynamo.router.sync import replicas as sync
@@ -54,8 +55,8 @@ class Replicas:
 
 @pytest_asyncio.fixture
 async def replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Replicas]:
-    monkeypatch.setattr(sync, "BEAT_S", 0.05)
-    monkeypatch.setattr(sync, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(sync, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(sync, "REPEAT_QUERY_S", 0.01)
     made = Replicas(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
     yield made
     await made.close()
@@ -71,18 +72,18 @@ def load(live: ConnectedRouter, worker: Worker) -> Load:
     return picker.active.load(picker.worker_pool.members[worker.id].slots[0])
 
 
-async def hear_each_other(*lives: ConnectedRouter) -> None:
-    """Until each knows the others, and misses nothing."""
+async def wait_until_in_sync(*lives: ConnectedRouter) -> None:
+    """Wait until all routers have discovered each other and have no gap."""
     for live in lives:
-        peers = live._sync.peers if live._sync is not None else None
-        assert peers is not None
-        await until(lambda peers=peers: len(peers) == len(lives) - 1 and peers.is_whole())
+        remote = live._sync.remote if live._sync is not None else None
+        assert remote is not None
+        await until(lambda remote=remote: len(remote) == len(lives) - 1 and remote.is_in_sync())
 
 
 async def test_load_is_shared_from_the_decision_to_the_end(replicas: Replicas) -> None:
     worker = await replicas.worker()
     first, second = await replicas.router(), await replicas.router()
-    await hear_each_other(first, second)
+    await wait_until_in_sync(first, second)
     first.picker.pick("a", PROMPT)
     assert load(first, worker) == (16, 4, 1)
     await until(lambda: load(second, worker) == (16, 4, 1))
@@ -98,7 +99,7 @@ async def test_load_is_shared_from_the_decision_to_the_end(replicas: Replicas) -
     kv(first).active._check()
 
 
-async def test_who_comes_late_learns_what_runs(replicas: Replicas) -> None:
+async def test_a_late_replica_gets_the_running_requests(replicas: Replicas) -> None:
     worker = await replicas.worker()
     first = await replicas.router()
     first.picker.pick("a", PROMPT)
@@ -111,47 +112,47 @@ async def test_who_comes_late_learns_what_runs(replicas: Replicas) -> None:
     assert "dynamo_component_router_replica_resyncs_total" in replicas.page(1)
 
 
-async def test_a_replica_that_leaves_takes_its_load_along(replicas: Replicas) -> None:
+async def test_the_load_of_an_exited_replica_is_removed(replicas: Replicas) -> None:
     worker = await replicas.worker()
     first, second = await replicas.router(), await replicas.router()
-    await hear_each_other(first, second)
+    await wait_until_in_sync(first, second)
     first.picker.pick("a", PROMPT)
     await until(lambda: load(second, worker) == (16, 4, 1))
     await replicas.boxes[0].runtime.close()
     await until(lambda: load(second, worker) == (0, 0, 0))
-    assert second._sync is not None and len(second._sync.peers) == 0
+    assert second._sync is not None and len(second._sync.remote) == 0
 
 
-async def test_lost_messages_are_made_good(replicas: Replicas) -> None:
+async def test_lost_messages_are_repaired(replicas: Replicas) -> None:
     worker = await replicas.worker()
     first, second = await replicas.router(), await replicas.router()
-    await hear_each_other(first, second)
+    await wait_until_in_sync(first, second)
     first.picker.pick("a", PROMPT)
     await until(lambda: load(second, worker) == (16, 4, 1))
     assert first._sync is not None and second._sync is not None
     first.picker.free("a")
     first.picker.pick("b", PROMPT)
-    assert len(first._sync.own.news()) == 1  # on the way, and lost
-    await until(lambda: second._sync.peers.gaps == 1 and second._sync.peers.is_whole())
+    assert len(first._sync.local.take_pending()) == 1  # lost
+    await until(lambda: second._sync.remote.gaps == 1 and second._sync.remote.is_in_sync())
     assert load(second, worker) == (16, 4, 1)
     first.picker.free("b")
     await until(lambda: load(second, worker) == (0, 0, 0))
 
 
-async def test_who_was_asked_long_ago_is_forgotten(replicas: Replicas) -> None:
+async def test_old_queries_are_forgotten(replicas: Replicas) -> None:
     await replicas.worker()
     router = await replicas.router()
     assert router._sync is not None
     now_s = asyncio.get_running_loop().time()
-    router._sync._asked = {7: now_s - sync.ASK_AGAIN_S, 8: now_s}
-    router._sync._ask(9)
-    assert router._sync._asked.keys() == {8, 9}
+    router._sync._queried_s = {7: now_s - sync.REPEAT_QUERY_S, 8: now_s}
+    router._sync._request_snapshot(9)
+    assert router._sync._queried_s.keys() == {8, 9}
 
 
 async def test_load_of_a_worker_that_is_not_known_yet(replicas: Replicas) -> None:
     await replicas.worker()
     first, second = await replicas.router(), await replicas.router()
-    await hear_each_other(first, second)
+    await wait_until_in_sync(first, second)
     late = await replicas.worker()
     await until(lambda: late.id in first.picker.worker_pool.members)
     assert second._sync is not None
@@ -160,7 +161,7 @@ async def test_load_of_a_worker_that_is_not_known_yet(replicas: Replicas) -> Non
         first.picker.pick(str(number), PROMPT)
     both = [load(first, worker) for worker in replicas.workers]
     await until(lambda: [load(second, worker) for worker in replicas.workers] == both)
-    second._remove(late.id)  # as if discovery had told it late
+    second._remove(late.id)  # as if discovered late
     second._devices[late.id] = "cpu"
     second._add(late.id)
     assert [load(second, worker) for worker in replicas.workers] == both
@@ -172,7 +173,7 @@ async def test_predicted_blocks_of_a_replica_are_held_until_its_request_ends(
     await replicas.worker(RuntimeConfig(total_kv_blocks=100))
     chosen = {"kv_events": False, "approximate_cache_policy": "lru"}
     first, second = await replicas.router(**chosen), await replicas.router(**chosen)
-    await hear_each_other(first, second)
+    await wait_until_in_sync(first, second)
     predicted = kv(second).predicted
     assert predicted is not None
     first.picker.pick("a", PROMPT)
@@ -185,7 +186,7 @@ async def test_predictions_are_shared(replicas: Replicas) -> None:
     worker = await replicas.worker()
     first = await replicas.router(kv_events=False)
     second = await replicas.router(kv_events=False)
-    await hear_each_other(first, second)
+    await wait_until_in_sync(first, second)
     assert second.picker.pick(None, PROMPT).overlap_blocks == 0
     first.picker.pick("a", PROMPT)
     await until(lambda: second.picker.pick(None, PROMPT).overlap_blocks == 4)
@@ -194,11 +195,11 @@ async def test_predictions_are_shared(replicas: Replicas) -> None:
     assert second.picker.pick(None, PROMPT).overlap_blocks == 4
 
 
-async def test_what_was_routed_a_moment_ago_is_shared(replicas: Replicas) -> None:
+async def test_optimistic_predictions_are_shared(replicas: Replicas) -> None:
     await replicas.worker()
     first = await replicas.router(predicted_ttl_s=60.0)
     second = await replicas.router(predicted_ttl_s=60.0)
-    await hear_each_other(first, second)
+    await wait_until_in_sync(first, second)
     first.picker.pick("a", PROMPT)
     await until(lambda: second.picker.pick(None, PROMPT).overlap_blocks == 4)
 
@@ -206,7 +207,7 @@ async def test_what_was_routed_a_moment_ago_is_shared(replicas: Replicas) -> Non
 async def test_a_runtime_that_closes_first_ends_the_sync(replicas: Replicas) -> None:
     worker = await replicas.worker()
     first, second = await replicas.router(), await replicas.router()
-    await hear_each_other(first, second)
+    await wait_until_in_sync(first, second)
     first.picker.pick("a", PROMPT)
     await until(lambda: load(second, worker) == (16, 4, 1))
     await replicas.boxes[0].runtime.close()
@@ -218,48 +219,48 @@ async def test_a_runtime_that_closes_first_ends_the_sync(replicas: Replicas) -> 
 async def test_requests_of_a_worker_that_exits_are_forgotten_everywhere(replicas: Replicas) -> None:
     worker = await replicas.worker()
     first, second = await replicas.router(), await replicas.router()
-    await hear_each_other(first, second)
+    await wait_until_in_sync(first, second)
     for number in range(10):
         first.picker.pick(str(number), PROMPT)
     assert first._sync is not None and second._sync is not None
-    own, peers = first._sync.own, second._sync.peers
-    await until(lambda: peers.requests() == 10)
+    local, remote = first._sync.local, second._sync.remote
+    await until(lambda: remote.requests() == 10)
     await worker.runtime.close()
-    await until(lambda: len(own) == 0 and peers.requests() == 0)
+    await until(lambda: len(local) == 0 and remote.requests() == 0)
 
 
 async def test_forgotten_requests_expire_everywhere(replicas: Replicas) -> None:
     worker = await replicas.worker()
     first, second = await replicas.router(), await replicas.router()
-    await hear_each_other(first, second)
+    await wait_until_in_sync(first, second)
     first.picker.pick("a", PROMPT)
     await until(lambda: load(second, worker) == (16, 4, 1))
     assert kv(first).expire(0.0) == ["a"]
     await until(lambda: load(second, worker) == (0, 0, 0))
 
 
-async def test_replicas_with_other_blocks_are_not_heard(
+async def test_replicas_with_another_block_size_are_ignored(
     replicas: Replicas, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = await replicas.worker()
     first, second = await replicas.router(), await replicas.router()
-    await hear_each_other(first, second)
+    await wait_until_in_sync(first, second)
     assert first._sync is not None
-    first._sync.own.block_size = 2 * BLOCK
+    first._sync.local.block_size = 2 * BLOCK
     first.picker.pick("a", PROMPT)
     await until(lambda: "its load is ignored" in caplog.text)
     assert load(second, worker) == (0, 0, 0)
 
 
-async def test_without_the_flag_nothing_is_told(replicas: Replicas) -> None:
+async def test_without_the_flag_nothing_is_published(replicas: Replicas) -> None:
     await replicas.worker()
     box = Box(replicas.settings)
     replicas.boxes.append(box)
     live = await box.route()
     assert live._sync is None and kv(live).local_requests is None
     other = DistributedRuntime(None, replicas.settings)
-    heard = other.subscribe("ns", "backend", sync.ACTIVE_SEQUENCES, lambda *_: None)
+    subscription = other.subscribe("ns", "backend", ACTIVE_SEQUENCES, lambda *_: None)
     await other.start()
-    await heard.ready()
-    assert heard.publishers() == []
+    await subscription.ready()
+    assert subscription.publishers() == []
     await other.close()

@@ -12,7 +12,6 @@ from dynamo.config.system import SystemSettings
 from dynamo.errors import CannotConnect, Disconnected, DynamoError, EngineFailure, EngineShutdown
 from dynamo.protocols.control import EndpointRecord
 from dynamo.runtime import Client, DistributedRuntime
-from dynamo.runtime.client import _Guard
 
 PREFIX = "v1/instances/ns/comp/gen/"
 
@@ -128,8 +127,8 @@ async def test_which_errors_inhibit(
     sink = Sink()
     told: list[tuple[int, bool]] = []
     client.on_inhibited(lambda instance_id, avoided: told.append((instance_id, avoided)))
-    _Guard(client, 1, sink).on_error(error)
-    _Guard(client, 1, sink).on_error(error)
+    for _ in range(2):
+        client.open(1, b"", sink).fail(error)
     assert sink.error is error
     assert client.is_inhibited(1) is inhibits
     assert client._usable() == ([2] if inhibits else [1, 2])

@@ -345,7 +345,7 @@ async def test_a_revoked_lease_is_the_same_walk(deployment: Deployment):
     await planner.discovery.revoke(client.instances()[0].lease_id)
     async with asyncio.timeout(5):
         await served
-    assert worker.serving.retired.is_set()
+    assert worker.serving.stopped.is_set()
 
 
 async def test_an_ungraceful_endpoint_and_the_deadline_cut(deployment: Deployment):

@@ -193,7 +193,7 @@ async def test_a_full_queue_loses_for_one_and_is_counted(
                 sent += 1
             await quick.have(100)
     assert quick.gaps == [] and publisher.dropped > 0
-    deaf.subscriber._look()
+    deaf.subscriber._schedule_drain()
     await deaf.have(1000)
     asyncio.get_running_loop().add_reader(deaf.subscriber._descriptor, deaf.subscriber._drain)
     async with asyncio.timeout(TIMEOUT_S):

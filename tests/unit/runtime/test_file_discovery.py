@@ -521,7 +521,7 @@ async def test_a_process_that_only_registers_watches_one_file(store: FileDiscove
     await store.grant(10)
     other = FileDiscovery(root)
     await other.grant(10)
-    assert store._mirror is None
+    assert store._watcher is None
     assert store._inotify is not None
     assert len(store._inotify._callbacks) == 1
     await other.close()

@@ -109,7 +109,7 @@ def test_a_planned_path_is_the_one_that_is_made_and_creates_nothing(
             assert not root.exists() and not Path(planned).parent.exists()
             assert paths.socket_path(settings, "a.sock") == planned
             assert paths.store_dir(settings) == store
-            paths.leave_sockets(settings)
+            paths.release_sockets(settings)
 
 
 def test_long_socket_falls_back_and_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -146,7 +146,7 @@ def test_a_planted_fallback_is_refused_and_not_followed(
         planted.symlink_to(victim)
         with pytest.raises(ConfigError, match=f"{planted}.*XDG_RUNTIME_DIR"):
             paths.socket_path(settings, "a.sock")
-        paths.leave_sockets(settings)
+        paths.release_sockets(settings)
         assert _mode(victim) == 0o755 and planted.is_symlink()
         planted.unlink()
         planted.mkdir()
@@ -154,7 +154,7 @@ def test_a_planted_fallback_is_refused_and_not_followed(
         with pytest.raises(ConfigError, match="other users can write"):
             paths.socket_path(settings, "a.sock")
         assert _mode(planted) == 0o777
-        paths.leave_sockets(settings)
+        paths.release_sockets(settings)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a directory of another user")
@@ -168,7 +168,7 @@ def test_the_fallback_of_another_user_is_refused(tmp_path: Path, monkeypatch: py
         with pytest.raises(ConfigError, match="belongs to user 12345"):
             paths.socket_path(settings, "a.sock")
         os.chown(planted, 0, 0)
-        paths.leave_sockets(settings)
+        paths.release_sockets(settings)
 
 
 @pytest.mark.parametrize("text", ["/", "/etc\n", "", "relative", "\0"])
@@ -197,22 +197,22 @@ def test_the_directory_of_short_sockets_goes_with_its_last_user(
         record = deep / "dynamo" / "sockets.path"
         path = Path(paths.socket_path(settings, "worker.sock"))
         path.touch()
-        paths.leave_sockets(settings)
+        paths.release_sockets(settings)
         assert path.exists() and record.exists(), "somebody's socket is there"
         path.unlink()
         command = [sys.executable, "-c", HOLDER, str(deep)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
             assert other.stdout is not None
             assert other.stdout.readline().decode().strip() == str(path.parent / "a.sock")
-            paths.leave_sockets(settings)
+            paths.release_sockets(settings)
             assert path.parent.is_dir(), "another process is about to bind there"
             other.kill()
-        paths.leave_sockets(settings)
+        paths.release_sockets(settings)
         assert list(Path(short).iterdir()) == [] and not record.exists()
-        paths.leave_sockets(settings)
+        paths.release_sockets(settings)
         assert Path(paths.socket_path(settings, "worker.sock")) == path  # and it may come back
         assert path.parent.is_dir() and record.exists()
-        paths.leave_sockets(settings)
+        paths.release_sockets(settings)
         assert list(Path(short).iterdir()) == []
 
 

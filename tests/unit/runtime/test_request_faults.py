@@ -27,6 +27,7 @@ from dynamo.runtime.requests.frames import (
     OPEN,
     PREAMBLE,
     Splitter,
+    encode_headers,
     pack,
     pack_open,
 )
@@ -77,7 +78,7 @@ async def test_a_response_cut_at_any_byte_is_disconnected_never_finished(tmp_pat
 
 
 async def test_a_request_cut_at_any_byte_starts_nothing_or_is_killed(tmp_path: Path) -> None:
-    request = PREAMBLE + pack_open(1, ENDPOINT, {"a": "b"}, b"request")
+    request = PREAMBLE + pack_open(1, ENDPOINT, encode_headers({"a": "b"}), b"request")
     async with pair(tmp_path) as plane:
         stats = plane.server.register(ENDPOINT, plane.hold)
         for cut in range(len(request) + 1):
@@ -104,7 +105,7 @@ async def test_a_request_cut_at_any_byte_starts_nothing_or_is_killed(tmp_path: P
         PREAMBLE + bytes(9),
         PREAMBLE + pack(DATA, 1, b"clients send no data"),
         PREAMBLE + pack(OPEN, 1, b"\xff\xff\xff"),
-        PREAMBLE + pack_open(1, ENDPOINT, {}, b"") * 2,
+        PREAMBLE + pack_open(1, ENDPOINT, b"", b"") * 2,
     ],
 )
 async def test_garbage_closes_that_connection_with_a_logged_reason(
@@ -314,7 +315,7 @@ async def test_a_client_that_stops_reading_is_bounded(
         plane.server.register(ENDPOINT, plane.hold)
         _, writer = await asyncio.open_unix_connection(tmp_path / "plane.sock", limit=2**16)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
-        writer.write(PREAMBLE + pack_open(1, ENDPOINT, {}, b""))
+        writer.write(PREAMBLE + pack_open(1, ENDPOINT, b"", b""))
         stream = await plane.held()
         async with asyncio.timeout(TIMEOUT_S):
             while not stream.closed:
@@ -330,7 +331,7 @@ async def test_drained_waits_for_a_reader_and_for_its_death(tmp_path: Path) -> N
         plane.server.register(ENDPOINT, plane.hold)
         reader, writer = await asyncio.open_unix_connection(tmp_path / "plane.sock", limit=2**16)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
-        writer.write(PREAMBLE + pack_open(1, ENDPOINT, {}, b"") + pack_open(2, ENDPOINT, {}, b""))
+        writer.write(PREAMBLE + pack_open(1, ENDPOINT, b"", b"") + pack_open(2, ENDPOINT, b"", b""))
         stream, other = await plane.held(1), await plane.held(2)
         await _fill(stream)
         async with asyncio.TaskGroup() as group:
@@ -468,7 +469,7 @@ async def test_a_connection_cut_under_many_streams(tmp_path: Path, budget: int) 
 
 async def test_the_limit_counts_endpoint_and_headers_too(tmp_path: Path) -> None:
     settings = RequestPlaneSettings(max_message_size_bytes=1024)
-    frame = pack_open(1, ENDPOINT, {}, b"")
+    frame = pack_open(1, ENDPOINT, b"", b"")
     room = 1024 - (len(frame) - HEADER_SIZE_BYTES)
     async with pair(tmp_path, settings=settings) as plane:
         plane.server.register(ENDPOINT, lambda stream, payload: stream.end())
@@ -490,7 +491,7 @@ async def test_close_does_not_wait_for_a_deaf_client(tmp_path: Path) -> None:
     await server.start(f"uds:{tmp_path / 's'}")
     _, writer = await asyncio.open_unix_connection(tmp_path / "s", limit=2**16)
     writer.transport.pause_reading()  # type: ignore[attr-defined]
-    writer.write(PREAMBLE + pack_open(1, ENDPOINT, {}, b""))
+    writer.write(PREAMBLE + pack_open(1, ENDPOINT, b"", b""))
     await until(arrived)
     await _fill(streams[0])
     async with asyncio.timeout(TIMEOUT_S):

@@ -18,7 +18,7 @@ def body(frame: bytes) -> bytes:
 
 @given(TEXT, st.dictionaries(TEXT, TEXT, max_size=4), st.binary(max_size=200))
 def test_open_round_trip(endpoint: str, headers: dict[str, str], payload: bytes) -> None:
-    frame = frames.pack_open(9, endpoint, headers, payload)
+    frame = frames.pack_open(9, endpoint, frames.encode_headers(headers), payload)
     splitter = frames.Splitter(10_000, b"", frames.LAST_KIND)
     [(kind, number, inside)] = splitter.feed(frame)
     assert (kind, number) == (frames.OPEN, 9)
@@ -35,7 +35,9 @@ def test_a_malformed_open_is_a_frame_error(data: bytes) -> None:
 
 
 def test_an_open_cut_anywhere_before_its_payload_is_a_frame_error() -> None:
-    whole = body(frames.pack_open(1, "ns/worker/generate", {"a": "b"}, b"payload"))
+    whole = body(
+        frames.pack_open(1, "ns/worker/generate", frames.encode_headers({"a": "b"}), b"payload")
+    )
     for cut in range(len(whole) - len(b"payload")):
         with pytest.raises(frames.FrameError):
             frames.parse_open(whole[:cut])
@@ -43,7 +45,7 @@ def test_an_open_cut_anywhere_before_its_payload_is_a_frame_error() -> None:
 
 def test_an_endless_endpoint_name_is_refused() -> None:
     with pytest.raises(ValueError, match="too long"):
-        frames.pack_open(1, "x" * 70_000, {}, b"")
+        frames.pack_open(1, "x" * 70_000, b"", b"")
 
 
 @pytest.mark.parametrize("error", [Overloaded("full"), EngineShutdown(""), DynamoError("ä \n")])

@@ -322,11 +322,11 @@ async def test_drain_lets_graceful_streams_finish_and_cuts_the_others(tmp_path: 
         plane.server.register("ns/worker/cut", plane.hold, graceful_shutdown=False)
         _, kept = plane.open()
         stream = await plane.held()
-        _, cut = plane.open(endpoint="ns/worker/cut")
+        _, abort = plane.open(endpoint="ns/worker/cut")
         await plane.held(2)
         async with asyncio.TaskGroup() as group:
             draining = group.create_task(plane.server.drain(30))
-            [error] = (await cut.finish()).errors
+            [error] = (await abort.finish()).errors
             assert isinstance(error, EngineShutdown) and plane.streams[1].context.is_killed()
             [error] = (await plane.open()[1].finish()).errors
             assert isinstance(error, EngineShutdown) and error.retryable

@@ -23,7 +23,7 @@ async def test_lines_arrive_whole_and_the_rest_at_the_end() -> None:
 
     pipe = OutputPipe(take)
     writer = os.dup(pipe.write_fd)
-    pipe.handed_over()
+    pipe.close_write_end()
     os.write(writer, b"one\r\ntw")
     os.write(writer, b"o\n\nrest")
     os.close(writer)
@@ -98,7 +98,7 @@ def test_the_tail_is_kept(tmp_path: Path) -> None:
     shown: list[bytes] = []
 
     class Shown:
-        def say(self, text: str, level: int = logging.INFO) -> None: ...
+        def announce(self, text: str, level: int = logging.INFO) -> None: ...
 
         def output(self, watcher: str, line: bytes) -> None:
             shown.append(line)

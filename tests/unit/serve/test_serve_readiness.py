@@ -10,18 +10,18 @@ import pytest
 
 from dynamo.errors import ConfigError
 from dynamo.serve.readiness import (
-    ProbedHealth,
-    StatusAddress,
-    address_of,
-    ask,
+    FrontendAddress,
+    FrontendHealth,
     check_free,
+    frontend_address,
+    probe,
     wait_until_ready,
 )
 
 Answer = Callable[[str], tuple[int, object]]
 
 
-async def serve(answer: Answer, chunked: bool = False) -> tuple[asyncio.Server, StatusAddress]:
+async def serve(answer: Answer, chunked: bool = False) -> tuple[asyncio.Server, FrontendAddress]:
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         status, document = answer(head.split(b" ")[1].decode())
@@ -41,7 +41,7 @@ async def serve(answer: Answer, chunked: bool = False) -> tuple[asyncio.Server, 
         writer.close()
 
     server = await asyncio.start_server(client, "127.0.0.1", 0)
-    return server, StatusAddress("127.0.0.1", server.sockets[0].getsockname()[1])
+    return server, FrontendAddress("127.0.0.1", server.sockets[0].getsockname()[1])
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -58,13 +58,13 @@ async def test_ready_when_all_workers_are_there(chunked: bool) -> None:
 
     server, address = await serve(answer, chunked)
     async with server, asyncio.timeout(10):
-        assert await wait_until_ready(address, 2) == ProbedHealth(("tiny",), 2)
+        assert await wait_until_ready(address, 2) == FrontendHealth(("tiny",), 2)
 
 
 async def test_a_frontend_alone_needs_no_model() -> None:
     server, address = await serve(lambda path: (200, {"data": [], "instances": []}))
     async with server, asyncio.timeout(10):
-        assert await wait_until_ready(address, 0) == ProbedHealth((), 0)
+        assert await wait_until_ready(address, 0) == FrontendHealth((), 0)
 
 
 async def test_a_stranger_is_not_ready() -> None:
@@ -82,14 +82,14 @@ async def test_a_taken_port_is_refused() -> None:
             check_free(address)
     check_free(address)
     with pytest.raises(ConfigError, match=r"cannot listen on http://192\.0\.2\.1:80: "):
-        check_free(StatusAddress("192.0.2.1", 80))
+        check_free(FrontendAddress("192.0.2.1", 80))
 
 
 async def test_nonsense_is_not_ready() -> None:
     server, address = await serve(lambda path: (200, ["what"]))
     async with server:
-        assert await ask(address) is None
-    assert await ask(address) is None  # nobody listens any more
+        assert await probe(address) is None
+    assert await probe(address) is None  # nobody listens any more
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ async def test_nonsense_is_not_ready() -> None:
     ],
 )
 def test_address(options: dict[str, object], env: dict[str, str], url: str) -> None:
-    assert address_of(options, env).url == url
+    assert frontend_address(options, env).url == url
 
 
 @pytest.mark.parametrize("port", [0, "x", 65536, -1])
 def test_an_unknowable_port_is_refused(port: object) -> None:
     with pytest.raises(ConfigError, match="between 1 and 65535"):
-        address_of({"http-port": port}, {})
+        frontend_address({"http-port": port}, {})

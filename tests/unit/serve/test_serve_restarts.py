@@ -21,7 +21,7 @@ def test_old_deaths_are_forgotten() -> None:
 
 def test_a_refused_command_line_is_not_tried_again() -> None:
     restarts = Restarts(RestartPolicy())
-    assert restarts.died(0.0, 0.4, 2) == "its command line was refused (exit status 2)"
+    assert restarts.died(0.0, 0.4, 2) == "its command line was rejected (exit status 2)"
     assert restarts.died(0.0, 1000.0, 2) == 0.0  # it ran: something else went wrong
 
 

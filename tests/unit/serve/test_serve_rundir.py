@@ -58,13 +58,13 @@ def lease(home: RunDirectory, lease_id: int, pid: int, ticks: int) -> None:
 
 
 def test_one_owner(home: RunDirectory) -> None:
-    home.own()
+    home.acquire()
     other = RunDirectory(home.path, home.store, home.statefile)
     with pytest.raises(StatefileError, match=f"served by process {os.getpid()} .* kill"):
-        other.own()
-    home.disown()
-    other.own()
-    other.disown()
+        other.acquire()
+    home.release()
+    other.acquire()
+    other.release()
     assert not list(home.path.iterdir())
 
 
@@ -74,7 +74,7 @@ def test_recorded_leftovers_are_ended(home: RunDirectory) -> None:
         assert found is not None
         crashed(home, worker.pid, found.start_ticks)
         (told,) = home.reconcile()
-        assert "ended 1 of its processes" in told
+        assert "killed 1 of its processes" in told
         assert worker.wait(5) == -9
     assert home.statefile.read() is None
 
@@ -125,7 +125,7 @@ def test_a_process_in_a_session_of_its_own(
         (told,) = home.reconcile()
         was_ended = escaped.poll() is not None
         escaped.kill()
-    assert f"ended {int(ends)} of its processes" in told and was_ended is ends
+    assert f"killed {int(ends)} of its processes" in told and was_ended is ends
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_nonsense_in_the_record_ends_nothing(home: RunDirectory, processes: obje
     made["components"] = {"ns_A": {"processes": processes}, "ns_B": 3}
     home.statefile.create(made)
     (told,) = home.reconcile()
-    assert "ended 0" in told
+    assert "killed 0" in told
 
 
 def test_a_living_arbiter_without_its_lock_is_not_overrun(home: RunDirectory) -> None:

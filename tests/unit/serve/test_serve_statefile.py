@@ -21,7 +21,7 @@ from dynamo.serve.gpus import Inventory
 from dynamo.serve.graph import parse_graph
 from dynamo.serve.record import document_of
 from dynamo.serve.statefile import FileLock, Statefile
-from dynamo.serve.watchers import WatcherPlan, place, plan
+from dynamo.serve.watchers import DeploymentPlan, place, plan
 
 DIRECTORY = Path(__file__).resolve().parents[3] / "statefiles"
 SCHEMA = json.loads((DIRECTORY / "statefile.schema.json").read_text())
@@ -35,11 +35,11 @@ Worker:
 """
 
 
-def make_plan() -> WatcherPlan:
+def make_plan() -> DeploymentPlan:
     graph = parse_graph(GRAPH, "g.yaml")
     inventory = Inventory(ids=("0", "GPU-abc"), source="test")
     specs = plan(graph, python="py", working_dir="/", env={"X": "y"}, graceful_timeout_s=1)
-    return WatcherPlan(
+    return DeploymentPlan(
         namespace="ns",
         specs=place(specs, inventory),
         config=graph.config,
@@ -190,7 +190,7 @@ def test_a_lock_is_freed_by_the_kernel(tmp_path: Path) -> None:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
         lock = FileLock(path)
         assert not lock.try_acquire() and path.read_text() == "held"
-        with pytest.raises(StatefileError, match=r"held for 0\.05 s by another"):
+        with pytest.raises(StatefileError, match=r"another process has held .* for 0\.05 s"):
             lock.acquire(timeout_s=0.05)
         holder.kill()
     lock.acquire(timeout_s=5)

@@ -1,4 +1,4 @@
-"""The worker's gate: exactly N + Q requests, the next one refused at once."""
+"""Admission: exactly N + Q requests; the next one is rejected at once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import pytest
 
 from dynamo.errors import Overloaded
 from dynamo.observability.metrics import Registry
-from dynamo.worker.admission import AdmissionGate
+from dynamo.worker.admission import AdmissionQueue
 
 
-def test_exactly_n_plus_q_then_refused() -> None:
+def test_exactly_n_plus_q_are_admitted() -> None:
     registry = Registry()
-    gate = AdmissionGate(2, 2, registry)
+    admission = AdmissionQueue(2, 2, registry)
     started: list[int] = []
-    entered = [lambda n=n: started.append(n) for n in range(5)]
-    for start in entered[:4]:
-        gate.enter(start)
+    starts = [lambda n=n: started.append(n) for n in range(5)]
+    for start in starts[:4]:
+        admission.submit(start)
     with pytest.raises(Overloaded, match="worker at capacity"):
-        gate.enter(entered[4])
+        admission.submit(starts[4])
     assert started == [0, 1]
     text = registry.render().decode().replace(".0\n", "\n")
     for line in (
@@ -32,31 +32,31 @@ def test_exactly_n_plus_q_then_refused() -> None:
         "dynamo_work_handler_permit_wait_seconds_count 2",
     ):
         assert line in text
-    gate.leave()
-    assert started == [0, 1, 2] and (gate.running, gate.waiting) == (2, 1)
+    admission.release()
+    assert started == [0, 1, 2] and (admission.running, admission.waiting) == (2, 1)
 
 
-def test_who_gives_up_is_never_started() -> None:
-    gate = AdmissionGate(1, 2, Registry())
+def test_a_withdrawn_request_is_never_started() -> None:
+    admission = AdmissionQueue(1, 2, Registry())
     started: list[str] = []
     first, second = (lambda: started.append("first")), (lambda: started.append("second"))
-    gate.enter(first)
-    gate.enter(second)
-    assert gate.give_up(second) and not gate.give_up(first)
-    gate.leave()
-    assert started == ["first"] and gate.running == 0
+    admission.submit(first)
+    admission.submit(second)
+    assert admission.withdraw(second) and not admission.withdraw(first)
+    admission.release()
+    assert started == ["first"] and admission.running == 0
 
 
-def test_a_request_that_ends_while_starting_lets_the_next_in() -> None:
-    gate = AdmissionGate(1, 4, Registry())
+def test_a_request_that_ends_while_starting_starts_the_next() -> None:
+    admission = AdmissionQueue(1, 4, Registry())
     seen: list[int] = []
 
     def start(number: int) -> None:
         seen.append(number)
-        gate.leave()
+        admission.release()
 
-    gate.enter(lambda: None)
+    admission.submit(lambda: None)
     for number in range(3):
-        gate.enter(lambda number=number: start(number))
-    gate.leave()
-    assert seen == [0, 1, 2] and (gate.running, gate.waiting) == (0, 0)
+        admission.submit(lambda number=number: start(number))
+    admission.release()
+    assert seen == [0, 1, 2] and (admission.running, admission.waiting) == (0, 0)

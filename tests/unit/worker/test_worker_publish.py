@@ -1,4 +1,4 @@
-"""Outlets: one message per loop turn, nothing lost before they open, answers as bytes."""
+"""Senders: one message per loop iteration, events before open, answers to queries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOADS = codec.decoder(list[KvMetrics]).decode
 
 
 class Stream:
-    """The worker's end of a request, as far as an answer needs it."""
+    """The part of a server stream that an answer uses."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -41,54 +41,54 @@ def stored(*hashes: int) -> BlocksStored:
     return BlocksStored(column, column)
 
 
-async def turn() -> None:
+async def next_iteration() -> None:
     for _ in range(3):
         await asyncio.sleep(0)
 
 
-async def test_one_message_per_loop_turn() -> None:
+async def test_one_message_per_loop_iteration() -> None:
     sent: list[bytes] = []
-    outlet = KvEventSender(7)
-    outlet.open(sent.append)
-    outlet.record(0, [stored(1), stored(2)])
-    outlet.record(1, [stored(1)])
+    sender = KvEventSender(7)
+    sender.open(sent.append)
+    sender.record(0, [stored(1), stored(2)])
+    sender.record(1, [stored(1)])
     assert not sent
-    await turn()
+    await next_iteration()
     (payload,) = sent
     batch = BATCH(payload)
     assert batch.worker_id == 7
     assert [(e.dp_rank, e.event_id) for e in batch.events] == [(0, 1), (0, 2), (1, 1)]
 
 
-async def test_events_wait_for_the_outlet_to_open_within_bounds() -> None:
+async def test_events_before_open_are_bounded() -> None:
     sent: list[bytes] = []
-    outlet = KvEventSender(7)
+    sender = KvEventSender(7)
     for number in range(RING_EVENTS + 10):
-        outlet.record(0, [stored(number)])
-    outlet.open(sent.append)
+        sender.record(0, [stored(number)])
+    sender.open(sent.append)
     events = BATCH(sent[0]).events
     assert (len(events), events[-1].event_id) == (RING_EVENTS, RING_EVENTS + 10)
-    outlet.close()
-    outlet.record(0, [stored(1)])
-    await turn()
+    sender.close()
+    sender.record(0, [stored(1)])
+    await next_iteration()
     assert len(sent) == 1
 
 
-async def test_a_burst_is_sent_in_pieces() -> None:
+async def test_a_burst_is_sent_in_several_messages() -> None:
     sent: list[bytes] = []
-    outlet = KvEventSender(7)
-    outlet.open(sent.append)
-    outlet.record(0, [stored(n) for n in range(RING_EVENTS * 2 + 5)])
-    await turn()
+    sender = KvEventSender(7)
+    sender.open(sent.append)
+    sender.record(0, [stored(n) for n in range(RING_EVENTS * 2 + 5)])
+    await next_iteration()
     ids = [event.event_id for payload in sent for event in BATCH(payload).events]
     assert ids == list(range(1, RING_EVENTS * 2 + 6)) and len(sent) == 3
 
 
 async def test_answers() -> None:
-    outlet = KvEventSender(7)
-    outlet.record(0, [stored(1)])
+    sender = KvEventSender(7)
+    sender.record(0, [stored(1)])
     good, bad, unknown = Stream(), Stream(), Stream()
-    answer: Any = outlet.answer
+    answer: Any = sender.answer
     answer(good, codec.encode(KvQuery(0, 1, 1)))
     answer(bad, b"\xc1")
     answer(unknown, codec.encode(KvQuery(5)))
@@ -98,7 +98,7 @@ async def test_answers() -> None:
     assert decode(unknown.sent[0]) == KvQueryAnswer("tree_dump")
 
 
-async def test_load_is_sent_once_per_turn_and_repeated() -> None:
+async def test_load_is_sent_once_per_iteration_and_repeated() -> None:
     sent: list[bytes] = []
     again = asyncio.Event()
 
@@ -107,16 +107,16 @@ async def test_load_is_sent_once_per_turn_and_repeated() -> None:
         if len(sent) == 2:
             again.set()
 
-    outlet = LoadSender(7)
-    outlet.report(KvMetrics(0, active_decode_blocks=1))
-    outlet.report(KvMetrics(0, active_decode_blocks=2))
-    outlet.report(KvMetrics(0, 1, active_decode_blocks=9))
-    outlet.open(send)
+    sender = LoadSender(7)
+    sender.report(KvMetrics(0, active_decode_blocks=1))
+    sender.report(KvMetrics(0, active_decode_blocks=2))
+    sender.report(KvMetrics(0, 1, active_decode_blocks=9))
+    sender.open(send)
     assert LOADS(sent[0]) == [KvMetrics(7, 0, 2), KvMetrics(7, 1, 9)]
     async with asyncio.timeout(publish.REPEAT_S * 5):
         await again.wait()
     assert sent[1] == sent[0]
-    outlet.report(KvMetrics(0, active_decode_blocks=3))
-    await turn()
+    sender.report(KvMetrics(0, active_decode_blocks=3))
+    await next_iteration()
     assert LOADS(sent[2])[0] == KvMetrics(7, 0, 3)
-    outlet.close()
+    sender.close()

@@ -25,7 +25,7 @@ class MockerMetrics:
         self._latency = histogram(registry, names.VLLM_LATENCY).labels(*labels)
         self._now = 0.0
 
-    def watch(self, scheduler: Scheduler) -> None:
+    def export_gauges(self, scheduler: Scheduler) -> None:
         """Read the gauges from ``scheduler`` at scrape."""
         pool = scheduler.pool
         for spec, read in (
@@ -47,6 +47,6 @@ class MockerMetrics:
         """A request that came at ``started`` got its first token in this iteration."""
         self._ttft.observe(max(0.0, self._now - started))
 
-    def over(self, started: float) -> None:
+    def finished(self, started: float) -> None:
         """A request that came at ``started`` is over."""
         self._latency.observe(asyncio.get_running_loop().time() - started)

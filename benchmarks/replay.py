@@ -1,9 +1,9 @@
-"""Replays a trace through the router's own rooms over simulated workers, in virtual time.
+"""Replays a trace through the router over simulated workers, in virtual time.
 
-What is real: hashing, index, KV event state machine, active load, cost and choice. What is
-simulated: workers with a prefix cache (LRU, blocks of running requests pinned) that compute one
-prompt after the other at a fixed rate, decode in batches, and publish what they store and evict.
-No I/O, no clock: the same trace gives the same report.
+Real: hashing, index, KV event state machine, active load, cost and choice. Simulated: workers with
+an LRU prefix cache (blocks of running requests pinned) that compute one prompt after the other at a
+fixed rate, decode in batches, and publish the blocks they store and evict. No I/O, no clock: the
+same trace gives the same report.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from simulated_worker import Job, ServiceModel, SimulatedWorker
+
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.errors import ConfigError
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.kv import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.caches.indexer import Indexer
 from dynamo.router.picker import Picker
-from dynamo.router.simulated_worker import Job, ServiceModel, SimulatedWorker
 
 __all__ = ["Arrival", "Replay", "Report", "ServiceModel"]
 
 
 class Arrival(NamedTuple):
-    """One request: when, the ids of its prompt blocks, and how many tokens it generates.
+    """One request: arrival time, ids of its prompt blocks, number of generated tokens.
 
-    With ``parent``, the place of an earlier request in the trace, it arrives ``think_s`` after the
+    With ``parent``, the index of an earlier request of the trace, it arrives ``think_s`` after the
     parent's last token, or at ``at_s`` if that is later.
     """
 
@@ -43,7 +44,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a replay found. Shares are per worker; imbalance is busiest over mean."""
+    """The result of a replay. Shares are per worker; imbalance is busiest over mean."""
 
     requests: int
     blocks: int
@@ -63,7 +64,7 @@ class Report:
 
     @property
     def infinite_hit_rate(self) -> float:
-        """The same with one cache that never forgets."""
+        """The hit rate of one cache that never evicts."""
         return self.infinite_hit_blocks / max(self.blocks, 1)
 
     @property
@@ -85,8 +86,8 @@ class Report:
 class Replay:
     """Drives ``picker`` and, where given, ``indexer`` with a trace.
 
-    The picker's clock should be :meth:`now`. ``block_tokens`` is the size of a block of the trace;
-    every prompt is taken as whole blocks.
+    The picker's clock must be :meth:`now`. ``block_tokens`` is the size of a block of the trace;
+    every prompt consists of whole blocks.
     """
 
     def __init__(self, block_tokens: int, service: ServiceModel) -> None:
@@ -101,7 +102,7 @@ class Replay:
         self._children: defaultdict[int, list[int]] = defaultdict(list)
 
     def now(self) -> float:
-        """Virtual seconds."""
+        """Return the virtual time in seconds."""
         return self._now_s
 
     def attach(self, picker: Picker, indexer: Indexer | None, workers: int, blocks: int) -> None:
@@ -115,10 +116,10 @@ class Replay:
                 indexer.add(worker_id, 0, slot, answers=False)
 
     def run(self, arrivals: Sequence[Arrival]) -> Report:
-        """Replay to the end of the last request.
+        """Replay until the last request ends.
 
-        Raises ConfigError, before anything runs, for a prompt that no worker can hold and for a
-        parent that does not come before its child.
+        Raises ConfigError, before anything runs, for a prompt that fits no worker and for a parent
+        that does not precede its child.
         """
         self._check(arrivals)
         self._arrivals = arrivals
@@ -130,7 +131,7 @@ class Replay:
         while self._events:
             self._now_s, _, action = heapq.heappop(self._events)
             action()
-        assert len(self._ttft_s) == len(arrivals), "every request gets its first token"
+        assert len(self._ttft_s) == len(arrivals), "a request got no first token"
         return self._report(arrivals)
 
     def _check(self, arrivals: Sequence[Arrival]) -> None:
@@ -146,7 +147,7 @@ class Replay:
             if arrival.parent is not None and not 0 <= arrival.parent < number:
                 raise ConfigError(
                     f"request {number} of the trace waits for request {arrival.parent}, "
-                    "which does not come before it"
+                    "which does not precede it"
                 )
 
     def _at(self, when_s: float, action: Callable[[], None]) -> None:
@@ -168,7 +169,7 @@ class Replay:
         self._start(worker)
 
     def _start(self, worker: SimulatedWorker) -> None:
-        """Begin the next prompt if the worker is free and it fits."""
+        """Start the next prompt if the worker is idle and the prompt fits."""
         if worker.busy or not worker.queue:
             return
         job = worker.queue[0]
@@ -199,7 +200,10 @@ class Replay:
         self._start(worker)
 
     def _batch_changed(self, worker: SimulatedWorker) -> None:
-        """Schedule the next end of the worker's batch, in place of the one scheduled before."""
+        """Schedule the next end in the worker's batch, replacing the one scheduled before.
+
+        The replaced action stays in the heap; its stale version makes :meth:`_end` ignore it.
+        """
         worker.batch_version += 1
         end_s = worker.next_end_s()
         if end_s is not None:

@@ -25,12 +25,12 @@ from dynamo.runtime.requests.frames import (
 )
 from dynamo.runtime.requests.stream import ServedEndpoint, ServerStream
 
-__all__ = ["ServingConnection"]
+__all__ = ["ServerConnection"]
 
 _log = logging.getLogger(__name__)
 
 
-class ServingConnection(FramedConnection):
+class ServerConnection(FramedConnection):
     """``streams`` holds the streams in flight by number, ``waiting`` those in ``drained()``."""
 
     def __init__(
@@ -38,7 +38,7 @@ class ServingConnection(FramedConnection):
         settings: RequestPlaneSettings,
         loop: asyncio.AbstractEventLoop,
         admit: Callable[[str], ServedEndpoint],
-        connections: set[ServingConnection],
+        connections: set[ServerConnection],
     ) -> None:
         super().__init__(settings, loop)
         self.streams: dict[int, ServerStream] = {}

@@ -16,7 +16,7 @@ __all__ = ["Job", "ServiceModel", "SimulatedWorker"]
 
 @dataclass(frozen=True)
 class ServiceModel:
-    """How fast a worker is.
+    """The speed of a worker.
 
     A decode step gives every running request one token. It takes ``inter_token_s``, and
     ``inter_token_per_request_s`` more for each running request beyond the first.
@@ -28,17 +28,17 @@ class ServiceModel:
     inter_token_per_request_s: float = 0.0
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds to compute ``tokens`` uncached prompt tokens."""
+        """Return the seconds to compute ``tokens`` uncached prompt tokens."""
         return self.prefill_fixed_s + tokens / self.prefill_tokens_per_s
 
     def step_s(self, running: int) -> float:
-        """Seconds of one decode step of ``running`` requests."""
+        """Return the seconds of one decode step of ``running`` requests."""
         return self.inter_token_s + self.inter_token_per_request_s * max(running - 1, 0)
 
 
 @dataclass
 class Job:
-    """A request on its way through a worker; ``number`` is its place in the trace."""
+    """A request at a worker; ``number`` is its index in the trace."""
 
     number: int
     arrived_s: float
@@ -49,13 +49,13 @@ class Job:
 
     @property
     def request_id(self) -> str:
-        """The id under which the router knows it."""
+        """The id that the router uses."""
         return str(self.number)
 
 
 @dataclass
 class SimulatedWorker:
-    """An engine as far as routing can see it."""
+    """An engine, as routing sees it."""
 
     worker_id: int
     capacity_blocks: int
@@ -75,16 +75,17 @@ class SimulatedWorker:
     _decoding: list[tuple[float, int, Job]] = field(default_factory=list)
 
     def cached_prefix(self, chained: Tokens) -> int:
-        """Leading blocks that are in the cache, running or idle."""
+        """Return the number of leading blocks in the cache, running or idle."""
         for depth, block in enumerate(chained):
             if block not in self.pinned and block not in self.idle:
                 return depth
         return len(chained)
 
     def admit(self, job: Job) -> list[int] | None:
-        """Pin the job's blocks; the evicted ones, or None when there is no room yet."""
+        """Pin the job's blocks; return the evicted ones, or None while they do not fit."""
         job.hits = self.cached_prefix(job.chained)
         fresh = len(job.chained) - job.hits
+        # Idle hits become pinned: they are not available for eviction.
         revived = sum(block in self.idle for block in job.chained[: job.hits])
         evict = len(self.pinned) + len(self.idle) + fresh - self.capacity_blocks
         if evict > len(self.idle) - revived:
@@ -95,7 +96,7 @@ class SimulatedWorker:
         return [self.idle.popitem(last=False)[0] for _ in range(evict)]
 
     def release(self, job: Job) -> None:
-        """Unpin, deepest first, so that a prefix outlives what hangs under it."""
+        """Unpin, deepest first, so that a prefix is evicted after its extensions."""
         for block in reversed(job.chained):
             self.pinned[block] -= 1
             if not self.pinned[block]:
@@ -108,13 +109,13 @@ class SimulatedWorker:
         heapq.heappush(self._decoding, (self._steps + job.output_tokens, job.number, job))
 
     def finish_decode(self, now_s: float) -> Job:
-        """Take the job that has generated its last token out of the batch."""
+        """Remove the job that has generated its last token from the batch and return it."""
         self._step_to(now_s)
         self._steps, _, job = heapq.heappop(self._decoding)
         return job
 
     def next_end_s(self) -> float | None:
-        """When the next job of the batch ends, if the batch stays as it is; None if it is empty."""
+        """Return when the next job ends if the batch stays as it is; None for an empty batch."""
         if not self._decoding:
             return None
         steps = max(self._decoding[0][0] - self._steps, 0.0)

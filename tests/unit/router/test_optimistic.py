@@ -6,15 +6,15 @@ from array import array
 from typing import Any
 
 import pytest
+from offline_trace import replay
+from replay import Arrival
 
-from benchmarks.offline_trace import replay
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.router.caches.optimistic import RecentPrompts
+from dynamo.router.caches.optimistic import OptimisticCache
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.replay import Arrival
 
 BLOCK = 4
 
@@ -90,21 +90,21 @@ def test_a_worker_that_is_gone_is_forgotten() -> None:
 
 
 def test_slots_are_the_fleets_and_the_table_is_bounded() -> None:
-    recent = RecentPrompts(5.0, 100, 0.8)
-    recent.add_slot(2)
+    optimistic = OptimisticCache(5.0, 100, 0.8)
+    optimistic.add_slot(2)
     depths = array("I", [9, 0, 1, 7])
     for number in range(40):
         local = array("Q", range(number * 10 + 1, number * 10 + 11))
-        recent.routed(2, sequence_hashes(local), local, 0.0)
-        recent.routed(1, sequence_hashes(local), local, 0.0)  # not known
-        recent._check()
-    recent.raise_into(local, depths, 1.0)
+        optimistic.routed(2, sequence_hashes(local), local, 0.0)
+        optimistic.routed(1, sequence_hashes(local), local, 0.0)  # not known
+        optimistic._check()
+    optimistic.raise_into(local, depths, 1.0)
     assert depths.tolist() == [9, 0, 10, 7]
-    assert 80 <= recent.blocks() <= 100
-    assert recent.memory_bytes() > 0
-    recent.drop_slot(2)
-    recent._check()
-    assert recent.blocks() == 0
+    assert 80 <= optimistic.blocks() <= 100
+    assert optimistic.memory_bytes() > 0
+    optimistic.drop_slot(2)
+    optimistic._check()
+    assert optimistic.blocks() == 0
 
 
 def test_without_events_or_overlap_there_is_nothing_to_add() -> None:

@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from make_trace import agents
+from offline_trace import main, replay
+from replay import Arrival, Replay
+from simulated_worker import Job, ServiceModel, SimulatedWorker
 
-from benchmarks.make_trace import agents
-from benchmarks.offline_trace import main, replay
 from dynamo.bench.trace import TraceRequest, parents, read_trace
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.router.modes import InflightPicker
-from dynamo.router.replay import Arrival, Replay
-from dynamo.router.simulated_worker import Job, ServiceModel, SimulatedWorker
 
 ROOT = Path(__file__).parents[3]
 KV = RouterSettings(mode="kv")

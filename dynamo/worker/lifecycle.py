@@ -1,8 +1,7 @@
-"""The life of a worker process: one runtime or several, signals, and an orderly end. Spec 7.9.
+"""The lifecycle of a worker process: its runtimes, signals and graceful shutdown. Spec 7.9.
 
-The first SIGTERM or SIGINT makes every worker leave discovery and finish its streams, a second
-SIGINT cuts them. A worker whose lease was revoked leaves alone. When the last one has left, the
-process ends.
+The first SIGTERM or SIGINT deregisters every worker and drains its streams; a second SIGINT aborts
+them. A worker whose lease was revoked drains alone. The process exits after its last worker.
 """
 
 from __future__ import annotations
@@ -20,27 +19,30 @@ from dynamo.runtime.stop_order import is_supervised, wait_for_frontends
 from dynamo.runtime.stop_signals import StopSignals
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["WorkerLife", "leaves"]
+__all__ = ["WorkerLifecycle", "leaf_errors"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FRONTENDS_TIMEOUT_S = 900.0
+"""Time for the frontends to drain, as long as the default of their own drain timeout."""
+
 _log = logging.getLogger(__name__)
 
 
-class WorkerLife:
-    """Runs workers until they have left. ``stopping`` is set by the first signal."""
+class WorkerLifecycle:
+    """Runs workers until they have drained. The first signal sets ``stopping``."""
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
         self._runtimes: set[DistributedRuntime] = set()
         self._signals = StopSignals()
-        self._tasks = Tasks("life")
+        self._tasks = Tasks("lifecycle")
         self._failures: list[Exception] = []
 
     async def run(self, workers: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """Run all ``workers``; each ends by itself.
+        """Run all ``workers`` until each returns.
 
-        When one fails the others are cut and leave; then an ExceptionGroup tells of all failures.
+        When one fails, the streams of the others are aborted. Raises an ExceptionGroup of all
+        failures after the last worker has returned.
         """
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
@@ -48,7 +50,7 @@ class WorkerLife:
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in workers:
-                    group.create_task(self._guarded(worker))
+                    group.create_task(self._run_worker(worker))
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
@@ -58,20 +60,19 @@ class WorkerLife:
 
     @asynccontextmanager
     async def runtime(self, runtime: DistributedRuntime) -> AsyncIterator[DistributedRuntime]:
-        """Own ``runtime``: signals reach it, and it is closed at the end; gracefully if all is
-        well, without waiting for streams after a failure."""
+        """Shut ``runtime`` down on a signal; close it on exit, after a failure without draining."""
         self._runtimes.add(runtime)
         try:
             yield runtime
         except BaseException:
-            runtime.serving.cut()
+            runtime.serving.abort()
             raise
         finally:
             self._runtimes.discard(runtime)
             await runtime.close()
 
     async def wait(self, seconds: float) -> bool:
-        """Wait ``seconds``; False as soon as the process is to stop."""
+        """Wait ``seconds``; return False as soon as the process is stopping."""
         try:
             async with asyncio.timeout(seconds):
                 await self.stopping.wait()
@@ -79,52 +80,51 @@ class WorkerLife:
             return True
         return False
 
-    async def _guarded(self, worker: Callable[[], Awaitable[None]]) -> None:
+    async def _run_worker(self, worker: Callable[[], Awaitable[None]]) -> None:
         try:
             await worker()
-        except Exception as failure:  # noqa: BLE001 - raised by run() when all have left
-            if self.stopping.is_set() and all(_is_leaving(error) for error in leaves(failure)):
+        except Exception as failure:  # noqa: BLE001 - run() raises it
+            # A signal during start-up fails whatever needs the lease: that is a normal end.
+            if self.stopping.is_set() and all(
+                isinstance(error, EngineShutdown) for error in leaf_errors(failure)
+            ):
                 return
             self._failures.append(failure)
             self.stopping.set()
-            self._cut()
+            self._abort_streams()
 
-    def _cut(self) -> None:
+    def _abort_streams(self) -> None:
         for runtime in self._runtimes:
-            runtime.serving.cut()
+            runtime.serving.abort()
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
         count = self._signals.received(number, asyncio.get_running_loop().time())
         if count == 1 and is_supervised():
-            self._tasks.spawn(self._leave_in_turn(name), name="leave in turn")
+            # Frontends drain first: their last requests still need this worker.
+            self._tasks.spawn(self._shut_down_after_frontends(name), name="shutdown")
         elif count == 1:
-            self._leave(name)
+            self._shut_down(name)
         elif count:
-            _log.warning("%s again: cutting what is in flight", name)
+            _log.warning("%s again: aborting requests in flight", name)
             self.stopping.set()
-            self._cut()
+            self._abort_streams()
 
-    async def _leave_in_turn(self, name: str) -> None:
+    async def _shut_down_after_frontends(self, name: str) -> None:
         await wait_for_frontends(_FRONTENDS_TIMEOUT_S)
-        self._leave(name)
+        self._shut_down(name)
 
-    def _leave(self, name: str) -> None:
+    def _shut_down(self, name: str) -> None:
         self.stopping.set()
-        _log.info("%s: leaving, streams in flight finish", name)
+        _log.info("%s: draining, requests in flight finish", name)
         for runtime in self._runtimes:
             runtime.shutdown()
 
 
-def leaves(failure: BaseException) -> Iterator[BaseException]:
-    """The errors in nested groups, one by one; of a plain error, itself."""
+def leaf_errors(failure: BaseException) -> Iterator[BaseException]:
+    """Yield the errors in nested groups; for a plain error, itself."""
     if isinstance(failure, BaseExceptionGroup):
         for error in failure.exceptions:
-            yield from leaves(error)
+            yield from leaf_errors(error)
     else:
         yield failure
-
-
-def _is_leaving(error: BaseException) -> bool:
-    """A signal during start-up: whatever needs the lease is told that the process is leaving."""
-    return isinstance(error, EngineShutdown)

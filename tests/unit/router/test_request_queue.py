@@ -35,8 +35,8 @@ from dynamo.router.metrics import RouterLabels
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Decision
 from dynamo.router.queue.metrics import QueueMetrics
-from dynamo.router.queue.queued_request import QueuedRequest, place
-from dynamo.router.queue.request_queue import TICK_S, RequestQueue, line_for
+from dynamo.router.queue.request_queue import TICK_S, QueuedRequest, RequestQueue, make_queue
+from dynamo.router.queue.wait import wait_for_decision
 from dynamo.runtime import Context
 
 BLOCK, BATCH = 4, 100
@@ -65,10 +65,10 @@ class World:
         index = make_index(self.settings)
         self.picker = KvPicker(self.settings, BLOCK, index, None, Random(1), self.clock)
         metrics = QueueMetrics(self.registry, "m")
-        self.line = RequestQueue(self.picker, self.settings, metrics, self.clock, self.later)
+        self.queue = RequestQueue(self.picker, self.settings, metrics, self.clock, self.later)
         self.outcomes: dict[str, Decision | DynamoError] = {}
         self.order: list[str] = []
-        self.tickets: dict[str, QueuedRequest] = {}
+        self.queued: dict[str, QueuedRequest] = {}
         for worker_id in range(1, workers + 1):
             self.add_worker(worker_id)
 
@@ -104,11 +104,11 @@ class World:
 
         override = hints.pop("override", None)
         routing = Routing(**hints) if hints else None
-        found = self.line.request(
+        found = self.queue.submit(
             name, prompt, routing=routing, override=override, on_decision=settled, on_error=settled
         )
         if isinstance(found, QueuedRequest):
-            self.tickets[name] = found
+            self.queued[name] = found
             return False
         settled(found)
         return True
@@ -137,7 +137,7 @@ def test_at_once_while_one_worker_has_room() -> None:
     assert world.ask("a", 50) and world.ask("b", 51, 1000)
     assert world.ask("c", 60, 2000), "50 of 100 tokens are not more than half"
     assert not world.ask("d", 1, 3000)
-    assert len(world.line) == 1
+    assert len(world.queue) == 1
     assert world.sample("queue_pending_requests") == 1
     assert world.sample("queue_pending_isl_tokens") == 1
     assert world.sample("admission_received_total") == 4
@@ -249,13 +249,13 @@ def test_who_leaves_is_not_booked() -> None:
     fill(world)
     world.ask("a")
     world.ask("b", 60, 1000)
-    world.tickets["a"].cancel()
-    world.tickets["a"].cancel()
-    assert len(world.line) == 1 and world.sample("queue_left_total") == 1
+    world.queued["a"].cancel()
+    world.queued["a"].cancel()
+    assert len(world.queue) == 1 and world.sample("queue_left_total") == 1
     world.picker.free("fill 1")
     world.turn()
     assert world.order == ["fill 1", "b"] and "a" not in world.picker.active
-    world.tickets["b"].cancel()
+    world.queued["b"].cancel()
     assert "b" in world.picker.active, "it is the caller's by now"
     assert not world.timers, "nothing ticks while nobody waits"
 
@@ -281,7 +281,7 @@ def test_a_head_that_leaves_makes_room_at_once() -> None:
     world.ask("any", 60, 100)
     world.picker.free("fill 2")
     world.turn()
-    world.tickets["pinned"].cancel()
+    world.queued["pinned"].cancel()
     world.turn()
     assert world.order[2:] == ["any"], "without waiting for a tick"
 
@@ -346,7 +346,7 @@ def test_what_cannot_be_served_at_all_is_told_at_once() -> None:
     for taken in ("c", "fill 1"):
         with pytest.raises(InvalidArgument, match="already exists"):
             world.ask(taken, 60, 300)
-    assert len(world.line) == 1
+    assert len(world.queue) == 1
 
 
 def test_the_bound_and_the_end() -> None:
@@ -357,8 +357,8 @@ def test_the_bound_and_the_end() -> None:
     with pytest.raises(RouterQueueLimitExceeded, match=r"current=2, limit=2"):
         world.ask("c", 60, 200, strict_priority=5)
     assert world.sample("admission_rejected_total", reason="queue_limit") == 1
-    world.line.close()
-    world.line.close()
+    world.queue.close()
+    world.queue.close()
     assert isinstance(world.outcomes["a"], Unavailable)
     assert isinstance(world.outcomes["b"], Unavailable)
     with pytest.raises(Unavailable, match="shutting down"):
@@ -374,12 +374,12 @@ def test_one_that_fails_to_take_its_decision_is_freed(caplog: pytest.LogCaptureF
         raise ZeroDivisionError
 
     prompt = array("I", range(60))
-    world.line.request("a", prompt, on_decision=broken, on_error=broken)
+    world.queue.submit("a", prompt, on_decision=broken, on_error=broken)
     world.ask("b", 60, 100)
     world.picker.free("fill 1")
     world.turn()
     assert "a" not in world.picker.active and "b" in world.outcomes
-    assert "did not take its decision" in caplog.text
+    assert "the decision callback failed" in caplog.text
 
 
 def test_a_long_line_goes_in_turns_of_the_loop() -> None:
@@ -389,32 +389,32 @@ def test_a_long_line_goes_in_turns_of_the_loop() -> None:
         world.ask(str(number), 4, 4 * number)
     world.add_worker(1, 10_000)
     world.timers[0].callback()
-    assert 0 < len(world.line) < 100
+    assert 0 < len(world.queue) < 100
     world.turn()
-    assert len(world.line) == 0 and world.order[1:] == [str(number) for number in range(100)]
+    assert len(world.queue) == 0 and world.order[1:] == [str(number) for number in range(100)]
 
 
 def test_only_the_kv_mode_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
     kv = RouterSettings(mode="kv")
     registry, place = Registry(), RouterLabels("n", "c")
-    assert line_for(kv, KvPicker(kv, BLOCK, None), registry, place) is None
+    assert make_queue(kv, KvPicker(kv, BLOCK, None), registry, place) is None
     other = RouterSettings(queue_threshold=1.0)
-    assert line_for(other, InflightPicker("random"), registry, place) is None
+    assert make_queue(other, InflightPicker("random"), registry, place) is None
     assert "no effect in mode round-robin" in caplog.text
     blind = RouterSettings(mode="kv", queue_threshold=1.0, track_prefill_tokens=False)
-    assert line_for(blind, KvPicker(blind, BLOCK, None), registry, place) is None
+    assert make_queue(blind, KvPicker(blind, BLOCK, None), registry, place) is None
     assert "--no-router-track-prefill-tokens" in caplog.text
     queued = RouterSettings(mode="kv", queue_threshold=1.0)
     before_prefill = RouterLabels("n", "c", phase="prefill", worker_type="prefill")
-    assert line_for(queued, KvPicker(queued, BLOCK, None), registry, before_prefill) is None
+    assert make_queue(queued, KvPicker(queued, BLOCK, None), registry, before_prefill) is None
     assert isinstance(
-        line_for(queued, KvPicker(queued, BLOCK, None), registry, place), RequestQueue
+        make_queue(queued, KvPicker(queued, BLOCK, None), registry, place), RequestQueue
     )
 
 
 async def placed(world: World, name: str, context: Context | None = None) -> Decision:
     prompt = array("I", range(7000, 7060))
-    return await place(world.line, name, prompt, context=context)
+    return await wait_for_decision(world.queue, name, prompt, context=context)
 
 
 async def test_a_task_waits_for_its_turn() -> None:
@@ -422,7 +422,7 @@ async def test_a_task_waits_for_its_turn() -> None:
     fill(world)
     task = asyncio.create_task(placed(world, "a"))
     await asyncio.sleep(0)
-    assert len(world.line) == 1
+    assert len(world.queue) == 1
     world.picker.free("fill 1")
     world.turn()
     assert (await task).worker_id == 1 and "a" in world.picker.active
@@ -441,7 +441,7 @@ async def test_a_cancelled_task_leaves_nothing(decided: bool) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert len(world.line) == 0 and "a" not in world.picker.active
+    assert len(world.queue) == 0 and "a" not in world.picker.active
 
 
 @pytest.mark.parametrize("first", ["cancel", "turn"])
@@ -455,7 +455,7 @@ async def test_a_task_that_is_cancelled_in_the_turn_of_its_decision(first: str) 
         step()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert len(world.line) == 0 and "a" not in world.picker.active
+    assert len(world.queue) == 0 and "a" not in world.picker.active
 
 
 async def test_a_cancelled_context_leaves_the_line() -> None:
@@ -467,10 +467,10 @@ async def test_a_cancelled_context_leaves_the_line() -> None:
     context.kill()
     with pytest.raises(Cancelled):
         await task
-    assert len(world.line) == 0
+    assert len(world.queue) == 0
     with pytest.raises(Cancelled):
         await placed(world, "b", context)
-    assert len(world.line) == 0
+    assert len(world.queue) == 0
 
 
 class Machine(RuleBasedStateMachine):
@@ -493,7 +493,7 @@ class Machine(RuleBasedStateMachine):
         hints: dict[str, Any] = {"strict_priority": strict}
         if pin and self.workers:
             hints["backend_instance_id"] = self.workers
-        full = len(self.world.line) == 6
+        full = len(self.world.queue) == 6
         try:
             self.world.ask(name, tokens, 200 * len(self.asked), **hints)
         except RouterQueueLimitExceeded:
@@ -526,7 +526,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.waiting())))
-        self.world.tickets[name].cancel()
+        self.world.queued[name].cancel()
         self.left.add(name)
 
     @rule(seconds=st.sampled_from([0.0, 0.05, 1.0, 30.0]))
@@ -558,8 +558,8 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
-        assert len(world.line) == len(self.waiting()) <= 6
-        assert set(world.line._waiters) == self.waiting()
+        assert len(world.queue) == len(self.waiting()) <= 6
+        assert set(world.queue._requests) == self.waiting()
         assert not self.left & set(world.outcomes)
         for name in self.waiting() | self.left:
             assert name not in world.picker.active

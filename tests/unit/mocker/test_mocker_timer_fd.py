@@ -18,10 +18,10 @@ LOOPS = pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_e
 def test_it_never_rings_early(factory: object) -> None:
     async def sleep() -> list[float]:
         early = []
-        with TimerFd() as alarm:
+        with TimerFd() as timer:
             for delay_s in (0.0, 0.0003, 0.0021, 0.012):
                 when = time.monotonic() + delay_s
-                await alarm.until(when)
+                await timer.sleep_until(when)
                 early.append(max(0.0, when - time.monotonic()))
         return early
 
@@ -32,14 +32,14 @@ def test_it_never_rings_early(factory: object) -> None:
 @LOOPS
 def test_a_cancelled_sleeper_does_not_wake_the_next(factory: object) -> None:
     async def sleep() -> float:
-        with TimerFd() as alarm:
+        with TimerFd() as timer:
             async with asyncio.TaskGroup() as group:
-                cancelled = group.create_task(alarm.until(time.monotonic() + 0.002))
+                cancelled = group.create_task(timer.sleep_until(time.monotonic() + 0.002))
                 await asyncio.sleep(0)
                 cancelled.cancel()
             time.sleep(0.004)  # noqa: ASYNC251 - it rings while nobody listens
             when = time.monotonic() + 0.02
-            await alarm.until(when)
+            await timer.sleep_until(when)
             return time.monotonic() - when
 
     with asyncio.Runner(loop_factory=factory) as runner:  # type: ignore[arg-type]
@@ -48,9 +48,9 @@ def test_a_cancelled_sleeper_does_not_wake_the_next(factory: object) -> None:
 
 def test_the_descriptor_is_closed() -> None:
     async def use() -> int:
-        with TimerFd() as alarm:
-            await alarm.until(time.monotonic() + 0.001)
-        return alarm._fd
+        with TimerFd() as timer:
+            await timer.sleep_until(time.monotonic() + 0.001)
+        return timer._fd
 
     descriptor = asyncio.run(use())
     with pytest.raises(OSError):

@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.runtime import advertise as reach
-from dynamo.runtime.advertise import advertised_host, bracketed
+from dynamo.runtime import addresses
+from dynamo.runtime.addresses import advertised_host, bracketed
 
 
 def test_an_address_is_told_as_it_is() -> None:
@@ -19,14 +19,16 @@ def test_an_address_is_told_as_it_is() -> None:
     assert bracketed("fe80::1") == "[fe80::1]" and bracketed("192.0.2.7") == "192.0.2.7"
 
 
-def test_all_addresses_tell_the_one_towards_etcd_or_nats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wildcard_becomes_the_source_address_of_the_route_to_etcd_or_nats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[str] = []
 
-    def towards(family: socket.AddressFamily, host: str) -> str | None:
+    def source_address(family: socket.AddressFamily, host: str) -> str | None:
         asked.append(host)
         return {"etcd-2": "10.9.9.9", "nats-1": "10.8.8.8"}.get(host)
 
-    monkeypatch.setattr(reach, "_towards", towards)
+    monkeypatch.setattr(addresses, "_source_address", source_address)
     monkeypatch.setenv("ETCD_ENDPOINTS", "https://etcd-1:2379, etcd-2:2379")
     monkeypatch.setenv("NATS_SERVER", "nats://user:secret@nats-1:4222")
     both = RuntimeSettings(discovery_backend="etcd", event_plane="nats")
@@ -35,7 +37,7 @@ def test_all_addresses_tell_the_one_towards_etcd_or_nats(monkeypatch: pytest.Mon
 
 
 def test_without_them_and_without_a_route_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "_towards", lambda family, host: None)
+    monkeypatch.setattr(addresses, "_source_address", lambda family, host: None)
     found = advertised_host("0.0.0.0", RuntimeSettings())
     known = [one.address for group in psutil.net_if_addrs().values() for one in group]
     assert found in known or found == "127.0.0.1"
@@ -48,6 +50,6 @@ def test_a_server_on_this_box_says_nothing_of_the_way_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ETCD_ENDPOINTS", "127.0.0.1:2379")
-    ways = {"127.0.0.1": "127.0.0.1", "192.0.2.1": "10.7.7.7"}
-    monkeypatch.setattr(reach, "_towards", lambda family, host: ways[host])
+    routes = {"127.0.0.1": "127.0.0.1", "192.0.2.1": "10.7.7.7"}
+    monkeypatch.setattr(addresses, "_source_address", lambda family, host: routes[host])
     assert advertised_host("0.0.0.0", RuntimeSettings(discovery_backend="etcd")) == "10.7.7.7"

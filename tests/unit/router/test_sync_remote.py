@@ -1,4 +1,4 @@
-"""Replicas' load through a channel that loses, doubles and swaps: it converges once it is quiet."""
+"""Replica load over a channel that loses, doubles and reorders: it converges once it is quiet."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dynamo.protocols.codec import encode
 from dynamo.protocols.sync import AddRequest, SequenceBatch, SequenceEvent, SequenceMessage
 from dynamo.router.load.active import Reservation
 from dynamo.router.prompt import HashedPrompt
-from dynamo.router.sync import local as sync_own
-from dynamo.router.sync import remote as sync_peers
+from dynamo.router.sync import local as sync_local
+from dynamo.router.sync import remote as sync_remote
 from dynamo.router.sync.local import LocalRequests
 from dynamo.router.sync.remote import RemoteReplicas
 from dynamo.router.sync.replicas import decode_message
@@ -21,8 +21,8 @@ from dynamo.router.sync.replicas import decode_message
 ROUTER, PUBLISHER, BLOCK = 0xA, 7, 4
 
 
-class Board:
-    """What is booked: key → (worker, prompt is computed)."""
+class RecordingSink:
+    """Booked requests: key → (worker, prompt is computed)."""
 
     def __init__(self) -> None:
         self.held: dict[str, tuple[int, bool]] = {}
@@ -39,45 +39,45 @@ class Board:
 
 
 class Pair:
-    """A router that tells and one that hears, with the wire format between them."""
+    """A sending and a receiving router, with the wire format between them."""
 
     def __init__(self) -> None:
-        self.own = LocalRequests(ROUTER, BLOCK, False, lambda: None)
+        self.local = LocalRequests(ROUTER, BLOCK, False, lambda: None)
         self.truth: dict[str, tuple[int, bool]] = {}
-        self.board = Board()
-        self.asked: list[int] = []
-        self.peers = RemoteReplicas(self.board, self.asked.append)
-        self.peers.came(PUBLISHER)
+        self.sink = RecordingSink()
+        self.queried: list[int] = []
+        self.remote = RemoteReplicas(self.sink, self.queried.append)
+        self.remote.add_publisher(PUBLISHER)
 
     def book(self, name: str, worker_id: int, blocks: int = 2) -> None:
         hashes = array("Q", range(blocks))
         prompt = HashedPrompt(blocks * BLOCK, blocks, hashes, hashes, 0)
-        self.own.booked(name, Reservation(0, worker_id, 0, blocks * BLOCK, 0, 0.0), prompt, 8)
+        self.local.booked(name, Reservation(0, worker_id, 0, blocks * BLOCK, 0, 0.0), prompt, 8)
         self.truth[name] = (worker_id, False)
 
     def complete(self, name: str) -> None:
-        self.own.prefill_completed(name)
+        self.local.prefill_completed(name)
         if name in self.truth:
             self.truth[name] = (self.truth[name][0], True)
 
     def free(self, name: str) -> None:
-        self.own.freed(name)
+        self.local.freed(name)
         self.truth.pop(name, None)
 
-    def hear(self, *batches: SequenceBatch) -> None:
+    def receive(self, *batches: SequenceBatch) -> None:
         for batch in batches:
             message: SequenceMessage = decode_message(encode(batch))
             assert isinstance(message, SequenceBatch)
-            self.peers.hear(PUBLISHER, message)
+            self.remote.receive(PUBLISHER, message)
 
     def settle(self) -> None:
-        """Everything arrives again: beats, questions and their answers."""
-        self.hear(*self.own.news(), self.own.beat())
-        if self.asked:
-            self.hear(*self.own.account())
+        """Deliver everything: heartbeat, query and snapshot."""
+        self.receive(*self.local.take_pending(), self.local.heartbeat())
+        if self.queried:
+            self.receive(*self.local.snapshot())
 
     def seen(self) -> dict[str, tuple[int, bool]]:
-        return {key.partition("~")[2]: state for key, state in self.board.held.items()}
+        return {key.partition("~")[2]: state for key, state in self.sink.held.items()}
 
 
 NAMES = st.sampled_from("abcdef")
@@ -86,7 +86,7 @@ STEP = st.one_of(
     st.tuples(st.just("complete"), NAMES),
     st.tuples(st.just("free"), NAMES),
     st.tuples(st.just("send"), st.sampled_from(["well", "lost", "doubled", "late"])),
-    st.tuples(st.just("account"), st.sampled_from(["well", "lost", "doubled", "late"])),
+    st.tuples(st.just("snapshot"), st.sampled_from(["well", "lost", "doubled", "late"])),
 )
 
 
@@ -100,22 +100,22 @@ def test_whatever_the_channel_does_it_converges(steps, random) -> None:
             pair.complete(what)
         elif verb == "free":
             pair.free(what)
-        elif verb in ("send", "account"):
-            batches = pair.own.news() if verb == "send" else pair.own.account()
+        elif verb in ("send", "snapshot"):
+            batches = pair.local.take_pending() if verb == "send" else pair.local.snapshot()
             if what == "late":
                 late += batches
             elif what != "lost":
-                pair.hear(*batches, *(batches if what == "doubled" else ()))
+                pair.receive(*batches, *(batches if what == "doubled" else ()))
             if late and random.random() < 0.3:
                 random.shuffle(late)
-                pair.hear(*late)
+                pair.receive(*late)
                 late.clear()
     pair.settle()
-    pair.hear(*late)
+    pair.receive(*late)
     assert pair.seen() == pair.truth
-    assert pair.peers.is_whole() and pair.peers.requests() == len(pair.truth)
-    pair.peers.gone(PUBLISHER)
-    assert pair.seen() == {} and len(pair.peers) == 0
+    assert pair.remote.is_in_sync() and pair.remote.requests() == len(pair.truth)
+    pair.remote.remove_publisher(PUBLISHER)
+    assert pair.seen() == {} and len(pair.remote) == 0
 
 
 def test_the_next_request_of_an_id_whose_end_was_lost_has_its_prompt_to_compute() -> None:
@@ -124,13 +124,13 @@ def test_the_next_request_of_an_id_whose_end_was_lost_has_its_prompt_to_compute(
     pair.complete("a")
     pair.settle()
     pair.free("a")
-    pair.own.news()  # lost
+    pair.local.take_pending()  # lost
     pair.book("a", 1)
     pair.settle()
     assert pair.seen() == pair.truth == {"a": (1, False)}
 
 
-def test_without_losses_nobody_is_asked() -> None:
+def test_without_losses_no_snapshot_is_requested() -> None:
     pair = Pair()
     pair.book("a", 1)
     pair.settle()
@@ -139,36 +139,36 @@ def test_without_losses_nobody_is_asked() -> None:
     pair.free("a")
     pair.settle()
     assert pair.seen() == {"b": (2, False)}
-    assert pair.asked == [] and pair.peers.gaps == 0
+    assert pair.queried == [] and pair.remote.gaps == 0
 
 
-def test_who_comes_late_asks_and_is_told_all() -> None:
+def test_a_late_replica_requests_a_snapshot() -> None:
     pair = Pair()
     pair.book("a", 1)
     pair.complete("a")
     pair.book("b", 1)
-    pair.own.skip()  # nobody was there
-    pair.hear(pair.own.beat())
-    assert pair.seen() == {} and pair.asked == [ROUTER]
-    pair.hear(*pair.own.account())
+    pair.local.drop_pending()  # no subscribers
+    pair.receive(pair.local.heartbeat())
+    assert pair.seen() == {} and pair.queried == [ROUTER]
+    pair.receive(*pair.local.snapshot())
     assert pair.seen() == pair.truth == {"a": (1, True), "b": (1, False)}
 
 
-def test_an_account_in_parts_of_which_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_own, "MAX_BATCH_BYTES", 150)
+def test_a_snapshot_in_parts_of_which_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_local, "MAX_BATCH_BYTES", 150)
     pair = Pair()
     for name in "abcd":
         pair.book(name, 1)
-    first, *rest = pair.own.news()
+    first, *rest = pair.local.take_pending()
     assert len(rest) == 3
-    pair.hear(first)
-    parts = pair.own.account()
+    pair.receive(first)
+    parts = pair.local.snapshot()
     assert [len(part.events) for part in parts] == [1] * 4
     assert (parts[0].opens, parts[-1].closes) == (True, True)
-    pair.hear(parts[0], parts[2], parts[3])
-    assert not pair.peers.is_whole() and pair.asked
+    pair.receive(parts[0], parts[2], parts[3])
+    assert not pair.remote.is_in_sync() and pair.queried
     pair.settle()
-    assert pair.seen() == pair.truth and pair.peers.is_whole()
+    assert pair.seen() == pair.truth and pair.remote.is_in_sync()
 
 
 def test_an_id_that_is_used_again_while_its_end_is_lost() -> None:
@@ -176,7 +176,7 @@ def test_an_id_that_is_used_again_while_its_end_is_lost() -> None:
     pair.book("a", 1)
     pair.settle()
     pair.free("a")
-    pair.own.news()  # lost
+    pair.local.take_pending()  # lost
     pair.book("a", 2)
     pair.settle()
     assert pair.seen() == {"a": (2, False)}
@@ -186,25 +186,25 @@ def test_load_of_an_unknown_worker_counts_once_it_is_known() -> None:
     pair = Pair()
     pair.book("a", 5)
     pair.settle()
-    pair.board.held.clear()  # as a board that did not know worker 5
-    pair.peers.worker_added(4)
+    pair.sink.held.clear()  # as a sink without worker 5
+    pair.remote.worker_added(4)
     assert pair.seen() == {}
-    pair.peers.worker_added(5)
+    pair.remote.worker_added(5)
     assert pair.seen() == {"a": (5, False)}
 
 
-def test_who_is_not_there_is_not_heard() -> None:
+def test_messages_of_an_unknown_publisher_are_ignored() -> None:
     pair = Pair()
-    pair.peers.gone(PUBLISHER)
+    pair.remote.remove_publisher(PUBLISHER)
     pair.book("a", 1)
     pair.settle()
-    assert pair.seen() == {} and not pair.asked
+    assert pair.seen() == {} and not pair.queried
 
 
 def test_requests_of_one_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_peers, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(sync_remote, "MAX_REQUESTS", 2)
     pair = Pair()
     for name in "abc":
         pair.book(name, 1)
     pair.settle()
-    assert len(pair.seen()) == 2 and pair.peers.refused == 1
+    assert len(pair.seen()) == 2 and pair.remote.refused == 1

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from dynamo.config import describe, environ, from_env, load, option, preset, to_env
+from dynamo.config import environ, from_env, load, option, preset, to_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """sample: one knob of every kind"""
+    """sample: one option of every kind"""
 
     mode: str = option(
         "kv",
@@ -97,7 +97,7 @@ def test_help_shows_flag_variable_and_default(capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert stop.value.code == 0
     assert "--share" in out and "DYN_SHARE" in out and "(0 to 1; default: 0.5)" in out
-    assert "sample: one knob of every kind" in out and "100% of events" in out
+    assert "sample: one option of every kind" in out and "100% of events" in out
     assert out.index("--share") < out.index("\nsecond part:\n") < out.index("--events")
     assert "usage: prog [options]\n" in out and "DYN_HIDDEN\n        variable only (> 0;" in out
 
@@ -113,11 +113,6 @@ def test_from_env_raises_instead_of_exiting() -> None:
     with pytest.raises(ConfigError, match="DYN_SHARE"):
         from_env(Settings, {"DYN_SHARE": "7"})
     assert from_env(Settings, {}, share=0.9).share == 0.9
-
-
-def test_describe_lists_every_knob() -> None:
-    rows = describe(Settings)
-    assert len(rows) == 6 and rows[1] == ("--share", "DYN_SHARE", 0.5, "0..1")
 
 
 def test_a_preset_yields_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

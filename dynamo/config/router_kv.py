@@ -1,0 +1,234 @@
+"""Router options that matter in mode kv: worker cost, prefix caches, active load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dynamo.config.option import option
+
+__all__ = ["CacheSettings", "CostSettings", "LoadSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostSettings:
+    """The terms of a worker's cost."""
+
+    overlap_score_weight: float | None = option(
+        None,
+        "--router-kv-overlap-score-weight",
+        "--kv-overlap-score-weight",
+        env=("DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT", "DYN_OVERLAP_SCORE_WEIGHT"),
+        minimum=0,
+        heading="router, mode kv: what a worker costs",
+        help="weight of prefill against decode, over --router-prefill-load-scale; "
+        "0 ignores prefix caches altogether",
+    )
+    prefill_load_scale: float = option(
+        1.0,
+        "--router-prefill-load-scale",
+        env="DYN_ROUTER_PREFILL_LOAD_SCALE",
+        minimum=0,
+        help="weight of a block to prefill against an active block",
+    )
+    overlap_score_credit: float = option(
+        1.0,
+        "--router-kv-overlap-score-credit",
+        env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",
+        minimum=0,
+        help="share of a block of prefill that a cached block saves",
+    )
+    overlap_score_credit_decay: float = option(
+        0.0,
+        "--router-kv-overlap-score-credit-decay",
+        env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY",
+        minimum=0,
+        help="how fast the credit falls on a worker with excess active prefill",
+    )
+    host_cache_hit_weight: float = option(
+        0.75,
+        "--router-host-cache-hit-weight",
+        env="DYN_ROUTER_HOST_CACHE_HIT_WEIGHT",
+        minimum=0.0,
+        maximum=1.0,
+        help="share of a block of prefill that a block in host memory saves",
+    )
+    disk_cache_hit_weight: float = option(
+        0.25,
+        "--router-disk-cache-hit-weight",
+        env="DYN_ROUTER_DISK_CACHE_HIT_WEIGHT",
+        minimum=0.0,
+        maximum=1.0,
+        help="share of a block of prefill that a block on disk saves",
+    )
+    shared_cache_multiplier: float | None = option(
+        None,
+        "--shared-cache-multiplier",
+        env="DYN_SHARED_CACHE_MULTIPLIER",
+        minimum=0,
+        help="share of a block of prefill that a block in the shared cache saves; default: none",
+    )
+    shared_cache_type: str = option(
+        "none",
+        "--shared-cache-type",
+        env="DYN_SHARED_CACHE_TYPE",
+        choices=("none", "hicache"),
+        help="hicache: blocks that any worker reports on an external tier count for all workers",
+    )
+    decode_active_request_weight: float = option(
+        0.0,
+        "--router-decode-active-request-weight",
+        env="DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT",
+        minimum=0,
+        help="blocks that each running request of a worker adds to its cost",
+    )
+    duplicate_cost: float = option(
+        0.0,
+        "--router-duplicate-cost",
+        env="DYN_ROUTER_DUPLICATE_COST",
+        minimum=0,
+        help="blocks of prefill that a block costs where it would be computed although another "
+        "worker holds it, times the cached share of the prompt; waived once queueing has cost more",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings:
+    """The index of cached blocks: from the workers' events, or predicted."""
+
+    kv_events: bool = option(
+        True,
+        "--router-kv-events",
+        "--kv-events",
+        env="DYN_ROUTER_USE_KV_EVENTS",
+        heading="router, mode kv: what is cached where",
+        help="follow the workers' KV events; without, caches are predicted from routing decisions",
+    )
+    event_threads: int = option(
+        1,
+        "--router-event-threads",
+        env="DYN_ROUTER_EVENT_THREADS",
+        minimum=1,
+        maximum=64,
+        help="with KV events: above 1, this many threads receive and apply them beside the "
+        "event loop",
+    )
+    ttl_s: float = option(
+        120.0,
+        "--router-ttl-secs",
+        env="DYN_ROUTER_TTL_SECS",
+        minimum=0,
+        exclusive_minimum=True,
+        help="without KV events: how long a block is assumed to stay cached",
+    )
+    predicted_ttl_s: float | None = option(
+        None,
+        "--router-predicted-ttl-secs",
+        env="DYN_ROUTER_PREDICTED_TTL_SECS",
+        minimum=0,
+        exclusive_minimum=True,
+        help="with KV events: how long a prompt is assumed cached on its worker, whatever the "
+        "worker's events report; default: not at all",
+    )
+    max_tree_size: int = option(
+        1_048_576,
+        "--router-max-tree-size",
+        env="DYN_ROUTER_MAX_TREE_SIZE",
+        minimum=1,
+        help="without KV events: blocks assumed cached, on all workers, before pruning",
+    )
+    prune_target_ratio: float = option(
+        0.8,
+        "--router-prune-target-ratio",
+        env="DYN_ROUTER_PRUNE_TARGET_RATIO",
+        minimum=0.0,
+        maximum=1.0,
+        help="without KV events: share of --router-max-tree-size that pruning leaves",
+    )
+    approximate_cache_policy: str = option(
+        "ttl",
+        "--router-approximate-cache-policy",
+        env="DYN_ROUTER_APPROXIMATE_CACHE_POLICY",
+        choices=("ttl", "lru"),
+        help="without KV events: forget blocks by age, or as a worker of known capacity would",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """The load of requests in flight, and estimates of prefill time."""
+
+    track_active_blocks: bool = option(
+        True,
+        "--router-track-active-blocks",
+        "--track-active-blocks",
+        env="DYN_ROUTER_TRACK_ACTIVE_BLOCKS",
+        heading="router, mode kv: what runs where",
+        help="count the blocks of running requests as load",
+    )
+    track_output_blocks: bool = option(
+        False,
+        "--router-track-output-blocks",
+        "--track-output-blocks",
+        env="DYN_ROUTER_TRACK_OUTPUT_BLOCKS",
+        help="count generated blocks too, decreasing towards the expected output length",
+    )
+    assume_kv_reuse: bool = option(
+        True,
+        "--router-assume-kv-reuse",
+        "--assume-kv-reuse",
+        env="DYN_ROUTER_ASSUME_KV_REUSE",
+        help="count a block that several requests of one worker share once",
+    )
+    track_prefill_tokens: bool = option(
+        True,
+        "--router-track-prefill-tokens",
+        env="DYN_ROUTER_TRACK_PREFILL_TOKENS",
+        help="count prompt tokens to compute as load; without, only active blocks weigh",
+    )
+    prefill_load_model: str = option(
+        "none",
+        "--router-prefill-load-model",
+        env="DYN_ROUTER_PREFILL_LOAD_MODEL",
+        choices=("none", "fitted", "aic", "ais"),
+        help="reduce the load of a prompt while it is computed, by times measured (fitted) or "
+        "estimated by AIConfigurator (aic, ais)",
+    )
+    prefill_load_predictor: Callable[[int, int], float | None] | None = None
+    """For programs: (tokens, cached tokens) to seconds or None; overrides the model."""
+    ais_backend: str | None = option(
+        None,
+        "--ais-backend",
+        "--aic-backend",
+        env="DYN_AIS_BACKEND",
+        help="AIConfigurator: the workers' engine (vllm, sglang, trtllm)",
+    )
+    ais_system: str | None = option(
+        None,
+        "--ais-system",
+        "--aic-system",
+        env="DYN_AIS_SYSTEM",
+        help="AIConfigurator: the workers' GPU, like h200_sxm",
+    )
+    ais_model_path: str | None = option(
+        None,
+        "--ais-model-path",
+        "--aic-model-path",
+        env="DYN_AIS_MODEL_PATH",
+        help="AIConfigurator: the model, by name or directory",
+    )
+    ais_backend_version: str | None = option(
+        None,
+        "--ais-backend-version",
+        "--aic-backend-version",
+        env="DYN_AIS_BACKEND_VERSION",
+        help="AIConfigurator: the engine's version; default: its newest",
+    )
+    ais_tp_size: int = option(
+        1,
+        "--ais-tp-size",
+        "--aic-tp-size",
+        env="DYN_AIS_TP_SIZE",
+        minimum=1,
+        help="AIConfigurator: GPUs of a worker",
+    )

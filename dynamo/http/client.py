@@ -1,0 +1,156 @@
+"""An HTTP/1.1 client over httptools: one keep-alive connection, one request at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Iterable
+from typing import Any
+
+import httptools
+
+__all__ = ["HttpClient", "ResponseError", "get", "request_head"]
+
+
+class ResponseError(Exception):
+    """The response is missing, incomplete, too large or not HTTP."""
+
+
+def request_head(method: str, path: str, authority: str, headers: Iterable[str] = ()) -> bytes:
+    """Return request line and headers. Every argument must be free of line ends."""
+    lines = (f"{method} {path} HTTP/1.1", f"host: {authority}", *headers)
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+async def get(host: str, port: int, authority: str, path: str, limit_bytes: int) -> HttpClient:
+    """GET ``path`` over a new connection; the closed client holds status and body.
+
+    Raises OSError if the connection fails, ResponseError otherwise. The caller sets a deadline.
+    """
+    client = HttpClient(limit_bytes)
+    await client.connect(host, port)
+    try:
+        await client.request(request_head("GET", path, authority, ("connection: close",)))
+    finally:
+        client.close()
+    return client
+
+
+class HttpClient(asyncio.Protocol):
+    """A connection of at most one request in flight, with a body of at most ``limit_bytes``.
+
+    ``status``, ``content_type`` and ``body`` are those of the latest response. A subclass reads a
+    body while it arrives by overriding :meth:`on_body`.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.status = 0
+        self.content_type = b""
+        self.body = bytearray()
+        self._limit_bytes = limit_bytes
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = None
+        self._done: asyncio.Future[None] | None = None
+        self._failure: str | None = None
+        self._keep_alive = True
+        self._until_close = True
+
+    @property
+    def usable(self) -> bool:
+        """Whether another request can be sent on this connection."""
+        return self._transport is not None and self._keep_alive and not self._transport.is_closing()
+
+    @property
+    def receiving(self) -> bool:
+        """Whether a request is in flight: bytes that arrive otherwise were not requested."""
+        return self._done is not None and not self._done.done()
+
+    async def connect(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+        """Connect. Raises OSError, or UnicodeError for an invalid host name."""
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: self, host, port, ssl=tls)
+
+    def close(self) -> None:
+        """Close the connection; a request in flight fails as disconnected."""
+        if self._transport is not None:
+            self._transport.close()
+
+    async def request(self, message: bytes) -> None:
+        """Send ``message``, head and body, and return when the response is complete.
+
+        Raises ResponseError. After a cancellation the connection must be closed.
+        """
+        self.status, self.content_type, self.body = 0, b"", bytearray()
+        self._until_close, self._failure = True, None
+        if self._transport is None:
+            raise ResponseError("disconnected")
+        self._parser = httptools.HttpResponseParser(self)
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(message)
+        await self._done
+        if self._failure is not None:
+            raise ResponseError(self._failure)
+
+    def fail(self, reason: str) -> None:
+        """End the request in flight with a ResponseError, and close the connection."""
+        self._complete(reason)
+        self.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio: connected."""
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        """asyncio: bytes arrived."""
+        if not self.receiving:
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.fail(f"not HTTP: {error}")
+        except httptools.HttpParserUpgrade:
+            self.fail("the server changed to another protocol")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """asyncio: disconnected."""
+        self._transport = None
+        # A response without a length ends with the connection (RFC 9112, 6.3).
+        complete = exc is None and self._until_close and self.status
+        self._complete(None if complete else "disconnected")
+
+    def on_message_begin(self) -> None:
+        """httptools: a response begins; a second one was not requested."""
+        if not self.receiving:
+            self._keep_alive = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """httptools: one header."""
+        lower = name.lower()
+        if lower == b"content-type":
+            self.content_type = value.split(b";")[0].strip().lower()
+        elif lower in (b"content-length", b"transfer-encoding"):
+            self._until_close = False
+
+    def on_headers_complete(self) -> None:
+        """httptools: the head is complete."""
+        if self.receiving:
+            self.status = self._parser.get_status_code()
+            self._keep_alive = self._parser.should_keep_alive()
+
+    def on_body(self, data: bytes) -> None:
+        """httptools: a piece of the body."""
+        if self.receiving:
+            self.body += data
+            if len(self.body) > self._limit_bytes:
+                self.fail("the answer is too large")
+
+    def on_message_complete(self) -> None:
+        """httptools: the response is complete."""
+        if self.status >= 200:  # lower ones are interim: the response follows
+            self._complete()
+
+    def _complete(self, failure: str | None = None) -> None:
+        if self._done is not None and not self._done.done():
+            self._failure = failure
+            self._done.set_result(None)
