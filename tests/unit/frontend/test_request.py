@@ -133,6 +133,9 @@ class Site:
             self.booked[request_id] = 0
         return Decision(7, 1, 2, 4)
 
+    def explain(self, *_: Any) -> Any:
+        raise InvalidArgument("this picker weighs nothing")
+
     def mark_prefill_complete(self, request_id: str) -> None:
         self.prefilled.append(request_id)
 
