@@ -180,8 +180,12 @@ class HttpConnection(asyncio.Protocol):
         if len(out) == 1 and not self._advancing:
             self._server.write_batch.flush_later(self)
 
-    def finished(self, exchange: Exchange) -> None:
-        """The response is complete: close, or take the next request."""
+    def finish(self, exchange: Exchange, data: bytes) -> None:
+        """Write the last bytes of a response, then close, or read the next request."""
+        if data:
+            self._out.append(data)
+            if len(self._out) == 1 and not self._advancing:
+                self._server.write_batch.flush_later(self)
         if exchange is not self._exchange:
             return
         self._exchange = None

@@ -99,7 +99,7 @@ class InflightPicker:
     def add_reused_tokens(self, tokens: int) -> None:
         """Caches don't matter here."""
 
-    def free(self, request_id: str) -> None:
+    def free(self, request_id: str, output_tokens: int = 0) -> None:
         """The request has ended."""
         slot = self._slot_of.pop(request_id, None)
         if slot is not None:

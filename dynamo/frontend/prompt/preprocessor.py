@@ -6,9 +6,9 @@ Spec 5.6, 7.4. ``n`` choices and lists of prompts become one engine request each
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -25,6 +25,7 @@ from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.template import load_template
 from dynamo.frontend.prompt.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
 from dynamo.llm.model_directory import ModelDirectory
+from dynamo.observability.metrics import Histogram
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.engine import (
@@ -61,14 +62,22 @@ class Prepared(msgspec.Struct, frozen=True):
     tokenized_s: Sequence[float] = ()
 
 
+class PromptMetrics(Protocol):
+    """The histograms of rendering and tokenization; see :class:`FrontendMetrics`."""
+
+    template: Histogram
+    tokenize: Histogram
+    tokenize_ms: Histogram
+
+
 class Preprocessor:
     """Everything about one model that turns requests into engine requests.
 
     ``card`` names the model directory in ``source_path`` unless ``model_dir`` is given. Raises
     ConfigError naming the file and the remedy. Loading is O(vocabulary): do it off the event loop.
     Bodies up to ``inline_limit_bytes`` go through :meth:`chat` and :meth:`completion`, larger ones
-    through :meth:`chat_off_loop` and :meth:`completion_off_loop`. ``on_rendered`` and
-    ``on_tokenized``, where set, are called with the seconds that each prompt took.
+    through :meth:`chat_off_loop` and :meth:`completion_off_loop`. ``metrics``, where
+    set, observe the seconds that each prompt took.
     """
 
     def __init__(
@@ -84,8 +93,7 @@ class Preprocessor:
         self._checksum = card.checksum or None
         self.tokenizer: Tokenizer = load_tokenizer(directory, cache_bytes)
         self.inline_limit_bytes = min(self.tokenizer.inline_limit_bytes, INLINE_BODY_BYTES)
-        self.on_rendered: Callable[[float], None] | None = None
-        self.on_tokenized: Callable[[float], None] | None = None
+        self.metrics: PromptMetrics | None = None
         self.template = load_template(directory, custom_template_path or card.custom_template_path)
         self.context_length = (
             card.context_length or card.runtime_config.context_length or directory.context_length
@@ -109,11 +117,13 @@ class Preprocessor:
 
     def _report(self, prepared: Prepared) -> Prepared:
         """Report the times of a request, on the event loop: the counters are not locked."""
-        if self.on_rendered is not None and prepared.rendered_s is not None:
-            self.on_rendered(prepared.rendered_s)
-        if self.on_tokenized is not None:
+        metrics = self.metrics
+        if metrics is not None:
+            if prepared.rendered_s is not None:
+                metrics.template.observe(prepared.rendered_s)
             for seconds in prepared.tokenized_s:
-                self.on_tokenized(seconds)
+                metrics.tokenize.observe(seconds)
+                metrics.tokenize_ms.observe(seconds * 1e3)
         return prepared
 
     def _chat(self, request: ChatCompletionRequest) -> Prepared:
@@ -124,7 +134,8 @@ class Preprocessor:
         begun = time.perf_counter()
         text = self._render(request)
         rendered = time.perf_counter()
-        self._check_size(text)
+        if self.context_length is not None and 4 * len(text) > self.context_length:
+            self._check_size(text)
         ids = self.tokenizer.encode(text, request.add_special_tokens is True)
         tokenized_s = time.perf_counter() - rendered
         prompts = [TokenizedPrompt(ids, text)]
