@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from dynamo.errors import Overloaded
@@ -13,7 +15,7 @@ def test_exactly_n_plus_q_are_admitted() -> None:
     registry = Registry()
     admission = AdmissionQueue(2, 2, registry)
     started: list[int] = []
-    starts = [lambda n=n: started.append(n) for n in range(5)]
+    starts = [partial(started.append, n) for n in range(5)]
     for start in starts[:4]:
         admission.submit(start)
     with pytest.raises(Overloaded, match="worker at capacity"):
@@ -57,6 +59,6 @@ def test_a_request_that_ends_while_starting_starts_the_next() -> None:
 
     admission.submit(lambda: None)
     for number in range(3):
-        admission.submit(lambda number=number: start(number))
+        admission.submit(partial(start, number))
     admission.release()
     assert seen == [0, 1, 2] and (admission.running, admission.waiting) == (0, 0)
