@@ -18,8 +18,7 @@ from dynamo.llm.hashing import mm_hashes_of
 from dynamo.llm.register import note_block_size
 from dynamo.llm.relay import EngineEventRelay
 from dynamo.llm.vllm_events import EngineEvent, EngineRemoved, EngineStored, tier_of
-from dynamo.observability.names import counter
-from dynamo.observability.names_worker import PUBLISHER_DROPPED
+from dynamo.observability.metrics import counter
 from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import Component, DistributedRuntime, Endpoint
@@ -27,8 +26,13 @@ from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, 
 
 __all__ = ["KvEventPublisher", "WorkerMetricsPublisher"]
 
+_DROPPED = counter(
+    "dynamo_component_kv_publisher_engines_dropped_events_total",
+    "KV events of the engine that were lost on the way, or malformed",
+    "dynamo_component dynamo_namespace worker_id",
+)
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _senders: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], KvEventSender]] = (
     WeakKeyDictionary()
 )
@@ -67,7 +71,7 @@ class KvEventPublisher:
         self._sender.block_size = kv_block_size
         note_block_size(target, "KvEventPublisher", kv_block_size)
         labels = (target.component, target.namespace, str(self._sender.worker_id))
-        self._dropped = counter(runtime.metrics, PUBLISHER_DROPPED).labels(*labels)
+        self._dropped = runtime.metrics.child(_DROPPED, *labels)
         self._malformed = 0
         self._relay: asyncio.Task[None] | None = None
         if zmq_endpoint is not None:
@@ -132,7 +136,7 @@ class KvEventPublisher:
         size, count = self.kv_block_size, 0
         for length in num_block_tokens[: len(block_hashes)]:
             if length != size:
-                _log.warning(
+                log.warning(
                     "Block size must be %d tokens to be published. Block size is: %d", size, length
                 )
                 break
@@ -177,11 +181,11 @@ class KvEventPublisher:
         self._malformed += 1
         self._dropped.inc()
         if self._malformed == 1:
-            _log.warning(
+            log.warning(
                 "skipped a malformed KV event of the engine: %.200r; "
                 "further ones are only counted, in %s",
                 error,
-                PUBLISHER_DROPPED.name,
+                _DROPPED.name,
             )
 
     def _translated(

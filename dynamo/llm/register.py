@@ -21,7 +21,7 @@ from dynamo.runtime import DistributedRuntime, Endpoint
 __all__ = ["note_block_size", "register_llm", "register_model", "slug_of", "unregister_model"]
 
 _DEFAULT_BLOCK_SIZE = 16
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _block_sizes: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], dict[str, int]]] = (
     WeakKeyDictionary()
@@ -114,7 +114,7 @@ def note_block_size(endpoint: Endpoint, source: str, block_size: int) -> None:
     sizes = _block_sizes.setdefault(endpoint.runtime, {}).setdefault(endpoint.path[:2], {})
     sizes[source] = block_size
     if len(set(sizes.values())) > 1:
-        _log.error(
+        log.error(
             "the KV blocks of worker %x have two sizes in tokens (%s): routers will not use its "
             "KV events. Give both the engine's own block size",
             endpoint.runtime.instance_id,

@@ -15,7 +15,7 @@ __all__ = ["EngineEventRelay"]
 
 HIGH_WATER_MESSAGES = 100_000
 _SEQUENCE = struct.Struct(">Q")
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class EngineEventRelay:
@@ -62,7 +62,7 @@ class EngineEventRelay:
         except (ValueError, struct.error) as error:
             self.malformed += 1
             if self.malformed == 1:
-                _log.warning("%s: dropped a malformed message: %.200s", self.endpoint, error)
+                log.warning("%s: dropped a malformed message: %.200s", self.endpoint, error)
             return
         if self._expected is not None and sequence > self._expected:
             self._on_dropped(sequence - self._expected)

@@ -13,7 +13,7 @@ from dynamo.config.router import RouterSettings
 
 __all__ = ["WITHOUT_EFFECT", "KvRouterConfig", "RouterConfig", "RouterMode"]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class RouterMode(enum.Enum):
@@ -92,7 +92,7 @@ class KvRouterConfig:
         ais = {name: value for name, value in environ().items() if name.startswith("DYN_AIS_")}
         made = from_env(RouterSettings, ais, mode="kv", **given, **more)
         for line in deprecations(made):
-            _log.warning("%s", line)
+            log.warning("%s", line)
         if isinstance(model, str):
             return made
         return dataclasses.replace(made, prefill_load_predictor=model)

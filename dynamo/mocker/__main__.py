@@ -25,7 +25,7 @@ from dynamo.worker.lifecycle import WorkerLifecycle, leaf_errors
 
 __all__ = ["main"]
 
-_log = logging.getLogger("dynamo.mocker")
+log = logging.getLogger("dynamo.mocker")
 _GROUPS = (RuntimeSettings, WorkerSettings, MockerSettings)
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ExceptionGroup as failures:
         for failure in leaf_errors(failures):
             known = isinstance(failure, DynamoError)
-            _log.error("%s", failure, exc_info=None if known else failure)
+            log.error("%s", failure, exc_info=None if known else failure)
         return 1
     return 0
 
@@ -62,12 +62,12 @@ async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: WorkerP
         made = _runtime(runtime, system, metrics, number)
         async with life.runtime(made):
             await made.start()
-            _log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,
+            log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,
                       made.instance_id)  # fmt: skip
             await MockerWorker(plan, made, number).serve()
 
     await life.run([partial(worker, number) for number in range(plan.mocker.num_workers)])
-    _log.info("left")
+    log.info("left")
 
 
 def _runtime(

@@ -14,9 +14,9 @@ from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.load.active import ActiveLoad
 from dynamo.router.picker import Decision
 
-__all__ = ["log_candidates", "log_selected", "logger"]
+__all__ = ["log", "log_candidates", "log_selected"]
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Owners = Sequence[tuple[int, int] | None]
 
@@ -31,8 +31,8 @@ def log_candidates(
         assert owner is not None, "a candidate slot has an owner"
         found = snapshot.parts(slot, active.load(slot)[2])
         cached = snapshot.held.effective(weights, slot)
-        logger.debug(formula(owner[0], weights.prefill_scale, cost, found, cached))
-    logger.debug("[ROUTING] Best: worker_%s dp_rank=%d with %d/%d blocks overlap", *decision)
+        log.debug(formula(owner[0], weights.prefill_scale, cost, found, cached))
+    log.debug("[ROUTING] Best: worker_%s dp_rank=%d with %d/%d blocks overlap", *decision)
 
 
 def log_selected(
@@ -51,4 +51,4 @@ def log_selected(
         "disk_blocks": held.disk,
     }
     text = " ".join(f"{name}={value}" for name, value in fields.items())
-    logger.info("Selected worker %s", text, extra=fields)
+    log.info("Selected worker %s", text, extra=fields)

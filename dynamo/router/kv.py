@@ -23,8 +23,8 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.caches.predicted import PredictedCache, make_optimistic_cache
 from dynamo.router.cost import CostParams, add_requests, cached_tokens, cost_params, overridden
+from dynamo.router.decision_log import log as decision_log
 from dynamo.router.decision_log import log_candidates, log_selected
-from dynamo.router.decision_log import logger as decision_logger
 from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.duplicates import CopyOffer, CopyPolicy
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
@@ -107,8 +107,8 @@ class KvPicker:
         prompt = self._look(tokens, routing, params, times)
         slot, best_overlap, offer = self._choose(prompt, slots, params, routing, now_s)
         decision = self._decision(slot, prompt)
-        if decision_logger.isEnabledFor(logging.INFO):
-            self._log(request_id, prompt, params, slots, slot, offer)
+        if decision_log.isEnabledFor(logging.INFO):
+            self._log_decision(request_id, prompt, params, slots, slot, offer)
         if request_id is None:
             return decision
         found = self._book(request_id, slot, decision, prompt, routing, params)
@@ -370,7 +370,7 @@ class KvPicker:
         free_copy = offer.target if offer is not None and offer.free else None
         return DecisionSnapshot(prompt, params, slots, *columns, costs, chosen, error, free_copy)
 
-    def _log(
+    def _log_decision(
         self,
         request_id: str | None,
         prompt: HashedPrompt,
@@ -380,7 +380,7 @@ class KvPicker:
         offer: CopyOffer | None,
     ) -> None:
         decision = self._decision(slot, prompt)
-        if decision_logger.isEnabledFor(logging.DEBUG):
+        if decision_log.isEnabledFor(logging.DEBUG):
             snapshot = self._snapshot(prompt, params, slots, slot, offer)
             log_candidates(snapshot, self.worker_pool.owners, self.active, decision)
         if request_id is not None:

@@ -26,7 +26,7 @@ __all__ = ["SupervisingArbiter", "WatcherEvents", "describe_exit", "quote_progra
 
 _CHECK_DELAY_S = 1.0
 _WATCHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class WatcherEvents(Protocol):

@@ -39,7 +39,7 @@ _ONE_FRONTEND = (
     "{} listens on an HTTP port, which a second process cannot share. Add a service with another "
     "http-port to the graph: see docs/routing/replicas.md and examples/replicas.yaml"
 )
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Deployment:
@@ -210,7 +210,7 @@ class Deployment:
         name = spec.name
         size_bytes = int(self._settings.log_size_mb * 1e6)
         log = LogFile(self._run_directory.logs / f"{name}.log", size_bytes)
-        self._outputs[name] = ServiceOutput(name, log, self._announcer)
+        self._outputs[name] = ServiceOutput(name, log_file, self._announcer)
         for ours in ("copy_env", "copy_path", "stop_children", "respawn", "shell", "use_sockets"):
             options.pop(ours, None)
         own = {

@@ -15,7 +15,7 @@ __all__ = ["Announcer", "LogFile", "OutputPipe", "ServiceOutput"]
 _READ_BYTES = 65536
 _LINE_BYTES = 65536
 _TAIL_LINES = 20
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Announcer(Protocol):
@@ -49,7 +49,7 @@ class LogFile:
                 self._reopen()
             self._size += self._file.write(line + b"\n")
         except OSError as error:
-            _log.debug("%s: %s", self.path, error)
+            log.debug("%s: %s", self.path, error)
 
     def close(self) -> None:
         """Close the file."""
@@ -76,21 +76,21 @@ class LogFile:
 class ServiceOutput:
     """Sends a watcher's output to its log file and the terminal; ``tail`` has the latest lines."""
 
-    def __init__(self, watcher: str, log: LogFile, announcer: Announcer) -> None:
+    def __init__(self, watcher: str, log_file: LogFile, announcer: Announcer) -> None:
         self.watcher = watcher
         self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
-        self._log = log
+        self._log_file = log_file
         self._announcer = announcer
 
     def __call__(self, line: bytes) -> None:
         """Handle one line."""
         self.tail.append(line)
-        self._log.write(line)
+        self._log_file.write(line)
         self._announcer.output(self.watcher, line)
 
     def close(self) -> None:
         """Close the log file."""
-        self._log.close()
+        self._log_file.close()
 
 
 class OutputPipe:

@@ -35,7 +35,7 @@ __all__ = ["RunDirectory"]
 _END_TIMEOUT_S = 5.0
 _ABANDONED_AFTER_S = 60.0
 _FALLBACK_RECORD = "sockets.path"
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -104,7 +104,7 @@ class RunDirectory:
         try:
             self.statefile.remove()
         except (StatefileError, OSError) as error:
-            _log.error("cannot remove the statefile: %s; delete it by hand", error)
+            log.error("cannot remove the statefile: %s; delete it by hand", error)
         (self.path / STOP_STAGE).unlink(missing_ok=True)
         if self._sweep_store():
             return  # a manually started worker still uses the store and its sockets
@@ -292,6 +292,6 @@ def _kill(process: ProcessStat) -> None:
             signal.pidfd_send_signal(watch, signal.SIGKILL)
             select.select([watch], [], [], _END_TIMEOUT_S)
     except (ProcessLookupError, PermissionError) as error:
-        _log.warning("cannot kill process %d of an earlier deployment: %s", process.pid, error)
+        log.warning("cannot kill process %d of an earlier deployment: %s", process.pid, error)
     finally:
         os.close(watch)

@@ -38,7 +38,7 @@ LOGGED_WARNINGS = ("malformed", "overflow", "failed")
 Handoff = tuple[bytes | None, int | None, int, int]
 """The result of ``Ingest.next_handoff``."""
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
 
 
@@ -126,9 +126,9 @@ class EventThreads:
         try:
             self.ingest.run(number)
         except Exception:
-            logger.exception("thread %d for KV events failed", number)
+            log.exception("thread %d for KV events failed", number)
         if not self._closed:
-            logger.error("thread %d for KV events ended: its workers' caches become stale", number)
+            log.error("thread %d for KV events ended: its workers' caches become stale", number)
 
     def _process_handoffs(self) -> None:
         self.ingest.clear_wakeup()
@@ -140,7 +140,7 @@ class EventThreads:
                 apply_handoff(handoff, self._indexer, self._counts)
             except Exception:  # the ids of a failed batch leave a gap, and so are recovered
                 self._counts.warning("failed")
-                logger.exception("applying KV events of worker %x failed", handoff[1] or 0)
+                log.exception("applying KV events of worker %x failed", handoff[1] or 0)
         else:
             if self._loop is not None and not self._closed:
                 self._loop.call_soon(self._process_handoffs)
@@ -165,7 +165,7 @@ class EventThreads:
             if new:
                 self._counts.warning(kind, new)
                 if kind in LOGGED_WARNINGS:
-                    logger.warning("KV events: %d × %s", new, kind)
+                    log.warning("KV events: %d × %s", new, kind)
 
 
 def apply_handoff(handoff: Handoff, indexer: Indexer, counts: EventCounts) -> None:
@@ -178,7 +178,7 @@ def apply_handoff(handoff: Handoff, indexer: Indexer, counts: EventCounts) -> No
         batch = _decode_batch(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         counts.warning("malformed")
-        logger.warning("invalid KV events: %s", error)
+        log.warning("invalid KV events: %s", error)
         return
     if worker is not None:
         batch.events = [event for event in batch.events[first:] if event.dp_rank == dp_rank]

@@ -24,7 +24,7 @@ BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 ANSWER_TIMEOUT_S = 5.0
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _decode_event = codec.decoder(KvEvent).decode
 
 
@@ -88,7 +88,7 @@ class RecoveryClient:
                 return
             if pause_s is not None:
                 await asyncio.sleep(pause_s)
-        logger.log(
+        log.log(
             logging.DEBUG if recovery.retry else logging.WARNING,
             "worker %x (dp_rank %d) did not report its KV blocks (%s: %s): "
             "continuing with new events, querying again at every sweep",

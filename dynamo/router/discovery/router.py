@@ -42,7 +42,7 @@ from dynamo.runtime.events.channels import ZMQ, Subscription
 __all__ = ["ConnectedRouter", "InstanceSource"]
 
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
 
 
@@ -103,7 +103,7 @@ class ConnectedRouter:
             ingest = None if self._threads is None else self._threads.ingest
             self.indexer = Indexer(index, self._on_recovery, self._counts, ingest)
         if settings.predicts and settings.event_threads > 1:
-            logger.warning("without KV events --router-event-threads has no effect")
+            log.warning("without KV events --router-event-threads has no effect")
         self._recovery: RecoveryClient | None = None
         self._devices: dict[int, str] = {}
         self._cards = WorkerCards(self._on_card)
@@ -255,7 +255,7 @@ class ConnectedRouter:
             batch = _decode_batch(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._counts.warning("malformed")
-            logger.warning("invalid KV events from publisher %x: %s", publisher_id, error)
+            log.warning("invalid KV events from publisher %x: %s", publisher_id, error)
             return
         if self.indexer is not None:
             self.indexer.apply(batch)

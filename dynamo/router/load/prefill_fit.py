@@ -30,7 +30,7 @@ _DESCENT = 60
 _LEAST_SPREAD = 0.02
 _LEAST_S = 1e-6
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Row = tuple[float, float, float]
 
@@ -69,7 +69,7 @@ class PrefillFit:
         self.fit()
         level = logging.INFO if first else logging.DEBUG
         text = "prefill load model: %.3g s + %.3g s a token + %.3g s a token and token before it"
-        logger.log(level, text, *(self.terms or ()))
+        log.log(level, text, *(self.terms or ()))
 
     def remember(self, interval: BusyInterval) -> None:
         """Add a sample."""

@@ -19,7 +19,7 @@ _FLAG = "--router-prefill-load-model"
 _TOKENS = (256, 2048, 8192, 32768)
 _CACHED = (0, 16384)
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def prefill_model(settings: RouterSettings) -> PrefillModel | None:
@@ -89,7 +89,7 @@ def _estimated(
         attention = tokens * (cached + tokens / 2)
         fit.remember(BusyInterval(1, tokens, attention, found.ttft / 1e3))
     fit.fit()
-    logger.info("prefill load model: AIConfigurator for %s on %s with %s", model, system, backend)
+    log.info("prefill load model: AIConfigurator for %s on %s with %s", model, system, backend)
     return StaticModel(fit.predict)
 
 

@@ -35,7 +35,7 @@ busy reports that expire."""
 _BATCH = 32
 """Requests that one loop iteration routes, or whose cached tokens it refreshes."""
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 OnDecision = Callable[[Decision], None]
 OnError = Callable[[DynamoError], None]
@@ -164,7 +164,10 @@ class RequestQueue:
             self._reject(request, Unavailable("Service is shutting down"))
 
     def _admits(self, routing: Routing | None) -> bool:
-        """Return whether an eligible slot is below the threshold. Raises as :meth:`EligibilityFilter.slots`."""
+        """Return whether an eligible slot is below the threshold.
+
+        Raises as :meth:`EligibilityFilter.slots`.
+        """
         picker = self.picker
         load, threshold = picker.active.load, self._threshold
         owners, members = picker.worker_pool.owners, picker.worker_pool.members
@@ -222,7 +225,7 @@ class RequestQueue:
             self._reject(request, error)
             return True
         except Exception:
-            logger.exception("routing request %s failed", request_id)
+            log.exception("routing request %s failed", request_id)
             self._reject(request, DynamoError("Internal router error"))
             return True
         self._remove(request)
@@ -230,7 +233,7 @@ class RequestQueue:
         try:
             request.on_decision(decision)
         except Exception:
-            logger.exception("request %s: the decision callback failed", request_id)
+            log.exception("request %s: the decision callback failed", request_id)
             self.picker.free(request_id)
         return True
 
@@ -242,7 +245,7 @@ class RequestQueue:
         try:
             request.on_error(error)
         except Exception:
-            logger.exception("request %s: the error callback failed", request.request_id)
+            log.exception("request %s: the error callback failed", request.request_id)
 
     def _cancel(self, request: QueuedRequest) -> None:
         if self._remove(request):
@@ -290,14 +293,10 @@ def make_queue(
     if settings.queue_threshold is None or place.worker_type == "prefill":
         return None
     if not isinstance(picker, KvPicker):
-        logger.warning(
-            "--router-queue-threshold has no effect in mode %s, only in kv", settings.mode
-        )
+        log.warning("--router-queue-threshold has no effect in mode %s, only in kv", settings.mode)
         return None
     if not settings.track_prefill_tokens:
-        logger.warning(
-            "--router-queue-threshold has no effect with --no-router-track-prefill-tokens"
-        )
+        log.warning("--router-queue-threshold has no effect with --no-router-track-prefill-tokens")
         return None
     return RequestQueue(picker, settings, QueueMetrics(registry, place.model, place.worker_type))
 
