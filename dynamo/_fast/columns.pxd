@@ -14,6 +14,17 @@ from cpython.buffer cimport (
 )
 
 
+cdef inline int check_items(array.array column, str name, char kind) except -1:
+    """Raise TypeError unless ``column`` is None or an array of the type code ``kind``.
+
+    For columns that a request reads several times: an array's items are reached without the cost
+    of a buffer view.
+    """
+    if column is not None and column.ob_descr.typecode != kind:
+        raise TypeError(f"{name} must be an array of type code {chr(kind)!r}")
+    return 0
+
+
 cdef inline char item_kind(const Py_buffer *view) noexcept:
     """The struct letter of the items, past a native or little-endian prefix; else 0."""
     cdef const char *kind = view.format

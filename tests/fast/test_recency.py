@@ -138,7 +138,7 @@ def test_bad_arguments_change_nothing() -> None:
     blocks = array("Q", [1])
     with pytest.raises(ValueError, match="slot 0 is unknown"):
         recency.touch(0, blocks, 0.0)
-    with pytest.raises(ValueError, match="slot 7 is not known"):
+    with pytest.raises(ValueError, match="slot 7 is unknown"):
         recency.pin(7, blocks, 0.0)
     with pytest.raises(IndexError, match="slot 65536 is beyond 65535"):
         recency.open(65536, False)

@@ -201,7 +201,7 @@ class RequestQueue:
         if snapshot.error is not None:
             raise snapshot.error
         weights = snapshot.params.weights
-        return cached_tokens(weights, snapshot.held.best_overlap(weights, snapshot.slots))
+        return cached_tokens(weights, snapshot.cached_blocks.best_overlap(weights, snapshot.slots))
 
     def _drain(self) -> None:
         """Route requests from the head on, a batch in each loop iteration."""

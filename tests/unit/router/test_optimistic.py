@@ -139,7 +139,7 @@ def test_the_parts_of_a_cost_have_the_price_in_them() -> None:
     box.hold(1, prompt[:32])
     seen = box.picker.snapshot(prompt)
     for slot, cost in seen.costs.items():
-        found = seen.parts(slot, 0)
+        found = seen.breakdown(slot, 0)
         assert cost == pytest.approx(3 * found.prefill_blocks + found.decode_blocks)
 
 

@@ -52,7 +52,7 @@ class Pair:
 
     def book(self, name: str, worker_id: int, blocks: int = 2) -> None:
         hashes = array("Q", range(blocks))
-        prompt = HashedPrompt(blocks * BLOCK, blocks, hashes, hashes, 0)
+        prompt = HashedPrompt(blocks * BLOCK, blocks, hashes, hashes, hashes)
         self.local.booked(name, Reservation(0, worker_id, 0, blocks * BLOCK, 0, 0.0), prompt, 8)
         self.truth[name] = (worker_id, False)
 
