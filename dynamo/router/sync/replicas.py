@@ -39,7 +39,7 @@ REPEAT_QUERY_S = 0.2
 """Minimum time between two snapshot requests to the same router."""
 
 _KNOWN = gauge(
-    "dynamo_component_router_replicas", "Other routers that tell of their load", COMPONENT
+    "dynamo_component_router_replicas", "Other routers that share their load", COMPONENT
 )
 _REQUESTS = gauge(
     "dynamo_component_router_replica_requests",
