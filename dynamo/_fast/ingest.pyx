@@ -87,7 +87,7 @@ cdef class Ingest:
 
     The loop owns a stream until it delegates it: then threads apply its events as long as each is
     the next in order. The first that is not returns the stream to the loop; that event and all
-    later ones are handed off (:meth:`next_handoff`). ``fileno()`` is readable while any are pending.
+    later ones are handed off (:meth:`next_handoff`). ``fileno()`` is readable while one is pending.
     """
 
     cdef object _tree
