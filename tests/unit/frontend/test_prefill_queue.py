@@ -1,4 +1,4 @@
-"""The prefill line against a readable twin: nothing is lost, order and slots hold."""
+"""The prefill queue against a plain list: no request is lost, order and slots hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKERS = (1, 2, 3)
 
 
 def served(queue: PrefillQueue[str], tokens: int = 10) -> list[tuple[str, int]]:
-    """Send whoever there is a slot for, to the first worker allowed."""
+    """Start every request that has a free slot, at the first worker allowed."""
     sent = []
     while (turn := queue.next()) is not None:
         worker = (turn.workers or queue.workers)[0]
@@ -45,7 +45,7 @@ def test_tokens_are_slots_too_and_an_idle_worker_takes_any_prompt() -> None:
     assert served(queue, 60) == [("b", 1), ("c", 1)], "60 of 100: there is room for one more"
 
 
-def test_priority_goes_before_a_head_start_goes_before_arrival() -> None:
+def test_strict_priority_then_boost_then_arrival() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     queue.add("old", 0.0)
     queue.add("hinted", 5.0, priority_boost_s=6.0)
@@ -58,7 +58,7 @@ def test_priority_goes_before_a_head_start_goes_before_arrival() -> None:
     assert order == ["strict", "hinted", "old"]
 
 
-def test_what_a_dead_worker_had_is_at_the_head_in_order_before_any_priority() -> None:
+def test_requeued_requests_go_first_in_order_whatever_the_priority() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     queue.set_worker(1, Capacity(10**6, 2))
     for number, name in enumerate("ab"):
@@ -72,7 +72,7 @@ def test_what_a_dead_worker_had_is_at_the_head_in_order_before_any_priority() ->
     assert [ticket for ticket, _ in served(queue)] == ["a", "b", "c"]
 
 
-def test_the_pinned_wait_for_their_worker_and_others_overtake_them() -> None:
+def test_others_overtake_pinned_requests() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     for worker in (1, 2):
         queue.set_worker(worker, Capacity(10**6, 1))
@@ -85,22 +85,22 @@ def test_the_pinned_wait_for_their_worker_and_others_overtake_them() -> None:
     assert len(queue) == 0
 
 
-def test_the_bound_keep_their_place_when_they_are_unbound() -> None:
+def test_unbound_requests_keep_their_rank() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     for worker in (1, 2):
         queue.set_worker(worker, Capacity(10**6, 1))
     for number, name in enumerate("abc"):
         queue.add(name, float(number))
     queue.bind("a", 2)
-    queue.bind("nobody", 2)
+    queue.bind("nothing fits", 2)
     queue.start("b", 2, 1)
-    assert queue.next() == ("c", [1]), "the head is bound to who has no slot"
+    assert queue.next() == ("c", [1]), "the head is bound to a worker without a slot"
     assert queue.waiting_for(2) == ["a"]
     queue.bind("a", None)
     assert queue.next() == ("a", [1])
 
 
-def test_a_full_line_refuses_but_not_who_can_go_at_once() -> None:
+def test_a_full_queue_rejects_unless_a_request_can_start_at_once() -> None:
     queue: PrefillQueue[str] = PrefillQueue(0)
     with pytest.raises(Overloaded, match="0 requests wait"):
         queue.add("a", 0.0)
@@ -111,7 +111,7 @@ def test_a_full_line_refuses_but_not_who_can_go_at_once() -> None:
         queue.add("b", 1.0)
 
 
-def test_the_suspended_get_nothing_until_they_are_back() -> None:
+def test_suspended_workers_get_nothing() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     queue.set_worker(1, Capacity(10, 1))
     queue.suspend(1)
@@ -121,7 +121,7 @@ def test_the_suspended_get_nothing_until_they_are_back() -> None:
     assert served(queue) == [("a", 1)]
 
 
-def test_who_leaves_in_masses_leaves_no_memory_behind() -> None:
+def test_removed_requests_leave_no_memory_behind() -> None:
     queue: PrefillQueue[int] = PrefillQueue(10)
     for number in range(5000):
         queue.add(number, float(number))
@@ -129,7 +129,7 @@ def test_who_leaves_in_masses_leaves_no_memory_behind() -> None:
     assert sum(len(heap._heap) for heap in queue._heaps.values()) < 200
 
 
-class LineMachine(RuleBasedStateMachine):
+class QueueMachine(RuleBasedStateMachine):
     """Any history of arrivals, departures, deaths, busy workers and answers."""
 
     def __init__(self) -> None:
@@ -255,5 +255,5 @@ class LineMachine(RuleBasedStateMachine):
         assert self.queue.pop_all() == self.waiting
 
 
-LineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestLine = LineMachine.TestCase
+QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueue = QueueMachine.TestCase

@@ -1,4 +1,4 @@
-"""KV events on threads: what the router promises on the loop holds there, too."""
+"""KV events on threads: the tests of the loop also pass with threads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from test_live_router import (
     test_a_dump_on_discovery_then_live_events,
     test_a_gap_is_recovered_from_the_worker,
     test_a_lost_last_event_is_found_by_the_sweep,
-    test_a_publisher_that_counts_anew_is_asked_for_everything,
+    test_a_restarted_publisher_is_queried_for_a_dump,
     test_a_silent_worker_is_named_once,
     test_foreign_payloads_are_counted,
     test_ranks_come_from_the_card,
     test_the_loop_runs_while_a_dump_is_applied,
     test_to_join_late_counts_no_gap,
-    test_without_local_indexer_nobody_is_asked,
+    test_without_local_indexer_no_query_is_sent,
     test_workers_come_and_go,
 )
 
@@ -38,13 +38,13 @@ __all__ = [
     "test_a_dump_on_discovery_then_live_events",
     "test_a_gap_is_recovered_from_the_worker",
     "test_a_lost_last_event_is_found_by_the_sweep",
-    "test_a_publisher_that_counts_anew_is_asked_for_everything",
+    "test_a_restarted_publisher_is_queried_for_a_dump",
     "test_a_silent_worker_is_named_once",
     "test_foreign_payloads_are_counted",
     "test_ranks_come_from_the_card",
     "test_the_loop_runs_while_a_dump_is_applied",
     "test_to_join_late_counts_no_gap",
-    "test_without_local_indexer_nobody_is_asked",
+    "test_without_local_indexer_no_query_is_sent",
     "test_workers_come_and_go",
 ]
 
@@ -58,7 +58,7 @@ class ThreadedBox(Box):
 
 @pytest_asyncio.fixture
 async def box(tmp_path: Path) -> AsyncIterator[Box]:
-    """A box on file discovery in a directory of its own; leaves no thread behind."""
+    """A box on file discovery; its threads end with it."""
     made = ThreadedBox(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
     yield made
     await made.close()
@@ -100,14 +100,14 @@ async def test_each_publisher_keeps_its_thread_and_all_are_used(box: Box) -> Non
     await until(lambda: live.indexer is not None and not live.indexer.recovering())
     threads, numbers = live._threads, itertools.count(1)
 
-    def told() -> bool:
-        """One more event of everyone, for who is not connected yet misses some."""
+    def all_received() -> bool:
+        """Publish one more event from each worker: unconnected subscribers miss some."""
         number = next(numbers)
         for worker in workers:
             worker.publish(stored(number, 0, 1))
         return min(threads.ingest.received()) > 0
 
-    await until(told)
+    await until(all_received)
     index = live.picker.index  # type: ignore[attr-defined]
     await until(lambda: index.blocks() == 4)
     placed = Counter(threads.thread_of(worker.id) for worker in workers)
@@ -149,6 +149,6 @@ async def test_predictions_need_no_threads(box: Box, caplog: pytest.LogCaptureFi
     assert "--router-event-threads" in caplog.text
 
 
-def test_there_is_a_thread_at_least() -> None:
+def test_at_least_one_thread() -> None:
     with pytest.raises(ConfigError, match="DYN_ROUTER_EVENT_THREADS"):
         from_env(RouterSettings, {"DYN_ROUTER_EVENT_THREADS": "0"})

@@ -148,7 +148,7 @@ async def test_a_worker_that_answers_nothing_is_followed_all_the_same(
     await until(lambda: overlap(live) == 3)
 
 
-async def test_without_local_indexer_nobody_is_asked(box: Box) -> None:
+async def test_without_local_indexer_no_query_is_sent(box: Box) -> None:
     worker = await box.worker(RuntimeConfig(enable_local_indexer=False))
     live = await box.route()
     await until(lambda: overlap(live) == 0)
@@ -379,7 +379,7 @@ async def test_to_join_late_counts_no_gap(box: Box) -> None:
     await until(lambda: gaps() == ["7"])
 
 
-async def test_a_publisher_that_counts_anew_is_asked_for_everything(box: Box) -> None:
+async def test_a_restarted_publisher_is_queried_for_a_dump(box: Box) -> None:
     """As when a death and a start under the same id are so close that discovery shows neither."""
     worker = await box.worker()
     live = await box.route()

@@ -1,4 +1,4 @@
-"""The line before the workers, with a clock and a loop that the test moves."""
+"""The queue before the workers, with a clock and a loop that the test controls."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BLOCK, BATCH = 4, 100
 
 
 class Timer:
-    """A call to come."""
+    """A scheduled callback."""
 
     def __init__(self, at: float, callback: Callable[[], None]) -> None:
         self.at, self.callback = at, callback
@@ -54,7 +54,7 @@ class Timer:
 
 
 class World:
-    """A picker of workers with a batch of 100 tokens, its line, and everybody's outcome."""
+    """A picker of workers with a batch of 100 tokens, its queue, and all outcomes."""
 
     def __init__(self, workers: int = 2, **more: Any) -> None:
         chosen: dict[str, Any] = {"queue_threshold": 0.5, **more}
@@ -83,7 +83,7 @@ class World:
         self.picker.add_worker(worker_id, RuntimeConfig(max_num_batched_tokens=batch))
 
     def turn(self, seconds: float = 0.0) -> None:
-        """Let time pass, and the loop run what is due."""
+        """Advance the clock and run the timers that are due."""
         end = self.now + seconds
         while due := [one for one in self.timers if not one.cancelled and one.at <= end]:
             first = min(due, key=lambda one: one.at)
@@ -94,7 +94,7 @@ class World:
         self.timers = [one for one in self.timers if not one.cancelled]
 
     def ask(self, name: str, tokens: int = 60, first: int = 0, **hints: Any) -> bool:
-        """Whether it went at once."""
+        """Submit a request; return whether it was routed at once."""
         prompt = array("I", range(first, first + tokens))
 
         def settled(outcome: Decision | DynamoError) -> None:
@@ -125,14 +125,14 @@ class World:
 
 
 def fill(world: World, tokens: int = 60) -> None:
-    """Give every worker more than half a batch."""
+    """Load every worker with more than half a batch."""
     for worker_id in world.picker.worker_pool.members:
         assert world.ask(
             f"fill {worker_id}", tokens, 5000 * worker_id, backend_instance_id=worker_id
         )
 
 
-def test_at_once_while_one_worker_has_room() -> None:
+def test_requests_pass_while_one_worker_is_below_the_threshold() -> None:
     world = World()
     assert world.ask("a", 50) and world.ask("b", 51, 1000)
     assert world.ask("c", 60, 2000), "50 of 100 tokens are not more than half"
@@ -145,7 +145,7 @@ def test_at_once_while_one_worker_has_room() -> None:
 
 
 @pytest.mark.parametrize("event", ["first token", "end", "new worker", "new config"])
-def test_what_lets_the_head_go(event: str) -> None:
+def test_events_that_release_the_head(event: str) -> None:
     world = World()
     fill(world)
     assert not world.ask("waits") and not world.ask("behind", 60, 2000)
@@ -177,7 +177,7 @@ def test_an_unknown_batch_is_ten_million_tokens() -> None:
         assert world.ask(str(number), 60, number * 100)
 
 
-def test_order_of_the_line_and_who_comes_meanwhile() -> None:
+def test_the_order_with_later_arrivals() -> None:
     world = World(1)
     fill(world)
     world.ask("first", 60, 0)
@@ -192,7 +192,7 @@ def test_order_of_the_line_and_who_comes_meanwhile() -> None:
     assert world.order[1:] == ["strict", "jumps", "first", "second"]
 
 
-def test_the_shortest_work_goes_first_and_is_looked_at_again() -> None:
+def test_the_shortest_work_goes_first_and_is_refreshed() -> None:
     world = World(1, queue_policy="wspt")
     fill(world)
     world.ask("long", 80, 0)
@@ -213,7 +213,7 @@ def test_the_shortest_work_goes_first_and_is_looked_at_again() -> None:
     assert isinstance(decision, Decision) and decision.overlap_blocks == 15
 
 
-def test_what_lies_below_the_device_is_less_work_too() -> None:
+def test_lower_tiers_count_as_cached() -> None:
     world = World(1, queue_policy="wspt")
     fill(world)
     hashes = block_hashes(array("I", range(80)), BLOCK)
@@ -228,7 +228,7 @@ def test_what_lies_below_the_device_is_less_work_too() -> None:
     assert world.order[1] == "long"
 
 
-def test_the_overlap_of_the_decision_is_that_of_its_time() -> None:
+def test_the_decision_uses_the_caches_of_its_time() -> None:
     world = World(1, overlap_refresh_after_s=0)
     fill(world)
     world.ask("a", 40, 0)
@@ -244,7 +244,7 @@ def test_the_overlap_of_the_decision_is_that_of_its_time() -> None:
     assert isinstance(decision, Decision) and decision.overlap_blocks == 10
 
 
-def test_who_leaves_is_not_booked() -> None:
+def test_a_cancelled_request_is_not_booked() -> None:
     world = World(1)
     fill(world)
     world.ask("a")
@@ -257,10 +257,10 @@ def test_who_leaves_is_not_booked() -> None:
     assert world.order == ["fill 1", "b"] and "a" not in world.picker.active
     world.queued["b"].cancel()
     assert "b" in world.picker.active, "it is the caller's by now"
-    assert not world.timers, "nothing ticks while nobody waits"
+    assert not world.timers, "no timer while the queue is empty"
 
 
-def test_a_pinned_head_holds_up_the_line() -> None:
+def test_a_pinned_head_blocks_the_queue() -> None:
     world = World()
     fill(world)
     world.ask("pinned", 60, 0, backend_instance_id=1)
@@ -274,7 +274,7 @@ def test_a_pinned_head_holds_up_the_line() -> None:
     assert world.outcomes["pinned"].worker_id == 1  # type: ignore[union-attr]
 
 
-def test_a_head_that_leaves_makes_room_at_once() -> None:
+def test_a_cancelled_head_lets_the_next_pass_at_once() -> None:
     world = World()
     fill(world)
     world.ask("pinned", 60, 0, backend_instance_id=1)
@@ -286,7 +286,7 @@ def test_a_head_that_leaves_makes_room_at_once() -> None:
     assert world.order[2:] == ["any"], "without waiting for a tick"
 
 
-def test_all_that_wait_long_are_looked_at_again_however_many() -> None:
+def test_all_long_waiting_requests_are_refreshed() -> None:
     world = World(1, queue_policy="wspt")
     fill(world)
     for number in range(100):
@@ -301,7 +301,7 @@ def test_all_that_wait_long_are_looked_at_again_however_many() -> None:
     assert world.sample("queue_pending_cached_tokens") == 100 * 40
 
 
-def test_a_newcomer_that_is_first_goes_where_the_head_may_not() -> None:
+def test_a_new_head_may_use_other_workers_than_the_old_one() -> None:
     world = World()
     fill(world)
     world.ask("pinned", 60, 0, backend_instance_id=1)
@@ -312,7 +312,7 @@ def test_a_newcomer_that_is_first_goes_where_the_head_may_not() -> None:
     assert world.order[2:] == ["strict"]
 
 
-def test_what_cannot_be_served_is_told_at_its_turn() -> None:
+def test_an_unservable_request_is_rejected_at_the_head() -> None:
     world = World()
     fill(world)
     world.ask("pinned", 60, 0, backend_instance_id=1)
@@ -321,7 +321,7 @@ def test_what_cannot_be_served_is_told_at_its_turn() -> None:
     world.turn()
     assert isinstance(world.outcomes["pinned"], InvalidArgument)
     assert "any" not in world.outcomes
-    world.picker.worker_pool.set_busy(2, True)  # nobody tells the line of it
+    world.picker.worker_pool.set_busy(2, True)  # without a callback to the queue
     world.turn(TICK_S)
     assert isinstance(world.outcomes["any"], Overloaded)
     assert world.sample("admission_rejected_total", reason="overloaded") == 1
@@ -335,7 +335,7 @@ def test_what_cannot_be_served_is_told_at_its_turn() -> None:
     assert not world.timers
 
 
-def test_what_cannot_be_served_at_all_is_told_at_once() -> None:
+def test_an_unservable_request_is_rejected_on_arrival() -> None:
     world = World()
     fill(world)
     with pytest.raises(InvalidArgument, match="does not identify"):
@@ -349,7 +349,7 @@ def test_what_cannot_be_served_at_all_is_told_at_once() -> None:
     assert len(world.queue) == 1
 
 
-def test_the_bound_and_the_end() -> None:
+def test_the_limit_and_closing() -> None:
     world = World(1, queue_limit=2)
     fill(world)
     world.ask("a")
@@ -366,7 +366,9 @@ def test_the_bound_and_the_end() -> None:
     assert not [one for one in world.timers if not one.cancelled]
 
 
-def test_one_that_fails_to_take_its_decision_is_freed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_decision_callback_frees_the_reservation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     world = World(1)
     fill(world)
 
@@ -382,7 +384,7 @@ def test_one_that_fails_to_take_its_decision_is_freed(caplog: pytest.LogCaptureF
     assert "the decision callback failed" in caplog.text
 
 
-def test_a_long_line_goes_in_turns_of_the_loop() -> None:
+def test_a_long_queue_drains_in_batches() -> None:
     world = World(1)
     fill(world)
     for number in range(100):
@@ -394,7 +396,7 @@ def test_a_long_line_goes_in_turns_of_the_loop() -> None:
     assert len(world.queue) == 0 and world.order[1:] == [str(number) for number in range(100)]
 
 
-def test_only_the_kv_mode_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_kv_mode_has_a_queue(caplog: pytest.LogCaptureFixture) -> None:
     kv = RouterSettings(mode="kv")
     registry, place = Registry(), RouterLabels("n", "c")
     assert make_queue(kv, KvPicker(kv, BLOCK, None), registry, place) is None
@@ -417,7 +419,7 @@ async def placed(world: World, name: str, context: Context | None = None) -> Dec
     return await wait_for_decision(world.queue, name, prompt, context=context)
 
 
-async def test_a_task_waits_for_its_turn() -> None:
+async def test_a_task_waits_for_its_decision() -> None:
     world = World(1)
     fill(world)
     task = asyncio.create_task(placed(world, "a"))
@@ -445,7 +447,7 @@ async def test_a_cancelled_task_leaves_nothing(decided: bool) -> None:
 
 
 @pytest.mark.parametrize("first", ["cancel", "turn"])
-async def test_a_task_that_is_cancelled_in_the_turn_of_its_decision(first: str) -> None:
+async def test_a_task_cancelled_in_the_iteration_of_its_decision(first: str) -> None:
     world = World(1)
     fill(world)
     task = asyncio.create_task(placed(world, "a"))
@@ -458,7 +460,7 @@ async def test_a_task_that_is_cancelled_in_the_turn_of_its_decision(first: str) 
     assert len(world.queue) == 0 and "a" not in world.picker.active
 
 
-async def test_a_cancelled_context_leaves_the_line() -> None:
+async def test_a_cancelled_context_leaves_the_queue() -> None:
     world = World(1)
     fill(world)
     context = Context("a")
@@ -474,7 +476,7 @@ async def test_a_cancelled_context_leaves_the_line() -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Whatever happens: nobody is lost, nobody is booked twice, the line is short and in order."""
+    """Any history: no request is lost or booked twice, the queue is bounded and ordered."""
 
     names: list[str]
 
@@ -564,7 +566,7 @@ class Machine(RuleBasedStateMachine):
         for name in self.waiting() | self.left:
             assert name not in world.picker.active
         ticking = [one for one in world.timers if not one.cancelled]
-        assert bool(ticking) >= bool(self.waiting()), "somebody will look"
+        assert bool(ticking) >= bool(self.waiting()), "a timer is set"
         world.picker.active._check()
 
     def teardown(self) -> None:
@@ -577,7 +579,7 @@ class Machine(RuleBasedStateMachine):
                 self.world.picker.free(name)
                 self.ended.add(name)
             self.world.turn(TICK_S)
-        assert not self.waiting(), "in the end everybody is told"
+        assert not self.waiting(), "every request has an outcome"
         assert len(self.world.picker.active) == 0
 
 
