@@ -39,7 +39,7 @@ __all__ = ["Prepared", "Preprocessor", "TokenizedPrompt"]
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
-    """One prompt: its ids, and its text if the client sent text or wants it echoed."""
+    """One prompt: its ids, and its text if the client sent text or asked for ``echo``."""
 
     token_ids: Tokens
     text: str | None

@@ -239,7 +239,7 @@ def _choose_encoder(
         exact = False
     if not exact:
         return _SlowEncoder(reference, parsed, cache_bytes)
-    fast.reset_cache(cache_bytes)
+    fast.reset_cache(cache_bytes)  # without the probes and their counts
     return fast
 
 

@@ -1,4 +1,4 @@
-"""Text in pieces is the text of all ids at once, and no piece ends inside a character."""
+"""Streamed text is the text of all ids at once, and no piece ends inside a character."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_character_in_three_tokens_is_held_back() -> None:
     assert (detokenizer.finish(), detokenizer.finish()) == ("\ufffd", "")
 
 
-def test_unknown_ids_are_nothing() -> None:
+def test_unknown_ids_have_no_text() -> None:
     detokenizer = make_detokenizer(example_preprocessor().tokenizer)
     assert detokenizer.push([999_999]) == ""
     assert detokenizer.push([71, 999_999, 72]) == "hi"

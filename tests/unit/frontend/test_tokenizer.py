@@ -1,4 +1,4 @@
-"""Ids are those of `tokenizers`, whichever way they are made."""
+"""Both encoders give the ids of `tokenizers`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_example_model_has_what_the_mocker_needs() -> None:
     assert example_preprocessor().context_length == 131072
 
 
-def test_counters_see_only_requests() -> None:
+def test_counters_count_only_requests() -> None:
     tokenizer = load_tokenizer(EXAMPLE)
     assert tokenizer.cache_stats() == CacheStats(0, 0, 0)
     tokenizer.encode("<|im_start|>one<|im_end|>")
