@@ -186,7 +186,9 @@ class RequestMetrics:
         tokens = usage.completion_tokens
         model.osl.observe(tokens)
         model.output_tokens.value += tokens
-        metrics.detokenized(tokens, detokenize_s)
+        metrics.detokenize_ms.observe(detokenize_s * 1e3)
+        metrics.detokenize_tokens.value += tokens
+        metrics.detokenize_us.value += detokenize_s * 1e6
         cached_tokens = usage.cached_tokens
         if cached_tokens is not None:
             model.cached.observe(cached_tokens)
