@@ -13,14 +13,14 @@ from typing import Any
 
 from dynamo.frontend.prompt.tokenizer_file import TokenizerFile
 
-__all__ = ["PieceTable", "byte_alphabet"]
+__all__ = ["PieceTable"]
 
 _FALLBACK_STEPS = ["Replace", "ByteFallback", "Fuse", "Strip"]
 _ONE_SPACE = {"content": " ", "start": 1, "stop": 0}
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
-def byte_alphabet() -> dict[int, int]:
+def _byte_alphabet() -> dict[int, int]:
     """The GPT-2 alphabet, code point to byte: a printable byte is itself, others follow U+00FF."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {byte: byte for byte in printable}
@@ -89,7 +89,7 @@ def _byte_level(steps: list[dict[str, Any]]) -> Callable[[str], bytes] | None:
     """A function from token to bytes, if the decoder is ByteLevel alone."""
     if [step.get("type") for step in steps] != ["ByteLevel"]:
         return None
-    alphabet = {code: chr(byte) for code, byte in byte_alphabet().items()}
+    alphabet = {code: chr(byte) for code, byte in _byte_alphabet().items()}
     known = set(map(chr, alphabet))
 
     def to_bytes(token: str) -> bytes:

@@ -87,11 +87,6 @@ class Tokenizer:
         self._reference = None if self.pieces and self._encoder.name == "fastokens" else reference
 
     @property
-    def backend(self) -> str:
-        """``fastokens`` or ``tokenizers``."""
-        return self._encoder.name
-
-    @property
     def inline_limit_bytes(self) -> int:
         """The longest text to encode on the event loop."""
         return self._encoder.inline_limit_bytes
