@@ -90,7 +90,7 @@ def streaming(preprocessor: Preprocessor) -> None:
         write(each)
 
     def five(_: EngineOutput) -> bytes:
-        for _ in range(5):
+        for _turn in range(5):
             merged.choices[0].push(token)
         return merged.flush()
 

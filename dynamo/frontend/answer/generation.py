@@ -43,7 +43,7 @@ _NOTHING: frozenset[str] = frozenset()
 class GenerationStream:
     """The answer to one request with its ``n`` choices for each prompt.
 
-    The owner sets ``worker_id`` (a dict as in spec 5.6) and ``timing`` (called at the end); they
+    Its user sets ``worker_id`` (a dict as in spec 5.6) and ``timing`` (called at the end), which
     are shown if the request asks for them in ``nvext.extra_fields``.
     """
 
@@ -158,7 +158,7 @@ class GenerationStream:
         cached_tokens: int | None = None
         choices, n = self.choices, self._prepared.n
         for place, prompt in enumerate(self._prepared.prompts):
-            reported = choices[place * n].usage  # the choices of a prompt share it
+            reported = choices[place * n].usage  # that of its first choice
             if reported is None:
                 prompt_tokens += len(prompt.token_ids)
                 continue
@@ -188,7 +188,7 @@ class GenerationStream:
     def _collectors(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> Sequence[LogprobsCollector]:
-        """A collector of log probabilities for each choice, none if they are not wanted."""
+        """A collector of log probabilities for each choice; empty if not asked for."""
         raise NotImplementedError
 
     def _part(self, index: int, text: str) -> dict[str, Any]:

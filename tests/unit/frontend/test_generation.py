@@ -1,4 +1,4 @@
-"""Answers as clients read them, checked with the models of the `openai` package. Spec 5.4-5.8."""
+"""Answers, checked with the models of the `openai` package. Spec 5.4-5.8."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_unary_chat() -> None:
     assert answer.usage.prompt_tokens_details is None
 
 
-def test_tokens_that_arrive_together_leave_as_one_delta() -> None:
+def test_tokens_that_arrive_together_become_one_delta() -> None:
     stream = chat(stream=True)
     first, *middle, last = outputs("one two three four", "stop")
     assert stream.flush() == b""
@@ -152,7 +152,7 @@ def test_stop_strings_unary(fields: dict[str, Any], text: str) -> None:
     assert json.loads(stream.unary())["choices"][0]["message"]["content"] == text
 
 
-def test_choices_share_what_ends_them() -> None:
+def test_choices_share_their_rules() -> None:
     stream = chat(n=3, stop=["STOP", "END"], stop_token_ids=list(range(1000)))
     first, *others = stream.choices
     for other in others:
@@ -221,7 +221,7 @@ def test_engine_errors() -> None:
     }
 
 
-def test_a_stream_without_a_finish_reason_just_ends() -> None:
+def test_a_stream_may_end_without_a_finish_reason() -> None:
     stream = chat(stream=True, stop=["xyz"])
     raw = feed(stream, "a x", None)
     stream.choices[0].close()
@@ -288,7 +288,7 @@ def test_completion_logprobs_and_echo() -> None:
 @pytest.mark.parametrize(
     ("prompt", "text"), [("a ☃ <s>b", "a ☃ <s>b"), ("<|im_end|>x", "<|im_end|>x"), (None, "☃x")]
 )
-def test_echoed_tokens_lie_where_the_text_has_them(prompt: str | None, text: str) -> None:
+def test_offsets_of_echoed_tokens_match_the_text(prompt: str | None, text: str) -> None:
     stream = completion(prompt=prompt or [4098, *ids_of("☃x")], echo=True, logprobs=0, n=2)
     for index in (0, 1):
         stream.choices[index].push(outputs("y", "length")[0])
