@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from dynamo.config.parser import Parser
+from dynamo.config.parser import Option, Parser
 from dynamo.errors import ConfigError
 
 __all__ = [
@@ -31,29 +31,6 @@ __all__ = [
 T = TypeVar("T")
 _TRUE = frozenset(("true", "1", "yes", "on"))
 _UNSET = ("", "None")
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """How a field is read from a command line and an environment.
-
-    ``flags`` may be empty (variable only), ``env`` may be empty (flag only). ``minimum`` and
-    ``maximum`` are inclusive unless ``exclusive_minimum``. ``aliases`` maps accepted spellings to
-    the canonical choice. ``heading`` starts a section of ``--help`` at this field.
-    """
-
-    flags: tuple[str, ...]
-    env: tuple[str, ...]
-    help: str
-    choices: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    minimum: float | None = None
-    maximum: float | None = None
-    exclusive_minimum: bool = False
-    metavar: str | None = None
-    deprecated: str = ""
-    repeat: bool = False
-    heading: str = ""
 
 
 def option(

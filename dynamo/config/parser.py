@@ -6,15 +6,35 @@ import argparse
 import dataclasses
 import shutil
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from dynamo.config.option import Option
-
-__all__ = ["Parser", "range_text"]
+__all__ = ["Option", "Parser", "range_text"]
 
 _WIDEST = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """How a field is read from a command line and an environment.
+
+    ``flags`` may be empty (variable only), ``env`` may be empty (flag only). ``minimum`` and
+    ``maximum`` are inclusive unless ``exclusive_minimum``. ``aliases`` maps accepted spellings to
+    the canonical choice. ``heading`` starts a section of ``--help`` at this field.
+    """
+
+    flags: tuple[str, ...]
+    env: tuple[str, ...]
+    help: str
+    choices: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    minimum: float | None = None
+    maximum: float | None = None
+    exclusive_minimum: bool = False
+    metavar: str | None = None
+    deprecated: str = ""
+    repeat: bool = False
+    heading: str = ""
 
 
 class Parser(argparse.ArgumentParser):
