@@ -8,14 +8,14 @@ import orjson
 
 from dynamo.errors import MESSAGE_LIMIT, shorten
 
-__all__ = ["HttpError", "error_body", "reason_phrase"]
+__all__ = ["HttpStatusError", "error_body", "reason_phrase"]
 
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 _REASONS.update({413: "Payload Too Large", 414: "URI Too Long", 499: "Client Closed Request"})
 _REASONS[529] = "Overloaded"
 
 
-class HttpError(Exception):
+class HttpStatusError(Exception):
     """The request breaks a rule or a bound; ``status`` and ``message`` go to the client.
 
     ``retry_after_s``, unless 0, is the value of the Retry-After header.
