@@ -19,7 +19,7 @@ from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
 
-__all__ = ["EngineRequest", "Owner", "Pending", "Rerouter"]
+__all__ = ["EngineRequest", "RequestOwner", "Pending", "Rerouter"]
 
 _decode = decoder(EngineOutput).decode
 _NEVER = 0.0
@@ -44,7 +44,7 @@ class Rerouter(Protocol):
         ...
 
 
-class Owner(Protocol):
+class RequestOwner(Protocol):
     """The active request that an engine request belongs to; see :class:`ActiveRequest`."""
 
     closed: bool
@@ -117,7 +117,7 @@ class EngineRequest:
 
     def __init__(
         self,
-        request: Owner,
+        request: RequestOwner,
         index: int,
         dispatch: Rerouter,
         engine_id: str,
