@@ -1,7 +1,8 @@
-"""Python's garbage collector in a process that serves.
+"""Tuning of Python's garbage collector for a serving process.
 
-A request leaves nothing to it (its objects go by reference count when it ends), yet it would walk
-the requests in flight, and now and then vocabularies and templates, over and over.
+Reference counts free the objects of a request when it ends, so the collector has nothing to find.
+It would still traverse the requests in flight, and sometimes vocabularies and templates, again and
+again.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ _NEW_OBJECTS = 50_000
 
 
 def freeze_heap() -> None:
-    """What exists now stays: never look at it again, and at what comes only once it is much.
+    """Exempt all existing objects from collection, and raise the threshold for new ones.
 
-    For the whole process; call it after each large thing that was loaded. O(objects).
+    For the whole process; call it after each large object was loaded. O(objects).
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The frontend as a process: wire the rooms, listen, drain on a signal, leave nothing behind.
+"""The frontend as a process: connect its parts, listen, drain on a signal, clean up.
 
 Spec 5.9.
 """
@@ -42,7 +42,7 @@ _LOAD_S = 30.0  # then listen without the models that are still loading
 
 
 class Frontend:
-    """One HTTP frontend on ``runtime``. Make it on the running loop. Raises ConfigError.
+    """One HTTP frontend on ``runtime``. Create it on the running loop. Raises ConfigError.
 
     ``on_loaded`` is called after each model that was loaded.
     """
@@ -50,7 +50,7 @@ class Frontend:
     def __init__(
         self, runtime: DistributedRuntime, settings: FrontendSettings, router: RouterSettings
     ) -> None:
-        prefill_model(router)  # raises ConfigError now, and not when the first model comes
+        prefill_model(router)  # raises ConfigError now instead of with the first model
         self._runtime = runtime
         self._settings = settings
         self._router = router
@@ -71,7 +71,7 @@ class Frontend:
         self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch)
         metrics.http_connections.function = lambda: self._server.connections
         self._stop = asyncio.Event()
-        self.on_loaded: Callable[[], None] = _nobody
+        self.on_loaded: Callable[[], None] = _ignore
         self.models.on_loaded = self._loaded
 
     async def start(self) -> tuple[str, int]:
@@ -104,7 +104,7 @@ class Frontend:
         return bound
 
     async def _load_models(self) -> None:
-        """Wait for the models that are loading; not for long, and not once stopped."""
+        """Wait for the models that are loading, up to a limit and until stopped."""
         loaded = self._tasks.spawn(self.models.loaded(), name="models loaded")
         stopped = self._tasks.spawn(self._stop.wait(), name="stopped")
         first = asyncio.FIRST_COMPLETED
@@ -123,14 +123,14 @@ class Frontend:
         )
 
     def stop(self) -> None:
-        """Drain and end; asked a second time, end what still runs at once."""
+        """Drain, then end; a second call ends running requests at once."""
         if self._stop.is_set():
-            log.warning("ending %d requests at once", self._requests.admitted)
+            log.warning("second stop signal: ending %d requests at once", self._requests.admitted)
             self._requests.fail_all(Unavailable("Service is shutting down"))
         self._stop.set()
 
     def stop_on_signals(self) -> Callable[[], None]:
-        """Stop at SIGTERM or SIGINT, at once at a second SIGINT; returns how to undo that."""
+        """Stop at SIGTERM or SIGINT, at once at a second SIGINT; return a function that undoes this."""
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGTERM, signal.SIGINT)
         requests = StopSignals()
@@ -159,7 +159,7 @@ class Frontend:
             self._requests.fail_all(Unavailable("Service is shutting down"))
 
     def _loaded(self) -> None:
-        """Fit the default limit on bodies to the contexts that are served now."""
+        """Adapt the default limit on bodies to the contexts that are served now."""
         if self._settings.body_limit_mb is None:
             limit_bytes = body_limit_bytes(self.models.context_lengths())
             self._server.limits = dataclasses.replace(self._server.limits, body_bytes=limit_bytes)
@@ -194,5 +194,5 @@ def _allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _nobody() -> None:
+def _ignore() -> None:
     """The default of ``on_loaded``."""

@@ -1,7 +1,7 @@
-"""Frames a request body: a known length, or chunks. Strict, bounded, fed in any pieces.
+"""Parse a request body of known length or in chunks. Strict, bounded, fed in any pieces.
 
-Body framing is ours and not llhttp's because the connection must know where a request ends before
-it looks at the next one, and because trailers need rules. RFC 9112 7.1.
+Body framing is ours and not llhttp's because the connection must find where a request ends before
+it reads the next one, and because trailers need rules. RFC 9112 7.1.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class SizedBody:
         self._parts = BytesIO()  # getvalue() copies nothing; 44 MiB would hold the loop for 50 ms
 
     def feed(self, data: bytes) -> bytes | None:
-        """Take ``data``; what lies behind the body once it is complete, else None."""
+        """Add ``data``; return the bytes after the body once it is complete, else None."""
         missing = self._size_bytes - self._parts.tell()
         self._parts.write(data[:missing] if len(data) > missing else data)
         return data[missing:] if len(data) >= missing else None
 
     @property
     def held_bytes(self) -> int:
-        """Content received so far."""
+        """The content received so far."""
         return self._parts.tell()
 
     def take(self) -> bytes:
@@ -89,7 +89,7 @@ class ChunkedBody:
         self._at = self._size_line
 
     def feed(self, data: bytes) -> bytes | None:
-        """Take ``data``; what lies behind the body once it is complete, else None."""
+        """Add ``data``; return the bytes after the body once it is complete, else None."""
         if self._pending:
             data = self._pending + data
             self._pending = b""
@@ -105,7 +105,7 @@ class ChunkedBody:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes received so far, decoded or not."""
+        """The bytes received so far, decoded or not."""
         return self._parts.tell() + len(self._pending)
 
     def take(self) -> bytes:

@@ -1,4 +1,4 @@
-"""How a request is turned away: a status, and the error body that says why. Spec 5.4."""
+"""Errors of HTTP requests: a status, and an error body with the reason. Spec 5.4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads one request head: httptools does the syntax, the rules it does not know stand here.
+"""Parse one request head: httptools parses the syntax, this module adds the rules it lacks.
 
 llhttp accepts a second Host, an HTTP/1.0 request with Transfer-Encoding, versions that do not
 exist and heads without end. A server that takes two readings of one request is a smuggler's door,
@@ -40,7 +40,7 @@ _REMEMBERED_BYTES = 1024
 
 
 class Head:
-    """One request head that passed every rule.
+    """One valid request head.
 
     ``headers`` has lower-case names, repeated fields joined by ``", "``. ``body_bytes`` is the
     announced length, or CHUNKED. ``minor`` is the x of HTTP/1.x.
@@ -69,7 +69,7 @@ class Head:
 
 
 class HeadReader:
-    """Turns bytes into a :class:`Head` or a Refusal.
+    """Parses bytes to a :class:`Head`, or raises HttpStatusError.
 
     Holds nothing between calls but caches of good input, so one reader serves every connection of
     a server. Clients repeat themselves: a short head seen before, byte for byte, costs 0.2 µs and
@@ -128,7 +128,7 @@ class HeadReader:
         return head
 
     def check_partial(self, data: bytes) -> None:
-        """Refuse a head that can't become good any more, however it goes on."""
+        """Refuse an incomplete head that no continuation can make valid."""
         limits = self._limits
         line_end = data.find(b"\r\n")
         if (len(data) if line_end < 0 else line_end) > limits.request_line_bytes:

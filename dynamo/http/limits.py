@@ -1,4 +1,4 @@
-"""What one HTTP connection may cost: bounds on bytes, counts and seconds."""
+"""The bounds of the HTTP server on bytes, counts and seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["HttpLimits"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpLimits:
-    """Every bound of the HTTP server; what happens beyond it stands behind each.
+    """The bounds of the HTTP server. Comments name the reaction to a request above a bound.
 
     Seconds are checked by one coarse sweep a server, so they hold to about ``sweep_s``.
     """
@@ -23,8 +23,8 @@ class HttpLimits:
     header_timeout_s: float = 15.0  # 408; counted from the first byte of a head
     body_timeout_s: float = 120.0  # 408; counted from the end of the head
     response_timeout_s: float = 60.0  # 504; until the first worker has the request
-    idle_timeout_s: float = 75.0  # closed without a word
-    stall_timeout_s: float = 60.0  # cut off: the client does not read its response
-    linger_s: float = 2.0  # how long a refused client may still talk before it is cut off
+    idle_timeout_s: float = 75.0  # closed without a response
+    stall_timeout_s: float = 60.0  # aborted: the client does not read its response
+    linger_s: float = 2.0  # how long input of a refused client is discarded before the abort
     sweep_s: float = 1.0
     backlog: int = 2048

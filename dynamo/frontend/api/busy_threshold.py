@@ -1,4 +1,4 @@
-"""GET and POST /busy_threshold: how much load makes a worker busy, while the frontend runs.
+"""GET and POST /busy_threshold: read and set the load above which a worker is busy.
 
 Spec 5.3; seeds: request rejection, router guide.
 """
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class _Change(msgspec.Struct):
-    """What to set; absent or null leaves a value as it is."""
+    """New values; an absent or null field leaves its value unchanged."""
 
     model: str
     active_decode_blocks_threshold: float | None = None
@@ -48,19 +48,19 @@ _change = msgspec.json.Decoder(_Change).decode
 
 
 class BusyThresholdRoutes:
-    """For operators. Holds nothing: the thresholds are those of each model's router."""
+    """For operators. Stateless: each model's router holds its thresholds."""
 
     def __init__(self, models: Models, tasks: Tasks) -> None:
         self._models = models
         self._tasks = tasks
 
     def install(self, routes: Routes) -> None:
-        """Put the routes into the table."""
+        """Add the routes to the table."""
         routes.get(_PATH, self._list)
         routes.post(_PATH, in_task(self._tasks, self._set))
 
     def _list(self, exchange: Exchange) -> None:
-        """Models without any threshold are left out."""
+        """List the models that have a threshold."""
         gates = [(one.name, one.picker.eligibility) for one in self._models.entries() if one.ready]
         rows = [
             _shown(name, eligibility.thresholds, eligibility.admission_control)

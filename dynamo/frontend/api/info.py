@@ -1,4 +1,4 @@
-"""The routes that say how things are: /live, /health, /metrics, /openapi.json, /v1/models.
+"""The routes that report state: /live, /health, /metrics, /openapi.json, /v1/models.
 
 Spec 5.1, 5.2.
 """
@@ -24,7 +24,7 @@ _LIVE = orjson.dumps({"status": "live", "message": "Service is live"})
 
 
 class InfoRoutes:
-    """Answers at once, from what is in memory."""
+    """Responds at once, from memory."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class InfoRoutes:
         self._openapi = b""
 
     def install(self, routes: Routes) -> None:
-        """Put the routes into the table."""
+        """Add the routes to the table."""
         routes.get("/live", self._live)
         routes.get("/health", self._health)
         routes.get("/metrics", self._metrics)
@@ -51,7 +51,7 @@ class InfoRoutes:
         exchange.respond(200, _LIVE)
 
     def _health(self, exchange: Exchange) -> None:
-        """200 when a worker can be reached; 503 without workers, and while draining."""
+        """Respond 200 when a worker can be reached, 503 without workers and while draining."""
         instances = self._models.instances()
         rows = [
             {

@@ -25,7 +25,7 @@ _BUSY_CHECK_S = 0.1
 
 
 class PrefillWorkers:
-    """``picker`` chooses among the workers behind ``client``; both are None while there is none."""
+    """``picker`` chooses among the workers behind ``client``; both are None without workers."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

@@ -1,4 +1,4 @@
-"""What a failed request looks like: to the client, and in the counters. Spec 5.4, 6."""
+"""Failed requests: their responses, and their labels in the counters. Spec 5.4, 6."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class BackendSilent(ConnectionTimeout):
 
 
 class SlowClient(Cancelled):
-    """The client reads so slowly that what is kept for it has reached its bound."""
+    """The client reads so slowly that the output kept for it has reached its bound."""
 
     code = "slow_client"
 
 
 class Labels(NamedTuple):
-    """How a failure is counted: ``error_type`` of requests_total, ``class`` and ``reason`` of
+    """The labels of a failure: ``error_type`` of requests_total, ``class`` and ``reason`` of
     failures_total."""
 
     error_type: str
@@ -76,7 +76,7 @@ _AT_WORKER = Labels("overload", "CapacityExhausted", "capacity.worker_overloaded
 
 
 def labels(error: DynamoError, by_worker: bool = False) -> Labels:
-    """How ``error`` is counted; ``by_worker``: it came back from a worker."""
+    """Return the labels of ``error``; ``by_worker``: a worker responded with it."""
     if by_worker and isinstance(error, Overloaded):
         return _AT_WORKER
     if isinstance(error, HttpFailure):
@@ -86,7 +86,7 @@ def labels(error: DynamoError, by_worker: bool = False) -> Labels:
 
 
 def explained(error: DynamoError, model: str) -> DynamoError:
-    """The same kind of error in the words that clients know."""
+    """Return the same kind of error with the message that Dynamo's clients expect."""
     if isinstance(error, RouterQueueLimitExceeded):
         return error
     if isinstance(error, Overloaded):
@@ -100,7 +100,7 @@ def explained(error: DynamoError, model: str) -> DynamoError:
 
 
 def error_response(error: DynamoError, overload_status: int = 503) -> tuple[int, bytes]:
-    """Status and body for ``error``, which :func:`explained` has worded."""
+    """Return status and body for ``error``, a result of :func:`explained`."""
     status = error.status
     if isinstance(error, Overloaded):
         status = overload_status

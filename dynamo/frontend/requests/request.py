@@ -250,7 +250,7 @@ class ActiveRequest:
     def crashed(self, error: BaseException) -> None:
         """End the request after any exception: a DynamoError as it is, others as internal errors.
 
-        Raises again what is not a failure: cancellation, KeyboardInterrupt, SystemExit.
+        Raises the following again: cancellation, KeyboardInterrupt, SystemExit.
         """
         if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
             raise error
