@@ -8,9 +8,9 @@ from dynamo.http.write_batch import WriteBatch
 
 __all__ = [
     "Exchange",
-    "HttpStatusError",
     "HttpLimits",
     "HttpServer",
+    "HttpStatusError",
     "WriteBatch",
     "error_body",
     "reason_phrase",

@@ -19,7 +19,7 @@ from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
 
-__all__ = ["EngineRequest", "RequestOwner", "Pending", "Rerouter"]
+__all__ = ["EngineRequest", "Pending", "RequestOwner", "Rerouter"]
 
 _decode = decoder(EngineOutput).decode
 _NEVER = 0.0
