@@ -151,9 +151,7 @@ class KvRouter:
         async with self._starting:
             if self._picker is None:
                 await self._routed.start()
-                picker = self._routed.picker
-                assert isinstance(picker, KvPicker), "its settings say kv"
-                self._picker = picker
+                self._picker = self._routed.picker
             return self._picker
 
 

@@ -173,7 +173,7 @@ def take_handed(handed: Handed, indexer: Indexer, counts: EventCounts) -> None:
         batch = _decode_batch(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         counts.warning("malformed")
-        logger.warning("KV events of worker %s cannot be read: %s", worker, error)
+        logger.warning("invalid KV events of worker %s: %s", worker, error)
         return
     if worker is not None:
         batch.events = [event for event in batch.events[first:] if event.dp_rank == dp_rank]

@@ -49,7 +49,7 @@ class LoadFeed:
         try:
             states = _decode(payload)
         except msgspec.MsgspecError as error:
-            logger.warning("the load of publisher %x cannot be read: %s", publisher_id, error)
+            logger.warning("invalid load report of publisher %x: %s", publisher_id, error)
             return
         for state in states:
             self._report(state)

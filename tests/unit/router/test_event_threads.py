@@ -32,7 +32,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksRemoved, KvEvent, KvEventBatch
-from dynamo.router.discovery.router import ConnectedRouter
+from dynamo.router.discovery.kv_router import ConnectedKvRouter
 
 __all__ = [
     "test_a_dump_on_discovery_then_live_events",
@@ -52,7 +52,7 @@ __all__ = [
 class ThreadedBox(Box):
     """A box whose router has three threads for events."""
 
-    async def route(self, **settings: object) -> ConnectedRouter:
+    async def route(self, **settings: object) -> ConnectedKvRouter:
         return await super().route(**{"event_threads": 3, **settings})
 
 
@@ -65,7 +65,7 @@ async def box(tmp_path: Path) -> AsyncIterator[Box]:
     assert not [one for one in threading.enumerate() if one.name.startswith("kv-events")]
 
 
-def counted(live: ConnectedRouter, name: str) -> float:
+def counted(live: ConnectedKvRouter, name: str) -> float:
     """The sum of a metric's rows that mention ``name``."""
     text = live._runtime.metrics.render().decode()
     return sum(
@@ -78,15 +78,15 @@ def counted(live: ConnectedRouter, name: str) -> float:
 async def test_events_are_applied_by_a_thread_and_counted(box: Box) -> None:
     worker = await box.worker()
     live = await box.route()
-    await until(lambda: live.indexer is not None and not live.indexer.recovering())
+    await until(lambda: live.events is not None and not live.events.indexer.recovering())
     worker.publish(stored(1, 0, 2), stored(2, 2, 3))
     worker.publish(KvEvent(3, BlocksRemoved(CHAINED[2:3].tobytes())))
     await until(lambda: overlap(live) == 2)
-    assert live._threads is not None
+    assert live.events is not None and live.events.threads is not None
     await until(
         lambda: (
-            live._threads is not None
-            and live._threads.ingest.applied() == {("stored", "ok"): 2, ("removed", "ok"): 1}
+            live.events.threads is not None
+            and live.events.threads.ingest.applied() == {("stored", "ok"): 2, ("removed", "ok"): 1}
         )
     )
     assert counted(live, 'event_type="stored"') == 2
@@ -96,9 +96,9 @@ async def test_each_publisher_keeps_its_thread_and_all_are_used(box: Box) -> Non
     live = await box.route()
     workers = [await box.worker() for _ in range(4)]
     await until(lambda: len(live.picker.worker_pool.members) == 4 and overlap(live) == 0)
-    assert live._threads is not None and live.indexer is not None
-    await until(lambda: live.indexer is not None and not live.indexer.recovering())
-    threads, numbers = live._threads, itertools.count(1)
+    assert live.events is not None and live.events.threads is not None
+    await until(lambda: live.events is not None and not live.events.indexer.recovering())
+    threads, numbers = live.events.threads, itertools.count(1)
 
     def told() -> bool:
         """One more event of everyone, for who is not connected yet misses some."""
@@ -117,17 +117,17 @@ async def test_each_publisher_keeps_its_thread_and_all_are_used(box: Box) -> Non
 async def test_events_over_another_transport_are_pushed(box: Box) -> None:
     worker = await box.worker()
     live = await box.route()
-    await until(lambda: live.indexer is not None and not live.indexer.recovering())
-    assert live._threads is not None
+    await until(lambda: live.events is not None and not live.events.indexer.recovering())
+    assert live.events is not None and live.events.threads is not None
     batch = KvEventBatch(worker.id, [stored(1, 0, 3)])
-    live._threads.push(worker.id, 0, codec.encode(batch))
+    live.events.threads.push(worker.id, 0, codec.encode(batch))
     await until(lambda: overlap(live) == 3)
 
 
 async def test_a_worker_that_dies_in_a_storm_leaves_nothing(box: Box) -> None:
     worker = await box.worker()
     live = await box.route()
-    await until(lambda: live.indexer is not None and not live.indexer.recovering())
+    await until(lambda: live.events is not None and not live.events.indexer.recovering())
     for event_id in range(1, 2000, 2):
         worker.publish(stored(event_id, 0, 4))
         worker.publish(KvEvent(event_id + 1, BlocksRemoved(CHAINED[1:].tobytes())))
@@ -145,7 +145,7 @@ async def test_a_worker_that_dies_in_a_storm_leaves_nothing(box: Box) -> None:
 
 async def test_predictions_need_no_threads(box: Box, caplog: pytest.LogCaptureFixture) -> None:
     live = await box.route(kv_events=False)
-    assert live._threads is None
+    assert live.events is None
     assert "--router-event-threads" in caplog.text
 
 

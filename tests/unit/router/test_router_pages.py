@@ -19,7 +19,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvQueryAnswer
 from dynamo.router.api_views import overlap_scores
-from dynamo.router.discovery.router import ConnectedRouter
+from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.kv import KvPicker
 
 
@@ -52,7 +52,7 @@ def specs(room: type) -> list[MetricSpec]:
     return [value for value in vars(room).values() if isinstance(value, MetricSpec)]
 
 
-def served(live: ConnectedRouter, name: str, **asked: Any) -> None:
+def served(live: ConnectedKvRouter, name: str, **asked: Any) -> None:
     """One request from the choice to the end."""
     picker = live.picker
     picker.pick(name, PROMPT, routing=Routing(**asked))
