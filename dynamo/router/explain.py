@@ -195,7 +195,6 @@ def _row(
     slot: int,
 ) -> Candidate:
     owner = worker_pool.owners[slot]
-    assert owner is not None, "a candidate slot has an owner"
     _, blocks, requests = active.load(slot)
     tiers = snapshot.cached_blocks.of(slot)
     terms = snapshot.breakdown(slot, requests)

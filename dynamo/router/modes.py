@@ -72,7 +72,6 @@ class InflightPicker:
         now_s = self._clock()
         slot = self._choose(self.eligibility.slots(routing, now_s))
         owner = self.worker_pool.owners[slot]
-        assert owner is not None, "a candidate slot has an owner"
         if request_id is not None:
             self._slot_of[request_id] = slot
             self._inflight[slot] += 1
@@ -141,7 +140,6 @@ class InflightPicker:
         other: list[int] = []
         for slot in slots:
             owner = self.worker_pool.owners[slot]
-            assert owner is not None, "a candidate slot has an owner"
             (cpu if self.worker_pool.members[owner[0]].device_type == "cpu" else other).append(slot)
         if not cpu or not other:
             return self._least_loaded(slots)

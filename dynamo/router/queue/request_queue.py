@@ -159,7 +159,6 @@ class RequestQueue:
         owners, members = picker.worker_pool.owners, picker.worker_pool.members
         for slot in picker.eligibility.slots(routing, self._clock()):
             owner = owners[slot]
-            assert owner is not None, "a candidate slot has an owner"
             batch = members[owner[0]].config.max_num_batched_tokens or UNKNOWN_BATCH_TOKENS
             if load(slot)[0] <= threshold * batch:
                 return True
