@@ -18,7 +18,7 @@ from dynamo.errors import DynamoError
 from dynamo.observability.logs import setup_logging
 from dynamo.router.routed import RoutedEndpoint
 from dynamo.router.service import RouterService
-from dynamo.router.summary import in_words, without_effect
+from dynamo.router.summary import ineffective_settings, summarize
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.component import parse_endpoint
 from dynamo.runtime.worker_main import run_until_signalled
@@ -68,8 +68,8 @@ async def _serve(
     try:
         await runtime.start()
         await routed.start()
-        _log.info("router: %s", in_words(settings))
-        for line in without_effect(settings):
+        _log.info("router: %s", summarize(settings))
+        for line in ineffective_settings(settings):
             _log.warning("%s", line)
         _log.info("routing to dyn://%s as dyn://%s.router.generate", ".".join(path), path[0])
         await run_until_signalled(runtime, RouterService(runtime, routed).serve())

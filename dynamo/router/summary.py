@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamo.config.router import RouterSettings
 
-__all__ = ["in_words", "without_effect"]
+__all__ = ["summarize", "ineffective_settings"]
 
 _KV_ONLY = (
     ("--router-replica-sync", "replica_sync"),
@@ -14,7 +14,7 @@ _KV_ONLY = (
 )
 
 
-def in_words(settings: RouterSettings) -> str:
+def summarize(settings: RouterSettings) -> str:
     """The mode and every feature that is on, in one line."""
     parts = [f"mode {settings.mode}"]
     if settings.mode == "kv":
@@ -31,7 +31,7 @@ def in_words(settings: RouterSettings) -> str:
     return ", ".join(parts)
 
 
-def without_effect(settings: RouterSettings) -> list[str]:
+def ineffective_settings(settings: RouterSettings) -> list[str]:
     """A line for each setting that was given and does nothing beside the others."""
     lines = []
     if settings.mode != "kv":

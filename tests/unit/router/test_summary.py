@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo.config.router import RouterSettings
-from dynamo.router.summary import in_words, without_effect
+from dynamo.router.summary import ineffective_settings, summarize
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ from dynamo.router.summary import in_words, without_effect
 )
 def test_every_feature_that_is_on_is_named(given: dict[str, object], words: str) -> None:
     settings = RouterSettings(**given)  # type: ignore[arg-type]
-    assert in_words(settings) == words
-    assert without_effect(settings) == []
+    assert summarize(settings) == words
+    assert ineffective_settings(settings) == []
 
 
 @pytest.mark.parametrize(
@@ -59,5 +59,5 @@ def test_every_feature_that_is_on_is_named(given: dict[str, object], words: str)
     ],
 )
 def test_what_does_nothing_is_named(given: dict[str, object], flag: str) -> None:
-    (line,) = without_effect(RouterSettings(**given))  # type: ignore[arg-type]
+    (line,) = ineffective_settings(RouterSettings(**given))  # type: ignore[arg-type]
     assert flag in line and "no effect" in line
