@@ -27,20 +27,20 @@ __all__ = ["main"]
 
 _log = logging.getLogger("dynamo.router")
 _DESCRIPTION = (
-    "A KV-aware router for the workers of one endpoint; it is asked, or passes requests on."
+    "A KV-aware router for the workers of one endpoint: chooses workers, or forwards requests."
 )
 _GROUPS = (RouterProcessSettings, RouterSettings, RuntimeSettings, LogSettings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status."""
+    """Serve until SIGTERM or SIGINT; return the exit status."""
     process, router, runtime, logs = load("python -m dynamo.router", _DESCRIPTION, _GROUPS, argv)
     setup_logging("router", logs.level, logs.jsonl)
     for line in deprecations(router):
         _log.warning("%s", line)
     try:
         if process.endpoint is None:
-            raise DynamoError("--endpoint (or DYN_ROUTER_ENDPOINT) is needed")
+            raise DynamoError("--endpoint (or DYN_ROUTER_ENDPOINT) is required")
         path = parse_endpoint(process.endpoint)
     except DynamoError as error:
         print(f"python -m dynamo.router: error: {error.message}", file=sys.stderr)

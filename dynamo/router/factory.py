@@ -18,7 +18,7 @@ __all__ = ["make_index", "make_kv_picker", "make_picker", "make_predicted"]
 def make_index(settings: RouterSettings) -> RadixTree | None:
     """Return the prefix index, or None where overlap must not matter (spec 3.2: weight 0).
 
-    An index of predictions has no cap of its own: :class:`PredictedCache` keeps it in bounds.
+    An index of predictions needs no cap: :class:`PredictedCache` bounds it.
     """
     if not settings.uses_index:
         return None

@@ -42,7 +42,7 @@ class DenseSlots:
         return self._slots[key]
 
     def remove_worker(self, worker: int) -> int:
-        """Free the worker's slots; always 0, since there are no blocks here."""
+        """Free the worker's slots; return the number of dropped blocks, always 0."""
         for key in [key for key in self._slots if key[0] == worker]:
             self._free.append(self._slots.pop(key))
         return 0

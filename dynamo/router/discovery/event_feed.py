@@ -30,7 +30,7 @@ _decode_batch = codec.decoder(KvEventBatch).decode
 class EventFeed:
     """Keeps ``index`` up to date with the events of one component's workers.
 
-    ``indexer`` applies them, on ``threads`` of its own where ``event_threads`` is above 1.
+    ``indexer`` applies them, or ``threads`` where ``event_threads`` is above 1.
     ``on_unusable`` is called with each worker whose KV blocks have another size.
     """
 

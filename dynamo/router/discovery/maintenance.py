@@ -15,7 +15,7 @@ __all__ = ["Maintenance"]
 
 SWEEP_S = 30.0
 SILENCE_S = 2.0
-"""After the first token of its first prompt: by then a worker has published what it stored."""
+"""From the first token of a worker's first prompt: by then it has published the stored blocks."""
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Maintenance:
             self._arm(f"silence of {worker_id}", SILENCE_S)
 
     def _age(self, predicted: PredictedCache) -> None:
-        """Forget old predictions also while nobody asks, a step at a time."""
+        """Expire old predictions also without requests, a bounded step at a time."""
         more = predicted.expire(time.perf_counter()) >= STEP_BLOCKS
         pause_s = 0.01 if more else 1.0
         loop = asyncio.get_running_loop()

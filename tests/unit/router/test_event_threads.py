@@ -15,15 +15,15 @@ from test_live_router import (
     overlap,
     test_a_dump_on_discovery_then_live_events,
     test_a_gap_is_recovered_from_the_worker,
+    test_a_late_subscriber_counts_no_gap,
     test_a_lost_last_event_is_found_by_the_sweep,
-    test_a_publisher_that_counts_anew_is_asked_for_everything,
+    test_a_publisher_that_restarts_is_asked_for_a_dump,
     test_a_silent_worker_is_named_once,
     test_foreign_payloads_are_counted,
     test_ranks_come_from_the_card,
     test_the_loop_runs_while_a_dump_is_applied,
-    test_to_join_late_counts_no_gap,
-    test_without_local_indexer_nobody_is_asked,
-    test_workers_come_and_go,
+    test_without_local_indexer_no_dump_is_requested,
+    test_workers_are_added_and_removed,
 )
 
 from dynamo.config.option import from_env
@@ -37,15 +37,15 @@ from dynamo.router.discovery.kv_router import ConnectedKvRouter
 __all__ = [
     "test_a_dump_on_discovery_then_live_events",
     "test_a_gap_is_recovered_from_the_worker",
+    "test_a_late_subscriber_counts_no_gap",
     "test_a_lost_last_event_is_found_by_the_sweep",
-    "test_a_publisher_that_counts_anew_is_asked_for_everything",
+    "test_a_publisher_that_restarts_is_asked_for_a_dump",
     "test_a_silent_worker_is_named_once",
     "test_foreign_payloads_are_counted",
     "test_ranks_come_from_the_card",
     "test_the_loop_runs_while_a_dump_is_applied",
-    "test_to_join_late_counts_no_gap",
-    "test_without_local_indexer_nobody_is_asked",
-    "test_workers_come_and_go",
+    "test_without_local_indexer_no_dump_is_requested",
+    "test_workers_are_added_and_removed",
 ]
 
 
@@ -58,7 +58,7 @@ class ThreadedBox(Box):
 
 @pytest_asyncio.fixture
 async def box(tmp_path: Path) -> AsyncIterator[Box]:
-    """A box on file discovery in a directory of its own; leaves no thread behind."""
+    """A box on file discovery in its own directory; leaves no thread behind."""
     made = ThreadedBox(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
     yield made
     await made.close()

@@ -31,14 +31,14 @@ from dynamo.runtime import distributed as distributed_module
 
 @pytest_asyncio.fixture
 async def box(tmp_path: Path) -> AsyncIterator[Box]:
-    """A box on file discovery in a directory of its own."""
+    """A box on file discovery in its own directory."""
     made = Box(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
     yield made
     await made.close()
 
 
 def overlap(live: ConnectedRouter) -> int:
-    """Blocks of the prompt that the best worker holds; -1 without workers."""
+    """Blocks of the prompt cached on the best worker; -1 without workers."""
     try:
         return live.picker.pick(None, PROMPT).overlap_blocks
     except NoInstances:
@@ -109,7 +109,7 @@ async def test_the_loop_runs_while_a_dump_is_applied(
     await until(lambda: overlap(live) == 4)
 
 
-async def test_workers_come_and_go(box: Box) -> None:
+async def test_workers_are_added_and_removed(box: Box) -> None:
     live = await box.route()
     assert overlap(live) == -1
     first = await box.worker()
@@ -135,7 +135,7 @@ async def test_ranks_come_from_the_card(box: Box) -> None:
     assert {live.picker.pick(str(i), PROMPT).dp_rank for i in range(2)} == {2, 3}
 
 
-async def test_a_worker_that_answers_nothing_is_followed_all_the_same(
+async def test_events_of_a_worker_without_answers_are_applied(
     box: Box, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recovery_module, "BACKOFF_S", (0.01, 0.01))
@@ -150,7 +150,7 @@ async def test_a_worker_that_answers_nothing_is_followed_all_the_same(
     await until(lambda: overlap(live) == 3)
 
 
-async def test_without_local_indexer_nobody_is_asked(box: Box) -> None:
+async def test_without_local_indexer_no_dump_is_requested(box: Box) -> None:
     worker = await box.worker(RuntimeConfig(enable_local_indexer=False))
     live = await box.route()
     await until(lambda: overlap(live) == 0)
@@ -247,7 +247,7 @@ async def test_without_events_caches_are_predicted(box: Box) -> None:
     assert "dynamo_component_router_predicted_blocks_expired_total{" in page
 
 
-async def test_what_is_believed_beside_the_events_shows_its_size(box: Box) -> None:
+async def test_the_optimistic_cache_exports_its_size(box: Box) -> None:
     await box.worker()
     live = await box.route(predicted_ttl_s=60.0)
     await until(lambda: overlap(live) == 0)
@@ -292,7 +292,7 @@ async def test_reported_load_makes_workers_busy(box: Box, mode: str) -> None:
 
 
 def mismatched(box: Box) -> list[str]:
-    """The gauge of workers whose events are of no use."""
+    """The gauge of workers whose events cannot be used."""
     name = "dynamo_component_router_kv_event_source_mismatch_workers"
     page = box.runtime.metrics.render().decode()
     return [line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(name)]
@@ -319,9 +319,7 @@ async def test_a_worker_with_other_blocks_is_refused(
 
 
 @pytest.mark.parametrize("settings", [{"kv_events": False}, {"overlap_score_weight": 0.0}])
-async def test_where_no_events_are_followed_blocks_may_differ(
-    box: Box, settings: dict[str, object]
-) -> None:
+async def test_without_events_block_sizes_may_differ(box: Box, settings: dict[str, object]) -> None:
     live = await box.route(**settings)
     worker = Worker(box.settings)
     box.workers.append(worker)
@@ -330,7 +328,7 @@ async def test_where_no_events_are_followed_blocks_may_differ(
     await until(lambda: list(live.picker.worker_pool.members) == [worker.id])
 
 
-async def test_events_of_other_blocks_than_registered_are_not_used(
+async def test_events_of_another_block_size_are_ignored(
     box: Box, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = await box.worker(RuntimeConfig())
@@ -342,7 +340,7 @@ async def test_events_of_other_blocks_than_registered_are_not_used(
     assert overlap(live) == 0 and mismatched(box) == ["1"]
 
 
-async def test_a_worker_that_begins_anew_under_its_id(
+async def test_a_worker_that_restarts_under_its_id(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distributed_module.secrets, "randbits", lambda bits: 0xABC)
@@ -363,7 +361,7 @@ async def test_a_worker_that_begins_anew_under_its_id(
     await until(lambda: overlap(live) == 2)
 
 
-async def test_to_join_late_counts_no_gap(box: Box) -> None:
+async def test_a_late_subscriber_counts_no_gap(box: Box) -> None:
     worker = await box.worker()
     for number in range(3):
         worker.publish(stored(1 + number, number, number + 1))
@@ -383,7 +381,7 @@ async def test_to_join_late_counts_no_gap(box: Box) -> None:
     await until(lambda: gaps() == ["7"])
 
 
-async def test_a_publisher_that_counts_anew_is_asked_for_everything(box: Box) -> None:
+async def test_a_publisher_that_restarts_is_asked_for_a_dump(box: Box) -> None:
     """As when a death and a start under the same id are so close that discovery shows neither."""
     worker = await box.worker()
     live = await box.route()

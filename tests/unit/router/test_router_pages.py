@@ -1,4 +1,4 @@
-"""Every metric of the router is on the page, with what real workers and requests did."""
+"""Every metric of the router is exported, with the values of real workers and requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def box(tmp_path: Path) -> AsyncIterator[Box]:
 
 
 class Page:
-    """What a scrape sees."""
+    """The samples of a scrape."""
 
     def __init__(self, box: Box) -> None:
         self._lines = box.runtime.metrics.render().decode().splitlines()
@@ -127,7 +127,7 @@ async def test_with_predictions(box: Box, policy: str) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 async def test_tiers_survive_a_new_router(box: Box, threads: int) -> None:
-    """A real worker's journal rebuilds them, live events go on."""
+    """A real worker's event log restores them, and live events follow."""
     worker = await box.worker(answers=False)
     publisher = KvEventPublisher(worker.runtime.endpoint("ns.backend.generate"), kv_block_size=4)
     publisher.publish_stored(PROMPT, [4] * 4, [11, 12, 13, 14])
