@@ -1,4 +1,4 @@
-"""How columns of integers enter and leave the compiled rooms: buffers in, ``array`` out.
+"""How columns of integers enter and leave the compiled modules: buffers in, ``array`` out.
 
 ``open_*`` fills ``view`` and returns the number of values; the caller releases the view. Columns
 of u64 may also be raw little-endian bytes (what the wire carries), at any alignment.

@@ -14,9 +14,9 @@ from dynamo.router.load.active import ActiveLoad
 from dynamo.router.picker import Decision
 from dynamo.router.worker_pool import WorkerPool
 
-__all__ = ["log_candidates", "log_selected", "logger"]
+__all__ = ["log", "log_candidates", "log_selected"]
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def log_candidates(
@@ -28,8 +28,8 @@ def log_candidates(
         worker_id, _ = worker_pool.owners[slot]
         breakdown = snapshot.breakdown(slot, active.load(slot)[2])
         cached = snapshot.cached_blocks.effective(weights, slot)
-        logger.debug(formula(worker_id, weights.prefill_scale, cost, breakdown, cached))
-    logger.debug("[ROUTING] Best: worker_%s dp_rank=%d with %d/%d blocks overlap", *decision)
+        log.debug(formula(worker_id, weights.prefill_scale, cost, breakdown, cached))
+    log.debug("[ROUTING] Best: worker_%s dp_rank=%d with %d/%d blocks overlap", *decision)
 
 
 def log_selected(
@@ -50,4 +50,4 @@ def log_selected(
         "disk_blocks": tiers.disk,
     }
     text = " ".join(f"{name}={value}" for name, value in fields.items())
-    logger.info("Selected worker %s", text, extra=fields)
+    log.info("Selected worker %s", text, extra=fields)

@@ -21,11 +21,10 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.caches.cached_blocks import CachedBlocks
-from dynamo.router.caches.optimistic import make_optimistic_cache
-from dynamo.router.caches.predicted import PredictedCache
+from dynamo.router.caches.predicted import PredictedCache, make_optimistic_cache
 from dynamo.router.cost import CostParams, add_requests, cached_tokens, cost_params, overridden
+from dynamo.router.decision_log import log as decision_log
 from dynamo.router.decision_log import log_candidates, log_selected
-from dynamo.router.decision_log import logger as decision_logger
 from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.duplicates import CopyOffer, CopyPolicy
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
@@ -114,7 +113,7 @@ class KvPicker:
         worker_id, dp_rank = self.worker_pool.owners[slot]
         overlap_blocks = self._cached_blocks.device[slot]
         decision = Decision(worker_id, dp_rank, overlap_blocks, prompt.blocks)
-        if decision_logger.isEnabledFor(logging.INFO):
+        if decision_log.isEnabledFor(logging.INFO):
             snapshot = self._snapshot(prompt, params, slots, offer)._replace(chosen=slot)
             self._log(request_id, decision, snapshot)
         if request_id is not None:
@@ -379,7 +378,7 @@ class KvPicker:
         return DecisionSnapshot(prompt, params, slots, *columns, costs, free_copy=free_copy)
 
     def _log(self, request_id: str | None, decision: Decision, snapshot: DecisionSnapshot) -> None:
-        if decision_logger.isEnabledFor(logging.DEBUG):
+        if decision_log.isEnabledFor(logging.DEBUG):
             log_candidates(decision, snapshot, self.worker_pool, self.active)
         if request_id is not None:
             worker_type = "decode" if self._metrics is None else self._metrics.worker_type

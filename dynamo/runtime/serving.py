@@ -37,7 +37,7 @@ __all__ = ["EndpointPath", "Serving"]
 EndpointPath = tuple[str, str, str]
 """(namespace, component, endpoint)."""
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Serving:
@@ -182,7 +182,7 @@ class Serving:
                 await asyncio.sleep(self._system.grace_period_s)
                 aborted = await self.server.drain(self._system.shutdown_timeout_s)
                 if aborted:
-                    _log.warning("%d requests were aborted at shutdown", aborted)
+                    log.warning("%d requests were aborted at shutdown", aborted)
         finally:
             for path in tuple(self._served):
                 self._forget(path)
@@ -191,7 +191,7 @@ class Serving:
     async def _watch_lease(self, lease: Lease) -> None:
         await lease.lost.wait()
         if not self._shutting_down:
-            _log.info("lease %x was revoked: finishing what is in flight, then leaving", lease.id)
+            log.info("lease %x was revoked: finishing what is in flight, then leaving", lease.id)
             self.begin_shutdown()
 
     async def _listen(self) -> None:
@@ -215,7 +215,7 @@ class Serving:
         if path in self._published and not self._shutting_down:
             self._published.discard(path)
             name, instance_id = "/".join(path), self._instance_id
-            _log.error(
+            log.error(
                 "%s: the engine shut down; instance %x leaves routing until it registers again",
                 name,
                 instance_id,

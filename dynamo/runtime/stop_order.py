@@ -28,7 +28,7 @@ STOP_STAGE = "stop-stage"
 _FRONTENDS, _WORKERS = b"frontends", b"workers"
 _NOTICE_S = 0.5  # for the arbiter to receive its copy of the signal that we have received
 _MASK = Mask.MOVED_TO | Mask.DELETE | Mask.ONLYDIR
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def is_supervised() -> bool:
@@ -41,7 +41,7 @@ def write_stop_stage(directory: Path, workers: bool) -> None:
     try:
         write_atomic(directory / STOP_STAGE, _WORKERS if workers else _FRONTENDS)
     except OSError as error:
-        _log.warning("workers may stop before the frontends: %s: %s", directory, error)
+        log.warning("workers may stop before the frontends: %s: %s", directory, error)
 
 
 async def wait_for_frontends(timeout_s: float) -> None:
@@ -54,7 +54,7 @@ async def wait_for_frontends(timeout_s: float) -> None:
         changed = asyncio.Event()
         inotify = Inotify(changed.set)
     except ConfigError as error:
-        _log.warning("leaving without waiting for the frontends: %s", error.message)
+        log.warning("leaving without waiting for the frontends: %s", error.message)
         return
     try:
         inotify.add(path.parent, _MASK, lambda name, mask: changed.set())
@@ -68,6 +68,6 @@ async def wait_for_frontends(timeout_s: float) -> None:
     except TimeoutError:
         return
     except OSError as error:
-        _log.warning("leaving without waiting for the frontends: %s", error)
+        log.warning("leaving without waiting for the frontends: %s", error)
     finally:
         inotify.close()

@@ -21,7 +21,7 @@ __all__ = ["dynamo_endpoint", "dynamo_worker", "run_until_signalled"]
 R = TypeVar("R")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _RETURN_TIMEOUT_S = 10.0
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def dynamo_worker(
@@ -95,7 +95,7 @@ class _Main(Generic[R]):
         count = self._signals.received(number, asyncio.get_running_loop().time())
         serving = self._runtime.serving
         if count > 1:
-            _log.warning("%s again: cutting what is in flight", signal.Signals(number).name)
+            log.warning("%s again: cutting what is in flight", signal.Signals(number).name)
             serving.abort()
             self._cancel(task)
         elif count and serving.is_serving() and is_supervised():
@@ -108,7 +108,7 @@ class _Main(Generic[R]):
         self._leave(task, number)
 
     def _leave(self, task: asyncio.Task[object], number: int) -> None:
-        _log.info("%s: leaving", signal.Signals(number).name)
+        log.info("%s: leaving", signal.Signals(number).name)
         idle = not self._runtime.serving.is_serving()
         self._runtime.shutdown()
         if idle:
@@ -120,7 +120,7 @@ class _Main(Generic[R]):
         """Cancel a main function that goes on although nothing is served any more."""
         await self._runtime.serving.stopped.wait()
         await asyncio.sleep(_RETURN_TIMEOUT_S)
-        _log.warning("the main function still runs %g s after the end", _RETURN_TIMEOUT_S)
+        log.warning("the main function still runs %g s after the end", _RETURN_TIMEOUT_S)
         self._cancel(task)
 
     def _cancel(self, task: asyncio.Task[object]) -> None:
@@ -167,7 +167,7 @@ def _install(
         try:
             loop.add_signal_handler(number, on_signal, number)
         except (RuntimeError, ValueError) as error:  # not the main thread
-            _log.debug("no handler for %s: %s", number.name, error)
+            log.debug("no handler for %s: %s", number.name, error)
         else:
             installed.append(number)
     return installed

@@ -23,7 +23,7 @@ from dynamo.runtime.events.channels import ZMQ, Subscription
 
 __all__ = ["EventFeed"]
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
 
 
@@ -98,7 +98,7 @@ class EventFeed:
     def reject(self, worker_id: int, worker_tokens: int) -> None:
         """Report a worker whose model card names another block size: no prefix could match."""
         self._mark_unusable(worker_id)
-        logger.error(
+        log.error(
             "worker %x has KV blocks of %d tokens, this router hashes blocks of %d: it gets no "
             "requests. Start the router with --kv-cache-block-size %d, or the worker with blocks "
             "of %d tokens",
@@ -113,7 +113,7 @@ class EventFeed:
         """Ignore the cache of a worker whose events have another block size than its card."""
         self.indexer.remove(worker_id)
         self._mark_unusable(worker_id)
-        logger.error(
+        log.error(
             "worker %x publishes KV blocks of %d tokens, but is registered with blocks of %d: its "
             "cache stays unknown. Give its KvEventPublisher and register_model the same size",
             worker_id,
@@ -131,7 +131,7 @@ class EventFeed:
             batch = _decode_batch(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._counts.warning("malformed")
-            logger.warning("invalid KV events of publisher %x: %s", publisher_id, error)
+            log.warning("invalid KV events of publisher %x: %s", publisher_id, error)
             return
         self.indexer.apply(batch)
 
@@ -141,9 +141,9 @@ class EventFeed:
         A publisher that counts from an earlier number has restarted, and so have its event ids.
         """
         if got < expected:
-            self.indexer.renew(publisher_id)
+            self.indexer.publisher_restarted(publisher_id)
         self._counts.warning("sequence_gap", max(got - expected, 1))
 
     def _on_recovery(self, recovery: Recovery) -> None:
         if self._recovery is not None and not self._closed:
-            self._recovery.ask(recovery)
+            self._recovery.send(recovery)

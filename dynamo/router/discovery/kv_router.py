@@ -22,7 +22,7 @@ from dynamo.runtime import DistributedRuntime
 
 __all__ = ["ConnectedKvRouter", "make_router"]
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class ConnectedKvRouter(ConnectedRouter):
@@ -53,7 +53,7 @@ class ConnectedKvRouter(ConnectedRouter):
             threads = settings.event_threads
             self.events = EventFeed(runtime, labels, workers.block_size, index, threads)
         elif settings.predicts and settings.event_threads > 1:
-            logger.warning("without KV events --router-event-threads has no effect")
+            log.warning("without KV events --router-event-threads has no effect")
         self._export_predictions(labels, settings.approximate_cache_policy)
         self.maintenance = Maintenance(
             picker,
@@ -143,8 +143,6 @@ def make_router(
     if settings.mode == "kv":
         return ConnectedKvRouter(runtime, workers, settings, client)
     if settings.queue_threshold is not None and workers.phase != "prefill":
-        logger.warning(
-            "--router-queue-threshold has no effect in mode %s, only in kv", settings.mode
-        )
+        log.warning("--router-queue-threshold has no effect in mode %s, only in kv", settings.mode)
     picker = make_picker(settings, workers.block_size)
     return ConnectedRouter(runtime, workers, client, picker)

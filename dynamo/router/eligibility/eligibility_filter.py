@@ -6,17 +6,32 @@ from array import array
 from collections.abc import Callable
 
 from dynamo.config.router import RouterSettings
-from dynamo.observability.metrics import Registry
-from dynamo.observability.names import counter, gauge
-from dynamo.observability.names_router import RouterGate
+from dynamo.observability.metrics import Registry, counter, gauge
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.busy import BusyWatch, Thresholds, configured
 from dynamo.router.eligibility.filters import eligible
 from dynamo.router.eligibility.sessions import Sessions
-from dynamo.router.metrics import RouterLabels
+from dynamo.router.metrics import COMPONENT, RouterLabels
 from dynamo.router.worker_pool import WorkerPool
 
 __all__ = ["EligibilityFilter", "export_eligibility"]
+
+_BUSY_WORKERS = gauge(
+    "dynamo_component_router_busy_workers",
+    "Workers over their busy thresholds, which get no requests",
+    COMPONENT,
+)
+_SESSIONS = gauge("dynamo_component_router_sessions", "Sessions bound to a worker", COMPONENT)
+_SESSION_REQUESTS = counter(
+    "dynamo_component_router_session_requests_total",
+    "Requests of known sessions that stayed with their worker, or moved",
+    "dynamo_component dynamo_namespace outcome worker_id",
+)
+_SESSIONS_DROPPED = counter(
+    "dynamo_component_router_sessions_dropped_total",
+    "Sessions forgotten before their time because there were too many",
+    COMPONENT,
+)
 
 
 class EligibilityFilter:
@@ -107,15 +122,12 @@ def export_eligibility(
 ) -> None:
     """Export busy workers and bound sessions."""
     here = labels.component, labels.namespace
-    busy = gauge(registry, RouterGate.BUSY_WORKERS).labels(*here, labels.router_id)
+    busy = registry.child(_BUSY_WORKERS, *here, labels.router_id)
     busy.function = lambda: len(eligibility.worker_pool.busy)
     sessions = eligibility.sessions
     if sessions is None:
         return
-    bound = gauge(registry, RouterGate.SESSIONS).labels(*here, labels.router_id)
-    bound.function = sessions.__len__
-    requests = counter(registry, RouterGate.SESSION_REQUESTS)
-    sessions.kept = requests.labels(*here, "kept", labels.router_id)
-    sessions.moved = requests.labels(*here, "moved", labels.router_id)
-    dropped = counter(registry, RouterGate.SESSIONS_DROPPED)
-    sessions.dropped = dropped.labels(*here, labels.router_id)
+    registry.child(_SESSIONS, *here, labels.router_id).function = sessions.__len__
+    sessions.kept = registry.child(_SESSION_REQUESTS, *here, "kept", labels.router_id)
+    sessions.moved = registry.child(_SESSION_REQUESTS, *here, "moved", labels.router_id)
+    sessions.dropped = registry.child(_SESSIONS_DROPPED, *here, labels.router_id)

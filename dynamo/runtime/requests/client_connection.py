@@ -44,7 +44,7 @@ __all__ = ["ClientConnection", "ClientStream", "StreamSink"]
 _TICKS_PER_TIMEOUT = 4
 _SILENT_TICKS = 1 + _TICKS_PER_TIMEOUT  # the first one sends the ping
 _SILENT_TICKS_WHEN_RELEASED = 1 + _TICKS_PER_TIMEOUT // 2
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class StreamSink(Protocol):
@@ -128,16 +128,16 @@ class ClientStream:
                 if self.on_failure is not None:
                     self.on_failure(error)
                 self.sink.on_error(error)
-            except Exception:  # noqa: BLE001 - a sink must not end the connection
-                _log.exception("the sink of a stream from %s failed", self.address)
+            except Exception:
+                log.exception("the sink of a stream from %s failed", self.address)
 
     def complete(self) -> None:
         """End the stream on this side after its end frame."""
         self.finish()
         try:
             self.sink.on_end()
-        except Exception:  # noqa: BLE001 - a sink must not end the connection
-            _log.exception("the sink of a stream from %s failed", self.address)
+        except Exception:
+            log.exception("the sink of a stream from %s failed", self.address)
 
     def finish(self) -> None:
         """Remove the stream from its connection and its context."""
@@ -285,7 +285,7 @@ class ClientConnection(FramedConnection):
             stream.fail(EngineFailure(f"{text} DYN_TCP_MAX_MESSAGE_SIZE={limit}"))
 
     def _sink_failed(self, stream: ClientStream, error: Exception) -> None:
-        _log.error("the sink of a stream from %s failed", self.address, exc_info=error)
+        log.error("the sink of a stream from %s failed", self.address, exc_info=error)
         stream._send_control(KILL)
         stream.fail(DynamoError(f"{type(error).__name__}: {error}"))
 
@@ -334,7 +334,7 @@ class ClientConnection(FramedConnection):
 
     def _give_up(self, timeout_s: float) -> None:
         text = f"the worker at {self.address} has not answered for {timeout_s:g} s"
-        _log.warning("request plane: %s", text)
+        log.warning("request plane: %s", text)
         unanswered = [stream for stream in self.streams.values() if not stream.received_any]
         for stream in unanswered:
             stream.fail(ConnectionTimeout(text))

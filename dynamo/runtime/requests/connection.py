@@ -12,7 +12,7 @@ from dynamo.runtime.requests.frames import LAST_KIND, PREAMBLE, FrameError, Spli
 
 __all__ = ["FramedConnection"]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class FramedConnection(asyncio.Protocol):
@@ -58,7 +58,7 @@ class FramedConnection(asyncio.Protocol):
     def fail(self, reason: str) -> None:
         """Close the connection at once, and log ``reason``: what the peer did wrong."""
         if not self.closed:
-            _log.warning("request plane: closing the connection with %s: %s", self._peer, reason)
+            log.warning("request plane: closing the connection with %s: %s", self._peer, reason)
             self.abort()
 
     def abort(self) -> None:

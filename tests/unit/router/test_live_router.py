@@ -98,7 +98,7 @@ async def test_the_loop_runs_while_a_dump_is_applied(
     assert indexer is not None
     await until(lambda: bool(worker.queries) and not indexer.recovering())
     worker.answers = [KvQueryAnswer("tree_dump", [stored(n, n, n + 1) for n in range(4)], 4)]
-    indexer.renew(worker.id)
+    indexer.publisher_restarted(worker.id)
     sizes = set()
     async with asyncio.timeout(10):
         while indexer.recovering():
@@ -145,7 +145,7 @@ async def test_events_of_a_worker_without_answers_are_applied(
     indexer = live.events.indexer
     assert indexer is not None
     await until(lambda: overlap(live) == 0 and not indexer.recovering())
-    assert "does not tell its KV blocks" in caplog.text
+    assert "did not report its KV blocks" in caplog.text
     worker.publish(stored(1, 0, 3))
     await until(lambda: overlap(live) == 3)
 

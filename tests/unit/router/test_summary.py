@@ -18,7 +18,10 @@ from dynamo.router.summary import ineffective_settings, summarize
             "mode kv, caches known from KV events on 2 threads and predicted for 5 s, "
             "synchronized with other routers",
         ),
-        ({"mode": "kv", "kv_events": False}, "mode kv, caches predicted from decisions (ttl 120 s)"),
+        (
+            {"mode": "kv", "kv_events": False},
+            "mode kv, caches predicted from decisions (ttl 120 s)",
+        ),
         (
             {"mode": "kv", "kv_events": False, "approximate_cache_policy": "lru"},
             "mode kv, caches predicted from decisions (lru)",
@@ -37,8 +40,7 @@ from dynamo.router.summary import ineffective_settings, summarize
         ),
         (
             {"enforce_disagg": True, "conditional_disagg": True},
-            "mode round-robin, prefill workers enforced, "
-            "prefill workers where they pay off",
+            "mode round-robin, prefill workers enforced, prefill workers where they pay off",
         ),
     ],
 )
