@@ -69,6 +69,7 @@ class KvPicker:
             prefill_model(settings),
             clock,
         )
+        self.add_output_tokens = self.active.add_output_tokens  # called for each token: no layer
         self.eligibility = EligibilityFilter(self.worker_pool, settings, self._booked_prefill)
         self.index = index
         self.weighs_overlap = index is not None
@@ -208,10 +209,6 @@ class KvPicker:
                 self.on_first_served(worker_id)
         if self._metrics is not None:
             self._metrics.ttft.observe(now_s - reservation.booked_at_s)
-
-    def add_output_tokens(self, request_id: str, count: int) -> None:
-        """Count ``count`` more generated tokens."""
-        self.active.add_output_tokens(request_id, count)
 
     def add_reused_tokens(self, tokens: int) -> None:
         """Count prompt ``tokens`` that an engine reported as served from its cache."""
