@@ -14,7 +14,7 @@ from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.load.active import ActiveLoad
 from dynamo.router.picker import Decision
 
-__all__ = ["log_candidates", "log_selected", "log"]
+__all__ = ["log", "log_candidates", "log_selected"]
 
 log = logging.getLogger(__name__)
 

@@ -250,7 +250,7 @@ class Client:
     ) -> None:
         try:
             callback(added, removed)
-        except Exception:  # noqa: BLE001 - the other listeners still need the change
+        except Exception:  # the other listeners still need the change
             log.exception("a listener of %s failed", self.path)
 
 

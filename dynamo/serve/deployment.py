@@ -209,7 +209,7 @@ class Deployment:
     ) -> SupervisedWatcher:
         name = spec.name
         size_bytes = int(self._settings.log_size_mb * 1e6)
-        log = LogFile(self._run_directory.logs / f"{name}.log", size_bytes)
+        log_file = LogFile(self._run_directory.logs / f"{name}.log", size_bytes)
         self._outputs[name] = ServiceOutput(name, log_file, self._announcer)
         for ours in ("copy_env", "copy_path", "stop_children", "respawn", "shell", "use_sockets"):
             options.pop(ours, None)
