@@ -250,7 +250,7 @@ class Client:
     ) -> None:
         try:
             callback(added, removed)
-        except Exception:  # the other listeners still need the change
+        except Exception:
             log.exception("a listener of %s failed", self.path)
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
-from dynamo.frontend.answer.usage import Usage
+from dynamo.frontend.answer.choice import Usage
 from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.observability.metrics import Gauge

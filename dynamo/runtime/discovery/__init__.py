@@ -1,4 +1,4 @@
-"""How processes find each other: keys under leases, in memory or in a directory."""
+"""Discovery: keys under leases, in memory, in a directory or in etcd."""
 
 from dynamo.runtime.discovery.base import Discovery, KeyEvent, Lease, OnKeyEvent, Watch
 from dynamo.runtime.discovery.file import FileDiscovery

@@ -1,4 +1,4 @@
-"""What every discovery backend offers: keys under leases, and watches that are told of changes."""
+"""The interface of discovery backends: keys under leases, and watches of their changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Discovery", "KeyEvent", "Lease", "OnKeyEvent", "Watch"]
 
 
 class KeyEvent(NamedTuple):
-    """A key appeared or changed (``put``, with its value) or is gone (``delete``)."""
+    """A key was created or changed (``put``, with its value) or removed (``delete``)."""
 
     kind: Literal["put", "delete"]
     key: str
@@ -24,8 +24,8 @@ OnKeyEvent = Callable[[KeyEvent], None]
 class Lease(Protocol):
     """The liveness of one process: every key put under it lives as long as it does.
 
-    ``id`` is a positive 63-bit integer. ``lost`` is set when the lease is gone for any reason:
-    revoked by its owner or by anyone else.
+    ``id`` is a positive 63-bit integer. ``lost`` is set when the lease ends for any reason: its
+    owner or anyone else revoked it.
     """
 
     @property
@@ -35,14 +35,14 @@ class Lease(Protocol):
     def lost(self) -> asyncio.Event: ...
 
     async def revoke(self) -> None:
-        """End the lease and remove its keys; harmless when it is gone already."""
+        """End the lease and remove its keys. Idempotent."""
 
 
 class Watch(Protocol):
     """A running watch."""
 
     def close(self) -> None:
-        """No callback comes after this."""
+        """Stop watching; no callback runs after this."""
 
     async def ready(self) -> None:
         """Wait until the keys that existed at the start have been delivered."""
@@ -55,23 +55,23 @@ class Discovery(Protocol):
         """Open the store. Raises ConfigError if it cannot be used."""
 
     async def close(self) -> None:
-        """Revoke the leases granted here and stop all watches; may be called twice."""
+        """Revoke the leases granted here and stop all watches. Idempotent."""
 
     async def grant(self, ttl_s: float, lease_id: int | None = None) -> Lease:
-        """A new lease of this process; ``lease_id`` must be unused (default: random)."""
+        """Grant a lease to this process; ``lease_id`` must be unused (default: random)."""
 
     async def put(self, key: str, value: bytes, lease_id: int) -> None:
-        """Write ``key``. Raises WorkerUnavailable if the lease is gone, InvalidArgument for a
-        key that the store cannot hold."""
+        """Write ``key``. WorkerUnavailable: the lease has ended. InvalidArgument: the store cannot
+        hold the key."""
 
     async def delete(self, key: str) -> None:
-        """Remove ``key``; harmless if there is none."""
+        """Remove ``key``; ignore a missing one."""
 
     async def list(self, prefix: str) -> dict[str, bytes]:
-        """All live keys that start with ``prefix``."""
+        """Return all live keys that start with ``prefix``."""
 
     async def revoke(self, lease_id: int) -> None:
-        """End anyone's lease; its owner finds ``lost`` set. Harmless if it is gone already."""
+        """End the lease of any process; its owner finds ``lost`` set. Idempotent."""
 
     def watch(self, prefix: str, on_event: OnKeyEvent) -> Watch:
-        """Tell ``on_event`` of the existing keys as puts, then of every change."""
+        """Pass the existing keys to ``on_event`` as puts, then every change."""

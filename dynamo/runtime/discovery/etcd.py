@@ -1,8 +1,8 @@
 """Discovery in etcd, for deployments of more than one box. The extra ``dynamo-appliance[etcd]``.
 
-Keys are those of the other stores, each under a real etcd lease of its process. Beside them lie
-``v1/leases/<hex>``, which lives as long as the lease, and ``v1/revoked/<hex>``, which says for an
-hour that a lease was revoked on purpose.
+Keys are those of the other stores, each under an etcd lease of its process. Two more belong to each
+lease: ``v1/leases/<hex>`` exists as long as the lease, and ``v1/revoked/<hex>`` records for an hour
+that the lease was revoked on purpose.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 class EtcdDiscovery:
     """A :class:`Discovery` over the cluster that ``settings`` names.
 
-    A process that only registers itself holds its lease and one watch on it; the live copy of the
-    store starts with the first ``watch``.
+    A process that only registers itself holds its lease and one watch on it; it starts to follow
+    the store with its first ``watch``.
     """
 
     def __init__(self, settings: EtcdSettings) -> None:
@@ -77,7 +77,7 @@ class EtcdDiscovery:
         await self._link.close()
 
     async def grant(self, ttl_s: float, lease_id: int | None = None) -> EtcdLease:
-        """See :class:`Discovery`; waits as long as etcd is away."""
+        """See :class:`Discovery`; waits while etcd is unavailable."""
         chosen = lease_id or secrets.randbits(62) + 1
         attempts = 0
         while True:
@@ -85,9 +85,12 @@ class EtcdDiscovery:
             try:
                 granted = await self._link.grant(chosen, ttl_s)
                 break
-            except Unreachable as error:  # it may have been granted all the same
-                log.warning("no lease from etcd yet: %s", error)
+            except (
+                Unreachable
+            ) as error:  # the grant may have succeeded, and only its answer is lost
+                log.warning("no lease from etcd yet, retrying: %s", error)
                 await asyncio.sleep(RETRY_S)
+        # After a retry "exists already" may be our own lost grant; after one attempt it is not.
         if chosen in self._owned or not (granted or attempts > 1):
             raise InvalidArgument(f"lease {chosen:x} exists")
         pid = os.getpid()
@@ -96,8 +99,8 @@ class EtcdDiscovery:
         return lease
 
     async def put(self, key: str, value: bytes, lease_id: int) -> None:
-        """See :class:`Discovery`. A key under a lease of this process outlives outages, and the
-        call waits for etcd; under another's lease an absent etcd is WorkerUnavailable."""
+        """See :class:`Discovery`. Under a lease of this process the call waits for etcd, and the
+        key is written again after an outage. Under another lease an outage is WorkerUnavailable."""
         split_key(key)
         check_value(key, value)
         owned = self._owned.get(lease_id)
@@ -107,12 +110,12 @@ class EtcdDiscovery:
         try:
             await self._link.write({key: value}, lease_id)
         except NoLease as error:
-            raise WorkerUnavailable(f"lease {lease_id:x} is gone") from error
+            raise WorkerUnavailable(f"lease {lease_id:x} has ended") from error
         except Unreachable as error:
             raise _unavailable(error) from error
 
     async def delete(self, key: str) -> None:
-        """See :class:`Discovery`. A key of this process goes as soon as etcd is there."""
+        """See :class:`Discovery`. A key of this process is removed as soon as etcd is available."""
         for lease in self._owned.values():
             if key in lease.keys:
                 await lease.delete(key)
@@ -123,7 +126,7 @@ class EtcdDiscovery:
             raise _unavailable(error) from error
 
     async def list(self, prefix: str) -> dict[str, bytes]:
-        """See :class:`Discovery`. Without etcd: what the live copy knew last, if there is one."""
+        """See :class:`Discovery`. During an outage returns the last copy of a running watch."""
         try:
             found = (await self._link.list(prefix)).keys
         except Unreachable as error:
@@ -133,27 +136,27 @@ class EtcdDiscovery:
         return {key: value for key, value in found.items() if is_usable(key, value)}
 
     async def revoke(self, lease_id: int) -> None:
-        """See :class:`Discovery`. Leaves a tombstone, so that an owner that is cut off now does not
-        take its lease for one that ran out."""
+        """See :class:`Discovery`. Writes a tombstone, so that an owner without a connection does
+        not grant its lease again as one that expired."""
         owned = self._owned.get(lease_id)
         if owned is not None:
             await owned.revoke()
             return
         try:
-            grave = secrets.randbits(62) + 1
-            await self._link.grant(grave, TOMBSTONE_TTL_S)
-            await self._link.write({tombstone_key(lease_id): b""}, grave)
+            tombstone_lease = secrets.randbits(62) + 1
+            await self._link.grant(tombstone_lease, TOMBSTONE_TTL_S)
+            await self._link.write({tombstone_key(lease_id): b""}, tombstone_lease)
             await self._link.revoke(lease_id)
         except NoLease:
-            log.debug("lease %x was gone already", lease_id)
+            log.debug("lease %x had ended already", lease_id)
         except Unreachable as error:
             raise _unavailable(error) from error
 
     def watch(self, prefix: str, on_event: OnKeyEvent) -> PrefixWatch:
-        """See :class:`Discovery`. Waits for the first listing; stands through outages."""
+        """See :class:`Discovery`. Waits for the first listing; survives outages."""
         if self._watcher is None:
             self._watcher = EtcdWatcher(self._link, self._cache)
-            self._tasks.spawn(self._watcher.follow(), name="mirror")
+            self._tasks.spawn(self._watcher.follow(), name="follow the store")
         return self._cache.watch(prefix, on_event)
 
     def _forget(self, lease: EtcdLease) -> None:
@@ -161,4 +164,4 @@ class EtcdDiscovery:
 
 
 def _unavailable(error: Unreachable) -> WorkerUnavailable:
-    return WorkerUnavailable(f"etcd cannot be reached: {error}")
+    return WorkerUnavailable(f"etcd is unavailable: {error}")

@@ -1,4 +1,4 @@
-"""How etcd is dialled: endpoints, TLS, and what a channel to one of them is told."""
+"""Connections to etcd: endpoints, TLS and channel options."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_receive_message_length", -1),
+    # A replaced channel must not share the dead connection of its predecessor.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 def endpoints(settings: EtcdSettings) -> list[str]:
-    """The members of the cluster. Raises ConfigError, also for credentials that are half there."""
+    """Return the members of the cluster. ConfigError: a bad endpoint, or half of a credential."""
     found = [part.strip() for part in settings.endpoints.split(",") if part.strip()]
     if not found:
-        raise ConfigError("ETCD_ENDPOINTS names no etcd; give host:port")
+        raise ConfigError("ETCD_ENDPOINTS is empty; give host:port")
     if (settings.username is None) != (settings.password is None):
         raise ConfigError("ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD go together")
     if (settings.client_cert is None) != (settings.client_key is None):
@@ -38,7 +39,7 @@ def endpoints(settings: EtcdSettings) -> list[str]:
 
 
 def open_channel(endpoint: str, chosen: Any) -> Any:
-    """A channel that connects when it is first used, with :func:`credentials`."""
+    """Open a channel with :func:`credentials`; it connects on first use."""
     target = _target(endpoint)
     if chosen is None:
         return grpc.aio.insecure_channel(target, options=_OPTIONS)
@@ -60,7 +61,7 @@ def _target(endpoint: str) -> str:
 
 
 def credentials(settings: EtcdSettings, members: Iterable[str]) -> Any:
-    """TLS when a file asks for it or an endpoint begins with https, else None."""
+    """Return TLS credentials if a file is set or an endpoint begins with https, else None."""
     files = (settings.ca, settings.client_key, settings.client_cert)
     if not any(files) and not any(one.startswith("https://") for one in members):
         return None

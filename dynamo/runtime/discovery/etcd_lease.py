@@ -1,9 +1,9 @@
-"""A lease of this process in etcd: kept alive, made again after an outage, lost when revoked.
+"""A lease of this process in etcd: kept alive, granted again after an outage, lost when revoked.
 
-Gone is not revoked. A lease that etcd no longer knows was revoked if a tombstone says so
-(``v1/revoked/<hex>``, which :meth:`EtcdDiscovery.revoke` writes), or if it cannot have run out: the
-way to etcd was never seen broken since it was kept alive, and that is less than its ttl ago. In
-every other case it ran out while etcd could not be reached, and is granted again with all its keys.
+A lease that etcd does not have was revoked, or it expired during an outage. It was revoked if there
+is a tombstone (``v1/revoked/<hex>``, written by :meth:`EtcdDiscovery.revoke`), or if it cannot have
+expired: it was kept alive less than its ttl ago, and the connection has not failed since. Otherwise
+it expired, and is granted again with all its keys.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ log = logging.getLogger(__name__)
 
 
 def marker_key(lease_id: int) -> str:
-    """The key that lives exactly as long as the lease; its owner watches it."""
+    """Return the key that exists exactly as long as the lease; its owner watches it."""
     return f"v1/leases/{lease_id:x}"
 
 
 def tombstone_key(lease_id: int) -> str:
-    """The key that says the lease was revoked on purpose."""
+    """Return the key that records that the lease was revoked on purpose."""
     return f"v1/revoked/{lease_id:x}"
 
 
 class EtcdLease:
     """Keeps the lease ``record.lease_id``, which was just granted, and the keys put under it.
 
-    ``keys`` is what is to stand in etcd; ``_unwritten`` names those that do not stand there yet.
+    ``keys`` is the wanted state in etcd; ``_unwritten`` names the keys that still differ from it.
     """
 
     def __init__(
@@ -69,26 +69,26 @@ class EtcdLease:
         self._unavailable = False
         self._tasks = Tasks(f"lease {self.id:x}")
         self._tasks.spawn(self._keep(), name="keep alive")
-        self._tasks.spawn(self._watch_marker(), name="look out")
+        self._tasks.spawn(self._watch_marker(), name="watch marker")
         self._wake.set()
 
     async def put(self, key: str, value: bytes) -> None:
-        """Write ``key``; waits as long as etcd is away. WorkerUnavailable: the lease is lost."""
+        """Write ``key``; wait while etcd is unavailable. WorkerUnavailable: the lease is lost."""
         self.keys[key] = value
         await self._change(key)
         while key in self._unwritten:
             if self.lost.is_set():
-                raise WorkerUnavailable(f"lease {self.id:x} is gone")
+                raise WorkerUnavailable(f"lease {self.id:x} has ended")
             self._progress.clear()
             await self._progress.wait()
 
     async def delete(self, key: str) -> None:
-        """Remove ``key``; if etcd is away, as soon as it is back."""
+        """Remove ``key``; after an outage if etcd is unavailable."""
         self.keys.pop(key, None)
         await self._change(key)
 
     async def revoke(self) -> None:
-        """End the lease; an etcd that is away removes it after its ttl."""
+        """End the lease; if etcd is unavailable, it expires after its ttl."""
         if self.lost.is_set():
             return
         await self._tasks.close()
@@ -97,13 +97,13 @@ class EtcdLease:
                 await self._link.revoke(self.id)
         except (Unreachable, TimeoutError) as error:
             log.warning(
-                "etcd cannot be told that lease %x ends, it runs out in %g s: %s",
+                "cannot revoke lease %x in etcd, it expires in %g s: %s",
                 self.id,
                 self.ttl_s,
                 error,
             )
         except NoLease:
-            log.debug("lease %x was gone already", self.id)
+            log.debug("lease %x had ended already", self.id)
         finally:
             self._end()
 
@@ -117,6 +117,7 @@ class EtcdLease:
     async def _write(self) -> None:
         async with self._writing:
             while self._unwritten and not self.lost.is_set():
+                # Values may change during the call: only those that were written are done.
                 values = {key: self.keys.get(key) for key in self._unwritten}
                 await self._link.write(values, self.id)
                 for key, value in values.items():
@@ -140,6 +141,8 @@ class EtcdLease:
 
     async def _renew(self, timeout_s: float) -> None:
         sent_at_s, breaks = boot_time_s(), self._link.breaks
+        # Both taken before the call: the lease lasts a ttl from some moment after it, and a break
+        # during the call must count as one since the renewal.
         try:
             await self._link.keep_alive(self.id, max(1.0, timeout_s))
             self._renewed_at_s, self._renewed_breaks = sent_at_s, breaks
@@ -166,13 +169,13 @@ class EtcdLease:
         with contextlib.suppress(NoLease):
             await self._write()
             log.warning(
-                "lease %x had run out while etcd could not be reached: registered again, %d keys",
+                "lease %x expired while etcd was unavailable: registered again with %d keys",
                 self.id,
                 len(self.keys) - 1,
             )
 
     async def _watch_marker(self) -> None:
-        """Look at once when the marker goes, or when etcd may have been away."""
+        """Renew at once when the marker is removed, or after a possible outage."""
         key = marker_key(self.id)
         while not self.lost.is_set():
             try:
@@ -186,9 +189,9 @@ class EtcdLease:
 
     def _set_unavailable(self, unavailable: bool, error: Exception | None = None) -> None:
         if unavailable and not self._unavailable:
-            log.warning("etcd cannot be reached, lease %x may run out: %s", self.id, error)
+            log.warning("etcd unavailable, lease %x may expire: %s", self.id, error)
         elif self._unavailable and not unavailable:
-            log.info("etcd is back, lease %x stands", self.id)
+            log.info("etcd available again, lease %x still valid", self.id)
         self._unavailable = unavailable
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""Calls to an etcd cluster: the first member that answers, credentials, and what an error means.
+"""Calls to an etcd cluster: choice of the member, credentials, translation of errors.
 
 The messages and stubs are those of the ``aetcd`` package, the transport is ``grpc.aio``.
 """
@@ -37,34 +37,34 @@ log = logging.getLogger(__name__)
 
 
 class Unreachable(Exception):
-    """No answer, or none that settles anything: the cluster is away, or without a leader."""
+    """No answer, or no definite one: the cluster is unavailable or has no leader."""
 
 
 class NoLease(Exception):
-    """The lease is not there."""
+    """etcd has no such lease."""
 
 
 class Compacted(Exception):
-    """The revision to watch from is forgotten, or the store is another one; list again."""
+    """The revision to watch from was compacted, or the store is a new one: list again."""
 
 
 class _Exists(Exception):
-    """There is such a lease already."""
+    """etcd has such a lease already."""
 
 
 class Change(NamedTuple):
-    """A key was written, or is gone (``value`` None)."""
+    """A key was written, or removed (``value`` None)."""
 
     key: str
     value: bytes | None
 
 
 class Step(NamedTuple):
-    """What a watch saw, up to ``revision``. One without changes (and revision 0) says only that
-    the watch stands; the first one is.
+    """The changes that a watch received, up to ``revision``. A step without changes (revision 0)
+    confirms the watch; the first one does.
 
-    ``store`` is the cluster's id and its count of elections: another id, or fewer elections than
-    before, is another store under the old address.
+    ``store`` is the cluster's id and its raft term: another id, or a lower term than before, means
+    a new store at the old address.
     """
 
     revision: int
@@ -80,10 +80,10 @@ class Listing(NamedTuple):
 
 
 class EtcdLink:
-    """One etcd cluster, over the member that answered last.
+    """One etcd cluster, through the member that answered last.
 
-    ``breaks`` counts how often the way to it was seen broken: as long as it stands still, nothing
-    can have been missed. All methods raise Unreachable, and ConfigError when etcd refuses us.
+    ``breaks`` counts failures of the connection: while it does not change, no event was missed.
+    All methods raise Unreachable, and ConfigError when etcd refuses the credentials.
     """
 
     def __init__(self, settings: EtcdSettings) -> None:
@@ -107,7 +107,7 @@ class EtcdLink:
             await channel.close()
 
     async def list(self, prefix: str) -> Listing:
-        """All keys under ``prefix``, as the cluster has agreed on them."""
+        """Return all keys under ``prefix``, by a linearizable read."""
         first = prefix.encode()
         answer = await self._call(
             lambda channel: rpc.KVStub(channel).Range,
@@ -116,20 +116,20 @@ class EtcdLink:
         return Listing(answer.header.revision, {_name(kv): kv.value for kv in answer.kvs})
 
     async def exists(self, key: str) -> bool:
-        """Whether there is such a key."""
+        """Return whether the key exists."""
         request = rpc.RangeRequest(key=key.encode(), count_only=True)
         answer = await self._call(lambda channel: rpc.KVStub(channel).Range, request)
         return bool(answer.count)
 
     async def write(self, values: Mapping[str, bytes | None], lease_id: int) -> None:
-        """Put (or, with None, delete) keys. NoLease if the lease of the puts is gone."""
+        """Put (or, with None, delete) keys. NoLease: the lease of the puts has ended."""
         operations = [_operation(key, value, lease_id) for key, value in values.items()]
         for start in range(0, len(operations), OPS_PER_TXN):
             request = rpc.TxnRequest(success=operations[start : start + OPS_PER_TXN])
             await self._call(lambda channel: rpc.KVStub(channel).Txn, request)
 
     async def grant(self, lease_id: int, ttl_s: float) -> bool:
-        """Make the lease; False if there is one of that id. etcd counts whole seconds."""
+        """Grant the lease; return False if the id is taken. etcd counts whole seconds."""
         request = rpc.LeaseGrantRequest(ID=lease_id, TTL=max(1, -int(-ttl_s // 1)))
         try:
             await self._call(lambda channel: rpc.LeaseStub(channel).LeaseGrant, request)
@@ -138,7 +138,7 @@ class EtcdLink:
         return True
 
     async def keep_alive(self, lease_id: int, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Let the lease last for another ttl from now. NoLease if it is gone."""
+        """Extend the lease by its ttl from now. NoLease: it has ended."""
 
         def method(channel: Any) -> Any:
             async def once(request: Any, **options: Any) -> Any:
@@ -148,7 +148,7 @@ class EtcdLink:
                 finally:
                     call.cancel()
                 if answer is grpc.aio.EOF:
-                    raise Unreachable("etcd ended the stream without an answer")
+                    raise Unreachable("etcd ended the stream without a response")
                 return answer
 
             return once
@@ -158,15 +158,15 @@ class EtcdLink:
             raise NoLease(f"lease {lease_id:x}")
 
     async def revoke(self, lease_id: int) -> None:
-        """End the lease and its keys. NoLease if it is gone."""
+        """End the lease and its keys. NoLease: it has ended already."""
         request = rpc.LeaseRevokeRequest(ID=lease_id)
         await self._call(lambda channel: rpc.LeaseStub(channel).LeaseRevoke, request)
 
     async def watch(self, key: str, prefix: bool, after: int = 0) -> AsyncIterator[Step]:
-        """The changes after revision ``after`` (0: from now on), a step for each of the store.
+        """Yield the changes after revision ``after`` (0: from now on), one step per transaction.
 
-        An empty step comes first, as soon as the watch stands. Ends only by an error: Unreachable,
-        or Compacted.
+        The first step is empty and confirms the watch. Ends only by an error: Unreachable, or
+        Compacted.
         """
         first = key.encode()
         request = rpc.WatchCreateRequest(
@@ -191,17 +191,19 @@ class EtcdLink:
             raise
 
     async def _next(self, call: Any, index: int, channel: Any, key: str) -> Any:
-        """The next answer of a watch. While it is silent its connection is tried by a question."""
-        reading = self._tasks.spawn(_read(call), name="watch")  # a read given up ends the call
+        """Return the next response of a watch. Probe the connection while the watch is silent."""
+        reading = self._tasks.spawn(
+            _read(call), name="watch"
+        )  # cancelling the read would end the call
         while True:
             await asyncio.wait({reading}, timeout=PROBE_S)
             if reading.done():
                 break
             if index != self._current or self._channels.get(self.endpoints[index]) is not channel:
-                raise Unreachable("another connection has taken the place of this one")
+                raise Unreachable("the connection was replaced")
             await self.exists(key)
         if reading.cancelled():
-            raise Unreachable("the connection was given up")
+            raise Unreachable("the connection was closed")
         answer = reading.result()
         if answer is grpc.aio.EOF:
             raise Unreachable("etcd ended the watch")
@@ -217,7 +219,7 @@ class EtcdLink:
             raise Unreachable(f"the watch was cancelled: {answer.cancel_reason}")
         header, events = answer.header, answer.events
         if answer.created and header.revision < after:
-            raise Compacted("the store began anew")
+            raise Compacted("the store is a new one")
         revision = max((event.kv.mod_revision for event in events), default=0)
         store = (header.cluster_id, header.raft_term)
         return Step(revision, [_change(event) for event in events], store)
@@ -266,7 +268,7 @@ class EtcdLink:
         return channel
 
     def _broken(self, index: int, channel: Any, error: Any) -> Exception:
-        """What the error means: etcd away, or etcd that does not want us."""
+        """Translate a gRPC error: etcd unavailable, no such lease, or etcd refuses us."""
         code, details = error.code(), error.details() or ""
         where = self.endpoints[index]
         if code is grpc.StatusCode.NOT_FOUND:
@@ -284,10 +286,10 @@ class EtcdLink:
         return Unreachable(f"{where}: {code.name.lower().replace('_', ' ')}: {details}")
 
     def _use_next_member(self, index: int, channel: Any, silent: bool) -> None:
-        """This member failed us: go on with the next one.
+        """Count the failure of a member and use the next one.
 
-        A connection that is silent looks well to gRPC for long: it is never used again. Others may
-        have calls on it yet, so it is closed when they have run into their timeout.
+        gRPC takes minutes to detect a silent connection, so that one is never used again. Other
+        calls may still use it, so it is closed after their timeout.
         """
         self.breaks += 1
         endpoint = self.endpoints[index]
@@ -297,11 +299,11 @@ class EtcdLink:
             self._tasks.spawn(self._close_later(channel), name="close")
         if index == self._current and len(self.endpoints) > 1:
             self._current = (index + 1) % len(self.endpoints)
-            log.info("etcd: going on with %s", self.endpoints[self._current])
+            log.info("etcd: using member %s", self.endpoints[self._current])
 
 
 def boot_time_s() -> float:
-    """Seconds since boot, those that the machine slept included: leases run out meanwhile."""
+    """Return the seconds since boot, suspend included: leases expire during it, too."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -330,11 +332,11 @@ def _change(event: Any) -> Change:
 
 
 def _name(kv: Any) -> str:
-    """The key; bytes that are no UTF-8 are escaped with backslashes."""
+    """Decode the key; bytes that are not UTF-8 become backslash escapes."""
     return str(kv.key.decode(errors="backslashreplace"))
 
 
 def _range_end(prefix: bytes) -> bytes:
-    """The first key that does not start with ``prefix`` any more; one zero byte: no end."""
+    """Return the first key after all keys with ``prefix``; one zero byte means no end."""
     head = prefix.rstrip(b"\xff")
     return head[:-1] + bytes((head[-1] + 1,)) if head else b"\0"

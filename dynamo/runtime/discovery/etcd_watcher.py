@@ -1,8 +1,8 @@
 """A live copy of the keys in etcd: listed once, then watched from that revision on.
 
-While etcd is away the copy stands as it was last known. After an outage the keys of workers that
-were cut off too come back a moment after they went, or are gone for a moment and written again:
-for :data:`SETTLE_S` after etcd is back nothing is taken away, so that routing does not flicker.
+During an outage the copy does not change. Workers lose their leases in the same outage and register
+again shortly after it, so their keys disappear for a moment. For :data:`SETTLE_S` after an outage
+removals are therefore delayed, so that routing does not flicker.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ log = logging.getLogger(__name__)
 
 
 def is_record(key: str) -> bool:
-    """Whether the key is one that processes tell each other of."""
+    """Return whether the key is a record of discovery."""
     return key.startswith(_PREFIXES)
 
 
 def is_usable(key: str, value: bytes) -> bool:
-    """Whether it is such a key, well formed and of bounded size."""
+    """Return whether it is a well-formed record of bounded size."""
     return is_record(key) and not _problem(key, value)
 
 
 class EtcdWatcher:
-    """Keeps ``cache`` like the store; run :meth:`follow` as a task."""
+    """Keeps ``cache`` equal to the store; run :meth:`follow` as a task."""
 
     def __init__(self, link: EtcdLink, cache: KeyCache) -> None:
         self.relisted = 0
@@ -50,7 +50,7 @@ class EtcdWatcher:
         self._loop = asyncio.get_running_loop()
 
     async def follow(self) -> None:
-        """List, watch, and do so again whenever something breaks. Runs until it is cancelled."""
+        """List, then watch; start again after every failure. Runs until it is cancelled."""
         while True:
             try:
                 if not self._revision:
@@ -62,14 +62,14 @@ class EtcdWatcher:
                         self._apply(change)
                     self._revision = step.revision or self._revision
             except Compacted as error:
-                log.info("etcd has forgotten what came since (%s): listing again", error)
+                log.info("etcd cannot resume the watch (%s): listing again", error)
                 self._revision = 0
             except (Unreachable, ConfigError) as error:
                 self._set_unavailable(error)
                 await asyncio.sleep(RETRY_S)
 
     def close(self) -> None:
-        """Take nothing away any more."""
+        """Cancel delayed removals."""
         for timer in self._pending_removals.values():
             timer.cancel()
         self._pending_removals.clear()
@@ -90,7 +90,7 @@ class EtcdWatcher:
     def _check_store(self, store: tuple[int, int]) -> None:
         before, self._store_id = self._store_id, store
         if before is not None and (before[0] != store[0] or before[1] > store[1]):
-            raise Compacted("the store began anew")
+            raise Compacted("the store is a new one")
 
     def _apply(self, change: Change) -> None:
         key, value = change
@@ -119,17 +119,17 @@ class EtcdWatcher:
     def _set_unavailable(self, error: Exception) -> None:
         if not self._unavailable:
             self._unavailable = True
-            log.warning("etcd cannot be reached, going on with what is known: %s", error)
+            log.warning("etcd unavailable, keeping the known workers: %s", error)
 
     def _set_available(self) -> None:
         if self._unavailable:
             self._unavailable = False
             self._settled_at_s = self._loop.time() + SETTLE_S
-            log.info("etcd is back")
+            log.info("etcd available again")
 
 
 def _problem(key: str, value: bytes) -> str:
-    """Why the record is skipped, or ""."""
+    """Return why the record is skipped, or ""."""
     try:
         split_key(key)
         check_value(key, value)

@@ -1,4 +1,4 @@
-"""Discovery in a directory: a lease is a file, a death is an event. No server, no polling."""
+"""Discovery in a directory: a lease is a file, its end an inotify event. No server, no polling."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 class FileDiscovery:
     """A :class:`Discovery` over the directory ``root``, shared by all processes of a deployment.
 
-    A process that only registers itself pays for nothing but its own lease file; the live copy of
-    the store starts with the first ``watch`` or ``list``. Files are small and local, so they are
-    read and written on the loop. ``stale_sockets`` clears up what dead processes left elsewhere.
+    A process that only registers itself maintains its own lease file; it starts to follow the store
+    with its first ``watch`` or ``list``. Files are small and local, so they are read and written on
+    the loop. ``stale_sockets`` removes the sockets of dead processes.
     """
 
     def __init__(self, root: Path, stale_sockets: StaleSockets | None = None) -> None:
@@ -53,11 +53,11 @@ class FileDiscovery:
         self._owned: dict[int, OwnedLease] = {}
 
     async def start(self) -> None:
-        """Make the directories and open the one inotify descriptor. Raises ConfigError."""
+        """Create the directories and open the inotify descriptor. Raises ConfigError."""
         self._open()
 
     async def close(self) -> None:
-        """Revoke the leases granted here and stop all watches; may be called twice."""
+        """See :class:`Discovery`."""
         self._cache.close()
         if self._watcher is not None:
             self._watcher.close()
@@ -69,7 +69,7 @@ class FileDiscovery:
             self._inotify = None
 
     async def grant(self, ttl_s: float, lease_id: int | None = None) -> OwnedLease:
-        """Write the lease file of this process and keep it touched every ``ttl_s`` / 3."""
+        """Write a lease file of this process and touch it every ``ttl_s`` / 3."""
         inotify = self._open()
         chosen = lease_id or secrets.randbits(62) + 1
         path = lease_path(self._root, chosen)
@@ -97,31 +97,33 @@ class FileDiscovery:
                 owned.keys[path] = data
             if lease_file.exists():
                 return
+            # The lease was revoked while the key was written: its keys were already removed.
             remove_if_lease(path, lease_id)
-        raise WorkerUnavailable(f"lease {lease_id:x} is gone")
+        raise WorkerUnavailable(f"lease {lease_id:x} has ended")
 
     async def delete(self, key: str) -> None:
-        """Remove ``key``; harmless if there is none."""
+        """See :class:`Discovery`."""
         path = key_path(self._root, key)
         self._disown(path)
         path.unlink(missing_ok=True)
 
     async def list(self, prefix: str) -> dict[str, bytes]:
-        """All live keys that start with ``prefix``, including what was just written."""
+        """Return all live keys that start with ``prefix``, those just written included."""
         self._ensure_watching()
         self._open().drain()
         return self._cache.list(prefix)
 
     async def revoke(self, lease_id: int) -> None:
-        """Unlink anyone's lease, then its keys. O(keys in the store)."""
+        """Unlink the lease of any process, then its keys. O(keys in the store)."""
         self._open()
+        # The lease first: it makes a concurrent put under it fail, so that no key remains.
         lease_path(self._root, lease_id).unlink(missing_ok=True)
         for bucket in BUCKETS:
             for name in names(self._root / "v1" / bucket):
                 remove_if_lease(self._root / "v1" / bucket / name, lease_id)
 
     def watch(self, prefix: str, on_event: OnKeyEvent) -> PrefixWatch:
-        """Existing keys as puts on the next turn of the loop, then every change."""
+        """Deliver the existing keys on the next turn of the loop, then every change."""
         self._ensure_watching()
         return self._cache.watch(prefix, on_event)
 
@@ -139,7 +141,7 @@ class FileDiscovery:
             self._watcher.start()
 
     def _overflowed(self) -> None:
-        log.warning("file events were lost; reading %s again", self._root)
+        log.warning("inotify queue overflow: reading %s again", self._root)
         for lease in list(self._owned.values()):
             lease.check()
         if self._watcher is not None:

@@ -1,4 +1,4 @@
-"""Inotify on the event loop: many watches, one descriptor, callbacks with the plain name."""
+"""Inotify on the event loop: many watches, one descriptor, callbacks with file names."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 
 class Inotify:
-    """One inotify descriptor. ``on_overflow`` is called when the kernel dropped events.
+    """One inotify descriptor. ``on_overflow`` is called after the kernel dropped events.
 
-    Raises ConfigError if the system allows no further inotify instance.
+    ConfigError: the system allows no further inotify instance.
     """
 
     def __init__(self, on_overflow: Callable[[], None]) -> None:
@@ -49,14 +49,14 @@ class Inotify:
         self._loop.add_reader(self._fd, self.drain)
 
     def add(self, path: Path, mask: Mask, on_event: OnFileEvent) -> int:
-        """Watch ``path``; the answer names the watch for :meth:`remove`."""
+        """Watch ``path``; return the descriptor for :meth:`remove`."""
         watch = self._source.add_watch(path, mask)
         self._callbacks[watch.wd] = on_event
         self._watches[watch.wd] = watch
         return watch.wd
 
     def remove(self, descriptor: int) -> None:
-        """End a watch; harmless if the kernel ended it because the path is gone."""
+        """End a watch; ignore one that the kernel ended with its path."""
         self._callbacks.pop(descriptor, None)
         watch = self._watches.pop(descriptor, None)
         if watch is None or self._closed:
@@ -67,7 +67,7 @@ class Inotify:
             return  # the path was removed, and the watch with it
 
     def drain(self) -> None:
-        """Deliver everything that the kernel has queued by now."""
+        """Deliver all events that the kernel has queued."""
         while not self._closed:
             try:
                 data = os.read(self._fd, _READ_BYTES)
@@ -76,7 +76,7 @@ class Inotify:
             self._deliver(data)
 
     def close(self) -> None:
-        """End all watches; may be called again."""
+        """End all watches. Idempotent."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._fd)
@@ -89,16 +89,16 @@ class Inotify:
         while offset < len(data):
             descriptor, mask, _, size = _EVENT.unpack_from(data, offset)
             offset += _EVENT.size + size
-            if mask & _OVERFLOW:
+            if mask & _OVERFLOW:  # the queue was full, any number of events are missing
                 self._on_overflow()
                 continue
             callback = self._callbacks.get(descriptor)
-            if mask & _IGNORED:
+            if mask & _IGNORED:  # the kernel removed the watch; it may reuse the descriptor
                 self._callbacks.pop(descriptor, None)
                 self._watches.pop(descriptor, None)
             if callback is not None:
                 name = os.fsdecode(data[offset - size : offset].rstrip(b"\0"))
                 try:
                     callback(name, mask)
-                except Exception:  # the events after this one must not be lost
-                    log.exception("the event of file %a failed", name)
+                except Exception:
+                    log.exception("handling the event of file %a failed", name)

@@ -1,4 +1,4 @@
-"""The live keys as one process sees them, and the watches that are told when they change."""
+"""The live keys as one process sees them, and the watches on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefixWatch:
-    """One ``on_event`` for one prefix; silent until its first delivery."""
+    """One ``on_event`` for one prefix. Receives nothing before it is primed."""
 
     __slots__ = ("_cache", "_on_event", "_ready", "prefix", "primed")
 
@@ -25,7 +25,7 @@ class PrefixWatch:
         self._ready = asyncio.Event()
 
     def close(self) -> None:
-        """No callback comes after this."""
+        """Stop watching; no callback runs after this."""
         self._on_event = None
         self._cache.forget(self)
 
@@ -34,24 +34,24 @@ class PrefixWatch:
         await self._ready.wait()
 
     def prime(self, existing: dict[str, bytes]) -> None:
-        """Deliver what exists, then be live."""
+        """Deliver the existing keys, then every change."""
         self.primed = True
         for key, value in existing.items():
             self.deliver(KeyEvent("put", key, value))
         self._ready.set()
 
     def deliver(self, event: KeyEvent) -> None:
-        """Hand one event over; a failing callback is logged and stays subscribed."""
+        """Pass on one event; a failing callback is logged and stays subscribed."""
         if self._on_event is None:
             return
         try:
             self._on_event(event)
-        except Exception:  # one bad subscriber must not starve the others
+        except Exception:
             log.exception("watch of %s failed on %s %s", self.prefix, event.kind, event.key)
 
 
 class KeyCache:
-    """Holds each live key once, so that every change is told exactly once.
+    """Stores each live key once, so that every change is delivered exactly once.
 
     ``set`` is O(watches). With ``opened=False`` no watch is primed before :meth:`open`.
     """
@@ -62,7 +62,7 @@ class KeyCache:
         self._watches: list[PrefixWatch] = []
 
     def set(self, key: str, value: bytes | None) -> None:
-        """Make ``value`` (None: absent) the state of ``key`` and tell whoever watches it."""
+        """Set ``key`` to ``value`` (None: remove it) and notify its watches."""
         if self._live.get(key) == value:
             return
         if value is None:
@@ -76,29 +76,29 @@ class KeyCache:
                 watch.deliver(event)
 
     def list(self, prefix: str) -> dict[str, bytes]:
-        """The live keys under ``prefix``."""
+        """Return the live keys under ``prefix``."""
         return {key: value for key, value in self._live.items() if key.startswith(prefix)}
 
     def watch(self, prefix: str, on_event: OnKeyEvent) -> PrefixWatch:
-        """A watch that is primed on the next turn of the loop."""
+        """Create a watch; it is primed on the next turn of the loop."""
         watch = PrefixWatch(self, prefix, on_event)
         self._watches.append(watch)
         asyncio.get_running_loop().call_soon(self._prime, watch)
         return watch
 
     def open(self) -> None:
-        """What exists is known by now: prime the watches that waited for it. Idempotent."""
+        """Prime the watches that waited for the first listing. Idempotent."""
         self._opened = True
         for watch in tuple(self._watches):
             self._prime(watch)
 
     def forget(self, watch: PrefixWatch) -> None:
-        """Drop ``watch``."""
+        """Remove ``watch``."""
         if watch in self._watches:
             self._watches.remove(watch)
 
     def close(self) -> None:
-        """Drop every watch."""
+        """Close every watch."""
         for watch in tuple(self._watches):
             watch.close()
 

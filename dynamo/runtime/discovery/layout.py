@@ -1,9 +1,8 @@
-"""How keys, values and leases lie on disk: names, atomic writes, removal that cannot hit a newer
-record.
+"""The files of file discovery: names, contents, atomic writes, removal that spares newer records.
 
-``v1/<bucket>/<percent-encoded rest of the key>`` holds one line ``<lease hex> <size>`` and then the
-value; ``leases/<id hex>`` holds a LeaseRecord as JSON. Names that start with a dot are being
-written.
+``v1/<bucket>/<percent-encoded rest of the key>`` holds a first line ``<lease hex> <size>`` and then
+the value; ``leases/<id hex>`` holds a LeaseRecord as JSON. Names that start with a dot are
+temporary files of writers.
 """
 
 from __future__ import annotations
@@ -44,19 +43,20 @@ __all__ = [
 
 BUCKETS = ("instances", "mdc", "event_channels")
 LARGEST_VALUE_BYTES = 1 << 20
-"""What a key may hold in any store; etcd refuses more than 1.5 MiB by itself."""
+"""The largest value in any store; etcd itself refuses more than 1.5 MiB."""
 
 _NAME_MAX_BYTES = 255
 _HEADER_MAX_BYTES = 64
 _ABANDONED_AFTER_S = 60.0
 _counter = itertools.count()
 _decode_lease = record_decoder(LeaseRecord)
+# O_NONBLOCK: opening a FIFO that someone put into the store must not block the loop.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LARGEST_ID = 2**63 - 1
 
 
 class BadRecord(ValueError):
-    """A file in the store is torn or was not written by us."""
+    """A file in the store is incomplete or foreign."""
 
 
 class StoredRecord(NamedTuple):
@@ -67,11 +67,11 @@ class StoredRecord(NamedTuple):
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """``v1/<bucket>/<rest>`` to (bucket, file name). Raises InvalidArgument."""
+    """Split ``v1/<bucket>/<rest>`` into (bucket, file name). Raises InvalidArgument."""
     version, _, rest = key.partition("/")
     bucket, _, tail = rest.partition("/")
     name = quote(tail, safe="")
-    if name.startswith("."):
+    if name.startswith("."):  # a leading dot marks temporary files
         name = "%2E" + name[1:]
     if version != "v1" or bucket not in BUCKETS or not tail:
         raise InvalidArgument(f"{key!r} is not a key of the form v1/<{'|'.join(BUCKETS)}>/…")
@@ -90,7 +90,7 @@ def check_value(key: str, value: bytes) -> None:
 
 
 def join_key(bucket: str, name: str) -> str:
-    """The key that :func:`split_key` puts into the file ``name``. Raises BadRecord."""
+    """Reverse :func:`split_key`. Raises BadRecord."""
     try:
         key = f"v1/{bucket}/{unquote(name, errors='strict')}"
         if split_key(key) == (bucket, name):
@@ -101,28 +101,28 @@ def join_key(bucket: str, name: str) -> str:
 
 
 def key_path(root: Path, key: str) -> Path:
-    """The file of ``key``."""
+    """Return the file of ``key``."""
     return root.joinpath("v1", *split_key(key))
 
 
 def lease_path(root: Path, lease_id: int) -> Path:
-    """The file of a lease."""
+    """Return the file of a lease."""
     return root / "leases" / f"{lease_id:x}"
 
 
 def ensure_directories(root: Path) -> None:
-    """Make the directories of the store, each 0700."""
+    """Create the directories of the store, each with mode 0700."""
     for name in ("leases", "v1", *(f"v1/{bucket}" for bucket in BUCKETS)):
         (root / name).mkdir(mode=0o700, exist_ok=True)
 
 
 def names(directory: Path) -> list[str]:
-    """The names of finished files in ``directory``."""
+    """Return the names of complete files in ``directory``."""
     return [path.name for path in directory.iterdir() if not path.name.startswith(".")]
 
 
 def sweep(directory: Path) -> None:
-    """Remove what a writer that died half way left behind a minute or more ago."""
+    """Remove temporary files that are at least a minute old: their writers have died."""
     for path in list(directory.iterdir()):
         with contextlib.suppress(OSError):
             if (
@@ -133,12 +133,12 @@ def sweep(directory: Path) -> None:
 
 
 def encode_stored(lease_id: int, value: bytes) -> bytes:
-    """The content of a key file."""
+    """Return the content of a key file."""
     return b"%x %d\n%s" % (lease_id, len(value), value)
 
 
 def decode_stored(data: bytes) -> StoredRecord:
-    """The inverse of :func:`encode_stored`. Raises BadRecord."""
+    """Reverse :func:`encode_stored`. Raises BadRecord."""
     end = data.find(b"\n", 0, _HEADER_MAX_BYTES)
     try:
         lease, size = data[: max(end, 0)].split(b" ")
@@ -154,7 +154,7 @@ def decode_stored(data: bytes) -> StoredRecord:
 
 
 def decode_lease(name: str, data: bytes) -> LeaseRecord:
-    """The lease in the file ``name``. Raises BadRecord."""
+    """Decode the lease in the file ``name``. Raises BadRecord."""
     try:
         record = _decode_lease(data)
     except ValueError as error:
@@ -165,8 +165,10 @@ def decode_lease(name: str, data: bytes) -> LeaseRecord:
 
 
 def read_file(path: Path) -> bytes | None:
-    """The content, or None if there is no such file. Raises BadRecord for anything that is no
-    regular file of bounded size; never blocks."""
+    """Return the content, None for a missing file. Never blocks.
+
+    BadRecord: it is not a regular file of at most the largest size.
+    """
     try:
         descriptor = os.open(path, _READ_FLAGS)
     except (FileNotFoundError, NotADirectoryError):
@@ -186,12 +188,12 @@ def read_file(path: Path) -> bytes | None:
 
 
 def shown(path: Path) -> str:
-    """The path for a log line, whatever bytes its name has."""
+    """Return the path for a log line, in ASCII whatever bytes its name has."""
     return ascii(str(path))[1:-1]
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path`` in one step; readers see the old or the new content, never a part."""
+    """Replace ``path`` in one step: readers see the old or the new content, never a part."""
     temporary = _temporary(path)
     try:
         temporary.write_bytes(data)
@@ -202,24 +204,24 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def remove_if_lease(path: Path, lease_id: int) -> bool:
-    """Unlink the key file unless it was put again under another lease. True if it was removed.
+    """Unlink the key file unless another lease owns it by now. Return whether it was removed.
 
-    The file is taken aside before the decision, so a put that comes between looking and unlinking
-    is found in our hands and given back (unless an even newer one stands there by then).
+    A put between the check and an unlink would lose the new record. So the file is renamed aside,
+    checked again, and linked back if it is a newer record, unless a still newer one replaced it.
     """
     if not _is_under(path, lease_id):
         return False
-    taken = _temporary(path)
+    renamed = _temporary(path)
     try:
-        path.rename(taken)
+        path.rename(renamed)
     except FileNotFoundError:
         return False
-    if _is_under(taken, lease_id):
-        taken.unlink(missing_ok=True)
+    if _is_under(renamed, lease_id):
+        renamed.unlink(missing_ok=True)
         return True
     with contextlib.suppress(FileExistsError):
-        path.hardlink_to(taken)
-    taken.unlink(missing_ok=True)
+        path.hardlink_to(renamed)
+    renamed.unlink(missing_ok=True)
     return False
 
 

@@ -1,9 +1,9 @@
-"""Which leases are alive, seen from outside: revoked, dead, silent or well.
+"""The leases of all processes as seen by one: alive, silent or ended.
 
 A lease ends when its file is unlinked (revoked) or its process dies (pidfd, same host). A lease
-whose file was not touched for its ttl is *silent*: its keys are hidden, and come back with the next
-touch. A silent lease whose process cannot be watched (another host, or before the last boot)
-ends after :data:`FORGET_AFTER_TTLS`; one whose process lives here stays silent as long as it hangs.
+whose file was not touched for its ttl is *silent*: its keys are hidden until the next touch. A
+silent lease whose process cannot be watched (another host, or an earlier boot) ends after
+:data:`FORGET_AFTER_TTLS`; one of a process on this host stays silent as long as the process hangs.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ log = logging.getLogger(__name__)
 
 
 class LeaseListener(Protocol):
-    """Who is told. All calls are synchronous and on the loop."""
+    """The receiver of lease events. All calls are synchronous, on the loop."""
 
     def lease_alive(self, lease_id: int) -> None:
-        """The lease is there, or is heard of again."""
+        """Show the keys of a lease that is new or was touched again."""
 
     def lease_silent(self, lease_id: int) -> None:
-        """The holder hangs; hide its keys."""
+        """Hide the keys of a lease whose holder hangs."""
 
     def lease_ended(self, lease_id: int) -> None:
-        """The lease is over; its keys may be removed."""
+        """Remove the keys of a lease that ended."""
 
     def holder_died(self, lease_id: int) -> None:
-        """The process that held the lease was here and is dead; told after ``lease_ended``."""
+        """Clean up after a process of this host that died; called after ``lease_ended``."""
 
     def bad_file(self, path: Path, problem: str) -> None:
-        """A file that is no lease."""
+        """Report a file that is no lease."""
 
     def no_file(self, path: Path) -> None:
-        """There is no such file (any more)."""
+        """Note that the file is missing."""
 
 
 class _TrackedLease:
-    """What is known of one lease. Times are of the loop's clock, in seconds."""
+    """The state of one lease. Times are seconds of the loop's clock."""
 
     __slots__ = ("alive", "modified_ns", "process", "record", "touched_at_s")
 
@@ -61,7 +61,7 @@ class _TrackedLease:
         self.process: ProcessEnd | None = None
 
     def deadline(self) -> float | None:
-        """When something must be decided about it if it stays silent."""
+        """Return when the lease changes state without another touch, None for never."""
         if self.alive:
             return self.touched_at_s + self.record.ttl_s
         if self.process is None:
@@ -72,8 +72,8 @@ class _TrackedLease:
 class LeaseTable:
     """Follows the files of ``directory``. Driven by :meth:`observe` and :meth:`rescan`.
 
-    ``drain`` delivers pending file events; it is called before a silence is believed, because
-    after a stall of this process the touches of all others are still waiting to be read.
+    ``drain`` delivers pending file events. It is called before a lease counts as silent: after a
+    stall of this process the touches of all others are still in the inotify queue.
     """
 
     def __init__(self, directory: Path, listener: LeaseListener, drain: Callable[[], None]) -> None:
@@ -86,18 +86,18 @@ class LeaseTable:
         self._timer: asyncio.TimerHandle | None = None
 
     def is_alive(self, lease_id: int) -> bool:
-        """Whether keys of this lease are to be shown."""
+        """Return whether the keys of this lease are visible."""
         lease = self._tracked.get(lease_id)
         return lease is not None and lease.alive
 
     def is_known(self, lease_id: int) -> bool:
-        """Whether the lease exists, silent or not. Looks at the file if it is new."""
+        """Return whether the lease exists, silent or not. Reads the file of an unknown one."""
         if lease_id not in self._tracked:
             self.observe(f"{lease_id:x}")
         return lease_id in self._tracked
 
     def touched(self, name: str) -> None:
-        """The file's times changed."""
+        """Note a touch of the lease file ``name``."""
         lease = self._tracked.get(_parse(name))
         if lease is None:
             self.observe(name)
@@ -110,7 +110,7 @@ class LeaseTable:
             self._touch(lease, modified_ns)
 
     def observe(self, name: str) -> None:
-        """Look at the file ``name`` and act on what has changed. O(1) and one small read."""
+        """Read the file ``name`` and apply its changes. One small read."""
         path = self._directory / name
         lease_id = _parse(name)
         try:
@@ -136,12 +136,12 @@ class LeaseTable:
             self._touch(lease, modified_ns)
 
     def rescan(self) -> None:
-        """Compare everything known with the directory (start, or after lost events)."""
+        """Compare all leases with the directory: at the start, and after lost events."""
         for name in {*names(self._directory), *(f"{lease_id:x}" for lease_id in self._tracked)}:
             self.observe(name)
 
     def close(self) -> None:
-        """Stop following; nothing is told any more."""
+        """Stop following; the listener is not called again."""
         if self._timer is not None:
             self._timer.cancel()
         for lease in self._tracked.values():
@@ -163,7 +163,7 @@ class LeaseTable:
         self._arm()
 
     def _loop_time(self, modified_ns: int) -> float:
-        """A file's time of modification on the loop's clock; never in the future."""
+        """Convert a modification time to the loop's clock; never in the future."""
         return self._loop.time() - max(0.0, time.time() - modified_ns / 1e9)
 
     def _watch_process(self, lease: _TrackedLease) -> bool:
@@ -175,7 +175,7 @@ class LeaseTable:
         except ProcessLookupError:
             return False
         except OSError as error:
-            log.warning("cannot watch process %d, only its ttl: %s", record.pid, error)
+            log.warning("cannot watch process %d, relying on its ttl: %s", record.pid, error)
         return True
 
     def _touch(self, lease: _TrackedLease, modified_ns: int) -> None:
@@ -185,7 +185,7 @@ class LeaseTable:
         lease.touched_at_s = self._loop_time(modified_ns)
         if not lease.alive and self._loop.time() < lease.touched_at_s + lease.record.ttl_s:
             lease.alive = True
-            log.info("lease %x is heard of again", lease.record.lease_id)
+            log.info("lease %x was touched again", lease.record.lease_id)
             self._listener.lease_alive(lease.record.lease_id)
             self._arm()
 
@@ -204,7 +204,7 @@ class LeaseTable:
             self._unlink(lease_id)
 
     def _unlink(self, lease_id: int) -> None:
-        with contextlib.suppress(OSError):  # gone, or something else stands there by now
+        with contextlib.suppress(OSError):  # unlinked already, or replaced by a directory
             (self._directory / f"{lease_id:x}").unlink()
 
     def _arm(self) -> None:
@@ -233,7 +233,9 @@ class LeaseTable:
             return
         if lease.alive:
             lease.alive = False
-            log.warning("lease %x is silent for %g s", lease_id, lease.record.ttl_s)
+            log.warning(
+                "lease %x was not touched for %g s, hiding its keys", lease_id, lease.record.ttl_s
+            )
             self._listener.lease_silent(lease_id)
         else:
             self._end(lease_id)

@@ -1,4 +1,4 @@
-"""Discovery inside one process: for tests and for graphs that need no second process."""
+"""Discovery inside one process, for tests and for graphs of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MemoryDiscovery", "MemoryLease", "MemoryStore"]
 
 
 class MemoryStore:
-    """What the memory discoveries of one event loop share."""
+    """The store that the memory discoveries of one event loop share."""
 
     def __init__(self) -> None:
         self.cache = KeyCache()
@@ -28,7 +28,7 @@ class MemoryStore:
         split_key(key)
         check_value(key, value)
         if lease_id not in self.leases:
-            raise WorkerUnavailable(f"lease {lease_id:x} is gone")
+            raise WorkerUnavailable(f"lease {lease_id:x} has ended")
         self.lease_of[key] = lease_id
         self.cache.set(key, value)
 
@@ -47,7 +47,7 @@ class MemoryStore:
 
 
 class MemoryLease:
-    """A lease that never expires: its process cannot die without the store."""
+    """A lease that never expires: its process cannot die before the store."""
 
     def __init__(self, store: MemoryStore, lease_id: int) -> None:
         self.id = lease_id

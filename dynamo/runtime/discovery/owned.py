@@ -1,7 +1,7 @@
-"""A lease of this process: kept alive by touching its file, lost when anyone unlinks it.
+"""A lease of this process: kept alive by touching its file, lost when any process unlinks it.
 
-With each touch the lease and the keys under it are compared with what this process wrote: a key
-that was deleted, or either that was damaged, is written again.
+With each touch the lease file and its keys are compared with what this process wrote. Missing or
+damaged keys and a damaged lease file are written again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 
 class OwnedLease:
-    """Touches ``path``, which holds ``record``, every ``ttl_s`` / 3. ``keys`` are the files put
-    under it by this process, with their content.
+    """Touches ``path``, which holds ``record``, every ``ttl_s`` / 3. ``keys`` maps the key files
+    that this process wrote under the lease to their content.
 
-    The file is never made again: once it is gone, the lease is over (``lost``), however long
-    this process was stopped in between.
+    A missing lease file is never written again: unlinking it is how any process revokes the lease,
+    even while this process is stopped. The lease is then ``lost``.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class OwnedLease:
         self._timer = self._loop.call_later(ttl_s / _TOUCHES_PER_TTL, self._touch)
 
     async def revoke(self) -> None:
-        """Unlink the lease and its keys; harmless when it is gone already."""
+        """Unlink the lease and its keys. Idempotent."""
         self._path.unlink(missing_ok=True)
         self._end()
 
     def check(self) -> None:
-        """Notice that the file is gone."""
+        """End the lease if its file is missing."""
         if not self._path.exists():
             self._end()
 
@@ -81,18 +81,18 @@ class OwnedLease:
             self._end()
             return
         except OSError as error:
-            log.error("cannot touch the lease %s: %s", self._path, error)
+            log.error("cannot touch lease file %s: %s", self._path, error)
         for path, data in self.keys.items():
             self._restore(path, data)
         self._timer = self._loop.call_later(self.ttl_s / _TOUCHES_PER_TTL, self._touch)
 
     def _repair(self) -> None:
-        """Write a damaged lease file over, in place: a missing one must stay missing."""
+        """Overwrite a damaged lease file in place: to create it would undo a revocation."""
         try:
             if read_file(self._path) == self._record:
                 return
         except BadRecord as error:
-            log.warning("the lease %s is damaged: %s", self._path, error)
+            log.warning("lease file %s is damaged: %s", self._path, error)
         descriptor = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             os.truncate(descriptor, os.pwrite(descriptor, self._record, 0))
@@ -101,14 +101,14 @@ class OwnedLease:
         log.warning("lease %x was damaged: written again", self.id)
 
     def _restore(self, path: Path, data: bytes) -> None:
-        """Write a key again that is missing or damaged; a whole one may be another's by now."""
+        """Write a missing or damaged key again; keep a valid one, which may be of a newer lease."""
         try:
             found = read_file(path)
             if found is not None:
                 decode_stored(found)
                 return
         except BadRecord as error:
-            log.warning("the record %s is damaged: %s", shown(path), error)
+            log.warning("record %s is damaged: %s", shown(path), error)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_atomic(path, data)
@@ -116,7 +116,7 @@ class OwnedLease:
             log.error("cannot write %s again: %s", shown(path), error)
             return
         log.warning("%s was deleted or damaged: written again", shown(path))
-        if not self._path.exists():
+        if not self._path.exists():  # revoked while the key was written
             remove_if_lease(path, self.id)
 
     def _end(self) -> None:

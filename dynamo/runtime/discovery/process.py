@@ -1,4 +1,4 @@
-"""Processes as leases know them: on which host, since when, and the moment of their end."""
+"""The processes that hold leases: host, start time, and a callback at their end."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _STAT_START = 19
 
 
 def host_id() -> str:
-    """Which processes this one can name by pid: boot id of the kernel and pid namespace."""
+    """Return the scope in which a pid is unique: boot id of the kernel and pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start of the process in clock ticks since boot; None if there is none (any more)."""
+    """Return the start of the process in clock ticks since boot, None without such a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -29,19 +29,20 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_running(pid: int, ticks: int) -> bool:
-    """Whether the process that started at ``ticks`` still exists (a zombie does)."""
+    """Return whether the process that started at ``ticks`` still exists (a zombie does)."""
     return start_ticks(pid) == ticks
 
 
 class ProcessEnd:
-    """Calls ``on_end`` on the loop as soon as the process has ended, through a pidfd.
+    """Calls ``on_end`` on the loop as soon as the process ends, through a pidfd.
 
-    Raises ProcessLookupError if it has ended already (or its pid is another's by now), OSError if
-    the system has no descriptor left.
+    ProcessLookupError: it has ended already, or its pid belongs to another process. OSError: the
+    system has no descriptor left.
     """
 
     def __init__(self, pid: int, ticks: int, on_end: Callable[[], None]) -> None:
         self._fd = os.pidfd_open(pid)
+        # After opening: the pidfd pins one process, and the start time proves that it is ours.
         if not is_running(pid, ticks):
             os.close(self._fd)
             raise ProcessLookupError(f"process {pid} of that start time has ended")
@@ -50,7 +51,7 @@ class ProcessEnd:
         self._loop.add_reader(self._fd, self._ended)
 
     def close(self) -> None:
-        """Forget the process; may be called again."""
+        """Stop watching the process. Idempotent."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)

@@ -1,4 +1,4 @@
-"""What a process that was killed leaves beside the store: the sockets of its instance."""
+"""The socket files of killed processes: their names, and their removal."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ log = logging.getLogger(__name__)
 
 
 def request_socket_name(instance_id: int) -> str:
-    """The file name of an instance's request-plane socket."""
+    """Return the file name of the request plane socket of an instance."""
     return f"{instance_id:x}.sock"
 
 
 def event_socket_name(instance_id: int, number: int) -> str:
-    """The file name of an instance's ``number``-th event socket."""
+    """Return the file name of the ``number``-th event socket of an instance."""
     return f"{instance_id:x}.{number}.events.sock"
 
 
 class StaleSockets:
-    """Removes sockets of dead instances from ``directories()``, and touches nothing else there.
+    """Removes sockets of dead instances from ``directories()``, and no other files.
 
-    The lease of an instance has its id, so a dead lease names the sockets.
+    A lease has the id of its instance, so a dead lease names the sockets to remove.
     """
 
     def __init__(self, directories: Callable[[], Sequence[Path]]) -> None:
         self._directories = directories
 
     def remove(self, instance_id: int) -> None:
-        """The process of this instance is dead: unlink its sockets. O(files in the directories)."""
+        """Unlink the sockets of a dead instance. O(files in the directories)."""
         for path, owner in self._sockets():
             if owner == instance_id:
                 path.unlink(missing_ok=True)
 
     def sweep(self, is_known: Callable[[int], bool]) -> None:
-        """Unlink sockets without a lease that are a minute old and that nobody listens on: of
-        processes that were killed after their lease was revoked, or while nobody watched."""
+        """Unlink sockets without a lease and without a listener that are at least a minute old.
+
+        Their processes were killed after their lease was revoked, or while no process watched.
+        """
         for path, owner in self._sockets():
             if not is_known(owner) and _is_abandoned(path):
-                log.info("removing %s: nobody listens on it", path)
+                log.info("removing stale socket %s: no process listens on it", path)
                 path.unlink(missing_ok=True)
 
     def _sockets(self) -> Iterator[tuple[Path, int]]:
@@ -64,12 +66,12 @@ class StaleSockets:
 def _is_abandoned(path: Path) -> bool:
     try:
         if time.time() - path.lstat().st_mtime < _ABANDONED_AFTER_S:
-            return False  # it may be bound and not listening yet
+            return False  # it may be bound but not listening yet
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             probe.connect(str(path))
     except ConnectionRefusedError:
         return True
     except OSError as error:
-        log.debug("leaving %s: %s", path, error)
+        log.debug("keeping %s: %s", path, error)
     return False

@@ -1,7 +1,7 @@
-"""A live copy of the store: files and leases in, :class:`KeyCache` out.
+"""A live copy of the file store: it reads files and leases and updates a :class:`KeyCache`.
 
-Every file event leads to a fresh look at that one file, so events may be merged, doubled or lost
-(then everything is looked at again) without a wrong or repeated answer.
+Every file event causes that one file to be read again. So merged or repeated events do no harm, and
+after lost ones (an overflow of the inotify queue) all files are read again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class StoreWatcher:
-    """Keeps ``cache`` equal to the live keys under ``root``, and clears up after the dead."""
+    """Keeps ``cache`` equal to the live keys under ``root``; cleans up after dead processes."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class StoreWatcher:
         self._closed = False
 
     def start(self) -> None:
-        """Watch, then read everything once."""
+        """Watch, then read everything once: in this order no change is missed."""
         self._watch_directories()
         for directory in ("leases", *(f"v1/{bucket}" for bucket in BUCKETS)):
             sweep(self._root / directory)
@@ -86,7 +86,7 @@ class StoreWatcher:
             self._stale_sockets.sweep(self._leases.is_known)
 
     def close(self) -> None:
-        """Stop following the store; the views stay as they are."""
+        """Stop following the store; the cache keeps its keys."""
         self._closed = True
         self._leases.close()
         if self._rebuild_timer is not None:
@@ -94,7 +94,7 @@ class StoreWatcher:
         self._unwatch()
 
     def rescan(self) -> None:
-        """Look at every lease and every key, known or new."""
+        """Read every lease and every key, known or new."""
         try:
             self._read_all()
         except OSError:
@@ -132,7 +132,7 @@ class StoreWatcher:
             self._stale_sockets.remove(lease_id)
 
     def bad_file(self, path: Path, problem: str) -> None:
-        """Report a file once for as long as it stays as it is."""
+        """Log a bad file once until it changes."""
         try:
             status = path.lstat()
         except OSError:
@@ -144,7 +144,7 @@ class StoreWatcher:
             log.warning("skipping %s: %s", shown(path), problem)
 
     def no_file(self, path: Path) -> None:
-        """There is nothing to report (any more)."""
+        """Forget the report of a file that is gone or valid."""
         self._bad.pop(path, None)
 
     def _watch_directories(self) -> None:
@@ -191,18 +191,18 @@ class StoreWatcher:
     def _directory_lost(self) -> None:
         if self._closed or self._rebuild_timer is not None:
             return
-        log.error("a directory of the store %s was removed: creating it again", self._root)
+        log.error("a directory of the store %s was removed, creating it again", self._root)
         self._rebuild()
 
     def _rebuild(self) -> None:
-        """Create the directories and watch them; try again later while someone removes them."""
+        """Create the directories and watch them; retry later if they are removed again."""
         self._rebuild_timer = None
         self._unwatch()
         try:
             self._watch_directories()
             self._read_all()
         except (OSError, ConfigError) as error:
-            log.warning("cannot watch %s: %s; trying again", self._root, error)
+            log.warning("cannot watch %s: %s; retrying", self._root, error)
             self._unwatch()
             self._rebuild_timer = self._loop.call_later(_REBUILD_S, self._rebuild)
 
@@ -232,7 +232,8 @@ class StoreWatcher:
             if not keys:
                 del self._keys_of[before.lease_id]
         if stored is not None and not self._leases.is_known(stored.lease_id):
-            self._orphan(key, stored.lease_id)
+            # Its lease has ended, or its file is not readable: either way the key is not live.
+            self._remove_orphan(key, stored.lease_id)
             stored = None
         if stored is not None:
             self._entries[key] = stored
@@ -240,6 +241,6 @@ class StoreWatcher:
         shown = stored is not None and self._leases.is_alive(stored.lease_id)
         self._cache.set(key, stored.value if stored is not None and shown else None)
 
-    def _orphan(self, key: str, lease_id: int) -> None:
+    def _remove_orphan(self, key: str, lease_id: int) -> None:
         if not (self._root / "leases" / f"{lease_id:x}").exists():
             remove_if_lease(key_path(self._root, key), lease_id)

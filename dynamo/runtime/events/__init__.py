@@ -1,4 +1,4 @@
-"""The event plane: numbered messages from many publishers, with gaps that are noticed."""
+"""The event plane: sequenced messages from many publishers, with gap detection."""
 
 from dynamo.runtime.events.base import FIRST_SEQUENCE, EventPlane, EventPublisher, EventSubscriber
 from dynamo.runtime.events.zmq import ZmqPublisher, ZmqSubscriber

@@ -1,4 +1,4 @@
-"""The event plane's faces: numbered messages from publishers to whoever listens. Spec 7.6."""
+"""The interfaces of the event plane: sequenced messages to many subscribers. Spec 7.6."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = [
 ]
 
 FIRST_SEQUENCE = 0
-"""The number of a publisher's first event; each later one is one more."""
+"""The sequence number of a publisher's first event; each later one is one higher."""
 
 OnEvent = Callable[[int, int, bytes], None]
 """``on_event(publisher_id, sequence, payload)``, called on the loop, in order per publisher."""
@@ -23,17 +23,17 @@ OnEvent = Callable[[int, int, bytes], None]
 OnGap = Callable[[int, int, int], None]
 """``on_gap(publisher_id, expected, got)``, called before the event that revealed the gap.
 
-``got > expected``: events were lost. Those from before the first that arrives are not missing: a
-subscriber that joins late asks for what it needs.
-``got < expected``: the publisher began anew under its old id.
+``got > expected``: events were lost. Events before the first received one do not count as lost: a
+late subscriber requests what it needs.
+``got < expected``: the publisher restarted under the same id.
 """
 
 
 class EventPublisher(Protocol):
     """Publishes on one topic.
 
-    ``dropped`` counts how often a subscriber's queue was found full. From then until it reads again
-    that subscriber, and it alone, loses every event; it sees one gap.
+    ``dropped`` counts how often a subscriber's queue was full. From then until it reads again that
+    subscriber, and no other, loses every event; it sees one gap.
     """
 
     topic: str
@@ -43,14 +43,14 @@ class EventPublisher(Protocol):
     dropped: int
 
     def publish(self, payload: bytes) -> int:
-        """Send one event without waiting; its sequence number. Subscribers see a loss as a gap."""
+        """Send one event without waiting; return its sequence number. A loss shows as a gap."""
 
     def close(self) -> None:
         """Release the address. Idempotent."""
 
 
 class EventSubscriber(Protocol):
-    """Listens to any number of publishers of one topic. ``malformed`` counts foreign messages."""
+    """Receives from any number of publishers of one topic. ``malformed`` counts bad messages."""
 
     topic: str
     received: int
@@ -58,13 +58,13 @@ class EventSubscriber(Protocol):
     malformed: int
 
     def connect(self, address: str, publisher_id: int | None = None) -> None:
-        """Listen to one more publisher; it need not exist yet. Idempotent."""
+        """Add a publisher; it need not exist yet. Idempotent."""
 
     def disconnect(self, address: str) -> None:
-        """Forget the publisher at ``address``. Idempotent."""
+        """Remove the publisher at ``address``. Idempotent."""
 
     def close(self) -> None:
-        """Stop listening; no callback comes after this. Idempotent."""
+        """Stop receiving; no callback runs after this. Idempotent."""
 
 
 class EventPlane(Protocol):
@@ -77,9 +77,9 @@ class EventPlane(Protocol):
         """Disconnect, after all publishers and subscribers. Idempotent."""
 
     def publisher(self, channel: tuple[str, str, str], publisher_id: int) -> EventPublisher:
-        """A publisher on the channel (namespace, component, topic)."""
+        """Create a publisher on the channel (namespace, component, topic)."""
 
     def subscriber(
         self, topic: str, on_event: OnEvent, on_gap: OnGap | None = None
     ) -> EventSubscriber:
-        """A subscriber that knows no publisher yet."""
+        """Create a subscriber without publishers."""

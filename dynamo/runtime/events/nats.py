@@ -1,21 +1,17 @@
-"""The event plane over NATS: a subject for each publisher. The extra ``dynamo-appliance[nats]``.
+"""The event plane over NATS: one subject per publisher. The extra ``dynamo-appliance[nats]``.
 
-NATS keeps nothing for those who are away, and drops what is too much: the numbers in the envelope
-show every loss as a gap.
+NATS stores nothing for an absent subscriber and drops what a slow one does not read: the sequence
+numbers in the envelope show every loss as a gap.
 """
 
 from __future__ import annotations
 
 import re
-import struct
-
-import msgspec
 
 from dynamo.config.nats import NatsSettings
 from dynamo.runtime.events.base import FIRST_SEQUENCE, OnEvent, OnGap
-from dynamo.runtime.events.envelope import pack, unpack
 from dynamo.runtime.events.nats_link import NatsLink
-from dynamo.runtime.events.numbered import Numbered
+from dynamo.runtime.events.sequenced import MALFORMED, SequencedSubscriber, pack, unpack
 
 __all__ = ["NatsPlane", "NatsPublisher", "NatsSubscriber"]
 
@@ -31,7 +27,7 @@ class NatsPlane:
 
     @property
     def link(self) -> NatsLink:
-        """The connection; made when it is first used."""
+        """The connection, created on first use."""
         if self._link is None:
             self._link = NatsLink(self._settings)
         return self._link
@@ -46,7 +42,7 @@ class NatsPlane:
             await self._link.close()
 
     def publisher(self, channel: tuple[str, str, str], publisher_id: int) -> NatsPublisher:
-        """A publisher on a subject of its own."""
+        """Create a publisher on the subject ``dynamo.events.<channel>.<publisher id>``."""
         words = [_FOREIGN.sub("_", word) for word in channel]
         subject = ".".join(("dynamo", "events", *words, f"{publisher_id:x}"))
         return NatsPublisher(self.link, channel[2], publisher_id, subject)
@@ -54,12 +50,12 @@ class NatsPlane:
     def subscriber(
         self, topic: str, on_event: OnEvent, on_gap: OnGap | None = None
     ) -> NatsSubscriber:
-        """A subscriber of any number of them."""
+        """Create a subscriber without publishers."""
         return NatsSubscriber(self.link, topic, on_event, on_gap)
 
 
 class NatsPublisher:
-    """An EventPublisher; ``address`` is its subject, ``dropped`` counts what found no room."""
+    """An EventPublisher; ``address`` is its subject, ``dropped`` counts events of a full queue."""
 
     def __init__(self, link: NatsLink, topic: str, publisher_id: int, address: str) -> None:
         self.topic = topic
@@ -88,7 +84,7 @@ class NatsPublisher:
         self._closed = True
 
 
-class NatsSubscriber(Numbered):
+class NatsSubscriber(SequencedSubscriber):
     """An EventSubscriber; an address is a subject."""
 
     def __init__(
@@ -102,7 +98,7 @@ class NatsSubscriber(Numbered):
         """See EventSubscriber."""
         if address not in self._addresses and not self._closed:
             self._addresses[address] = publisher_id
-            self._link.subscribe(address, self._take)
+            self._link.subscribe(address, self._on_message)
 
     def disconnect(self, address: str) -> None:
         """See EventSubscriber."""
@@ -116,10 +112,10 @@ class NatsSubscriber(Numbered):
         for address in list(self._addresses):
             self.disconnect(address)
 
-    def _take(self, packed: bytes) -> None:
+    def _on_message(self, packed: bytes) -> None:
         try:
             event = unpack(packed)
-        except (ValueError, struct.error, msgspec.MsgspecError) as error:
+        except MALFORMED as error:
             self._count_malformed(error)
             return
         if event.topic == self.topic:

@@ -1,7 +1,7 @@
-"""The event plane over ZeroMQ PUB and SUB: ipc on one host, tcp between hosts. Spec 7.6.
+"""The event plane over ZeroMQ PUB and SUB: ipc on one host, TCP between hosts. Spec 7.6.
 
 A message has four frames: topic · publisher id (u64 big-endian) · sequence (u64 big-endian) · the
-packed envelope. Over tcp both ends exchange heartbeats: a silently cut link is dialled anew.
+packed envelope. Both ends exchange heartbeats, so that a silently broken TCP link reconnects.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import asyncio
 import struct
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from dynamo.runtime.events.base import FIRST_SEQUENCE, OnEvent, OnGap
-from dynamo.runtime.events.envelope import pack, unpack
-from dynamo.runtime.events.numbered import Numbered
+from dynamo.runtime.events.sequenced import MALFORMED, SequencedSubscriber, pack, unpack
 from dynamo.runtime.paths import owner_only
 
 __all__ = ["ZmqPublisher", "ZmqSubscriber", "subscribing_socket"]
@@ -28,14 +26,15 @@ CONNECT_TIMEOUT_MS = 3000
 HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 4000
 _U64 = struct.Struct(">Q")
+_DONTWAIT = int(zmq.DONTWAIT)
 
 
 class ZmqPublisher:
     """An EventPublisher on a PUB socket. Use it from one thread.
 
     ``address`` is ``ipc:///path`` or ``tcp://host:port`` (port ``*``: the system chooses); the
-    attribute holds the real one. A subscriber with a full queue loses the event, the others get it.
-    zmq.ZMQError: the address can't be bound.
+    attribute holds the bound one. A subscriber with a full queue loses the event, the others
+    receive it. zmq.ZMQError: the address cannot be bound.
     """
 
     def __init__(self, topic: str, publisher_id: int, address: str) -> None:
@@ -68,7 +67,7 @@ class ZmqPublisher:
         return sequence
 
     def close(self) -> None:
-        """See EventPublisher. An ipc file is gone when this returns."""
+        """See EventPublisher. Removes the file of an ipc socket."""
         if self._socket.closed:
             return
         self._socket.close(linger=0)
@@ -76,7 +75,11 @@ class ZmqPublisher:
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _send(self, frames: tuple[bytes, ...]) -> None:
-        """A full subscriber queue is an error under NODROP: count it, then only that one loses."""
+        """Send one event; count a full subscriber queue.
+
+        XPUB_NODROP makes a full queue an error, and then nothing is sent to any subscriber. The
+        second try without it drops the event for the full ones alone.
+        """
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT)
         except zmq.Again:
@@ -86,13 +89,13 @@ class ZmqPublisher:
             self._socket.setsockopt(zmq.XPUB_NODROP, 1)
 
 
-class ZmqSubscriber(Numbered):
+class ZmqSubscriber(SequencedSubscriber):
     """An EventSubscriber on one SUB socket that connects to all publishers.
 
-    The socket's file descriptor tells only that *something* changed, and any call on the
-    socket may swallow that news: so every wake-up reads until the socket is empty, and every other
-    call on the socket is followed by a look. At most ``MESSAGES_PER_TURN`` events are handed out
-    before the loop gets its turn.
+    The descriptor of a ZeroMQ socket is edge-triggered: it becomes readable once per change, and
+    any call on the socket may consume that edge. So every wake-up reads until the socket is empty,
+    and every other call on the socket schedules a read. After ``MESSAGES_PER_TURN`` messages the
+    rest waits for the next turn of the loop.
     """
 
     def __init__(self, topic: str, on_event: OnEvent, on_gap: OnGap | None = None) -> None:
@@ -105,8 +108,10 @@ class ZmqSubscriber(Numbered):
         self._loop.add_reader(self._descriptor, self._drain)
 
     def connect(self, address: str, publisher_id: int | None = None) -> None:
-        """See EventSubscriber. With ``publisher_id`` its state goes away at disconnect.
-        ValueError: ZeroMQ does not accept the address."""
+        """See EventSubscriber. With ``publisher_id`` its sequence is dropped at disconnect.
+
+        ValueError: ZeroMQ does not accept the address.
+        """
         if address not in self._addresses and not self._socket.closed:
             self._socket.setsockopt(zmq.IPV6, int("[" in address))
             try:
@@ -143,30 +148,39 @@ class ZmqSubscriber(Numbered):
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
-        receive = self._socket.recv_multipart
+        socket = self._socket
+        receive = socket.recv
         try:
             for _ in range(MESSAGES_PER_TURN):
-                self._take(receive(zmq.DONTWAIT))
-                if self._socket.closed:
+                # recv_multipart asks the socket for RCVMORE after each frame, in Python; a frame
+                # received without a copy carries that bit.
+                frame = receive(_DONTWAIT, copy=False)
+                frames = [frame]
+                while frame.more:
+                    frame = receive(_DONTWAIT, copy=False)
+                    frames.append(frame)
+                self._on_message(frames)
+                if socket.closed:
                     return
         except zmq.Again:
             return
         self._schedule_drain()
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
         try:
             topic, publisher, number, packed = frames
-            (publisher_id,), (sequence,) = _U64.unpack(publisher), _U64.unpack(number)
-            payload = unpack(packed).payload
-        except (ValueError, struct.error, msgspec.MsgspecError) as error:
+            (publisher_id,) = _U64.unpack(publisher.buffer)
+            (sequence,) = _U64.unpack(number.buffer)
+            payload = unpack(packed.buffer).payload
+        except MALFORMED as error:
             self._count_malformed(error)
             return
-        if topic == self._topic:
+        if topic.bytes == self._topic:  # the socket subscribes to a prefix
             self._deliver(publisher_id, sequence, payload)
 
 
 def subscribing_socket(topic: str) -> zmq.Socket[bytes]:
-    """A SUB socket as every subscriber has it, not yet connected."""
+    """Return a SUB socket with the options of all subscribers, not connected."""
     socket = _socket(zmq.SUB)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)

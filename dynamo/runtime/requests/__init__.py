@@ -1,4 +1,4 @@
-"""The request plane: requests to workers and streams of answers back, multiplexed on one socket."""
+"""The request plane: requests and streamed responses, multiplexed on one socket per worker."""
 
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.client_connection import ClientStream, StreamSink

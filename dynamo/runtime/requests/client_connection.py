@@ -128,7 +128,7 @@ class ClientStream:
                 if self.on_failure is not None:
                     self.on_failure(error)
                 self.sink.on_error(error)
-            except Exception:  # a sink must not end the connection
+            except Exception:
                 log.exception("the sink of a stream from %s failed", self.address)
 
     def complete(self) -> None:
@@ -136,7 +136,7 @@ class ClientStream:
         self.finish()
         try:
             self.sink.on_end()
-        except Exception:  # a sink must not end the connection
+        except Exception:
             log.exception("the sink of a stream from %s failed", self.address)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Async generators on top of the push plane: for user code, which values ease over the last µs."""
+"""Async generators on top of push handlers and sinks, for user code."""
 
 from __future__ import annotations
 
@@ -56,25 +56,25 @@ class ResponseStream:
         self._loop = asyncio.get_running_loop()
 
     def attach(self, stream: ClientStream) -> ResponseStream:
-        """The stream that was opened with ``self.sink``."""
+        """Set the stream that was opened with ``self.sink``."""
         self.sink.stream = stream
         return self
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        """Itself."""
+        """Return self."""
         return self
 
     async def __anext__(self) -> Any:
-        """The next item. Raises the stream's DynamoError in place of the end."""
+        """Return the next item. Raises the stream's DynamoError in place of the end."""
         return self._decode(await self.sink.next())
 
     async def aclose(self) -> None:
-        """Kill the request unless it is over. Idempotent."""
+        """Kill the request unless it has ended. Idempotent."""
         if self.sink.stream is not None:
             self.sink.stream.kill()
 
     def __del__(self) -> None:
-        """The collector may run anywhere, so the kill is handed to the loop."""
+        """Kill on the loop: the garbage collector may run in any thread."""
         stream = self.sink.stream
         if stream is not None and not stream.closed and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(stream.kill)
@@ -83,14 +83,14 @@ class ResponseStream:
 class BufferSink:
     """A sink with a bounded buffer and one reader."""
 
-    __slots__ = ("_bytes", "_error", "_items", "_over", "_paused", "_reader", "stream")
+    __slots__ = ("_bytes", "_ended", "_error", "_items", "_paused", "_reader", "stream")
 
     def __init__(self) -> None:
         self.stream: ClientStream | None = None
         self._items: deque[bytes] = deque()
         self._bytes = 0
         self._error: DynamoError | None = None
-        self._over = False
+        self._ended = False
         self._paused = False
         self._reader: asyncio.Future[None] | None = None
 
@@ -100,25 +100,25 @@ class BufferSink:
         self._bytes += len(payload)
         self._wake()
         if self._fill() >= 1 and self.stream is not None:
-            self._hold_back(self.stream)
+            self._throttle(self.stream)
 
     def on_end(self) -> None:
-        """The iteration ends after the buffered items."""
-        self._over = True
+        """End the iteration after the buffered items."""
+        self._ended = True
         self._wake()
 
     def on_error(self, error: DynamoError) -> None:
-        """The iteration raises after the buffered items."""
+        """Raise in the iteration after the buffered items."""
         self._error = error
         self.on_end()
 
     async def next(self) -> bytes:
-        """The next payload; StopAsyncIteration or the stream's error at the end."""
+        """Return the next payload. Raises StopAsyncIteration or the stream's error at the end."""
         while not self._items:
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
-            if self._over or (self.stream is not None and self.stream.closed):
+            if self._ended or (self.stream is not None and self.stream.closed):
                 raise StopAsyncIteration
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
@@ -132,7 +132,7 @@ class BufferSink:
     def _fill(self) -> float:
         return max(self._bytes / PAUSE_BYTES, len(self._items) / PAUSE_ITEMS)
 
-    def _hold_back(self, stream: ClientStream) -> None:
+    def _throttle(self, stream: ClientStream) -> None:
         if not self._paused:
             self._paused = True
             stream.pause()
@@ -196,7 +196,7 @@ async def _send_all(items: AsyncIterator[Any], stream: ServerStream) -> None:
 
 
 def _takes_context(generate: Callable[..., Any]) -> bool:
-    """Whether a second argument may be passed by position."""
+    """Return whether a second argument may be passed by position."""
     try:
         parameters = inspect.signature(generate).parameters.values()
     except (TypeError, ValueError):

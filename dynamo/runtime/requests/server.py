@@ -1,4 +1,4 @@
-"""The worker's end of the request plane: one listener and all endpoints of a process."""
+"""The server of the request plane: one listener and all endpoints of a process."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 class RequestServer:
     """Serves any number of endpoints on one UNIX or TCP socket, multiplexed.
 
-    Life: ``start`` · ``register`` … ``unregister`` · ``drain`` · ``close``. A UNIX socket whose
-    file was removed is bound again within ``SOCKET_CHECK_S``.
+    Order of calls: ``start``, ``register``, ``unregister``, ``drain``, ``close``. A UNIX socket
+    whose file was removed is bound again within ``SOCKET_CHECK_S``.
     """
 
     def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
@@ -47,17 +47,17 @@ class RequestServer:
         self._tasks = Tasks("request server")
         self._connections: set[ServerConnection] = set()
         self._endpoints: dict[str, ServedEndpoint] = {}
-        self._leaving: list[ServedEndpoint] = []
+        self._unregistered: list[ServedEndpoint] = []
         self._ended = asyncio.Event()
         self._inflight = 0
 
     @property
     def inflight(self) -> int:
-        """Streams in flight on all endpoints."""
+        """The number of streams in flight on all endpoints."""
         return self._inflight
 
     async def start(self, address: str) -> str:
-        """Listen; the real address (a port of 0 is filled in). CannotConnect: it is in use."""
+        """Listen; return the address with its actual port. CannotConnect: it is in use."""
         wanted = parse_address(address)
         if wanted.path is not None:
             await self._listen(wanted.path)
@@ -78,7 +78,7 @@ class RequestServer:
     ) -> EndpointStats:
         """Serve ``endpoint`` ("ns/component/endpoint"). ValueError: it is served already.
 
-        ``graceful_shutdown``: whether :meth:`drain` lets its streams finish or cuts them.
+        ``graceful_shutdown``: whether :meth:`drain` lets its streams finish or aborts them.
         ``on_engine_shutdown``: see :class:`ServedEndpoint`.
         """
         if endpoint in self._endpoints:
@@ -90,39 +90,39 @@ class RequestServer:
         return stats
 
     def unregister(self, endpoint: str) -> None:
-        """Refuse new requests as UnknownEndpoint; streams in flight go on. Idempotent."""
+        """Reject new requests with UnknownEndpoint; streams in flight continue. Idempotent."""
         served = self._endpoints.pop(endpoint, None)
-        self._leaving = [other for other in self._leaving if other.active]
+        self._unregistered = [other for other in self._unregistered if other.active]
         if served is not None and served.active:
-            self._leaving.append(served)
+            self._unregistered.append(served)
 
     async def drain(self, timeout_s: float, endpoint: str | None = None) -> int:
-        """Take nothing new, wait for what is in flight; the number of streams that were cut.
+        """Reject new requests, wait for those in flight; return the number of aborted streams.
 
-        New requests are handed back with WorkerLeaving. Endpoints registered with
-        ``graceful_shutdown=False`` are cut at once, the others after ``timeout_s``. With
+        New requests get WorkerLeaving. The streams of endpoints registered with
+        ``graceful_shutdown=False`` are aborted at once, the others after ``timeout_s``. With
         ``endpoint`` only that one is drained, unregistered or not.
         """
-        leaving = [
+        draining = [
             served
-            for served in (*self._endpoints.values(), *self._leaving)
+            for served in (*self._endpoints.values(), *self._unregistered)
             if endpoint in (None, served.name)
         ]
         self.draining = self.draining or endpoint is None
-        for served in leaving:
+        for served in draining:
             served.draining = True
-        aborted = sum(_abort_streams(served) for served in leaving if not served.graceful)
+        aborted = sum(_abort_streams(served) for served in draining if not served.graceful)
         try:
             async with asyncio.timeout(timeout_s):
-                while any(served.active for served in leaving):
+                while any(served.active for served in draining):
                     self._ended.clear()
                     await self._ended.wait()
         except TimeoutError:
-            aborted += sum(map(_abort_streams, leaving))
+            aborted += sum(map(_abort_streams, draining))
         return aborted
 
     def abort(self, endpoint: str) -> int:
-        """End the streams of ``endpoint`` with EngineShutdown, refuse new ones; their number."""
+        """End all streams of ``endpoint`` with EngineShutdown, reject new ones; return how many."""
         served = self._endpoints.get(endpoint)
         if served is None:
             return 0
@@ -130,7 +130,7 @@ class RequestServer:
         return _abort_streams(served)
 
     async def close(self) -> None:
-        """Stop listening, cut what is in flight, flush and close all connections. Idempotent."""
+        """Stop listening, abort all streams, flush and close all connections. Idempotent."""
         self.draining = True
         if self._socket_check is not None:
             self._socket_check.cancel()
@@ -139,7 +139,7 @@ class RequestServer:
             self._listener.close()
             self._listener = None
         self._unlink()
-        for served in (*self._endpoints.values(), *self._leaving):
+        for served in (*self._endpoints.values(), *self._unregistered):
             _abort_streams(served)
         connections = list(self._connections)
         for connection in connections:
@@ -192,21 +192,21 @@ class RequestServer:
         self._tasks.spawn(self._listen_again(str(path)), name="listen again")
 
     async def _listen_again(self, path: str) -> None:
-        """Bind the removed socket again; try until it works. Connections are not touched."""
+        """Bind the removed socket again, retrying until it works. Connections stay open."""
         if self._listener is not None:
-            self._listener.close()  # first: closing may unlink the path
+            self._listener.close()  # before binding: closing may unlink the path
             self._listener = None
         try:
             await self._listen(path)
         except CannotConnect as error:
             level = logging.DEBUG if self._unreachable else logging.ERROR
-            log.log(level, "the socket was removed, no new client can connect: %s", error)
+            log.log(level, "the request socket was removed, new clients cannot connect: %s", error)
             self._unreachable = True
             loop = asyncio.get_running_loop()
             self._socket_check = loop.call_later(SOCKET_CHECK_S, self._check_socket)
         else:
             self._unreachable = False
-            log.warning("the socket %s was removed: bound again", path)
+            log.warning("the request socket %s was removed, bound again", path)
 
     def _unlink(self) -> None:
         if self._socket_path is None:
@@ -217,7 +217,7 @@ class RequestServer:
             if _identity(path) == identity:
                 path.unlink()
         except FileNotFoundError:
-            log.debug("%s is gone already", path)
+            log.debug("%s was removed already", path)
 
 
 def _abort_streams(served: ServedEndpoint) -> int:
@@ -228,13 +228,13 @@ def _abort_streams(served: ServedEndpoint) -> int:
 
 
 def _listen_unix(path: str) -> socket.socket:
-    """A bound socket at ``path``; a socket file whose owner is dead is replaced."""
+    """Bind a socket at ``path``; replace a socket file without a listener."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         try:
             sock.bind(path)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or _answers(path):
+            if error.errno != errno.EADDRINUSE or _has_listener(path):
                 raise
             Path(path).unlink()
             sock.bind(path)
@@ -247,12 +247,12 @@ def _listen_unix(path: str) -> socket.socket:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Tells our socket file from a successor's: inode numbers are used again at once."""
+    """Return the identity of a socket file: an inode number alone is reused at once."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns
 
 
-def _answers(path: str) -> bool:
+def _has_listener(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(path) == 0
 

@@ -1,4 +1,4 @@
-"""A worker's connection to one client: frames become streams and calls of handlers."""
+"""A worker's connection to one client: it turns frames into streams and handler calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class ServerConnection(FramedConnection):
-    """``streams`` holds the streams in flight by number, ``waiting`` those in ``drained()``."""
+    """``streams`` maps numbers to streams in flight; ``waiting`` are those in ``drained()``."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class ServerConnection(FramedConnection):
         self._connections = connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Join the server's connections."""
+        """Add this connection to the server's."""
         self._connections.add(self)
         super().connection_made(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Kill whatever the client left behind."""
+        """Kill the streams of the client."""
         super().connection_lost(error)
         self._connections.discard(self)
         for stream in list(self.streams.values()):
@@ -62,20 +62,20 @@ class ServerConnection(FramedConnection):
             self.lost.set_result(None)
 
     def resume_writing(self) -> None:
-        """Let waiting handlers go on."""
+        """Wake the handlers that wait in ``drained()``."""
         super().resume_writing()
         waiting, self.waiting = self.waiting, set()
         for stream in waiting:
             stream.wake()
 
     def on_full(self) -> None:
-        """Give up a client that has stopped reading and whose handlers don't wait."""
+        """Close the connection of a client that stopped reading while handlers keep sending."""
         cap = self.settings.hard_cap_bytes
         if self.unsent_bytes() > cap:
-            self.fail(f"more than {cap} bytes wait for a client that does not read")
+            self.fail(f"more than {cap} bytes are queued for a client that does not read")
 
     def on_frames(self, frames: list[tuple[int, int, bytes]]) -> None:
-        """Start, stop, pause and kill streams."""
+        """Open, stop, pause and kill streams."""
         for kind, number, payload in frames:
             if kind == OPEN:
                 self._open(number, payload)

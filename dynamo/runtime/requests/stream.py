@@ -1,4 +1,4 @@
-"""The worker's end of one request: what a handler reads, writes and is told."""
+"""The worker's end of one request: response items out, cancellation in."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _durations() -> Histogram:
 
 @dataclass(slots=True)
 class EndpointStats:
-    """Where one endpoint counts: children of metric families, or free-standing by default."""
+    """The metrics of one endpoint: children of metric families, by default unregistered ones."""
 
     requests: Counter = field(default_factory=Counter)
     inflight: Gauge = field(default_factory=Gauge)
@@ -58,14 +58,14 @@ class EndpointStats:
 
 
 class PushHandler(Protocol):
-    """Starts to serve one request; called from the read that brought it, so it must not block."""
+    """Starts to serve one request. Called from the socket's read, so it must not block."""
 
     def __call__(self, stream: ServerStream, payload: bytes, /) -> None:
-        """Answer now or later through ``stream``; an exception becomes the stream's error."""
+        """Respond now or later through ``stream``; an exception becomes the stream's error."""
 
 
 class Carrier(Protocol):
-    """What a stream needs of the connection that carries it."""
+    """The interface of a connection to its streams."""
 
     settings: RequestPlaneSettings
     above_high_water: bool
@@ -113,10 +113,10 @@ class ServedEndpoint:
 
 
 class ServerStream:
-    """One request in flight. Safe to use after its end: what is sent then goes nowhere.
+    """One request in flight. Safe to use after its end: items are then dropped.
 
     ``send`` never blocks; a handler that can wait should ``await drained()`` between items. A kill,
-    a lost connection and a cut at shutdown end the stream; ``context`` tells.
+    a lost connection and an abort at shutdown end the stream and kill its ``context``.
     """
 
     __slots__ = (
@@ -124,12 +124,12 @@ class ServerStream:
         "_cancelled",
         "_connection",
         "_context",
-        "_gate",
         "_level",
         "_number",
         "_paused",
         "_served",
         "_started",
+        "_writable",
         "closed",
         "headers",
     )
@@ -147,7 +147,7 @@ class ServerStream:
         self._number = number
         self._served = served
         self._context: Context | None = None
-        self._gate: asyncio.Event | None = None
+        self._writable: asyncio.Event | None = None
         self._level: CancelKind | None = None
         self._answered = False
         self._cancelled = False
@@ -164,7 +164,7 @@ class ServerStream:
 
     @property
     def context(self) -> Context:
-        """Cancellation and metadata (the headers) of this request; made on first use."""
+        """Cancellation and metadata (the headers) of this request, created on first use."""
         context = self._context
         if context is None:
             headers = self.headers
@@ -177,11 +177,11 @@ class ServerStream:
 
     @property
     def above_high_water(self) -> bool:
-        """Whether the connection is full or the reader of this stream asked for a pause."""
+        """Whether the connection is full or the client paused this stream."""
         return self._paused or self._connection.above_high_water
 
     def send(self, payload: bytes) -> None:
-        """One response item. One larger than a message may be ends the stream with an error."""
+        """Send one response item. An oversized one ends the stream with an error."""
         if self.closed:
             return
         connection = self._connection
@@ -198,13 +198,13 @@ class ServerStream:
         connection.write(pack(DATA, self._number, payload))
 
     def end(self) -> None:
-        """The response is complete. Idempotent."""
+        """End a complete response. Idempotent."""
         if not self.closed:
             self._connection.write(pack(END, self._number, b""))
             self._finish()
 
     def error(self, error: DynamoError) -> None:
-        """The response ends with ``error``. Idempotent."""
+        """End the response with ``error``. Idempotent."""
         if not self.closed:
             if not isinstance(error, _NO_FAILURE):
                 self._served.stats.failed("generate")
@@ -216,7 +216,7 @@ class ServerStream:
         """End the response with the exception that its handler raised. Idempotent.
 
         EngineShutdown (GeneratorExit means the same) also reports that the engine is down, unless
-        the handler passes on the error of another process.
+        the handler forwards the error of another process.
         """
         if self.closed:
             return
@@ -228,41 +228,41 @@ class ServerStream:
         self.error(found)
 
     async def drained(self) -> None:
-        """Wait until another item may be sent without growing a buffer, or the stream is over."""
+        """Wait until the next item does not grow a buffer, or until the stream ends."""
         while self.above_high_water and not self.closed:
-            if self._gate is None:
-                self._gate = asyncio.Event()
-            self._gate.clear()
+            if self._writable is None:
+                self._writable = asyncio.Event()
+            self._writable.clear()
             self._connection.waiting.add(self)
-            await self._gate.wait()
+            await self._writable.wait()
 
     def cancel(self, kind: CancelKind) -> None:
-        """The client asked to stop, or is gone ("kill"). Counted once; nothing after the end."""
+        """Cancel for the client ("kill": it dropped the stream); counted once."""
         if self.closed:
             return
         if not self._cancelled:
             self._cancelled = True
             self._served.stats.cancellations.value += 1
-        self._reach(kind)
+        self._cancel_context(kind)
 
     def abort(self, error: DynamoError) -> None:
-        """End the stream with ``error`` and tell its handler by a kill."""
+        """End the stream with ``error`` and kill its context."""
         if not self.closed:
             self.error(error)
-            self._reach("kill")
+            self._cancel_context("kill")
 
     def pause(self, paused: bool) -> None:
-        """The client's reader of this stream is behind, or has caught up."""
+        """Pause or resume for a client whose reader is behind."""
         self._paused = paused
         if not paused:
             self.wake()
 
     def wake(self) -> None:
-        """Let :meth:`drained` look again."""
-        if self._gate is not None:
-            self._gate.set()
+        """Wake :meth:`drained` to check again."""
+        if self._writable is not None:
+            self._writable.set()
 
-    def _reach(self, kind: CancelKind) -> None:
+    def _cancel_context(self, kind: CancelKind) -> None:
         self._level = kind
         if kind == "kill":
             self._finish()

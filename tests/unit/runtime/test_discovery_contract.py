@@ -112,7 +112,7 @@ async def test_revoked_by_anyone_owner_is_told_and_keys_go(make: Make):
     assert {event.key for event in log.events[3:]} == {KEY, "v1/mdc/ns/comp/ep/1f"}
     assert {event.kind for event in log.events[3:]} == {"delete"}
     assert await three.list("v1/") == {"v1/mdc/ns/comp/ep/2f": b"1"}
-    with pytest.raises(WorkerUnavailable, match="is gone"):
+    with pytest.raises(WorkerUnavailable, match="has ended"):
         await one.put(KEY, b"1", lease.id)
     await two.revoke(lease.id)
     await lease.revoke()

@@ -214,6 +214,9 @@ async def test_foreign_messages_are_counted_not_fatal(
     topic, number = TOPIC.encode(), struct.pack(">Q", 1)
     for frames in (
         [topic],
+        [topic, number],
+        [topic, number, number],
+        [topic, number, number, b"\x01\x00\x00\x00\x01\x80", b"a fifth frame"],
         [topic, b"short", number, b""],
         [topic, number, number, b""],
         [topic, number, number, b"\x02\x00\x00\x00\x00"],
@@ -224,7 +227,7 @@ async def test_foreign_messages_are_counted_not_fatal(
         publisher._socket.send_multipart(frames)
     publisher.publish(b"good")
     await listener.have(1)
-    assert listener.subscriber.malformed == 7 and "malformed" in caplog.text
+    assert listener.subscriber.malformed == 10 and "malformed" in caplog.text
     assert listener.gaps == []
     listener.subscriber.close()
     publisher.close()

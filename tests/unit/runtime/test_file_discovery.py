@@ -541,7 +541,7 @@ async def test_without_descriptors_for_processes_the_ttl_decides(
     log = Log()
     await store.watch("v1/instances/", log).ready()
     assert len(log.events) == 1
-    assert "only its ttl" in caplog.text
+    assert "relying on its ttl" in caplog.text
     process.kill()
     await log.until(2)
     assert log.events[1].kind == "delete"
