@@ -1,6 +1,6 @@
-"""The histogram under every latency: an observation is a search in an array of doubles.
+"""The histogram of latencies and sizes: an observation is a search in an array of doubles.
 
-Readable twin: ``tests/oracle/histogram.py``.
+The reference implementation is ``tests/oracle/histogram.py``.
 """
 
 cimport cython
