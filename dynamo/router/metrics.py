@@ -5,7 +5,7 @@ Metrics of caches, eligibility, the queue and replicas are declared in those pac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,14 +15,12 @@ from dynamo.observability.metrics import (
     TTFT_BUCKETS,
     Registry,
     counter,
-    gauge,
     histogram,
 )
-from dynamo.router.load.active import ActiveLoad, Reservation
+from dynamo.router.load.active import Reservation
 from dynamo.router.prompt import HashedPrompt
-from dynamo.router.worker_pool import Member
 
-__all__ = ["COMPONENT", "ROUTED", "DecisionMetrics", "RouterLabels", "WorkerMetrics"]
+__all__ = ["COMPONENT", "ROUTED", "DecisionMetrics", "RouterLabels"]
 
 COMPONENT = "dynamo_component dynamo_namespace worker_id"
 """Labels that a metric has where the router counts as one of the component's processes."""
@@ -32,7 +30,6 @@ ROUTED = "dynamo_component dynamo_namespace router_id worker_id"
 
 _MODELLED = "dynamo_component dynamo_namespace model phase router_id worker_id"
 _TYPED = f"{ROUTED} worker_type"
-_WORKER = "dp_rank worker_id worker_type"
 
 _HASHING_MS_BUCKETS = tuple(0.001 * 2**i for i in range(15))
 _RATIO_BUCKETS = tuple(0.05 * i for i in range(21))
@@ -126,19 +123,6 @@ _SHARED_HIT_RATE = histogram(
     "Share of the prompt that is in the shared cache",
     _RATIO_BUCKETS,
     ROUTED,
-)
-
-# The workers.
-_WORKER_REGISTERED = gauge(
-    "dynamo_component_router_worker_registered",
-    "1 for each worker the router knows",
-    "dp_rank dynamo_component dynamo_namespace router_worker_id worker_id worker_type",
-)
-_DECODE_BLOCKS = gauge(
-    "dynamo_frontend_worker_active_decode_blocks", "Blocks of running requests", _WORKER
-)
-_PREFILL_TOKENS = gauge(
-    "dynamo_frontend_worker_active_prefill_tokens", "Prompt tokens still to be computed", _WORKER
 )
 
 
@@ -262,44 +246,3 @@ class DecisionMetrics:
         gaps = reservation.output_tokens - 1
         if reservation.first_token_at_s is not None and gaps > 0:
             self._itl.observe((now_s - reservation.first_token_at_s) / gaps, gaps)
-
-
-class WorkerMetrics:
-    """The series of each (worker, dp_rank) that can be chosen, removed with the worker."""
-
-    def __init__(self, registry: Registry, place: RouterLabels) -> None:
-        self._place = place
-        self._registered = registry.family(_WORKER_REGISTERED)
-        self._loads = (registry.family(_PREFILL_TOKENS), registry.family(_DECODE_BLOCKS))
-
-    def added(self, member: Member, active: ActiveLoad | None) -> None:
-        """Show the worker and, where load is tracked, its load."""
-        for rank, slot in member.slots.items():
-            self._registered.labels(*self._registration(member, rank)).value = 1
-            if active is None:
-                continue
-            for part, family in enumerate(self._loads):
-                child = family.labels(str(rank), str(member.worker_id), self._place.worker_type)
-                child.function = _reader(active, slot, part)
-
-    def removed(self, member: Member) -> None:
-        """Remove the worker's series."""
-        for rank in member.slots:
-            for family in self._loads:
-                family.remove(str(rank), str(member.worker_id), self._place.worker_type)
-            self._registered.remove(*self._registration(member, rank))
-
-    def _registration(self, member: Member, rank: int) -> tuple[str, ...]:
-        place = self._place
-        return (
-            str(rank),
-            place.component,
-            place.namespace,
-            str(member.worker_id),
-            place.router_id,
-            place.worker_type,
-        )
-
-
-def _reader(active: ActiveLoad, slot: int, part: int) -> Callable[[], float]:
-    return lambda: active.load(slot)[part]

@@ -29,10 +29,10 @@ from dynamo.router.discovery.cards import WorkerCards
 from dynamo.router.discovery.load_feed import LoadFeed
 from dynamo.router.discovery.maintenance import Maintenance
 from dynamo.router.eligibility.busy import Thresholds
-from dynamo.router.eligibility.metrics import gates
+from dynamo.router.eligibility.metrics import WorkerMetrics, show_eligibility
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics, RouterLabels, WorkerMetrics
+from dynamo.router.metrics import DecisionMetrics, RouterLabels
 from dynamo.router.queue.request_queue import make_queue
 from dynamo.router.sync.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
@@ -90,7 +90,7 @@ class ConnectedRouter:
             index=index,
             metrics=DecisionMetrics(registry, place) if kv_mode else None,
         )
-        gates(registry, place, self.picker.eligibility)
+        show_eligibility(registry, place, self.picker.eligibility)
         self.queue = make_queue(settings, self.picker, registry, place)
         self.indexer: Indexer | None = None
         self._threads: EventThreads | None = None
