@@ -1,6 +1,6 @@
-"""The histogram of latencies and sizes: an observation is a search in an array of doubles.
+"""The histogram under every latency: an observation is a search in an array of doubles.
 
-The reference implementation is ``tests/oracle/histogram.py``.
+Reference implementation: ``tests/oracle/histogram.py``.
 """
 
 cimport cython

@@ -1,4 +1,4 @@
-"""Metrics of the simulated engine, under vLLM's names. Spec 6.4."""
+"""The metrics of the simulated engine, under vLLM's names. Spec 6.4."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ class MockerMetrics:
             self._registry.child(spec, *self._labels).function = read
 
     def iteration(self, now: float, batch: Batch, preemptions: int) -> None:
-        """Count an iteration that ended at ``now`` (monotonic); call before its tokens are sent."""
+        """Record an iteration that ended at ``now`` (monotonic), before its tokens are sent."""
         if batch.decodes:
             self._itl.observe(now - self._now, batch.decodes)
         self._now = now
         self._preemptions.value = preemptions
 
     def first_token(self, started: float) -> None:
-        """Count the first token, in this iteration, of a request that arrived at ``started``."""
+        """Record the first token, in this iteration, of a request that arrived at ``started``."""
         self._ttft.observe(max(0.0, self._now - started))
 
     def finished(self, started: float) -> None:
-        """Count the end of a request that arrived at ``started``."""
+        """Record the end of a request that arrived at ``started``."""
         self._latency.observe(asyncio.get_running_loop().time() - started)

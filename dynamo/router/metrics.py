@@ -5,7 +5,7 @@ Metrics of caches, eligibility, the queue and replicas are declared in those pac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,12 +15,14 @@ from dynamo.observability.metrics import (
     TTFT_BUCKETS,
     Registry,
     counter,
+    gauge,
     histogram,
 )
-from dynamo.router.load.active import Reservation
+from dynamo.router.load.active import ActiveLoad, Reservation
 from dynamo.router.prompt import HashedPrompt
+from dynamo.router.worker_pool import Member
 
-__all__ = ["COMPONENT", "ROUTED", "DecisionMetrics", "RouterLabels"]
+__all__ = ["COMPONENT", "ROUTED", "DecisionMetrics", "RouterLabels", "WorkerMetrics"]
 
 COMPONENT = "dynamo_component dynamo_namespace worker_id"
 """Labels that a metric has where the router counts as one of the component's processes."""
@@ -30,6 +32,7 @@ ROUTED = "dynamo_component dynamo_namespace router_id worker_id"
 
 _MODELLED = "dynamo_component dynamo_namespace model phase router_id worker_id"
 _TYPED = f"{ROUTED} worker_type"
+_WORKER = "dp_rank worker_id worker_type"
 
 _HASHING_MS_BUCKETS = tuple(0.001 * 2**i for i in range(15))
 _RATIO_BUCKETS = tuple(0.05 * i for i in range(21))
@@ -125,13 +128,26 @@ _SHARED_HIT_RATE = histogram(
     ROUTED,
 )
 
+# The workers.
+_WORKER_REGISTERED = gauge(
+    "dynamo_component_router_worker_registered",
+    "1 for each worker the router knows",
+    "dp_rank dynamo_component dynamo_namespace router_worker_id worker_id worker_type",
+)
+_DECODE_BLOCKS = gauge(
+    "dynamo_frontend_worker_active_decode_blocks", "Blocks of running requests", _WORKER
+)
+_PREFILL_TOKENS = gauge(
+    "dynamo_frontend_worker_active_prefill_tokens", "Prompt tokens still to be computed", _WORKER
+)
+
 
 @dataclass(frozen=True)
 class RouterLabels:
-    """Label values of a router: the component it routes to, and its own process as ``router_id``.
+    """The label values of a router: the component routed to, and the process that routes.
 
-    ``phase`` is what the routed requests do there (aggregated, prefill, decode), ``worker_type``
-    what the workers are (prefill, decode).
+    ``phase`` is the work of the routed requests there (aggregated, prefill, decode),
+    ``worker_type`` the kind of worker (prefill, decode).
     """
 
     namespace: str
@@ -148,7 +164,7 @@ class RouterLabels:
 
     @property
     def typed(self) -> tuple[str, ...]:
-        """Label values of the families with a worker type."""
+        """Label values of the families that distinguish prefill workers from others."""
         return (*self.router, self.worker_type)
 
     @property
@@ -165,7 +181,10 @@ class RouterLabels:
 
 
 class DecisionMetrics:
-    """The time of a decision by step, the cached blocks found, and the end of the requests."""
+    """The duration of decisions by step, the cached blocks they found, the progress of requests.
+
+    ``ttft`` and ``reused`` are updated by the picker itself.
+    """
 
     def __init__(self, registry: Registry, place: RouterLabels) -> None:
         steps = (
@@ -184,9 +203,9 @@ class DecisionMetrics:
         self._hit_rate = registry.child(_HIT_RATE, *place.router)
         self._isl = registry.child(_ISL, *place.modelled)
         self._osl = registry.child(_OSL, *place.router)
-        self._ttft = registry.child(_TTFT, *place.router)
+        self.ttft = registry.child(_TTFT, *place.router)
         self._itl = registry.child(_ITL, *place.router)
-        self._cached, self._best, self._reused = (
+        self._cached, self._best, self.reused = (
             registry.child(spec, *place.modelled)
             for spec in (_SELECTED_TOKENS, _BEST_TOKENS, _REUSED_TOKENS)
         )
@@ -197,23 +216,22 @@ class DecisionMetrics:
 
     def decided(
         self,
-        times: Sequence[float],
         prompt: HashedPrompt,
+        booked_s: float,
         found: float,
         best: float,
         block_size: int,
     ) -> None:
-        """Count a routed request; ``times`` are the bounds of the four steps in seconds.
+        """Count a request booked at ``booked_s``.
 
-        The chosen worker holds ``found`` effective blocks of it; ``best`` is the most that any
-        eligible worker holds.
+        Its worker has ``found`` effective blocks of the prompt, the best eligible worker ``best``.
         """
-        begun, hashed, chained, matched, ended = times
-        self._hashing.observe((hashed - begun) * 1e3)
-        self._chaining.observe((chained - hashed) * 1e3)
-        self._matching.observe((matched - chained) * 1e3)
-        self._scheduling.observe((ended - matched) * 1e3)
-        self._total.observe((ended - begun) * 1e3)
+        begun_s, hashed_s, chained_s = prompt.begun_s, prompt.hashed_s, prompt.chained_s
+        self._hashing.observe((hashed_s - begun_s) * 1e3)
+        self._chaining.observe((chained_s - hashed_s) * 1e3)
+        self._matching.observe((prompt.matched_s - chained_s) * 1e3)
+        self._scheduling.observe((booked_s - prompt.matched_s) * 1e3)
+        self._total.observe((booked_s - begun_s) * 1e3)
         self._started.value += 1
         self._isl.observe(prompt.isl_tokens)
         self._cached.value += found * block_size
@@ -225,24 +243,56 @@ class DecisionMetrics:
             self._hit_rate.observe(found / prompt.blocks)
 
     def shared(self, blocks: int, beyond: int, prompt_blocks: int) -> None:
-        """Count ``blocks`` of a prompt in the shared cache, ``beyond`` of them past the slot's."""
+        """Count shared ``blocks`` of a prompt, ``beyond`` of them not cached on the chosen slot."""
         if prompt_blocks:
             self._beyond.observe(beyond)
             self._shared_rate.observe(blocks / prompt_blocks)
 
-    def add_reused_tokens(self, tokens: int) -> None:
-        """Count prompt tokens that an engine reports as taken from its cache."""
-        self._reused.value += tokens
-
-    def first_token(self, reservation: Reservation) -> None:
-        """Count the time to the first token."""
-        if reservation.first_token_at_s is not None:
-            self._ttft.observe(reservation.first_token_at_s - reservation.booked_at_s)
-
     def ended(self, reservation: Reservation, now_s: float) -> None:
-        """Count the end of a request, whatever its outcome."""
+        """Count a request that has ended, in whatever way."""
         self._ended.value += 1
         self._osl.observe(reservation.output_tokens)
         gaps = reservation.output_tokens - 1
         if reservation.first_token_at_s is not None and gaps > 0:
             self._itl.observe((now_s - reservation.first_token_at_s) / gaps, gaps)
+
+
+class WorkerMetrics:
+    """One series per (worker, dp_rank) that can be chosen, removed with the worker."""
+
+    def __init__(self, registry: Registry, place: RouterLabels) -> None:
+        self._place = place
+        self._registered = registry.family(_WORKER_REGISTERED)
+        self._loads = (registry.family(_PREFILL_TOKENS), registry.family(_DECODE_BLOCKS))
+
+    def added(self, member: Member, active: ActiveLoad) -> None:
+        """Export the worker and its load."""
+        for rank, slot in member.slots.items():
+            self._registered.labels(*self._registration(member, rank)).value = 1
+            if active is None:
+                continue
+            for part, family in enumerate(self._loads):
+                child = family.labels(str(rank), str(member.worker_id), self._place.worker_type)
+                child.function = _reader(active, slot, part)
+
+    def removed(self, member: Member) -> None:
+        """Remove the worker's series."""
+        for rank in member.slots:
+            for family in self._loads:
+                family.remove(str(rank), str(member.worker_id), self._place.worker_type)
+            self._registered.remove(*self._registration(member, rank))
+
+    def _registration(self, member: Member, rank: int) -> tuple[str, ...]:
+        place = self._place
+        return (
+            str(rank),
+            place.component,
+            place.namespace,
+            str(member.worker_id),
+            place.router_id,
+            place.worker_type,
+        )
+
+
+def _reader(active: ActiveLoad, slot: int, part: int) -> Callable[[], float]:
+    return lambda: active.load(slot)[part]

@@ -95,7 +95,7 @@ def _wait(child: int) -> int:
             if status is not None:
                 return status
             continue
-        count = stops.received(signum, time.monotonic())
+        count = stops.received(signum, time.monotonic())  # 0 for a copy of an earlier signal
         if count == 1:
             os.kill(child, signum)
         elif count:

@@ -56,6 +56,7 @@ class LogFile:
         self._file.close()
 
     def _is_current(self) -> bool:
+        # A user or logrotate may have moved or removed the file that is open here.
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
         except FileNotFoundError:
@@ -130,6 +131,7 @@ class OutputPipe:
         if not data:
             self._end()
             return False
+        # A read can end inside a line: its start waits for the next read.
         *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
             self._on_line(line.rstrip(b"\r"))

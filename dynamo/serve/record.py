@@ -123,9 +123,11 @@ class StatefileWriter:
     async def _write_changes(self) -> None:
         while True:
             await self._dirty.wait()
+            # Cleared before the components are read: a change during the write causes another one.
             self._dirty.clear()
             components = self._components()
             try:
+                # In a thread: another process may hold the lock of the statefile.
                 await asyncio.to_thread(self._write, components)
             except (StatefileError, OSError) as error:
                 log.error("cannot write the statefile: %s; the next change tries again", error)

@@ -87,6 +87,7 @@ class RunDirectory:
             messages.append(f"replacing a bad statefile: {error.message}")
             document = None
         if document is not None:
+            # Before clear(): these processes use the store and the sockets.
             ended = sum(_end_session(*left) for left in _left_behind(document))
             ended += _end_escaped(document, self.statefile.path.parent)
             messages.append(
@@ -220,6 +221,7 @@ def _end_session(watcher: str, leader: int, ticks: int) -> int:
         ours = [p for p in members if p.pid == leader or _is_of_watcher(p.pid, watcher)]
         if not ours:
             break
+        # Then look again: a process may have forked before it was killed.
         for process in ours:
             _kill(process)
             ended.add(process.pid)

@@ -1,11 +1,10 @@
-"""Metrics of the caches that a router follows or predicts. Spec 6.3."""
+"""Metrics of the prefix index, KV events and predictions. Spec 6.3."""
 
 from __future__ import annotations
 
 from dynamo._fast.radix import RadixTree
 from dynamo.observability.metrics import Counter, Gauge, Registry, counter, gauge
-from dynamo.router.caches.optimistic import OptimisticCache
-from dynamo.router.caches.predicted import PredictedCache, PredictionCounts
+from dynamo.router.caches.predicted import OptimisticCache, PredictedCache, PredictionCounts
 from dynamo.router.metrics import COMPONENT, ROUTED, RouterLabels
 
 __all__ = ["EventMetrics", "predictions", "show_optimistic_cache", "useless_sources"]
@@ -104,7 +103,7 @@ class EventMetrics:
         child.value += count
 
     def warning(self, kind: str, count: int = 1) -> None:
-        """Count ``count`` warnings of one kind."""
+        """Count warnings of one kind."""
         place = self._place
         labels = place.component, place.namespace, kind, place.router_id
         self._warnings.labels(*labels).value += count
@@ -113,7 +112,7 @@ class EventMetrics:
 def predictions(
     registry: Registry, place: RouterLabels, index: RadixTree, cache: PredictedCache, policy: str
 ) -> None:
-    """Show the size of the predicted caches, and count the blocks they lose."""
+    """Export the predicted blocks, and count the dropped ones."""
     _show_index(registry, place, index)
     here = place.component, place.namespace
     cache.counts = PredictionCounts(
@@ -134,7 +133,7 @@ def predictions(
 def show_optimistic_cache(
     registry: Registry, place: RouterLabels, optimistic: OptimisticCache
 ) -> None:
-    """Show the memory of predictions that events confirm or replace shortly after."""
+    """Export the size of the optimistic cache."""
     here = place.component, place.namespace, place.router_id
     registry.child(_PREDICTED_MEMORY_BYTES, *here).function = optimistic.memory_bytes
 

@@ -29,10 +29,10 @@ from dynamo.router.discovery.cards import WorkerCards
 from dynamo.router.discovery.load_feed import LoadFeed
 from dynamo.router.discovery.maintenance import Maintenance
 from dynamo.router.eligibility.busy import Thresholds
-from dynamo.router.eligibility.metrics import WorkerMetrics, show_eligibility
+from dynamo.router.eligibility.eligibility_filter import export_eligibility
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
-from dynamo.router.metrics import DecisionMetrics, RouterLabels
+from dynamo.router.metrics import DecisionMetrics, RouterLabels, WorkerMetrics
 from dynamo.router.queue.request_queue import make_queue
 from dynamo.router.sync.replicas import ReplicaSync
 from dynamo.runtime import DistributedRuntime
@@ -90,7 +90,7 @@ class ConnectedRouter:
             index=index,
             metrics=DecisionMetrics(registry, place) if kv_mode else None,
         )
-        show_eligibility(registry, place, self.picker.eligibility)
+        export_eligibility(registry, place, self.picker.eligibility)
         self.queue = make_queue(settings, self.picker, registry, place)
         self.indexer: Indexer | None = None
         self._threads: EventThreads | None = None
@@ -255,7 +255,7 @@ class ConnectedRouter:
             batch = _decode_batch(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._counts.warning("malformed")
-            log.warning("KV events of publisher %x cannot be read: %s", publisher_id, error)
+            log.warning("invalid KV events from publisher %x: %s", publisher_id, error)
             return
         if self.indexer is not None:
             self.indexer.apply(batch)
@@ -264,9 +264,9 @@ class ConnectedRouter:
         """Messages were lost; event ids will tell which events, so only count. One that counts from
         an earlier number has begun anew, and its event ids with it."""
         if got < expected and self.indexer is not None:
-            self.indexer.renew(publisher_id)
+            self.indexer.publisher_restarted(publisher_id)
         self._counts.warning("sequence_gap", max(got - expected, 1))
 
     def _on_recovery(self, recovery: Recovery) -> None:
         if self._recovery is not None and not self._closed:
-            self._recovery.ask(recovery)
+            self._recovery.send(recovery)

@@ -202,6 +202,7 @@ class PickerLoadSink:
         self._picker = picker
 
     def book(self, key: str, event: SequenceEvent) -> None:
+        """See :meth:`LoadSink.book`."""
         picker, data = self._picker, event.data
         assert isinstance(data, AddRequest), "only AddRequest events are booked"
         member = picker.worker_pool.members.get(event.worker_id)
@@ -222,11 +223,13 @@ class PickerLoadSink:
         picker.eligibility.load_changed(event.worker_id)
 
     def prefill_completed(self, key: str) -> None:
+        """See :meth:`LoadSink.prefill_completed`."""
         reservation = self._picker.active.mark_prefill_complete(key, time.perf_counter())
         if reservation is not None:
             self._picker.eligibility.load_changed(reservation.worker_id)
 
     def free(self, key: str) -> None:
+        """See :meth:`LoadSink.free`."""
         picker = self._picker
         reservation = picker.active.free(key)
         if picker.predicted is not None:

@@ -17,7 +17,8 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.queue.request_queue import QueueMetrics, RequestQueue
+from dynamo.router.queue.metrics import QueueMetrics
+from dynamo.router.queue.request_queue import RequestQueue
 
 
 class Queued(Site):

@@ -21,7 +21,7 @@ from dynamo.router import metrics
 from dynamo.router.api_views import overlap_scores
 from dynamo.router.caches import metrics as caches
 from dynamo.router.discovery.router import ConnectedRouter
-from dynamo.router.eligibility import metrics as eligibility
+from dynamo.router.eligibility import eligibility_filter as eligibility
 from dynamo.router.kv import KvPicker
 
 
