@@ -1,4 +1,4 @@
-"""Logs of every process: one line an event, UTC with milliseconds, or JSON lines."""
+"""Logs of every process: one line per event, UTC with milliseconds, or JSON lines."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _LEVELS = {
     "error": logging.ERROR,
     "off": logging.CRITICAL + 1,
 }
-_A_LINE_A_REQUEST = ("dynamo.router.decision_log",)
-"""Where INFO would be a line a request: heard only when named in ``level``, or at DEBUG."""
+_LOGGERS_PER_REQUEST = ("dynamo.router.decision_log",)
+"""Loggers with a line per request at INFO: silent unless named in ``level``, or at DEBUG."""
 
 _REPEAT_BURST = 20.0
 _REPEATS_PER_S = 1.0
@@ -41,9 +41,9 @@ def setup_logging(
     """Send this process's logs to ``stream`` (stderr).
 
     ``level`` is a level, optionally followed by exceptions for modules, as in
-    ``info,dynamo.router=debug`` (the form of ``DYN_LOG``); an unknown word is ignored, because a
-    typing error in a log level should not keep a server from starting. Replaces earlier handlers.
-    Warnings that repeat are limited, see :class:`RepeatFilter`.
+    ``info,dynamo.router=debug`` (the form of ``DYN_LOG``). An unknown word is ignored: a typing
+    error in a log level must not keep a server from starting. Replaces earlier handlers. Repeated
+    warnings are limited, see :class:`RepeatFilter`.
     """
     target = sys.stderr if stream is None else stream
     handler = logging.StreamHandler(target)
@@ -53,14 +53,14 @@ def setup_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
-    for name in _A_LINE_A_REQUEST:
+    for name in _LOGGERS_PER_REQUEST:
         logging.getLogger(name).setLevel(logging.NOTSET)
     for part in level.split(","):
         name, _, word = part.strip().rpartition("=")
         number = _LEVELS.get(word.lower())
         if number is not None:
             logging.getLogger(name.replace("::", ".") or None).setLevel(number)
-    for name in _A_LINE_A_REQUEST:
+    for name in _LOGGERS_PER_REQUEST:
         logger = logging.getLogger(name)
         if not logger.level and logger.getEffectiveLevel() >= logging.INFO:
             logger.setLevel(logging.WARNING)
@@ -68,10 +68,10 @@ def setup_logging(
 
 
 class RepeatFilter(logging.Filter):
-    """Limits warnings and errors of ours that repeat: 20 of one kind at once, then one a second.
+    """Limit repeated warnings and errors of this package: 20 of a kind at once, then one a second.
 
-    A kind is a logger and a message without its arguments. The next record that passes has the
-    number of those left out as ``suppressed``. Nothing is left out of a logger set to DEBUG.
+    A kind is a logger and a message without its arguments. The next record that passes carries the
+    number of suppressed ones as ``suppressed``. A logger set to DEBUG is not limited.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,7 +80,7 @@ class RepeatFilter(logging.Filter):
         self._kinds: dict[tuple[str, str], _Repeats] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether ``record`` is shown. O(1)."""
+        """Return whether ``record`` is shown. O(1)."""
         if record.levelno < logging.WARNING or not record.name.startswith("dynamo"):
             return True
         if logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
@@ -100,7 +100,7 @@ class RepeatFilter(logging.Filter):
 
 
 class _Repeats:
-    """A token bucket of one kind of message."""
+    """The token bucket of one kind of message."""
 
     __slots__ = ("at_s", "suppressed", "tokens")
 
@@ -121,9 +121,9 @@ class _Repeats:
 
 
 def one_line(text: str) -> str:
-    """``text`` with line ends and other control characters escaped, tabs kept.
+    """Escape line ends and other control characters of ``text``; keep tabs.
 
-    A message may quote a client or a worker: it must not look like further lines of the log.
+    A message may quote a client or a worker: the quote must not look like further log lines.
     """
     return _CONTROL.sub(_escaped, text)
 
@@ -136,13 +136,13 @@ class LineFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; a traceback follows on indented lines of its own."""
+        """Return one line; a traceback follows on indented lines."""
         level = record.levelname
         if self._colour:
             level = f"\x1b[{_COLOURS.get(level, '0')}m{level}\x1b[0m"
         text = f"{_timestamp(record)} {level} {record.name}: {one_line(record.getMessage())}"
         if suppressed := getattr(record, "suppressed", 0):
-            text += f" ({suppressed} more of this kind were left out)"
+            text += f" ({suppressed} more of this kind were suppressed)"
         if record.exc_info:
             lines = _CONTROL_IN_LINES.sub(_escaped, self.formatException(record.exc_info))
             text += "\n" + textwrap.indent(lines, "  ")
@@ -150,14 +150,14 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, target, message, service, and fields given as extra."""
+    """One JSON object per line: time, level, target, message, service, and the extra fields."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a JSON object."""
+        """Return the record as a JSON object."""
         row = {
             "time": _timestamp(record),
             "level": record.levelname,

@@ -1,4 +1,4 @@
-"""How late the event loop is: the one number that says whether anything blocks it."""
+"""The delay of the event loop, which shows whether anything blocks it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STALL_S = 0.1
 
 
 class LoopDelay:
-    """Measures ten times a second by how much a timer is late; costs a few µs each."""
+    """Measures ten times a second how late a timer fires; each takes a few µs."""
 
     def __init__(self, delays: Histogram, stalls: Counter) -> None:
         self._delays = delays
@@ -23,18 +23,18 @@ class LoopDelay:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin, on the running loop."""
+        """Start on the running loop."""
         self._due = time.monotonic() + _PERIOD_S
         self._timer = asyncio.get_running_loop().call_later(_PERIOD_S, self._measure)
 
     def stop(self) -> None:
-        """End."""
+        """Stop measuring."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _measure(self) -> None:
-        # Timers of the loop have a grain of a millisecond; early is not late.
+        # The timers of the loop have a resolution of a millisecond and may fire early.
         late_s = max(0.0, time.monotonic() - self._due - 0.001)
         self._delays.observe(late_s)
         if late_s >= _STALL_S:

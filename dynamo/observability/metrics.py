@@ -146,7 +146,7 @@ class Family(dict[tuple[str, ...], C]):
         return self[values]
 
     def extended(self, values: tuple[str, ...], extra: Sequence[tuple[str, str]]) -> C:
-        """The child for these label values and for ``extra`` labels of its own (name, value)."""
+        """The child for these label values and ``extra`` labels that others of the family lack."""
         key = (*values, *(text for pair in extra for text in pair))
         if extra and key not in self:
             self[key] = self.spec.make()

@@ -31,6 +31,7 @@ class StatusServer:
     def __init__(self, settings: SystemSettings, health: SystemHealth, metrics: Registry) -> None:
         self.routes: dict[str, EngineRoute] = {}
         self.port = -1
+        self._started = False
         self._settings = settings
         self._health = health
         self._metrics = metrics
@@ -40,11 +41,13 @@ class StatusServer:
     async def start(self) -> None:
         """Listen if the settings ask for it. Raises ConfigError if the address is taken."""
         settings = self._settings
-        if settings.port < 0 or self.port >= 0:
+        if settings.port < 0 or self._started:
             return
+        self._started = True  # before the first await: endpoints are served concurrently
         try:
             _, self.port = await self._server.bind(settings.host, settings.port, names=())
         except OSError as error:
+            self._started = False
             raise ConfigError(
                 f"DYN_SYSTEM_PORT={settings.port}: cannot listen on "
                 f"{settings.host}:{settings.port}: {error.strerror or error}"

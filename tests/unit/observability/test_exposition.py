@@ -77,7 +77,7 @@ def test_plain_text(registry: Registry) -> None:
         ("text/plain;version=1.0.0;escaping=dots", TEXT.replace("0.0.4", "1.0.0")),
     ],
 )
-def test_what_else_is_accepted_gets_plain_text(
+def test_other_accept_headers_get_plain_text(
     registry: Registry, accept: str, content_type: str
 ) -> None:
     body, found = registry.exposition(accept)

@@ -1,4 +1,4 @@
-"""What a log line looks like, as text and as JSON."""
+"""The form of log lines, as text and as JSON, and the limit on repeated ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def restore() -> Iterator[None]:
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 
-def test_a_line() -> None:
+def test_a_line_of_text() -> None:
     out = io.StringIO()
     setup_logging("svc", stream=out)
     log = logging.getLogger("dynamo.test")
@@ -85,7 +85,7 @@ def test_json_lines() -> None:
     }
 
 
-def test_levels_for_modules_and_nonsense() -> None:
+def test_levels_by_module_and_unknown_words() -> None:
     out = io.StringIO()
     setup_logging("svc", "warn,dynamo::test=debug,what", stream=out)
     logging.getLogger("dynamo.test").debug("shown")
@@ -94,7 +94,7 @@ def test_levels_for_modules_and_nonsense() -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "heard"),
+    ("level", "shown"),
     [
         ("info", False),
         ("info,dynamo.router=info", False),
@@ -104,15 +104,15 @@ def test_levels_for_modules_and_nonsense() -> None:
         ("warn", False),
     ],
 )
-def test_a_line_a_request_must_be_asked_for(level: str, heard: bool) -> None:
+def test_lines_per_request_are_shown_on_demand(level: str, shown: bool) -> None:
     out = io.StringIO()
     setup_logging("svc", "debug", stream=out)
     setup_logging("svc", level, stream=out)
     logging.getLogger("dynamo.router.decision_log").info("Selected worker")
-    assert ("Selected worker" in out.getvalue()) is heard
+    assert ("Selected worker" in out.getvalue()) is shown
 
 
-def test_a_flood_of_one_kind_is_limited_and_counted() -> None:
+def test_repeated_records_are_limited_and_counted() -> None:
     now_s = 0.0
     limit = RepeatFilter(lambda: now_s)
 
@@ -135,7 +135,7 @@ def test_a_flood_of_one_kind_is_limited_and_counted() -> None:
     assert passed(100, "bad %s") == [None] * 100, "DEBUG shows all"
 
 
-def test_what_was_left_out_is_shown() -> None:
+def test_the_number_of_suppressed_records_is_shown() -> None:
     for jsonl in (False, True):
         out = io.StringIO()
         setup_logging("svc", jsonl=jsonl, stream=out)

@@ -9,7 +9,7 @@ from metric_specs import declarations, kind_of
 
 from dynamo.observability.metrics import Registry
 
-OURS = {
+OWN = {
     "dynamo_frontend_http_connections",
     "dynamo_frontend_http_refused_total",
     "dynamo_frontend_model_cards_rejected_total",
@@ -40,7 +40,7 @@ OURS = {
     "dynamo_component_router_sessions",
     "dynamo_component_router_sessions_dropped_total",
 }
-"""What Dynamo does not have."""
+"""Metrics that Dynamo does not have."""
 
 
 DECLARED = declarations()
@@ -71,7 +71,7 @@ def test_each_metric_is_declared_once_and_well_formed() -> None:
 
 
 def test_metrics_that_dynamo_lacks_are_listed() -> None:
-    assert set(SPECS) - {row[0] for row in TABLE} == OURS
+    assert set(SPECS) - {row[0] for row in TABLE} == OWN
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if len(row) > 3], ids=lambda row: row[0])

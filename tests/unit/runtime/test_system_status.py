@@ -110,6 +110,14 @@ def test_a_bad_list_of_endpoints_is_named(text: str):
             SystemHealth(SystemSettings(use_endpoint_health_status=text))
 
 
+async def test_concurrent_starts_listen_once(caplog: pytest.LogCaptureFixture):
+    parts = Parts()
+    with caplog.at_level(logging.INFO):
+        await asyncio.gather(parts.server.start(), parts.server.start())
+    assert caplog.text.count("listens on") == 1
+    await parts.server.close()
+
+
 async def test_metrics_are_rendered(make: Make):
     parts = await make()
     parts.metrics.child(counter("a_total", "help")).value += 3
