@@ -1,4 +1,4 @@
-"""What a process that serves endpoints counts. Spec 6.4."""
+"""The metrics of a process that serves endpoints. Spec 6.4."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 def endpoint_stats(
     metrics: Registry, path: tuple[str, str, str], instance_id: int, extra: MetricsLabels = ()
 ) -> EndpointStats:
-    """The counters of (namespace, component, endpoint). ValueError: ``extra`` are no labels."""
+    """Return the metrics of (namespace, component, endpoint). ValueError: ``extra`` is invalid."""
     _check(extra)
     namespace, component, endpoint = path
     labels = (component, endpoint, namespace, f"{instance_id:x}")
@@ -44,13 +44,13 @@ def endpoint_stats(
 
 
 def export_uptime(metrics: Registry, instance_id: int, health: SystemHealth) -> None:
-    """Seconds since the start."""
+    """Export the seconds since the start."""
     uptime = names.gauge(metrics, names.Worker.UPTIME).labels(f"{instance_id:x}")
     uptime.function = lambda: health.uptime_s
 
 
 def export_pool(metrics: Registry, server: RequestServer) -> None:
-    """How full the listener is, unless the worker shows a gate of its own."""
+    """Export the load of the listener, unless the worker already exports its admission queue."""
     for spec, read in (
         (names_worker.POOL_ACTIVE, lambda: server.inflight),
         (names_worker.POOL_CAPACITY, lambda: server.settings.max_streams),
@@ -63,7 +63,7 @@ def _check(labels: MetricsLabels) -> None:
     taken = {"le", *names.Worker.ERRORS.labels}
     for name, value in labels:
         if not _LABEL.fullmatch(name) or name.startswith("__") or name in taken:
-            raise ValueError(f"metrics_labels: {name!r} is no name for a label of one's own")
+            raise ValueError(f"metrics_labels: {name!r} is not available as a label name")
         if not isinstance(value, str):
             raise ValueError(f"metrics_labels: the value of {name!r} must be text, got {value!r}")
         taken.add(name)

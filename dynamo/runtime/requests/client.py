@@ -29,7 +29,7 @@ class RequestClient:
         """Return the number of streams in flight."""
         return sum(len(connection.streams) for connection in self._connections.values())
 
-    def open(
+    def open(  # noqa: PLR0913 - the parts of one request
         self,
         address: str,
         endpoint: str,

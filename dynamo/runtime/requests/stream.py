@@ -76,40 +76,21 @@ class Carrier(Protocol):
         """Queue one frame; never blocks."""
 
 
+@dataclass(slots=True, eq=False)
 class ServedEndpoint:
-    """One registered endpoint: its handler, its counters, its streams in flight.
+    """One registered endpoint: its handler, its metrics, its streams in flight.
 
     ``on_engine_shutdown`` is called when a handler raises EngineShutdown.
     """
 
-    __slots__ = (
-        "active",
-        "draining",
-        "graceful",
-        "handler",
-        "name",
-        "on_ended",
-        "on_engine_shutdown",
-        "stats",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        handler: PushHandler,
-        stats: EndpointStats,
-        graceful: bool,
-        on_ended: Callable[[], None],
-        on_engine_shutdown: Callable[[], None] | None = None,
-    ) -> None:
-        self.name = name
-        self.handler = handler
-        self.stats = stats
-        self.graceful = graceful
-        self.draining = False
-        self.on_ended = on_ended
-        self.on_engine_shutdown = on_engine_shutdown
-        self.active: set[ServerStream] = set()
+    name: str
+    handler: PushHandler
+    stats: EndpointStats
+    graceful: bool
+    on_ended: Callable[[], None]
+    on_engine_shutdown: Callable[[], None] | None = None
+    draining: bool = False
+    active: set[ServerStream] = field(default_factory=set)
 
 
 class ServerStream:

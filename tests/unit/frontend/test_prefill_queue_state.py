@@ -47,7 +47,10 @@ async def test_publishes_at_once_to_and_from_zero_else_at_intervals() -> None:
         publisher.check()
     assert subscriber.sizes == [0, 1], "the rest within the pause"
     await subscriber.until(3)
-    assert subscriber.sizes[2] == 50 and subscriber.received[2][0] - subscriber.received[1][0] >= INTERVAL_S * 0.9
+    assert (
+        subscriber.sizes[2] == 50
+        and subscriber.received[2][0] - subscriber.received[1][0] >= INTERVAL_S * 0.9
+    )
     for number in range(50):
         queue.remove(number)
         publisher.check()
@@ -58,7 +61,9 @@ async def test_publishes_at_once_to_and_from_zero_else_at_intervals() -> None:
     assert len(subscriber.received) == 4, "closed"
 
 
-async def test_repeats_an_unchanged_state_for_new_subscribers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_repeats_an_unchanged_state_for_new_subscribers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prefill_metrics, "REPEAT_S", 0.02)
     queue: PrefillQueue[int] = PrefillQueue(100)
     queue.set_worker(7, Capacity(10, 1))

@@ -6,11 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import DynamoError
+from dynamo.protocols import codec
 from dynamo.runtime.context import Context
-from dynamo.runtime.requests import ClientStream, RequestClient, RequestServer, ServerStream
+from dynamo.runtime.requests import (
+    ClientStream,
+    RequestClient,
+    RequestServer,
+    ResponseStream,
+    ServerStream,
+)
 
 TIMEOUT_S = 20.0
 ENDPOINT = "ns/worker/generate"
@@ -109,6 +117,13 @@ class Pair:
             sum(len(connection.streams) for connection in connections),
             sum(len(connection.waiting) for connection in connections),
         )
+
+
+def open_stream(client: RequestClient, address: str, request: Any) -> ResponseStream:
+    """Send ``request`` (plain values) to ``ENDPOINT`` and iterate over the response."""
+    response = ResponseStream()
+    payload = codec.encode(request)
+    return response.attach(client.open(address, ENDPOINT, {}, payload, response.sink))
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from request_kit import ENDPOINT, Pair, Recorder, pair, until
+from request_kit import ENDPOINT, Pair, Recorder, open_stream, pair, until
 
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import (
@@ -30,7 +30,6 @@ from dynamo.runtime.requests import (
     RequestServer,
     ServerStream,
     generator_handler,
-    open_stream,
 )
 from dynamo.runtime.tasks import Tasks
 
@@ -443,7 +442,7 @@ async def test_generators_on_both_ends(tmp_path: Path) -> None:
     tasks = Tasks("handlers")
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, generator_handler(_numbers, tasks))
-        answer = open_stream(plane.client, plane.address, ENDPOINT, {"n": 3})
+        answer = open_stream(plane.client, plane.address, {"n": 3})
         assert [item async for item in answer] == [{"i": 0}, {"i": 1}, {"i": 2}]
         with pytest.raises(StopAsyncIteration):
             await anext(answer)
@@ -471,7 +470,7 @@ async def test_what_generators_raise(tmp_path: Path) -> None:
             "overload": Overloaded,
             "else": EngineFailure,
         }.items():
-            answer = open_stream(plane.client, plane.address, ENDPOINT, request)
+            answer = open_stream(plane.client, plane.address, request)
             assert await anext(answer) == "first"
             with pytest.raises(kind):
                 await anext(answer)
@@ -499,7 +498,7 @@ async def test_a_dropped_iterator_kills_and_the_generator_is_closed(tmp_path: Pa
     tasks = Tasks("handlers")
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, generator_handler(deaf, tasks))
-        answer = open_stream(plane.client, plane.address, ENDPOINT, None)
+        answer = open_stream(plane.client, plane.address, None)
         assert await anext(answer) == 1
         del answer
         gc.collect()
@@ -518,7 +517,7 @@ async def test_closing_the_handlers_hands_requests_back(tmp_path: Path) -> None:
     tasks = Tasks("handlers")
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, generator_handler(endless, tasks))
-        answer = open_stream(plane.client, plane.address, ENDPOINT, None)
+        answer = open_stream(plane.client, plane.address, None)
         assert await anext(answer) == 1
         await tasks.close()
         with pytest.raises(EngineShutdown):
@@ -539,7 +538,7 @@ async def test_a_slow_reader_pauses_its_generator_and_no_other_stream(tmp_path: 
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, generator_handler(flood, tasks))
         plane.server.register("a/b/echo", echo)
-        slow = open_stream(plane.client, plane.address, ENDPOINT, 20_000)
+        slow = open_stream(plane.client, plane.address, 20_000)
         assert await anext(slow) == b"x" * 100
         while not slow.sink._paused:
             await plane.quiet()
@@ -554,7 +553,7 @@ async def test_a_slow_reader_pauses_its_generator_and_no_other_stream(tmp_path: 
 async def test_a_handler_that_ignores_the_pause_is_killed_at_the_cap(tmp_path: Path) -> None:
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, plane.hold)
-        answer = open_stream(plane.client, plane.address, ENDPOINT, None)
+        answer = open_stream(plane.client, plane.address, None)
         stream = await plane.held()
         while not stream.closed:
             for _ in range(500):
