@@ -1,4 +1,4 @@
-"""Stop signals: tells a second stop request from a copy of the first."""
+"""Stop signals: separate a second stop request from a copy of the first."""
 
 from __future__ import annotations
 

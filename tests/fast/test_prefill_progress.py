@@ -7,9 +7,9 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle.prefill_progress import OraclePrefillProgress
 
 from dynamo._fast.prefill_progress import PrefillProgress
-from oracle.prefill_progress import OraclePrefillProgress
 
 
 def test_growth_up_to_the_limit() -> None:

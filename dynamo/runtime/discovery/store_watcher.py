@@ -144,7 +144,7 @@ class StoreWatcher:
             _log.warning("skipping %s: %s", shown(path), problem)
 
     def no_file(self, path: Path) -> None:
-        """Forget the report of a file that is gone or valid."""
+        """Forget the report of a file that was removed or repaired."""
         self._bad.pop(path, None)
 
     def _watch_directories(self) -> None:

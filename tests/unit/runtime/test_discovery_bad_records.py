@@ -86,19 +86,6 @@ BAD = [
 ]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-async def store(root: Path) -> AsyncIterator[FileDiscovery]:
-    one = FileDiscovery(root)
-    await one.start()
-    yield one
-    await one.close()
-
-
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 

@@ -8,7 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +57,6 @@ class Log:
                 self._changed.clear()
                 await self._changed.wait()
         return self.events
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-async def store(root: Path) -> AsyncIterator[FileDiscovery]:
-    one = FileDiscovery(root)
-    await one.start()
-    yield one
-    await one.close()
 
 
 @pytest.fixture

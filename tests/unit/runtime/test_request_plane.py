@@ -289,13 +289,14 @@ async def test_connect_failures(tmp_path: Path) -> None:
     await client.close()
 
 
-async def test_drop_fails_streams_at_once_and_the_next_open_connects_anew(tmp_path: Path) -> None:
+async def test_a_lost_connection_fails_its_streams_and_the_next_open_connects_again(
+    tmp_path: Path,
+) -> None:
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, plane.hold)
         _, sink = plane.open()
         stream = await plane.held()
-        plane.client.drop(plane.address)
-        plane.client.drop("uds:/unknown")
+        plane.client.connection(plane.address).lose(Disconnected("lost"))
         assert isinstance(sink.errors[0], Disconnected)
         _, again = plane.open()
         (await plane.held(2)).end()
