@@ -1,4 +1,4 @@
-"""The planes run on uvloop; their tests run on asyncio's own loop as well."""
+"""The planes run on uvloop; their tests also run on the loop of asyncio."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ async def test_a_bad_file_is_reported_once_and_nothing_else_is_lost(
     assert not [one for one in reports(caplog) if "failed" in one]
 
 
-async def test_a_bad_file_that_goes_is_not_reported_again(
+async def test_a_removed_bad_file_is_not_reported_again(
     store: FileDiscovery, root: Path, caplog: pytest.LogCaptureFixture
 ):
     for name in ("v1/mdc/a b", "v1/mdc/ab", "leases/zz"):

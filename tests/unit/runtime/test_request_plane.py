@@ -151,7 +151,7 @@ async def test_kill_silences_the_sink_and_closes_the_stream(tmp_path: Path) -> N
         call.kill()
         await stream.context.async_killed_or_stopped()
         assert stream.context.is_killed() and stream.closed
-        stream.send(b"nobody hears this")
+        stream.send(b"dropped")
         stream.end()
         await plane.quiet()
         assert sink.items == [] and not sink.over
@@ -198,7 +198,7 @@ async def test_cancellation_races_change_nothing_after_the_end(tmp_path: Path) -
         assert plane.tables() == (0, 0, 0, 0)
 
 
-async def test_a_client_that_leaves_kills_its_streams_and_counts_once(tmp_path: Path) -> None:
+async def test_a_disconnected_client_kills_its_streams_and_counts_once(tmp_path: Path) -> None:
     async with pair(tmp_path) as plane:
         stats = plane.server.register(ENDPOINT, plane.hold)
         call, _ = plane.open()
@@ -316,7 +316,7 @@ async def test_release_waits_for_the_last_stream(tmp_path: Path) -> None:
         assert plane.address not in plane.client._connections
 
 
-async def test_drain_lets_graceful_streams_finish_and_cuts_the_others(tmp_path: Path) -> None:
+async def test_drain_lets_graceful_streams_finish_and_aborts_the_others(tmp_path: Path) -> None:
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, plane.hold)
         plane.server.register("ns/worker/cut", plane.hold, graceful_shutdown=False)
@@ -337,7 +337,7 @@ async def test_drain_lets_graceful_streams_finish_and_cuts_the_others(tmp_path: 
         assert draining.result() == 1
 
 
-async def test_drain_cuts_at_its_deadline_and_knows_unregistered_streams(tmp_path: Path) -> None:
+async def test_drain_aborts_at_its_deadline_unregistered_streams_included(tmp_path: Path) -> None:
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, plane.hold)
         plane.server.register("a/b/echo", echo)
