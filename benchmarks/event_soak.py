@@ -25,7 +25,7 @@ from dynamo._fast.ingest import Ingest
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
-from dynamo.router.caches.event_threads import take_handed
+from dynamo.router.caches.event_threads import apply_handoff
 from dynamo.router.caches.indexer import Indexer
 
 WORKERS = 8
@@ -136,8 +136,8 @@ class Soak:
             self.ingest.push(number % self.threads, payload)
 
     def _check(self) -> None:
-        while self.ingest is not None and (handed := self.ingest.handed()) is not None:
-            take_handed(handed, self.indexer, self.counts)
+        while self.ingest is not None and (handoff := self.ingest.next_handoff()) is not None:
+            apply_handoff(handoff, self.indexer, self.counts)
         held = sum(engine.blocks for engine in self.engines)
         assert self.tree.blocks() == held, (self.tree.blocks(), held)
 

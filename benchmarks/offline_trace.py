@@ -36,7 +36,7 @@ Row = tuple[str, int, list[Report]]
 class _NoCounts:
     """Counts nothing."""
 
-    def applied(self, event_type: str, status: str) -> None:
+    def applied(self, event_type: str, status: str, count: int = 1) -> None:
         """Ignored."""
 
     def warning(self, kind: str, count: int = 1) -> None:

@@ -36,7 +36,7 @@ class Unaware(EligibilityFilter):
 
     def load_changed(self, worker_id: int) -> None:
         """Notify no listener."""
-        self.busy.look(worker_id)
+        self.busy.update(worker_id)
 
 
 def picker_of(settings: RouterSettings, prompts: list[array[int]]) -> KvPicker:
@@ -58,15 +58,15 @@ def direct(picker: KvPicker, request_id: str, tokens: array[int]) -> None:
     picker.free(request_id)
 
 
-def lined(
+def queued(
     queue: RequestQueue,
     picker: KvPicker,
     request_id: str,
     tokens: array[int],
-    nobody: Callable[..., None],
+    ignore: Callable[..., None],
 ) -> None:
     """Through a queue, with the callback that a frontend creates for each request."""
-    queue.submit(request_id, tokens, on_decision=partial(nobody, request_id), on_error=nobody)
+    queue.submit(request_id, tokens, on_decision=partial(ignore, request_id), on_error=ignore)
     picker.mark_prefill_complete(request_id)
     picker.free(request_id)
 
@@ -88,7 +88,7 @@ def ways(prompts: list[array[int]]) -> dict[str, Callable[[], Request]]:
 
     def waiting() -> Request:
         eligibility.__class__, eligibility.on_change = EligibilityFilter, queue.wake
-        return partial(lined, queue, picker, nobody=print)
+        return partial(queued, queue, picker, ignore=print)
 
     return {
         "no queue in the code": unaware,

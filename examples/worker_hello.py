@@ -29,38 +29,38 @@ from dynamo.runtime import Context, DistributedRuntime, dynamo_worker
 BLOCK_SIZE = 16
 
 
-class Parrot:
-    """The engine: its cache never evicts, so it publishes each new block once."""
+class EchoEngine:
+    """The engine. Its cache evicts nothing, so it publishes each new block once."""
 
     def __init__(self, events: KvEventPublisher, load: WorkerMetricsPublisher) -> None:
         self.events = events
         self.load = load
-        self.known: set[int] = set()
+        self.cached: set[int] = set()
 
     async def generate(
         self, request: dict[str, Any], context: Context
     ) -> AsyncIterator[dict[str, Any]]:
         """Stream the prompt's own tokens back."""
         prompt: list[int] = request["token_ids"]
-        self.remember(prompt)
+        self.publish_block(prompt)
         for token in prompt[: request["stop_conditions"].get("max_tokens")]:
             if context.is_stopped():
                 return
             yield {"token_ids": [token]}
         yield {"token_ids": [], "finish_reason": "stop"}
 
-    def remember(self, prompt: list[int]) -> None:
+    def publish_block(self, prompt: list[int]) -> None:
         """Publish the first block of ``prompt`` if it is new; a real engine publishes all."""
         for block_hash in compute_block_hash_for_seq(prompt[:BLOCK_SIZE], BLOCK_SIZE):
-            if block_hash not in self.known:
-                self.known.add(block_hash)
+            if block_hash not in self.cached:
+                self.cached.add(block_hash)
                 self.events.publish_stored(prompt[:BLOCK_SIZE], [BLOCK_SIZE], [block_hash])
-        self.load.publish(0, len(self.known))
+        self.load.publish(0, len(self.cached))
 
 
 @dynamo_worker()
 async def main(runtime: DistributedRuntime) -> None:
-    """Register the model and serve until the runtime stops."""
+    """Register the model and serve until SIGTERM."""
     namespace = runtime.namespace(os.environ.get("DYN_NAMESPACE", "dynamo"))
     endpoint = namespace.component("hello").endpoint("generate")
     config = ModelRuntimeConfig()
@@ -76,8 +76,8 @@ async def main(runtime: DistributedRuntime) -> None:
     )
     load = WorkerMetricsPublisher()
     await load.create_endpoint(endpoint)
-    parrot = Parrot(KvEventPublisher(endpoint, kv_block_size=BLOCK_SIZE), load)
-    await endpoint.serve_endpoint(parrot.generate)
+    engine = EchoEngine(KvEventPublisher(endpoint, kv_block_size=BLOCK_SIZE), load)
+    await endpoint.serve_endpoint(engine.generate)
 
 
 if __name__ == "__main__":

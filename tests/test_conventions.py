@@ -180,10 +180,16 @@ def import_graph() -> dict[str, set[str]]:
 
 def test_no_import_circles() -> None:
     """Imports form no circle, not even one of type annotations only."""
-    try:
-        TopologicalSorter(import_graph()).prepare()
-    except CycleError as error:
-        pytest.fail("import circle: " + " <- ".join(error.args[1]))
+    graph, circles = import_graph(), []
+    while True:
+        try:
+            TopologicalSorter(graph).prepare()
+            break
+        except CycleError as error:  # record it, cut it open, look for the next one
+            circle = error.args[1]
+            circles.append(" <- ".join(circle))
+            graph[circle[1]].discard(circle[0])
+    assert not circles, "import circles:\n" + "\n".join(circles)
 
 
 def test_only_config_reads_the_environment() -> None:

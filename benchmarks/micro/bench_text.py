@@ -80,10 +80,14 @@ def streaming(preprocessor: Preprocessor) -> None:
         return ChatStream(each, prepared, preprocessor.tokenizer, "chatcmpl-" + "0" * 36, 1)
 
     stream, merged = make(), make()
-    stream.feed(0, token)
-    merged.feed(0, token)
     stopping = make(parse_chat(_body(60, 0, stop=["STOP", "\n\nUser:"])))
-    stopping.feed(0, token)
+
+    def write(answer: ChatStream) -> bytes:
+        answer.push(0, token)
+        return answer.flush()
+
+    for each in (stream, merged, stopping):
+        write(each)
 
     def five(_: EngineOutput) -> bytes:
         for _ in range(5):
@@ -97,8 +101,8 @@ def streaming(preprocessor: Preprocessor) -> None:
 
     many = [token] * 2000
     _row("decode one engine output", decode, [raw] * 2000)
-    _row("detokenize and write one token as SSE", lambda each: stream.feed(0, each), many)
-    _row("  with stop strings", lambda each: stopping.feed(0, each), many)
+    _row("detokenize and write one token as SSE", lambda _: write(stream), many)
+    _row("  with stop strings", lambda _: write(stopping), many)
     _row("  five tokens in one chunk", five, many)
     _row("make a stream", lambda _: make(), many)
     _row("make a stream, one token, unary body", unary, many)

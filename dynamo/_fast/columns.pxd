@@ -1,4 +1,4 @@
-"""How columns of integers enter and leave the compiled rooms: buffers in, ``array`` out.
+"""How columns of integers enter and leave the compiled modules: buffers in, ``array`` out.
 
 ``open_*`` fills ``view`` and returns the number of values; the caller releases the view. Columns
 of u64 may also be raw little-endian bytes (what the wire carries), at any alignment.
@@ -12,6 +12,17 @@ from cpython.buffer cimport (
     PyBuffer_Release,
     PyObject_GetBuffer,
 )
+
+
+cdef inline int check_items(array.array column, str name, char kind) except -1:
+    """Raise TypeError unless ``column`` is None or an array of the type code ``kind``.
+
+    For columns that a request reads several times: an array's items are reached without the cost
+    of a buffer view.
+    """
+    if column is not None and column.ob_descr.typecode != kind:
+        raise TypeError(f"{name} must be an array of type code {chr(kind)!r}")
+    return 0
 
 
 cdef inline char item_kind(const Py_buffer *view) noexcept:

@@ -1,6 +1,6 @@
 """The histogram under every latency: an observation is a search in an array of doubles.
 
-Readable twin: ``tests/oracle/histogram.py``.
+Reference implementation: ``tests/oracle/histogram.py``.
 """
 
 cimport cython

@@ -1,4 +1,7 @@
-// KV events applied to the prefix index by threads of their own. See docs/radix.md.
+// KV events that threads apply to the prefix index. See docs/radix.md.
+//
+// Lock order: a shard of Streams, then either the handoffs or the locks of the index. No lock is held
+// while a thread receives or decodes.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -23,139 +26,146 @@ namespace dynamo::ingest {
 using kv_events::Batch;
 using kv_events::Event;
 
+// In the order of STATUSES and WARNINGS in ingest.pyx.
 enum Status : uint8_t { OK, PARENT_NOT_FOUND, BLOCK_NOT_FOUND, INVALID_BLOCK, IGNORED_TIER, STATUSES };
-enum Oddity : uint8_t { DUPLICATE, UNKNOWN_WORKER, OVERFLOWED, FOREIGN, SEQUENCE_GAP, FAILED, ODDITIES };
+enum Warning : uint8_t {
+    DUPLICATE,
+    UNKNOWN_WORKER,
+    OVERFLOWED,
+    MALFORMED,
+    SEQUENCE_GAP,
+    FAILED,
+    WARNINGS
+};
 
-// A file descriptor that wakes whoever polls it.
-class Bell {
+// A file descriptor that is readable between notify() and clear().
+class WakeupFd {
 public:
-    Bell() : descriptor_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    WakeupFd() : descriptor_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
         if (descriptor_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
     }
-    ~Bell() { close(descriptor_); }
-    Bell(const Bell &) = delete;
-    Bell &operator=(const Bell &) = delete;
+    ~WakeupFd() { close(descriptor_); }
+    WakeupFd(const WakeupFd &) = delete;
+    WakeupFd &operator=(const WakeupFd &) = delete;
 
     int descriptor() const noexcept { return descriptor_; }
-    void ring() noexcept {
+    void notify() noexcept {
         uint64_t one = 1;
-        [[maybe_unused]] ssize_t written = write(descriptor_, &one, sizeof one);  // full: rung enough
+        [[maybe_unused]] ssize_t written = write(descriptor_, &one, sizeof one);  // full: readable already
     }
-    void silence() noexcept {
+    void clear() noexcept {
         uint64_t count;
-        [[maybe_unused]] ssize_t taken = read(descriptor_, &count, sizeof count);
+        [[maybe_unused]] ssize_t size = read(descriptor_, &count, sizeof count);
     }
 
 private:
     int descriptor_;
 };
 
-// What a thread leaves to the loop. EVENTS: a batch from its event `first` on, as far as it is of
-// `dp_rank`. ODD: a payload that only the Python decoder can judge. ANEW: no payload; the publisher
-// called `worker` began to count anew.
-enum What : uint8_t { EVENTS, ODD, ANEW };
+// EVENTS: a batch, of which the events of `dp_rank` from index `first` on are not applied. UNDECODED:
+// a payload that the compiled decoder rejects; the Python decoder decides. RESTARTED: no payload; the
+// publisher `worker` counts its messages from the start again.
+enum HandoffKind : uint8_t { EVENTS, UNDECODED, RESTARTED };
 
-struct Handed {
-    What what = ODD;
+// Work that a thread passes to the loop.
+struct Handoff {
+    HandoffKind kind = UNDECODED;
     uint32_t dp_rank = 0;
     uint64_t worker = 0;
     size_t first = 0;
     std::string payload;
 };
 
-// The streams of events, each either *direct* (a thread applies what is next in order) or the
-// loop's (threads hand its events over, in order). What is not next makes a stream the loop's.
+// The streams of events, by (worker, dp_rank). Each has one owner: a thread, while it is *delegated*
+// (the thread applies the next event in order), else the loop (threads hand off its events, in order).
+// An event that is not the next one returns a stream to the loop.
 class Streams {
 public:
     explicit Streams(radix::SharedIndex *index) : writer_(*index) {}
 
-    int descriptor() const noexcept { return bell_.descriptor(); }
-    void silence() noexcept { bell_.silence(); }
+    int descriptor() const noexcept { return wakeup_.descriptor(); }
+    void clear_wakeup() noexcept { wakeup_.clear(); }
     uint64_t applied(size_t kind, size_t status) const noexcept { return applied_[kind][status]; }
-    uint64_t odd(size_t oddity) const noexcept { return odd_[oddity]; }
-    void count(Oddity oddity, uint64_t times = 1) noexcept { odd_[oddity] += times; }
+    uint64_t warned(size_t warning) const noexcept { return warnings_[warning]; }
+    void count(Warning warning, uint64_t times = 1) noexcept { warnings_[warning] += times; }
 
-    // From now on the stream is known, and the loop's.
-    void follow(uint64_t worker, uint32_t dp_rank, uint32_t slot) {
+    // Registers a stream, owned by the loop.
+    void add(uint64_t worker, uint32_t dp_rank, uint32_t slot) {
         Shard &shard = shard_of(worker);
         std::lock_guard<std::mutex> hold(shard.mutex);
         shard.streams[Key{worker, dp_rank}].slot = slot;
     }
 
-    // From now on the stream is direct; false if events of it still wait to be taken by the loop.
-    bool give(uint64_t worker, uint32_t dp_rank, bool has_last, int64_t last) {
-        Shard &shard = shard_of(worker);
-        std::lock_guard<std::mutex> hold(shard.mutex);
-        auto found = shard.streams.find(Key{worker, dp_rank});
-        if (found == shard.streams.end() || found->second.pending != 0) return false;
-        Stream &stream = found->second;
-        stream.direct = true;
-        stream.has_last = has_last;
-        stream.last = last;
-        return true;
+    // Gives the stream to the threads. False if it is unknown, or if handed-off events of it are
+    // pending: applying later ones first would break their order.
+    bool delegate(uint64_t worker, uint32_t dp_rank, bool has_last, int64_t last) {
+        return with_stream(worker, dp_rank, [=](Stream &stream) {
+            if (stream.pending != 0) return false;
+            stream.delegated = true;
+            stream.has_last = has_last;
+            stream.last = last;
+            return true;
+        });
     }
 
-    // From now on the stream is the loop's; false if it is not known.
-    bool take(uint64_t worker, uint32_t dp_rank, bool *has_last, int64_t *last, bool *heard) {
-        Shard &shard = shard_of(worker);
-        std::lock_guard<std::mutex> hold(shard.mutex);
-        auto found = shard.streams.find(Key{worker, dp_rank});
-        if (found == shard.streams.end()) return false;
-        found->second.direct = false;
-        *has_last = found->second.has_last;
-        *last = found->second.last;
-        *heard = found->second.heard;
-        return true;
+    // Returns the stream to the loop; false if it is unknown. Threads change a slot under the lock of
+    // its shard only: none does after the return.
+    bool reclaim(uint64_t worker, uint32_t dp_rank, bool *has_last, int64_t *last,
+                 bool *received_any) {
+        return with_stream(worker, dp_rank, [=](Stream &stream) {
+            stream.delegated = false;
+            *has_last = stream.has_last;
+            *last = stream.last;
+            *received_any = stream.received_any;
+            return true;
+        });
     }
 
-    bool heard(uint64_t worker, uint32_t dp_rank) {
-        Shard &shard = shard_of(worker);
-        std::lock_guard<std::mutex> hold(shard.mutex);
-        auto found = shard.streams.find(Key{worker, dp_rank});
-        return found != shard.streams.end() && found->second.heard;
+    bool received_any(uint64_t worker, uint32_t dp_rank) {
+        return with_stream(worker, dp_rank, [](Stream &stream) { return stream.received_any; });
     }
 
-    // When this returns no thread touches the stream's slot any more.
-    void forget(uint64_t worker, uint32_t dp_rank) {
+    // Forgets a stream. No thread changes its slot after the return.
+    void remove(uint64_t worker, uint32_t dp_rank) {
         Shard &shard = shard_of(worker);
         std::lock_guard<std::mutex> hold(shard.mutex);
         shard.streams.erase(Key{worker, dp_rank});
     }
 
-    // The oldest thing left to the loop; false if there is none.
-    bool next_handed(Handed *handed) {
+    // Takes the oldest handoff; false if there is none.
+    bool next_handoff(Handoff *handoff) {
         {
-            std::lock_guard<std::mutex> hold(handed_mutex_);
-            if (handed_.empty()) return false;
-            *handed = std::move(handed_.front());
-            handed_.pop_front();
-            handed_bytes_ -= handed->payload.size();
+            std::lock_guard<std::mutex> hold(handoffs_mutex_);
+            if (handoffs_.empty()) return false;
+            *handoff = std::move(handoffs_.front());
+            handoffs_.pop_front();
+            handoff_bytes_ -= handoff->payload.size();
         }
-        if (handed->what != EVENTS) return true;
-        Shard &shard = shard_of(handed->worker);
-        std::lock_guard<std::mutex> hold(shard.mutex);
-        auto found = shard.streams.find(Key{handed->worker, handed->dp_rank});
-        if (found != shard.streams.end() && found->second.pending != 0) found->second.pending--;
+        if (handoff->kind == EVENTS)  // after the lock above is released: see the lock order
+            with_stream(handoff->worker, handoff->dp_rank, [](Stream &stream) {
+                // 0 if the stream was removed and added again since the handoff.
+                return stream.pending != 0 && stream.pending-- != 0;
+            });
         return true;
     }
 
-    // What the publisher told before is void: its streams are the loop's from here on.
-    void renew(uint64_t worker) {
+    // Returns the publisher's streams to the loop: their earlier events do not count any more.
+    void publisher_restarted(uint64_t worker) {
         Shard &shard = shard_of(worker);
         std::lock_guard<std::mutex> hold(shard.mutex);
         for (auto &[key, stream] : shard.streams)
-            if (key.worker == worker) stream.direct = false;
-        Handed handed;
-        handed.what = ANEW;
-        handed.worker = worker;
-        hand(handed, nullptr, 0);
+            if (key.worker == worker) stream.delegated = false;
+        Handoff handoff;
+        handoff.kind = RESTARTED;
+        handoff.worker = worker;
+        enqueue(handoff, nullptr, 0);
     }
 
-    // A message's payload, on one of the threads; `batch` is that thread's scratch.
+    // Applies a message's payload, or hands it off. `batch` is a buffer that the calling thread reuses.
     void process(const uint8_t *data, size_t size, Batch *batch) {
         if (!kv_events::BatchReader(data, size).read(batch)) {
-            Handed odd;
-            hand(odd, data, size);
+            Handoff undecoded;
+            enqueue(undecoded, data, size);
             return;
         }
         Shard &shard = shard_of(batch->worker);
@@ -168,20 +178,21 @@ public:
                 continue;
             }
             Stream &stream = found->second;
-            stream.heard = true;
-            if (stream.direct) take_next(stream, event);
-            if (!stream.direct && !stream.left) leave(*batch, at, &stream, data, size);
+            stream.received_any = true;
+            if (stream.delegated) apply_next(stream, event);
+            if (!stream.delegated && !stream.handed_off) hand_off(*batch, at, &stream, data, size);
         }
+        // `handed_off` is only meaningful within one batch.
         for (const Event &event : batch->events) {
             auto found = shard.streams.find(Key{batch->worker, event.dp_rank});
-            if (found != shard.streams.end()) found->second.left = false;
+            if (found != shard.streams.end()) found->second.handed_off = false;
         }
     }
 
 private:
     static constexpr size_t SHARDS = 64;
-    static constexpr size_t MAX_HANDED = 65'536;
-    static constexpr size_t MAX_HANDED_BYTES = 64u << 20;
+    static constexpr size_t MAX_HANDOFFS = 65'536;
+    static constexpr size_t MAX_HANDOFF_BYTES = 64u << 20;
 
     struct Key {
         uint64_t worker;
@@ -199,11 +210,11 @@ private:
 
     struct Stream {
         uint32_t slot = 0;
-        uint32_t pending = 0;  // batches handed over that the loop has not taken
-        bool direct = false;
-        bool has_last = false;  // else any id may come next
-        bool heard = false;
-        bool left = false;  // the rest of the batch at hand was handed over
+        uint32_t pending = 0;  // handoffs that the loop has not taken
+        bool delegated = false;
+        bool has_last = false;  // else any id may be the next
+        bool received_any = false;
+        bool handed_off = false;  // the rest of the current batch was
         int64_t last = 0;
     };
 
@@ -212,16 +223,28 @@ private:
         std::unordered_map<Key, Stream, Hash> streams;
     };
 
+    // All ranks of a worker share a shard, so that process() locks once a batch. Fibonacci hashing:
+    // the upper 6 bits select one of the 64 shards.
     Shard &shard_of(uint64_t worker) noexcept {
         return shards_[(worker * 0x9E3779B97F4A7C15u) >> 58];
     }
 
-    // Applies the event if it is the stream's next; makes the stream the loop's if events are missing.
-    void take_next(Stream &stream, const Event &event) {
+    // Runs `action` on a stream under the lock of its shard; false if the stream is unknown.
+    template <class Action>
+    bool with_stream(uint64_t worker, uint32_t dp_rank, Action action) {
+        Shard &shard = shard_of(worker);
+        std::lock_guard<std::mutex> hold(shard.mutex);
+        auto found = shard.streams.find(Key{worker, dp_rank});
+        return found != shard.streams.end() && action(found->second);
+    }
+
+    // Applies the event if it is the stream's next; returns the stream to the loop if events are
+    // missing.
+    void apply_next(Stream &stream, const Event &event) {
         if (stream.has_last && event.id <= stream.last) {
             count(DUPLICATE);
         } else if (stream.has_last && event.id != stream.last + 1) {
-            stream.direct = false;
+            stream.delegated = false;
         } else {
             applied_[event.kind][apply(stream.slot, event)]++;
             stream.has_last = true;
@@ -229,26 +252,27 @@ private:
         }
     }
 
-    void leave(const Batch &batch, size_t first, Stream *stream, const uint8_t *data, size_t size) {
-        stream->left = true;
-        Handed handed;
-        handed.what = EVENTS;
-        handed.dp_rank = batch.events[first].dp_rank;
-        handed.worker = batch.worker;
-        handed.first = first;
-        if (hand(handed, data, size)) stream->pending++;
+    void hand_off(const Batch &batch, size_t first, Stream *stream, const uint8_t *data, size_t size) {
+        stream->handed_off = true;
+        Handoff handoff;
+        handoff.kind = EVENTS;
+        handoff.dp_rank = batch.events[first].dp_rank;
+        handoff.worker = batch.worker;
+        handoff.first = first;
+        if (enqueue(handoff, data, size)) stream->pending++;
     }
 
-    // Too much for the loop: what does not fit is lost, and will be missed and asked for.
-    bool hand(Handed &handed, const uint8_t *data, size_t size) {
-        if (size != 0) handed.payload.assign(reinterpret_cast<const char *>(data), size);
-        std::lock_guard<std::mutex> hold(handed_mutex_);
-        bool full = handed_.size() >= MAX_HANDED || handed_bytes_ + size > MAX_HANDED_BYTES;
-        if (full && handed.what != ANEW)
+    // False if the loop is too far behind: the handoff is dropped, and its event ids leave a gap that
+    // starts a recovery. A restart is never dropped: no id would reveal it.
+    bool enqueue(Handoff &handoff, const uint8_t *data, size_t size) {
+        if (size != 0) handoff.payload.assign(reinterpret_cast<const char *>(data), size);
+        std::lock_guard<std::mutex> hold(handoffs_mutex_);
+        bool full = handoffs_.size() >= MAX_HANDOFFS || handoff_bytes_ + size > MAX_HANDOFF_BYTES;
+        if (full && handoff.kind != RESTARTED)
             return count(OVERFLOWED), false;
-        handed_bytes_ += size;
-        handed_.push_back(std::move(handed));
-        bell_.ring();
+        handoff_bytes_ += size;
+        handoffs_.push_back(std::move(handoff));
+        wakeup_.notify();
         return true;
     }
 
@@ -276,12 +300,13 @@ private:
 
     radix::Writer writer_;
     std::array<Shard, SHARDS> shards_;
+    // Counters that the loop reads at any time; they order nothing else.
     std::array<std::array<std::atomic<uint64_t>, STATUSES>, kv_events::KINDS> applied_{};
-    std::array<std::atomic<uint64_t>, ODDITIES> odd_{};
-    std::mutex handed_mutex_;  // taken while a shard is held, never the other way round
-    std::deque<Handed> handed_;
-    size_t handed_bytes_ = 0;
-    Bell bell_;
+    std::array<std::atomic<uint64_t>, WARNINGS> warnings_{};
+    std::mutex handoffs_mutex_;  // guards the two below
+    std::deque<Handoff> handoffs_;
+    size_t handoff_bytes_ = 0;
+    WakeupFd wakeup_;
 };
 
 }  // namespace dynamo::ingest

@@ -1,7 +1,7 @@
 """KV events decoded and applied to the prefix index by threads that run without the GIL.
 
-The threads, their locks and who owns a stream of events when: docs/radix.md. The twin of what they
-do with a batch is ``dynamo.router.caches.indexer`` with ``dynamo.protocols.kv``.
+Threads, locks and the ownership of streams: docs/radix.md. The reference implementation of applying
+a batch is ``dynamo.router.caches.indexer`` with ``dynamo.protocols.kv``.
 """
 
 cimport cython
@@ -20,13 +20,13 @@ cdef extern from "radix_shared.hpp" namespace "dynamo::radix":
         pass
 
 cdef extern from "ingest_thread.hpp" namespace "dynamo::ingest":
-    cdef enum What:
+    cdef enum HandoffKind:
         EVENTS
-        ODD
-        ANEW
+        UNDECODED
+        RESTARTED
 
-    cdef cppclass Handed:
-        What what
+    cdef cppclass Handoff:
+        HandoffKind kind
         uint32_t dp_rank
         uint64_t worker
         size_t first
@@ -35,23 +35,27 @@ cdef extern from "ingest_thread.hpp" namespace "dynamo::ingest":
     cdef cppclass Streams:
         Streams(SharedIndex *index) except +
         int descriptor() noexcept
-        void silence() noexcept
+        void clear_wakeup() noexcept
         uint64_t applied(size_t kind, size_t status) noexcept
-        uint64_t odd(size_t oddity) noexcept
-        void follow(uint64_t worker, uint32_t dp_rank, uint32_t slot) except + nogil
-        cpp_bool give(
+        uint64_t warned(size_t warning) noexcept
+        void add(uint64_t worker, uint32_t dp_rank, uint32_t slot) except + nogil
+        cpp_bool delegate(
             uint64_t worker, uint32_t dp_rank, cpp_bool has_last, int64_t last
         ) except + nogil
-        cpp_bool take(
-            uint64_t worker, uint32_t dp_rank, cpp_bool *has_last, int64_t *last, cpp_bool *heard
+        cpp_bool reclaim(
+            uint64_t worker,
+            uint32_t dp_rank,
+            cpp_bool *has_last,
+            int64_t *last,
+            cpp_bool *received_any,
         ) except + nogil
-        cpp_bool heard(uint64_t worker, uint32_t dp_rank) except + nogil
-        void forget(uint64_t worker, uint32_t dp_rank) except + nogil
-        cpp_bool next_handed(Handed *handed) except + nogil
+        cpp_bool received_any(uint64_t worker, uint32_t dp_rank) except + nogil
+        void remove(uint64_t worker, uint32_t dp_rank) except + nogil
+        cpp_bool next_handoff(Handoff *handoff) except + nogil
 
     cdef cppclass Thread:
         Thread(Streams *streams, string topic) except +
-        void use(void *socket, const uintptr_t *zmq) noexcept
+        void set_socket(void *socket, const uintptr_t *zmq) noexcept
         void connect(string address) except +
         void disconnect(string address, uint64_t publisher) except +
         void stop() except +
@@ -74,16 +78,16 @@ ZMQ_FUNCTIONS = (
 )
 KINDS = ("stored", "removed", "cleared")
 STATUSES = ("ok", "parent_block_not_found", "block_not_found", "invalid_block", "ignored_tier")
-ODDITIES = ("duplicate", "unknown_worker", "overflow", "malformed", "sequence_gap", "failed")
+WARNINGS = ("duplicate", "unknown_worker", "overflow", "malformed", "sequence_gap", "failed")
 
 
 @cython.final
 cdef class Ingest:
     """Streams of KV events and the ``threads`` that apply them to ``tree``.
 
-    A stream belongs to the loop until it is given away; from then on threads apply its events as
-    long as each is the next in order. The first that is not makes the stream the loop's again, and
-    like all that follow it waits in ``handed()``; ``fileno()`` is readable while something waits.
+    The loop owns a stream until it delegates it: then threads apply its events as long as each is
+    the next in order. The first that is not returns the stream to the loop; that event and all later
+    ones are handed off (:meth:`next_handoff`). ``fileno()`` is readable while handoffs are pending.
     """
 
     cdef object _tree
@@ -105,75 +109,75 @@ cdef class Ingest:
             del thread
 
     def fileno(self):
-        """A descriptor that is readable while something is handed over."""
+        """Return a descriptor that is readable while handoffs are pending."""
         return self._streams.get().descriptor()
 
-    def silence(self):
-        """Make ``fileno()`` unreadable until something more is handed over."""
-        self._streams.get().silence()
+    def clear_wakeup(self):
+        """Make ``fileno()`` unreadable until the next handoff."""
+        self._streams.get().clear_wakeup()
 
-    def follow(self, uint64_t worker, uint32_t dp_rank, uint32_t slot):
-        """Know a stream; its blocks go to ``slot`` and it is the loop's. O(1)."""
+    def add(self, uint64_t worker, uint32_t dp_rank, uint32_t slot):
+        """Register a stream, owned by the loop; its blocks go to ``slot``. O(1)."""
         with nogil:
-            self._streams.get().follow(worker, dp_rank, slot)
+            self._streams.get().add(worker, dp_rank, slot)
 
-    def give(self, uint64_t worker, uint32_t dp_rank, last):
-        """Let threads apply what comes after ``last`` (None: whatever comes next).
+    def delegate(self, uint64_t worker, uint32_t dp_rank, last):
+        """Let threads apply the events after ``last`` (None: from any id on).
 
-        False if the stream is not known or events of it still wait in ``handed()``.
+        Return False if the stream is unknown or handoffs of it are pending.
         """
         cdef cpp_bool has_last = last is not None
         cdef int64_t number = last if has_last else 0
-        cdef cpp_bool given
+        cdef cpp_bool delegated
         with nogil:
-            given = self._streams.get().give(worker, dp_rank, has_last, number)
-        return given
+            delegated = self._streams.get().delegate(worker, dp_rank, has_last, number)
+        return delegated
 
-    def take(self, uint64_t worker, uint32_t dp_rank):
-        """Take the stream back: (last id applied or None, whether it was ever heard of).
+    def reclaim(self, uint64_t worker, uint32_t dp_rank):
+        """Return the stream to the loop: (last applied id or None, whether it received any event).
 
-        None if it is not known. When this returns no thread changes its slot.
+        None if it is unknown. No thread changes its slot after the return.
         """
-        cdef cpp_bool has_last = False, heard = False, known
+        cdef cpp_bool has_last = False, received_any = False, known
         cdef int64_t last = 0
         with nogil:
-            known = self._streams.get().take(worker, dp_rank, &has_last, &last, &heard)
-        return (last if has_last else None, heard) if known else None
+            known = self._streams.get().reclaim(worker, dp_rank, &has_last, &last, &received_any)
+        return (last if has_last else None, received_any) if known else None
 
-    def heard(self, uint64_t worker, uint32_t dp_rank):
-        """Whether any event of the stream ever came."""
-        cdef cpp_bool heard
+    def received_any(self, uint64_t worker, uint32_t dp_rank):
+        """Return whether any event of the stream was received."""
+        cdef cpp_bool received_any
         with nogil:
-            heard = self._streams.get().heard(worker, dp_rank)
-        return heard
+            received_any = self._streams.get().received_any(worker, dp_rank)
+        return received_any
 
-    def forget(self, uint64_t worker, uint32_t dp_rank):
-        """Know the stream no more. When this returns no thread changes its slot."""
+    def remove(self, uint64_t worker, uint32_t dp_rank):
+        """Forget the stream. No thread changes its slot after the return."""
         with nogil:
-            self._streams.get().forget(worker, dp_rank)
+            self._streams.get().remove(worker, dp_rank)
 
-    def handed(self):
-        """The oldest thing that the threads left to the loop, or None.
+    def next_handoff(self):
+        """Take the oldest handoff of the threads to the loop, or None.
 
-        (payload, worker, dp_rank, first): the batch's events from ``first`` on of that rank;
-        (payload, None, 0, 0): a payload that only the Python decoder can judge;
-        (None, worker, 0, 0): the worker's publisher began to count anew.
+        (payload, worker, dp_rank, first): the batch's events of that rank from index ``first`` on;
+        (payload, None, 0, 0): a payload that the compiled decoder rejects;
+        (None, worker, 0, 0): the worker's publisher restarted its sequence numbers.
         """
-        cdef Handed found
+        cdef Handoff found
         cdef cpp_bool any_
         with nogil:
-            any_ = self._streams.get().next_handed(&found)
+            any_ = self._streams.get().next_handoff(&found)
         if not any_:
             return None
-        if found.what == ANEW:
+        if found.kind == RESTARTED:
             return None, found.worker, 0, 0
         payload = PyBytes_FromStringAndSize(found.payload.data(), <Py_ssize_t> found.payload.size())
-        if found.what == ODD:
+        if found.kind == UNDECODED:
             return payload, None, 0, 0
         return payload, found.worker, found.dp_rank, found.first
 
     def applied(self):
-        """Events applied so far, by (type, status); those that never occurred are left out."""
+        """Return the number of events applied, by (type, status), without zeros."""
         cdef size_t kind, status
         counts = {}
         for kind in range(3):
@@ -183,40 +187,40 @@ cdef class Ingest:
                     counts[KINDS[kind], STATUSES[status]] = count
         return counts
 
-    def oddities(self):
-        """Warnings so far, by kind."""
-        cdef size_t oddity
-        return {ODDITIES[oddity]: self._streams.get().odd(oddity) for oddity in range(6)}
+    def warnings(self):
+        """Return the number of warnings, by kind."""
+        cdef size_t warning
+        return {WARNINGS[warning]: self._streams.get().warned(warning) for warning in range(6)}
 
     def received(self):
-        """Messages that each thread's socket received."""
+        """Return the number of messages that each thread's socket received."""
         return [thread.received() for thread in self._threads]
 
-    def use(self, size_t thread, uintptr_t socket, functions):
-        """Give a thread a SUB socket, before it runs: its address and those of ZMQ_FUNCTIONS."""
+    def set_socket(self, size_t thread, uintptr_t socket, functions):
+        """Set a thread's SUB socket before it runs: its address and those of ZMQ_FUNCTIONS."""
         cdef vector[uintptr_t] addresses = functions
         if addresses.size() != <size_t> len(ZMQ_FUNCTIONS):
             raise ValueError(f"{len(ZMQ_FUNCTIONS)} functions are needed")
-        self._at(thread).use(<void *> socket, addresses.data())
+        self._at(thread).set_socket(<void *> socket, addresses.data())
 
     def connect(self, size_t thread, str address):
-        """Let a thread's socket connect, soon."""
+        """Make a thread's socket connect, asynchronously."""
         self._at(thread).connect(address.encode())
 
     def disconnect(self, size_t thread, str address, uint64_t publisher):
-        """Let a thread's socket disconnect, soon, and forget the publisher's numbers."""
+        """Make a thread's socket disconnect, asynchronously, and forget the publisher's numbers."""
         self._at(thread).disconnect(address.encode(), publisher)
 
     def push(self, size_t thread, bytes payload):
-        """Give a thread a payload that came another way; False (counted) if its inbox is full."""
+        """Add a payload from another transport; return False (counted) if the inbox is full."""
         return self._at(thread).push(PyBytes_AS_STRING(payload), PyBytes_GET_SIZE(payload))
 
     def stop(self, size_t thread):
-        """Let ``run`` return, soon."""
+        """Make ``run`` return, asynchronously."""
         self._at(thread).stop()
 
     def run(self, size_t thread):
-        """A thread's life, without the GIL; returns after ``stop`` and what was pushed before."""
+        """Run a thread without the GIL until ``stop``; all that was pushed before is applied."""
         cdef Thread *self_ = self._at(thread)
         with nogil:
             self_.run()

@@ -16,8 +16,8 @@
 
 namespace dynamo::ingest {
 
-// The part of libzmq's C interface that is used here, at the addresses at which the Python binding's
-// own library has it; a message is its opaque 64 bytes.
+// The functions of libzmq that are used here, at the addresses in the library that pyzmq has loaded: a
+// second copy of libzmq could not use pyzmq's sockets. A message is 64 opaque bytes, part of its ABI.
 struct Zmq {
     struct alignas(16) Message {
         unsigned char opaque[64];
@@ -58,102 +58,103 @@ struct Zmq {
     }
 };
 
-// What one thread works on: a subscribing socket of its own, an inbox that others fill, and orders.
-// Only run() is for the thread itself.
+// The state of one thread: its SUB socket, an inbox that others fill, and commands. Only the thread
+// itself calls run(), and only it touches the socket: libzmq sockets are not thread-safe.
 class Thread {
 public:
     Thread(Streams *streams, std::string topic) : streams_(*streams), topic_(std::move(topic)) {}
 
-    // Before run().
-    void use(void *socket, const uintptr_t *zmq) noexcept {
+    // Call before run().
+    void set_socket(void *socket, const uintptr_t *zmq) noexcept {
         socket_ = socket;
         zmq_.load(zmq);
     }
 
-    void connect(std::string address) { order(Order{Order::CONNECT, 0, std::move(address)}); }
+    void connect(std::string address) { post(Command{Command::CONNECT, 0, std::move(address)}); }
     void disconnect(std::string address, uint64_t publisher) {
-        order(Order{Order::DISCONNECT, publisher, std::move(address)});
+        post(Command{Command::DISCONNECT, publisher, std::move(address)});
     }
-    void stop() { order(Order{Order::STOP, 0, {}}); }
+    void stop() { post(Command{Command::STOP, 0, {}}); }
 
-    // A payload that came another way; false if the inbox is full.
+    // Adds a payload that another transport received; false if the inbox is full.
     bool push(const char *data, size_t size) {
         {
             std::lock_guard<std::mutex> hold(mutex_);
             if (inbox_bytes_ + size > MAX_INBOX_BYTES) return streams_.count(OVERFLOWED), false;
             inbox_bytes_ += size;
             inbox_.emplace_back(data, size);
-            if (inbox_.size() > 1) return true;
+            if (inbox_.size() > 1) return true;  // not taken yet: the wake-up is still pending
         }
-        bell_.ring();
+        wakeup_.notify();
         return true;
     }
 
     uint64_t received() const noexcept { return received_; }
 
-    // Until stop(), or until the socket's context ends. What was pushed before stop() is done then.
+    // Runs until stop(), or until the socket's context ends. Payloads pushed before stop() are applied
+    // before it returns.
     void run() {
         for (stopping_ = false; !stopping_;) {
             if (!wait()) return;
-            // zmq_poll takes the first frame of a message off its pipe. Read the rest before obey():
-            // zmq_disconnect drops the pipe, and the next read would abort the process.
+            // zmq_poll takes the first frame of a message off its pipe. Read the rest before
+            // run_commands(): zmq_disconnect drops the pipe, and the next read would abort the process.
             if (socket_ != nullptr && !drain()) return;
-            obey();
-            take_inbox();  // after obey(): what was pushed before stop() is there
+            run_commands();
+            process_inbox();  // after run_commands(): it has all that was pushed before stop()
         }
     }
 
 private:
-    static constexpr int MESSAGES_PER_TURN = 256;
+    static constexpr int MESSAGES_PER_ITERATION = 256;
     static constexpr size_t MAX_INBOX_BYTES = 64u << 20;
 
-    struct Order {
-        enum { CONNECT, DISCONNECT, STOP } what;
+    struct Command {
+        enum { CONNECT, DISCONNECT, STOP } kind;
         uint64_t publisher;
         std::string address;
     };
 
-    void order(Order order) {
+    void post(Command command) {
         {
             std::lock_guard<std::mutex> hold(mutex_);
-            orders_.push_back(std::move(order));
+            commands_.push_back(std::move(command));
         }
-        bell_.ring();
+        wakeup_.notify();
     }
 
-    // For a message or the bell; at once if the last turn ended before the socket was empty.
+    // Waits for a message or a wake-up; not at all if the last iteration left messages in the socket.
     bool wait() {
         if (busy_) return true;
         if (socket_ == nullptr) {
-            pollfd bell{bell_.descriptor(), POLLIN, 0};
-            return ::poll(&bell, 1, -1) >= 0 || errno == EINTR;
+            pollfd wakeup{wakeup_.descriptor(), POLLIN, 0};
+            return ::poll(&wakeup, 1, -1) >= 0 || errno == EINTR;
         }
-        Zmq::PollItem items[] = {{socket_, 0, 1, 0}, {nullptr, bell_.descriptor(), 1, 0}};
+        Zmq::PollItem items[] = {{socket_, 0, 1, 0}, {nullptr, wakeup_.descriptor(), 1, 0}};
         return zmq_.poll(items, 2, -1) >= 0 || zmq_.error() == EINTR;
     }
 
-    void obey() {
-        bell_.silence();
-        std::deque<Order> orders;
+    void run_commands() {
+        wakeup_.clear();
+        std::deque<Command> commands;
         {
             std::lock_guard<std::mutex> hold(mutex_);
-            orders.swap(orders_);
+            commands.swap(commands_);
         }
-        for (const Order &order : orders) {
-            if (order.what == Order::STOP) {
+        for (const Command &command : commands) {
+            if (command.kind == Command::STOP) {
                 stopping_ = true;
-            } else if (order.what == Order::CONNECT) {
-                int numeric = order.address.find('[') != std::string::npos;
+            } else if (command.kind == Command::CONNECT) {
+                int numeric = command.address.find('[') != std::string::npos;
                 zmq_.set(socket_, Zmq::IPV6, &numeric, sizeof numeric);
-                if (zmq_.connect(socket_, order.address.c_str()) != 0) streams_.count(FAILED);
+                if (zmq_.connect(socket_, command.address.c_str()) != 0) streams_.count(FAILED);
             } else {
-                zmq_.disconnect(socket_, order.address.c_str());
-                expected_.erase(order.publisher);
+                zmq_.disconnect(socket_, command.address.c_str());
+                expected_.erase(command.publisher);
             }
         }
     }
 
-    void take_inbox() {
+    void process_inbox() {
         std::deque<std::string> inbox;
         {
             std::lock_guard<std::mutex> hold(mutex_);
@@ -164,20 +165,20 @@ private:
             process(reinterpret_cast<const uint8_t *>(payload.data()), payload.size());
     }
 
-    // False if the context ended.
+    // Processes up to MESSAGES_PER_ITERATION messages; false if the context ended.
     bool drain() {
-        for (int count = 0; count < MESSAGES_PER_TURN; count++) {
+        for (int count = 0; count < MESSAGES_PER_ITERATION; count++) {
             int frames = receive();
             if (frames < 0) {
                 busy_ = false;
                 return frames == -EAGAIN || frames == -EINTR;
             }
-            if (frames != FRAMES || !take_message()) streams_.count(FOREIGN);
+            if (frames != FRAMES || !process_message()) streams_.count(MALFORMED);
         }
         return busy_ = true;
     }
 
-    // One message into frames_; returns how many frames it has, or the error, negated.
+    // Reads one message into frames_; returns the number of its frames, or the negated error.
     int receive() {
         int frames = 0;
         for (bool more = true; more; frames++) {
@@ -198,7 +199,7 @@ private:
     }
 
     // topic · publisher (u64be) · sequence (u64be) · 0x01 | length (u32be) | Envelope
-    bool take_message() {
+    bool process_message() {
         if (frames_[1].size() != 8 || frames_[2].size() != 8 || frames_[3].size() < 5) return false;
         const auto *packed = reinterpret_cast<const uint8_t *>(frames_[3].data());
         size_t size = frames_[3].size() - 5;
@@ -208,7 +209,7 @@ private:
         if (frames_[0] != topic_) return true;
         received_++;
         const char *publisher = frames_[1].data(), *sequence = frames_[2].data();
-        attempt([&] { note(big_endian(publisher, 8), big_endian(sequence, 8)); });
+        attempt([&] { track_sequence(big_endian(publisher, 8), big_endian(sequence, 8)); });
         process(payload.data, payload.size);
         return true;
     }
@@ -234,17 +235,17 @@ private:
         return value;
     }
 
-    // Messages that a publisher numbered and that did not come; ids of events tell which those are.
-    void note(uint64_t publisher, uint64_t sequence) {
-        // The first message of a publisher only says where its numbers stand.
+    // Counts lost messages by the publisher's numbers. Event ids show which events were in them.
+    void track_sequence(uint64_t publisher, uint64_t sequence) {
+        // The first message of a publisher only sets the number.
         uint64_t &expected = expected_.try_emplace(publisher, sequence).first->second;
         if (sequence != expected)
             streams_.count(SEQUENCE_GAP, sequence > expected ? sequence - expected : 1);
-        if (sequence < expected) streams_.renew(publisher);
+        if (sequence < expected) streams_.publisher_restarted(publisher);
         expected = sequence + 1;
     }
 
-    // What fails here leaves the stream where it was: its next event shows that one is missing.
+    // A failure (out of memory) leaves the stream unchanged: its next event reveals the gap.
     void process(const uint8_t *data, size_t size) {
         attempt([&] { streams_.process(data, size, &batch_); });
     }
@@ -262,7 +263,7 @@ private:
 
     Streams &streams_;
     const std::string topic_;
-    Bell bell_;
+    WakeupFd wakeup_;
     void *socket_ = nullptr;
     Zmq zmq_;
     bool stopping_ = false, busy_ = false;
@@ -271,8 +272,8 @@ private:
     Batch batch_;
     std::atomic<uint64_t> received_{0};
 
-    std::mutex mutex_;  // guards what follows
-    std::deque<Order> orders_;
+    std::mutex mutex_;  // guards the members below
+    std::deque<Command> commands_;
     std::deque<std::string> inbox_;
     size_t inbox_bytes_ = 0;
 };

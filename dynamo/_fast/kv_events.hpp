@@ -46,7 +46,7 @@ public:
         return fail(), Slice{};
     }
 
-    // Any 64-bit integer by its bits; `*negative` tells which of the two meanings they have.
+    // Any 64-bit integer by its bits; `*negative` says whether they mean a negative one.
     uint64_t integer(bool *negative) noexcept {
         uint8_t lead = byte();
         *negative = false;
@@ -105,7 +105,7 @@ private:
         return found;
     }
 
-    // Every entry takes a byte at least, so a count beyond what is left is a lie.
+    // Every entry takes a byte at least, so a count above the remaining bytes is invalid.
     size_t container(uint8_t first, uint8_t last, uint8_t wide16, uint8_t wide32) noexcept {
         uint8_t lead = byte();
         uint64_t count = 0;

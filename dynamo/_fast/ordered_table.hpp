@@ -15,7 +15,7 @@
 namespace dynamo {
 
 // `Key` is u32 or u64 and must already be mixed: its high bits choose the place. Values are never
-// zero; a zero value marks a free place. Keys may repeat if the caller tells them apart. A full
+// zero; a zero value marks a free place. Keys may repeat if the caller can distinguish them. A full
 // table grows by one GROWTH-th: fewer passes or less memory.
 template <class Key, size_t GROWTH = 3>
 class OrderedTable {
@@ -47,8 +47,8 @@ public:
     const Entry *begin() const noexcept { return entries_; }
     const Entry *end() const noexcept { return entries_ + places_; }
 
-    // The first entry of `key`, or any entry of another key or free place if there is none.
-    // Equal keys follow each other. Null while the table has never had room made in it.
+    // The first entry of `key`; without one, an entry of another key or a free place.
+    // Equal keys follow each other. Null before the first allocation.
     Entry *seek(Key key) const noexcept {
         if (entries_ == nullptr) return nullptr;
         Entry *at = entries_ + home(key);
@@ -79,7 +79,7 @@ public:
         if (size_ >= full_ || entries_[places_ - 2].value != 0) make_more_room();
     }
 
-    // Whether `count` inserts need no more room, unless they crowd at the very end of the table.
+    // Whether `count` inserts fit, unless they all fall at the very end of the table.
     bool has_room(size_t count) const noexcept { return size_ + count <= full_; }
 
     // A copy in which they have: for a table that must not change while it grows.

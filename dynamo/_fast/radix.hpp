@@ -101,7 +101,7 @@ public:
         *node = ROOT;
         if (has_parent) {
             *node = find_block(slot, mix(parent_hash));
-            if (*node == NOBODY) return Stored::NO_PARENT;
+            if (*node == NO_NODE) return Stored::NO_PARENT;
         }
         return names_its_own_parent(has_parent, parent_hash, block_hashes, count)
                    ? Stored::OWN_PARENT
@@ -118,7 +118,7 @@ public:
             if (i + AHEAD < count) held.prefetch(mix(load64(block_hashes, i + AHEAD)));
             uint64_t key = mix(load64(block_hashes, i));
             uint32_t next = store_one(held, slot, *node, key, load64(tokens_hashes, i));
-            if (next == NOBODY) {
+            if (next == NO_NODE) {
                 drop(count - i);
                 return false;
             }
@@ -135,10 +135,10 @@ public:
         for (size_t i = 0; i < count; i++) {
             uint64_t key = mix(load64(block_hashes, i));
             uint32_t node = find_block(slot, key);
-            if (node == NOBODY) {
+            if (node == NO_NODE) {
                 unknown++;
             } else if (store_one(held, slot, nodes_[node].parent, key, nodes_[node].tokens_hash) ==
-                       NOBODY) {
+                       NO_NODE) {
                 drop(count - i);
                 break;
             }
@@ -224,8 +224,8 @@ public:
     // O(depth + slots), plus O(holders / 64) per level where more than 64 slots share blocks.
     size_t match(const uint8_t *tokens_hashes, size_t count, uint32_t *depths, bool early_exit) {
         active_.clear();
-        uint32_t node = count ? nodes_.find_child(ROOT, load64(tokens_hashes, 0)) : NOBODY;
-        if (node == NOBODY) return 0;
+        uint32_t node = count ? nodes_.find_child(ROOT, load64(tokens_hashes, 0)) : NO_NODE;
+        if (node == NO_NODE) return 0;
         size_t left = 0;
         Holders::Reader(holders_, nodes_[node]).each([&](const Word &word) {
             if (word.group >= FIRST_LOWER_GROUP) return;
@@ -237,7 +237,7 @@ public:
         for (; depth < count && !active_.empty(); depth++) {
             if (early_exit && left <= 1) break;
             node = nodes_.find_child(node, load64(tokens_hashes, depth));
-            if (node == NOBODY) break;
+            if (node == NO_NODE) break;
             if (!all_hold(nodes_[node])) left -= narrow_active(node, depth, depths);
         }
         for (const Active &active : active_) write_depth(active.group, active.mask, depth, depths);
@@ -287,7 +287,7 @@ private:
         return held_[tier_of(slot)][number_of(slot)];
     }
 
-    // The node that the slot, or failing that another tier of the same owner, knows by this id.
+    // The node of a block id in the slot, else in another tier of the same owner.
     uint32_t find_block(uint32_t slot, uint64_t key) const noexcept {
         const auto *entry = held_of(slot).find(key);
         if (entry != nullptr) return entry->value;
@@ -296,7 +296,7 @@ private:
             entry = is_open(other) ? held_of(other).find(key) : nullptr;
             if (entry != nullptr) return entry->value;
         }
-        return NOBODY;
+        return NO_NODE;
     }
 
     // A bijection, so that the table can keep the mixed hash alone: external ids may be anything,
@@ -329,7 +329,7 @@ private:
         return false;
     }
 
-    // Returns the block's node, or NOBODY if the cap refuses it.
+    // Returns the block's node, or NO_NODE above the cap.
     uint32_t store_one(Held &held, uint32_t slot, uint32_t parent, uint64_t key,
                        uint64_t tokens_hash) {
         held.make_room();
@@ -337,12 +337,12 @@ private:
         bool is_new = !held.is_at(entry, key);
         uint32_t node = nodes_.find_child(parent, tokens_hash);
         if (!is_new && entry->value == node) return node;
-        if ((is_new && blocks_ >= cap_) || (node == NOBODY && nodes_.size() >= cap_))
-            return NOBODY;
+        if ((is_new && blocks_ >= cap_) || (node == NO_NODE && nodes_.size() >= cap_))
+            return NO_NODE;
         nodes_.make_room();
         holders_.make_room();
         aliases_.make_room();
-        if (node == NOBODY) node = nodes_.create(parent, tokens_hash);
+        if (node == NO_NODE) node = nodes_.create(parent, tokens_hash);
         if (holders_.holds(nodes_[node], slot)) {
             add_alias(slot, node);
         } else {
@@ -391,7 +391,7 @@ private:
             depths[group * SLOTS_PER_WORD + static_cast<uint32_t>(__builtin_ctzll(mask))] = depth;
     }
 
-    // The usual step of a walk: every active slot, all of one group, holds the node as well.
+    // The usual step of a match: every active slot, all of one group, holds the node as well.
     bool all_hold(const Node &node) const noexcept {
         const Active &first = active_.front();
         return active_.size() == 1 && node.where == first.group && (first.mask & ~node.mask) == 0;

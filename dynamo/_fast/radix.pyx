@@ -1,6 +1,6 @@
 """The prefix index: which worker holds which leading blocks of a prompt. Spec 2.1-2.4.
 
-Layout, complexity and invariants are described in docs/radix.md; the readable twin is
+Layout, complexity and invariants are described in docs/radix.md; the reference implementation is
 tests/oracle/radix.py.
 """
 
@@ -88,7 +88,7 @@ cdef array.array DEPTHS = new_array("I")
 
 
 class ParentNotFound(RuntimeError):
-    """The block that a chain should hang under is not known for that slot."""
+    """The parent of a chain is unknown in that slot."""
 
 
 class InvalidSequence(RuntimeError):
@@ -104,7 +104,7 @@ cdef class RadixTree:
     (0: no bound); what it refuses is counted by ``dropped()``.
 
     Blocks lie in storage tiers: 0 device, 1 host, 2 disk, 3 external. A pair has a slot per tier;
-    that of the device is the dense one, and the only one that ``match_into`` tells of.
+    that of the device is the dense one, and the only one in the result of ``match_into``.
     """
 
     cdef SharedIndex _index
@@ -120,9 +120,9 @@ cdef class RadixTree:
         self._free_slots = []
 
     def slot(self, worker, dp_rank, uint32_t tier=0):
-        """The slot of (worker, dp_rank), given on first use; the lowest free one. O(1).
+        """Return the slot of (worker, dp_rank); the first use assigns the lowest free one. O(1).
 
-        A ``tier`` above 0 has a slot of its own for ``store``, ``remove`` and ``clear``. A parent
+        A ``tier`` above 0 has its own slot for ``store``, ``remove`` and ``clear``. A parent
         that a tier does not hold is looked for in the pair's other tiers.
         """
         owner = (worker, dp_rank)
@@ -132,15 +132,15 @@ cdef class RadixTree:
         return slot if tier == 0 else self._open_tier(slot, tier)
 
     def slots(self):
-        """Every registered (worker, dp_rank, slot), in order of registration."""
+        """Return every registered (worker, dp_rank, slot), in order of registration."""
         return [(*owner, slot) for owner, slot in self._slots.items()]
 
     def capacity(self):
-        """One more than the highest slot ever given: the length that ``match_into`` needs."""
+        """Return the highest slot ever assigned plus one: the length that ``match_into`` needs."""
         return len(self._owners)
 
     def store(self, uint32_t slot, parent_hash, block_hashes, tokens_hashes):
-        """Add a chain of blocks under ``parent_hash`` (None: the root); returns those new to slot.
+        """Add a chain of blocks under ``parent_hash`` (None: the root); return how many are new.
 
         Storing again is harmless; an id stored at another place moves there. Raises ParentNotFound
         or InvalidSequence and then changes nothing. Amortised O(blocks).
@@ -170,7 +170,7 @@ cdef class RadixTree:
             PyBuffer_Release(&blocks)
 
     def remove(self, uint32_t slot, block_hashes):
-        """Take blocks from ``slot``; returns how many it did not have. Amortised O(blocks)."""
+        """Remove blocks from ``slot``; return how many it did not have. Amortised O(blocks)."""
         self._expect(slot)
         cdef Py_buffer blocks
         cdef Py_ssize_t count = open_u64(block_hashes, "block_hashes", &blocks)
@@ -193,17 +193,17 @@ cdef class RadixTree:
             PyBuffer_Release(&blocks)
 
     def clear(self, uint32_t slot):
-        """Take all blocks from ``slot``, which stays registered; returns how many. O(those)."""
+        """Remove all blocks of ``slot``, which stays registered; return how many. O(those)."""
         self._expect(slot)
         return self._index.clear(slot)
 
     def clear_all(self, uint32_t slot):
-        """The same for all tiers of the pair whose device slot this is."""
+        """The same for all tiers of the pair with this device slot."""
         self._expect(slot)
         return self._index.clear_all(slot & ((1 << TIER_SHIFT) - 1))
 
     def remove_worker(self, worker):
-        """Take all blocks from all ranks and tiers of ``worker``, free its slots; how many."""
+        """Remove all blocks of ``worker`` in all ranks and tiers, free its slots; return how many."""
         cdef size_t removed = 0
         for owner in [owner for owner in self._slots if owner[0] == worker]:
             slot = self._slots.pop(owner)
@@ -235,7 +235,7 @@ cdef class RadixTree:
             PyBuffer_Release(&view)
 
     def extend_into(self, tokens_hashes, depths, extensions, uint32_t tier):
-        """Write to ``extensions[slot]`` how many blocks behind ``depths[slot]`` lie in ``tier``.
+        """Write to ``extensions[slot]`` how many blocks after ``depths[slot]`` are in ``tier``.
 
         Only those without a hole count; whether another tier holds them too does not matter. Both
         columns are uint32 with at least ``capacity()`` places and indexed by the device's slots.
@@ -268,7 +268,7 @@ cdef class RadixTree:
             PyBuffer_Release(&view)
 
     def ranges(self, tokens_hashes, uint32_t tier):
-        """Where in the sequence blocks lie in ``tier``, whoever holds them: (begin, end) pairs.
+        """Return the parts of the sequence that any slot holds in ``tier``: (begin, end) pairs.
 
         Ends are exclusive. O(depth of what anybody holds).
         """
@@ -284,11 +284,11 @@ cdef class RadixTree:
         return [(borders[i], borders[i + 1]) for i in range(0, borders.size(), 2)]
 
     def tiers(self):
-        """The lower tiers that were ever used, as bits: 2 host, 4 disk, 8 external. O(1)."""
+        """Return the lower tiers that were ever used, as bits: 2 host, 4 disk, 8 external. O(1)."""
         return self._index.tiers()
 
     def match(self, tokens_hashes, bint early_exit=False):
-        """The same as a dict from (worker, dp_rank) to depth, without those that have none."""
+        """Return the same as a dict from (worker, dp_rank) to depth, without zeros."""
         cdef array.array depths = array.clone(DEPTHS, len(self._owners), False)
         if self.match_into(tokens_hashes, depths, early_exit) == 0:
             return {}
@@ -297,7 +297,7 @@ cdef class RadixTree:
         }
 
     def dump(self):
-        """Chains that rebuild the index: (worker, dp_rank, parent_hash, block and tokens hashes).
+        """Return chains that rebuild the index: (worker, dp_rank, parent, block and tokens hashes).
 
         Parents come first. Blocks behind a hole, which no match reaches, are left out, and so are
         lower tiers. O(blocks).
@@ -309,27 +309,31 @@ cdef class RadixTree:
         return self._dump(True)
 
     def blocks(self):
-        """Blocks held, counted once per slot and tier."""
+        """Return the number of blocks, counted once per slot and tier."""
         return self._index.blocks()
 
     def held(self, uint32_t slot):
-        """Blocks held by one slot, 0 if there is no such slot. O(1)."""
+        """Return the number of blocks of one slot; 0 if it is unknown. O(1)."""
         return self._index.held(slot)
 
     def nodes(self):
-        """Distinct prefixes that carry them."""
+        """Return the number of distinct prefixes with blocks."""
         return self._index.nodes()
 
     def memory_bytes(self):
-        """Bytes allocated for the index: whole tables, not only their used part. O(slots)."""
+        """Return the allocated bytes: whole tables, not only their used part. O(slots)."""
         return self._index.memory_bytes()
 
     def dropped(self):
-        """Blocks refused by the cap so far."""
+        """Return the number of blocks rejected by the cap so far."""
         return self._index.dropped()
 
     def _share(self):
-        """Let other threads change the index from now on; a capsule of its address for them."""
+        """Enable locking, and return a capsule with the index's address for threads.
+
+        Call it before the first thread starts. The capsule does not own the index: the holder keeps
+        a reference to this object.
+        """
         self._index.share()
         return PyCapsule_New(&self._index, "dynamo.radix.SharedIndex", NULL)
 
@@ -339,7 +343,7 @@ cdef class RadixTree:
         if complaint:
             raise AssertionError(complaint)
         for owner, slot in self._slots.items():
-            assert self._owners[slot] == owner, f"slot {slot} does not know its owner"
+            assert self._owners[slot] == owner, f"slot {slot} has another owner"
         registered = len(self._slots) + len(self._free_slots)
         assert registered == len(self._owners), "slots leak"
 
@@ -415,7 +419,7 @@ cdef class RadixTree:
 
 
 cdef uint64_t unsigned(object value) except? 0:
-    """A 64-bit integer by its bits, signed or not."""
+    """Return the bits of a signed or unsigned 64-bit integer."""
     if -(1 << 63) <= value < 1 << 64:
         return value & 0xFFFF_FFFF_FFFF_FFFF
     raise ValueError(f"a block hash must have 64 bits, got {value}")

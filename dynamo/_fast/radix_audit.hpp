@@ -45,20 +45,20 @@ private:
             if (!complaint_.empty()) return;
             children[self.parent]++;
             complain(nodes_.find_child(self.parent, self.tokens_hash) != node,
-                     "a node's parent does not know it", node);
+                     "a node is not a child of its parent", node);
             words += check_holders(node);
         }
         for (uint32_t node = 0; node < end; node++) {
             const Node &self = nodes_[node];
             if (node != ROOT && self.parent == FREE) continue;
-            complain(children[node] != self.others + (self.child != NOBODY),
+            complain(children[node] != self.others + (self.child != NO_NODE),
                      "children are miscounted", node);
             complain(node != ROOT && children[node] == 0 && holders_of(node) == 0,
                      "a leaf without a holder", node);
         }
         complain(live != nodes_.size(), "live nodes are miscounted", live);
         complain(words != holders_.words_in_use(), "words leak", words);
-        complain(holders_of(ROOT) != 0, "somebody holds the root");
+        complain(holders_of(ROOT) != 0, "the root has holders");
     }
 
     // Returns the pool words that the node uses.

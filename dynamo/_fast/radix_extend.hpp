@@ -1,4 +1,4 @@
-// How far a lower storage tier goes on where the device's blocks end. Included by radix.hpp.
+// How many blocks of a lower storage tier follow the device's blocks. Included by radix.hpp.
 #pragma once
 
 namespace dynamo::radix {
@@ -28,7 +28,7 @@ inline size_t Index::extend(const uint8_t *tokens_hashes, size_t count, const ui
     };
     for (; depth < count && (active != 0 || next < joiners_.size()); depth++) {
         node = nodes_.find_child(node, load64(tokens_hashes, depth));
-        if (node == NOBODY) break;
+        if (node == NO_NODE) break;
         for (; next < joiners_.size() && joiners_[next].depth == depth; next++, active++) {
             uint32_t number = joiners_[next].number;
             joined_[number / SLOTS_PER_WORD] |= uint64_t{1} << number % SLOTS_PER_WORD;
@@ -52,7 +52,7 @@ inline void Index::ranges(const uint8_t *tokens_hashes, size_t count, uint32_t t
     bool inside = false;
     for (; depth < count; depth++) {
         node = nodes_.find_child(node, load64(tokens_hashes, depth));
-        if (node == NOBODY) break;
+        if (node == NO_NODE) break;
         bool held = false;
         Holders::Reader(holders_, nodes_[node]).each([&](const Word &word) {
             held = held || (word.group >= first_group && word.group - first_group < FIRST_LOWER_GROUP);

@@ -8,7 +8,7 @@
 namespace dynamo::radix {
 
 inline constexpr uint32_t ROOT = 0;
-inline constexpr uint32_t NOBODY = 0;          // no such node; the root is nobody's child
+inline constexpr uint32_t NO_NODE = 0;          // no node: 0 is the root, which is no node's child
 inline constexpr uint32_t WIDE = 0x80000000u;  // in `where`: the holders are a chain of words
 inline constexpr uint32_t SLOTS_PER_WORD = 64;
 
@@ -18,7 +18,7 @@ struct Node {
     uint64_t tokens_hash = 0;
     uint64_t mask = 0;        // narrow: the holders, as bits of the 64 slots of group `where`
     uint32_t parent = ROOT;
-    uint32_t child = NOBODY;  // one of the children; in a free node the next free one
+    uint32_t child = NO_NODE;  // one of the children; in a free node the next free one
     uint32_t others = 0;       // number of children that are in the table instead
     uint32_t where = 0;        // narrow: group of slots; wide: WIDE | first word of the chain
 };

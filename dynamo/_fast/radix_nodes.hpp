@@ -44,15 +44,15 @@ public:
 
     uint32_t find_child(uint32_t parent, uint64_t tokens_hash) const noexcept {
         const Node &node = (*this)[parent];
-        if (node.child != NOBODY && (*this)[node.child].tokens_hash == tokens_hash)
+        if (node.child != NO_NODE && (*this)[node.child].tokens_hash == tokens_hash)
             return node.child;
-        return node.others == 0 ? NOBODY : find_sibling(parent, tokens_hash);
+        return node.others == 0 ? NO_NODE : find_sibling(parent, tokens_hash);
     }
 
     // Makes sure that the next create() succeeds. Throws std::bad_alloc otherwise.
     void make_room() {
         siblings_.make_room();
-        if (free_ == NOBODY && fresh_ == chunks_.size() * CHUNK)
+        if (free_ == NO_NODE && fresh_ == chunks_.size() * CHUNK)
             chunks_.push_back(std::make_unique<Node[]>(CHUNK));
     }
 
@@ -64,7 +64,7 @@ public:
         node.tokens_hash = tokens_hash;
         node.parent = parent;
         Node &above = (*this)[parent];
-        if (above.child == NOBODY) {
+        if (above.child == NO_NODE) {
             above.child = child;
         } else {
             uint32_t key = tag(parent, tokens_hash);
@@ -74,7 +74,7 @@ public:
         return child;
     }
 
-    // Frees the node and then its ancestors as long as nobody holds them and nothing hangs below.
+    // Frees the node, then its ancestors as long as they have neither holders nor children.
     void prune(uint32_t node) noexcept {
         while (node != ROOT && is_idle((*this)[node])) {
             uint32_t parent = (*this)[node].parent;
@@ -93,7 +93,7 @@ private:
     static constexpr uint32_t CHUNK = 4096;
 
     static bool is_idle(const Node &node) noexcept {
-        return Holders::is_empty(node) && node.child == NOBODY && node.others == 0;
+        return Holders::is_empty(node) && node.child == NO_NODE && node.others == 0;
     }
 
     // An empty tree owns one chunk and nothing else.
@@ -103,7 +103,7 @@ private:
         chunks_.shrink_to_fit();
         chunks_[0][ROOT] = Node{};
         fresh_ = 1;
-        free_ = NOBODY;
+        free_ = NO_NODE;
         siblings_.reset();
     }
 
@@ -119,14 +119,14 @@ private:
             const Node &node = (*this)[at->value];
             if (node.parent == parent && node.tokens_hash == tokens_hash) return at->value;
         }
-        return NOBODY;
+        return NO_NODE;
     }
 
     void unlink(uint32_t child) noexcept {
         const Node &node = (*this)[child];
         Node &above = (*this)[node.parent];
         if (above.child == child) {
-            above.child = NOBODY;
+            above.child = NO_NODE;
             return;
         }
         auto *at = siblings_.seek(tag(node.parent, node.tokens_hash));
@@ -137,7 +137,7 @@ private:
 
     uint32_t take() noexcept {
         live_++;
-        if (free_ == NOBODY) return fresh_++;
+        if (free_ == NO_NODE) return fresh_++;
         uint32_t node = free_;
         free_ = (*this)[node].child;
         return node;
@@ -153,7 +153,7 @@ private:
     uint64_t multiplier_;
     std::vector<std::unique_ptr<Node[]>> chunks_;
     uint32_t fresh_ = 1;      // nodes from here on have never been used
-    uint32_t free_ = NOBODY;  // head of the free list
+    uint32_t free_ = NO_NODE;  // head of the free list
     size_t live_ = 0;
     Siblings siblings_;  // tag(parent, tokens hash) -> child that is not inline
 };

@@ -12,45 +12,45 @@
 
 namespace dynamo {
 
-// Blocks that leave together: all of one slot, deepest first.
-struct Forgotten {
+// Blocks dropped together: all of one slot, deepest first.
+struct Dropped {
     uint32_t slot;
     std::vector<uint64_t> blocks;
 };
 
-// A block is an entry of its slot's table and a link of one line, or pinned and in none. A line
-// starts with what goes first. Slots share the common line, those with a line of their own use that
-// one from then on; what they left in the common line stays there until it is touched.
+// A block is an entry of its slot's table and a node of one list, or pinned and in none. A list starts
+// with the block that is dropped first. Slots share the common list; a slot that is given its own list
+// uses it from then on: its blocks in the common list stay there until they are touched.
 class Recency {
 public:
     static constexpr uint32_t MAX_SLOTS = 65536;
 
-    explicit Recency(uint64_t multiplier) : multiplier_(multiplier | 1), lines_(1) {}
+    explicit Recency(uint64_t multiplier) : multiplier_(multiplier | 1), lists_(1) {}
 
     size_t blocks() const noexcept { return blocks_; }
     size_t leases() const noexcept { return leases_.size() - free_leases_.size(); }
     bool is_open(size_t slot) const noexcept { return slot < slots_.size() && slots_[slot].open; }
     size_t blocks_of(size_t slot) const noexcept { return slots_[slot].held.size(); }
-    bool has_own_line(size_t slot) const noexcept { return slots_[slot].line != COMMON; }
+    bool has_own_list(size_t slot) const noexcept { return slots_[slot].list != COMMON; }
 
     size_t memory_bytes() const noexcept {
         size_t bytes = chunks_.size() * CHUNK * sizeof(Node) + slots_.capacity() * sizeof(Slot) +
-                       lines_.capacity() * sizeof(Line) + leases_.capacity() * sizeof(Lease);
+                       lists_.capacity() * sizeof(List) + leases_.capacity() * sizeof(Lease);
         for (const Slot &slot : slots_) bytes += slot.held.memory_bytes();
         for (const Lease &lease : leases_) bytes += lease.nodes.capacity() * sizeof(uint32_t);
         return bytes;
     }
 
-    void open(uint32_t slot, bool own_line) {
+    void open(uint32_t slot, bool own_list) {
         if (slot >= slots_.size()) {
-            lines_.resize(slot + 2);
+            lists_.resize(slot + 2);
             slots_.resize(slot + 1);
         }
         slots_[slot].open = true;
-        if (own_line) slots_[slot].line = slot + 1;
+        if (own_list) slots_[slot].list = slot + 1;
     }
 
-    // Forgets the slot with its leases; returns how many blocks it had. O(blocks + leases).
+    // Removes the slot with its leases; returns the number of its blocks. O(blocks + leases).
     size_t close(uint32_t slot) noexcept {
         for (uint32_t place = 0; place < leases_.size(); place++)
             if (leases_[place].live && leases_[place].slot == slot) end(place);
@@ -60,23 +60,23 @@ public:
             if (entry.value == 0) continue;
             uint32_t node = entry.value;
             if (at(node).pins == 0) unlink(node);
-            give_back(node);
+            free_node(node);
         }
         slots_[slot].open = false;
-        slots_[slot].line = COMMON;
-        if (blocks_ == 0) start();
+        slots_[slot].list = COMMON;
+        if (blocks_ == 0) reset();
         return held.size();
     }
 
-    // The chain is the newest of its slot's line, its first block the very newest; pinned blocks
-    // stay out of the line. Throws std::bad_alloc with the deeper part touched. O(count).
+    // Makes the chain the newest of its slot's list, its first block the very newest; pinned blocks
+    // stay out of the list. Throws std::bad_alloc with the deeper part touched. O(count).
     void touch(uint32_t slot, const uint64_t *blocks, size_t count, double now_s) {
         each(slot, blocks, count, now_s, [this, slot](uint32_t node) {
-            if (at(node).pins == 0) append(node, slots_[slot].line);
+            if (at(node).pins == 0) append(node, slots_[slot].list);
         });
     }
 
-    // The same, and none of it is forgotten until release() of what is returned. O(count).
+    // The same, and keeps the blocks until release() of the returned lease. O(count).
     uint64_t pin(uint32_t slot, const uint64_t *blocks, size_t count, double now_s) {
         if (free_leases_.empty()) make_leases();
         uint32_t place = free_leases_.back();
@@ -98,7 +98,7 @@ public:
         return uint64_t{lease.generation} << 32 | place;
     }
 
-    // What nobody else has pinned joins its line as the newest. False for a lease that has ended.
+    // Ends a lease: blocks without another pin become the newest of their list. False if it has ended.
     bool release(uint64_t handle, double now_s) noexcept {
         uint32_t place = static_cast<uint32_t>(handle);
         if (place >= leases_.size() || !leases_[place].live ||
@@ -109,51 +109,51 @@ public:
         return true;
     }
 
-    // Forgets up to `most` blocks of the common line that were not touched after `before_s`.
-    size_t age(double before_s, size_t most, std::vector<Forgotten> *out) {
-        return take(COMMON, before_s, most, out);
+    // Drops up to `limit` blocks of the common list that were not touched after `before_s`.
+    size_t age(double before_s, size_t limit, std::vector<Dropped> *out) {
+        return drop(COMMON, before_s, limit, out);
     }
 
-    // Forgets up to `most` blocks of the slot's own line, the oldest first.
-    size_t evict(uint32_t slot, size_t most, std::vector<Forgotten> *out) {
-        return take(slots_[slot].line, FOREVER_S, most, out);
+    // Drops up to `limit` blocks of the slot's own list, the oldest first.
+    size_t evict(uint32_t slot, size_t limit, std::vector<Dropped> *out) {
+        return drop(slots_[slot].list, FOREVER_S, limit, out);
     }
 
-    // Forgets up to `most` blocks over all lines, the oldest first; of one instant the common line
-    // comes first, then the lower slot. O(forgotten + instants * slots).
-    size_t prune(size_t most, std::vector<Forgotten> *out) {
-        size_t gone = 0;
-        while (gone < most) {
+    // Drops up to `limit` blocks over all lists, the oldest first; of one instant those of the common
+    // list first, then of the lower slot. O(dropped + instants * slots).
+    size_t prune(size_t limit, std::vector<Dropped> *out) {
+        size_t dropped = 0;
+        while (dropped < limit) {
             const Node *oldest = nullptr;
             uint32_t from = 0;
-            for (uint32_t line = 0; line < lines_.size(); line++) {
-                if (lines_[line].front == NONE) continue;
-                const Node &front = at(lines_[line].front);
+            for (uint32_t list = 0; list < lists_.size(); list++) {
+                if (lists_[list].front == NONE) continue;
+                const Node &front = at(lists_[list].front);
                 if (oldest != nullptr && front.touched_s >= oldest->touched_s) continue;
                 oldest = &front;
-                from = line;
+                from = list;
             }
             if (oldest == nullptr) break;
-            gone += take(from, oldest->touched_s, most - gone, out);
+            dropped += drop(from, oldest->touched_s, limit - dropped, out);
         }
-        return gone;
+        return dropped;
     }
 
-    // What is wrong, or null. O(blocks).
+    // Returns a violated invariant, or null. O(blocks).
     const char *complaint() const {
         size_t linked = 0, held = 0, pinned = 0, pins = 0, leased = 0;
-        for (uint32_t line = 0; line < lines_.size(); line++) {
+        for (uint32_t list = 0; list < lists_.size(); list++) {
             uint32_t before = NONE;
-            for (uint32_t node = lines_[line].front; node != NONE; node = at(node).next) {
-                if (at(node).pins != 0) return "a pinned block stands in a line";
-                if (at(node).line != line) return "a block stands in a line that it does not name";
-                if (at(node).previous != before) return "a line is broken";
+            for (uint32_t node = lists_[list].front; node != NONE; node = at(node).next) {
+                if (at(node).pins != 0) return "a pinned block is in a list";
+                if (at(node).list != list) return "a block is in a list that it does not name";
+                if (at(node).previous != before) return "a list is broken";
                 if (before != NONE && at(before).touched_s > at(node).touched_s)
-                    return "a line is out of order";
+                    return "a list is out of order";
                 before = node;
                 linked++;
             }
-            if (lines_[line].back != before) return "a line does not end with its last block";
+            if (lists_[list].back != before) return "a list does not end with its last block";
         }
         for (uint32_t slot = 0; slot < slots_.size(); slot++) {
             if (const char *wrong = slots_[slot].held.complaint()) return wrong;
@@ -168,34 +168,34 @@ public:
         }
         for (const Lease &lease : leases_) leased += lease.nodes.size();
         if (held != blocks_) return "the blocks held do not add up";
-        if (linked + pinned != blocks_) return "a block is neither pinned nor in a line";
+        if (linked + pinned != blocks_) return "a block is neither pinned nor in a list";
         return pins == leased ? nullptr : "pins and leases differ";
     }
 
 private:
     using Table = OrderedTable<uint64_t>;
 
-    static constexpr uint32_t NONE = 0;  // no such node: node 0 is never given out
+    static constexpr uint32_t NONE = 0;  // no node: node 0 is never used
     static constexpr uint32_t CHUNK = 1024;
     static constexpr uint32_t COMMON = 0;
-    static constexpr size_t AHEAD = 8;
+    static constexpr size_t AHEAD = 8;  // blocks to prefetch: hides the cache miss of a table
     static constexpr double FOREVER_S = __builtin_huge_val();
 
     struct Node {
         uint64_t block = 0;
         double touched_s = 0;
         uint32_t previous = NONE, next = NONE;
-        uint32_t slot = 0, line = COMMON;
+        uint32_t slot = 0, list = COMMON;
         uint32_t pins = 0;
     };
 
-    struct Line {
+    struct List {
         uint32_t front = NONE, back = NONE;
     };
 
     struct Slot {
         Table held;  // mixed block -> node
-        uint32_t line = COMMON;
+        uint32_t list = COMMON;
         bool open = false;
     };
 
@@ -208,10 +208,11 @@ private:
     Node &at(uint32_t node) noexcept { return chunks_[node / CHUNK][node % CHUNK]; }
     const Node &at(uint32_t node) const noexcept { return chunks_[node / CHUNK][node % CHUNK]; }
 
-    // One to one, so that keys of a table do not repeat.
+    // A bijection, so that two blocks of a table never share a key. The multiplier is random: callers
+    // cannot choose colliding blocks.
     uint64_t mix(uint64_t block) const noexcept { return (block ^ block >> 32) * multiplier_; }
 
-    // Calls `then` with the node of every block, deepest first, made or taken out of its line.
+    // Calls `then` with the node of every block, deepest first, created or unlinked from its list.
     template <class Then>
     void each(uint32_t slot, const uint64_t *blocks, size_t count, double now_s, Then then) {
         Table &held = slots_[slot].held;
@@ -247,14 +248,14 @@ private:
         return node;
     }
 
-    void give_back(uint32_t node) noexcept {
+    void free_node(uint32_t node) noexcept {
         at(node).next = free_;
         free_ = node;
         blocks_--;
     }
 
-    // Nothing is held: all nodes but those of the first chunk are given back.
-    void start() noexcept {
+    // Frees all chunks but the first; no block is held.
+    void reset() noexcept {
         if (chunks_.size() > 1) {
             chunks_.resize(1);
             chunks_.shrink_to_fit();
@@ -263,40 +264,40 @@ private:
         free_ = NONE;
     }
 
-    void append(uint32_t node, uint32_t line) noexcept {
+    void append(uint32_t node, uint32_t list) noexcept {
         Node &last = at(node);
-        last.line = line;
+        last.list = list;
         last.next = NONE;
-        last.previous = lines_[line].back;
-        (last.previous == NONE ? lines_[line].front : at(last.previous).next) = node;
-        lines_[line].back = node;
+        last.previous = lists_[list].back;
+        (last.previous == NONE ? lists_[list].front : at(last.previous).next) = node;
+        lists_[list].back = node;
     }
 
     void unlink(uint32_t node) noexcept {
-        Node &gone = at(node);
-        (gone.previous == NONE ? lines_[gone.line].front : at(gone.previous).next) = gone.next;
-        (gone.next == NONE ? lines_[gone.line].back : at(gone.next).previous) = gone.previous;
+        Node &dropped = at(node);
+        (dropped.previous == NONE ? lists_[dropped.list].front : at(dropped.previous).next) = dropped.next;
+        (dropped.next == NONE ? lists_[dropped.list].back : at(dropped.next).previous) = dropped.previous;
     }
 
-    size_t take(uint32_t line, double until_s, size_t most, std::vector<Forgotten> *out) {
-        size_t gone = 0;
-        while (gone < most) {
-            uint32_t node = lines_[line].front;
+    size_t drop(uint32_t list, double until_s, size_t limit, std::vector<Dropped> *out) {
+        size_t dropped = 0;
+        while (dropped < limit) {
+            uint32_t node = lists_[list].front;
             if (node == NONE || at(node).touched_s > until_s) break;
             uint32_t slot = at(node).slot;
-            if (out->empty() || out->back().slot != slot) out->push_back(Forgotten{slot, {}});
+            if (out->empty() || out->back().slot != slot) out->push_back(Dropped{slot, {}});
             out->back().blocks.push_back(at(node).block);
             Table &held = slots_[slot].held;
             held.erase(held.find(mix(at(node).block)));
             unlink(node);
-            give_back(node);
-            gone++;
+            free_node(node);
+            dropped++;
         }
-        if (blocks_ == 0) start();
-        return gone;
+        if (blocks_ == 0) reset();
+        return dropped;
     }
 
-    // As many again; `free_leases_` always has room for all of them, so that end() cannot fail.
+    // Doubles the leases; `free_leases_` has capacity for all of them, so that end() cannot fail.
     void make_leases() {
         size_t known = leases_.size(), wanted = known == 0 ? 16 : 2 * known;
         free_leases_.reserve(wanted);
@@ -309,7 +310,7 @@ private:
         for (uint32_t node : lease.nodes) {
             if (--at(node).pins > 0) continue;
             at(node).touched_s = now_s;
-            append(node, slots_[lease.slot].line);
+            append(node, slots_[lease.slot].list);
         }
         lease.nodes.clear();
     }
@@ -328,7 +329,7 @@ private:
     uint32_t free_ = NONE;  // head of the free list
     size_t blocks_ = 0;
     std::vector<Slot> slots_;
-    std::vector<Line> lines_;  // the common one, then by slot
+    std::vector<List> lists_;  // the common one, then by slot
     std::vector<Lease> leases_;
     std::vector<uint32_t> free_leases_;
 };

@@ -7,59 +7,65 @@ __all__ = ["Recency"]
 
 @final
 class Recency:
-    """Which blocks are believed on each slot, and which of them go first. Spec 2.5.
+    """The predicted blocks of each slot, in the order in which they are dropped. Spec 2.5.
 
     Blocks are chained hashes (columns of u64), slots the dense ids of the prefix index, at most
     65,536. Touching a chain makes its first block the newest and its last the oldest of them, so
-    a block never goes before what hangs under it. All slots share one line but those with a line of
-    their own. Time never goes back. Memory: about 60 bytes a block.
+    a block is never dropped before its extensions. All slots share one list but those with their
+    own list. Time never goes back. Memory: about 60 bytes a block.
     """
 
     def __init__(self) -> None: ...
-    def open(self, slot: int, own_line: bool) -> None:
-        """Make ``slot`` known; with ``own_line`` what is touched from now on lines up apart.
+    def open(self, slot: int, own_list: bool) -> None:
+        """Add ``slot``; with ``own_list`` blocks touched from now on are kept in its own list.
 
         Raises IndexError for a slot out of range.
         """
     def close(self, slot: int) -> int:
-        """Forget ``slot`` and end its leases; how many blocks it had. O(blocks + leases)."""
+        """Remove ``slot`` and end its leases; return the number of its blocks.
+
+        O(blocks + leases).
+        """
     def is_open(self, slot: int) -> bool:
-        """Whether ``slot`` is known. O(1)."""
-    def has_own_line(self, slot: int) -> bool:
-        """Whether the blocks of ``slot`` line up apart. O(1)."""
+        """Return whether ``slot`` was added. O(1)."""
+    def has_own_list(self, slot: int) -> bool:
+        """Return whether ``slot`` has its own list. O(1)."""
     def touch(self, slot: int, blocks: Buffer, now_s: float) -> None:
         """Make a chain of blocks the newest of ``slot``; pinned ones stay pinned. O(blocks).
 
-        Raises ValueError for a slot that is not known.
+        Raises ValueError for an unknown slot.
         """
     def pin(self, slot: int, blocks: Buffer, now_s: float) -> int:
-        """The same, and hold them until ``release`` of the lease that is returned. O(blocks)."""
+        """The same, and keep them until ``release`` of the returned lease. O(blocks)."""
     def release(self, lease: int, now_s: float) -> bool:
-        """End a lease: blocks that no other holds are the newest now. O(blocks).
+        """End a lease: blocks without another pin become the newest. O(blocks).
 
-        False for one that has ended.
+        Return False if it has ended already.
         """
-    def age(self, before_s: float, most: int) -> list[tuple[int, array[int]]]:
-        """Forget up to ``most`` blocks of the common line, last touched at ``before_s`` or earlier.
+    def age(self, before_s: float, limit: int) -> list[tuple[int, array[int]]]:
+        """Drop up to ``limit`` blocks of the common list, last touched at ``before_s`` or earlier.
 
-        (slot, blocks) in the order of forgetting. O(forgotten).
+        Return (slot, blocks) in the order of dropping. O(dropped).
         """
-    def evict(self, slot: int, most: int) -> list[tuple[int, array[int]]]:
-        """Forget up to ``most`` of the oldest blocks of a slot with a line of its own.
+    def evict(self, slot: int, limit: int) -> list[tuple[int, array[int]]]:
+        """Drop up to ``limit`` of the oldest blocks of a slot that has its own list.
 
-        None of the pinned ones. Raises ValueError for another slot. O(forgotten).
+        Pinned blocks stay. Raises ValueError for another slot. O(dropped).
         """
-    def prune(self, most: int) -> list[tuple[int, array[int]]]:
-        """Forget up to ``most`` of the oldest blocks of all lines; of one instant the common line
-        first, then the lower slot. O(forgotten + instants × slots).
+    def prune(self, limit: int) -> list[tuple[int, array[int]]]:
+        """Drop up to ``limit`` of the oldest blocks of all lists; of one instant those of the
+        common list first, then of the lower slot. O(dropped + instants × slots).
         """
     def blocks(self) -> int:
-        """(block, slot) pairs held. O(1)."""
+        """Return the number of (block, slot) pairs. O(1)."""
     def blocks_of(self, slot: int) -> int:
-        """Blocks of one slot; 0 if it is not known. O(1)."""
+        """Return the number of blocks of one slot; 0 if it is unknown. O(1)."""
     def leases(self) -> int:
-        """Leases that have not ended. O(1)."""
+        """Return the number of active leases. O(1)."""
     def memory_bytes(self) -> int:
-        """Bytes allocated: whole tables, not only their used part. O(slots + leases)."""
+        """Return the allocated bytes: whole tables, not only their used part.
+
+        O(slots + leases).
+        """
     def _check(self) -> None:
         """Assert every invariant. O(blocks)."""

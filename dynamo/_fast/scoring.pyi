@@ -1,6 +1,5 @@
+from array import array
 from typing import final
-
-from typing_extensions import Buffer
 
 __all__ = ["Weights", "choose", "costs"]
 
@@ -36,14 +35,14 @@ class Weights:
 def costs(
     weights: Weights,
     isl_tokens: int,
-    candidates: Buffer,
-    prefill_tokens: Buffer,
-    decode_blocks: Buffer,
-    out: Buffer,
-    device: Buffer | None = None,
-    host: Buffer | None = None,
-    disk: Buffer | None = None,
-    shared: Buffer | None = None,
+    candidates: array[int],
+    prefill_tokens: array[int],
+    decode_blocks: array[int],
+    out: array[float],
+    device: array[int] | None = None,
+    host: array[int] | None = None,
+    disk: array[int] | None = None,
+    shared: array[int] | None = None,
 ) -> float:
     """Write the cost of ``candidates[i]`` (u32 slots) to ``out[i]`` (f64). Spec 3.1, 3.2.
 
@@ -56,7 +55,7 @@ def costs(
     short. O(candidates).
     """
 
-def choose(costs: Buffer, count: int, temperature: float, uniform: float) -> int:
+def choose(costs: array[float], count: int, temperature: float, uniform: float) -> int:
     """The index of the chosen one of the first ``count`` costs (f64). Spec 3.3.
 
     Temperature 0: the cheapest, exact ties by ``uniform`` in [0, 1). Otherwise a draw from the

@@ -1,8 +1,11 @@
 """Costs of all candidate slots in one call, and the choice among them. Spec 3.1-3.3."""
 
 cimport cython
+from cpython cimport array
 from libc.math cimport exp, isfinite
 from libc.stdint cimport int64_t, uint32_t
+
+from dynamo._fast.columns cimport check_items
 
 __all__ = ["Weights", "choose", "costs"]
 
@@ -40,95 +43,103 @@ cdef class Weights:
         self.shared = shared
 
 
-def costs(Weights weights not None, int64_t isl_tokens, const uint32_t[::1] candidates not None,
-          const int64_t[::1] prefill_tokens not None, const int64_t[::1] decode_blocks not None,
-          double[::1] out not None, const uint32_t[::1] device=None,
-          const uint32_t[::1] host=None, const uint32_t[::1] disk=None,
-          const uint32_t[::1] shared=None):
+def costs(Weights weights not None, int64_t isl_tokens, array.array candidates not None,
+          array.array prefill_tokens not None, array.array decode_blocks not None,
+          array.array out not None, array.array device=None, array.array host=None,
+          array.array disk=None, array.array shared=None):
     """Write the cost of ``candidates[i]`` to ``out[i]``; columns are indexed by slot.
 
     Returns the most blocks that one of them need not compute.
     """
-    cdef Py_ssize_t count = candidates.shape[0]
-    cdef Py_ssize_t width = _width(prefill_tokens, decode_blocks, device, host, disk, shared)
+    cdef Py_ssize_t count = len(candidates)
+    cdef Py_ssize_t width = min(len(prefill_tokens), len(decode_blocks))
     cdef Py_ssize_t i
     cdef uint32_t slot
     cdef int64_t least = 0
     cdef double decay = 1.0
     cdef double size = <double>weights.block_size
     cdef double request_blocks = <double>max(isl_tokens // weights.block_size, 1)
-    cdef double prefill, overlap, held
-    cdef double most = 0.0
-    if out.shape[0] < count:
-        raise ValueError(f"out holds {out.shape[0]} costs, {count} candidates given")
+    cdef double blocks, overlap, cached
+    cdef double best = 0.0
+    check_items(candidates, "candidates", c"I")
+    check_items(prefill_tokens, "prefill_tokens", c"q")
+    check_items(decode_blocks, "decode_blocks", c"q")
+    check_items(out, "out", c"d")
+    cdef const uint32_t *slots = candidates.data.as_uints
+    cdef const int64_t *prefill = <const int64_t *>prefill_tokens.data.as_longlongs
+    cdef const int64_t *decode = <const int64_t *>decode_blocks.data.as_longlongs
+    cdef const uint32_t *on_device = _blocks(device, "device", &width)
+    cdef const uint32_t *on_host = _blocks(host, "host", &width)
+    cdef const uint32_t *on_disk = _blocks(disk, "disk", &width)
+    cdef const uint32_t *in_shared = _blocks(shared, "shared", &width)
+    if len(out) < count:
+        raise ValueError(f"out holds {len(out)} costs, {count} candidates given")
     for i in range(count):
-        slot = candidates[i]
+        slot = slots[i]
         if slot >= width:
             raise IndexError(f"slot {slot} is beyond the columns of {width}")
-        if i == 0 or prefill_tokens[slot] < least:
-            least = prefill_tokens[slot]
+        if i == 0 or prefill[slot] < least:
+            least = prefill[slot]
     for i in range(count):
-        slot = candidates[i]
-        overlap = held = 0.0
-        if device is not None:
+        slot = slots[i]
+        overlap = cached = 0.0
+        if on_device != NULL:
             if weights.decay > 0:
-                decay = <double>(prefill_tokens[slot] - least) / size / request_blocks
+                # The device credit fades with the tokens queued beyond the least loaded slot's,
+                # measured in prompts of this length: a cached prefix is no use behind a queue.
+                decay = <double>(prefill[slot] - least) / size / request_blocks
                 decay = 1.0 / (1.0 + weights.decay * decay)
-            overlap = weights.credit * decay * device[slot]
-            held = device[slot]
-        if host is not None:
-            overlap += weights.host * host[slot]
-            held += weights.host * host[slot]
-        if disk is not None:
-            overlap += weights.disk * disk[slot]
-            held += weights.disk * disk[slot]
-        most = max(most, held)
-        if shared is not None:
-            overlap += weights.shared * shared[slot]
-        prefill = <double>(prefill_tokens[slot] + isl_tokens) / size - overlap
-        if prefill < 0:
-            prefill = 0.0
-        out[i] = weights.prefill_scale * prefill + <double>decode_blocks[slot]
-    return most
+            overlap = weights.credit * decay * on_device[slot]
+            cached = on_device[slot]
+        if on_host != NULL:
+            overlap += weights.host * on_host[slot]
+            cached += weights.host * on_host[slot]
+        if on_disk != NULL:
+            overlap += weights.disk * on_disk[slot]
+            cached += weights.disk * on_disk[slot]
+        # Not the shared cache: all slots reach it alike, so no slot is better for it.
+        best = max(best, cached)
+        if in_shared != NULL:
+            overlap += weights.shared * in_shared[slot]
+        # A credit above 1 can exceed the work itself; a negative cost would break the softmax.
+        blocks = max(<double>(prefill[slot] + isl_tokens) / size - overlap, 0.0)
+        out.data.as_doubles[i] = weights.prefill_scale * blocks + <double>decode[slot]
+    return best
 
 
-def choose(const double[::1] costs not None, Py_ssize_t count, double temperature, double uniform):
+def choose(array.array costs not None, Py_ssize_t count, double temperature, double uniform):
     """The index of the chosen cost among the first ``count``; ``uniform`` is drawn from [0, 1)."""
     cdef double low, high
     cdef Py_ssize_t i
-    if count < 1 or count > costs.shape[0]:
-        raise ValueError(f"count must be between 1 and {costs.shape[0]}, got {count}")
+    check_items(costs, "costs", c"d")
+    cdef const double *values = costs.data.as_doubles
+    if count < 1 or count > len(costs):
+        raise ValueError(f"count must be between 1 and {len(costs)}, got {count}")
     if not 0.0 <= uniform < 1.0:
         raise ValueError(f"uniform must be in [0, 1), got {uniform}")
     if not (isfinite(temperature) and temperature >= 0.0):
         raise ValueError(f"temperature must be finite and non-negative, got {temperature}")
-    low = high = costs[0]
+    low = high = values[0]
     for i in range(count):
-        if not isfinite(costs[i]):
-            raise ValueError(f"cost {i} is not finite: {costs[i]}")
-        if costs[i] < low:
-            low = costs[i]
-        elif costs[i] > high:
-            high = costs[i]
+        if not isfinite(values[i]):
+            raise ValueError(f"cost {i} is not finite: {values[i]}")
+        if values[i] < low:
+            low = values[i]
+        elif values[i] > high:
+            high = values[i]
+    # Also false where the product underflows to 0: dividing by it would give NaN.
     if not (high - low) * temperature > 0.0:
-        return _tied(&costs[0], count, low, uniform)
-    return _softmax(&costs[0], count, low, (high - low) * temperature, uniform)
+        return _tied(values, count, low, uniform)
+    return _softmax(values, count, low, (high - low) * temperature, uniform)
 
 
-cdef Py_ssize_t _width(const int64_t[::1] prefill_tokens, const int64_t[::1] decode_blocks,
-                       const uint32_t[::1] device, const uint32_t[::1] host,
-                       const uint32_t[::1] disk, const uint32_t[::1] shared) noexcept:
-    """Slots that every given column has."""
-    cdef Py_ssize_t width = min(prefill_tokens.shape[0], decode_blocks.shape[0])
-    if device is not None:
-        width = min(width, device.shape[0])
-    if host is not None:
-        width = min(width, host.shape[0])
-    if disk is not None:
-        width = min(width, disk.shape[0])
-    if shared is not None:
-        width = min(width, shared.shape[0])
-    return width
+cdef const uint32_t *_blocks(array.array column, str name, Py_ssize_t *width) except? NULL:
+    """The items of an optional column, NULL without one; ``width`` shrinks to its length."""
+    if column is None:
+        return NULL
+    check_items(column, name, c"I")
+    width[0] = min(width[0], len(column))
+    return column.data.as_uints
 
 
 cdef Py_ssize_t _tied(const double* costs, Py_ssize_t count, double low,

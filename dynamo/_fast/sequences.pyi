@@ -1,6 +1,5 @@
+from array import array
 from typing import final
-
-from typing_extensions import Buffer
 
 __all__ = ["ActiveSequences"]
 
@@ -15,7 +14,7 @@ class ActiveSequences:
 
     def __init__(self) -> None: ...
     def book(
-        self, slot: int, sequence_hashes: Buffer | None, unique_blocks: int, prefill_tokens: int
+        self, slot: int, sequence_hashes: array[int] | None, unique_blocks: int, prefill_tokens: int
     ) -> int:
         """Hold the request's blocks and ``prefill_tokens`` on ``slot``; returns its handle.
 
@@ -35,10 +34,10 @@ class ActiveSequences:
         """End all requests of ``slot``; how many there were. O(all requests)."""
     def project_into(
         self,
-        sequence_hashes: Buffer | None,
+        sequence_hashes: array[int] | None,
         unique_blocks: int,
-        prefill_tokens: Buffer,
-        decode_blocks: Buffer,
+        prefill_tokens: array[int],
+        decode_blocks: array[int],
     ) -> None:
         """For every slot: active prefill tokens, and active blocks with this request's added once.
 

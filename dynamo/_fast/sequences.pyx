@@ -3,8 +3,11 @@
 from random import getrandbits
 
 cimport cython
+from cpython cimport array
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libcpp cimport bool as cbool
+
+from dynamo._fast.columns cimport check_items
 
 __all__ = ["ActiveSequences"]
 
@@ -39,11 +42,12 @@ cdef class ActiveSequences:
     def __dealloc__(self):
         del self._sequences
 
-    def book(self, uint32_t slot, const uint64_t[::1] sequence_hashes, int64_t unique_blocks,
+    def book(self, uint32_t slot, array.array sequence_hashes, int64_t unique_blocks,
              int64_t prefill_tokens):
         """Hold the blocks and the prefill on ``slot``; the handle ends it."""
-        cdef size_t count = 0 if sequence_hashes is None else <size_t>sequence_hashes.shape[0]
-        cdef const uint64_t *first = &sequence_hashes[0] if count > 0 else NULL
+        check_items(sequence_hashes, "sequence_hashes", c"Q")
+        cdef size_t count = 0 if sequence_hashes is None else <size_t>len(sequence_hashes)
+        cdef const uint64_t *first = _hashes(sequence_hashes)
         if unique_blocks < 0 or prefill_tokens < 0:
             raise ValueError("unique_blocks and prefill_tokens must not be negative")
         return self._sequences.book(slot, first, count, unique_blocks, prefill_tokens)
@@ -66,24 +70,30 @@ cdef class ActiveSequences:
         """End all requests of ``slot``; how many there were."""
         return self._sequences.clear(slot)
 
-    def project_into(self, const uint64_t[::1] sequence_hashes, int64_t unique_blocks,
-                     int64_t[::1] prefill_tokens not None, int64_t[::1] decode_blocks not None):
+    def project_into(self, array.array sequence_hashes, int64_t unique_blocks,
+                     array.array prefill_tokens not None, array.array decode_blocks not None):
         """Write active prefill tokens and the blocks as they would be with this request."""
-        cdef size_t count = 0 if sequence_hashes is None else <size_t>sequence_hashes.shape[0]
-        cdef const uint64_t *first = &sequence_hashes[0] if count > 0 else NULL
-        cdef Py_ssize_t width = prefill_tokens.shape[0]
+        check_items(sequence_hashes, "sequence_hashes", c"Q")
+        check_items(prefill_tokens, "prefill_tokens", c"q")
+        check_items(decode_blocks, "decode_blocks", c"q")
+        cdef size_t count = 0 if sequence_hashes is None else <size_t>len(sequence_hashes)
+        cdef const uint64_t *first = _hashes(sequence_hashes)
+        cdef Py_ssize_t width = len(prefill_tokens)
         cdef Py_ssize_t known = <Py_ssize_t>self._sequences.slots()
         cdef int64_t wanted = <int64_t>count + unique_blocks
+        cdef int64_t *prefill = <int64_t *>prefill_tokens.data.as_longlongs
+        cdef int64_t *decode = <int64_t *>decode_blocks.data.as_longlongs
         cdef Py_ssize_t slot
-        if decode_blocks.shape[0] != width:
+        if len(decode_blocks) != width:
             raise ValueError("prefill_tokens and decode_blocks must have the same length")
         for slot in range(width):
-            prefill_tokens[slot] = 0
-            decode_blocks[slot] = wanted
+            prefill[slot] = 0
+            decode[slot] = wanted
             if slot < known:
-                prefill_tokens[slot] = self._sequences.prefill(slot)
-                decode_blocks[slot] += self._sequences.blocks(slot)
-                decode_blocks[slot] -= <int64_t>self._sequences.depth(slot, first, count)
+                prefill[slot] = self._sequences.prefill(slot)
+                # Leading blocks that running requests of the slot hold already count once.
+                decode[slot] += self._sequences.blocks(slot)
+                decode[slot] -= <int64_t>self._sequences.depth(slot, first, count)
 
     def load(self, Py_ssize_t slot):
         """(active prefill tokens, active blocks, active requests) of ``slot``."""
@@ -100,3 +110,10 @@ cdef class ActiveSequences:
         """Assert every invariant; O(blocks × slots)."""
         cdef const char *fault = self._sequences.broken()
         assert fault == NULL, fault.decode()
+
+
+cdef const uint64_t *_hashes(array.array column) noexcept:
+    """The items of an optional column; NULL without one or without items."""
+    if column is None or len(column) == 0:
+        return NULL
+    return <const uint64_t *>column.data.as_ulonglongs

@@ -52,7 +52,7 @@ _decode = msgspec.json.Decoder(_Completion).decode
 
 
 def read_chunk(outcome: Outcome, data: bytes) -> tuple[bool, bool]:
-    """Read the data of one event: does it carry output, and does it finish the answer?"""
+    """Read the data of one event; return whether it has output and whether the answer ends."""
     answer = _read(outcome, data)
     if answer is None:
         return False, False

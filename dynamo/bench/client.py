@@ -160,6 +160,7 @@ class LoadConnection(HttpClient):
         if outcome.first_token_s is None:
             outcome.first_token_s = self._last_token_s = now_s
             tokens -= 1
+        # Tokens of one read arrived together: each gets an equal share of the gap before them.
         if tokens:
             outcome.gaps_s.extend([(now_s - self._last_token_s) / tokens] * tokens)
         self._last_token_s = now_s

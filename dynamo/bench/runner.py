@@ -85,6 +85,7 @@ class Runner:
         begun_s = time.perf_counter()
         started_s = begun_s if due_s is None else due_s
         deadline_s = begun_s + self._settings.timeout_s
+        # The latest one used: the server may have closed older idle connections.
         connection = self._idle.pop() if self._idle else LoadConnection(self._target)
         outcome = None
         if not connection.usable:

@@ -73,7 +73,7 @@ def from_trace(
     return planned
 
 
-def synthetic(
+def synthetic(  # noqa: PLR0913 - all but the first by name
     count: int,
     *,
     isl: int,

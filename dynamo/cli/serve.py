@@ -46,7 +46,7 @@ EPILOG = """overrides: --Service.key=value for every key of the file, for exampl
 Relative paths in the graph are relative to the directory of the graph file, where services run.
 Exit status: 0 stopped, 1 a service failed and was not restarted, 2 the graph or a flag is wrong."""
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Settings whose variables decide how the processes find each other.
 _SHARED = (
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _reason(error: DynamoError | OSError) -> str:
     if isinstance(error, DynamoError):
         return error.message
-    _log.debug("the operating system raised an error", exc_info=error)
+    log.debug("the operating system raised an error", exc_info=error)
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 

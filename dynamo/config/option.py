@@ -80,7 +80,7 @@ def preset(variable: str, value: str) -> None:
     os.environ.setdefault(variable, value)
 
 
-def load(
+def load(  # noqa: PLR0913 - the last three are optional
     prog: str,
     description: str,
     groups: Sequence[type[Any]],

@@ -1,7 +1,7 @@
 """One client connection: bytes in, requests out in order, one at a time, within the limits.
 
-State is grouped by life time: what the server shares, what lasts as long as the connection, and
-the exchange, which is a class of its own.
+State is grouped by lifetime: :class:`ServerContext` is shared by all connections, a connection
+lasts as long as its socket, and an :class:`Exchange` as long as one request.
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from dynamo.http.body import ChunkedBody, SizedBody
 from dynamo.http.errors import HttpError, error_body
-from dynamo.http.exchange import Exchange
+from dynamo.http.exchange import CLOSE, NEVER, Exchange, ResponseHeads
 from dynamo.http.head import CHUNKED, Head, HeadReader
 from dynamo.http.limits import HttpLimits
-from dynamo.http.response import CLOSE, ResponseHeads
 from dynamo.http.write_batch import WriteBatch
 
 __all__ = ["NEVER", "HttpConnection", "ServerContext"]
 
-NEVER = float("inf")
 log = logging.getLogger(__name__)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_REQUESTS_PER_TURN = 32  # of one pipelining client, before others get their turn
+_REQUESTS_PER_TURN = 32  # of one pipelining client, before other connections are served
 _FREE_BODY_BYTES = 64 * 1024  # of each body; not in the budget, so a full one admits short bodies
 
 
 class ServerContext(Protocol):
-    """What a connection shares with all others of its server.
+    """The state that all connections of a server share.
 
     ``clock`` is monotonic seconds as of the last sweep: exact enough for deadlines.
-    ``bodies_bytes`` is what the unfinished bodies of all connections hold.
+    ``bodies_bytes`` is the size of the unfinished bodies of all connections. ``handler`` answers a
+    request, now or later.
     """
 
     limits: HttpLimits
@@ -42,31 +42,29 @@ class ServerContext(Protocol):
     clock: float
     draining: bool
     bodies_bytes: int
+    handler: Callable[[Exchange], None]
 
     def admit(self, connection: HttpConnection) -> bool:
-        """Register; False when the cap is reached."""
+        """Register a connection; False above the limit."""
 
     def forget(self, connection: HttpConnection) -> None:
-        """The connection is gone."""
-
-    def handle(self, exchange: Exchange) -> None:
-        """Answer a request, now or later. Never raises."""
+        """Remove a closed connection."""
 
     def refused(self, status: int) -> None:
-        """Count a request that was turned away before it reached a route."""
+        """Count a request that was refused before it reached a route."""
 
-    def soon(self, connection: HttpConnection) -> None:
+    def advance_later(self, connection: HttpConnection) -> None:
         """Call ``connection.advance`` in the next loop turn."""
 
     def decode_later(self, connection: HttpConnection) -> None:
-        """Call ``connection.decode`` in a later loop turn, when its turn comes."""
+        """Queue ``connection.decode`` for a later loop turn."""
 
 
 class HttpConnection(asyncio.Protocol):
     """Reads heads and bodies, dispatches exchanges, enforces deadlines when swept.
 
-    At any time it is in one of: reading a head, reading a body (``_head`` set), busy (``_exchange``
-    set), lingering (refused, discarding what still comes), closed (no transport).
+    Its states: reading a head, reading a body (``_head`` set), busy (``_exchange``
+    set), lingering (refused, discarding further input), closed (no transport).
 
     Reading is never paused while an exchange runs, because only reading detects that the client has
     disconnected. Pipelined bytes beyond ``header_bytes`` are discarded instead, and the connection
@@ -117,7 +115,7 @@ class HttpConnection(asyncio.Protocol):
     # -- called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client is there; over the cap it hears 503 and has to go."""
+        """Accept a client; reply 503 above the connection limit."""
         self._transport = cast(asyncio.Transport, transport)
         server = self._server
         self.closing = server.draining
@@ -127,7 +125,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(HttpError(503, "Too many connections", retry_after_s=1))
 
     def data_received(self, data: bytes) -> None:
-        """Bytes from the client."""
+        """Handle bytes from the client."""
         if self._exchange is not None:
             self._pipeline(data)
         elif self._lingering or self._transport is None:
@@ -141,11 +139,11 @@ class HttpConnection(asyncio.Protocol):
                 self._pause()  # until the client reads its responses
 
     def eof_received(self) -> bool:
-        """A client that stops talking has left; the transport closes, ``connection_lost`` tells."""
+        """Let the transport close: a client that ends its output counts as disconnected."""
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The socket is gone, for whatever reason."""
+        """Discard all state; fail the exchange in progress."""
         self._transport = None
         self.deadline = NEVER
         self.above_high_water = False
@@ -158,7 +156,7 @@ class HttpConnection(asyncio.Protocol):
             exchange.lost()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than we write."""
+        """The client reads too slowly."""
         self.above_high_water = True
         self.deadline = self._server.clock + self._server.limits.stall_timeout_s
 
@@ -176,7 +174,7 @@ class HttpConnection(asyncio.Protocol):
     # -- called by the exchange
 
     def send(self, data: bytes) -> None:
-        """Write at the end of this loop turn, together with all else that it brings."""
+        """Write at the end of this loop turn, together with its other output."""
         out = self._out
         out.append(data)
         if len(out) == 1 and not self._advancing:
@@ -195,19 +193,19 @@ class HttpConnection(asyncio.Protocol):
             self._close()
             return
         if not self.above_high_water:
-            self.deadline = self._idle_deadline()
+            self.deadline = self._server.clock + self._server.limits.idle_timeout_s
         if not self._advancing and (self._buffer or self._paused):
             self.advance()
 
     def abort(self) -> None:
-        """Drop the connection without sending what is still buffered."""
+        """Close without sending the buffered output."""
         if self._transport is not None:
             self._transport.abort()
 
     # -- called by the server
 
     def flush(self) -> None:
-        """Hand what was sent to the socket, in one system call."""
+        """Write the buffered output to the socket, in one system call."""
         out = self._out
         if out:
             data = out[0] if len(out) == 1 else b"".join(out)
@@ -222,11 +220,11 @@ class HttpConnection(asyncio.Protocol):
         self._advancing = True
         try:
             for _ in range(_REQUESTS_PER_TURN):
-                if not (self._may_read() and self._buffer and self._step()):
+                if not (self._buffer and self._may_read() and self._step()):
                     break
             else:
                 self._pause()
-                self._server.soon(self)
+                self._server.advance_later(self)
                 return
         except HttpError as refusal:
             self._refuse(refusal)
@@ -235,12 +233,13 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(HttpError(500, "Internal server error"))
         finally:
             self._advancing = False
-            self.flush()
+            if self._out:
+                self.flush()
         if self._paused and self._body is None and not self.above_high_water:
             self._resume()
 
     def decode(self, data: bytes = b"") -> None:
-        """Decode ``data`` and what earlier calls left over, then serve the requests behind it."""
+        """Decode ``data`` and the backlog of earlier calls, then serve the requests behind it."""
         if self._body is None:
             return
         try:
@@ -255,7 +254,7 @@ class HttpConnection(asyncio.Protocol):
                 self.advance()
 
     def sweep(self) -> None:
-        """The deadline has passed."""
+        """Act on the passed deadline."""
         self.deadline = NEVER
         if self._transport is None:
             return
@@ -271,11 +270,11 @@ class HttpConnection(asyncio.Protocol):
             self._close()
 
     def close_when_idle(self) -> None:
-        """Close if idle."""
+        """Close unless a request is in progress."""
         if self._exchange is None and self._head is None and not self._buffer:
             self._close()
 
-    # -- own steps
+    # -- private steps
 
     def _may_read(self) -> bool:
         return (
@@ -287,7 +286,7 @@ class HttpConnection(asyncio.Protocol):
         )
 
     def _step(self) -> bool:
-        """Read one head and what is there of its body. False when more bytes are needed."""
+        """Read one head and the available part of its body. False when more bytes are needed."""
         server = self._server
         buffer = self._buffer
         end = buffer.find(b"\r\n\r\n")
@@ -300,8 +299,7 @@ class HttpConnection(asyncio.Protocol):
         if 0 <= size_bytes <= len(buffer) - start and size_bytes <= server.limits.body_bytes:
             stop = start + size_bytes
             self._buffer = buffer[stop:]
-            self._head = head
-            self._dispatch(buffer[start:stop])
+            self._dispatch(head, buffer[start:stop])
             return True
         self._open_body(head, buffer[start:])
         return self._head is None
@@ -316,7 +314,7 @@ class HttpConnection(asyncio.Protocol):
             return True
         self._server.reader.check_partial(self._buffer)
         if not self._timing_head:
-            self._timing_head = True  # counted once, so that a byte now and then buys no time
+            self._timing_head = True  # set once: a byte now and then does not extend the deadline
             self.deadline = self._server.clock + self._server.limits.header_timeout_s
         return False
 
@@ -338,12 +336,14 @@ class HttpConnection(asyncio.Protocol):
             self.send(_CONTINUE)
 
     def _feed(self, data: bytes) -> None:
-        """Read on in the body; dispatch the request when it is complete."""
+        """Feed the body; dispatch the request when it is complete."""
         body = cast(SizedBody | ChunkedBody, self._body)
         rest = body.feed(data)
         if rest is not None:
             self._buffer = rest
-            self._dispatch(body.take())
+            head = cast(Head, self._head)
+            self._forget_body()
+            self._dispatch(head, body.take())
             return
         grown_bytes = body.held_bytes - _FREE_BODY_BYTES - self._counted_bytes
         if grown_bytes > 0:
@@ -369,7 +369,7 @@ class HttpConnection(asyncio.Protocol):
         self._counted_bytes = 0
 
     def _pipeline(self, data: bytes) -> None:
-        """Keep requests that arrive before their turn, up to a bound."""
+        """Keep requests that arrive while another is in progress, up to a bound."""
         if self._discards:
             return
         self._buffer += data
@@ -377,17 +377,24 @@ class HttpConnection(asyncio.Protocol):
             self._buffer = b""
             self._discards = self.closing = True
 
-    def _dispatch(self, body: bytes) -> None:
-        head, server = cast(Head, self._head), self._server
-        self._forget_body()
+    def _dispatch(self, head: Head, body: bytes) -> None:
+        """Call the handler; its exception costs one response, not the state of the connection."""
+        server = self._server
         self._timing_head = False
         exchange = self._exchange = Exchange(self, head, body, time.monotonic())
         self.deadline = exchange.deadline = server.clock + server.limits.response_timeout_s
-        server.handle(exchange)
+        try:
+            server.handler(exchange)
+        except BaseException as error:  # also a panic in Rust, which is not an Exception
+            log.exception("%s %s failed", exchange.method, exchange.path)
+            exchange.crashed(error)
 
     def _refuse(self, refusal: HttpError) -> None:
-        """Say why and stop listening. The socket stays open for a moment, reading and discarding,
-        because closing on unread bytes resets it, and the client would never see the answer."""
+        """Reply with the error and read no more requests.
+
+        The socket stays open for a moment, reading and discarding: closing it with unread bytes
+        resets it, and the client would not receive the reply.
+        """
         self._server.refused(refusal.status)
         self._forget_body()
         body = error_body(refusal.status, refusal.message)
@@ -398,7 +405,7 @@ class HttpConnection(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Send what is buffered and then no more; read on for a moment and discard."""
+        """Send the buffered output, then only read and discard for a moment."""
         limits = self._server.limits
         self._buffer = b""
         self._lingering = True
@@ -410,7 +417,7 @@ class HttpConnection(asyncio.Protocol):
             self._resume()
 
     def _close(self) -> None:
-        """Send what is buffered, then close; the deadline catches a client that reads nothing."""
+        """Send the buffered output, then close; the deadline ends a client that reads nothing."""
         self.flush()
         self._lingering = True
         self._buffer = b""

@@ -1,32 +1,34 @@
-"""One request and its response: what a route sees of HTTP."""
+"""One request and its response, as a route handles them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from email.utils import formatdate
 from typing import Protocol
 
-from dynamo.http.errors import error_body
+from dynamo.http.errors import error_body, reason_phrase
 from dynamo.http.head import Head
-from dynamo.http.response import (
-    CHUNKS,
-    CLOSE,
-    OLD_KEEP_ALIVE,
-    UNTIL_CLOSE,
-    ResponseHeads,
-    encode_headers,
-)
 
-__all__ = ["Exchange", "Transport"]
+__all__ = ["CLOSE", "NEVER", "Exchange", "ResponseHeads", "Transport", "encode_headers"]
 
 JSON = "application/json"
 NEVER = float("inf")
+
+# Bits of a framing.
+LENGTH = 0  # the caller appends the digits of the length, then CRLF
+CHUNKS = 1
+UNTIL_CLOSE = 2  # a stream to an HTTP/1.0 client, which does not support chunks
+CLOSE = 4
+OLD_KEEP_ALIVE = 8  # an HTTP/1.0 client asked to keep the connection
+
+_BREAKS = str.maketrans({"\r": " ", "\n": " ", "\0": " "})
 
 log = logging.getLogger(__name__)
 
 
 class Transport(Protocol):
-    """What an exchange needs of its connection."""
+    """The connection, as its exchange uses it."""
 
     heads: ResponseHeads
     above_high_water: bool
@@ -40,13 +42,61 @@ class Transport(Protocol):
         """The response is complete."""
 
     def abort(self) -> None:
-        """Drop the connection at once."""
+        """Close the connection at once; unsent bytes are lost."""
+
+
+class ResponseHeads:
+    """Heads of responses, built once a second for each kind instead of once a response."""
+
+    def __init__(self) -> None:
+        self._heads: dict[tuple[int, str, int], bytes] = {}
+        self._date = b""
+        self.renew()
+
+    def renew(self) -> None:
+        """Drop the heads of an earlier second, whose Date header is outdated."""
+        date = formatdate(usegmt=True).encode("ascii")
+        if date != self._date:
+            self._date = date
+            self._heads.clear()
+
+    def get(self, status: int, content_type: str, framing: int) -> bytes:
+        """Status line and fixed headers.
+
+        The head of a stream ends in the CRLF of its last header, any other in ``content-length: ``.
+        """
+        key = (status, content_type, framing)
+        head = self._heads.get(key)
+        if head is None:
+            head = self._heads[key] = self._build(status, content_type, framing)
+        return head
+
+    def _build(self, status: int, content_type: str, framing: int) -> bytes:
+        lines = [f"HTTP/1.1 {status} {reason_phrase(status)}", f"date: {self._date.decode()}"]
+        if content_type:
+            lines.append(f"content-type: {content_type}")
+        if framing & CLOSE:
+            lines.append("connection: close")
+        elif framing & OLD_KEEP_ALIVE:
+            lines.append("connection: keep-alive")
+        if framing & CHUNKS:
+            lines.append("transfer-encoding: chunked")
+        lines.append("" if framing & (CHUNKS | UNTIL_CLOSE) else "content-length: ")
+        return "\r\n".join(lines).encode("latin-1")
+
+
+def encode_headers(headers: Iterable[tuple[str, str]]) -> bytes:
+    """``name: value`` lines with CRLF; line breaks inside a value can't split the response."""
+    return b"".join(
+        f"{name}: {value.translate(_BREAKS)}\r\n".encode("latin-1", "replace")
+        for name, value in headers
+    )
 
 
 class Exchange:
-    """The answer is either one :meth:`respond`, or :meth:`start`, any :meth:`write`, :meth:`end`.
+    """Respond with one :meth:`respond`, or with :meth:`start`, any :meth:`write`, :meth:`end`.
 
-    Set ``on_disconnect`` to hear, once, that the client left before the end; after that (``gone``)
+    ``on_disconnect`` is called once if the client disconnects before the end; after that (``gone``)
     everything written is discarded. While ``above_high_water`` the client reads too slowly;
     ``on_drain`` is called when it has caught up. ``received_at`` is time.monotonic().
 
@@ -101,7 +151,7 @@ class Exchange:
 
     @property
     def above_high_water(self) -> bool:
-        """Whether the client is behind with reading."""
+        """Whether the client reads too slowly."""
         return self._transport.above_high_water
 
     def respond(
@@ -111,26 +161,34 @@ class Exchange:
         content_type: str = JSON,
         headers: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """The whole response in one write."""
-        self._begin(status)
+        """Send the whole response in one write."""
+        if self.started and not self.gone:
+            raise RuntimeError("the response has been started already")
+        self.started = True
+        self.status = status
         if self.gone:
             return
         transport = self._transport
-        head = transport.heads.get(status, content_type, self._framing(0))
+        plain = self.keep_alive and self.minor and not transport.closing
+        framing = LENGTH if plain else self._framing(LENGTH)
+        head = transport.heads.get(status, content_type, framing)
         extra = encode_headers(headers) if headers else b""
         shown = b"" if self._bodiless else body
         transport.send(b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, shown))
         self._finish()
 
     def refuse(self, status: int, message: str, kind: str | None = None) -> None:
-        """A whole response with an error body. Spec 5.4."""
+        """Respond with an error body. Spec 5.4."""
         self.respond(status, error_body(status, message, kind))
 
     def start(
         self, status: int, content_type: str, headers: Sequence[tuple[str, str]] = ()
     ) -> None:
         """Begin a streamed response: chunks, or until close for an HTTP/1.0 client."""
-        self._begin(status)
+        if self.started and not self.gone:
+            raise RuntimeError("the response has been started already")
+        self.started = True
+        self.status = status
         if self.gone:
             return
         if self.minor == 0:
@@ -162,15 +220,15 @@ class Exchange:
         self._finish()
 
     def abort(self) -> None:
-        """Cut the connection in mid-response, so that the client can't take it for complete.
+        """Close the connection in mid-response, so that it can't look complete to the client.
 
-        ``on_disconnect`` is not called: the caller knows.
+        ``on_disconnect`` is not called.
         """
         self.on_disconnect = None
         self._transport.abort()
 
     def lift_deadline(self) -> None:
-        """Remove the deadline: from here on the route enforces its own timeouts."""
+        """Remove the deadline: from now on the route enforces its own timeouts."""
         self.deadline = NEVER
         if not self._transport.above_high_water:
             self._transport.deadline = NEVER
@@ -180,7 +238,7 @@ class Exchange:
 
         Raises KeyboardInterrupt and SystemExit again.
         """
-        self._give_up(500, "Internal server error")
+        self._fail(500, "Internal server error")
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
 
@@ -190,10 +248,10 @@ class Exchange:
             self.on_expired()
             return
         log.error("%s %s: no response in time", self.method, self.path)
-        self._give_up(504, "No response in time")
+        self._fail(504, "No response in time")
 
     def lost(self) -> None:
-        """Called by the connection when the client has left."""
+        """Called by the connection when the client has disconnected."""
         if self.gone or self.done:
             return
         self.gone = True
@@ -202,8 +260,8 @@ class Exchange:
         if callback is not None:
             callback()
 
-    def _give_up(self, status: int, message: str) -> None:
-        """End the exchange for a route that did not; its ``on_disconnect`` cleans up."""
+    def _fail(self, status: int, message: str) -> None:
+        """End the exchange in place of its route, whose ``on_disconnect`` cleans up."""
         if self.done or self.gone:
             return
         callback = self.on_disconnect
@@ -214,12 +272,6 @@ class Exchange:
         self.gone = True
         if callback is not None:
             callback()
-
-    def _begin(self, status: int) -> None:
-        if self.started and not self.gone:
-            raise RuntimeError("the response has been started already")
-        self.started = True
-        self.status = status
 
     def _framing(self, framing: int) -> int:
         if self._transport.closing:

@@ -1,4 +1,4 @@
-"""From method and path to a function, and what is said when there is none. Spec 5.1."""
+"""Map method and path to a handler; respond to all other requests. Spec 5.1."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 
 
 class Routes:
-    """A table of exact paths, and of prefixes whose rest the route reads itself."""
+    """A table of exact paths, and of prefixes whose routes parse the rest of the path."""
 
     def __init__(self) -> None:
         self._exact: dict[str, dict[str, Route]] = {}
         self._prefixes: list[tuple[str, dict[str, Route]]] = []
 
     def get(self, path: str, route: Route) -> None:
-        """GET and HEAD ``path``; a path that ends in ``/`` stands for all longer ones."""
+        """Handle GET and HEAD of ``path``; a path that ends in ``/`` matches all longer paths."""
         methods = {"GET": route, "HEAD": route}
         if path.endswith("/"):
             self._prefixes.append((path, methods))
@@ -32,7 +32,7 @@ class Routes:
             self._exact.setdefault(path, {}).update(methods)
 
     def post(self, path: str, route: Route) -> None:
-        """POST of a JSON body to ``path``."""
+        """Handle POST of a JSON body to ``path``."""
         self._exact.setdefault(path, {})["POST"] = route
 
     def paths(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -41,7 +41,7 @@ class Routes:
         return [(path, tuple(methods)) for path, methods in rows]
 
     def __call__(self, exchange: Exchange) -> None:
-        """Answer ``exchange``: the handler of the HTTP server."""
+        """Handle ``exchange``: the handler of the HTTP server."""
         methods = self._exact.get(exchange.path) or self._prefixed(exchange.path)
         if methods is None:
             text = f"Route not found: {exchange.method} {exchange.path}"
@@ -50,10 +50,13 @@ class Routes:
         route = methods.get(exchange.method)
         if route is None:
             exchange.respond(405, b"", "", [("allow", ", ".join(methods))])
-        elif exchange.method == "POST" and not _is_json(exchange.headers.get("content-type")):
-            exchange.refuse(415, "Expected request with Content-Type application/json")
-        else:
-            route(exchange)
+            return
+        if exchange.method == "POST":
+            content_type = exchange.headers.get("content-type")
+            if content_type != "application/json" and not _is_json(content_type):
+                exchange.refuse(415, "Expected request with Content-Type application/json")
+                return
+        route(exchange)
 
     def _prefixed(self, path: str) -> dict[str, Route] | None:
         for prefix, methods in self._prefixes:
@@ -63,7 +66,7 @@ class Routes:
 
 
 class TaskParent(Protocol):
-    """What starts the task of a route and waits for it at shutdown: ``dynamo.runtime.Tasks``."""
+    """The parent of the tasks of routes, which it ends at shutdown: ``dynamo.runtime.Tasks``."""
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
         """Run ``work``."""
@@ -71,8 +74,11 @@ class TaskParent(Protocol):
 
 
 def in_task(tasks: TaskParent, answer: Callable[[Exchange], Coroutine[Any, Any, None]]) -> Route:
-    """A route that runs ``answer`` in a task, which is cancelled if the client disconnects or the
-    deadline passes. An exception that ``answer`` does not catch is a 500."""
+    """Return a route that runs ``answer`` in a task.
+
+    The task is cancelled if the client disconnects or the deadline passes. An uncaught exception is
+    a 500.
+    """
 
     def route(exchange: Exchange) -> None:
         task = tasks.spawn(_run(exchange, answer), name=exchange.path)
@@ -92,8 +98,6 @@ async def _run(exchange: Exchange, answer: Callable[[Exchange], Coroutine[Any, A
 
 
 def _is_json(content_type: str | None) -> bool:
-    if content_type == "application/json":
-        return True
     if content_type is None:
         return False
     media_type = content_type.partition(";")[0].strip().lower()

@@ -1,4 +1,4 @@
-"""The HTTP server: a listener, its connections, one sweep a second for all their deadlines."""
+"""The HTTP server: a listener, its connections, and one sweep a second over their deadlines."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from dynamo.http.connection import HttpConnection
-from dynamo.http.exchange import Exchange
+from dynamo.http.exchange import Exchange, ResponseHeads
 from dynamo.http.head import HeadReader
 from dynamo.http.limits import HttpLimits
-from dynamo.http.response import ResponseHeads
 from dynamo.http.write_batch import WriteBatch
 
 __all__ = ["HttpServer"]
 
 log = logging.getLogger(__name__)
 _DECODES_PER_TURN = 8
-_POLITE = 256  # connections over the cap that get a 503 at once; beyond, the socket is just closed
+_REPLIED_OVER_LIMIT = 256  # connections over the limit that get a 503; more are just closed
 
 
 class HttpServer:
@@ -46,7 +45,7 @@ class HttpServer:
         self.draining = False
         self.bodies_bytes = 0
         self._undecoded: deque[HttpConnection] = deque()
-        self._handler = handler
+        self.handler = handler
         self._on_refused = on_refused
         self._connections: set[HttpConnection] = set()
         self._server: asyncio.Server | None = None
@@ -55,16 +54,16 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """How many clients are connected."""
+        """The number of connected clients."""
         return len(self._connections)
 
     async def bind(
         self, host: str, port: int, names: Sequence[str] | None = None, remedy: str = ""
     ) -> tuple[str, int]:
-        """Take the address; the one that was bound (port 0 asks for any). Raises OSError.
+        """Bind and return the address (port 0 binds a free one). Raises OSError.
 
         ``names`` are the hosts that requests may name beside localhost, ``host`` and IP addresses;
-        ``*`` stands for all. Without names any host is served, but not on a loopback address. With
+        ``*`` allows all. Without names every host is allowed, except on a loopback address. With
         None, nothing is checked. ``remedy`` ends the error for other hosts.
         """
         loop = asyncio.get_running_loop()
@@ -88,22 +87,22 @@ class HttpServer:
         await self._server.start_serving()
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
-        """Bind and listen; the address that was bound. Raises OSError."""
+        """Bind, listen and return the address. Raises OSError."""
         bound = await self.bind(host, port)
         await self.listen()
         return bound
 
     def drain(self) -> None:
-        """From now on every response closes its connection and says so.
+        """Close each connection after its next response, which announces it.
 
-        Idle connections stay, because a request may be on its way: it gets a response.
+        Idle connections stay open: a request that is already on its way gets a response.
         """
         self.draining = True
         for connection in self._connections:
             connection.closing = True
 
     async def close(self, timeout_s: float = 1.0) -> None:
-        """Stop listening, let written bytes leave for at most ``timeout_s``, cut what remains."""
+        """Stop listening, send written bytes for at most ``timeout_s``, then abort connections."""
         self.drain()
         for connection in list(self._connections):
             connection.close_when_idle()
@@ -124,41 +123,33 @@ class HttpServer:
             self._timer.cancel()
         await server.wait_closed()
 
-    # -- what connections ask of their host
+    # -- called by connections
 
     def admit(self, connection: HttpConnection) -> bool:
-        """Register a connection; False over the cap."""
+        """Register a connection; False above the limit."""
         self._connections.add(connection)
         count = len(self._connections)
-        if count > self.limits.connections + _POLITE:
+        if count > self.limits.connections + _REPLIED_OVER_LIMIT:
             connection.abort()
         return count <= self.limits.connections
 
     def forget(self, connection: HttpConnection) -> None:
-        """A connection is gone."""
+        """Remove a closed connection."""
         self._connections.discard(connection)
         if self._all_gone is not None and not self._connections:
             self._all_gone.set()
 
-    def handle(self, exchange: Exchange) -> None:
-        """Run the handler; a bug in it costs one response, not the connection's order."""
-        try:
-            self._handler(exchange)
-        except BaseException as error:  # a panic in Rust is not an Exception
-            log.exception("%s %s failed", exchange.method, exchange.path)
-            exchange.crashed(error)
-
     def refused(self, status: int) -> None:
-        """Count."""
+        """Count a request that was refused before it reached a route."""
         if self._on_refused is not None:
             self._on_refused(status)
 
-    def soon(self, connection: HttpConnection) -> None:
-        """Let the other connections have their turn first."""
+    def advance_later(self, connection: HttpConnection) -> None:
+        """Advance the connection in the next loop turn, after the others."""
         asyncio.get_running_loop().call_soon(connection.advance)
 
     def decode_later(self, connection: HttpConnection) -> None:
-        """Queue a connection that has more chunks to decode than it may in one turn."""
+        """Queue a connection with more chunks than it may decode in one turn."""
         self._undecoded.append(connection)
         if len(self._undecoded) == 1:
             self._schedule_decoding()
@@ -167,7 +158,7 @@ class HttpServer:
         asyncio.get_running_loop().call_soon(self._decode)
 
     def _decode(self) -> None:
-        """Serve the queue for a few milliseconds, however many connections are in it."""
+        """Decode for a few milliseconds, however many connections are queued."""
         queue = self._undecoded
         served = [queue.popleft() for _ in range(min(len(queue), _DECODES_PER_TURN))]
         if queue:

@@ -1,7 +1,7 @@
-"""The end of a loop turn: one callback that writes everything the turn brought.
+"""Write the output of a loop turn at its end, in one callback.
 
-Several tokens of one stream that arrived in one read become one event, and whatever was written to
-a connection leaves in one system call, which costs more than all the rest of a token.
+Tokens of one stream that arrived in one read become one event, and everything written to a
+connection leaves in one system call, which costs more than all the rest of a token.
 """
 
 from __future__ import annotations
@@ -13,44 +13,47 @@ __all__ = ["Flushable", "WriteBatch"]
 
 
 class Flushable(Protocol):
-    """Has something to write."""
+    """An object with unwritten output."""
 
     def flush(self) -> None:
-        """Write it now. Never raises."""
+        """Write the output now. Never raises."""
 
 
 class WriteBatch:
-    """Who has news this turn (``defer``: flushed first, they fill sockets), and which sockets have
-    unwritten bytes (``flush_later``). Neither may be added twice before it was flushed."""
+    """Collects the producers (:meth:`defer`) and the connections (:meth:`flush_later`) to flush.
 
-    __slots__ = ("_news", "_scheduled", "_unwritten")
+    Producers are flushed first, because they write to connections. Nothing may be added a second
+    time before it was flushed.
+    """
+
+    __slots__ = ("_connections", "_producers", "_scheduled")
 
     def __init__(self) -> None:
-        self._news: list[Flushable] = []
-        self._unwritten: list[Flushable] = []
+        self._producers: list[Flushable] = []
+        self._connections: list[Flushable] = []
         self._scheduled = False
 
-    def defer(self, one: Flushable) -> None:
-        """Let ``one`` write its news at the end of this turn."""
-        self._news.append(one)
+    def defer(self, producer: Flushable) -> None:
+        """Flush ``producer`` at the end of this turn."""
+        self._producers.append(producer)
         if not self._scheduled:
-            self._schedule()
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
 
-    def flush_later(self, one: Flushable) -> None:
-        """Empty the buffer of ``one`` at the end of this turn."""
-        self._unwritten.append(one)
+    def flush_later(self, connection: Flushable) -> None:
+        """Flush ``connection`` at the end of this turn, after the producers."""
+        self._connections.append(connection)
         if not self._scheduled:
-            self._schedule()
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
 
-    def _schedule(self) -> None:
-        self._scheduled = True
-        asyncio.get_running_loop().call_soon(self._end)
-
-    def _end(self) -> None:
-        news, self._news = self._news, []
-        for one in news:
+    def _flush(self) -> None:
+        producers, self._producers = self._producers, []
+        for one in producers:
             one.flush()
+        # Reset between the loops: a write of a producer needs no other callback, a write of the
+        # next turn does.
         self._scheduled = False
-        unwritten, self._unwritten = self._unwritten, []
-        for one in unwritten:
+        connections, self._connections = self._connections, []
+        for one in connections:
             one.flush()

@@ -1,4 +1,4 @@
-"""What a worker needs to serve a language model: register it, publish its cache and its load."""
+"""The API of a worker that serves a language model: register it, publish its cache and load."""
 
 from dynamo.llm.exceptions import HttpError
 from dynamo.llm.hashing import compute_block_hash_for_seq, compute_block_hash_for_seq_py

@@ -1,4 +1,4 @@
-"""What calls of this package raise. Spec 7.11."""
+"""The exceptions that this package raises. Spec 7.11."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 DynamoException = DynamoError
-"""Root of the tree."""
+"""The base class of all of them."""
 
 
 class Unknown(DynamoError):
-    """A failure without a code of its own."""
+    """A failure of no other class."""
 
     code = "unknown"

@@ -10,7 +10,7 @@ from dynamo._fast.hashing import block_hashes, seed_for
 __all__ = ["compute_block_hash_for_seq", "compute_block_hash_for_seq_py", "mm_hashes_of"]
 
 
-def compute_block_hash_for_seq(
+def compute_block_hash_for_seq(  # noqa: PLR0913 - Dynamo's signature
     tokens: Sequence[int],
     kv_block_size: int,
     block_mm_infos: Sequence[Mapping[str, Any] | None] | None = None,
@@ -18,7 +18,7 @@ def compute_block_hash_for_seq(
     is_eagle: bool | None = None,
     cache_namespace: str | None = None,
 ) -> list[int]:
-    """One unsigned 64-bit hash per complete block of ``kv_block_size`` tokens. O(tokens).
+    """Return one unsigned 64-bit hash per complete block of ``kv_block_size`` tokens. O(tokens).
 
     ``block_mm_infos[i]`` is ``{"mm_objects": [{"mm_hash": int, …}]}`` or None for block i.
     ValueError for a block size of 0.
@@ -39,7 +39,7 @@ compute_block_hash_for_seq_py = compute_block_hash_for_seq
 def mm_hashes_of(
     block_mm_infos: Sequence[Mapping[str, Any] | None] | None,
 ) -> list[list[int]] | None:
-    """The hashes of the multimodal objects in each block; None if there are none at all."""
+    """Return the hashes of the multimodal objects in each block; None without any."""
     if not block_mm_infos:
         return None
     return [

@@ -1,4 +1,4 @@
-"""A KV-aware router as a Python object, for programs that route by themselves. Spec 7.11."""
+"""A KV-aware router as a Python object, for programs that do their own routing. Spec 7.11."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _decode = codec.decoder(PreprocessedRequest).decode
 
 
 class KvRouter:
-    """Routes to the workers of ``endpoint``; ``block_size`` in tokens, as they have it.
+    """Routes to the workers of ``endpoint``, whose KV blocks have ``block_size`` tokens.
 
     It connects with the first call, on the running loop, and closes with the runtime. Token ids
-    are lists of integers. Where the original raises a plain ``Exception`` this raises DynamoError.
+    are lists of integers. Where Dynamo raises a plain ``Exception`` this raises DynamoError.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class KvRouter:
         self._routed = RoutedEndpoint(
             endpoint.runtime, endpoint.path, block_size, config.settings()
         )
-        self._starting = asyncio.Lock()
+        self._connecting = asyncio.Lock()
         self._picker: KvPicker | None = None
 
     async def close(self) -> None:
-        """Stop following the workers."""
+        """Disconnect from the workers."""
         await self._routed.close()
 
-    async def generate(
+    async def generate(  # noqa: PLR0913 - Dynamo's signature
         self,
         token_ids: Sequence[int],
         model: str,
@@ -86,10 +86,10 @@ class KvRouter:
             decoded = _decode(codec.encode({"model": "", **request, "token_ids": tokens}))
         except (KeyError, TypeError, ValueError, msgspec.MsgspecError) as error:
             raise InvalidArgument(f"not a preprocessed request: {error!r}") from None
-        await self._ready()
+        await self._connected()
         return self._routed.generate(decoded)
 
-    async def best_worker(
+    async def best_worker(  # noqa: PLR0913 - Dynamo's signature
         self,
         token_ids: Sequence[int],
         router_config_override: Mapping[str, Any] | None = None,
@@ -100,11 +100,13 @@ class KvRouter:
         allowed_worker_ids: Sequence[int] | None = None,
         **accepted: Any,
     ) -> tuple[int, int, int]:
-        """(worker_id, dp_rank, overlap blocks). With ``request_id`` its load is booked until
-        :meth:`free`, and with a queue threshold it waits for its turn; ``update_indexer`` predicts
-        its blocks there when events are off. Raises as
-        :func:`dynamo.router.eligibility.filters.eligible`."""
-        picker = await self._ready()
+        """Choose a worker; return (worker_id, dp_rank, overlap blocks).
+
+        With ``request_id`` the request is queued if there is a queue threshold, and its load counts
+        until :meth:`free`. ``update_indexer`` predicts its blocks on that worker when events are
+        off. Raises as :func:`dynamo.router.eligibility.filters.eligible`.
+        """
+        picker = await self._connected()
         tokens = codec.tokens(token_ids)
         if request_id is not None and request_id in picker.active:
             raise DynamoError(
@@ -121,38 +123,38 @@ class KvRouter:
         return decision.worker_id, decision.dp_rank, decision.overlap_blocks
 
     async def get_potential_loads(self, token_ids: Sequence[int]) -> list[dict[str, int]]:
-        """What each worker would have to do with the prompt added. Spec 3.7."""
-        return potential_loads(await self._ready(), codec.tokens(token_ids))
+        """Return the load of each worker with the prompt added. Spec 3.7."""
+        return potential_loads(await self._connected(), codec.tokens(token_ids))
 
     async def get_overlap_scores(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """What each worker holds of the prompt. Spec 3.7."""
-        return overlap_scores(await self._ready(), codec.tokens(token_ids))
+        """Return the blocks of the prompt that each worker has cached. Spec 3.7."""
+        return overlap_scores(await self._connected(), codec.tokens(token_ids))
 
     async def dump_events(self) -> str:
-        """The prefix index as a JSON list of events that rebuild it."""
-        index = (await self._ready()).index
+        """Return the prefix index as a JSON list of events that rebuild it."""
+        index = (await self._connected()).index
         return "[]" if index is None else events_of(index)
 
     async def mark_prefill_complete(self, request_id: str) -> None:
-        """The first token is here. Raises DynamoError for a request that is not booked."""
-        self._known(await self._ready(), request_id).mark_prefill_complete(request_id)
+        """End the prefill load of a request at its first token. DynamoError: unknown request."""
+        (await self._picker_of(request_id)).mark_prefill_complete(request_id)
 
     async def free(self, request_id: str) -> None:
-        """The request has ended. Raises DynamoError for a request that is not booked, or whose
-        worker has exited, which ended it."""
-        self._known(await self._ready(), request_id).free(request_id)
+        """End the load of a request. DynamoError: unknown request, or its worker has exited."""
+        (await self._picker_of(request_id)).free(request_id)
 
-    def _known(self, picker: KvPicker, request_id: str) -> KvPicker:
+    async def _picker_of(self, request_id: str) -> KvPicker:
+        picker = await self._connected()
         if request_id not in picker.active:
             raise DynamoError(f"Request {request_id} not found")
         return picker
 
-    async def _ready(self) -> KvPicker:
-        async with self._starting:
+    async def _connected(self) -> KvPicker:
+        async with self._connecting:
             if self._picker is None:
                 await self._routed.start()
                 picker = self._routed.picker
-                assert isinstance(picker, KvPicker), "its settings say kv"
+                assert isinstance(picker, KvPicker), "KvRouterConfig.settings() sets the mode kv"
                 self._picker = picker
             return self._picker
 

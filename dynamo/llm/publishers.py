@@ -1,4 +1,4 @@
-"""How a worker tells routers of its cache and its load. Spec 2.7, 7.11."""
+"""Publishers of a worker's KV events and load, for routers. Spec 2.7, 7.11."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from dynamo.llm.hashing import mm_hashes_of
 from dynamo.llm.register import note_block_size
 from dynamo.llm.relay import EngineEventRelay
 from dynamo.llm.vllm_events import EngineEvent, EngineRemoved, EngineStored, tier_of
-from dynamo.observability.names import counter
-from dynamo.observability.names_worker import PUBLISHER_DROPPED
+from dynamo.observability.metrics import counter
 from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import Component, DistributedRuntime, Endpoint
@@ -27,8 +26,13 @@ from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, 
 
 __all__ = ["KvEventPublisher", "WorkerMetricsPublisher"]
 
+_DROPPED = counter(
+    "dynamo_component_kv_publisher_engines_dropped_events_total",
+    "KV events of the engine that were lost on the way, or malformed",
+    "dynamo_component dynamo_namespace worker_id",
+)
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _senders: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], KvEventSender]] = (
     WeakKeyDictionary()
 )
@@ -37,13 +41,13 @@ _senders: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], KvEventSen
 class KvEventPublisher:
     """The KV events of one data-parallel rank of one worker.
 
-    Make it on the loop of the runtime; publish from any thread, events keep their order. Hashes are
-    the engine's own 64-bit ids, signed or unsigned. With ``zmq_endpoint`` the engine's own events
-    are relayed. A local index, which answers routers that missed something, is always kept:
-    ``enable_local_indexer`` is accepted and not used. ValueError for a block size of 0.
+    Create it on the loop of the runtime; publish from any thread, events keep their order. Hashes
+    are the engine's own 64-bit ids, signed or unsigned. With ``zmq_endpoint`` the engine's own
+    events are relayed. The local index, which answers queries of routers, is always on:
+    ``enable_local_indexer`` is accepted and has no effect. ValueError for a block size of 0.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - Dynamo's signature
         self,
         endpoint: Endpoint | Component,
         worker_id: int | None = None,
@@ -67,7 +71,7 @@ class KvEventPublisher:
         self._sender.block_size = kv_block_size
         note_block_size(target, "KvEventPublisher", kv_block_size)
         labels = (target.component, target.namespace, str(self._sender.worker_id))
-        self._dropped = counter(runtime.metrics, PUBLISHER_DROPPED).labels(*labels)
+        self._dropped = runtime.metrics.child(_DROPPED, *labels)
         self._malformed = 0
         self._relay: asyncio.Task[None] | None = None
         if zmq_endpoint is not None:
@@ -80,7 +84,7 @@ class KvEventPublisher:
             )
             self._relay = runtime.tasks.spawn(relay.run(), name=f"relay {zmq_endpoint}")
 
-    def publish_stored(
+    def publish_stored(  # noqa: PLR0913 - Dynamo's signature
         self,
         token_ids: Sequence[int],
         num_block_tokens: Sequence[int],
@@ -90,29 +94,30 @@ class KvEventPublisher:
         lora_name: str | None = None,
         medium: str | None = None,
     ) -> None:
-        """These blocks exist now, as a chain under ``parent_hash`` (None: the root).
+        """Publish new blocks, a chain under ``parent_hash`` (None: the root).
 
-        ``num_block_tokens[i]`` tokens of ``token_ids`` belong to ``block_hashes[i]``. From a block
-        on that is not ``kv_block_size`` long everything is dropped, with a warning. ``medium`` is
-        where they lie: GPU (None), CPU, DISK, EXTERNAL or another name of these tiers; below the
-        device ``token_ids`` may be empty for blocks that another tier holds. ValueError: unknown.
+        ``num_block_tokens[i]`` tokens of ``token_ids`` belong to ``block_hashes[i]``. The first
+        block that has not ``kv_block_size`` tokens, and all after it, are dropped with a warning.
+        ``medium`` is the storage: GPU (None), CPU, DISK, EXTERNAL or another name of these tiers.
+        Below the device ``token_ids`` may be empty for blocks that another tier holds. ValueError
+        for an unknown medium.
         """
         tier = _tier(medium)
         if tier != STORAGE_TIERS[0] and not token_ids:
             self._record(self.dp_rank, [BlocksStored(_column(block_hashes), b"")], tier)
             return
-        stored = self._stored(
-            token_ids, num_block_tokens, block_hashes, parent_hash, block_mm_infos, lora_name
-        )
+        count = self._complete_blocks(num_block_tokens[: len(block_hashes)])
+        mm_hashes = mm_hashes_of(block_mm_infos[:count] if block_mm_infos else None)
+        stored = self._stored(token_ids, block_hashes[:count], parent_hash, lora_name, mm_hashes)
         if stored is not None:
             self._record(self.dp_rank, [stored], tier)
 
     def publish_removed(self, block_hashes: Sequence[int], medium: str | None = None) -> None:
-        """These blocks are gone from ``medium``. ValueError: unknown."""
+        """Publish that blocks were removed from ``medium``. ValueError for an unknown medium."""
         self._record(self.dp_rank, [BlocksRemoved(_column(block_hashes))], _tier(medium))
 
     def publish_all_cleared(self) -> None:
-        """No block is left."""
+        """Publish that all blocks were removed."""
         self._record(self.dp_rank, [BlocksCleared()], STORAGE_TIERS[0])
 
     def shutdown(self) -> None:
@@ -120,28 +125,35 @@ class KvEventPublisher:
         if self._relay is not None:
             self._relay.cancel()
 
-    def _stored(
-        self,
-        token_ids: Sequence[int],
-        num_block_tokens: Sequence[int],
-        block_hashes: Sequence[int],
-        parent_hash: int | None,
-        block_mm_infos: Sequence[Mapping[str, Any] | None] | None,
-        lora_name: str | None,
-    ) -> BlocksStored | None:
-        size, count = self.kv_block_size, 0
-        for length in num_block_tokens[: len(block_hashes)]:
-            if length != size:
-                _log.warning(
-                    "Block size must be %d tokens to be published. Block size is: %d", size, length
+    def _complete_blocks(self, num_block_tokens: Iterable[int]) -> int:
+        """Count the blocks before the first that has not ``kv_block_size`` tokens."""
+        count = 0
+        for length in num_block_tokens:
+            if length != self.kv_block_size:
+                log.warning(
+                    "Block size must be %d tokens to be published. Block size is: %d",
+                    self.kv_block_size,
+                    length,
                 )
                 break
             count += 1
+        return count
+
+    def _stored(
+        self,
+        token_ids: Sequence[int],
+        block_hashes: Sequence[int],
+        parent_hash: int | None,
+        lora_name: str | None,
+        mm_hashes: list[list[int]] | None = None,
+    ) -> BlocksStored | None:
+        """Return the event of the blocks whose tokens are all given; None without any."""
+        size = self.kv_block_size
         local = hash_blocks(
-            token_ids[: count * size],
+            token_ids[: len(block_hashes) * size],
             size,
             seed=seed_for(lora_name),
-            mm_hashes=mm_hashes_of(block_mm_infos[:count] if block_mm_infos else None),
+            mm_hashes=mm_hashes,
         )
         if not local:
             return None
@@ -165,8 +177,8 @@ class KvEventPublisher:
             changes = []
             for event in group:
                 try:
-                    change = self._translated(event)
-                except (ValueError, TypeError) as error:  # its token ids
+                    change = self._to_change(event)
+                except (ValueError, TypeError) as error:  # token ids that are not uint32
                     self._on_malformed(error)
                     continue
                 if change is not None:
@@ -177,34 +189,27 @@ class KvEventPublisher:
         self._malformed += 1
         self._dropped.inc()
         if self._malformed == 1:
-            _log.warning(
-                "skipped a malformed KV event of the engine: %.200r; "
+            log.warning(
+                "dropped a malformed KV event of the engine: %.200r; "
                 "further ones are only counted, in %s",
                 error,
-                PUBLISHER_DROPPED.name,
+                _DROPPED.name,
             )
 
-    def _translated(
-        self, event: EngineEvent
-    ) -> BlocksStored | BlocksRemoved | BlocksCleared | None:
+    def _to_change(self, event: EngineEvent) -> BlocksStored | BlocksRemoved | BlocksCleared | None:
         if isinstance(event, EngineStored):
             if not event.token_ids:
                 return self._by_id(event)
-            lengths = [event.block_size] * len(event.block_hashes)
+            count = self._complete_blocks([event.block_size] * len(event.block_hashes))
             return self._stored(
-                event.token_ids,
-                lengths,
-                event.block_hashes,
-                event.parent_hash,
-                None,
-                event.lora_name,
+                event.token_ids, event.block_hashes[:count], event.parent_hash, event.lora_name
             )
         if isinstance(event, EngineRemoved):
             return BlocksRemoved(_column(event.block_hashes))
         return BlocksCleared()
 
     def _by_id(self, event: EngineStored) -> BlocksStored | None:
-        """Blocks that an engine moved down and names by their hashes alone."""
+        """Convert blocks that the engine offloaded and names by their hashes alone."""
         if event.storage_tier == STORAGE_TIERS[0] or event.block_size not in (
             0,
             self.kv_block_size,
@@ -214,16 +219,19 @@ class KvEventPublisher:
 
 
 class WorkerMetricsPublisher:
-    """The load of one worker. ``await create_endpoint(endpoint)`` once, then publish, from any
-    thread; before that the newest state of each rank waits."""
+    """The load of one worker.
+
+    Call ``create_endpoint`` once, then publish from any thread. The newest state of each rank that
+    was published before is sent then.
+    """
 
     def __init__(self) -> None:
         self._sender = LoadSender(0)
-        self._call: Callable[..., object] = _directly
+        self._call: Callable[..., object] = _call_now
         self._thread = threading.get_ident()
 
     async def create_endpoint(self, endpoint: Endpoint | Component) -> None:
-        """Publish as a worker of the endpoint's component."""
+        """Start publishing as a worker of the endpoint's component."""
         target = _endpoint(endpoint)
         self._sender.worker_id = target.runtime.instance_id
         self._thread = threading.get_ident()
@@ -236,7 +244,7 @@ class WorkerMetricsPublisher:
         active_decode_blocks: int | None = None,
         kv_used_blocks: int | None = None,
     ) -> None:
-        """The state of a rank; what is None is unknown."""
+        """Publish the state of a rank; None is unknown."""
         state = KvMetrics(
             worker_id=0,
             dp_rank=dp_rank or 0,
@@ -250,7 +258,7 @@ class WorkerMetricsPublisher:
 
 
 def _sender(endpoint: Endpoint, worker_id: int, delay_s: float) -> KvEventSender:
-    """The outlet that all publishers of a component in this process share."""
+    """Return the sender that all publishers of a component in this process share."""
     runtime = endpoint.runtime
     made = _senders.setdefault(runtime, {})
     key = endpoint.path[:2]
@@ -275,5 +283,5 @@ def _column(hashes: Iterable[int]) -> bytes:
     return array("Q", [value & _U64 for value in hashes]).tobytes()
 
 
-def _directly(function: Callable[..., object], *args: object) -> object:
+def _call_now(function: Callable[..., object], *args: object) -> object:
     return function(*args)

@@ -16,7 +16,7 @@ _U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class OverlapScores:
-    """``scores`` maps (worker_id, dp_rank) to the number of leading blocks that it holds."""
+    """``scores`` maps (worker_id, dp_rank) to the number of leading blocks in its cache."""
 
     __slots__ = ("frequencies", "scores")
 
@@ -27,7 +27,7 @@ class OverlapScores:
         self.frequencies = list(frequencies)
 
     def __repr__(self) -> str:
-        """For people."""
+        """Return the scores as text."""
         return f"OverlapScores(scores={self.scores}, frequencies={self.frequencies})"
 
 
@@ -62,7 +62,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class RadixTree:
-    """Which worker holds which prefixes. Hashes may be signed or unsigned 64-bit integers."""
+    """An index of the prefixes that workers cache, by signed or unsigned 64-bit hashes."""
 
     def __init__(self, expiration_duration_secs: float | None = None) -> None:
         if expiration_duration_secs is not None:
@@ -70,11 +70,11 @@ class RadixTree:
         self._tree = radix.RadixTree()
 
     def find_matches(self, sequence: Iterable[int], early_exit: bool = False) -> OverlapScores:
-        """Consecutive leading blocks per worker of the local block hashes ``sequence``."""
+        """Count the leading blocks of ``sequence`` (local hashes) that each worker has cached."""
         return OverlapScores(self._tree.match(_column(sequence), early_exit))
 
     def apply_event(self, worker_id: int, kv_cache_event_bytes: bytes) -> None:
-        """Apply one JSON event. ValueError: it is none. RuntimeError: it does not fit the tree."""
+        """Apply one JSON event. Raises ValueError: not an event; RuntimeError: not applicable."""
         try:
             event = _decode(kv_cache_event_bytes)
             if event.data != "cleared" and (event.data.stored is None) is (
@@ -91,17 +91,17 @@ class RadixTree:
             raise RuntimeError("Failed to apply event: Invalid block sequence") from None
 
     def remove_worker(self, worker_id: int) -> None:
-        """Forget the worker, all its ranks."""
+        """Remove the worker, all its ranks."""
         self._tree.remove_worker(worker_id)
 
     def clear_all_blocks(self, worker_id: int) -> None:
-        """Forget the worker's blocks, all its ranks."""
+        """Remove the worker's blocks, of all its ranks."""
         for worker, _, slot in self._tree.slots():
             if worker == worker_id:
                 self._tree.clear(slot)
 
     def dump_tree_as_events(self) -> list[str]:
-        """JSON events that rebuild the tree when applied in order, parents first."""
+        """Return JSON events that rebuild the tree when applied in order, parents first."""
         return [
             msgspec.json.encode(
                 {

@@ -1,4 +1,4 @@
-"""A worker tells the frontend what it serves: the model card, stored under the worker's lease."""
+"""Registration of a worker's model: its card, stored under the worker's lease."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dynamo.runtime import DistributedRuntime, Endpoint
 __all__ = ["note_block_size", "register_llm", "register_model", "slug_of", "unregister_model"]
 
 _DEFAULT_BLOCK_SIZE = 16
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _block_sizes: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], dict[str, int]]] = (
     WeakKeyDictionary()
@@ -29,7 +29,7 @@ _block_sizes: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], dict[s
 """Per runtime and (namespace, component): block size in tokens, by the call that gave it."""
 
 
-async def register_model(
+async def register_model(  # noqa: PLR0913 - Dynamo's signature
     model_input: ModelInput,
     model_type: ModelType,
     endpoint: Endpoint,
@@ -50,26 +50,21 @@ async def register_model(
     needs: Sequence[Sequence[str]] | None = None,
     model_aliases: Sequence[str] | None = None,
 ) -> None:
-    """Announce the model in ``model_path``, a local directory, as served by ``endpoint``.
+    """Register the model in ``model_path``, a local directory, as served by ``endpoint``.
 
-    The card goes with the worker's lease. ``context_length`` (tokens) defaults to the model's own,
-    ``kv_cache_block_size`` to 16, ``model_name`` to the name of the directory. InvalidArgument
-    names what is missing, and any ``model_input`` but Tokens, the only one that frontends send;
-    ValueError: only one of ``lora_name`` and ``base_model_path``. Routing
-    and media are the frontend's: ``router_config`` and ``media_decoder`` are accepted, not used.
+    The card is deleted with the worker's lease. ``context_length`` (tokens) defaults to the model's
+    own, ``kv_cache_block_size`` to 16, ``model_name`` to the name of the directory.
+    ``router_config`` and ``media_decoder`` are accepted and have no effect. Raises InvalidArgument
+    for a bad model directory and any ``model_input`` but Tokens; ValueError for one of
+    ``lora_name`` and ``base_model_path`` without the other.
     """
     _check(model_input, lora_name, base_model_path)
-    try:
-        model = ModelDirectory(base_model_path or model_path)
-        model.require_worker_files()
-        config = runtime_config or RuntimeConfig()
-        length = context_length or config.context_length or model.context_length
-    except ConfigError as error:
-        raise InvalidArgument(error.message) from None
+    config = runtime_config or RuntimeConfig()
+    length = context_length or config.context_length
+    model, length = _read_model(base_model_path or model_path, length)
     name = model_name or lora_name or model.name
     block_size = kv_cache_block_size or _DEFAULT_BLOCK_SIZE
     note_block_size(endpoint, "register_model", block_size)
-    runtime = endpoint.runtime
     card = ModelCard(
         display_name=name,
         slug=slug_of(name),
@@ -77,7 +72,7 @@ async def register_model(
         namespace=endpoint.namespace,
         component=endpoint.component,
         endpoint=endpoint.name,
-        instance_id=runtime.instance_id,
+        instance_id=endpoint.runtime.instance_id,
         model_type=str(model_type),
         model_input=str(model_input),
         worker_type=str(worker_type or _worker_type(model_type)),
@@ -92,8 +87,8 @@ async def register_model(
         checksum=model.checksum(str(model_input), block_size, _content(custom_template_path)),
         runtime_config=config,
     )
-    encoded, lease = _encode(card), await runtime.granted()
-    await runtime.discovery.put(_key(endpoint, lora_name), encoded, lease.id)
+    encoded, lease = _encode(card), await endpoint.runtime.granted()
+    await endpoint.runtime.discovery.put(_key(endpoint, lora_name), encoded, lease.id)
 
 
 register_llm = register_model
@@ -101,7 +96,7 @@ register_llm = register_model
 
 
 async def unregister_model(endpoint: Endpoint, lora_name: str | None = None) -> None:
-    """Take the card back; harmless if there is none."""
+    """Delete the card; no effect without one."""
     await endpoint.runtime.discovery.delete(_key(endpoint, lora_name))
 
 
@@ -114,7 +109,7 @@ def note_block_size(endpoint: Endpoint, source: str, block_size: int) -> None:
     sizes = _block_sizes.setdefault(endpoint.runtime, {}).setdefault(endpoint.path[:2], {})
     sizes[source] = block_size
     if len(set(sizes.values())) > 1:
-        _log.error(
+        log.error(
             "the KV blocks of worker %x have two sizes in tokens (%s): routers will not use its "
             "KV events. Give both the engine's own block size",
             endpoint.runtime.instance_id,
@@ -137,8 +132,18 @@ def _check(model_input: ModelInput, lora_name: str | None, base_model_path: str 
         )
 
 
+def _read_model(path: str, context_length: int | None) -> tuple[ModelDirectory, int | None]:
+    """Return the model and its context length, unless one is given. Raises InvalidArgument."""
+    try:
+        model = ModelDirectory(path)
+        model.require_worker_files()
+        return model, context_length or model.context_length
+    except ConfigError as error:
+        raise InvalidArgument(error.message) from None
+
+
 def _encode(card: ModelCard) -> bytes:
-    """Reject here what every frontend would skip."""
+    """Encode ``card``; reject values that every frontend would reject."""
     try:
         encoded = msgspec.json.encode(card)
         decode_card(encoded)

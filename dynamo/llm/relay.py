@@ -1,4 +1,4 @@
-"""Listens to an engine's own KV events over ZMQ and hands them on. Spec 2.7."""
+"""The relay of an engine's own KV events, received over ZMQ. Spec 2.7."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["EngineEventRelay"]
 
 HIGH_WATER_MESSAGES = 100_000
 _SEQUENCE = struct.Struct(">Q")
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class EngineEventRelay:
     """A SUB socket on the engine's ``endpoint``.
 
-    ``on_events(dp_rank or None, events)`` once per message, ``on_dropped(count)`` when the engine's
-    sequence numbers have a hole, ``on_malformed(error)`` for each event that has to be left out.
+    Calls ``on_events(dp_rank or None, events)`` once per message, ``on_dropped(count)`` for a gap
+    in the engine's sequence numbers, ``on_malformed(error)`` for each event that is dropped.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class EngineEventRelay:
         self._expected: int | None = None
 
     async def run(self) -> None:
-        """Relay until cancelled; the engine may come and go."""
+        """Relay until cancelled; ZMQ reconnects when the engine restarts."""
         socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
         try:
             socket.setsockopt(zmq.LINGER, 0)
@@ -50,11 +50,11 @@ class EngineEventRelay:
             socket.setsockopt_string(zmq.SUBSCRIBE, self._topic)
             socket.connect(self.endpoint)
             while True:
-                self._take(await socket.recv_multipart())
+                self._on_message(await socket.recv_multipart())
         finally:
             socket.close()
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _on_message(self, frames: list[bytes]) -> None:
         try:
             _, number, payload = frames
             (sequence,) = _SEQUENCE.unpack(number)
@@ -62,8 +62,9 @@ class EngineEventRelay:
         except (ValueError, struct.error) as error:
             self.malformed += 1
             if self.malformed == 1:
-                _log.warning("%s: dropped a malformed message: %.200s", self.endpoint, error)
+                log.warning("%s: dropped a malformed message: %.200s", self.endpoint, error)
             return
+        # A lower number is a restarted engine, not a gap.
         if self._expected is not None and sequence > self._expected:
             self._on_dropped(sequence - self._expected)
         self._expected = sequence + 1

@@ -1,4 +1,4 @@
-"""How the public API spells the router's settings. Spec 7.11."""
+"""The router's settings under the names of the public API. Spec 7.11."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dynamo.config.router import RouterSettings
 
 __all__ = ["WITHOUT_EFFECT", "KvRouterConfig", "RouterConfig", "RouterMode"]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class RouterMode(enum.Enum):
-    """How a worker is chosen; the value is that of ``--router-mode``."""
+    """The routing mode; the value is that of ``--router-mode``."""
 
     RoundRobin = "round-robin"
     Random = "random"
@@ -28,13 +28,13 @@ class RouterMode(enum.Enum):
     DeviceAwareWeighted = "device-aware-weighted"
 
     def __str__(self) -> str:
-        """The mode as a flag has it."""
+        """Return the value of ``--router-mode``."""
         return self.value
 
 
 @dataclasses.dataclass
 class KvRouterConfig:
-    """Settings of the kv mode. Those that :data:`WITHOUT_EFFECT` names are only accepted."""
+    """Settings of the kv mode. Those in :data:`WITHOUT_EFFECT` are accepted and have no effect."""
 
     overlap_score_weight: float | None = None
     host_cache_hit_weight: float = 0.75
@@ -81,7 +81,7 @@ class KvRouterConfig:
     min_initial_workers: int = 0
 
     def settings(self, **more: Any) -> RouterSettings:
-        """The router's settings in kv mode; AIConfigurator's are the variables DYN_AIS_….
+        """Return the router's settings in kv mode; AIConfigurator's are in DYN_AIS_… variables.
 
         Raises ConfigError for a value out of range.
         """
@@ -91,8 +91,8 @@ class KvRouterConfig:
             more["prefill_load_model"] = model
         ais = {name: value for name, value in environ().items() if name.startswith("DYN_AIS_")}
         made = from_env(RouterSettings, ais, mode="kv", **given, **more)
-        for line in deprecations(made):
-            _log.warning("%s", line)
+        for text in deprecations(made):
+            log.warning("%s", text)
         if isinstance(model, str):
             return made
         return dataclasses.replace(made, prefill_load_predictor=model)
@@ -112,7 +112,7 @@ class RouterConfig:
     session_affinity_mode: str = "hard"
 
     def settings(self) -> RouterSettings:
-        """The router's settings; a threshold that is given is in force. Raises ConfigError."""
+        """Return the router's settings; every threshold that is set applies. Raises ConfigError."""
         limits = {
             "active_decode_blocks_threshold": self.active_decode_blocks_threshold,
             "active_prefill_tokens_threshold": self.active_prefill_tokens_threshold,
@@ -168,4 +168,4 @@ WITHOUT_EFFECT = tuple(
     if field.name not in (*_SETTINGS, "router_prefill_load_model")
     or field.name in ("durable_kv_events", "router_reset_states", "router_snapshot_threshold")
 )
-"""What is accepted for compatibility."""
+"""Fields that are accepted for compatibility only."""

@@ -11,19 +11,19 @@ __all__ = ["ModelInput", "ModelRuntimeConfig", "ModelType", "WorkerType"]
 
 
 class ModelInput(enum.Enum):
-    """What the worker is sent: the text, the tokens of the prompt, or tensors."""
+    """The input that the worker accepts: the text or the tokens of the prompt, or tensors."""
 
     Text = "Text"
     Tokens = "Tokens"
     Tensor = "Tensor"
 
     def __str__(self) -> str:
-        """The word on the model card."""
+        """Return the value in the model card."""
         return self.value
 
 
 class ModelType(enum.Flag):
-    """Which APIs the model answers; combine with ``|``."""
+    """The APIs that the model serves; combine with ``|``."""
 
     Empty = 0
     Chat = enum.auto()
@@ -40,12 +40,12 @@ class ModelType(enum.Flag):
     Realtime = enum.auto()
 
     def __str__(self) -> str:
-        """``Chat | Completions``, as on the model card."""
+        """Return the value in the model card, e.g. ``Chat | Completions``."""
         return " | ".join(kind.name for kind in ModelType if kind in self and kind.name is not None)
 
 
 class WorkerType(enum.Enum):
-    """Which part of a request the worker computes."""
+    """The part of a request that the worker computes."""
 
     Aggregated = "Aggregated"
     Prefill = "Prefill"
@@ -53,22 +53,22 @@ class WorkerType(enum.Enum):
     Encode = "Encode"
 
     def __str__(self) -> str:
-        """The word on the model card."""
+        """Return the value in the model card."""
         return self.value
 
 
 class ModelRuntimeConfig(RuntimeConfig, omit_defaults=True):
-    """Set its attributes, then hand it to :func:`dynamo.llm.register_model`."""
+    """Capacity and features of a worker: set attributes, pass it to :func:`register_model`."""
 
     def set_engine_specific(self, key: str, value: str) -> None:
-        """Remember the JSON text ``value``. ValueError if it is not JSON."""
+        """Store the JSON text ``value``. ValueError if it is not JSON."""
         self.runtime_data[key] = json.loads(value)
 
     def get_engine_specific(self, key: str) -> str | None:
-        """The JSON text under ``key``."""
+        """Return the JSON text under ``key``; None if it is not set."""
         return json.dumps(self.runtime_data[key]) if key in self.runtime_data else None
 
     def set_disaggregated_endpoint(self, host: str | None = None, port: int | None = None) -> None:
-        """Where decode workers fetch the KV cache from."""
+        """Set the address from which decode workers fetch KV blocks."""
         self.bootstrap_host = host
         self.bootstrap_port = port

@@ -1,10 +1,10 @@
-"""The one adapter for KV events as engines send them (vLLM, SGLang) over ZMQ. Spec 2.7.
+"""The decoder of KV events that engines (vLLM, SGLang) publish over ZMQ. Spec 2.7.
 
 A message is MessagePack ``[timestamp, [event, …], dp_rank]``, or a map of these names; the last
-may be missing. An event is a map with ``type``, or an array with the type first and the fields in
-the order below. A hash is an integer, signed or not, or bytes of which the last eight count
-(big-endian). ``medium`` says where the blocks lie; on a medium below the device, events may name
-blocks by their hashes alone, without tokens.
+may be missing. An event is a map with ``type``, or an array of the type and the fields in the order
+below. A hash is an integer, signed or not, or bytes, of which the last eight count (big-endian).
+``medium`` is the storage of the blocks; on a medium below the device, events may name blocks by
+their hashes alone, without tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
+
+from dynamo.protocols.kv import STORAGE_TIERS
 
 __all__ = [
     "EngineCleared",
@@ -39,20 +41,27 @@ _FIELDS = {
     "AllBlocksCleared": (),
 }
 _BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
-_MEDIA = {
-    "device": ("GPU",),
-    "host_pinned": ("CPU", "CPU_PINNED", "CPU_TIER1"),
-    "disk": ("CPU_TIER2", "NVME", "STORAGE"),
-    "external": ("NETWORK", "REMOTE", "SHARED"),
+_DEVICE = STORAGE_TIERS[0]
+_MEDIA = (
+    ("GPU",),
+    ("CPU", "CPU_PINNED", "CPU_TIER1"),
+    ("CPU_TIER2", "NVME", "STORAGE"),
+    ("NETWORK", "REMOTE", "SHARED"),
+)
+"""The engines' names of each of the ``STORAGE_TIERS``."""
+
+_TIER_OF = {
+    name: tier
+    for tier, media in zip(STORAGE_TIERS, _MEDIA, strict=True)
+    for name in (*media, tier.upper())
 }
-_TIER_OF = {name: tier for tier, media in _MEDIA.items() for name in (*media, tier.upper())}
 _decode = msgspec.msgpack.Decoder().decode
 
 
 class EngineStored(NamedTuple):
     """Blocks of ``block_size`` tokens each, as a chain under ``parent_hash``.
 
-    Without ``token_ids`` they are known from another tier.
+    Without ``token_ids`` another tier has them.
     """
 
     block_hashes: list[int]
@@ -60,40 +69,40 @@ class EngineStored(NamedTuple):
     token_ids: list[int]
     block_size: int
     lora_name: str | None
-    storage_tier: str = "device"
+    storage_tier: str = _DEVICE
 
 
 class EngineRemoved(NamedTuple):
-    """These blocks are gone from the tier."""
+    """These blocks were removed from the tier."""
 
     block_hashes: list[int]
-    storage_tier: str = "device"
+    storage_tier: str = _DEVICE
 
 
 class EngineCleared(NamedTuple):
-    """The engine has no blocks any more; off the device: none on that tier."""
+    """The engine removed all blocks; below the device, all blocks of that tier."""
 
-    storage_tier: str = "device"
+    storage_tier: str = _DEVICE
 
 
 EngineEvent = EngineStored | EngineRemoved | EngineCleared
 
 
 def tier_of(medium: str | None) -> str | None:
-    """The storage tier that an engine calls ``medium`` (None: the device); None: no such medium.
+    """Return the storage tier of an engine's ``medium`` (None: the device); None if it is unknown.
 
-    The tiers' own names are understood as well, in any case of letters. Spec 2.1.
+    The names of the tiers are valid too, in upper or lower case. Spec 2.1.
     """
-    return "device" if medium is None else _TIER_OF.get(str(medium).upper())
+    return _DEVICE if medium is None else _TIER_OF.get(str(medium).upper())
 
 
 def decode_events(
     payload: bytes, on_malformed: Callable[[Exception], None]
 ) -> tuple[int | None, list[EngineEvent]]:
-    """Return (dp_rank if the message has one, its events). ValueError: not such a message.
+    """Return (dp_rank or None, events) of a message. Raises ValueError for any other payload.
 
-    Events of unknown types and on unknown media are left out. So are malformed ones, after a call
-    of ``on_malformed`` for each. Token ids are not checked.
+    Events of unknown types and media are skipped; so are malformed ones, each reported to
+    ``on_malformed``. Token ids are not checked.
     """
     try:
         batch = _fields(_decode(payload), _BATCH_FIELDS)
@@ -134,14 +143,14 @@ def _event(raw: Any) -> EngineEvent | None:
     return EngineStored(
         [_hash(value) for value in event["block_hashes"]],
         None if parent is None else _hash(parent),
-        _checked("token_ids", event["token_ids"], list | None) or [],
-        _checked("block_size", event["block_size"], int),
-        _checked("lora_name", event.get("lora_name"), str | None),
+        _require("token_ids", event["token_ids"], list | None) or [],
+        _require("block_size", event["block_size"], int),
+        _require("lora_name", event.get("lora_name"), str | None),
         tier,
     )
 
 
-def _checked(name: str, value: Any, kind: Any) -> Any:
+def _require(name: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{name} is {type(value).__name__}")
     return value

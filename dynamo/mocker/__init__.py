@@ -1,3 +1,3 @@
-"""An engine without a GPU that behaves like one: ``python -m dynamo.mocker``."""
+"""A simulated engine, without a GPU: ``python -m dynamo.mocker``."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""``python -m dynamo.mocker``: an engine without a GPU that behaves like one."""
+"""``python -m dynamo.mocker``: a simulated engine, without a GPU."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from dynamo.worker.lifecycle import WorkerLifecycle, leaf_errors
 
 __all__ = ["main"]
 
-_log = logging.getLogger("dynamo.mocker")
+log = logging.getLogger("dynamo.mocker")
 _GROUPS = (RuntimeSettings, WorkerSettings, MockerSettings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0 after an orderly end, 1 after a failure, 2 for bad settings."""
+    """Return the exit status: 0 after a graceful shutdown, 1 after a failure, 2: bad settings."""
     runtime, worker, mocker = load("python -m dynamo.mocker", __doc__, _GROUPS, argv)
     try:
         logs, system = from_env(LogSettings), from_env(SystemSettings)
@@ -46,34 +46,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ExceptionGroup as failures:
         for failure in leaf_errors(failures):
             known = isinstance(failure, DynamoError)
-            _log.error("%s", failure, exc_info=None if known else failure)
+            log.error("%s", failure, exc_info=None if known else failure)
         return 1
     return 0
 
 
 async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: WorkerPlan) -> None:
-    life, metrics = WorkerLifecycle(), Registry()
+    lifecycle, metrics = WorkerLifecycle(), Registry()
     delay_s = stagger_delay_s(plan.mocker)
 
     async def worker(number: int) -> None:
         startup_s = number * delay_s + (plan.mocker.startup_time_s or 0.0)
-        if not await life.wait(startup_s):
+        if not await lifecycle.wait(startup_s):
             return
         made = _runtime(runtime, system, metrics, number)
-        async with life.runtime(made):
+        async with lifecycle.runtime(made):
             await made.start()
-            _log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,
+            log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,
                       made.instance_id)  # fmt: skip
             await MockerWorker(plan, made, number).serve()
 
-    await life.run([partial(worker, number) for number in range(plan.mocker.num_workers)])
-    _log.info("left")
+    await lifecycle.run([partial(worker, number) for number in range(plan.mocker.num_workers)])
+    log.info("exited")
 
 
 def _runtime(
     settings: RuntimeSettings, system: SystemSettings, metrics: Registry, number: int
 ) -> DistributedRuntime:
-    """The runtime of worker ``number``: one status port for all, a TCP port for each."""
+    """Return the runtime of worker ``number``; all share a status port, each has a TCP port."""
     if number:
         system = replace(system, port=-1)
         if settings.tcp_rpc_port:

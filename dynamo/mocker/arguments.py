@@ -1,4 +1,4 @@
-"""From settings to the shape of the pretended engine; what does not fit together is refused."""
+"""Turn settings into the shape of the simulated engine; reject settings that contradict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MANY_WORKERS, _VERY_MANY_WORKERS = 32, 128
 
 
 def with_extra_arguments(settings: MockerSettings) -> MockerSettings:
-    """``settings`` with what the file of ``--extra-engine-args`` says. Raises ConfigError.
+    """Return ``settings`` overridden by the file of ``--extra-engine-args``. Raises ConfigError.
 
     A key is a flag without its dashes (``num-gpu-blocks-override`` or with underscores) or the name
     of the setting.
@@ -45,7 +45,7 @@ def with_extra_arguments(settings: MockerSettings) -> MockerSettings:
 
 
 def engine_shape(settings: MockerSettings) -> EngineShape:
-    """The shape of every rank. Raises ConfigError for settings that contradict each other."""
+    """Return the shape of every rank. Raises ConfigError for contradicting settings."""
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens {settings.max_num_batched_tokens} is less than "

@@ -1,8 +1,8 @@
-"""The KV cache of the pretended engine: which blocks are in use, cached, evicted.
+"""The KV cache of the simulated engine: blocks in use, cached blocks, eviction. Spec 10.3.
 
-Capacity is counted in blocks. A full block is known by its sequence hash and shared by every
-sequence that reaches it; a block that is not full yet is private to its sequence. Blocks that
-nobody uses stay cached until their slot is needed, the least recently used first. Spec 10.3.
+Capacity is counted in blocks. A full block has its sequence hash as its id and is shared by all
+sequences with that prefix; a partial block is private to its sequence. An unused full block stays
+cached until its slot is needed; the least recently used one is evicted first.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _PAIR = struct.Struct("<QQ")
 
 
 class SequenceBlocks:
-    """The tokens of one sequence, their block hashes, and the slots that the sequence occupies.
+    """The tokens of one sequence, the hashes of its full blocks, and the slots that it occupies.
 
-    ``full`` counts the leading blocks held by hash, ``private`` the slots held besides. With
-    prefix caching off every slot is private.
+    ``full`` counts its leading blocks that are in the pool by hash, ``private`` its other slots.
+    Without prefix caching every slot is private.
     """
 
     __slots__ = (
@@ -52,7 +52,7 @@ class SequenceBlocks:
         self.private = 0
 
     def hash_until(self, count: int) -> None:
-        """Make the hashes of the first ``count`` blocks known; their tokens must be there."""
+        """Compute the hashes of the first ``count`` blocks, whose tokens are complete."""
         while len(self.sequence_hashes) < count:
             begin = len(self.sequence_hashes) * self.block_size
             block = self.tokens[begin : begin + self.block_size]
@@ -67,9 +67,9 @@ class SequenceBlocks:
 
 
 class BlockPool:
-    """``capacity`` slots of ``block_size`` tokens; every change of the cache is an event.
+    """``capacity`` slots of ``block_size`` tokens; each change of the cache is an event.
 
-    Take :attr:`changes` and empty it after each step: the events in order, as they go on the wire.
+    :attr:`changes` collects the events in order, in wire format; the caller empties it.
     """
 
     def __init__(self, capacity: int, block_size: int, prefix_caching: bool = True) -> None:
@@ -77,55 +77,56 @@ class BlockPool:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.changes: list[BlocksStored | BlocksRemoved] = []
-        self._active: dict[int, int] = {}
-        self._idle: dict[int, None] = {}
+        self._active: dict[int, int] = {}  # full blocks: how many sequences use each
+        self._idle: dict[int, None] = {}  # cached blocks, the next to evict first
         self._private = 0
 
     @property
     def used(self) -> int:
-        """Slots that a sequence holds."""
+        """Slots that sequences occupy."""
         return len(self._active) + self._private
 
     @property
     def free(self) -> int:
-        """Slots that a sequence could get: never used ones and cached ones that nobody holds."""
+        """Slots that a sequence could get: empty ones and those of unused cached blocks."""
         return self.capacity - len(self._active) - self._private
 
     @property
     def cached(self) -> int:
-        """Blocks that nobody holds and that a later prompt may find again."""
+        """Unused blocks that a later prompt may reuse."""
         return len(self._idle)
 
     def hashes(self) -> set[int]:
-        """Sequence hashes of all full blocks, held or cached. O(blocks); for checks and dumps."""
+        """Return the sequence hashes of all full blocks, used or cached. O(blocks); for tests."""
         return self._active.keys() | self._idle.keys()
 
     def cached_prefix(self, blocks: SequenceBlocks) -> tuple[int, int]:
-        """(leading blocks that are here already, how many of them somebody holds).
+        """Return (leading blocks in the cache, how many of them are in use). O(blocks).
 
-        The block of the last token never counts: at least one token is computed. O(blocks).
+        The block of the last token never counts: at least one token must be computed to produce
+        the next one.
         """
         if not self.prefix_caching:
             return 0, 0
-        found = held = 0
+        found = used = 0
         for block_hash in blocks.sequence_hashes[: (len(blocks.tokens) - 1) // self.block_size]:
             if block_hash in self._active:
-                held += 1
+                used += 1
             elif block_hash not in self._idle:
                 break
             found += 1
-        return found, held
+        return found, used
 
     def reuse(self, blocks: SequenceBlocks, count: int) -> None:
-        """Let ``blocks`` (empty) hold the first ``count`` of its blocks; they must be here."""
+        """Add the first ``count`` blocks, which :meth:`cached_prefix` found, to ``blocks``."""
         for block_hash in blocks.sequence_hashes[:count]:
-            self._hold(block_hash)
+            self._reference(block_hash)
         blocks.full = count
 
     def grow(self, blocks: SequenceBlocks, tokens: int) -> bool:
-        """Give ``blocks`` the slots for its first ``tokens`` tokens, all or nothing.
+        """Allocate slots for the first ``tokens`` tokens, evicting cached blocks as needed.
 
-        False when there are not enough, and nothing has changed. Evicts cached blocks as needed.
+        Return False, and change nothing, if too few slots are free.
         """
         full, rest = divmod(tokens, self.block_size)
         if not self.prefix_caching:
@@ -137,6 +138,8 @@ class BlockPool:
             return True
         blocks.hash_until(full)
         fresh = blocks.sequence_hashes[blocks.full : full]
+        # Blocks that other sequences use need no slot. A cached block does: it leaves the free
+        # slots. The private slot that this sequence had is one of those that it needs now.
         absent = [h for h in fresh if h not in self._active]
         if len(absent) + (rest > 0) - blocks.private > self.free:
             return False
@@ -149,7 +152,7 @@ class BlockPool:
         return True
 
     def release(self, blocks: SequenceBlocks) -> None:
-        """Take back every slot; full blocks stay cached, the tail of the chain is oldest."""
+        """Free every slot; full blocks stay cached, and the last one is evicted first."""
         for block_hash in reversed(blocks.sequence_hashes[: blocks.full]):
             count = self._active[block_hash] - 1
             if count:
@@ -160,20 +163,22 @@ class BlockPool:
         self._private -= blocks.private
         blocks.full = blocks.private = 0
 
-    def _hold(self, block_hash: int) -> None:
+    def _reference(self, block_hash: int) -> None:
         self._idle.pop(block_hash, None)
         self._active[block_hash] = self._active.get(block_hash, 0) + 1
 
     def _fill(self, blocks: SequenceBlocks, full: int, absent: list[int]) -> None:
+        # Find out what is new before _reference() takes cached blocks out of _idle.
         new = {h for h in absent if h not in self._idle}
         for block_hash in blocks.sequence_hashes[blocks.full : full]:
-            self._hold(block_hash)
+            self._reference(block_hash)
         self._evict_surplus()
         if new:
-            self._announce(blocks, full, new)
+            self._record_stored(blocks, full, new)
         blocks.full = full
 
     def _evict_surplus(self) -> None:
+        # Allocation counted cached blocks as free; here their slots are taken back.
         surplus = len(self._active) + self._private + len(self._idle) - self.capacity
         if surplus <= 0:
             return
@@ -186,7 +191,9 @@ class BlockPool:
             del self._idle[block_hash]
         self.changes.append(BlocksRemoved(victims.tobytes()))
 
-    def _announce(self, blocks: SequenceBlocks, full: int, new: set[int]) -> None:
+    def _record_stored(self, blocks: SequenceBlocks, full: int, new: set[int]) -> None:
+        # One event for each run of new blocks: a block in between that the pool has already was
+        # published before and is the parent of the next run.
         begin = blocks.full
         while begin < full:
             end = begin
@@ -194,12 +201,12 @@ class BlockPool:
                 end += 1
             if end > begin:
                 parent = blocks.sequence_hashes[begin - 1] if begin else None
-                column, local = blocks.sequence_hashes[begin:end], blocks.block_hashes[begin:end]
-                self.changes.append(BlocksStored(column.tobytes(), local.tobytes(), parent, begin))
+                hashes, local = blocks.sequence_hashes[begin:end], blocks.block_hashes[begin:end]
+                self.changes.append(BlocksStored(hashes.tobytes(), local.tobytes(), parent, begin))
             begin = end + 1
 
     def _check(self) -> None:
-        """Assert what must always hold; for tests."""
+        """Assert all invariants; for tests."""
         assert all(count > 0 for count in self._active.values())
         assert not self._active.keys() & self._idle.keys()
         assert self._private >= 0

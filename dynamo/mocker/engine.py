@@ -1,7 +1,8 @@
-"""The pretended engine at work: requests in, iterations of a scheduler, tokens out.
+"""The simulated engine: requests in, iterations of a scheduler, tokens out.
 
-Each data-parallel rank is one loop. With a speed-up of 0 an iteration takes no time, and the loop
-gives way to others after each one; all tokens of an iteration leave in one write per connection.
+Each data-parallel rank is one task. With a speed-up of 0 an iteration takes no time, and the task
+yields to the event loop after each one. All tokens of an iteration are sent in one write per
+connection.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["EngineRank", "EngineShape"]
 
 _REPORT_INTERVAL_S = 0.05
 _LAG_LIMIT_S = 0.1
-_SHORTEST_S = 0.0005  # the loop's timers count milliseconds: shorter is none, not one
+_SHORTEST_TRANSFER_S = 0.0005  # the loop's timers round up to 1 ms: shorter ones take none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,13 @@ class EngineShape:
 
 
 class EngineRank:
-    """One scheduler and its loop.
+    """One scheduler and the task that runs it.
 
-    ``on_events(dp_rank, changes)`` takes what each iteration stored and removed, ``on_load`` the
-    state, at most every 50 ms and once more before the loop goes idle.
+    ``on_events(dp_rank, changes)`` gets the blocks that each iteration stored and removed,
+    ``on_load`` the state, at most every 50 ms and once more before the rank becomes idle.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter for each collaborator
         self,
         number: int,
         shape: EngineShape,
@@ -80,7 +81,7 @@ class EngineRank:
 
     @property
     def load(self) -> int:
-        """Requests in this rank."""
+        """Running and waiting requests."""
         return len(self.scheduler.running) + len(self.scheduler.waiting)
 
     @property
@@ -95,7 +96,7 @@ class EngineRank:
         reply: Reply,
         on_done: Callable[[], None],
     ) -> None:
-        """Answer ``request`` on ``stream``; ``on_done`` is called once when it is over."""
+        """Queue ``request`` and answer on ``stream``; ``on_done`` is called once, at its end."""
         try:
             self.scheduler.check_length(len(request.token_ids), reply.length)
         except DynamoError as error:
@@ -118,19 +119,19 @@ class EngineRank:
         stream.context.on_cancel(responder.cancel)
 
     def abort(self, sequence: Sequence) -> None:
-        """Forget ``sequence``; its blocks are free."""
+        """Remove ``sequence`` and free its blocks."""
         self.scheduler.abort(sequence)
         self._work.set()
 
     def transfer(self, sequence: Sequence) -> None:
-        """The prompt's blocks have a place here: fetch them from the prefill worker."""
+        """Pause ``sequence`` for the time that the transfer from the prefill worker takes."""
         delay_s = self.shape.transfer.seconds(sequence.prompt_tokens)
-        if delay_s >= _SHORTEST_S:
+        if delay_s >= _SHORTEST_TRANSFER_S:
             sequence.paused = True
             asyncio.get_running_loop().call_later(delay_s, self.pause, sequence, False)
 
     def transfer_params(self, sequence: Sequence) -> dict[str, Any] | None:
-        """What a decode worker needs to fetch the prompt's blocks; None where it need not."""
+        """Return what the decode worker needs for the transfer; None from other ranks."""
         if not self.prefill_only:
             return None
         return self.shape.transfer.transfer_params(
@@ -138,12 +139,12 @@ class EngineRank:
         )
 
     def pause(self, sequence: Sequence, paused: bool) -> None:
-        """Let ``sequence`` wait for a slow reader, or go on."""
+        """Pause or resume ``sequence``."""
         sequence.paused = paused
         self._work.set()
 
     async def run(self) -> None:
-        """Iterate for ever; cancel to end."""
+        """Run iterations until cancelled."""
         with TimerFd() as timer:
             await self._iterate(timer)
 
@@ -161,6 +162,8 @@ class EngineRank:
                 continue
             usage = pool.used / pool.capacity
             spent_s = timing.iteration_s(batch.prefill_tokens, batch.decodes, usage)
+            # From the last due time, not from now: late wake-ups must not slow the engine down.
+            # After a long stall the lag is forgotten, rather than made up in a burst.
             due = max(due, time.monotonic() - _LAG_LIMIT_S) + spent_s
             if spent_s:
                 await timer.sleep_until(due)

@@ -1,4 +1,4 @@
-"""What the pretended engine says: random token ids, or the prompt itself. Spec 10.5."""
+"""The replies of the simulated engine: random token ids, or the prompt itself. Spec 10.5."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["REPLIES", "Reply", "echo_reply", "random_reply"]
 
 REPLIES = ("random", "echo")
 _VOCABULARY = range(1000, 2000)
-_LUMP = 32
+_DRAWN_AT_ONCE = 32
 
 
 class Reply(NamedTuple):
-    """``length`` token ids, at least one, and why the last of them is the last."""
+    """``length`` token ids, at least one, and the finish reason."""
 
     ids: Iterator[int]
     length: int
@@ -26,29 +26,29 @@ class Reply(NamedTuple):
 
 
 def random_reply(max_tokens: int, seed: int | None = None) -> Reply:
-    """``max_tokens`` ids in [1000, 2000); equal seeds give equal ids."""
+    """Return ``max_tokens`` ids in [1000, 2000); equal seeds give equal ids."""
     draw = random.Random(seed)
-    lumps = (draw.choices(_VOCABULARY, k=_LUMP) for _ in repeat(None))
-    return Reply(chain.from_iterable(lumps), max_tokens, "length")
+    batches = (draw.choices(_VOCABULARY, k=_DRAWN_AT_ONCE) for _ in repeat(None))
+    return Reply(chain.from_iterable(batches), max_tokens, "length")
 
 
 def echo_reply(prompt: Tokens, max_tokens: int, stops: StopConditions | None = None) -> Reply:
-    """The prompt's own ids, then "stop"; "length" if ``max_tokens`` cuts it short.
+    """Return the ids of the prompt and "stop", or "length" if ``max_tokens`` cuts them.
 
-    Like an engine it ends with the first of its end tokens (``stop_token_ids_hidden``) or of the
-    request's ``stop_token_ids``. Of a prompt that has end tokens, a conversation, it says the last
-    turn that is complete. O(prompt).
+    A prompt with end tokens (``stop_token_ids_hidden``) is a conversation: the reply is its last
+    complete turn. As in an engine, the first of the request's ``stop_token_ids`` ends the reply.
+    O(prompt).
     """
     stops = stops or StopConditions()
-    said = _last_turn(prompt, stops.stop_token_ids_hidden or ())
-    ends = [said.index(token) for token in stops.stop_token_ids or () if token in said]
-    said = said[: min(ends) + 1] if ends else said
-    cut = said[:max_tokens]
-    return Reply(iter(cut), len(cut), "stop" if len(cut) == len(said) else "length")
+    reply = _last_turn(prompt, stops.stop_token_ids_hidden or ())
+    ends = [reply.index(token) for token in stops.stop_token_ids or () if token in reply]
+    reply = reply[: min(ends) + 1] if ends else reply
+    cut = reply[:max_tokens]
+    return Reply(iter(cut), len(cut), "stop" if len(cut) == len(reply) else "length")
 
 
 def _last_turn(prompt: Tokens, ends: Collection[int]) -> Tokens:
-    """The ids up to the last end token, that included, from the one before."""
+    """Return the ids after the last but one end token up to and including the last."""
     if not any(token in prompt for token in ends):
         return prompt
     last = len(prompt) - 1

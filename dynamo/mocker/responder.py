@@ -1,4 +1,4 @@
-"""One answer on its way out: tokens become response items, a cancelled stream frees its blocks."""
+"""The response to one request: tokens become response items, cancellation frees its blocks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from dynamo.runtime.tasks import Tasks
 
 __all__ = ["EngineHooks", "Responder", "token_item"]
 
+# An item with one token differs only in the id at its end. A prefix and a
+# cache cost less than encoding a struct: the mocker must be faster than the frontend it loads.
 _PREFIX = codec.encode({"token_ids": [0]})[:-1]
 _U16 = struct.Struct(">BH")
 _U32 = struct.Struct(">BI")
@@ -25,7 +27,7 @@ _U32 = struct.Struct(">BI")
 
 @lru_cache(maxsize=8192)
 def token_item(token_id: int) -> bytes:
-    """``EngineOutput(token_ids=[token_id])`` as MessagePack."""
+    """Return ``EngineOutput(token_ids=[token_id])`` as MessagePack."""
     if token_id < 0x80:
         return _PREFIX + bytes((token_id,))
     if token_id < 0x10000:
@@ -34,26 +36,26 @@ def token_item(token_id: int) -> bytes:
 
 
 class EngineHooks(Protocol):
-    """Who owns a responder: the rank that computes its sequence."""
+    """The functions of an engine rank that a responder calls."""
 
     metrics: MockerMetrics
     tasks: Tasks
 
     def abort(self, sequence: Sequence) -> None:
-        """Forget ``sequence``; its blocks are free."""
+        """Remove ``sequence`` and free its blocks."""
 
     def transfer(self, sequence: Sequence) -> None:
-        """Fetch the prompt's blocks, which have a place here now."""
+        """Fetch the prompt's blocks from the prefill worker."""
 
     def transfer_params(self, sequence: Sequence) -> dict[str, Any] | None:
-        """What a decode worker needs to fetch the prompt's blocks; None where it need not."""
+        """Return what the decode worker needs for the transfer; None from other ranks."""
 
     def pause(self, sequence: Sequence, paused: bool) -> None:
-        """Let ``sequence`` wait for a slow reader, or go on."""
+        """Pause or resume ``sequence``."""
 
 
 class Responder:
-    """Sends the tokens of one sequence; see ``scheduler.Output``."""
+    """Sends the tokens of one sequence; implements ``scheduler.Output``."""
 
     __slots__ = ("_done", "_engine", "_on_done", "_started", "sequence", "stream")
 
@@ -69,11 +71,11 @@ class Responder:
         self._started = asyncio.get_running_loop().time()
 
     def allocated(self) -> None:
-        """The blocks of a prompt that was computed elsewhere have a place."""
+        """Start the transfer of a prompt that a prefill worker computed."""
         self._engine.transfer(self.sequence)
 
     def token(self, token_id: int) -> None:
-        """Send one token; wait if the reader is behind."""
+        """Send one token; pause the sequence if the reader is slow."""
         stream = self.stream
         stream.send(token_item(token_id))
         if self.sequence.generated == 1:
@@ -89,7 +91,7 @@ class Responder:
         self._end([token_id], reason)
 
     def cancel(self, kind: CancelKind) -> None:
-        """The client asked to stop, or is gone: free the blocks at once."""
+        """Free the blocks at once: the client stopped the request or disconnected."""
         if self._done:
             return
         self._engine.abort(self.sequence)

@@ -1,9 +1,9 @@
-"""Which sequences the pretended engine computes in one iteration. Spec 10.4.
+"""The scheduler of the simulated engine: which sequences one iteration computes. Spec 10.4.
 
-Continuous batching: running sequences first, one token each, then prompts from the waiting line,
-in chunks, as far as the token budget and the free blocks reach. When a running sequence finds no
-block, another is preempted: it loses its blocks, goes back to the head of the line and is computed
-again, generated tokens included. The oldest running sequence always advances, so nothing hangs.
+Continuous batching: running sequences first, one token each, then prompts from the waiting queue,
+in chunks, up to the token budget and the free blocks. When a running sequence gets no block,
+another one is preempted: its blocks are freed, it returns to the head of the queue and is computed
+again, generated tokens included. The oldest running sequence always advances, so no request hangs.
 """
 
 from __future__ import annotations
@@ -23,30 +23,35 @@ __all__ = ["Batch", "Limits", "Output", "Scheduler", "Sequence"]
 class Limits:
     """``watermark`` is the share of the blocks that must stay free when a prompt is admitted."""
 
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    max_model_len: int | None = None
-    chunked_prefill: bool = True
-    watermark: float = 0.01
-    preempt_newest: bool = True
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    chunked_prefill: bool
+    watermark: float
+    preempt_newest: bool
 
 
 class Output(Protocol):
-    """Where a sequence's tokens go. Called from :meth:`Scheduler.commit`, but for ``allocated``."""
+    """Receives the tokens of a sequence, from :meth:`Scheduler.commit`."""
 
     def allocated(self) -> None:
-        """The prompt, computed elsewhere, has its blocks; hold the sequence until it is here.
-        Called from :meth:`Scheduler.schedule`."""
+        """Start the transfer into the blocks of a prompt that a prefill worker computed; pause the
+        sequence until it is complete. Called from :meth:`Scheduler.schedule`."""
 
     def token(self, token_id: int) -> None:
-        """One more token, not the last."""
+        """Send a token that is not the last."""
 
     def finish(self, token_id: int, reason: str) -> None:
-        """The last token."""
+        """Send the last token."""
 
 
 class Sequence:
-    """One request inside the engine. While ``paused`` it keeps its blocks and does not advance."""
+    """One request in the engine.
+
+    ``computed`` of its tokens have KV; ``free_slots`` of its last block can take a token without an
+    allocation; ``remaining`` tokens are to be generated. While ``paused`` it keeps its blocks and
+    does not advance. A ``transferred`` prompt was computed by a prefill worker.
+    """
 
     __slots__ = (
         "blocks",
@@ -80,14 +85,14 @@ class Sequence:
         self.cached_tokens: int | None = None
 
     def expect_transfer(self, cached_tokens: int | None) -> None:
-        """The prompt is computed elsewhere, where ``cached_tokens`` of it were found cached."""
+        """Mark the prompt as computed by a prefill worker, which found ``cached_tokens`` cached."""
         self.transferred = True
         self.cached_tokens = cached_tokens
 
 
 @dataclass(slots=True)
 class Batch:
-    """One iteration: ``producing`` get a token at its end, ``decodes`` of them had one before."""
+    """One iteration: ``producing`` get a token at its end, ``decodes`` of them not their first."""
 
     producing: list[Sequence]
     prefill_tokens: int = 0
@@ -95,8 +100,11 @@ class Batch:
 
 
 class Scheduler:
-    """Sequences of one data-parallel rank. Call :meth:`schedule`, let time pass, then
-    :meth:`commit`; sequences may be added and aborted in between."""
+    """The sequences of one data-parallel rank.
+
+    Call :meth:`schedule`, wait for the duration of the iteration, then call :meth:`commit`;
+    sequences may be added and aborted in between.
+    """
 
     def __init__(self, pool: BlockPool, limits: Limits) -> None:
         self.pool = pool
@@ -116,40 +124,41 @@ class Scheduler:
         """Raise InvalidArgument for a request that could never finish here."""
         if prompt_tokens + output_tokens > self.max_sequence_tokens:
             capped = self.max_sequence_tokens == self.limits.max_model_len
+            limit = "max_model_len" if capped else "the KV cache"
             raise InvalidArgument(
                 f"prompt ({prompt_tokens} tokens) plus max_tokens ({output_tokens}) exceeds "
-                f"{'max_model_len' if capped else 'the KV cache'} "
-                f"({self.max_sequence_tokens} tokens) of this worker; "
-                "shorten the prompt or lower max_tokens"
+                f"{limit} ({self.max_sequence_tokens} tokens) of this worker; shorten the prompt "
+                "or lower max_tokens"
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Put ``sequence`` at the end of the line; :meth:`check_length` must have let it pass."""
+        """Append ``sequence`` to the queue, after :meth:`check_length` accepted its length."""
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Forget ``sequence`` and free its blocks; harmless when it has finished. O(sequences)."""
+        """Remove ``sequence`` and free its blocks; no effect if it has finished. O(sequences)."""
         if sequence.running:
             self._stop(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def schedule(self) -> Batch:
-        """Take blocks for the next iteration; an empty batch if all there is to do is held."""
+        """Allocate blocks for the next iteration; an empty batch if every sequence is paused."""
         batch = Batch([])
         budget = self.limits.max_num_batched_tokens
         preempted = self.preemptions
-        for sequence in list(self.running):
+        for sequence in list(self.running):  # a copy: preemption removes sequences
             if not budget:
                 break
             if sequence.running and not sequence.paused:
                 budget -= self._advance(sequence, budget, batch)
+        # After a preemption nothing is admitted: a new prompt would take the blocks just freed.
         if budget and self.waiting and self.preemptions == preempted:
             self._admit(budget, batch)
         return batch
 
     def commit(self, batch: Batch) -> None:
-        """Give every sequence of ``batch`` that is still running its token."""
+        """Emit one token for each sequence of ``batch`` that is still running."""
         for sequence in batch.producing:
             if not sequence.running:
                 continue
@@ -164,7 +173,8 @@ class Scheduler:
                 sequence.output.finish(token_id, sequence.reason)
 
     def _advance(self, sequence: Sequence, budget: int, batch: Batch) -> int:
-        if sequence.free_slots:
+        """Compute up to ``budget`` tokens of ``sequence``; return how many it used."""
+        if sequence.free_slots:  # the common case, a decode within its block: no pool access
             sequence.free_slots -= 1
             sequence.computed += 1
             batch.decodes += 1
@@ -176,6 +186,7 @@ class Scheduler:
             if self._preempt(batch) is sequence:
                 return 0
         self._mark_computed(sequence, count, missing, batch)
+        # Without chunked prefill a prompt longer than the budget runs alone and uses it up.
         return min(count, budget)
 
     def _mark_computed(self, sequence: Sequence, count: int, missing: int, batch: Batch) -> None:
@@ -186,6 +197,8 @@ class Scheduler:
             batch.prefill_tokens += count
         if count == missing:
             batch.producing.append(sequence)
+            # The block becomes full, and gets its hash, with its last slot: that token has to go
+            # through BlockPool.grow() again, so one slot fewer than are free is counted.
             filled = sequence.computed % self.pool.block_size
             sequence.free_slots = self.pool.block_size - 1 - filled if filled else 0
 
@@ -193,11 +206,13 @@ class Scheduler:
         while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
             blocks = sequence.blocks
-            found, held = self.pool.cached_prefix(blocks)
+            found, used = self.pool.cached_prefix(blocks)
             missing = len(blocks.tokens) - found * self.pool.block_size
             if not self.limits.chunked_prefill and missing > budget and batch.producing:
                 return
-            needed = -(-len(blocks.tokens) // self.pool.block_size) - held
+            needed = -(-len(blocks.tokens) // self.pool.block_size) - used  # blocks, rounded up
+            # The reserve lets running sequences grow before they preempt. An idle rank ignores it,
+            # or a prompt that needs most of the cache would never start.
             if self.running and self.pool.free - needed < self._reserve:
                 return
             self.waiting.popleft()
@@ -208,17 +223,18 @@ class Scheduler:
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = sequence.computed
             if sequence.transferred and self._allocate_transfer(sequence):
-                continue  # on its way
+                continue  # computed when the transfer is complete
             budget -= self._advance(sequence, budget, batch)
 
     def _allocate_transfer(self, sequence: Sequence) -> bool:
-        """Give a prompt that was computed elsewhere its blocks; whether it is still on its way.
+        """Allocate the blocks of a transferred prompt; return whether to wait for the transfer.
 
-        One that finds no place, or loses it later, is computed here.
+        A prompt that gets no blocks, or loses them to preemption, is computed here.
         """
         if not self.pool.grow(sequence.blocks, len(sequence.blocks.tokens)):
             sequence.transferred = False
             return False
+        # All but the last token: computing that one yields the first output token.
         sequence.computed = len(sequence.blocks.tokens) - 1
         sequence.output.allocated()
         return sequence.paused
@@ -240,11 +256,11 @@ class Scheduler:
         sequence.computed = sequence.free_slots = 0
 
     def _check(self) -> None:
-        """Assert what must always hold; for tests."""
+        """Assert all invariants; for tests."""
         self.pool._check()
         assert len(self.running) <= self.limits.max_num_seqs
         assert all(s.running for s in self.running) and not any(s.running for s in self.waiting)
         assert all(s.computed <= len(s.blocks.tokens) for s in self.running)
-        held = sum(s.blocks.full + s.blocks.private for s in self.running)
-        assert self.pool.used <= held
+        occupied = sum(s.blocks.full + s.blocks.private for s in self.running)
+        assert self.pool.used <= occupied  # less where sequences share blocks
         assert bool(self.running) or not self.pool.used

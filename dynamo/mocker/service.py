@@ -1,4 +1,4 @@
-"""The request side of the pretended engine: decode, refuse, choose a rank, start."""
+"""The request handler of the simulated engine: decode, validate, choose a rank, start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynamo.worker.admission import AdmissionQueue
 __all__ = ["DEFAULT_MAX_TOKENS", "MockerService"]
 
 DEFAULT_MAX_TOKENS = 256
-"""Length of an answer when the request does not say; shorter where the model ends before."""
+"""Reply length for a request without ``max_tokens``; less if the context is shorter."""
 
 _DECODE = codec.decoder(PreprocessedRequest).decode
 
@@ -34,7 +34,7 @@ class MockerService:
         self._echo = reply == "echo"
 
     def handle(self, stream: ServerStream, payload: bytes) -> None:
-        """Answer one ``PreprocessedRequest``; what is wrong with it ends the stream."""
+        """Answer one ``PreprocessedRequest``; an error ends the stream."""
         try:
             request = _DECODE(payload)
             rank = self._rank(request)
@@ -71,7 +71,7 @@ class MockerService:
         return random_reply(limit, request.sampling_options.seed)
 
     def _enter(self, stream: ServerStream, submit: Callable[[Callable[[], None]], None]) -> None:
-        """Start when the gate lets us; one who leaves before is taken out of the line."""
+        """Start the request when admitted; one that is cancelled in the queue is withdrawn."""
 
         def start() -> None:
             if stream.closed:

@@ -1,7 +1,7 @@
-"""Sleeping to a deadline with the kernel's precision.
+"""A timer with the kernel's precision.
 
-uvloop keeps timers in whole milliseconds and rounds up; an iteration of a sped-up engine is shorter
-than that. A timerfd is exact to some ten microseconds, on any event loop.
+uvloop rounds timers up to whole milliseconds; an iteration of a sped-up engine is shorter. A
+timerfd is exact to some ten microseconds, on any event loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Timerspec(ctypes.Structure):
 
 
 class TimerFd:
-    """One sleeper at a time; use it as a context manager on the running loop. Linux only."""
+    """A timer for one waiting task; a context manager, on the running loop. Linux only."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -54,7 +54,7 @@ class TimerFd:
         os.close(self._fd)
 
     async def sleep_until(self, when_s: float) -> None:
-        """Sleep until ``time.monotonic()`` has reached ``when_s``; gives way once if it has."""
+        """Sleep until ``time.monotonic()`` reaches ``when_s``; only yield to the loop if it has."""
         if when_s <= time.monotonic():
             await asyncio.sleep(0)
             return
@@ -69,6 +69,6 @@ class TimerFd:
         try:
             os.read(self._fd, 8)
         except BlockingIOError:
-            return  # set anew after it had rung for a sleeper who was cancelled
+            return  # settime() cleared an expiry that a cancelled sleep had not read
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -1,4 +1,4 @@
-"""How long one iteration of the pretended engine takes. Spec 10.2."""
+"""The durations of iterations and of KV transfers. Spec 10.2, 10.5."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ KV_BYTES_PER_TOKEN = 131_072
 
 @dataclass(frozen=True)
 class Timing:
-    """The polynomial model, divided by the speed-up; ``speedup`` 0 means no time at all."""
+    """The duration of an iteration: a polynomial, divided by ``speedup``; 0 means no time."""
 
     speedup: float = 1.0
     decode_speedup: float = 1.0
 
     def iteration_s(self, prefill_tokens: int, decodes: int, usage: float) -> float:
-        """Seconds for computing ``prefill_tokens`` uncached prompt tokens and one token for each of
-        ``decodes`` sequences while the share ``usage`` (0..1) of the KV cache is in use."""
+        """Return the duration of computing ``prefill_tokens`` uncached prompt tokens and one token
+        for each of ``decodes`` sequences, with the share ``usage`` (0..1) of the cache in use."""
         if not self.speedup:
             return 0.0
         prefill = prefill_ms(prefill_tokens) if prefill_tokens else 0.0
@@ -31,14 +31,17 @@ class Timing:
 
 @dataclass(frozen=True)
 class Transfer:
-    """``speedup`` 0 means no time at all, as in :class:`dynamo.mocker.timing.Timing`."""
+    """The transfer of KV blocks from a prefill to a decode worker; ``speedup`` 0 means no time.
+
+    The network is never the bottleneck: transfers do not slow each other down.
+    """
 
     bytes_per_token: int = KV_BYTES_PER_TOKEN
     bytes_per_s: float = 64e9
     speedup: float = 1.0
 
     def seconds(self, prompt_tokens: int) -> float:
-        """How long the blocks of a prompt are on their way."""
+        """Return the duration of the transfer of a prompt's blocks."""
         if not self.speedup:
             return 0.0
         return prompt_tokens * self.bytes_per_token / self.bytes_per_s / self.speedup
@@ -46,7 +49,7 @@ class Transfer:
     def transfer_params(
         self, worker_id: int, dp_rank: int, prompt_tokens: int, block_size: int
     ) -> dict[str, Any]:
-        """``disaggregated_params``: what is to be fetched, and where."""
+        """Return ``disaggregated_params``: which blocks to fetch from which worker."""
         return {
             "worker_id": worker_id,
             "dp_rank": dp_rank,
@@ -57,18 +60,18 @@ class Transfer:
 
 
 def prefill_ms(tokens: int) -> float:
-    """Milliseconds for ``tokens`` new prompt tokens."""
+    """Return the milliseconds for ``tokens`` uncached prompt tokens."""
     return 4.209989e-07 * tokens * tokens + 1.518344e-02 * tokens + 16.50142
 
 
 def decode_ms(usage: float) -> float:
-    """Milliseconds for one decode step at KV usage ``usage``."""
+    """Return the milliseconds of one decode step at KV usage ``usage``."""
     share = min(usage, 1.0)
     return max(1.0, -25.74 * share * share + 54.01 * share + 5.74)
 
 
 def cached_tokens(prefill_result: Mapping[str, Any]) -> int | None:
-    """Prompt tokens that the prefill worker found cached, if it says so."""
+    """Return the prompt tokens that the prefill worker found cached; None if it does not say."""
     details = prefill_result.get("prompt_tokens_details")
     found = details.get("cached_tokens") if isinstance(details, Mapping) else None
     return found if isinstance(found, int) else None

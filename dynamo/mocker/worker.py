@@ -1,4 +1,4 @@
-"""One pretended worker: its ranks, what it publishes, its endpoint, its model card."""
+"""One simulated worker: its ranks, publishers, endpoint and model card."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _API_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions}
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What all workers of this process have in common."""
+    """The settings that all workers of this process share."""
 
     settings: WorkerSettings
     mocker: MockerSettings
@@ -45,7 +45,7 @@ class WorkerPlan:
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest prompt plus output."""
+        """Limit on the tokens of prompt and output together."""
         slots = self.shape.blocks * self.shape.block_size
         limits = (slots, self.shape.limits.max_model_len, self.model.context_length)
         return min(limit for limit in limits if limit is not None)
@@ -58,7 +58,7 @@ def make_plan(
     mocker: MockerSettings,
     shape: EngineShape,
 ) -> WorkerPlan:
-    """Check what can be checked before anything starts. Raises ConfigError."""
+    """Check all settings before any worker starts. Raises ConfigError."""
     if settings.model_path is None:
         raise ConfigError("--model-path is missing; give the directory of a model's tokenizer")
     model = ModelDirectory(settings.model_path)
@@ -83,14 +83,14 @@ def make_plan(
 
 
 class MockerWorker:
-    """Worker ``number`` of this process, on a runtime of its own."""
+    """Worker ``number`` of this process; each has its own runtime."""
 
     def __init__(self, plan: WorkerPlan, runtime: DistributedRuntime, number: int) -> None:
         self.plan = plan
         self.endpoint: Endpoint = runtime.endpoint(plan.endpoint)
         self.events = KvEventSender(runtime.instance_id)
         self.load = LoadSender(runtime.instance_id)
-        self.publishes = plan.mocker.disaggregation_mode != "decode"
+        self.publishes_events = plan.mocker.disaggregation_mode != "decode"
         first = number * plan.mocker.data_parallel_size
         self.ranks = [
             EngineRank(
@@ -98,7 +98,7 @@ class MockerWorker:
                 plan.shape,
                 MockerMetrics(runtime.metrics, str(first + rank), plan.model_name),
                 runtime.tasks,
-                self.events.record if self.publishes else lambda _rank, _changes: None,
+                self.events.record if self.publishes_events else lambda _rank, _changes: None,
                 self.load.report,
                 runtime.instance_id,
             )
@@ -110,9 +110,9 @@ class MockerWorker:
         self.service = MockerService(self.ranks, admission, plan.mocker.reply)
 
     async def serve(self) -> None:
-        """Serve until the worker has left. A rank that fails ends it with its error."""
+        """Serve until the worker has drained. Raises the error of a rank that fails."""
         async with asyncio.TaskGroup() as group:
-            ranks = [group.create_task(self._iterate(rank)) for rank in self.ranks]
+            ranks = [group.create_task(self._run_rank(rank)) for rank in self.ranks]
             await connect_kv_events(self.endpoint, self.events)
             await connect_load(self.endpoint, self.load)
             await self._register()
@@ -120,8 +120,8 @@ class MockerWorker:
             for rank in ranks:
                 rank.cancel()
 
-    async def _iterate(self, rank: EngineRank) -> None:
-        """A rank that fails takes its worker along, and cuts streams that would never end."""
+    async def _run_rank(self, rank: EngineRank) -> None:
+        """Run ``rank``; if it fails, abort all streams, which would never end."""
         try:
             await rank.run()
         except Exception:
@@ -146,7 +146,7 @@ class MockerWorker:
                 max_num_batched_tokens=plan.shape.limits.max_num_batched_tokens,
                 data_parallel_size=plan.mocker.data_parallel_size,
                 context_length=plan.context_length,
-                enable_local_indexer=self.publishes,
+                enable_local_indexer=self.publishes_events,
                 taints=list(plan.mocker.taints),
             ),
         )

@@ -1,28 +1,58 @@
-"""Metrics cheap enough for the token path: plain ints and floats, rendered only at scrape.
+"""Metrics as plain numbers: an increment is an attribute addition, a scrape reads them.
 
-``prometheus_client`` spends 1-2 µs on an observation; a child here is one attribute addition, a
-histogram one compiled call. The text is rendered here too, because that library renames counters
-that do not end in ``_total`` and formats bucket bounds differently from what dashboards for this
-system expect (spec 6).
+A metric is declared once, beside the class that counts it::
+
+    _STARTED = counter("dynamo_frontend_requests_started_total", "Requests accepted", "model kind")
+
+    started = registry.child(_STARTED, "tiny", "stream")
+    started.value += 1
+
+``prometheus_client`` would spend 1-2 µs on an increment or observation; it renders here, from the
+families that :meth:`Registry.collect` builds at a scrape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from decimal import Decimal
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+from prometheus_client import CollectorRegistry, GCCollector, Metric, ProcessCollector
+from prometheus_client.samples import Sample
 
 from dynamo._fast.histogram import Histogram
+from dynamo.observability.exposition import SampleLabels, encode, plain_number
 
-__all__ = ["CONTENT_TYPE", "Counter", "Family", "Gauge", "Histogram", "Registry"]
+__all__ = [
+    "DEFAULT_FRONTEND_PREFIX",
+    "ISL_BUCKETS",
+    "OSL_BUCKETS",
+    "TTFT_BUCKETS",
+    "Counter",
+    "Family",
+    "Gauge",
+    "Histogram",
+    "MetricSpec",
+    "Registry",
+    "counter",
+    "gauge",
+    "histogram",
+]
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+DEFAULT_FRONTEND_PREFIX = "dynamo_frontend"
 
-C = TypeVar("C", "Counter", "Gauge", "Histogram")
+# Buckets of the frontend that the router's histograms share.
+ISL_BUCKETS = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
+OSL_BUCKETS = (0, 100, 210, 430, 880, 1800, 3700, 7600, 16000, 32000)
+# fmt: off
+TTFT_BUCKETS = (
+    0, 0.0022, 0.0047, 0.01, 0.022, 0.047, 0.1, 0.22, 0.47, 1, 2.2, 4.7, 10, 22, 48, 100, 220, 480
+)
+# fmt: on
 
 
 class Counter:
-    """A number that only rises; add to ``value`` directly on hot paths."""
+    """A number that only rises; add to ``value``."""
 
     __slots__ = ("value",)
 
@@ -30,12 +60,12 @@ class Counter:
         self.value: float = 0
 
     def inc(self, amount: float = 1) -> None:
-        """Add ``amount`` (>= 0)."""
+        """Add ``amount`` (>= 0); for use as a callback."""
         self.value += amount
 
 
 class Gauge:
-    """A number that rises and falls, or is read from ``function`` at scrape."""
+    """A number that rises and falls; with ``function`` it is read from there at a scrape."""
 
     __slots__ = ("function", "value")
 
@@ -43,150 +73,170 @@ class Gauge:
         self.value: float = 0
         self.function: Callable[[], float] | None = None
 
-    def set(self, value: float) -> None:
-        """Replace the value."""
-        self.value = value
 
-    def inc(self, amount: float = 1) -> None:
-        """Add ``amount``."""
-        self.value += amount
-
-    def dec(self, amount: float = 1) -> None:
-        """Subtract ``amount``."""
-        self.value -= amount
-
-    def read(self) -> float:
-        """The value as a scrape sees it."""
-        return self.value if self.function is None else self.function()
+C = TypeVar("C", Counter, Gauge, Histogram)
 
 
-class Family(Generic[C]):
-    """All children of one metric name, keyed by their label values in ``labelnames`` order."""
+@dataclass(frozen=True, slots=True)
+class MetricSpec(Generic[C]):
+    """The declaration of a metric; ``labels`` in the order in which children take their values."""
 
-    def __init__(
-        self, kind: str, name: str, help: str, labelnames: Sequence[str], make: Callable[[], C]
-    ) -> None:
-        self.kind = kind
+    kind: type[C]
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    buckets: tuple[float, ...] = ()
+
+    def make(self) -> C:
+        """Return a child that belongs to no family, at 0."""
+        if self.kind is Histogram:
+            return Histogram(self.buckets)
+        return self.kind()
+
+    def named(self, prefix: str) -> str:
+        """The full name where ``--metrics-prefix`` is ``prefix``."""
+        if self.name.startswith(DEFAULT_FRONTEND_PREFIX + "_"):
+            return prefix + self.name[len(DEFAULT_FRONTEND_PREFIX) :]
+        return self.name
+
+
+def counter(name: str, help: str, labels: str = "") -> MetricSpec[Counter]:
+    """Declare a counter; ``labels`` are names with spaces between them."""
+    return MetricSpec(Counter, name, help, tuple(labels.split()))
+
+
+def gauge(name: str, help: str, labels: str = "") -> MetricSpec[Gauge]:
+    """Declare a gauge; ``labels`` are names with spaces between them."""
+    return MetricSpec(Gauge, name, help, tuple(labels.split()))
+
+
+def histogram(
+    name: str, help: str, buckets: Sequence[float], labels: str = ""
+) -> MetricSpec[Histogram]:
+    """Declare a histogram; ``buckets`` are its upper bounds, +Inf is implied."""
+    return MetricSpec(Histogram, name, help, tuple(labels.split()), tuple(buckets))
+
+
+class Family(dict[tuple[str, ...], C]):
+    """The children of one metric by their label values; indexing makes a child on first use.
+
+    On a hot path keep the child, or index with a tuple: a found child costs no Python call.
+    """
+
+    def __init__(self, spec: MetricSpec[C], name: str) -> None:
+        super().__init__()
+        self.spec: MetricSpec[C] = spec
         self.name = name
-        self.help = help
-        self.labelnames = tuple(labelnames)
-        self._make: Callable[[], C] = make
-        self._children: dict[tuple[str, ...], C] = {}
+        # A counter whose name lacks _total exists for the text format only: there, `encode`
+        # makes it a counter again; OpenMetrics has it as unknown.
+        kind = spec.kind.__name__.lower()
+        self._type = "unknown" if kind == "counter" and not name.endswith("_total") else kind
+        self._limits = [plain_number(bound) for bound in (*spec.buckets, float("inf"))]
+        self._labels: dict[tuple[str, ...], tuple[SampleLabels, ...]] = {}
+
+    def __missing__(self, values: tuple[str, ...]) -> C:
+        if len(values) != len(self.spec.labels):
+            raise ValueError(f"{self.name} needs labels {self.spec.labels}, got {values}")
+        child: C = self.spec.make()
+        self[values] = child
+        return child
 
     def labels(self, *values: str) -> C:
-        """The child for these label values, made on first use. Keep it when on a hot path."""
-        child = self._children.get(values)
-        if child is None:
-            if len(values) != len(self.labelnames):
-                raise ValueError(f"{self.name} needs labels {self.labelnames}, got {values}")
-            child = self._children[values] = self._make()
-        return child
+        """The child for these label values."""
+        return self[values]
 
     def extended(self, values: tuple[str, ...], extra: Sequence[tuple[str, str]]) -> C:
         """The child for these label values and for ``extra`` labels of its own (name, value)."""
-        if not extra:
-            return self.labels(*values)
         key = (*values, *(text for pair in extra for text in pair))
-        if key not in self._children:
-            self._children[key] = self._make()
-        return self._children[key]
+        if extra and key not in self:
+            self[key] = self.spec.make()
+        return self[key]
 
     def remove(self, *values: str) -> None:
-        """Forget the child (a worker that is gone)."""
-        self._children.pop(values, None)
+        """Remove the child, if there is one."""
+        self.pop(values, None)
+        self._labels.pop(values, None)
 
-    def items(self) -> Sequence[tuple[tuple[str, ...], C]]:
-        """Every child with its label values."""
-        return list(self._children.items())
+    def metric(self) -> Metric:
+        """The family as ``prometheus_client`` has it. O(samples)."""
+        metric = Metric(
+            self.name.removesuffix("_total") if self._type == "counter" else self.name,
+            self.spec.help,
+            self._type,
+        )
+        for values, child in list(self.items()):
+            labels = self._labels.get(values)
+            if labels is None:
+                labels = self._labels[values] = self._sample_labels(values)
+            if isinstance(child, Histogram):
+                metric.samples += _histogram_samples(self.name, labels, child)
+            else:
+                function = child.function if isinstance(child, Gauge) else None
+                value = child.value if function is None else function()
+                metric.samples.append(Sample(self.name, labels[0], value))
+        return metric
+
+    def _sample_labels(self, values: tuple[str, ...]) -> tuple[SampleLabels, ...]:
+        """The labels of each sample of a child: of its buckets, then of its sum or value."""
+        names: tuple[str, ...] = self.spec.labels
+        extra: tuple[str, ...] = values[len(names) :]  # names and values alternate, see `extended`
+        pairs = (*zip(names, values, strict=False), *zip(extra[::2], extra[1::2], strict=True))
+        labels: SampleLabels = SampleLabels(pairs)
+        if self.spec.kind is Histogram:
+            return (*(labels.with_bucket(limit) for limit in self._limits), labels)
+        return (labels,)
+
+
+def _histogram_samples(
+    name: str, labels: Sequence[SampleLabels], child: Histogram
+) -> Iterator[Sample]:
+    running = 0
+    bucket = name + "_bucket"
+    for count, place in zip(child.counts, labels, strict=False):
+        running += count
+        yield Sample(bucket, place, running)
+    yield Sample(name + "_sum", labels[-1], child.total)
+    yield Sample(name + "_count", labels[-1], running)
 
 
 class Registry:
-    """The metrics of one process."""
+    """The metrics of one process, those of the process itself and of its garbage collector too.
+
+    ``before_render`` holds the functions that bring counts up to date which are kept elsewhere.
+    """
 
     def __init__(self) -> None:
         self.before_render: list[Callable[[], None]] = []
         self._families: dict[str, Family[Counter] | Family[Gauge] | Family[Histogram]] = {}
+        self._collectors = CollectorRegistry()
+        self._collectors.register(self)
+        ProcessCollector(registry=self._collectors)
+        GCCollector(registry=self._collectors)
 
-    def counter(self, name: str, help: str, labelnames: Sequence[str] = ()) -> Family[Counter]:
-        """The counter family ``name``, made on first use."""
+    def family(self, spec: MetricSpec[C], prefix: str = DEFAULT_FRONTEND_PREFIX) -> Family[C]:
+        """The family of ``spec``, made on first use."""
+        name = spec.named(prefix)
         family = self._families.get(name)
         if family is None:
-            family = self._families[name] = Family("counter", name, help, labelnames, Counter)
-        return family  # type: ignore[return-value]
+            family = self._families[name] = Family(spec, name)
+        return cast(Family[C], family)
 
-    def gauge(self, name: str, help: str, labelnames: Sequence[str] = ()) -> Family[Gauge]:
-        """The gauge family ``name``, made on first use."""
-        family = self._families.get(name)
-        if family is None:
-            family = self._families[name] = Family("gauge", name, help, labelnames, Gauge)
-        return family  # type: ignore[return-value]
+    def child(self, spec: MetricSpec[C], *values: str) -> C:
+        """The child of ``spec`` for these label values."""
+        return self.family(spec)[values]
 
-    def histogram(
-        self, name: str, help: str, buckets: Sequence[float], labelnames: Sequence[str] = ()
-    ) -> Family[Histogram]:
-        """The histogram family ``name`` with upper bounds ``buckets`` (+Inf is implied)."""
-        family = self._families.get(name)
-        if family is None:
-            bounds = tuple(buckets)
-            family = Family("histogram", name, help, labelnames, lambda: Histogram(bounds))
-            self._families[name] = family
-        return family  # type: ignore[return-value]
-
-    def render(self) -> bytes:
-        """Prometheus text exposition format, families without children left out. O(children).
-
-        ``before_render`` holds what brings counts up to date that are kept elsewhere.
-        """
+    def collect(self) -> Iterator[Metric]:
+        """Every family that has children, for ``prometheus_client``."""
         for bring_up_to_date in self.before_render:
             bring_up_to_date()
-        out: list[str] = []
         for family in list(self._families.values()):
-            _render(family, out)
-        return "".join(out).encode()
+            if family:
+                yield family.metric()
 
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """Body and content type of a scrape with this ``Accept`` header. O(samples)."""
+        return encode(self._collectors, accept)
 
-def _render(family: Family[Counter] | Family[Gauge] | Family[Histogram], out: list[str]) -> None:
-    children = family.items()
-    if not children:
-        return
-    name = family.name
-    out.append(f"# HELP {name} {_escape(family.help)}\n# TYPE {name} {family.kind}\n")
-    count = len(family.labelnames)
-    for values, child in children:
-        extra = zip(values[count::2], values[count + 1 :: 2], strict=True)
-        pairs = [*zip(family.labelnames, values, strict=False), *extra]
-        inner = ",".join(f'{key}="{_escape(value, quote=True)}"' for key, value in pairs)
-        if isinstance(child, Histogram):
-            _render_histogram(name, inner, child, out)
-            continue
-        value = child.value if isinstance(child, Counter) else child.read()
-        out.append(
-            f"{name}{{{inner}}} {_number(value)}\n" if inner else f"{name} {_number(value)}\n"
-        )
-
-
-def _render_histogram(name: str, inner: str, child: Histogram, out: list[str]) -> None:
-    running = 0
-    lead = f"{name}_bucket{{{inner}," if inner else f"{name}_bucket{{"
-    for bound, count in zip((*child.bounds, float("inf")), child.counts, strict=True):
-        running += count
-        out.append(f'{lead}le="{_number(bound)}"}} {running}\n')
-    labels = f"{{{inner}}}" if inner else ""
-    out.append(f"{name}_sum{labels} {_number(child.total)}\n{name}_count{labels} {running}\n")
-
-
-def _number(value: float) -> str:
-    """The shortest decimal that reads back as ``value``, never in scientific notation."""
-    if value == float("inf"):
-        return "+Inf"
-    if value != value or value == float("-inf"):
-        return "NaN" if value != value else "-Inf"
-    if value == int(value):
-        return str(int(value))
-    text = repr(value)
-    return format(Decimal(text), "f") if "e" in text else text
-
-
-def _escape(text: str, quote: bool = False) -> str:
-    text = text.replace("\\", "\\\\").replace("\n", "\\n")
-    return text.replace('"', '\\"') if quote else text
+    def render(self) -> bytes:
+        """The metrics in Prometheus's text format."""
+        return self.exposition("")[0]

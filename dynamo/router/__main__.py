@@ -25,7 +25,7 @@ from dynamo.runtime.worker_main import run_until_signalled
 
 __all__ = ["main"]
 
-_log = logging.getLogger("dynamo.router")
+log = logging.getLogger("dynamo.router")
 _DESCRIPTION = (
     "A KV-aware router for the workers of one endpoint; it is asked, or passes requests on."
 )
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     process, router, runtime, logs = load("python -m dynamo.router", _DESCRIPTION, _GROUPS, argv)
     setup_logging("router", logs.level, logs.jsonl)
     for line in deprecations(router):
-        _log.warning("%s", line)
+        log.warning("%s", line)
     try:
         if process.endpoint is None:
             raise DynamoError("--endpoint (or DYN_ROUTER_ENDPOINT) is needed")
@@ -47,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     settings = dataclasses.replace(router, mode="kv")
     if router.mode not in (RouterSettings.mode, "kv"):
-        _log.warning("--router-mode %s has no effect: this router is always kv", router.mode)
+        log.warning("--router-mode %s has no effect: this router is always kv", router.mode)
     block_size = settings.kv_cache_block_size or process.block_size
     try:
         uvloop.run(_serve(runtime, path, block_size, settings))
     except DynamoError as error:
-        _log.error("%s", error.message)
+        log.error("%s", error.message)
         return 1
     return 0
 
@@ -68,10 +68,10 @@ async def _serve(
     try:
         await runtime.start()
         await routed.start()
-        _log.info("router: %s", in_words(settings))
+        log.info("router: %s", in_words(settings))
         for line in without_effect(settings):
-            _log.warning("%s", line)
-        _log.info("routing to dyn://%s as dyn://%s.router.generate", ".".join(path), path[0])
+            log.warning("%s", line)
+        log.info("routing to dyn://%s as dyn://%s.router.generate", ".".join(path), path[0])
         await run_until_signalled(runtime, RouterService(runtime, routed).serve())
     finally:
         await routed.close()

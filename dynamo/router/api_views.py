@@ -1,4 +1,4 @@
-"""What is cached where, and what would run where, in the words of the public API. Spec 3.7."""
+"""Cached blocks and load by worker, in the format of the public API. Spec 3.7."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ __all__ = ["events_of", "overlap_scores", "potential_loads"]
 
 
 def overlap_scores(picker: KvPicker, tokens: Tokens) -> dict[str, Any]:
-    """Leading blocks of the prompt by worker and tier; those on lower tiers have the higher ones
-    in them, ``…_extension_blocks`` have not."""
+    """Leading blocks of the prompt by worker and tier.
+
+    The count of a lower tier includes the higher tiers; ``…_extension_blocks`` does not.
+    """
     snapshot = picker.snapshot(tokens)
-    shares, ranges = snapshot.held.shares, snapshot.held.shared_ranges
+    cached = snapshot.cached_blocks
     workers = []
     for worker_id, rank, slot in _owners(picker):
-        held = snapshot.held.of(slot)
+        tiers = cached.of(slot)
         workers.append(
             {
                 "worker_id": worker_id,
                 "dp_rank": rank,
-                "device_blocks": held.device,
-                "host_pinned_blocks": held.device + held.host,
-                "disk_blocks": held.device + held.host + held.disk,
-                "host_pinned_extension_blocks": held.host,
-                "disk_extension_blocks": held.disk,
-                "shared_beyond_device_blocks": held.shared if shares else None,
+                "device_blocks": tiers.device,
+                "host_pinned_blocks": tiers.device + tiers.host,
+                "disk_blocks": tiers.device + tiers.host + tiers.disk,
+                "host_pinned_extension_blocks": tiers.host,
+                "disk_extension_blocks": tiers.disk,
+                "shared_beyond_device_blocks": tiers.shared if cached.shares else None,
             }
         )
     return {
@@ -39,21 +41,21 @@ def overlap_scores(picker: KvPicker, tokens: Tokens) -> dict[str, Any]:
         "num_blocks": snapshot.prompt.blocks,
         "workers": workers,
         "shared_cache": {
-            "enabled": shares,
-            "total_hit_blocks": snapshot.held.shared_blocks,
-            "ranges": [list(pair) for pair in ranges],
+            "enabled": cached.shares,
+            "total_hit_blocks": cached.shared_blocks,
+            "ranges": [list(pair) for pair in cached.shared_ranges],
             "error": None,
         },
     }
 
 
 def potential_loads(picker: KvPicker, tokens: Tokens) -> list[dict[str, int]]:
-    """What each rank would have to do with the prompt added."""
+    """The load of each rank with the prompt added."""
     snapshot = picker.snapshot(tokens)
+    weights = snapshot.params.weights
     loads = []
     for worker_id, rank, slot in _owners(picker):
-        weights = snapshot.params.weights
-        cached = cached_tokens(weights, snapshot.held.effective(weights, slot))
+        cached = cached_tokens(weights, snapshot.cached_blocks.effective(weights, slot))
         fresh = max(snapshot.prompt.isl_tokens - cached, 0)
         loads.append(
             {
@@ -68,7 +70,7 @@ def potential_loads(picker: KvPicker, tokens: Tokens) -> list[dict[str, int]]:
 
 
 def events_of(index: RadixTree) -> str:
-    """JSON list of events that rebuild ``index`` when applied in order, parents first. Spec 2.1."""
+    """Return a JSON list of events that rebuild ``index`` when applied in order. Spec 2.1."""
     events = []
     for number, (worker, rank, parent, blocks, local, tier) in enumerate(index.dump_tiers()):
         pairs = zip(blocks, local, strict=True)

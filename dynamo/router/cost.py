@@ -21,12 +21,12 @@ __all__ = [
     "Load",
     "TierCounts",
     "add_requests",
+    "breakdown",
     "cached_tokens",
     "cost_params",
     "effective_blocks",
     "formula",
     "overridden",
-    "parts",
 ]
 
 _LARGEST = 1e12
@@ -139,17 +139,17 @@ class CostBreakdown(NamedTuple):
     request_blocks: float
 
 
-def parts(params: CostParams, isl_tokens: int, held: TierCounts, load: Load) -> CostBreakdown:
-    """The cost of one rank taken apart, as ``dynamo._fast.scoring.costs`` adds it up."""
+def breakdown(params: CostParams, isl_tokens: int, tiers: TierCounts, load: Load) -> CostBreakdown:
+    """Return the terms of one rank's cost, as ``dynamo._fast.scoring.costs`` adds them."""
     weights = params.weights
     size = weights.block_size
     excess = weights.decay * load.excess_tokens / size / max(isl_tokens // size, 1)
     decay = 1.0 / (1.0 + excess)
     credit = (
-        weights.credit * decay * held.device
-        + weights.host * held.host
-        + weights.disk * held.disk
-        + weights.shared * held.shared
+        weights.credit * decay * tiers.device
+        + weights.host * tiers.host
+        + weights.disk * tiers.disk
+        + weights.shared * tiers.shared
     )
     raw = (load.prefill_tokens + isl_tokens) / size
     return CostBreakdown(
@@ -162,9 +162,12 @@ def parts(params: CostParams, isl_tokens: int, held: TierCounts, load: Load) -> 
     )
 
 
-def effective_blocks(weights: Weights, held: TierCounts) -> float:
-    """Blocks that need not be computed, those that must be loaded first counted for less."""
-    return held.device + weights.host * held.host + weights.disk * held.disk
+def effective_blocks(weights: Weights, tiers: TierCounts) -> float:
+    """Blocks that need not be computed; those below the device count by the weight of their tier.
+
+    A block in host memory or on disk must first be loaded, which costs part of computing it.
+    """
+    return tiers.device + weights.host * tiers.host + weights.disk * tiers.disk
 
 
 def cached_tokens(weights: Weights, blocks: float) -> int:

@@ -1,4 +1,4 @@
-"""What one decision of the kv mode weighs, kept for those who explain it."""
+"""The inputs and the outcome of one decision of the kv mode, for logs and tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dynamo.errors import DynamoError
 from dynamo.router.caches.cached_blocks import CachedBlocks
-from dynamo.router.cost import CostBreakdown, CostParams, Load, parts
+from dynamo.router.cost import CostBreakdown, CostParams, Load, breakdown
 from dynamo.router.duplicates import duplicate_blocks
 from dynamo.router.prompt import HashedPrompt
 
@@ -17,14 +17,14 @@ __all__ = ["DecisionSnapshot"]
 class DecisionSnapshot(NamedTuple):
     """Columns by slot; ``costs`` of the eligible ``slots`` only.
 
-    ``chosen`` is None when ``error`` says why there is none. ``free_copy`` is the slot that may
-    compute what others hold without the price of a copy.
+    ``chosen`` is None when ``error`` gives the reason why no slot was chosen. ``free_copy`` is the
+    slot that may compute what others have cached without the price of a copy.
     """
 
     prompt: HashedPrompt
     params: CostParams
     slots: array[int]
-    held: CachedBlocks
+    cached_blocks: CachedBlocks
     prefill: array[int]
     decode: array[int]
     costs: dict[int, float]
@@ -35,20 +35,21 @@ class DecisionSnapshot(NamedTuple):
     @property
     def overlaps(self) -> array[int]:
         """Leading blocks on the device."""
-        return self.held.device
+        return self.cached_blocks.device
 
-    def parts(self, slot: int, requests: int) -> CostBreakdown:
-        """What the cost of ``slot`` consists of, ``requests`` running there. O(slots).
+    def breakdown(self, slot: int, requests: int) -> CostBreakdown:
+        """Return the terms of the cost of ``slot`` with ``requests`` running there. O(slots).
 
-        Its prefill blocks have the price of duplicates in them.
+        Its prefill blocks include the price of duplicates.
         """
         tokens = self.prefill[slot]
         least = min((self.prefill[one] for one in self.slots), default=tokens)
         load = Load(tokens, max(tokens - least, 0), self.decode[slot], requests)
-        found = parts(self.params, self.prompt.isl_tokens, self.held.of(slot), load)
+        cached = self.cached_blocks
+        plain = breakdown(self.params, self.prompt.isl_tokens, cached.of(slot), load)
         if not self.params.duplicate_cost or not self.slots:
-            return found
+            return plain
         copies = duplicate_blocks(
-            self.params, self.slots, self.held, self.prompt.blocks, slot, slot == self.free_copy
+            self.params, self.slots, cached, self.prompt.blocks, slot, slot == self.free_copy
         )
-        return found._replace(prefill_blocks=found.prefill_blocks + copies)
+        return plain._replace(prefill_blocks=plain.prefill_blocks + copies)

@@ -73,7 +73,7 @@ class CopyPolicy:
         costs: array[float],
         now_s: float,
     ) -> CopyOffer | None:
-        """Raise ``costs[i]`` of ``slots[i]`` by what it lacks of the ``best_overlap`` of a slot.
+        """Raise ``costs[i]`` of ``slots[i]`` by what it lacks of ``best_overlap``.
 
         Each such block costs ``duplicate_cost`` blocks of prefill, times the share of the prompt
         that is cached there: a prompt that is mostly new goes where there is time. Where a copy is

@@ -197,8 +197,8 @@ def _row(
     owner = worker_pool.owners[slot]
     assert owner is not None, "a candidate slot has an owner"
     _, blocks, requests = active.load(slot)
-    held = snapshot.held.of(slot)
-    found = snapshot.parts(slot, requests)
+    tiers = snapshot.cached_blocks.of(slot)
+    terms = snapshot.breakdown(slot, requests)
     excluded = ""
     if slot not in snapshot.costs:
         member = worker_pool.members[owner[0]]
@@ -206,19 +206,19 @@ def _row(
     return Candidate(
         worker_id=owner[0],
         dp_rank=owner[1],
-        overlap_blocks=held.device,
-        host_pinned_blocks=held.host,
-        disk_blocks=held.disk,
-        shared_blocks=held.shared,
+        overlap_blocks=tiers.device,
+        host_pinned_blocks=tiers.host,
+        disk_blocks=tiers.disk,
+        shared_blocks=tiers.shared,
         active_prefill_tokens=snapshot.prefill[slot],
         active_decode_blocks=blocks,
         active_requests=requests,
-        raw_prefill_blocks=found.raw_prefill_blocks,
-        credit_decay=found.credit_decay,
-        credit_blocks=found.credit_blocks,
-        prefill_blocks=found.prefill_blocks,
-        decode_blocks=found.decode_blocks,
-        request_blocks=found.request_blocks,
+        raw_prefill_blocks=terms.raw_prefill_blocks,
+        credit_decay=terms.credit_decay,
+        credit_blocks=terms.credit_blocks,
+        prefill_blocks=terms.prefill_blocks,
+        decode_blocks=terms.decode_blocks,
+        request_blocks=terms.request_blocks,
         cost=snapshot.costs.get(slot),
         chosen=slot == snapshot.chosen,
         excluded=excluded,

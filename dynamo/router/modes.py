@@ -76,7 +76,8 @@ class InflightPicker:
         if request_id is not None:
             self._slot_of[request_id] = slot
             self._inflight[slot] += 1
-            self.eligibility.settled(routing, *owner, now_s)
+            if routing is not None and routing.session_id is not None:
+                self.eligibility.bind_session(routing.session_id, *owner, now_s)
         return Decision(*owner)
 
     def explain(

@@ -1,10 +1,12 @@
-"""A prompt as the prefix index and the load tracker see it: hashes of its full blocks."""
+"""A prompt as the prefix index and the load tracker read it: the hashes of its full blocks."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
 from typing import NamedTuple
+
+import msgspec
 
 from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_hashes
 from dynamo.protocols.codec import Tokens
@@ -15,53 +17,57 @@ __all__ = ["HashedPrompt", "Hasher"]
 _NO_HASHES = array("Q")
 
 
-class HashedPrompt(NamedTuple):
-    """``blocks`` are the full ones; ``hashes`` and ``chained`` are empty where nobody needs them.
+class HashedPrompt(msgspec.Struct, gc=False):
+    """``blocks`` counts the full ones; ``hashes`` and ``chained`` are empty where not needed.
 
-    As active load, ``unique_blocks`` count without a hash, and without them ``chained`` ones do.
+    As active load the prompt has ``shared`` blocks, chained hashes that other requests may have in
+    common with it, or ``unique_blocks`` without a hash. ``*_s`` are the ends of the steps, in
+    seconds.
     """
 
     isl_tokens: int
     blocks: int
     hashes: array[int]
     chained: array[int]
-    unique_blocks: int
-
-    @property
-    def shared(self) -> array[int]:
-        """The chained hashes of blocks that other requests may share."""
-        return _NO_HASHES if self.unique_blocks else self.chained
+    shared: array[int]
+    unique_blocks: int = 0
+    begun_s: float = 0.0
+    hashed_s: float = 0.0
+    chained_s: float = 0.0
+    matched_s: float = 0.0
 
 
 class Hasher(NamedTuple):
-    """Hashes no more than index (``local``), predictions (``chain``) and load (``load``) need."""
+    """Computes only the hashes that index (``local``), predictions (``chain``) and load need."""
 
     block_size: int
     local: bool
     chain: bool
     load: bool
+    clock: Callable[[], float]
 
     def hash(
-        self,
-        tokens: Tokens,
-        routing: Routing | None,
-        reuse: bool,
-        clock: Callable[[], float],
-        times: list[float],
+        self, tokens: Tokens, routing: Routing | None, reuse: bool, begun_s: float
     ) -> HashedPrompt:
-        """The prompt; ``reuse``: its blocks may be shared. Appends the ends of the two steps."""
+        """Hash a prompt. ``reuse``: requests may share its blocks. O(tokens)."""
+        clock = self.clock
         seed = BLOCK_SEED
         if routing is not None and (routing.lora_name or routing.cache_namespace):
             seed = seed_for(routing.lora_name, routing.cache_namespace)
-        hashes = chained = _NO_HASHES
+        isl_tokens = len(tokens)
+        blocks = isl_tokens // self.block_size
+        hashes = chained = shared = _NO_HASHES
+        unique_blocks = 0
         if self.local or self.load:
             hashes = block_hashes(tokens, self.block_size, seed=seed)
-        times.append(clock())
-        shared = self.load and reuse
-        if shared or self.chain:
+        hashed_s = clock()
+        shares = self.load and reuse
+        if shares or self.chain:
             chained = sequence_hashes(hashes)
-        times.append(clock())
-        blocks = len(tokens) // self.block_size
+        if shares:
+            shared = chained
+        elif self.load:
+            unique_blocks = blocks
         return HashedPrompt(
-            len(tokens), blocks, hashes, chained, blocks if self.load and not shared else 0
+            isl_tokens, blocks, hashes, chained, shared, unique_blocks, begun_s, hashed_s, clock()
         )

@@ -1,4 +1,4 @@
-"""Who can be chosen: workers, their data-parallel ranks, and the dense slot of each pair."""
+"""The workers of a router, their data-parallel ranks, and the dense slot of each pair."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DenseSlots", "Member", "SlotSource", "WorkerPool"]
 
 
 class SlotSource(Protocol):
-    """Hands out dense small integers; the prefix index does, so that its columns fit."""
+    """Assigns dense small integers. The prefix index is one, so that its columns fit."""
 
     def slot(self, worker: int, dp_rank: int) -> int:
         """The slot of the pair, registered on first use."""
@@ -24,14 +24,14 @@ class SlotSource(Protocol):
 
 
 class DenseSlots:
-    """A slot source of its own, for modes without a prefix index."""
+    """The slot source of modes without a prefix index."""
 
     def __init__(self) -> None:
         self._slots: dict[tuple[int, int], int] = {}
         self._free: list[int] = []
 
     def slot(self, worker: int, dp_rank: int) -> int:
-        """The slot of the pair; freed ones are used again first."""
+        """The slot of the pair; freed slots are reused first."""
         key = (worker, dp_rank)
         if key not in self._slots:
             self._slots[key] = self._free.pop() if self._free else len(self._slots)
@@ -55,11 +55,13 @@ class Member:
 
 
 class WorkerPool:
-    """The live workers. Reads are plain attributes; changes rebuild them (rare).
+    """The live workers. Reads are plain attributes; changes, which are rare, rebuild them.
 
     ``candidates`` is the column of all slots, ``owners[slot]`` its (worker_id, dp_rank), ``width``
-    the length that columns indexed by slot need, ``busy`` the workers over their busy thresholds,
-    ``avoided`` those that just failed to answer: they are chosen only when no other is left.
+    the length that columns indexed by slot need. ``busy`` are the workers over their busy
+    thresholds, ``avoided`` those that just failed to answer: they are chosen only when no other
+    remains. ``all_eligible`` is ``candidates`` where every request without constraints may go to
+    any of them, else None.
     """
 
     def __init__(self, source: SlotSource) -> None:
@@ -70,12 +72,14 @@ class WorkerPool:
         self.candidates = array("I")
         self.busy: set[int] = set()
         self.avoided: set[int] = set()
+        self.all_eligible: array[int] | None = None
         self.width = 0
 
     def add(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> Member:
-        """Add the worker, or take its new configuration; ranks keep their slots.
+        """Add the worker, or replace its configuration; ranks keep their slots.
 
-        The slot of a rank that it no longer has stays the worker's until :meth:`remove`.
+        The slot of a removed rank stays assigned to the worker until :meth:`remove`: requests that
+        run there still have load on it.
         """
         first = config.data_parallel_start_rank
         ranks = range(first, first + max(config.data_parallel_size, 1))
@@ -86,7 +90,7 @@ class WorkerPool:
         return member
 
     def remove(self, worker_id: int) -> list[int]:
-        """Forget the worker and free its slots; all slots that it ever had."""
+        """Remove the worker and free its slots; return all slots that it ever had."""
         member = self.members.pop(worker_id, None)
         if member is None:
             return []
@@ -102,13 +106,15 @@ class WorkerPool:
             self.busy.add(worker_id)
         else:
             self.busy.discard(worker_id)
+        self._update_eligible()
 
     def avoid(self, worker_id: int, avoided: bool) -> None:
-        """Avoid a worker while there are others, or take it back; unknown ones are ignored."""
+        """Avoid a worker while others remain, or stop avoiding it; unknown workers are ignored."""
         if avoided and worker_id in self.members:
             self.avoided.add(worker_id)
         else:
             self.avoided.discard(worker_id)
+        self._update_eligible()
 
     def _rebuild(self) -> None:
         self.candidates = array("I")
@@ -120,3 +126,8 @@ class WorkerPool:
         self.candidates.extend(pairs)
         self.width = max(pairs, default=-1) + 1
         self.owners = [pairs.get(slot) for slot in range(self.width)]
+        self._update_eligible()
+
+    def _update_eligible(self) -> None:
+        restricted = not self.candidates or self.busy or self.avoided
+        self.all_eligible = None if restricted else self.candidates

@@ -41,7 +41,7 @@ OnInstances = Callable[[list[EndpointRecord], list[int]], None]
 
 _decode = record_decoder(EndpointRecord)
 _AVOIDED = (CannotConnect, ConnectionTimeout, Disconnected, EngineShutdown)
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Client:
@@ -211,7 +211,7 @@ class Client:
             record = _decode(event.value)
             address = _address(record, event.key)
         except (InvalidArgument, ValueError) as error:
-            _log.warning("skipping the instance %s: %s", event.key, error)
+            log.warning("skipping the instance %s: %s", event.key, error)
             return
         self._ids[event.key] = record.instance_id
         instance = self._instances.get(record.instance_id)
@@ -250,8 +250,8 @@ class Client:
     ) -> None:
         try:
             callback(added, removed)
-        except Exception:  # noqa: BLE001 - the other listeners still need the change
-            _log.exception("a listener of %s failed", self.path)
+        except Exception:
+            log.exception("a listener of %s failed", self.path)
 
 
 class _Instance:

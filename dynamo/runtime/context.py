@@ -12,7 +12,7 @@ __all__ = ["CancelKind", "Context"]
 
 CancelKind = Literal["stop", "kill"]
 _LEVEL: dict[CancelKind, int] = {"stop": 1, "kill": 2}
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Context:
@@ -109,8 +109,8 @@ class Context:
         for callback in tuple(self._listeners or ()):
             try:
                 callback(kind)
-            except Exception:  # noqa: BLE001 - the other listeners must be notified
-                _log.exception("%s of request %s: a listener failed", kind, self.id())
+            except Exception:  # the other listeners must be notified
+                log.exception("%s of request %s: a listener failed", kind, self.id())
 
     def _traceparent(self, field: int, digits: int) -> str | None:
         parts = str(self.metadata.get("traceparent", "")).split("-")

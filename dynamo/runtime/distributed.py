@@ -31,7 +31,7 @@ from dynamo.runtime.tasks import Tasks
 __all__ = ["DistributedRuntime"]
 
 F = TypeVar("F", bound="_Follower")
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class _Follower(Protocol):
@@ -116,9 +116,9 @@ class DistributedRuntime:
                 self.settings.event_plane,
             )
             if planes not in (("file", "uds", "zmq"), ("mem", "uds", "zmq")):
-                _log.info("discovery %s, requests over %s, events over %s", *planes)
+                log.info("discovery %s, requests over %s, events over %s", *planes)
             if self.settings.discovery_backend == "etcd" and self.settings.request_plane == "uds":
-                _log.warning(
+                log.warning(
                     "etcd discovery with UNIX sockets: workers on other boxes are unreachable; "
                     "set DYN_REQUEST_PLANE=tcp and DYN_TCP_RPC_HOST=0.0.0.0"
                 )

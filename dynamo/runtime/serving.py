@@ -37,7 +37,7 @@ __all__ = ["EndpointPath", "Serving"]
 EndpointPath = tuple[str, str, str]
 """(namespace, component, endpoint)."""
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Serving:
@@ -181,12 +181,12 @@ class Serving:
             async with self._lock:
                 lease = self.lease
             if lease is not None:
-                await lease.revoke()
+                await lease.revoke()  # first, so that clients stop choosing this worker
             if self._served:
                 await asyncio.sleep(self._system.grace_period_s)
                 aborted = await self.server.drain(self._system.shutdown_timeout_s)
                 if aborted:
-                    _log.warning("%d requests were aborted at shutdown", aborted)
+                    log.warning("%d requests were aborted at shutdown", aborted)
         finally:
             for path in tuple(self._served):
                 self._forget(path)
@@ -195,7 +195,7 @@ class Serving:
     async def _watch_lease(self, lease: Lease) -> None:
         await lease.lost.wait()
         if not self._shutting_down:
-            _log.info("lease %x was revoked: finishing requests in flight, then exiting", lease.id)
+            log.info("lease %x was revoked: finishing requests in flight, then exiting", lease.id)
             self.begin_shutdown()
 
     async def _listen(self) -> None:
@@ -219,7 +219,7 @@ class Serving:
         if path in self._published and not self._shutting_down:
             self._published.discard(path)
             name, instance_id = "/".join(path), self._instance_id
-            _log.error(
+            log.error(
                 "%s: the engine shut down; instance %x is withdrawn until it registers again",
                 name,
                 instance_id,

@@ -28,7 +28,7 @@ STOP_STAGE = "stop-stage"
 _FRONTENDS, _WORKERS = b"frontends", b"workers"
 _NOTICE_S = 0.5  # until the arbiter has received its copy of the signal
 _MASK = Mask.MOVED_TO | Mask.DELETE | Mask.ONLYDIR
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def is_supervised() -> bool:
@@ -41,7 +41,7 @@ def write_stop_stage(directory: Path, workers: bool) -> None:
     try:
         write_atomic(directory / STOP_STAGE, _WORKERS if workers else _FRONTENDS)
     except OSError as error:
-        _log.warning("workers may stop before the frontends: %s: %s", directory, error)
+        log.warning("workers may stop before the frontends: %s: %s", directory, error)
 
 
 async def wait_for_frontends(timeout_s: float) -> None:
@@ -55,20 +55,20 @@ async def wait_for_frontends(timeout_s: float) -> None:
         changed = asyncio.Event()
         inotify = Inotify(changed.set)
     except ConfigError as error:
-        _log.warning("stopping without waiting for the frontends: %s", error.message)
+        log.warning("stopping without waiting for the frontends: %s", error.message)
         return
     try:
         inotify.add(path.parent, _MASK, lambda name, mask: changed.set())
         async with asyncio.timeout(_NOTICE_S) as limit:
             limit_s = asyncio.get_running_loop().time() + timeout_s
             while (stage := read_file(path)) != _WORKERS:
-                if stage == _FRONTENDS:
+                if stage == _FRONTENDS:  # the deployment stops: wait longer, for our own stage
                     limit.reschedule(limit_s)
                 changed.clear()
                 await changed.wait()
     except TimeoutError:
         return
     except OSError as error:
-        _log.warning("stopping without waiting for the frontends: %s", error)
+        log.warning("stopping without waiting for the frontends: %s", error)
     finally:
         inotify.close()

@@ -10,7 +10,7 @@ from typing import Any
 from dynamo.config.system import SystemSettings
 from dynamo.errors import ConfigError
 from dynamo.http import Exchange, HttpLimits, HttpServer
-from dynamo.observability.metrics import CONTENT_TYPE, Registry
+from dynamo.observability.metrics import Registry
 from dynamo.runtime.health import SystemHealth
 from dynamo.runtime.tasks import Tasks
 
@@ -22,7 +22,7 @@ EngineRoute = Callable[[Any], Awaitable[Any]]
 _LIMITS = HttpLimits(body_bytes=1 << 20, bodies_bytes=16 << 20, connections=256, backlog=64)
 _ENGINE = "/engine/"
 _TEXT = "text/plain"
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class StatusServer:
@@ -50,7 +50,7 @@ class StatusServer:
                 f"{settings.host}:{settings.port}: {error.strerror or error}"
             ) from error
         await self._server.listen()
-        _log.info("status server listens on %s:%d", settings.host, self.port)
+        log.info("status server listens on %s:%d", settings.host, self.port)
 
     async def close(self) -> None:
         """Stop listening, cancel engine routes and drop the connections."""
@@ -66,7 +66,8 @@ class StatusServer:
         elif exchange.method not in ("GET", "HEAD"):
             exchange.respond(405, b"Method not allowed", _TEXT, [("allow", "GET, HEAD")])
         elif path == "/metrics":
-            exchange.respond(200, self._metrics.render(), CONTENT_TYPE)
+            accept = exchange.headers.get("accept", "")
+            exchange.respond(200, *self._metrics.exposition(accept))
         else:
             report = self._health.report()
             if path == settings.live_path and path != settings.health_path:
@@ -97,8 +98,8 @@ async def _run(exchange: Exchange, route: EngineRoute, name: str) -> None:
         return
     try:
         answer = json.dumps(await route(request)).encode()
-    except Exception as error:  # noqa: BLE001 - the route responds with the error of the engine
-        _log.exception("engine route %s failed", name)
+    except Exception as error:  # the route responds with the error of the engine
+        log.exception("engine route %s failed", name)
         exchange.respond(500, _problem(f"{type(error).__name__}: {error}"))
     else:
         exchange.respond(200, answer)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 __all__ = ["Tasks"]
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Tasks:
@@ -53,4 +53,4 @@ class Tasks:
             return
         error = task.exception()
         if error is not None:
-            _log.error("%s: task %s failed", self.owner, task.get_name(), exc_info=error)
+            log.error("%s: task %s failed", self.owner, task.get_name(), exc_info=error)

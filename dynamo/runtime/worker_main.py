@@ -21,7 +21,7 @@ __all__ = ["dynamo_endpoint", "dynamo_worker", "run_until_signalled"]
 R = TypeVar("R")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _RETURN_TIMEOUT_S = 10.0
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def dynamo_worker(
@@ -94,7 +94,7 @@ class _Main(Generic[R]):
         count = self._signals.received(number, asyncio.get_running_loop().time())
         serving = self._runtime.serving
         if count > 1:
-            _log.warning("%s again: aborting requests in flight", signal.Signals(number).name)
+            log.warning("%s again: aborting requests in flight", signal.Signals(number).name)
             serving.abort()
             self._cancel(task)
         elif count and serving.is_serving() and is_supervised():
@@ -109,7 +109,7 @@ class _Main(Generic[R]):
         self._shut_down(task, number)
 
     def _shut_down(self, task: asyncio.Task[object], number: int) -> None:
-        _log.info("%s: shutting down", signal.Signals(number).name)
+        log.info("%s: shutting down", signal.Signals(number).name)
         idle = not self._runtime.serving.is_serving()
         self._runtime.shutdown()
         if idle:
@@ -121,7 +121,7 @@ class _Main(Generic[R]):
         """Cancel a main function that still runs some time after the shutdown."""
         await self._runtime.serving.stopped.wait()
         await asyncio.sleep(_RETURN_TIMEOUT_S)
-        _log.warning(
+        log.warning(
             "the main function still runs %g s after the shutdown: cancelling it", _RETURN_TIMEOUT_S
         )
         self._cancel(task)
@@ -170,7 +170,7 @@ def _install(
         try:
             loop.add_signal_handler(number, on_signal, number)
         except (RuntimeError, ValueError) as error:  # not the main thread
-            _log.debug("no handler for %s: %s", number.name, error)
+            log.debug("no handler for %s: %s", number.name, error)
         else:
             installed.append(number)
     return installed

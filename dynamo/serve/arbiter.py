@@ -26,7 +26,7 @@ __all__ = ["SupervisingArbiter", "WatcherEvents", "describe_exit", "quote_progra
 
 _CHECK_DELAY_S = 1.0
 _WATCHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class WatcherEvents(Protocol):
@@ -51,7 +51,7 @@ class WatcherEvents(Protocol):
 class SupervisingArbiter(Arbiter):  # type: ignore[misc]
     """The arbiter of one deployment, on the running asyncio loop. It handles no signals."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - four by name
         self,
         watchers: list[SupervisedWatcher],
         endpoint: str,
@@ -72,7 +72,7 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         )
         # circus installs signal handlers in its constructor; Deployment has its own.
         self.ctrl.sys_hdl.stop()
-        # Binds the control socket: whoever can write to it runs commands as this user.
+        # Binds the control socket. A client of that socket runs commands as this user.
         self.ctrl.initialize = owner_only()(self.ctrl.initialize)
         self.killing = False
         self._tasks = tasks

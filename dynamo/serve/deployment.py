@@ -6,10 +6,8 @@ import asyncio
 import logging
 import shlex
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import zmq
@@ -24,22 +22,21 @@ from dynamo.serve.guard import KILL_NOW, STOP_SIGNALS
 from dynamo.serve.leases import Leases
 from dynamo.serve.output import Announcer, LogFile, ServiceOutput
 from dynamo.serve.processes import end_descendants
-from dynamo.serve.readiness import frontend_address, wait_until_ready
 from dynamo.serve.record import RecordedComponent, StatefileWriter
 from dynamo.serve.restarts import RestartPolicy
 from dynamo.serve.rundir import RunDirectory
+from dynamo.serve.startup import StartupReport
 from dynamo.serve.supervised import SupervisedWatcher
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, plan_added
 
 __all__ = ["Deployment"]
 
-_REMIND_EVERY_S = 15.0
 _SWEEP_TIMEOUT_S = 5.0
 _ONE_FRONTEND = (
     "{} listens on an HTTP port, which a second process cannot share. Add a service with another "
     "http-port to the graph: see docs/routing/replicas.md and examples/replicas.yaml"
 )
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Deployment:
@@ -63,8 +60,7 @@ class Deployment:
         self._specs = {spec.name: spec for spec in plan.specs}
         self._outputs: dict[str, ServiceOutput] = {}
         self._stop = asyncio.Event()
-        self._change = asyncio.Event()
-        self._started_s = time.monotonic()
+        self._startup = StartupReport(plan, run_directory.logs, announcer)
 
     async def run(self) -> int:
         """Serve; return the exit status: 0 after a requested stop, 1 if a service failed."""
@@ -77,7 +73,7 @@ class Deployment:
         try:
             await self._start()
             self._record.start(self._tasks)
-            self._tasks.spawn(self._announce_readiness(), name="readiness")
+            self._tasks.spawn(self._startup.run(self._arbiter, self._leases), name="readiness")
             await self._stop.wait()
         finally:
             await self._end()
@@ -92,7 +88,7 @@ class Deployment:
     def changed(self) -> None:
         """Write the statefile again: a process, a watcher or a lease appeared or disappeared."""
         self._record.changed()
-        self._change.set()
+        self._startup.changed()
 
     def _components(self) -> list[RecordedComponent]:
         leases = self._leases.by_session()
@@ -209,8 +205,8 @@ class Deployment:
     ) -> SupervisedWatcher:
         name = spec.name
         size_bytes = int(self._settings.log_size_mb * 1e6)
-        log = LogFile(self._run_directory.logs / f"{name}.log", size_bytes)
-        self._outputs[name] = ServiceOutput(name, log, self._announcer)
+        log_file = LogFile(self._run_directory.logs / f"{name}.log", size_bytes)
+        self._outputs[name] = ServiceOutput(name, log_file, self._announcer)
         for ours in ("copy_env", "copy_path", "stop_children", "respawn", "shell", "use_sockets"):
             options.pop(ours, None)
         own = {
@@ -228,80 +224,6 @@ class Deployment:
             stop_stage=spec.stop_stage,
             single_because=_ONE_FRONTEND.format(name) if spec.is_frontend else None,
             **own,
-        )
-
-    async def _announce_readiness(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            reminder = group.create_task(self._remind())
-            what = await self._wait_until_ready()
-            reminder.cancel()
-        self._announce_ready(what)
-
-    async def _wait_until_ready(self) -> str:
-        """Wait, and return a message; it says "ready" only if a frontend or a lease proves it."""
-        frontends = [spec for spec in self._plan.specs if spec.is_frontend]
-        if frontends:
-            workers = sum(spec.stop_stage > 0 for spec in self._plan.specs)
-            return f"ready: {await self._wait_for_frontends(frontends, workers)}"
-        registering = self._registering()
-        if registering:
-            await self._wait_for_leases(registering)
-            return f"ready: {len(registering)} processes are registered; no dynamo.frontend"
-        return "started: all processes; readiness is unknown without a dynamo.frontend in the graph"
-
-    async def _wait_for_frontends(self, frontends: Sequence[WatcherSpec], workers: int) -> str:
-        urls: list[str] = []
-        for spec in frontends:
-            address = frontend_address(spec.options, {**environ(), **spec.env})
-            is_ours = partial(self._listens, spec.name, address.port)
-            # A further frontend may serve only some of the workers, so one is enough.
-            health = await wait_until_ready(address, min(workers, 1) if urls else workers, is_ours)
-            if not urls:
-                found = health
-            urls.append(f"{address.url}/v1")
-        models = ", ".join(found.models) or "none yet"
-        return f"{', '.join(urls)}   model: {models}   workers: {found.instances}"
-
-    def _listens(self, name: str, port: int) -> bool:
-        processes = self._arbiter.alive().get(name, ())
-        return any(process.is_listening(port) for process in processes)
-
-    def _registering(self) -> list[str]:
-        """Return the watchers whose processes hold a lease in file discovery."""
-        return [
-            spec.name
-            for spec in self._plan.specs
-            if spec.argv[1:2] == ("-m",)
-            and spec.argv[2].startswith("dynamo.")
-            and spec.env.get("DYN_DISCOVERY_BACKEND") == "file"
-        ]
-
-    async def _wait_for_leases(self, names: Sequence[str]) -> None:
-        while True:
-            self._change.clear()
-            leases, alive = self._leases.by_session(), self._arbiter.alive()
-            working = [w.name for w in self._arbiter.watchers if not w.given_up]
-            wanted = [name for name in names if name in working]
-            if wanted and all(any(p.pid in leases for p in alive[name]) for name in wanted):
-                return
-            await self._change.wait()
-
-    async def _remind(self) -> None:
-        while True:
-            await asyncio.sleep(_REMIND_EVERY_S)
-            up = sum(len(processes) for processes in self._arbiter.alive().values())
-            waited_s = time.monotonic() - self._started_s
-            self._announcer.announce(
-                f"not ready after {waited_s:.0f} s; {up} of "
-                f"{len(self._plan.specs)} processes are running; still waiting"
-            )
-
-    def _announce_ready(self, what: str) -> None:
-        took_s = time.monotonic() - self._started_s
-        self._announcer.announce(
-            f"{what}   ({took_s:.1f} s)\n"
-            f"  stop: Ctrl-C   logs: {self._run_directory.logs}\n"
-            f"  control: circusctl --endpoint {self._plan.endpoint} status"
         )
 
     async def _end(self) -> None:

@@ -136,6 +136,7 @@ class _Reader:
             )
         values = self.mapping((name,), self.values[name], required=True)
         module, command = self._run(name, values.get("run"))
+        # Common keys first; a key of the service itself replaces the common one.
         options = {**self._subscribed(name, values, common)}
         options.update((key, values[key]) for key in values if key not in _RESERVED)
         flags = [word for key, value in options.items() for word in self._flag(name, key, value)]
@@ -206,6 +207,7 @@ class _Reader:
 
     def _workers(self, name: str, args: Mapping[str, Any]) -> int:
         value = args.get("workers", 1)
+        # Not isinstance: `workers: true` would count as 1.
         if type(value) is not int or not 0 <= value <= MAX_WORKERS:
             path = (name, "ServiceArgs", "workers")
             self.fail(path, f"must be an integer between 0 and {MAX_WORKERS}, got {value!r}")

@@ -29,7 +29,7 @@ KILL_NOW = signal.SIGUSR1
 _WATCHED = STOP_SIGNALS | {signal.SIGCHLD}
 _KILL_AT_REQUEST = 3
 _SWEEP_TIMEOUT_S = 10.0
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def hold_signals() -> None:
@@ -54,9 +54,9 @@ def run_guarded(body: Callable[[], int], clean_up: Callable[[], None]) -> int:
         _child(body, clean_up, guard)
     status = _wait(child)
     if left := end_descendants(_SWEEP_TIMEOUT_S):
-        _log.error("cannot kill processes %s: uninterruptible in the kernel", left)
+        log.error("cannot kill processes %s: uninterruptible in the kernel", left)
     if status:
-        _log.debug("the arbiter exited with status %d", status)
+        log.debug("the arbiter exited with status %d", status)
     clean_up()
     return status
 
@@ -95,7 +95,7 @@ def _wait(child: int) -> int:
             if status is not None:
                 return status
             continue
-        count = stops.received(signum, time.monotonic())
+        count = stops.received(signum, time.monotonic())  # 0 for a copy of an earlier signal
         if count == 1:
             os.kill(child, signum)
         elif count:

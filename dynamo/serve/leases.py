@@ -77,5 +77,5 @@ class Leases:
     def _on_event(self, name: str, mask: int) -> None:
         if mask & _GONE:
             self._watching = False
-        if not name.startswith("."):
+        if not name.startswith("."):  # not the temporary file of an atomic write
             self._on_change()

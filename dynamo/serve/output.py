@@ -15,7 +15,7 @@ __all__ = ["Announcer", "LogFile", "OutputPipe", "ServiceOutput"]
 _READ_BYTES = 65536
 _LINE_BYTES = 65536
 _TAIL_LINES = 20
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Announcer(Protocol):
@@ -49,13 +49,14 @@ class LogFile:
                 self._reopen()
             self._size += self._file.write(line + b"\n")
         except OSError as error:
-            _log.debug("%s: %s", self.path, error)
+            log.debug("%s: %s", self.path, error)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
     def _is_current(self) -> bool:
+        # A user or logrotate may have moved or removed the file that is open here.
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
         except FileNotFoundError:
@@ -76,21 +77,21 @@ class LogFile:
 class ServiceOutput:
     """Sends a watcher's output to its log file and the terminal; ``tail`` has the latest lines."""
 
-    def __init__(self, watcher: str, log: LogFile, announcer: Announcer) -> None:
+    def __init__(self, watcher: str, log_file: LogFile, announcer: Announcer) -> None:
         self.watcher = watcher
         self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
-        self._log = log
+        self._log_file = log_file
         self._announcer = announcer
 
     def __call__(self, line: bytes) -> None:
         """Handle one line."""
         self.tail.append(line)
-        self._log.write(line)
+        self._log_file.write(line)
         self._announcer.output(self.watcher, line)
 
     def close(self) -> None:
         """Close the log file."""
-        self._log.close()
+        self._log_file.close()
 
 
 class OutputPipe:
@@ -130,6 +131,7 @@ class OutputPipe:
         if not data:
             self._end()
             return False
+        # A read can end inside a line: its start waits for the next read.
         *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
             self._on_line(line.rstrip(b"\r"))

@@ -101,7 +101,7 @@ def end_group(leader: int) -> None:
     """Kill the process group of ``leader``, which must not be reaped yet: its pid is reserved."""
     try:
         os.killpg(leader, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
+    except (ProcessLookupError, PermissionError):  # no member left, or one that changed its user
         return
 
 

@@ -148,11 +148,11 @@ async def probe(address: FrontendAddress) -> FrontendHealth | None:
     )
 
 
-class _Instance(msgspec.Struct):
+class _HealthRow(msgspec.Struct):
     endpoint: str | None = None
 
 
 class _Health(msgspec.Struct):
     """The body of /health."""
 
-    instances: list[_Instance] = []
+    instances: list[_HealthRow] = []

@@ -21,7 +21,7 @@ from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
 
 __all__ = ["RecordedComponent", "RecordedProcess", "StatefileWriter", "document_of"]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class RecordedProcess(Protocol):
@@ -115,7 +115,7 @@ class StatefileWriter:
         try:
             document = self._statefile.read()
         except StatefileError as error:
-            _log.warning("%s", error)
+            log.warning("%s", error)
             return False
         entry = (document or {}).get("components", {}).get(name)
         return isinstance(entry, dict) and entry.get("state") == "draining"
@@ -123,12 +123,14 @@ class StatefileWriter:
     async def _write_changes(self) -> None:
         while True:
             await self._dirty.wait()
+            # Cleared before the components are read: a change during the write causes another one.
             self._dirty.clear()
             components = self._components()
             try:
+                # In a thread: another process may hold the lock of the statefile.
                 await asyncio.to_thread(self._write, components)
             except (StatefileError, OSError) as error:
-                _log.error("cannot write the statefile: %s; the next change tries again", error)
+                log.error("cannot write the statefile: %s; the next change tries again", error)
 
     def _write(self, components: Sequence[RecordedComponent]) -> None:
         present = {component.spec.name for component in components}
@@ -139,7 +141,7 @@ class StatefileWriter:
         try:
             self._statefile.update(change)
         except StatefileError as error:  # removed or damaged from outside: write a complete one
-            _log.warning("replacing the statefile: %s", error)
+            log.warning("replacing the statefile: %s", error)
             document = document_of(self._plan)
             change(document)
             self._statefile.create(document)

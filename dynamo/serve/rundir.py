@@ -35,7 +35,7 @@ __all__ = ["RunDirectory"]
 _END_TIMEOUT_S = 5.0
 _ABANDONED_AFTER_S = 60.0
 _FALLBACK_RECORD = "sockets.path"
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -87,6 +87,7 @@ class RunDirectory:
             messages.append(f"replacing a bad statefile: {error.message}")
             document = None
         if document is not None:
+            # Before clear(): these processes use the store and the sockets.
             ended = sum(_end_session(*left) for left in _left_behind(document))
             ended += _end_escaped(document, self.statefile.path.parent)
             messages.append(
@@ -104,7 +105,7 @@ class RunDirectory:
         try:
             self.statefile.remove()
         except (StatefileError, OSError) as error:
-            _log.error("cannot remove the statefile: %s; delete it by hand", error)
+            log.error("cannot remove the statefile: %s; delete it by hand", error)
         (self.path / STOP_STAGE).unlink(missing_ok=True)
         if self._sweep_store():
             return  # a manually started worker still uses the store and its sockets
@@ -220,6 +221,7 @@ def _end_session(watcher: str, leader: int, ticks: int) -> int:
         ours = [p for p in members if p.pid == leader or _is_of_watcher(p.pid, watcher)]
         if not ours:
             break
+        # Then look again: a process may have forked before it was killed.
         for process in ours:
             _kill(process)
             ended.add(process.pid)
@@ -292,6 +294,6 @@ def _kill(process: ProcessStat) -> None:
             signal.pidfd_send_signal(watch, signal.SIGKILL)
             select.select([watch], [], [], _END_TIMEOUT_S)
     except (ProcessLookupError, PermissionError) as error:
-        _log.warning("cannot kill process %d of an earlier deployment: %s", process.pid, error)
+        log.warning("cannot kill process %d of an earlier deployment: %s", process.pid, error)
     finally:
         os.close(watch)

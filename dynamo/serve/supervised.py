@@ -61,7 +61,7 @@ class SupervisedProcess(Process):  # type: ignore[misc]
                 env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=self.output.write_fd,
-                stderr=self.output.write_fd,
+                stderr=self.output.write_fd,  # the same pipe keeps both in order
                 start_new_session=True,
                 preexec_fn=partial(_before_exec, os.getpid()),
             )
@@ -133,7 +133,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
 
     arbiter: SupervisingArbiter
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the command by name
         self,
         name: str,
         cmd: str,

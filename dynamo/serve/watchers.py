@@ -81,7 +81,7 @@ def plan(
     for service in graph.services:
         for index in range(service.workers):
             name = watcher_name(graph.namespace, service.name, index)
-            if name.lower() in taken:
+            if name.lower() in taken:  # circus looks names up in lower case
                 raise ConfigError(
                     f"{service.origin}: {service.name} and {taken[name.lower()]} both need the "
                     f"watcher {name}; rename one of them"
@@ -160,6 +160,7 @@ def _argv(service: Service, python: str) -> tuple[str, ...]:
     if service.module is not None:
         return (python, "-m", service.module, *service.flags)
     program, *words = service.command
+    # A graph that says "python" gets the interpreter, and so the packages, of `dynamo serve`.
     if program in ("python", "python3"):
         program = python
     return (program, *words, *service.flags)

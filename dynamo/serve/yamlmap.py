@@ -77,7 +77,7 @@ class _Visitor:
                 f"{_place(self._source, node.start_mark)}: with all aliases expanded, the graph "
                 f"is larger than {MAX_EXPANDED_CHARS:,} characters"
             )
-        if node in above:
+        if node in above:  # nodes compare by identity
             place = _place(self._source, node.start_mark)
             raise ConfigError(f"{place}: an alias that contains itself")
         if isinstance(node, yaml.SequenceNode):

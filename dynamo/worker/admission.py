@@ -7,14 +7,28 @@ from collections import deque
 from collections.abc import Callable
 
 from dynamo.errors import Overloaded
-from dynamo.observability import names_worker as names
-from dynamo.observability.metrics import Registry
-from dynamo.observability.names import counter, gauge, histogram
+from dynamo.observability.metrics import Registry, counter, gauge, histogram
+from dynamo.runtime.endpoint_metrics import POOL_ACTIVE, POOL_CAPACITY
 
 __all__ = ["AdmissionQueue"]
 
 _UNLIMITED = (10_000, 40_000)
 """(limit, queue limit) if none is set: bounds on memory, not on load."""
+
+
+_ENGINE_REQUEST = gauge("dynamo_engine_request", "Requests in the engine")
+_REQUEST_QUEUE = gauge("dynamo_request_queue", "Requests in line behind the next one")
+_REJECTIONS = counter("dynamo_rejection_request_total", "Requests refused by a full worker")
+_QUEUE_DEPTH = gauge("dynamo_work_handler_queue_depth", "Requests in line behind the next one")
+_ENQUEUE_REJECTED = counter(
+    "dynamo_work_handler_enqueue_rejected_total", "Requests that found the line full"
+)
+_PERMIT_WAIT = histogram(
+    "dynamo_work_handler_permit_wait_seconds",
+    "Seconds in line",
+    (0.0001, 0.001, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60),
+)
+_QUEUE_CAPACITY = gauge("dynamo_work_handler_queue_capacity", "Places in the line")
 
 
 class AdmissionQueue:
@@ -75,15 +89,15 @@ class AdmissionQueue:
         return False
 
     def _export(self, registry: Registry) -> None:
-        self._rejections = counter(registry, names.REJECTIONS).labels()
-        self._enqueue_rejections = counter(registry, names.ENQUEUE_REJECTED).labels()
-        self._waits = histogram(registry, names.PERMIT_WAIT).labels()
+        self._rejections = registry.child(_REJECTIONS)
+        self._enqueue_rejections = registry.child(_ENQUEUE_REJECTED)
+        self._waits = registry.child(_PERMIT_WAIT)
         for spec, read in (
-            (names.ENGINE_REQUEST, lambda: self._running),
-            (names.POOL_ACTIVE, lambda: self._running),
-            (names.REQUEST_QUEUE, lambda: max(0, len(self._queue) - 1)),
-            (names.QUEUE_DEPTH, lambda: max(0, len(self._queue) - 1)),
-            (names.POOL_CAPACITY, lambda: self._limit),
-            (names.QUEUE_CAPACITY, lambda: max(1, self._queue_limit - 1)),
+            (_ENGINE_REQUEST, lambda: self._running),
+            (POOL_ACTIVE, lambda: self._running),
+            (_REQUEST_QUEUE, lambda: max(0, len(self._queue) - 1)),
+            (_QUEUE_DEPTH, lambda: max(0, len(self._queue) - 1)),
+            (POOL_CAPACITY, lambda: self._limit),
+            (_QUEUE_CAPACITY, lambda: max(1, self._queue_limit - 1)),
         ):
-            gauge(registry, spec).labels().function = read
+            registry.child(spec).function = read

@@ -26,7 +26,7 @@ __all__ = ["RING_EVENTS", "EventLog"]
 RING_EVENTS = 1024
 """Events that the log keeps, and that one message holds at most."""
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class EventLog:
@@ -54,7 +54,7 @@ class EventLog:
             self._apply(data, TIER_NUMBERS[storage_tier])
         except (ParentNotFound, InvalidSequence, _UnknownBlocks) as error:
             self.rejected += 1
-            _log.warning("dropped a KV event of dp_rank %d: %s", self.dp_rank, error)
+            log.warning("dropped a KV event of dp_rank %d: %s", self.dp_rank, error)
             return None
         self.last_event_id += 1
         event = KvEvent(self.last_event_id, data, self.dp_rank, storage_tier)

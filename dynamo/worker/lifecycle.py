@@ -25,7 +25,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FRONTENDS_TIMEOUT_S = 900.0
 """Time for the frontends to drain, as long as the default of their own drain timeout."""
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class WorkerLifecycle:
@@ -106,7 +106,7 @@ class WorkerLifecycle:
         elif count == 1:
             self._shut_down(name)
         elif count:
-            _log.warning("%s again: aborting requests in flight", name)
+            log.warning("%s again: aborting requests in flight", name)
             self.stopping.set()
             self._abort_streams()
 
@@ -116,7 +116,7 @@ class WorkerLifecycle:
 
     def _shut_down(self, name: str) -> None:
         self.stopping.set()
-        _log.info("%s: draining, requests in flight finish", name)
+        log.info("%s: draining, requests in flight finish", name)
         for runtime in self._runtimes:
             runtime.shutdown()
 

@@ -1,4 +1,4 @@
-"""The frontend as a process: signals, drains, clients and workers that leave."""
+"""The frontend as a process: signals, drains, lost clients and workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chat(max_tokens: int, stream: bool = False) -> dict[str, Any]:
 
 
 class Streaming:
-    """A streamed chat whose events are read one by one."""
+    """A streamed chat that reads its events one by one."""
 
     def __init__(self, deployment: Deployment, max_tokens: int) -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", deployment.port, timeout=30)
@@ -58,14 +58,14 @@ class Streaming:
 
 @pytest.fixture
 def started(deployment: Deployment) -> Iterator[Deployment]:
-    """One mocker at its natural pace (5-10 ms a token) and a frontend."""
+    """One mocker at normal speed (5-10 ms per token) and a frontend."""
     deployment.worker = deployment.mocker("--block-size", "16")  # type: ignore[attr-defined]
     deployment.front = deployment.frontend("--router-mode", "kv")  # type: ignore[attr-defined]
     deployment.wait_for_workers()
     yield deployment
 
 
-def test_a_port_in_use_is_said_clearly(deployment: Deployment) -> None:
+def test_a_port_in_use_is_a_clear_error(deployment: Deployment) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", deployment.port))
         taken.listen()
@@ -104,7 +104,7 @@ def test_sigterm_drains(started: Deployment) -> None:
     assert started.front.wait(10) == 0  # type: ignore[attr-defined]
 
 
-def test_the_drain_has_an_end(deployment: Deployment) -> None:
+def test_the_drain_has_a_deadline(deployment: Deployment) -> None:
     deployment.mocker("--block-size", "16")
     front = deployment.frontend(DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0.3")
     deployment.wait_for_workers()
@@ -164,7 +164,7 @@ def test_a_restarted_frontend_listens_when_its_model_is_loaded(started: Deployme
 
 @pytest.mark.parametrize("more", [b"", b"x" * 100_000])
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_client_that_leaves_frees_its_worker(
+def test_a_client_that_disconnects_frees_its_worker(
     started: Deployment, streaming: bool, more: bytes
 ) -> None:
     with socket.create_connection(("127.0.0.1", started.port)) as client:
@@ -187,7 +187,7 @@ def test_a_client_that_leaves_frees_its_worker(
     assert started.request("POST", CHAT, chat(1))[0] == 200
 
 
-def test_a_worker_that_dies_and_one_that_comes(started: Deployment) -> None:
+def test_a_worker_dies_and_another_starts(started: Deployment) -> None:
     stream = Streaming(started, 8000)
     assert stream.event() is not None
     started.worker.kill()  # type: ignore[attr-defined]
@@ -222,7 +222,7 @@ def test_the_frontend_ignores_the_status_port_of_workers(deployment: Deployment)
     assert deployment.request("GET", "/live")[0] == 200
 
 
-def test_the_document_of_the_api_is_whole(started: Deployment) -> None:
+def test_the_openapi_document_is_complete(started: Deployment) -> None:
     text = started.request("GET", "/openapi.json")[2].decode()
     document = json.loads(text)
     assert document["openapi"].startswith("3.1") and set(document["info"]) >= {"title", "version"}
@@ -267,7 +267,7 @@ def test_informational_routes(started: Deployment) -> None:
         assert started.request(method, path)[0] == expected
 
 
-def test_nothing_is_left_behind(deployment: Deployment) -> None:
+def test_the_state_directory_is_clean_at_the_end(deployment: Deployment) -> None:
     front = deployment.frontend()
     deployment.wait_for_workers(0)
     children = subprocess.run(

@@ -13,10 +13,10 @@ BODIES = 400
 
 
 @pytest.mark.parametrize("seed", [11, 12])
-def test_a_clients_mistake_is_never_a_500(deployment: Deployment, seed: int) -> None:
+def test_an_invalid_request_is_never_a_500(deployment: Deployment, seed: int) -> None:
     deployment.mocker(
         *("--speedup-ratio", "0", "--num-workers", "2", "--block-size", "16"),
-        *("--max-model-len", "300"),  # a body may lose its max_tokens
+        *("--max-model-len", "300"),  # a mutation may remove max_tokens
     )
     deployment.frontend("--router-mode", "kv")
     deployment.wait_for_workers(2)
@@ -32,7 +32,7 @@ def test_a_clients_mistake_is_never_a_500(deployment: Deployment, seed: int) -> 
             answer = client.getresponse()
             text = answer.read()
             what = f"{target} {headers} {body[:2000]!r} -> {answer.status} {text[:500]!r}"
-            # 503: the request asked for a worker that is not there.
+            # 503: the request names an unregistered worker.
             assert answer.status < 500 or answer.status == 503, what
             assert b'"code":500' not in text, what
             seen.add(answer.status)

@@ -1,4 +1,4 @@
-"""Every declared metric of frontend, request plane, queue and worker is on its page, and moves."""
+"""Every declared metric of frontend, request plane, queue and worker is exported and changes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,28 @@ from typing import Any
 
 import pytest
 from deployment import Deployment, free_port
+from metric_specs import AnySpec, declared_in, kind_of
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo.observability import names_worker
-from dynamo.observability.names import FrontendNames, MetricSpec, RequestPlane, Worker
-from dynamo.observability.names_queue import RouterQueue
+from dynamo.frontend.requests import metrics as frontend
+from dynamo.mocker import metrics as mocker
+from dynamo.router.queue import metrics as queue
+from dynamo.runtime import endpoint_metrics as runtime
+from dynamo.worker import admission
 
-MOVED_ELSEWHERE = {
-    FrontendNames.LOOP_STALLS: "a stall of 100 ms cannot be ordered: test_loop_delay",
-    FrontendNames.CARDS_REJECTED: "needs a worker that disagrees: test_models",
-    FrontendNames.MODEL_MIGRATION: "the limit is 0",
-    Worker.ERRORS: "needs an engine that fails: test_distributed",
-    RouterQueue.CACHED_TOKENS: "needs a cache that waits: test_line",
-    RouterQueue.REJECTED: "needs a full queue: test_router_queue",
-    RouterQueue.LEFT: "needs an impatient client: test_router_queue",
-    names_worker.PUBLISHER_DROPPED: "needs an engine that publishes: test_llm_publishers",
+TESTED_ELSEWHERE = {
+    "dynamo_frontend_event_loop_stall_total": "a stall cannot be ordered: test_loop_delay",
+    "dynamo_frontend_model_cards_rejected_total": "needs a worker that disagrees: test_models",
+    "dynamo_frontend_model_migration_limit": "the limit is 0",
+    "dynamo_component_errors_total": "needs an engine that fails: test_distributed",
+    "dynamo_frontend_router_queue_pending_cached_tokens": "needs a cached prompt: test_line",
+    "dynamo_frontend_router_admission_rejected_total": "needs a full queue: test_router_queue",
+    "dynamo_frontend_router_queue_left_total": "needs an impatient client: test_router_queue",
 }
-"""Whose movement another test shows, and why."""
+"""Metrics whose change another test shows, and why."""
 
-
-def declared(*rooms: Any) -> list[MetricSpec]:
-    """The metrics of these classes or modules."""
-    values = [value for room in rooms for value in vars(room).values()]
-    return [value for value in values if isinstance(value, MetricSpec)]
-
-
-FRONT = declared(FrontendNames, RequestPlane, RouterQueue)
-BACK = declared(Worker, names_worker)
+WORKER = declared_in(mocker, admission)
+SPECS = {spec.name: spec for spec in [*declared_in(frontend, queue, runtime), *WORKER]}
 
 
 class Pages:
@@ -57,16 +52,16 @@ class Pages:
                 seen = sum(s.value for s in family.samples if s.name in (name, counted))
                 self.greatest[name] = max(seen, self.greatest.get(name, 0.0))
 
-    def value(self, spec: MetricSpec) -> float | None:
-        """The greatest so far; None if it was on no page."""
+    def value(self, spec: AnySpec) -> float | None:
+        """The greatest value so far; None if it was never exported."""
         name = spec.name
-        if spec.kind == "counter" and not name.endswith("_total"):
+        if kind_of(spec) == "counter" and not name.endswith("_total"):
             name += "_total"
         return self.greatest.get(name, self.greatest.get(spec.name))
 
 
 def traffic(deployment: Deployment, seen: Pages) -> Iterator[Any]:
-    """Requests at once: more than the router, the worker and its cache like."""
+    """Concurrent requests beyond the capacity of router, worker and cache."""
 
     def ask(text: str, streaming: bool, tokens: int = 40) -> int:
         body = {
@@ -81,8 +76,8 @@ def traffic(deployment: Deployment, seen: Pages) -> Iterator[Any]:
         yield [pool.submit(ask, f"{number % 3} " + "word " * 30, True) for number in range(12)]
     with ThreadPoolExecutor(1) as pool:
         yield [pool.submit(ask, "0 " + "word " * 30, False)]
-    crowded = set(declared(RouterQueue, names_worker)) - set(MOVED_ELSEWHERE)
-    for _ in range(20):  # cached by now, so that the router keeps few back: six fit into the worker
+    crowded = [spec for spec in [*declared_in(queue), *WORKER] if spec.name not in TESTED_ELSEWHERE]
+    for _ in range(20):  # cached by now, so the router queues few of them: six fit into the worker
         seen.read()
         if all(seen.value(spec) for spec in crowded):
             break
@@ -91,7 +86,7 @@ def traffic(deployment: Deployment, seen: Pages) -> Iterator[Any]:
 
 
 def nonsense(deployment: Deployment) -> None:
-    """A request that the HTTP layer refuses, and a client that leaves before its answer."""
+    """A request that the HTTP layer rejects, and a client that disconnects early."""
     with socket.create_connection(("127.0.0.1", deployment.port)) as client:
         client.sendall(b"BOTHER\r\n\r\n")
         client.recv(4096)
@@ -104,12 +99,12 @@ def nonsense(deployment: Deployment) -> None:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
-    """Scraped before, during and after the traffic."""
+    """Metrics scraped before, during and after the traffic."""
     deployment, port = Deployment(tmp_path_factory.mktemp("pages")), free_port()
     small = ("--block-size", "4", "--num-gpu-blocks-override", "40", "--max-model-len", "150")
     few = ("--max-num-seqs", "3", "--engine-request-limit", "4", "--speedup-ratio", "3")
-    line = {"DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "2"}
-    deployment.mocker(*small, *few, **line, DYN_SYSTEM_PORT=str(port))
+    limit = {"DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "2"}
+    deployment.mocker(*small, *few, **limit, DYN_SYSTEM_PORT=str(port))
     deployment.frontend("--router-mode", "kv", "--router-queue-threshold", "0.003")
     try:
         deployment.wait_for_workers(1)
@@ -127,10 +122,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
 
 @pytest.mark.parametrize(
     "spec",
-    [spec for spec in [*FRONT, *BACK] if spec not in MOVED_ELSEWHERE],
+    [spec for spec in SPECS.values() if spec.name not in TESTED_ELSEWHERE],
     ids=lambda spec: spec.name,
 )
-def test_it_is_there_and_moves(pages: Pages, spec: MetricSpec) -> None:
+def test_the_metric_is_exported_and_changes(pages: Pages, spec: AnySpec) -> None:
     value = pages.value(spec)
-    assert value is not None, f"{spec.name} is on no page"
+    assert value is not None, f"{spec.name} is not exported"
     assert value > 0, f"{spec.name} stays 0"

@@ -1,4 +1,4 @@
-"""Generated tokens as load, through a real frontend: they grow it, or an expected end fades it."""
+"""Generated tokens as load, through a real frontend: it grows, or falls towards the end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from deployment import Deployment
 
 
-def test_load_grows_and_fades_with_the_output(deployment: Deployment) -> None:
+def test_load_follows_the_output(deployment: Deployment) -> None:
     deployment.mocker("--speedup-ratio", "1", "--block-size", "4")  # 6 ms a token
     deployment.frontend("--router-mode", "kv", "--router-track-output-blocks")
     deployment.wait_for_workers(1)
 
     def begin(hints: dict[str, Any]) -> http.client.HTTPConnection:
-        """A long answer, until the connection is closed."""
+        """Start a long answer that lasts until the connection is closed."""
         body = {
             "model": "tiny",
             "prompt": "hello " * 120,
@@ -43,6 +43,6 @@ def test_load_grows_and_fades_with_the_output(deployment: Deployment) -> None:
     deployment.until(lambda: blocks() < prompt / 2)
     deployment.until(lambda: blocks() == 0)
     assert deployment.sample("dynamo_frontend_inflight_requests") == 1, (
-        "still running, against expectation"
+        "the answer should still be running"
     )
     running.close()

@@ -22,7 +22,9 @@ def route(deployment: Deployment, *words: str, stdin: str = "") -> subprocess.Co
     )
 
 
-def test_a_prompt_goes_where_it_is_cached(shared_deployment: Deployment, tmp_path: Path) -> None:
+def test_a_prompt_goes_to_the_worker_that_cached_it(
+    shared_deployment: Deployment, tmp_path: Path
+) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(TEXT)
     asked = route(shared_deployment, "--prompt-file", str(file), "--explain")
@@ -48,7 +50,7 @@ def test_a_chat_body_and_its_pin(shared_deployment: Deployment) -> None:
     assert f"worker {other:x} dp_rank 0" in asked.stdout
 
 
-def test_what_cannot_be_asked(shared_deployment: Deployment, tmp_path: Path) -> None:
+def test_invalid_requests(shared_deployment: Deployment, tmp_path: Path) -> None:
     assert route(shared_deployment).returncode == 2
     assert route(shared_deployment, "--prompt-file", str(tmp_path / "none")).returncode == 2
     wrong = route(shared_deployment, "--prompt-file", "-", "--model", "nope", stdin="hello")
@@ -58,7 +60,7 @@ def test_what_cannot_be_asked(shared_deployment: Deployment, tmp_path: Path) -> 
     assert (nobody.returncode, "can't reach" in nobody.stderr) == (1, True)
 
 
-def test_the_table_says_why(shared_deployment: Deployment) -> None:
+def test_the_table_gives_reasons(shared_deployment: Deployment) -> None:
     body = {"prompt": TEXT, "nvext": {"allowed_worker_ids": [1]}}
     asked = route(shared_deployment, "--prompt-file", "-", "--explain", stdin=json.dumps(body))
     assert asked.returncode == 1
@@ -70,7 +72,7 @@ def test_the_table_says_why(shared_deployment: Deployment) -> None:
     assert last == "no worker: no endpoints: none of the request's allowed workers is registered"
 
 
-def test_a_server_that_is_no_frontend() -> None:
+def test_a_server_that_is_not_a_frontend() -> None:
     class Stranger(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -78,7 +80,7 @@ def test_a_server_that_is_no_frontend() -> None:
             self.wfile.write(b"<html>hello</html>")
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

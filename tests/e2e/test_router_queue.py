@@ -14,14 +14,14 @@ Answer = tuple[int, Any, float]
 
 
 def body(text: str, **nvext: Any) -> dict[str, Any]:
-    # More than 8 tokens, 0.001 of the worker's 8192. The first one takes it long, whatever else
+    # More than 8 tokens, 0.001 of the worker's 8192. The first request takes long, whatever else
     # this machine does, the others are quick.
     prompt = f"{text} " * (1000 if text == "alpha" else 20)
     return {"model": "tiny", "prompt": prompt, "max_tokens": 1, "nvext": nvext}
 
 
 class Clients:
-    """Send requests at once, each on its own connection."""
+    """Concurrent requests, each on its own connection."""
 
     def __init__(self, deployment: Deployment, pool: ThreadPoolExecutor) -> None:
         self.deployment = deployment
@@ -37,19 +37,19 @@ class Clients:
         return status, json.loads(answer), time.monotonic()
 
     def leaver(self, text: str) -> http.client.HTTPConnection:
-        """A client that waits for its answer until it is closed."""
+        """Send a request whose client is closed before the answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.deployment.port, timeout=30)
         head = {"content-type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps(body(text)), head)
         return connection
 
     def until(self, name: str, value: float, **labels: str) -> None:
-        """Until the metric reads ``value``."""
+        """Wait until the metric is ``value``."""
         sample = self.deployment.sample
         self.deployment.until(lambda: sample(name, **labels) == value, f"{name} is {value}")
 
 
-def test_order_leaving_and_the_bound(deployment: Deployment) -> None:
+def test_order_disconnects_and_the_bound(deployment: Deployment) -> None:
     deployment.mocker("--speedup-ratio", "0.03")
     flags = ("--router-mode", "kv", "--router-queue-threshold", "0.001")
     deployment.frontend(*flags, DYN_ROUTER_QUEUE_LIMIT="3")

@@ -1,4 +1,4 @@
-"""The example of disaggregated serving, as a user starts it."""
+"""The example of disaggregated serving."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deployment import free_port
 from serving import ROOT, Serving
 
 
-def test_the_example_computes_here_and_decodes_there(serving: Serving) -> None:
+def test_prefill_and_decode_run_on_different_workers(serving: Serving) -> None:
     serving.namespace = "disagg"
     url = f"http://127.0.0.1:{free_port()}"
     port = f"--Frontend.http-port={url.rpartition(':')[2]}"

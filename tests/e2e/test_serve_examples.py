@@ -1,4 +1,4 @@
-"""The examples beside the quickstart, as a user starts them."""
+"""The other examples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_replicas_find_each_other_and_the_same_cache(serving: Serving) -> None:
         ("without-events", "mode kv, caches known by own decisions (lru)"),
     ],
 )
-def test_what_the_example_is_about_is_on(serving: Serving, name: str, words: str) -> None:
+def test_the_example_enables_its_feature(serving: Serving, name: str, words: str) -> None:
     serving.namespace = name
     url = f"http://127.0.0.1:{free_port()}"
     serving.start(ROOT / f"examples/{name}.yaml", f"--Frontend.http-port={_port(url)}")

@@ -44,7 +44,7 @@ def test_start_and_stop(serving: Serving) -> None:
 def test_sockets_beside_and_away_from_the_run_directory(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One name fits into the run directory, the longer one does not; both are for their owner."""
+    """The short name fits into the run directory, the long one does not; both have mode 0700."""
     with tempfile.TemporaryDirectory(prefix="s") as short:
         monkeypatch.setitem(serving.env, "XDG_RUNTIME_DIR", short)
         padding = 93 - len(f"{short}//{serving.namespace}")

@@ -1,4 +1,4 @@
-"""The quickstart graph for real: frontend, two mockers, a client; and the same under circusd."""
+"""The quickstart graph: frontend, two mockers, a client; and the same under circusd."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def re_workers(line: str) -> int:
 
 
 def test_ctrl_c_lets_streams_finish(serving: Serving) -> None:
-    """Not one byte of an answer in flight is lost, and the workers outlive the frontend."""
+    """An answer in flight is complete, and the workers outlive the frontend."""
     port = start(serving, "--Worker.speedup-ratio=1", "--Worker.reply=random")
     with chat(port, stream=True, max_tokens=120) as answer:
         first = answer.read(64)
@@ -119,7 +119,7 @@ def test_a_bad_flag_of_the_real_worker(serving: Serving) -> None:
 
 
 def processes(parent: int) -> dict[str, list[str]]:
-    """Of each child of ``parent``: its command, without the path of the interpreter."""
+    """Map each child of ``parent`` to its command, without the interpreter."""
     found = {}
     for child in psutil.Process(parent).children():
         words = child.cmdline()

@@ -56,7 +56,7 @@ server.serve_forever()
 
 
 def test_another_program_that_takes_the_port_during_the_start(serving: Serving) -> None:
-    """A healthy answer counts only if one of our processes listens."""
+    """A healthy answer counts only if a process of the deployment listens."""
     port, hold = free_port(), serving.tmp_path / "hold"
     hold.mkdir()
     (hold / "sitecustomize.py").write_text(  # delays the frontend until the other program listens
@@ -110,7 +110,7 @@ def test_ipv6(serving: Serving, host: str) -> None:
     assert serving.stop() == 0
 
 
-def test_discovery_that_ends_at_the_process(serving: Serving) -> None:
+def test_discovery_private_to_a_process(serving: Serving) -> None:
     quickstart(serving, free_port(), wait="", DYN_DISCOVERY_BACKEND="mem")
     assert serving.wait() == 2
     assert "has discovery backend mem" in serving.text() and "file or etcd" in serving.text()

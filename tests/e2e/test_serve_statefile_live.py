@@ -115,7 +115,7 @@ def test_gpus_of_added_and_removed_watchers(serving: Serving) -> None:
     assert entry["resources"] == {"allocated_gpus": [2]}
     process = psutil.Process(entry["processes"][0]["pid"])
     assert process.environ()["CUDA_VISIBLE_DEVICES"] == "2"
-    assert process.environ()["MINE"] == "1"  # of its service, and in no statefile
+    assert process.environ()["MINE"] == "1"  # from its service; the statefile does not contain it
     assert process.cwd() == str(serving.tmp_path)
     for name in ("W_2", "W_1"):
         remove(serving, name)

@@ -1,4 +1,4 @@
-"""A stop signal that reaches every process at once, as systemd and coreutils `timeout` send it."""
+"""A stop signal to every process at once, as systemd and coreutils `timeout` send it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_coreutils_timeout(serving: Serving, name: str) -> None:
     (guard,) = [process.pid for process in psutil.Process(serving.pid).children()]
     assert os.getpgid(guard) == serving.pid
     streams = in_flight(port)
-    os.kill(serving.pid, getattr(signal, f"SIG{name}"))  # as at the end of its time
+    os.kill(serving.pid, getattr(signal, f"SIG{name}"))  # as at its timeout
     texts = rest(streams)
     assert [finished(text) for text in texts] == [True] * STREAMS, [texts, serving.text()]
     assert serving.wait() == 0

@@ -21,7 +21,7 @@ TREE = ("dynamo", "examples", "README.md", "LICENSE", "pyproject.toml", "setup.p
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_wheel_runs_where_there_is_no_checkout(tmp_path: Path) -> None:
+def test_wheel_runs_without_a_checkout(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for name in TREE:
@@ -50,7 +50,7 @@ def test_wheel_runs_where_there_is_no_checkout(tmp_path: Path) -> None:
 
 
 def _serves(command: list[str], cwd: Path) -> list[str]:
-    """Serve until the first line for a human, ask for the models, press Ctrl-C."""
+    """Serve until the ready message, request the models, send Ctrl-C."""
     port = free_port()
     serve = subprocess.Popen(
         [*command, f"--Frontend.http-port={port}"],

@@ -1,4 +1,4 @@
-"""A mocker process and a runtime that talks to it as a frontend would."""
+"""A client for mocker processes, which calls them as a frontend does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ANSWER = codec.decoder(KvQueryAnswer).decode
 
 
 class Caller:
-    """A runtime beside the deployment's workers, and a client of their generate endpoint."""
+    """A runtime of its own in the deployment, with a client of the workers' generate endpoint."""
 
     def __init__(self, runtime: DistributedRuntime, namespace: str, component: str) -> None:
         self.runtime = runtime
@@ -33,7 +33,7 @@ class Caller:
         self.component = component
         self.events: dict[tuple[int, int], list[Any]] = {}
         self.loads: dict[tuple[int, int], KvMetrics] = {}
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         runtime.subscribe(namespace, component, "kv-events", self._on_events)
         runtime.subscribe(namespace, component, "kv_metrics", self._on_loads)
         self.client: Client
@@ -42,18 +42,18 @@ class Caller:
         """Wait until ``workers`` instances serve generate."""
         endpoint = self.runtime.endpoint(f"{self.namespace}.{self.component}.generate")
         self.client = await endpoint.client()
-        self.client.on_change(lambda added, removed: self._news.set())
+        self.client.on_change(lambda added, removed: self._changed.set())
         await self.until(lambda: len(self.client.instance_ids()) == workers)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for ``condition``, looked at after every event, load report and instance change."""
+        """Wait for ``condition``; check it after every event, load report and instance change."""
         async with asyncio.timeout(TIMEOUT_S):
             while not condition():
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
 
     def used_blocks(self, instance: int) -> int | None:
-        """What rank 0 of the worker reported last."""
+        """Return the used blocks that rank 0 of the worker reported last."""
         load = self.loads.get((instance, 0))
         return None if load is None else load.kv_used_blocks
 
@@ -65,7 +65,7 @@ class Caller:
         rank: int | None = None,
         context: Context | None = None,
     ) -> Any:
-        """The answer's items, an async iterator."""
+        """Return the items of a response, an async iterator."""
         routing = None if rank is None else Routing(dp_rank=rank)
         request = PreprocessedRequest(
             "tiny", codec.tokens(prompt), StopConditions(max_tokens=max_tokens), routing=routing
@@ -74,11 +74,11 @@ class Caller:
         return await self.client.direct(request, one, False, context)
 
     async def answer(self, *args: Any, **more: Any) -> list[dict[str, Any]]:
-        """All items of one answer."""
+        """Return all items of a response."""
         return [item async for item in await self.generate(*args, **more)]
 
     async def query(self, query: KvQuery) -> KvQueryAnswer:
-        """What the worker's own index says."""
+        """Query the worker's event log."""
         endpoint = self.runtime.endpoint(f"{self.namespace}.{self.component}.kv_query")
         client = await endpoint.client()
         await client.wait_for_instances()
@@ -90,19 +90,19 @@ class Caller:
         batch = _BATCH(payload)
         for event in batch.events:
             self.events.setdefault((batch.worker_id, event.dp_rank), []).append(event)
-        self._news.set()
+        self._changed.set()
 
     def _on_loads(self, publisher: int, sequence: int, payload: bytes) -> None:
         for load in _LOADS(payload):
             self.loads[load.worker_id, load.dp_rank] = load
-        self._news.set()
+        self._changed.set()
 
 
 @asynccontextmanager
 async def caller(
     deployment: Deployment, workers: int = 1, component: str = "backend"
 ) -> AsyncIterator[Caller]:
-    """A connected caller; waits for the workers to be there."""
+    """Yield a caller that is connected to ``workers`` workers."""
     settings = RuntimeSettings(namespace=deployment.namespace, state_dir=str(deployment.state_dir))
     runtime = DistributedRuntime(settings=settings, system=SystemSettings())
     await runtime.start()
@@ -115,7 +115,7 @@ async def caller(
 
 
 def leftovers(state_dir: Path) -> list[str]:
-    """Everything that is not a directory, also where sockets went because of a long path."""
+    """Return all files of a deployment, sockets in fallback directories included."""
     places = [state_dir]
     for note in state_dir.glob("*/sockets.path"):
         places.append(Path(note.read_text().strip()))

@@ -1,4 +1,4 @@
-"""A router in the test's process whose KV events come through relays that lose, double and swap."""
+"""A router in the test process whose KV events pass relays that lose, double and swap them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import Discovery, FileDiscovery, KeyEvent
 from dynamo.runtime.paths import store_dir
 
-__all__ = ["Detour", "Relay", "detoured"]
+__all__ = ["Relay", "RelayedDiscovery", "relayed_router"]
 
 FATES = ["passes"] * 6 + ["lost", "lost", "doubled", "swapped"]
 
 
 class Relay:
-    """Between a publisher and its subscribers: each message passes, or is lost, doubled or swapped
-    with the next, by a seeded schedule; ``calm`` ends that."""
+    """A proxy between a publisher and its subscribers.
+
+    By a seeded schedule it forwards each message, drops it, doubles it or swaps it with the next;
+    ``calm`` ends that.
+    """
 
     def __init__(self, address: str, listen: Path, seed: int) -> None:
         context = zmq.asyncio.Context.instance()
@@ -71,8 +74,8 @@ class Relay:
                 kept = None
 
 
-class Detour:
-    """A discovery that sends those who look for KV events to relays."""
+class RelayedDiscovery:
+    """A discovery that replaces the addresses of KV event publishers by those of relays."""
 
     def __init__(self, discovery: Discovery, directory: Path, seed: int) -> None:
         self._discovery = discovery
@@ -102,12 +105,12 @@ class Detour:
 
 
 @asynccontextmanager
-async def detoured(
+async def relayed_router(
     deployment: Deployment, block_size: int, directory: Path, seed: int
-) -> AsyncIterator[tuple[ConnectedRouter, Detour]]:
-    """A router here, whose KV events come through relays."""
+) -> AsyncIterator[tuple[ConnectedRouter, RelayedDiscovery]]:
+    """Yield a router in this process whose KV events pass relays."""
     settings = RuntimeSettings(namespace=deployment.namespace, state_dir=str(deployment.state_dir))
-    detour = Detour(FileDiscovery(store_dir(settings)), directory, seed)
+    detour = RelayedDiscovery(FileDiscovery(store_dir(settings)), directory, seed)
     runtime = DistributedRuntime(settings=settings, system=SystemSettings(), discovery=detour)
     await runtime.start()
     path = deployment.namespace, "backend", "generate"

@@ -1,4 +1,4 @@
-"""Workers whose KV blocks are of another size than the frontend's are refused, loudly."""
+"""Workers whose KV block size differs from the frontend's are rejected, with a log and a metric."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_two_workers_that_differ(deployment: Deployment) -> None:
     assert models(deployment) == ["tiny"]
 
 
-def test_the_standalone_router_refuses_too(deployment: Deployment) -> None:
+def test_the_standalone_router_rejects_too(deployment: Deployment) -> None:
     deployment.mocker("--speedup-ratio", "0", "--block-size", "16")
     path = f"{deployment.namespace}.backend.generate"
     deployment.start("dynamo.router", "--endpoint", path)  # blocks of 128

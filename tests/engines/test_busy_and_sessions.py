@@ -14,7 +14,7 @@ from mocker_kit import caller
 
 
 def complete(deployment: Deployment, max_tokens: int, **headers: str) -> tuple[int, Any]:
-    """Status and body of one completion."""
+    """Return status and body of one completion."""
     body = {
         "model": "tiny",
         "prompt": "a b c d e f g h " * 20,
@@ -25,7 +25,7 @@ def complete(deployment: Deployment, max_tokens: int, **headers: str) -> tuple[i
     return status, json.loads(answer)
 
 
-async def test_busy_workers_refuse_until_they_are_not(deployment: Deployment) -> None:
+async def test_busy_workers_are_rejected_until_they_are_idle(deployment: Deployment) -> None:
     deployment.mocker("--speedup-ratio", "1", "--num-gpu-blocks-override", "1000")
     deployment.frontend(
         *("--router-mode", "round-robin", "--admission-control", "token-capacity"),

@@ -1,5 +1,5 @@
-"""A router's view of caches converges again: lost, doubled and swapped messages, pauses,
-restarts. Real workers; the router, too, is a process wherever it need not be looked into."""
+"""The router's index converges with the workers' caches after lost, doubled and swapped messages,
+pauses and restarts. Workers are processes; so is the router, unless the test reads its index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from deployment import Deployment
 from kv_events import held_after
 from mocker_kit import Caller, caller
-from relay_kit import detoured
+from relay_kit import relayed_router
 
 from dynamo._fast.hashing import block_hashes
 from dynamo.errors import DynamoError
@@ -32,8 +32,8 @@ Held = dict[int, tuple[int, ...]]
 """Block → its path of token hashes."""
 
 
-def believed(live: ConnectedRouter, worker_id: int) -> Held:
-    """What the router's index has for the worker."""
+def indexed(live: ConnectedRouter, worker_id: int) -> Held:
+    """Return the blocks of the worker in the router's index."""
     assert isinstance(live.picker, KvPicker) and live.picker.index is not None
     held: Held = {}
     for owner, _, parent, blocks, local, *_ in live.picker.index.dump():
@@ -46,19 +46,19 @@ def believed(live: ConnectedRouter, worker_id: int) -> Held:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Until ``condition``, which asks the processes, holds."""
+    """Wait for ``condition``, which queries the processes."""
     async with asyncio.timeout(DEADLINE_S):
-        while not await condition():  # noqa: ASYNC110 - the index has no change event
+        while not await condition():  # noqa: ASYNC110 - other processes do not notify
             await asyncio.sleep(0.05)
 
 
-async def truth(here: Caller) -> Held:
-    """What the worker itself says."""
+async def cached(here: Caller) -> Held:
+    """Return the blocks in the worker's own index."""
     return held_after((await here.query(KvQuery(0))).events)
 
 
 async def churn(here: Caller, seed: int, prompts: int) -> list[list[int]]:
-    """Prompts that share beginnings, many more than the cache holds; what was sent."""
+    """Send prompts that share prefixes, many more than the cache holds; return them."""
     chance = random.Random(seed)
     heads = [[chance.randrange(1000) for _ in range(BLOCK * 4)] for _ in range(5)]
     sent = []
@@ -72,7 +72,7 @@ async def churn(here: Caller, seed: int, prompts: int) -> list[list[int]]:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A directory whose sockets have short paths."""
+    """Yield a directory whose sockets have short paths."""
     with tempfile.TemporaryDirectory(prefix="relay") as path:
         yield Path(path)
 
@@ -90,32 +90,32 @@ async def test_a_bad_channel(
 ) -> None:
     monkeypatch.setattr(upkeep, "SWEEP_S", 0.2)
     worker(deployment)
-    way = detoured(deployment, BLOCK, short_path, seed)
-    async with caller(deployment) as here, way as (live, detour):
+    way = relayed_router(deployment, BLOCK, short_path, seed)
+    async with caller(deployment) as here, way as (live, discovery):
         (worker_id,) = here.client.instance_ids()
 
         async def agree() -> bool:
-            return believed(live, worker_id) == await truth(here)
+            return indexed(live, worker_id) == await cached(here)
 
         await churn(here, seed, 120)
         await until(agree)
-        (relay,) = detour.relays.values()
+        (relay,) = discovery.relays.values()
         assert all(relay.faults.values()), relay.faults
         relay.calm = True
         await churn(here, seed + 100, 40)
         await until(agree)
-        assert len(await truth(here)) > CACHE_BLOCKS // 2
+        assert len(await cached(here)) > CACHE_BLOCKS // 2
 
 
-class Asked:
-    """The standalone router of a deployment, as a program sees it."""
+class RouterProbe:
+    """Queries the standalone router of a deployment for some prompts."""
 
     def __init__(self, here: Caller, prompts: list[list[int]]) -> None:
         self._here = here
         self._prompts = prompts
 
     async def overlaps(self) -> list[int]:
-        """Return the blocks of each prompt that the index assigns to the worker."""
+        """Return the blocks of each prompt that the router expects at the worker."""
         endpoint = self._here.runtime.endpoint(f"{self._here.namespace}.router.get_overlap_scores")
         client = await endpoint.client()
         try:
@@ -129,19 +129,19 @@ class Asked:
         finally:
             client.close()
 
-    async def truth(self) -> list[int]:
-        """Blocks that the worker holds of each."""
-        paths = set((await truth(self._here)).values())
+    async def cached(self) -> list[int]:
+        """Return the blocks of each prompt that the worker has."""
+        paths = set((await cached(self._here)).values())
         return [_depth(prompt, paths) for prompt in self._prompts]
 
-    async def settle(self) -> list[int]:
-        """Until both are the same."""
+    async def converge(self) -> list[int]:
+        """Wait until both agree."""
         found: list[int] = []
 
         async def agree() -> bool:
             nonlocal found
             found = await self.overlaps()
-            return found == await self.truth()
+            return found == await self.cached()
 
         await until(agree)
         assert any(found)
@@ -161,53 +161,53 @@ def router(deployment: Deployment) -> subprocess.Popen[bytes]:
     return deployment.start("dynamo.router", "--endpoint", path, "--block-size", str(BLOCK))
 
 
-async def test_a_restarted_router_restores_its_index(deployment: Deployment) -> None:
+async def test_a_restarted_router_has_the_same_overlaps(deployment: Deployment) -> None:
     worker(deployment)
     first = router(deployment)
     async with caller(deployment) as here:
-        asked = Asked(here, (await churn(here, 5, 60))[-12:])
-        before = await asked.settle()
+        probe = RouterProbe(here, (await churn(here, 5, 60))[-12:])
+        before = await probe.converge()
         first.kill()
         await asyncio.to_thread(first.wait)
         router(deployment)
 
         async def as_before() -> bool:
             try:
-                return await asked.overlaps() == before
+                return await probe.overlaps() == before
             except DynamoError:
-                return False  # the dead one was asked
+                return False  # the request went to the killed router
 
         await until(as_before)
 
 
-async def test_a_router_that_was_paused_in_a_storm(deployment: Deployment) -> None:
+async def test_a_router_paused_during_many_events(deployment: Deployment) -> None:
     worker(deployment)
     process = router(deployment)
     async with caller(deployment) as here:
-        asked = Asked(here, (await churn(here, 6, 30))[-12:])
-        await asked.settle()
+        probe = RouterProbe(here, (await churn(here, 6, 30))[-12:])
+        await probe.converge()
         process.send_signal(signal.SIGSTOP)
         try:
             later = await churn(here, 7, 300)
         finally:
             process.send_signal(signal.SIGCONT)
-        await Asked(here, later[-12:]).settle()
+        await RouterProbe(here, later[-12:]).converge()
 
 
-async def test_a_restarted_worker_has_no_blocks_in_the_index(deployment: Deployment) -> None:
+async def test_a_restarted_worker_has_no_blocks(deployment: Deployment) -> None:
     worker(deployment)
     router(deployment)
     async with caller(deployment) as here:
-        asked = Asked(here, (await churn(here, 8, 30))[-12:])
-        await asked.settle()
+        probe = RouterProbe(here, (await churn(here, 8, 30))[-12:])
+        await probe.converge()
         deployment.processes[0].kill()
         await asyncio.to_thread(deployment.processes[0].wait)
         worker(deployment)
         await here.until(lambda: len(here.client.instance_ids()) == 1)
 
         async def empty() -> bool:
-            return not any(await asked.overlaps())
+            return not any(await probe.overlaps())
 
         await until(empty)
-        again = Asked(here, (await churn(here, 9, 30))[-12:])
-        await again.settle()
+        again = RouterProbe(here, (await churn(here, 9, 30))[-12:])
+        await again.converge()

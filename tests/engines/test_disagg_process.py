@@ -1,4 +1,4 @@
-"""Disaggregated serving with real processes: same answers, deaths, absence, late comers."""
+"""Disaggregated serving with real processes: equal answers, killed, missing and late workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decoder(deployment: Deployment, *flags: str) -> subprocess.Popen[bytes]:
 
 
 def complete(deployment: Deployment, prompt: str = PROMPT, **more: Any) -> tuple[int, Any]:
-    """Status and body of one completion with a seed, and so with known tokens."""
+    """Return status and body of one completion with a seed, so that its tokens are known."""
     body = {
         "model": "tiny",
         "prompt": prompt,
@@ -46,7 +46,7 @@ def complete(deployment: Deployment, prompt: str = PROMPT, **more: Any) -> tuple
 
 
 def route(deployment: Deployment, *flags: str) -> subprocess.CompletedProcess[str]:
-    """``dynamo route`` of the prompt."""
+    """Run ``dynamo route`` for the prompt."""
     command = [sys.executable, "-m", "dynamo", "route", "--url", deployment.url]
     return subprocess.run(
         [*command, "--prompt-file", "-", *flags],
@@ -66,7 +66,7 @@ def prefill_workers(deployment: Deployment, count: int) -> None:
 
 
 def test_the_answer_is_that_of_an_aggregated_worker(deployment: Deployment) -> None:
-    """First with one worker for all, then with prefill workers that come later."""
+    """Serve with one aggregated worker first, then with prefill workers that start later."""
     fast = ("--speedup-ratio", "10")
     decoder(deployment, *fast, "--kv-bytes-per-token", "16000000")
     deployment.frontend("--router-mode", "kv")
@@ -88,8 +88,10 @@ def test_the_answer_is_that_of_an_aggregated_worker(deployment: Deployment) -> N
     assert after_ms >= transfer_ms, "the first token waits for the blocks"
     _, again = complete(deployment)
     cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached > 0 and cached % 16 == 0, "the decode worker's report of that cache"
-    assert again["nvext"]["timing"]["kv_hit_rate"] > 0, "that cache in the index"
+    assert cached > 0 and cached % 16 == 0, (
+        "the prefill worker's cache, reported by the decode worker"
+    )
+    assert again["nvext"]["timing"]["kv_hit_rate"] > 0, "the prefill router indexes that cache"
     for phase, keys in (
         ("prefill", {"prefill_worker_id", "prefill_dp_rank"}),
         ("decode", {"decode_worker_id", "decode_dp_rank"}),
@@ -101,8 +103,8 @@ def test_the_answer_is_that_of_an_aggregated_worker(deployment: Deployment) -> N
         found = json.loads(event.removeprefix(b"data: "))["nvext"]["worker_id"]
         assert found == {key: ids[key] for key in keys}
     asked = route(deployment)
-    assert asked.stdout.startswith(f"prefill: worker {ids['prefill_worker_id']} ")
-    assert f"\ndecode: worker {ids['decode_worker_id']} " in asked.stdout
+    assert asked.stdout.startswith(f"prefill: worker {ids['prefill_worker_id']:x} ")
+    assert f"\ndecode: worker {ids['decode_worker_id']:x} " in asked.stdout
     table = route(deployment, "--explain").stdout
     assert table.startswith("prefill workers\n") and "\ndecode workers\n" in table
     assert table.count("chosen") == 2
@@ -115,29 +117,29 @@ def test_the_answer_is_that_of_an_aggregated_worker(deployment: Deployment) -> N
 
 
 async def test_a_killed_prefill_worker_loses_nothing(deployment: Deployment) -> None:
-    """Requests run at both prefill workers and wait for them; one is killed, then the other."""
+    """Requests run on both prefill workers and are queued; one is killed, then the other."""
     doomed = prefiller(deployment, "--speedup-ratio", "0.01")
     other = prefiller(deployment, "--speedup-ratio", "0.01")
     decoder(deployment, "--speedup-ratio", "10")
     deployment.frontend("--router-mode", "kv", "--router-prefill-slots", "1")
     await asyncio.to_thread(deployment.wait_for_workers, 3)
     await asyncio.to_thread(prefill_workers, deployment, 2)
-    published: list[PrefillQueueState] = []
+    states: list[PrefillQueueState] = []
     with ThreadPoolExecutor(8) as pool:
         async with caller(deployment, 2, "prefill") as here:
             subscription = here.runtime.subscribe(
                 deployment.namespace,
                 "prefill",
                 "prefill_queue",
-                lambda _publisher, _sequence, payload: published.append(_QUEUE(payload)),
+                lambda _publisher, _sequence, payload: states.append(_QUEUE(payload)),
             )
             await subscription.ready()
-            await asyncio.to_thread(deployment.until, lambda: bool(published), "a queue state")
+            await asyncio.to_thread(deployment.until, lambda: bool(states), "a queue state")
             answers = [pool.submit(complete, deployment, f"{n} {PROMPT}") for n in range(6)]
             await asyncio.to_thread(
                 deployment.until,
-                lambda: any(one.size == 4 for one in published),
-                "a published queue of 4",
+                lambda: any(one.size == 4 for one in states),
+                "a queue of 4",
             )
             assert deployment.sample("dynamo_frontend_prefill_queue_depth") == 4
             doomed.send_signal(signal.SIGKILL)
@@ -148,18 +150,18 @@ async def test_a_killed_prefill_worker_loses_nothing(deployment: Deployment) -> 
             other.send_signal(signal.SIGKILL)
             done = [await asyncio.to_thread(answer.result, 30) for answer in answers]
             await asyncio.to_thread(
-                deployment.until, lambda: published[-1].size == 0, "a published empty queue"
+                deployment.until, lambda: states[-1].size == 0, "an empty queue"
             )
     assert [status for status, _ in done] == [200] * 6, deployment.tail()
     assert all(body["usage"]["completion_tokens"] == 6 for _, body in done)
-    assert {one.model for one in published} == {"tiny"} and published[0].workers == 2
+    assert {one.model for one in states} == {"tiny"} and states[0].workers == 2
     assert deployment.sample("dynamo_frontend_prefill_fallbacks_total") >= 4
     status, body = await asyncio.to_thread(complete, deployment)
     ids = body["nvext"]["worker_id"]
     assert status == 200 and ids["prefill_worker_id"] == ids["decode_worker_id"]
 
 
-def test_enforced_there_is_no_answer_without_a_prefill_worker(deployment: Deployment) -> None:
+def test_enforced_disaggregation_fails_without_a_prefill_worker(deployment: Deployment) -> None:
     decoder(deployment, "--speedup-ratio", "10")
     deployment.frontend("--router-mode", "round-robin", "--enforce-disagg")
     deployment.wait_for_workers(1)
@@ -178,8 +180,8 @@ def test_enforced_there_is_no_answer_without_a_prefill_worker(deployment: Deploy
     assert deployment.sample("dynamo_frontend_prefill_refused_total") == 2
 
 
-def test_a_client_that_disconnects_during_prefill_frees_the_slot(deployment: Deployment) -> None:
-    """The prefill worker would need a minute; the next client has its answer at once."""
+def test_a_client_that_leaves_during_prefill_frees_the_slot(deployment: Deployment) -> None:
+    """The prefill takes a minute; the next client is still answered at once."""
     prefiller(deployment, "--speedup-ratio", "0.0003")
     decoder(deployment, "--speedup-ratio", "10")
     deployment.frontend("--router-mode", "kv", DYN_ROUTER_PREFILL_SLOTS="1")
@@ -206,8 +208,8 @@ def test_a_client_that_disconnects_during_prefill_frees_the_slot(deployment: Dep
     deployment.until(lambda: deployment.sample(load) == 0, "no load left")
 
 
-def test_a_hung_prefill_worker_is_given_up(deployment: Deployment) -> None:
-    """It is silent on an open connection: its lease ends, then the patience."""
+def test_a_hung_prefill_worker_is_abandoned(deployment: Deployment) -> None:
+    """Its connection stays open: its lease expires, then the drain timeout."""
     hung = prefiller(deployment, "--speedup-ratio", "10", ETCD_LEASE_TTL="0.5")
     decoder(deployment, "--speedup-ratio", "10")
     deployment.frontend(
@@ -231,10 +233,10 @@ def test_a_hung_prefill_worker_is_given_up(deployment: Deployment) -> None:
     assert status == 200 and ids["prefill_worker_id"] != ids["decode_worker_id"], "it is back"
 
 
-def test_who_waits_for_a_slot_is_served_in_the_drain_while_there_is_time(
+def test_queued_prefills_are_served_during_the_drain(
     deployment: Deployment,
 ) -> None:
-    """SIGTERM while one prompt is computed and two wait: all three are answered."""
+    """SIGTERM while one prompt is computed and two are queued: all three are answered."""
     prefiller(deployment, "--speedup-ratio", "0.3")
     decoder(deployment, "--speedup-ratio", "10")
     frontend = deployment.frontend("--router-mode", "kv", "--router-prefill-slots", "1")
@@ -250,8 +252,8 @@ def test_who_waits_for_a_slot_is_served_in_the_drain_while_there_is_time(
     assert frontend.wait(10) == 0
 
 
-def test_requests_queued_at_the_end_of_the_drain_get_503(deployment: Deployment) -> None:
-    """In the prefill queue and in the queue before the decode workers alike."""
+def test_queued_requests_fail_when_the_drain_ends(deployment: Deployment) -> None:
+    """Both in the prefill queue and in the queue for decode workers."""
     slow = ("--speedup-ratio", "0.0003")
     prefiller(deployment, *slow)
     deployment.mocker("--block-size", "16", *slow)
@@ -275,7 +277,7 @@ def test_requests_queued_at_the_end_of_the_drain_get_503(deployment: Deployment)
         answers = [pool.submit(complete, deployment, prompt) for prompt in prompts]
         deployment.until(
             lambda: [deployment.sample(name) for name in depths] == [1, 1],
-            "one that waits in each line",
+            "one request in each queue",
         )
         frontend.send_signal(signal.SIGTERM)
         done = [answer.result(20) for answer in answers]

@@ -1,4 +1,4 @@
-"""Constraints of a client on the choice, and the errors for impossible ones, over HTTP."""
+"""Constraints of a client on the choice of worker, and the errors if none fits, over HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deployment import Deployment
 BUSY = "Service temporarily unavailable: All workers are busy, please retry later"
 
 
-class Fleet:
+class TaintedWorkers:
     """Two workers with the taint gpu=a, one without and with ranks 0 and 1, one frontend."""
 
     def __init__(self, deployment: Deployment) -> None:
@@ -22,21 +22,21 @@ class Fleet:
         self.ranked = -1
         self.tainted: list[int] = []
 
-    def look(self) -> None:
-        """The workers of the test by role."""
+    def identify(self) -> None:
+        """Find out which worker has which taint."""
         rows = self.candidates()
         self.ranked = next(row["worker_id"] for row in rows if row["dp_rank"] == 1)
         self.tainted = sorted({row["worker_id"] for row in rows} - {self.ranked})
 
     def candidates(self, **nvext: Any) -> list[dict[str, Any]]:
-        body = {"model": "tiny", "prompt": "who is there", "nvext": nvext}
+        body = {"model": "tiny", "prompt": "hello there", "nvext": nvext}
         status, _, answer = self.deployment.request("POST", "/v1/route", body)
         assert status == 200, answer
         rows: list[dict[str, Any]] = json.loads(answer)["candidates"]
         return rows
 
-    def ask(self, headers: dict[str, str] | None = None, **nvext: Any) -> tuple[int, Any]:
-        """Status, and the worker that answered or the message of the error."""
+    def complete(self, headers: dict[str, str] | None = None, **nvext: Any) -> tuple[int, Any]:
+        """Return the status, and the worker that answered or the error message."""
         body = {"model": "tiny", "prompt": "a b c d e f g h", "max_tokens": 1}
         nvext = {"extra_fields": ["worker_id"], **nvext}
         status, _, answer = self.deployment.request(
@@ -54,7 +54,7 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TaintedWorkers]:
     made = Deployment(tmp_path_factory.mktemp("eligibility"))
     common = ("--speedup-ratio", "0", "--block-size", "16")
     made.mocker(*common, "--num-workers", "2", "--taint", "gpu=a", "--taint", "zone=1")
@@ -62,72 +62,72 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     made.frontend("--router-mode", "kv", "--admission-control", "token-capacity")
     try:
         made.wait_for_workers(3)
-        here = Fleet(made)
-        here.look()
+        here = TaintedWorkers(made)
+        here.identify()
         yield here
     finally:
         made.close()
 
 
-def test_an_allow_list(fleet: Fleet) -> None:
-    for worker_id in (fleet.ranked, fleet.tainted[0]):
-        assert fleet.ask(allowed_worker_ids=[worker_id, 12345]) == (200, worker_id)
-    status, message = fleet.ask(allowed_worker_ids=[12345])
+def test_an_allow_list(workers: TaintedWorkers) -> None:
+    for worker_id in (workers.ranked, workers.tainted[0]):
+        assert workers.complete(allowed_worker_ids=[worker_id, 12345]) == (200, worker_id)
+    status, message = workers.complete(allowed_worker_ids=[12345])
     assert status == 503
     assert message == "no endpoints: none of the request's allowed workers is registered"
 
 
-def test_pins(fleet: Fleet) -> None:
-    for worker_id in (*fleet.tainted, fleet.ranked):
-        assert fleet.ask(backend_instance_id=worker_id) == (200, worker_id)
-        assert fleet.ask({"x-worker-instance-id": str(worker_id)}) == (200, worker_id)
-    assert fleet.ask(backend_instance_id=12345) == (
+def test_pins(workers: TaintedWorkers) -> None:
+    for worker_id in (*workers.tainted, workers.ranked):
+        assert workers.complete(backend_instance_id=worker_id) == (200, worker_id)
+        assert workers.complete({"x-worker-instance-id": str(worker_id)}) == (200, worker_id)
+    assert workers.complete(backend_instance_id=12345) == (
         400,
         "InvalidRequest: nvext.backend_instance_id=12345 does not identify a known worker",
     )
-    assert fleet.ask({"x-worker-instance-id": "me"}) == (
+    assert workers.complete({"x-worker-instance-id": "me"}) == (
         400,
         "Header 'x-worker-instance-id' must be a non-negative integer of 64 bits, got 'me'",
     )
-    pinned, other = fleet.tainted
-    assert fleet.ask(backend_instance_id=pinned, allowed_worker_ids=[other]) == (
+    pinned, other = workers.tainted
+    assert workers.complete(backend_instance_id=pinned, allowed_worker_ids=[other]) == (
         400,
         f"pinned worker {pinned} is not in the request's allow-list",
     )
 
 
-def test_dp_ranks(fleet: Fleet) -> None:
-    assert fleet.ask(backend_instance_id=fleet.ranked, dp_rank=1) == (200, fleet.ranked)
-    assert fleet.ask(backend_instance_id=fleet.ranked, dp_rank=2) == (
+def test_dp_ranks(workers: TaintedWorkers) -> None:
+    assert workers.complete(backend_instance_id=workers.ranked, dp_rank=1) == (200, workers.ranked)
+    assert workers.complete(backend_instance_id=workers.ranked, dp_rank=2) == (
         400,
-        f"dp_rank 2 is out of bounds for worker {fleet.ranked}: [0, 2)",
+        f"dp_rank 2 is out of bounds for worker {workers.ranked}: [0, 2)",
     )
-    assert fleet.ask({"x-dp-rank": "7"}, backend_instance_id=fleet.ranked)[0] == 400
-    assert fleet.ask({"x-data-parallel-rank": "7"}, allowed_worker_ids=[fleet.ranked]) == (
+    assert workers.complete({"x-dp-rank": "7"}, backend_instance_id=workers.ranked)[0] == 400
+    assert workers.complete({"x-data-parallel-rank": "7"}, allowed_worker_ids=[workers.ranked]) == (
         400,
         "dp_rank 7 is out of bounds for every worker",
     )
-    assert fleet.ask(dp_rank=7)[0] == 200  # a worker without ranks serves any
+    assert workers.complete(dp_rank=7)[0] == 200  # a worker without ranks serves any
 
 
-def test_taints(fleet: Fleet) -> None:
+def test_taints(workers: TaintedWorkers) -> None:
     needed = {"required_taints": ["gpu=a", "zone=1"]}
     for _ in range(4):
-        status, worker_id = fleet.ask(routing_constraints=needed)
-        assert status == 200 and worker_id in fleet.tainted
-    assert fleet.ask(routing_constraints={"required_taints": ["gpu=b"]}) == (
+        status, worker_id = workers.complete(routing_constraints=needed)
+        assert status == 200 and worker_id in workers.tainted
+    assert workers.complete(routing_constraints={"required_taints": ["gpu=b"]}) == (
         400,
         "no worker has the required taints: gpu=b",
     )
-    assert fleet.ask(backend_instance_id=fleet.ranked, routing_constraints=needed) == (
+    assert workers.complete(backend_instance_id=workers.ranked, routing_constraints=needed) == (
         400,
         "no worker has the required taints: gpu=a, zone=1",
     )
-    for weight, wanted in ((5.0, set(fleet.tainted)), (-5.0, {fleet.ranked})):
-        rows = fleet.candidates(routing_constraints={"preferred_taints": {"gpu=a": weight}})
+    for weight, wanted in ((5.0, set(workers.tainted)), (-5.0, {workers.ranked})):
+        rows = workers.candidates(routing_constraints={"preferred_taints": {"gpu=a": weight}})
         assert {row["worker_id"] for row in rows if row["chosen"]} <= wanted
-    rows = fleet.candidates(routing_constraints=needed)
-    left_out = {row["excluded"] for row in rows if row["worker_id"] == fleet.ranked}
+    rows = workers.candidates(routing_constraints=needed)
+    left_out = {row["excluded"] for row in rows if row["worker_id"] == workers.ranked}
     assert left_out == {"lacks the taints: gpu=a, zone=1"}
 
 
@@ -155,41 +155,43 @@ def test_taints(fleet: Fleet) -> None:
         ),
     ],
 )
-def test_what_cannot_be_read_is_named(fleet: Fleet, nvext: dict[str, Any], message: str) -> None:
-    status, said = fleet.ask(**nvext)
+def test_a_bad_constraint_is_named(
+    workers: TaintedWorkers, nvext: dict[str, Any], message: str
+) -> None:
+    status, said = workers.complete(**nvext)
     assert (status, message in said) == (400, True), said
 
 
-def test_an_override_reaches_the_decision(fleet: Fleet) -> None:
-    body = {"model": "tiny", "prompt": "who is there"}
+def test_an_override_reaches_the_decision(workers: TaintedWorkers) -> None:
+    body = {"model": "tiny", "prompt": "hello there"}
     weights = {"prefill_load_scale": 3.0, "router_temperature": 0.5}
     override = {"router_config_override": weights}
-    answer = fleet.deployment.request("POST", "/v1/route", {**body, "nvext": override})[2]
+    answer = workers.deployment.request("POST", "/v1/route", {**body, "nvext": override})[2]
     found = json.loads(answer)
     assert (found["prefill_load_scale"], found["temperature"]) == (3.0, 0.5)
-    assert fleet.ask(router_config_override=weights)[0] == 200
+    assert workers.complete(router_config_override=weights)[0] == 200
 
 
-def test_thresholds_while_the_frontend_runs(fleet: Fleet) -> None:
-    deployment = fleet.deployment
+def test_thresholds_while_the_frontend_runs(workers: TaintedWorkers) -> None:
+    deployment = workers.deployment
     nothing = {
         "model": "tiny",
         "active_decode_blocks_threshold": None,
         "active_prefill_tokens_threshold": None,
         "active_prefill_tokens_threshold_frac": None,
     }
-    assert fleet.limit({"model": "tiny"}) == (200, nothing)
+    assert workers.limit({"model": "tiny"}) == (200, nothing)
     assert json.loads(deployment.request("GET", "/busy_threshold")[2]) == {"thresholds": []}
     share = {"model": "tiny", "active_decode_blocks_threshold": 0.85}
-    assert fleet.limit(share) == (200, {**nothing, **share})
+    assert workers.limit(share) == (200, {**nothing, **share})
     tokens = {"model": "tiny", "active_prefill_tokens_threshold_frac": 2.5}
-    assert fleet.limit({**tokens, "active_decode_blocks_threshold": None}) == (
+    assert workers.limit({**tokens, "active_decode_blocks_threshold": None}) == (
         200,
         {**nothing, **share, **tokens},
     )
     listed = json.loads(deployment.request("GET", "/busy_threshold")[2])
     assert listed == {"thresholds": [{**nothing, **share, **tokens}]}
-    assert fleet.ask()[0] == 200
+    assert workers.complete()[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -217,31 +219,31 @@ def test_thresholds_while_the_frontend_runs(fleet: Fleet) -> None:
         ([], 422, "object"),
     ],
 )
-def test_thresholds_that_make_no_sense(fleet: Fleet, body: Any, status: int, error: str) -> None:
-    got, said = fleet.limit(body)
+def test_bad_thresholds(workers: TaintedWorkers, body: Any, status: int, error: str) -> None:
+    got, said = workers.limit(body)
     assert (got, list(said)) == (status, ["error"])
     assert error in said["error"]
 
 
-def test_get_asks_where_a_prompt_would_go(fleet: Fleet) -> None:
+def test_get_route_explains_the_choice(workers: TaintedWorkers) -> None:
     def get(query: str, **headers: str) -> tuple[int, Any]:
-        status, _, answer = fleet.deployment.request("GET", f"/v1/route?{query}", None, headers)
+        status, _, answer = workers.deployment.request("GET", f"/v1/route?{query}", None, headers)
         return status, json.loads(answer)
 
     status, found = get("prompt=a%20b%20c+d&model=tiny")
     assert status == 200 and len(found["candidates"]) == 4
-    status, found = get("prompt=a", **{"x-worker-instance-id": str(fleet.ranked)})
-    assert {row["worker_id"] for row in found["candidates"] if row["chosen"]} == {fleet.ranked}
+    status, found = get("prompt=a", **{"x-worker-instance-id": str(workers.ranked)})
+    assert {row["worker_id"] for row in found["candidates"] if row["chosen"]} == {workers.ranked}
     assert get("model=tiny")[1]["message"].endswith("`prompt` is missing")
     assert get("prompt=a&promt=b")[1]["message"].endswith("not `promt`")
     assert get("prompt=a&model=nope")[0] == 404
 
 
-def test_a_busy_pin_and_no_other_worker(deployment: Deployment) -> None:
+def test_a_busy_pin_and_no_idle_worker(deployment: Deployment) -> None:
     deployment.mocker("--speedup-ratio", "0.01", "--block-size", "16", "--num-workers", "2")
     deployment.frontend("--router-mode", "kv", "--admission-control", "token-capacity")
     deployment.wait_for_workers(2)
-    here = Fleet(deployment)
+    here = TaintedWorkers(deployment)
     workers = {row["worker_id"] for row in here.candidates()}
     limit = {"model": "tiny", "active_prefill_tokens_threshold": 0}
     assert here.limit(limit)[0] == 200
@@ -255,9 +257,9 @@ def test_a_busy_pin_and_no_other_worker(deployment: Deployment) -> None:
     deadline = time.monotonic() + 20
     while {row["excluded"] for row in here.candidates()} != {"busy"}:
         assert time.monotonic() < deadline, deployment.tail()
-    assert here.ask() == (503, BUSY)
-    assert here.ask(backend_instance_id=next(iter(workers))) == (503, BUSY)
-    assert here.ask(backend_instance_id=12345)[0] == 400
+    assert here.complete() == (503, BUSY)
+    assert here.complete(backend_instance_id=next(iter(workers))) == (503, BUSY)
+    assert here.complete(backend_instance_id=12345)[0] == 400
     assert here.limit({**limit, "active_prefill_tokens_threshold": 10**9})[0] == 200
     assert {row["excluded"] for row in here.candidates()} == {""}
     for connection in running:
@@ -265,15 +267,13 @@ def test_a_busy_pin_and_no_other_worker(deployment: Deployment) -> None:
 
 
 @pytest.mark.parametrize("mode", ["round-robin", "kv"])
-def test_reported_load_counts_from_the_first_threshold_on(
-    deployment: Deployment, mode: str
-) -> None:
+def test_reported_load_counts_after_the_first_threshold(deployment: Deployment, mode: str) -> None:
     deployment.mocker("--speedup-ratio", "1", "--num-gpu-blocks-override", "1000")
     deployment.frontend("--router-mode", mode, "--admission-control", "token-capacity")
     deployment.wait_for_workers(1)
-    here = Fleet(deployment)
-    for _ in range(2):  # leaves blocks in the cache, which the worker reports as used
-        assert here.ask()[0] == 200
+    here = TaintedWorkers(deployment)
+    for _ in range(2):  # fills cache blocks, which the worker reports as used
+        assert here.complete()[0] == 200
     assert here.limit({"model": "tiny", "active_decode_blocks_threshold": 0.0})[0] == 200
     connection = http.client.HTTPConnection("127.0.0.1", deployment.port, timeout=30)
     body = {"model": "tiny", "prompt": "long " * 400, "max_tokens": 2000, "ignore_eos": True}
@@ -281,10 +281,10 @@ def test_reported_load_counts_from_the_first_threshold_on(
         "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
     )
     deadline = time.monotonic() + 20
-    while here.ask()[0] != 503:
+    while here.complete()[0] != 503:
         assert time.monotonic() < deadline, deployment.tail()
     assert here.limit({"model": "tiny", "active_decode_blocks_threshold": 1.0})[0] == 200
-    assert here.ask()[0] == 200
+    assert here.complete()[0] == 200
     connection.close()
 
 
@@ -292,14 +292,14 @@ def test_without_admission_control_and_without_the_routes(deployment: Deployment
     deployment.mocker("--speedup-ratio", "0", "--block-size", "16")
     deployment.frontend("--router-mode", "kv", "--active-prefill-tokens-threshold", "0")
     deployment.wait_for_workers(1)
-    here = Fleet(deployment)
+    here = TaintedWorkers(deployment)
     assert json.loads(deployment.request("GET", "/busy_threshold")[2]) == {"thresholds": []}
     body = {"model": "tiny", "active_prefill_tokens_threshold": 0}
     status, headers, answer = deployment.request("POST", "/busy_threshold", body)
     assert (status, json.loads(answer)["active_prefill_tokens_threshold"]) == (200, 0)
     assert "not in force: needs --admission-control token-capacity" in headers["warning"]
     assert json.loads(answer)["warning"].startswith("kept, not in force")
-    assert here.ask()[0] == 200
+    assert here.complete()[0] == 200
     deployment.processes[-1].terminate()
     deployment.processes[-1].wait(20)
     deployment.frontend("--router-mode", "kv", DYN_DISABLE_FRONTEND_ADMIN_API="1")

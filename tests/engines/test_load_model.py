@@ -1,4 +1,4 @@
-"""The prefill load model in real processes: learnt from mockers, seen through /v1/route."""
+"""The prefill load model in real processes: fitted to mockers, observed through /v1/route."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def active_prefill(deployment: Deployment) -> int:
 
 
 @pytest.mark.parametrize("model", ["none", "fitted"])
-def test_a_prompt_fades_while_it_is_computed(deployment: Deployment, model: str) -> None:
+def test_prefill_load_decreases_while_a_prompt_is_computed(
+    deployment: Deployment, model: str
+) -> None:
     deployment.mocker("--speedup-ratio", "0.5", "--block-size", "16", "--no-enable-prefix-caching")
     deployment.frontend("--router-mode", "kv", "--router-prefill-load-model", model)
     deployment.wait_for_workers(1)
@@ -48,7 +50,7 @@ def test_a_prompt_fades_while_it_is_computed(deployment: Deployment, model: str)
 @pytest.mark.skipif(
     importlib.util.find_spec("aiconfigurator") is not None, reason="AIConfigurator is installed"
 )
-def test_a_model_that_is_not_installed_ends_the_start(deployment: Deployment) -> None:
+def test_a_model_that_is_not_installed_fails_the_start(deployment: Deployment) -> None:
     aic = ("--aic-backend", "vllm", "--aic-system", "h200_sxm", "--aic-model-path", "m")
     flags = ("--router-mode", "kv", "--router-prefill-load-model", "aic", *aic)
     assert deployment.frontend(*flags).wait(20) == 1

@@ -1,4 +1,4 @@
-"""A real mocker process and a real client: answers, refusals, cancellation, a peaceful end."""
+"""A real mocker process and a real client: responses, rejection, cancellation, shutdown."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ async def ended(process: subprocess.Popen[bytes]) -> int:
 
 
 @pytest.mark.parametrize("plane", ["uds", "tcp"])
-async def test_answers_stream_and_the_cache_is_found_again(
-    deployment: Deployment, plane: str
-) -> None:
+async def test_responses_stream_and_the_cache_is_reused(deployment: Deployment, plane: str) -> None:
     deployment.mocker("--speedup-ratio", "0", "--block-size", "4", "--request-plane", plane)
     async with caller(deployment) as here:
         items = await here.answer(list(range(20)), 6)
@@ -49,7 +47,7 @@ async def test_timing_is_that_of_an_engine(deployment: Deployment) -> None:
         assert 19 * 0.0055 < stamps[-1] - stamps[0] < 5
 
 
-async def test_what_does_not_fit_is_refused_at_once(deployment: Deployment) -> None:
+async def test_a_request_that_is_too_long_is_rejected_at_once(deployment: Deployment) -> None:
     deployment.mocker("--num-gpu-blocks-override", "10", "--block-size", "4")
     async with caller(deployment) as here:
         with pytest.raises(InvalidArgument, match=r"prompt \(30 tokens\) plus max_tokens \(11\)"):
@@ -75,7 +73,7 @@ async def test_cancellation_frees_the_blocks(deployment: Deployment, kind: str) 
         await here.until(lambda: here.used_blocks(instance) == 0)
 
 
-async def test_events_match_the_cache(deployment: Deployment) -> None:
+async def test_events_match_the_cache_exactly(deployment: Deployment) -> None:
     deployment.mocker(
         "--speedup-ratio", "0", "--block-size", "4", "--num-gpu-blocks-override", "12"
     )
@@ -98,7 +96,7 @@ async def test_events_match_the_cache(deployment: Deployment) -> None:
         assert (late.kind, late.newest_available) == ("too_new", ids[-1])
 
 
-async def test_sigterm_drains_and_leaves_nothing_behind(deployment: Deployment) -> None:
+async def test_sigterm_drains_streams_and_removes_all_files(deployment: Deployment) -> None:
     process = deployment.mocker("--speedup-ratio", "1")
     async with caller(deployment) as here:
         stream = await here.generate(list(range(12)), 60)
@@ -124,7 +122,7 @@ async def test_a_revoked_lease_ends_the_worker(deployment: Deployment) -> None:
     assert leftovers(deployment.state_dir) == []
 
 
-async def test_two_signals_do_not_wait_for_streams(deployment: Deployment) -> None:
+async def test_a_second_signal_aborts_streams(deployment: Deployment) -> None:
     process = deployment.mocker("--speedup-ratio", "1")
     async with caller(deployment) as here:
         stream = await here.generate(list(range(12)), 100_000)
@@ -154,14 +152,14 @@ async def test_many_workers_and_ranks_in_one_process(deployment: Deployment) -> 
         assert len(cards) == 3
 
 
-async def test_a_prefill_worker_hands_its_cache_on(deployment: Deployment) -> None:
+async def test_a_prefill_worker_returns_transfer_parameters(deployment: Deployment) -> None:
     deployment.mocker("--disaggregation-mode", "prefill", "--speedup-ratio", "0")
     async with caller(deployment, component="prefill") as here:
         (item,) = await here.answer(list(range(12)), 50)
         assert len(item["token_ids"]) == 1 and item["disaggregated_params"]
 
 
-async def test_the_status_port_reports_the_engine(deployment: Deployment) -> None:
+async def test_the_status_port_has_the_engine_metrics(deployment: Deployment) -> None:
     port = free_port()
     deployment.mocker("--speedup-ratio", "0", DYN_SYSTEM_PORT=str(port))
     async with caller(deployment) as here:
@@ -195,7 +193,7 @@ def _read(url: str) -> str:
         return str(answer.read().decode())
 
 
-def test_an_interrupted_start_leaves_nothing_behind(deployment: Deployment, tmp_path: Path) -> None:
+def test_an_interrupted_start_leaves_no_files(deployment: Deployment, tmp_path: Path) -> None:
     process = deployment.mocker("--startup-time", "60")
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(2)
@@ -205,7 +203,7 @@ def test_an_interrupted_start_leaves_nothing_behind(deployment: Deployment, tmp_
 
 
 @pytest.mark.parametrize("delay_s", [0.2, 0.6, 0.8, 1.0, 1.2, 1.4])
-def test_a_signal_at_any_moment_of_the_start(deployment: Deployment, delay_s: float) -> None:
+def test_a_signal_at_any_moment_of_start_up(deployment: Deployment, delay_s: float) -> None:
     process = deployment.mocker("--num-workers", "8")
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(delay_s)

@@ -1,4 +1,4 @@
-"""Frontends that share their load: real processes, real mockers, and a real death."""
+"""Frontends that share their load: real processes, real mockers, a killed frontend."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Replica:
         return json.loads(answer)
 
     def metric(self, name: str) -> dict[str, float]:
-        """Labels → value."""
+        """Return the value by labels."""
         page = self.request("GET", "/metrics")[1].decode()
         return {labels: float(value) for one, labels, value in _ROW.findall(page) if one == name}
 
@@ -55,14 +55,14 @@ class Replica:
         return len(rows) == workers
 
     def loads(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Booked prefill tokens and blocks by worker."""
+        """Return reserved prefill tokens and blocks by worker."""
         return (
             self.metric("dynamo_frontend_worker_active_prefill_tokens"),
             self.metric("dynamo_frontend_worker_active_decode_blocks"),
         )
 
     def others(self) -> float:
-        """Running requests of other replicas."""
+        """Return the running requests of other replicas."""
         return sum(self.metric("dynamo_component_router_replica_requests").values())
 
     def is_idle(self) -> bool:
@@ -75,7 +75,7 @@ class Replica:
 
 
 class Streams:
-    """Long completions that are under way at a replica, until they are hung up."""
+    """Long completions that run at a replica until :meth:`hang_up`."""
 
     def __init__(self, replica: Replica, prompts: list[str]) -> None:
         self.connections = []
@@ -86,7 +86,7 @@ class Streams:
             connection.request("POST", "/v1/completions", json.dumps(body), JSON)
             answer = connection.getresponse()
             assert answer.status == 200
-            assert answer.readline().startswith(b"data:")  # the first token is here
+            assert answer.readline().startswith(b"data:")  # the first token
             self.connections.append((connection, answer))
 
     def hang_up(self) -> None:
@@ -98,7 +98,7 @@ class Streams:
 
 @pytest.fixture
 def pair(deployment: Deployment) -> Iterator[tuple[Replica, Replica]]:
-    """Two replicas before two workers that take their time."""
+    """Yield two replicas with two slow workers."""
     deployment.mocker("--speedup-ratio", "1", "--num-workers", "2", "--block-size", "16")
     made = Replica(deployment, *FLAGS), Replica(deployment, *FLAGS)
     for one in made:
@@ -107,12 +107,12 @@ def pair(deployment: Deployment) -> Iterator[tuple[Replica, Replica]]:
 
 
 def prompts(count: int) -> list[str]:
-    """Of about 100 tokens, the first half alike."""
+    """Return prompts of about 100 tokens that share their first half."""
     shared = "one two three four five six seven eight nine ten " * 5
     return [shared + f"{number} and so on and on " * 8 for number in range(count)]
 
 
-def test_load_is_seen_everywhere_and_dies_with_its_replica(
+def test_load_is_shared_and_ends_with_its_replica(
     deployment: Deployment, pair: tuple[Replica, Replica]
 ) -> None:
     first, second = pair
@@ -148,7 +148,7 @@ def test_load_returns_to_zero_after_traffic_at_both(
     deployment.until(lambda: all(one.is_idle() and not one.others() for one in pair))
 
 
-def test_where_would_it_go_asked_at_one_and_sent_through_the_other(
+def test_a_route_query_at_one_predicts_requests_at_the_other(
     deployment: Deployment, pair: tuple[Replica, Replica]
 ) -> None:
     first, second = pair
@@ -170,7 +170,7 @@ def test_where_would_it_go_asked_at_one_and_sent_through_the_other(
     assert second.complete(text, 2, nvext=pin)["nvext"]["worker_id"]["decode_worker_id"] == home
 
 
-async def test_a_standalone_router_counts_a_frontends_load(deployment: Deployment) -> None:
+async def test_a_standalone_router_counts_a_frontends_requests(deployment: Deployment) -> None:
     deployment.mocker("--speedup-ratio", "1", "--block-size", "16")
     first = Replica(deployment, *FLAGS)
     path = f"{deployment.namespace}.backend.generate"

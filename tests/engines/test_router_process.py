@@ -1,4 +1,4 @@
-"""``python -m dynamo.router`` in front of a real mocker: routes, answers questions, leaves."""
+"""``python -m dynamo.router`` in front of a real mocker: routes, answers queries, exits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_the_standalone_router(deployment: Deployment) -> None:
             home = items[0]["routing_data"]["worker_id"]["decode_worker_id"]
             assert home in workers
             held: dict[int, int] = {}
-            while held.get(home, 0) < 4:  # until its KV events have come through
+            while held.get(home, 0) < 4:  # until its KV events have arrived
                 (scores,) = await ask("get_overlap_scores", {"token_ids": PROMPT})
                 held = {row["worker_id"]: row["device_blocks"] for row in scores["workers"]}
             assert set(held) == workers

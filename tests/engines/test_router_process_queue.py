@@ -1,4 +1,4 @@
-"""Requests wait in ``python -m dynamo.router``, too, and their callers may leave."""
+"""``python -m dynamo.router`` queues requests; a client that disconnects leaves the queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamo.errors import Cancelled, RouterQueueLimitExceeded
 from dynamo.runtime import Context
 
 
-async def test_callers_wait_for_their_turn_and_may_leave(deployment: Deployment) -> None:
+async def test_requests_are_queued_and_can_be_cancelled(deployment: Deployment) -> None:
     deployment.mocker("--speedup-ratio", "0.05", "--block-size", "4")
     path = f"{deployment.namespace}.backend.generate"
     knobs = ("--router-queue-threshold", "0.001")
@@ -39,7 +39,7 @@ async def test_callers_wait_for_their_turn_and_may_leave(deployment: Deployment)
             ended.append(name)
 
         async def start(name: str, group: asyncio.TaskGroup | None) -> asyncio.Task[None]:
-            """Returns when the request is on its way; later ones come after it."""
+            """Start a request and return when it is sent, before any later one."""
             began[name] = asyncio.Event()
             work = generate(name, 100 * len(began), contexts[name], int(name == "strict"))
             task = asyncio.create_task(work) if group is None else group.create_task(work)
@@ -57,5 +57,5 @@ async def test_callers_wait_for_their_turn_and_may_leave(deployment: Deployment)
             contexts["left"].kill()
             with pytest.raises(Cancelled):
                 await left
-            await start("late", group)  # the router has received the freed slot
+            await start("late", group)  # below the threshold: the router has received its end
         assert ended == ["a", "strict", "b", "late"]

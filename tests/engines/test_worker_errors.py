@@ -1,4 +1,4 @@
-"""What a worker's handler raises is what the client of the frontend reads. Spec 5.4."""
+"""The exception of a worker's handler decides the error that a client gets. Spec 5.4."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ def test_every_exception_has_its_status(failing: Deployment) -> None:
 
 
 @pytest.mark.parametrize("token", [7, 10])
-def test_a_worker_whose_engine_shut_down_is_not_asked_again(
-    failing: Deployment, token: int
-) -> None:
+def test_a_worker_whose_engine_shut_down_gets_no_requests(failing: Deployment, token: int) -> None:
     status, answer = complete(failing, token)
     said = json.loads(answer)
     assert (status, said["message"], said["type"]) == UNAVAILABLE
@@ -66,7 +64,7 @@ def test_a_worker_whose_engine_shut_down_is_not_asked_again(
     assert status == 503 and b"is not ready to serve requests" in answer
 
 
-def test_the_others_serve_on_after_an_engine_shutdown(failing: Deployment) -> None:
+def test_other_workers_serve_after_an_engine_shutdown(failing: Deployment) -> None:
     start(failing, "second")
     failing.wait_for_workers(2)
     extra = {"nvext": {"extra_fields": ["worker_id"]}}
@@ -82,7 +80,7 @@ def test_the_others_serve_on_after_an_engine_shutdown(failing: Deployment) -> No
     assert leaving not in {where() for _ in range(20)}
 
 
-def test_a_worker_that_cannot_be_reached_costs_no_request(deployment: Deployment) -> None:
+def test_an_unreachable_worker_fails_no_request(deployment: Deployment) -> None:
     start(deployment)
     start(deployment, "second")
     deployment.frontend("--router-mode", "round-robin")

@@ -31,9 +31,9 @@ async def test_a_worker_written_for_dynamo_runs_unchanged(deployment: Deployment
         assert [item["token_ids"] for item in items[:-1]] == [[token] for token in range(20)]
         assert items[-1]["finish_reason"] == "stop"
         (card,) = (await here.runtime.discovery.list("v1/mdc/")).values()
-        told = json.loads(card)
-        assert (told["display_name"], told["kv_cache_block_size"]) == ("hello", 16)
-        assert told["runtime_config"] == {"total_kv_blocks": 1000}
+        registered = json.loads(card)
+        assert (registered["display_name"], registered["kv_cache_block_size"]) == ("hello", 16)
+        assert registered["runtime_config"] == {"total_kv_blocks": 1000}
         await here.until(lambda: (instance, 0) in here.loads)
         dump = await here.query(KvQuery())
         assert len(held_after(dump.events)) == 1

@@ -1,4 +1,4 @@
-"""A worker whose every request fails in the way that its first prompt token names."""
+"""A worker whose requests fail; the first prompt token selects how."""
 
 from __future__ import annotations
 

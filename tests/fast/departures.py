@@ -84,7 +84,7 @@ async def main(directory: Path, departures: int) -> None:
         publishers.append(publisher)
         indexer.add(number, 0, tree.slot(number, 0), answers=False)
         threads.subscriber.connect(publisher.address, number)
-        while not publisher.subscribed.is_set() or not threads.ingest.heard(number, 0):  # noqa: ASYNC110
+        while not publisher.subscribed.is_set() or not threads.ingest.received_any(number, 0):  # noqa: ASYNC110
             await asyncio.sleep(0)
         if len(publishers) > AT_ONCE:
             leaving = publishers.popleft()

@@ -23,7 +23,7 @@ from dynamo._fast.ingest import Ingest
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
-from dynamo.router.caches.event_threads import EventThreads, take_handed
+from dynamo.router.caches.event_threads import EventThreads, apply_handoff
 from dynamo.router.caches.indexer import Indexer
 
 TIERS = ["device", "device", "device", "host_pinned", "disk", "external", "tape"]
@@ -45,14 +45,14 @@ class Helped(Alone):
         self.ingest.push(0, payload)
         self.ingest.stop(0)
         self.ingest.run(0)
-        self.take_handed()
+        self.apply_handoffs()
 
-    def take_handed(self) -> None:
-        while (handed := self.ingest.handed()) is not None:
-            take_handed(handed, self.indexer, self.counts)
+    def apply_handoffs(self) -> None:
+        while (handoff := self.ingest.next_handoff()) is not None:
+            apply_handoff(handoff, self.indexer, self.counts)
 
     def all_counts(self) -> Counter[Any]:
-        return self.counts.seen + Counter(self.ingest.applied()) + Counter(self.ingest.oddities())
+        return self.counts.seen + Counter(self.ingest.applied()) + Counter(self.ingest.warnings())
 
 
 def test_is_compiled() -> None:
@@ -166,39 +166,39 @@ def test_a_gap_makes_the_stream_the_loops_until_it_is_settled() -> None:
     threads.stop(0)
     threads.run(0)
     assert threads.applied() == {}
-    first, second = threads.handed(), threads.handed()
-    assert first is not None and second is not None and threads.handed() is None
+    first, second = threads.next_handoff(), threads.next_handoff()
+    assert first is not None and second is not None and threads.next_handoff() is None
     assert [decode(payload).events[0].event_id for payload in (first[0], second[0])] == [1, 2]  # type: ignore[arg-type]
-    assert threads.take(7, 0) == (None, True)
-    assert threads.take(8, 0) is None
+    assert threads.reclaim(7, 0) == (None, True)
+    assert threads.reclaim(8, 0) is None
 
 
 def test_a_stream_is_given_only_when_nothing_waits() -> None:
     tree = RadixTree()
     threads = Ingest(tree, 1, "kv-events")
-    threads.follow(7, 0, tree.slot(7, 0))
-    assert not threads.give(9, 0, 3)
-    assert threads.give(7, 0, 3)
+    threads.add(7, 0, tree.slot(7, 0))
+    assert not threads.delegate(9, 0, 3)
+    assert threads.delegate(7, 0, 3)
     for event_id in (4, 6, 7):
         threads.push(0, event(event_id, BlocksStored(column(event_id), column(event_id))))
     threads.stop(0)
     threads.run(0)
     assert (tree.blocks(), threads.applied()) == (1, {("stored", "ok"): 1})
-    assert not threads.give(7, 0, 6)
-    assert threads.handed() is not None
-    assert not threads.give(7, 0, 6)
-    assert threads.handed() is not None
-    assert threads.give(7, 0, 6)
-    assert threads.heard(7, 0)
-    threads.forget(7, 0)
-    assert not threads.heard(7, 0)
+    assert not threads.delegate(7, 0, 6)
+    assert threads.next_handoff() is not None
+    assert not threads.delegate(7, 0, 6)
+    assert threads.next_handoff() is not None
+    assert threads.delegate(7, 0, 6)
+    assert threads.received_any(7, 0)
+    threads.remove(7, 0)
+    assert not threads.received_any(7, 0)
 
 
 def test_an_inbox_is_bounded() -> None:
     threads = Ingest(RadixTree(), 1, "kv-events")
     megabyte = bytes(1 << 20)
     assert sum(threads.push(0, megabyte) for _ in range(70)) == 64
-    assert threads.oddities()["overflow"] == 6
+    assert threads.warnings()["overflow"] == 6
 
 
 class Storm:
@@ -235,7 +235,7 @@ class Storm:
             self.threads.stop(number)
         for thread in running:
             thread.join()
-        assert self.threads.handed() is None
+        assert self.threads.next_handoff() is None
 
     def send(self, worker: int, data: BlocksStored | BlocksRemoved | BlocksCleared) -> None:
         self.next_id[worker] += 1
@@ -308,7 +308,7 @@ def test_threads_end_where_the_twin_does(seed: int) -> None:
         finally:
             storm.settle(running)
         storm.compare()
-    assert storm.threads.oddities()["failed"] == 0
+    assert storm.threads.warnings()["failed"] == 0
 
 
 async def test_messages_over_zmq(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dynamo._fast.ingest import Ingest
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksStored, KvEvent, KvEventBatch, KvQueryAnswer
-from dynamo.router.caches.event_threads import take_handed
+from dynamo.router.caches.event_threads import apply_handoff
 from dynamo.router.caches.indexer import Indexer, Recovery
 
 GONE, HEIR = 1, 2
@@ -47,8 +47,8 @@ class Box:
         self.ingest.run(0)
 
     def settle(self) -> None:
-        while (handed := self.ingest.handed()) is not None:
-            take_handed(handed, self.indexer, self.counts)
+        while (handoff := self.ingest.next_handoff()) is not None:
+            apply_handoff(handoff, self.indexer, self.counts)
 
 
 def test_events_in_an_inbox_do_not_reach_the_slots_heir() -> None:
@@ -67,7 +67,7 @@ def test_events_in_an_inbox_do_not_reach_the_slots_heir() -> None:
     assert box.tree.match(array("Q", [20, 21])) == {}
     assert box.tree.match(array("Q", [70, 71])) == {(HEIR, 0): 2}
     assert box.tree.blocks() == 2
-    assert box.ingest.oddities()["unknown_worker"] == 2
+    assert box.ingest.warnings()["unknown_worker"] == 2
     box.tree._check()
 
 

@@ -37,11 +37,11 @@ class History(RuleBasedStateMachine):
         self.leases: list[tuple[int, int]] = []
         self.open_slots: dict[int, bool] = {}
 
-    @rule(slot=slots, own_line=st.booleans())
-    def open(self, slot: int, own_line: bool) -> None:
-        self.open_slots[slot] = self.open_slots.get(slot, False) or own_line
+    @rule(slot=slots, own_list=st.booleans())
+    def open(self, slot: int, own_list: bool) -> None:
+        self.open_slots[slot] = self.open_slots.get(slot, False) or own_list
         for one in self.both:
-            one.open(slot, own_line)
+            one.open(slot, own_list)
 
     @rule(slot=slots)
     def close(self, slot: int) -> None:
@@ -96,7 +96,7 @@ class History(RuleBasedStateMachine):
         for slot in range(SLOTS):
             assert self.fast.blocks_of(slot) == self.reference.blocks_of(slot)
             assert self.fast.is_open(slot) == (slot in self.open_slots)
-            assert self.fast.has_own_line(slot) == self.open_slots.get(slot, False)
+            assert self.fast.has_own_list(slot) == self.open_slots.get(slot, False)
 
 
 TestHistory = History.TestCase
@@ -136,14 +136,14 @@ def test_a_lease_of_a_closed_slot_has_ended() -> None:
 def test_bad_arguments_change_nothing() -> None:
     recency = Recency()
     blocks = array("Q", [1])
-    with pytest.raises(ValueError, match="slot 0 is not known"):
+    with pytest.raises(ValueError, match="slot 0 is unknown"):
         recency.touch(0, blocks, 0.0)
     with pytest.raises(ValueError, match="slot 7 is not known"):
         recency.pin(7, blocks, 0.0)
     with pytest.raises(IndexError, match="slot 65536 is beyond 65535"):
         recency.open(65536, False)
     recency.open(0, False)
-    with pytest.raises(ValueError, match="of its own"):
+    with pytest.raises(ValueError, match="no list of its own"):
         recency.evict(0, 1)
     with pytest.raises(TypeError, match="64-bit integers"):
         recency.touch(0, array("I", [1]), 0.0)

@@ -1,4 +1,4 @@
-"""Worker scripts as users write them, in real processes: calls, cancellation, every kind of end."""
+"""Worker scripts in real processes: calls, cancellation, every kind of exit."""
 
 import asyncio
 import os
@@ -74,7 +74,7 @@ print("bye", flush=True)
 
 
 class Scripts:
-    """Scripts in processes of their own, with one state directory."""
+    """Scripts in separate processes with one state directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -161,7 +161,7 @@ async def test_a_worker_and_a_client_script(scripts: Scripts, loop: str, plane: 
     assert list((scripts.root / "state").rglob("*.sock")) == []
 
 
-async def test_context_errors_and_cancellation_cross_the_border(
+async def test_context_errors_and_cancellation_between_processes(
     scripts: Scripts, runtime: DistributedRuntime
 ) -> None:
     worker = scripts.start(WORKER, "uvloop")
@@ -197,7 +197,7 @@ async def test_context_errors_and_cancellation_cross_the_border(
 
 
 @pytest.mark.parametrize("end", ["SIGTERM", "unlink"])
-async def test_a_leaving_worker_finishes_its_streams(
+async def test_a_draining_worker_finishes_its_streams(
     scripts: Scripts, runtime: DistributedRuntime, end: str
 ) -> None:
     worker = scripts.start(WORKER, "uvloop")
@@ -225,7 +225,7 @@ async def test_a_supervised_worker_serves_until_the_frontends_have_finished(
     client = await connect(runtime)
     write_stop_stage(scripts.root / "state/dynamo", workers=False)
     worker.send_signal(signal.SIGTERM)
-    for _ in range(8):  # for longer than it waits for a stage that is never written
+    for _ in range(8):  # longer than the wait for a stage that is never written
         await asyncio.sleep(0.1)
         stream = await client.random({"count": 1}, annotated=False)
         assert [item async for item in stream] == [{"number": 0}]
@@ -233,7 +233,9 @@ async def test_a_supervised_worker_serves_until_the_frontends_have_finished(
     assert await ended(worker) == 0
 
 
-async def test_a_second_signal_cuts(scripts: Scripts, runtime: DistributedRuntime) -> None:
+async def test_a_second_signal_ends_the_streams(
+    scripts: Scripts, runtime: DistributedRuntime
+) -> None:
     worker = scripts.start(WORKER, "uvloop")
     client = await connect(runtime)
     gone = asyncio.Event()
@@ -251,7 +253,7 @@ async def test_a_second_signal_cuts(scripts: Scripts, runtime: DistributedRuntim
     assert getattr(found.value, "retryable", False)
 
 
-async def test_a_killed_worker_is_gone_at_once(
+async def test_a_killed_worker_is_removed_at_once(
     scripts: Scripts, runtime: DistributedRuntime
 ) -> None:
     workers = [scripts.start(WORKER, "uvloop") for _ in range(3)]

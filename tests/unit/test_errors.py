@@ -1,4 +1,4 @@
-"""Errors keep their class, status and text across a process border."""
+"""Errors keep their class, status and text between processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_codes_are_unique_and_unknown_ones_survive() -> None:
     assert type(errors.from_code("of a later version", "x")) is errors.DynamoError
 
 
-def test_only_other_workers_failures_are_worth_a_retry() -> None:
+def test_only_worker_failures_are_retryable() -> None:
     assert errors.Disconnected("").retryable and errors.EngineShutdown("").retryable
     assert not errors.InvalidArgument("").retryable and not errors.Cancelled("").retryable
 
@@ -49,5 +49,5 @@ def test_a_status_chosen_by_the_engine_crosses(given: int, status: int, kind: st
 
 
 @pytest.mark.parametrize("code", ["http.", "http.x", "http.²", "http.-4", "other.418"])
-def test_a_garbled_status_is_a_plain_failure(code: str) -> None:
+def test_an_invalid_status_is_a_plain_failure(code: str) -> None:
     assert errors.from_code(code, "x").status == 500

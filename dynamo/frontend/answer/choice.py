@@ -1,14 +1,18 @@
-"""One choice of an answer: engine outputs in, text out, and when it is over."""
+"""One choice of an answer: engine outputs in, text out, until a reason to finish."""
 
 from __future__ import annotations
 
+import msgspec
+
 from dynamo.errors import EngineFailure
-from dynamo.frontend.answer.detokenizer import Detokenizer
+from dynamo.frontend.answer.detokenizer import make_detokenizer
 from dynamo.frontend.answer.logprobs import LogprobsCollector
 from dynamo.frontend.answer.stops import StopMatcher, StopStrings
+from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, StopConditions
+from dynamo.protocols.openai import GenerationRequest
 
-__all__ = ["Choice", "StopRules"]
+__all__ = ["Choice", "ChoiceRules", "Usage"]
 
 _FINISH_REASONS = {
     "eos": "stop",
@@ -19,25 +23,27 @@ _FINISH_REASONS = {
     "tool_calls": "tool_calls",
 }
 _ERROR = "error"
+_STOP = "stop"
 _NO_IDS: frozenset[int] = frozenset()
 
 
-class StopRules:
-    """What ends the choices of a request; made once and shared by all of them.
+class ChoiceRules:
+    """What the choices of a request share; made once, because the automaton may be large.
 
-    ``hidden`` are the stop ids that are not shown, ``stop_ids`` all, ``strings`` the stop strings,
-    of which ``include_string`` leaves the one found in the text.
+    ``hidden`` are the stop ids that are not shown, ``stop_ids`` all of them, ``strings`` the stop
+    strings; ``include_string`` shows the stop string that ended the choice.
     """
 
-    __slots__ = ("hidden", "include_string", "min_tokens", "stop_ids", "strings")
+    __slots__ = ("hidden", "include_string", "min_tokens", "skip_special", "stop_ids", "strings")
 
-    def __init__(self, conditions: StopConditions, include_string: bool = False) -> None:
+    def __init__(self, request: GenerationRequest, conditions: StopConditions) -> None:
         hidden, shown = conditions.stop_token_ids_hidden, conditions.stop_token_ids
         self.hidden = frozenset(hidden) if hidden else _NO_IDS
         self.stop_ids = self.hidden.union(shown) if shown else self.hidden
         self.min_tokens = conditions.min_tokens or 0
         self.strings = StopStrings(conditions.stop) if conditions.stop else None
-        self.include_string = include_string
+        self.include_string = request.include_stop_str_in_output is True
+        self.skip_special = request.skip_special_tokens is not False
 
 
 class Choice:
@@ -47,8 +53,7 @@ class Choice:
 
     __slots__ = (
         "_detokenizer",
-        "_hidden",
-        "_min_tokens",
+        "_rules",
         "_stop_ids",
         "_stops",
         "finish_reason",
@@ -61,14 +66,13 @@ class Choice:
 
     def __init__(
         self,
-        detokenizer: Detokenizer,
-        rules: StopRules,
+        tokenizer: Tokenizer,
+        rules: ChoiceRules,
         logprobs: LogprobsCollector | None = None,
     ) -> None:
-        self._detokenizer = detokenizer
-        self._hidden = rules.hidden
+        self._detokenizer = make_detokenizer(tokenizer, rules.skip_special)
+        self._rules = rules
         self._stop_ids = rules.stop_ids
-        self._min_tokens = rules.min_tokens
         strings = rules.strings
         self._stops = None if strings is None else StopMatcher(strings, rules.include_string)
         self.logprobs = logprobs
@@ -78,61 +82,59 @@ class Choice:
         self.stop_reason: str | int | None = None
         self.usage: CompletionUsage | None = None
 
-    def push(self, output: EngineOutput) -> None:
-        """Take one engine output. After the end, nothing. Raises EngineFailure for its error."""
+    def push(self, output: EngineOutput) -> bool:
+        """Add one engine output; return whether the choice is finished, then outputs are ignored.
+
+        Raises EngineFailure for an error in the output.
+        """
         if self.finish_reason is not None:
-            return
-        ids = output.token_ids
-        reason = output.finish_reason
+            return True
+        shown, reason = output.token_ids, output.finish_reason
         if reason is not None and reason.startswith(_ERROR):
             raise EngineFailure(reason.removeprefix(_ERROR).lstrip(": ") or "engine error")
-        count = len(ids)
+        count = len(shown)
         stop_id: int | None = None
-        shown = ids
-        if self._stop_ids and not self._stop_ids.isdisjoint(ids):
-            shown, count, stop_id = self._cut(ids)
+        if self._stop_ids and not self._stop_ids.isdisjoint(shown):
+            shown, count, stop_id = self._cut(shown)
+            reason = reason if stop_id is None else _STOP
         self.tokens += count
-        text = output.text
-        if text is None:
-            text = self._detokenizer.push(shown)
-        if output.completion_usage is not None:
-            self.usage = output.completion_usage
+        text = output.text if output.text is not None else self._detokenizer.push(shown)
+        self.usage = output.completion_usage or self.usage
         if self.logprobs is not None and output.log_probs:
             self.logprobs.add(output, count)
         if self._stops is not None:
             text = self._match(text)
         if text:
             self.pending.append(text)
-        if self.finish_reason is not None:
-            return
-        if stop_id is not None:
-            self.stop_reason = None if stop_id in self._hidden else stop_id
-            self._finish("stop")
-        elif reason is not None:
+        if reason is None or self.finish_reason is not None:  # a stop string found wins
+            return self.finish_reason is not None
+        if stop_id is None:
             self.stop_reason = output.stop_reason
-            self._finish(_FINISH_REASONS.get(reason, reason))
+        else:
+            self.stop_reason = None if stop_id in self._rules.hidden else stop_id
+        if self._stops is not None or self._detokenizer.held:
+            self._release()  # the text released may complete a stop string
+        self.finish_reason = self.finish_reason or _FINISH_REASONS.get(reason, reason)
+        return True
 
     def close(self) -> None:
-        """The engine's stream has ended: show what was held back. Idempotent."""
+        """Show the text held back when the engine's stream ends. Idempotent."""
         if self.finish_reason is None:
             self._release()
 
-    def take(self) -> str:
-        """The text since the last call."""
-        text = "".join(self.pending)
-        self.pending.clear()
-        return text
-
     def _cut(self, ids: list[int]) -> tuple[list[int], int, int | None]:
         """Ids to show, how many count, and the stop id, when ``ids`` may hold one."""
+        rules = self._rules
         for place, token_id in enumerate(ids):
-            if token_id in self._stop_ids and self.tokens + place >= self._min_tokens:
-                return ids[: place + (token_id not in self._hidden)], place + 1, token_id
+            if token_id in rules.stop_ids and self.tokens + place >= rules.min_tokens:
+                return ids[: place + (token_id not in rules.hidden)], place + 1, token_id
         return ids, len(ids), None
 
     def _match(self, text: str) -> str:
+        """The part of ``text`` that can be shown now, up to a stop string."""
         stops = self._stops
-        if stops is None or self.tokens <= self._min_tokens:
+        # Text of the first ``min_tokens`` is never searched, not even later: it is shown already.
+        if stops is None or self.tokens <= self._rules.min_tokens:
             return text
         text = stops.push(text)
         if stops.hit is not None:
@@ -140,11 +142,8 @@ class Choice:
             self.finish_reason = "stop"
         return text
 
-    def _finish(self, reason: str) -> None:
-        self._release()
-        self.finish_reason = self.finish_reason or reason
-
     def _release(self) -> None:
+        """Show the bytes of a broken character and the beginning of a stop string."""
         text = self._detokenizer.finish()
         if self._stops is not None:
             text = self._match(text)
@@ -152,3 +151,22 @@ class Choice:
                 text += self._stops.finish()
         if text:
             self.pending.append(text)
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of all prompts (each counted once), of all choices, and those of the prompts that the
+    engines did not have to compute (None if no engine reported it)."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+
+    def to_json(self) -> bytes:
+        """The ``usage`` object. Formatted here: a sum of counts may exceed orjson's 64 bits."""
+        prompt, completion, cached = self.prompt_tokens, self.completion_tokens, self.cached_tokens
+        return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d%b}' % (
+            prompt,
+            completion,
+            prompt + completion,
+            b"" if cached is None else b',"prompt_tokens_details":{"cached_tokens":%d}' % cached,
+        )

@@ -1,6 +1,6 @@
 """Token ids to text as they come, never a part of a character.
 
-All texts pushed, and what :meth:`finish` gives, are together the text of all ids decoded at once,
+The texts that ``push`` and ``finish`` return are together the text of all ids decoded at once,
 however the ids were cut. At most three bytes are held back where the model has a piece table.
 """
 
@@ -23,39 +23,41 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer(Protocol):
     """The state of one stream."""
 
+    @property
+    def held(self) -> bool:
+        """False if :meth:`finish` has nothing to return."""
+
     def push(self, ids: Sequence[int]) -> str:
-        """The characters that are whole now."""
+        """Add ``ids``, return the characters that are complete now."""
 
     def finish(self) -> str:
-        """What is left; a broken character becomes U+FFFD."""
+        """Return the rest; a broken character becomes U+FFFD."""
 
 
 def make_detokenizer(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> Detokenizer:
     """A detokenizer for one stream: by table where the model allows it."""
-    skip = tokenizer.special_ids if skip_special_tokens else _NO_IDS
     if tokenizer.pieces is not None:
-        return TableDetokenizer(tokenizer.pieces, skip)
-    return PrefixDetokenizer(tokenizer, skip)
+        return TableDetokenizer(tokenizer.pieces, skip_special_tokens)
+    return PrefixDetokenizer(tokenizer, skip_special_tokens)
 
 
 class TableDetokenizer:
-    """Any model with a piece table: one list look-up a token unless a character is cut. O(1) a
-    token."""
+    """Any model with a piece table: one list look-up a token, O(1), unless a character is cut."""
 
-    __slots__ = ("_decoder", "_held", "_skip", "_strip", "_table", "_texts")
+    __slots__ = ("_decoder", "_skip", "_strip", "_table", "_texts", "held")
 
-    def __init__(self, table: PieceTable, skip: frozenset[int] = _NO_IDS) -> None:
+    def __init__(self, table: PieceTable, skip_special_tokens: bool) -> None:
         self._table = table
-        self._texts = table.shown(skip)
-        self._skip = skip
+        self._texts = table.visible if skip_special_tokens else table.text
+        self._skip = table.special_ids if skip_special_tokens else _NO_IDS
         self._strip = table.strip_space
-        # Whether bytes are held back, or the first text is still to come and loses a space.
-        self._held = self._strip
+        # Either bytes of a character are held back, or the first text is still to lose a space.
+        self.held = self._strip
         self._decoder: codecs.IncrementalDecoder | None = None
 
     def push(self, ids: Sequence[int]) -> str:
-        """The characters that are whole now; an unknown id is nothing."""
-        if not self._held:
+        """Add ``ids``, return the characters that are complete now; an unknown id has no text."""
+        if not self.held:
             texts = self._texts
             try:
                 if len(ids) == 1:
@@ -63,17 +65,17 @@ class TableDetokenizer:
                     if text is not None:
                         return text
                 else:
-                    # A token that is no whole text is None, which join refuses.
+                    # A token that cuts a character is None, which join refuses.
                     return "".join([texts[each] for each in ids])  # type: ignore[misc]
             except (IndexError, TypeError):
-                pass  # the careful way knows what to do
+                pass  # an unknown id or a cut character: decode the bytes
         return self._push_bytes(ids)
 
     def finish(self) -> str:
-        """What is left; a broken character becomes U+FFFD."""
-        if not self._held or self._decoder is None:
+        """Return the rest; a broken character becomes U+FFFD."""
+        if not self.held or self._decoder is None:
             return ""
-        self._held = False
+        self.held = False
         return self._decoder.decode(b"", final=True)
 
     def _push_bytes(self, ids: Sequence[int]) -> str:
@@ -84,7 +86,7 @@ class TableDetokenizer:
         if self._strip and text:
             self._strip = False
             text = text.removeprefix(" ")
-        self._held = self._strip or bool(self._decoder.getstate()[0])
+        self.held = self._strip or bool(self._decoder.getstate()[0])
         return text
 
 
@@ -97,20 +99,23 @@ class PrefixDetokenizer:
 
     __slots__ = ("_decode", "_ids", "_read", "_skip")
 
-    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int] = _NO_IDS) -> None:
+    held = True  # not worth computing: finish() finds out
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._decode = tokenizer.decode
-        self._skip = skip
+        self._skip = tokenizer.special_ids if skip_special_tokens else _NO_IDS
+        # The window; the text of its first ``_read`` ids has been returned.
         self._ids: list[int] = []
         self._read = 0
 
     def push(self, ids: Sequence[int]) -> str:
-        """The characters that are whole now."""
+        """Add ``ids``, return the characters that are complete now."""
         # One by one: a window of several ids could end inside a character after good text.
         return "".join([self._push(each) for each in ids if each not in self._skip])
 
     def finish(self) -> str:
-        """What is left."""
-        return self._take(*self._texts())
+        """Return the rest."""
+        return self._advance(*self._texts())
 
     def _push(self, token_id: int) -> str:
         self._ids.append(token_id)
@@ -118,12 +123,13 @@ class PrefixDetokenizer:
         held = len(self._ids) - self._read
         if text.endswith("\ufffd") and held <= _MAX_HELD_TOKENS:
             return ""
-        return self._take(before, text)
+        return self._advance(before, text)
 
     def _texts(self) -> tuple[str, str]:
         return self._decode(self._ids[: self._read], False), self._decode(self._ids, False)
 
-    def _take(self, before: str, text: str) -> str:
+    def _advance(self, before: str, text: str) -> str:
+        """Return what ``text`` adds to ``before``, the text of the ids already read."""
         if len(text) <= len(before):
             return ""
         # The tokens just read are the context in which the next ones are decoded.

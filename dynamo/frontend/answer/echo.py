@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.answer.detokenizer import make_detokenizer
-from dynamo.frontend.answer.logprobs import Row
+from dynamo.frontend.answer.logprobs import CompletionToken
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.protocols.openai import MAX_ECHOED_CHARACTERS, MAX_ECHOED_TOKENS, CompletionRequest
@@ -19,7 +19,7 @@ class EchoedPrompt(NamedTuple):
     """A prompt as the answer repeats it: its text and, for ``logprobs``, its tokens."""
 
     text: str
-    rows: list[Row]
+    rows: list[CompletionToken]
 
 
 def echoed_prompts(
@@ -55,7 +55,7 @@ def echoed_prompts(
     ]
 
 
-def _rows(tokenizer: Tokenizer, ids: Iterable[int], text: str) -> list[Row]:
+def _rows(tokenizer: Tokenizer, ids: Iterable[int], text: str) -> list[CompletionToken]:
     """The tokens of a prompt that is echoed as ``text``. O(tokens).
 
     Log probabilities are None, because engines do not report those of the prompt. A special token
@@ -65,7 +65,7 @@ def _rows(tokenizer: Tokenizer, ids: Iterable[int], text: str) -> list[Row]:
     detokenizer = make_detokenizer(tokenizer, skip_special_tokens=False)
     for token_id in ids:
         token = tokenizer.token_text(token_id)
-        rows.append(Row(token, None, None, offset))
+        rows.append(CompletionToken(token, None, None, offset))
         if token_id not in tokenizer.special_ids or text.startswith(token, offset):
             offset += len(detokenizer.push((token_id,)))
     return rows

@@ -1,9 +1,9 @@
 """From engine outputs to what the client reads: SSE bytes as they come, or one body at the end.
 
-A stream object lives as long as its request and knows neither sockets nor routers:
+A stream object lives as long as its request and touches neither sockets nor routers:
 
-* ``opening()`` once, then for each engine output ``feed(choice, output)``, or ``push`` for several
-  outputs and one ``flush`` (what arrived together leaves as one delta);
+* ``opening()`` once; then ``push`` for each engine output and ``flush`` for the bytes to write
+  (outputs pushed together become one delta);
 * ``close(choice)`` when the engine's stream of a choice has ended;
 * ``end()`` after the last, or ``error(...)``; or, for a request that does not stream, ``unary()``.
 
@@ -12,25 +12,25 @@ Spec 5.4, 5.6, 5.8.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import orjson
+
 from dynamo.errors import DynamoError
-from dynamo.frontend.answer.choice import Choice, StopRules
-from dynamo.frontend.answer.detokenizer import make_detokenizer
+from dynamo.frontend.answer.choice import Choice, ChoiceRules, Usage
 from dynamo.frontend.answer.echo import EchoedPrompt, echoed_prompts
 from dynamo.frontend.answer.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
 from dynamo.frontend.answer.sse import (
     DONE,
-    ChatShape,
-    ChunkTemplate,
-    CompletionShape,
-    Shape,
+    ChatChunks,
+    ChoiceChunks,
+    CompletionChunks,
     annotation,
     error_event,
     json_bytes,
+    stream_head,
 )
-from dynamo.frontend.answer.usage import Usage, count_usage
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
@@ -44,13 +44,14 @@ _NOTHING: frozenset[str] = frozenset()
 class GenerationStream:
     """The answer to one request with its ``n`` choices for each prompt.
 
-    ``worker_id`` (a dict as in spec 5.6) and ``timing`` (called at the end) are given by who
-    knows them; they are shown if the request asks for them in ``nvext.extra_fields``.
+    The owner sets ``worker_id`` (a dict as in spec 5.6) and ``timing`` (called at the end); they
+    are shown if the request asks for them in ``nvext.extra_fields``.
     """
 
-    _shape: type[Shape]
+    _body_object: str
+    _chunks: type[ChoiceChunks]
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what is known of an answer before it begins
         self,
         request: GenerationRequest,
         prepared: Prepared,
@@ -64,52 +65,36 @@ class GenerationStream:
         options, nvext = request.stream_options, request.nvext
         self._with_usage = force_usage or bool(options is not None and options.include_usage)
         self._extra = _NOTHING if nvext is None else frozenset(nvext.extra_fields or ())
-        self._annotations = prepared.requests[0].annotations
         self._prepared = prepared
         self._response_id = response_id
-        self._envelope = ChunkTemplate(self._shape, response_id, created, request.model)
+        self._created = created
+        self._model = request.model
         self._choices = self._make_choices(request, prepared, tokenizer)
-        self._shapes: list[Shape] = []
-        self._own_count: set[int] = set()
-        self._started = [False] * len(self._choices)
-        self._finished = [False] * len(self._choices)
+        # Made with the first chunk: an answer in one body needs none.
+        self._writers: list[ChoiceChunks] = []
+        self._final_usage: Usage | None = None
         self.worker_id: dict[str, Any] | None = None
         self.timing: Callable[[], dict[str, Any]] | None = None
 
-    # --- engine side
+    # --- from the engines
 
     def push(self, index: int, output: EngineOutput) -> bool:
-        """Take one engine output of choice ``index`` without writing; whether the choice is done.
-
-        Raises EngineFailure.
-        """
-        choice = self._choices[index]
-        choice.push(output)
-        return choice.finish_reason is not None
+        """Add one engine output of choice ``index``, write nothing; return whether the choice is
+        finished. Raises EngineFailure."""
+        return self._choices[index].push(output)
 
     def close(self, index: int) -> None:
-        """The engine's stream of choice ``index`` has ended."""
-        self._choices[index].close()
-
-    def resumed(self, index: int) -> None:
-        """Choice ``index`` moved to another worker with its text so far as part of the prompt:
-        from now on the engine's prompt count says nothing about this request's prompt."""
-        self._own_count.add(index)
-
-    def is_done(self, index: int) -> bool:
-        """Whether choice ``index`` needs no more of the engine (finished, or a stop was found)."""
-        return self._choices[index].finish_reason is not None
-
-    @property
-    def all_done(self) -> bool:
-        """Whether every choice is done."""
-        return all(choice.finish_reason is not None for choice in self._choices)
+        """End choice ``index`` after the last output of its engine. Idempotent."""
+        choice = self._choices[index]
+        if choice.finish_reason is None:
+            choice.close()
 
     # --- streaming
 
     def opening(self) -> bytes:
         """The annotations that the client asked for, as events; often nothing."""
-        if not self._annotations:
+        annotations = self._prepared.requests[0].annotations
+        if not annotations:
             return b""
         first = self._prepared.prompts[0]
         values: dict[str, Callable[[], str | None]] = {
@@ -117,38 +102,34 @@ class GenerationStream:
             "token_ids": lambda: json_bytes(first.token_ids.tolist()).decode(),
             "formatted_prompt": lambda: first.text,
         }
-        found = [(name, values[name]()) for name in self._annotations if name in values]
+        found = [(name, values[name]()) for name in annotations if name in values]
         return b"".join(annotation(name, value) for name, value in found if value is not None)
-
-    def feed(self, index: int, output: EngineOutput) -> bytes:
-        """Take one engine output and give the SSE bytes to write now, perhaps none."""
-        self._choices[index].push(output)
-        return self._chunk(index)
 
     def flush(self) -> bytes:
         """SSE bytes of everything pushed since the last time: one chunk a choice at most."""
-        if len(self._choices) == 1:
-            return self._chunk(0)
-        return b"".join([self._chunk(index) for index in range(len(self._choices))])
+        writers = self._writers or self._start_writers()
+        if len(writers) == 1:
+            return self._chunk(self._choices[0], writers[0])
+        return b"".join(map(self._chunk, self._choices, writers))
 
     def end(self) -> bytes:
-        """The last bytes of the stream: what is left, usage if asked for, ``[DONE]``."""
+        """The last bytes of the stream: the rest of the text, usage if asked for, ``[DONE]``."""
         for choice in self._choices:
             choice.close()
         last = self.flush()
         if self._with_usage:
-            last += self._envelope.chunk() + b'],"usage":' + self.usage().to_json() + b"}\n\n"
+            last += self._stream_head() + b'],"usage":' + self.usage().to_json() + b"}\n\n"
         return last + DONE
 
     def error(self, error: DynamoError) -> bytes:
-        """The last bytes of a stream that failed: what is left, the error object, ``[DONE]``."""
+        """The last bytes of a stream that failed: the text so far, the error object, ``[DONE]``."""
         return self.flush() + error_event(error) + DONE
 
     def located(self) -> bytes:
         """The whole stream of a ``query_instance_id`` request: where it would go. Spec 5.6."""
         ids = self._prepared.prompts[0].token_ids.tolist()
         nvext = {"worker_id": self.worker_id or {}, "token_ids": ids}
-        return self._shape_of(0).chunk("", finish_reason="stop", nvext=nvext) + DONE
+        return self._start_writers()[0].chunk("", finish_reason="stop", nvext=nvext) + DONE
 
     # --- unary
 
@@ -156,82 +137,110 @@ class GenerationStream:
         """The whole answer as one JSON body."""
         parts = []
         for index, choice in enumerate(self._choices):
-            choice.close()
-            logprobs = choice.logprobs.take() if choice.logprobs is not None else None
-            parts.append(self._shape.whole(index, choice.take(), logprobs, choice.finish_reason))
-        nvext = self._nvext(self._choices[0], first=True, last=True) if self._extra else None
-        return b"".join(
-            (
-                self._envelope.body(),
-                b",".join(parts),
-                b'],"usage":',
-                self.usage().to_json(),
-                b"" if nvext is None else b',"nvext":' + json_bytes(nvext),
-                b"}",
-            )
-        )
+            if choice.finish_reason is None:
+                choice.close()
+            texts = choice.pending
+            part = self._part(index, texts[0] if len(texts) == 1 else "".join(texts))
+            part["logprobs"] = None if choice.logprobs is None else choice.logprobs.drain()
+            part["finish_reason"] = choice.finish_reason
+            parts.append(part)
+        usage = self._final_usage = self.usage()
+        body = {
+            "id": self._response_id,
+            "object": self._body_object,
+            "created": self._created,
+            "model": self._model,
+            "choices": parts,
+            "usage": orjson.Fragment(usage.to_json()),
+        }
+        if self._extra:
+            nvext = self._nvext(self._choices[0], first=True, last=True)
+            if nvext is not None:
+                body["nvext"] = nvext
+        return json_bytes(body)
 
     # --- counts
 
     def usage(self) -> Usage:
-        """Tokens so far, all choices."""
-        return count_usage(self._prepared, self._choices, self._own_count)
+        """Tokens so far. A prompt's tokens are the engine's count where it gave one, else ours;
+        generated tokens are always counted here. Spec 5.8."""
+        if self._final_usage is not None:
+            return self._final_usage
+        prompt_tokens = completion_tokens = 0
+        cached_tokens: int | None = None
+        choices, n = self._choices, self._prepared.n
+        for place, prompt in enumerate(self._prepared.prompts):
+            reported = choices[place * n].usage  # the choices of a prompt share it
+            if reported is None:
+                prompt_tokens += len(prompt.token_ids)
+                continue
+            prompt_tokens += reported.prompt_tokens or len(prompt.token_ids)
+            details = reported.prompt_tokens_details
+            if details is not None and details.cached_tokens is not None:
+                cached_tokens = (cached_tokens or 0) + details.cached_tokens
+        for choice in choices:
+            completion_tokens += choice.tokens
+        return Usage(prompt_tokens, completion_tokens, cached_tokens)
 
     # --- private
 
     def _make_choices(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> list[Choice]:
-        skip = request.skip_special_tokens is not False
+        collectors = self._collectors(request, prepared, tokenizer)
         # The choices differ in max_tokens at most, which the engine counts.
         conditions = prepared.requests[0].stop_conditions
-        rules = StopRules(conditions, bool(request.include_stop_str_in_output))
-        return [
-            Choice(
-                make_detokenizer(tokenizer, skip),
-                rules,
-                self._logprobs(request, tokenizer, index // prepared.n),
-            )
-            for index in range(len(prepared.requests))
-        ]
+        rules = ChoiceRules(request, conditions)
+        choices = []
+        for index in range(len(prepared.requests)):
+            collector = collectors[index] if collectors else None
+            choices.append(Choice(tokenizer, rules, collector))
+        return choices
 
-    def _logprobs(
-        self, request: GenerationRequest, tokenizer: Tokenizer, prompt: int
-    ) -> LogprobsCollector | None:
+    def _collectors(
+        self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
+    ) -> Sequence[LogprobsCollector]:
+        """A collector of log probabilities for each choice, none if they are not wanted."""
         raise NotImplementedError
 
-    def _chunk(self, index: int) -> bytes:
-        choice = self._choices[index]
-        reason = choice.finish_reason
-        if self._started[index] and reason is None and choice.logprobs is None:
+    def _part(self, index: int, text: str) -> dict[str, Any]:
+        """The beginning of one element of ``choices`` in a unary body."""
+        raise NotImplementedError
+
+    def _chunk(self, choice: Choice, writer: ChoiceChunks) -> bytes:
+        if choice.finish_reason is None and choice.logprobs is None and writer.started:
             texts = choice.pending
             if not texts:
                 return b""
             text = texts[0] if len(texts) == 1 else "".join(texts)
             texts.clear()
-            return self._shapes[index].delta(text)
-        return self._rare_chunk(index, choice, reason)
+            return writer.head + json_bytes(text) + writer.tail
+        return self._rare_chunk(choice, writer)
 
-    def _rare_chunk(self, index: int, choice: Choice, reason: str | None) -> bytes:
+    def _rare_chunk(self, choice: Choice, writer: ChoiceChunks) -> bytes:
         """The first and the last chunk of a choice, and all with log probabilities."""
-        if self._finished[index] or not (choice.pending or reason is not None):
+        reason = choice.finish_reason
+        if writer.finished or not (choice.pending or reason is not None):
             return b""
-        logprobs = choice.logprobs.take() if choice.logprobs is not None else None
-        first = not self._started[index]
-        self._started[index] = True
-        self._finished[index] = reason is not None
+        logprobs = choice.logprobs.drain() if choice.logprobs is not None else None
         nvext = None
+        first = not writer.started
+        writer.finished = reason is not None
         if self._extra and (first or reason is not None):
-            nvext = self._nvext(choice, first=first, last=all(self._finished))
-        return self._shape_of(index).chunk(choice.take(), logprobs, reason, nvext)
+            last = all(each.finished for each in self._writers)
+            nvext = self._nvext(choice, first=first, last=last)
+        text = "".join(choice.pending)
+        choice.pending.clear()
+        return writer.chunk(text, logprobs, reason, nvext)
 
-    def _shape_of(self, index: int) -> Shape:
-        if not self._shapes:  # only now is it certain that the answer is streamed
-            null = b',"usage":null' if self._with_usage else b""
-            self._shapes = [
-                self._shape(self._envelope, each, null) for each in range(len(self._choices))
-            ]
-        return self._shapes[index]
+    def _start_writers(self) -> list[ChoiceChunks]:
+        head = self._stream_head()
+        null = b',"usage":null' if self._with_usage else b""
+        self._writers = [self._chunks(head, each, null) for each in range(len(self._choices))]
+        return self._writers
+
+    def _stream_head(self) -> bytes:
+        return stream_head(self._chunks.kind, self._response_id, self._created, self._model)
 
     def _nvext(self, choice: Choice, *, first: bool, last: bool) -> dict[str, Any] | None:
         shown: dict[str, Any] = {}
@@ -247,37 +256,50 @@ class GenerationStream:
 class ChatStream(GenerationStream):
     """The answer to POST /v1/chat/completions."""
 
-    _shape = ChatShape
+    _body_object = "chat.completion"
+    _chunks = ChatChunks
 
-    def _logprobs(
-        self, request: GenerationRequest, tokenizer: Tokenizer, prompt: int
-    ) -> LogprobsCollector | None:
+    def _collectors(
+        self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
+    ) -> Sequence[LogprobsCollector]:
         if not isinstance(request, ChatCompletionRequest) or not request.logprobs:
-            return None
-        return ChatLogprobs(tokenizer, request.top_logprobs or 0)
+            return ()
+        return [ChatLogprobs(tokenizer, request.top_logprobs or 0) for _ in prepared.requests]
+
+    def _part(self, index: int, text: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message}
 
 
 class CompletionStream(GenerationStream):
     """The answer to POST /v1/completions. With ``echo`` each choice begins with its prompt."""
 
-    _shape = CompletionShape
+    _body_object = "text_completion"
+    _chunks = CompletionChunks
+    _echoed: Sequence[EchoedPrompt] = ()
 
     def _make_choices(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> list[Choice]:
-        self._echoed: list[EchoedPrompt] = []
-        if isinstance(request, CompletionRequest):
+        if isinstance(request, CompletionRequest) and request.echo:
             self._echoed = echoed_prompts(request, prepared, tokenizer)
         choices = super()._make_choices(request, prepared, tokenizer)
         for index, choice in enumerate(choices if self._echoed else ()):
             choice.pending.append(self._echoed[index // prepared.n].text)
-        self._echoed = []  # the choices have them
+        self._echoed = ()  # the choices have them
         return choices
 
-    def _logprobs(
-        self, request: GenerationRequest, tokenizer: Tokenizer, prompt: int
-    ) -> LogprobsCollector | None:
+    def _collectors(
+        self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
+    ) -> Sequence[LogprobsCollector]:
         if not isinstance(request, CompletionRequest) or request.logprobs is None:
-            return None
-        text, rows = self._echoed[prompt] if self._echoed else ("", ())
-        return CompletionLogprobs(tokenizer, request.logprobs, rows, len(text))
+            return ()
+        echoed = self._echoed or [EchoedPrompt("", [])] * len(prepared.prompts)
+        return [
+            CompletionLogprobs(tokenizer, request.logprobs, rows, len(text))
+            for text, rows in echoed
+            for _ in range(prepared.n)
+        ]
+
+    def _part(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "text": text}

@@ -6,24 +6,23 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from dynamo.frontend.answer.sse import json_bytes
 from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
 
-__all__ = ["ChatLogprobs", "CompletionLogprobs", "LogprobsCollector", "Row"]
+__all__ = ["ChatLogprobs", "CompletionLogprobs", "CompletionToken", "LogprobsCollector"]
 
 _LOWEST = -9999.0
-"""Stands for minus infinity, which JSON can't say."""
+"""In place of minus infinity, which JSON cannot express."""
 
 
 class LogprobsCollector(Protocol):
-    """Collects what engine outputs report until a chunk takes it."""
+    """Collects what engine outputs report until a chunk is written."""
 
     def add(self, output: EngineOutput, count: int) -> None:
-        """Note the first ``count`` tokens of ``output``."""
+        """Add the first ``count`` tokens of ``output``."""
 
-    def take(self) -> bytes | None:
-        """The JSON of everything since the last call, None if there is nothing."""
+    def drain(self) -> dict[str, Any] | None:
+        """Return everything since the last call, as the API shows it; None if that is nothing."""
 
 
 class ChatLogprobs:
@@ -35,22 +34,22 @@ class ChatLogprobs:
         self._entries: list[dict[str, Any]] = []
 
     def add(self, output: EngineOutput, count: int) -> None:
-        """Note the first ``count`` tokens of ``output``."""
+        """Add the first ``count`` tokens of ``output``."""
         for token_id, logprob, top in _tokens(output, count):
             entry = _entry(self._tokenizer, {"token_id": token_id, "logprob": logprob})
             alternatives = top[: self._alternatives]
             entry["top_logprobs"] = [_entry(self._tokenizer, each) for each in alternatives]
             self._entries.append(entry)
 
-    def take(self) -> bytes | None:
-        """The JSON of everything since the last call, None if there is nothing."""
+    def drain(self) -> dict[str, Any] | None:
+        """Return everything since the last call; None if that is nothing."""
         if not self._entries:
             return None
         taken, self._entries = self._entries, []
-        return json_bytes({"content": taken, "refusal": None})
+        return {"content": taken, "refusal": None}
 
 
-class Row(NamedTuple):
+class CompletionToken(NamedTuple):
     """A token of a completion: its text, what the engine reported of it, and where it begins."""
 
     token: str
@@ -67,7 +66,11 @@ class CompletionLogprobs:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, alternatives: int, echoed: Iterable[Row] = (), offset: int = 0
+        self,
+        tokenizer: Tokenizer,
+        alternatives: int,
+        echoed: Iterable[CompletionToken] = (),
+        offset: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._alternatives = alternatives
@@ -75,23 +78,23 @@ class CompletionLogprobs:
         self._rows = list(echoed)
 
     def add(self, output: EngineOutput, count: int) -> None:
-        """Note the first ``count`` tokens of ``output``."""
+        """Add the first ``count`` tokens of ``output``."""
         for token_id, logprob, top in _tokens(output, count):
             token = self._tokenizer.token_text(token_id)
             named = {
                 _name(self._tokenizer, each): _finite(each["logprob"])
                 for each in top[: self._alternatives]
             }
-            self._rows.append(Row(token, _finite(logprob), named or None, self._offset))
+            self._rows.append(CompletionToken(token, _finite(logprob), named or None, self._offset))
             self._offset += len(token)
 
-    def take(self) -> bytes | None:
-        """The JSON of everything since the last call, None if there is nothing."""
+    def drain(self) -> dict[str, Any] | None:
+        """Return everything since the last call; None if that is nothing."""
         if not self._rows:
             return None
         taken, self._rows = self._rows, []
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        return json_bytes(dict(zip(names, zip(*taken, strict=True), strict=True)))
+        return dict(zip(names, zip(*taken, strict=True), strict=True))
 
 
 def _tokens(

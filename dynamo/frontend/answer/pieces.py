@@ -32,22 +32,28 @@ def byte_alphabet() -> dict[int, int]:
 
 class PieceTable:
     """``text[id]`` is the token's text, or None if it is not whole UTF-8; ``partial[id]`` are the
-    bytes of those. Ids without a token are empty texts. With ``strip_space`` a space at the very
-    beginning of a text is left out."""
+    bytes of those. Ids without a token are empty texts. ``visible`` is ``text`` without the
+    tokens in ``special_ids``. With ``strip_space`` a text loses a space at its beginning."""
 
-    __slots__ = ("_shown", "partial", "strip_space", "text")
+    __slots__ = ("partial", "special_ids", "strip_space", "text", "visible")
 
-    def __init__(self, pieces: dict[int, bytes], strip_space: bool = False) -> None:
+    def __init__(
+        self, pieces: dict[int, bytes], special_ids: frozenset[int], strip_space: bool = False
+    ) -> None:
+        self.special_ids = special_ids
         self.strip_space = strip_space
         self.text: list[str | None] = [""] * (max(pieces, default=-1) + 1)
         self.partial: dict[int, bytes] = {}
-        self._shown: dict[frozenset[int], list[str | None]] = {}
         for token_id, piece in pieces.items():
             try:
                 self.text[token_id] = piece.decode()
             except UnicodeDecodeError:
                 self.text[token_id] = None
                 self.partial[token_id] = piece
+        self.visible = list(self.text)
+        for token_id in special_ids:
+            if token_id < len(self.visible):
+                self.visible[token_id] = ""
 
     @classmethod
     def of(cls, parsed: TokenizerFile) -> PieceTable | None:
@@ -62,15 +68,8 @@ class PieceTable:
             return None
         added = {token.content: token.id for token in parsed.added_tokens}
         pieces = {token_id: to_bytes(token) for token, token_id in (vocab | added).items()}
-        return cls(pieces, strip_space=steps[-1]["type"] == "Strip")
-
-    def shown(self, skip: frozenset[int]) -> list[str | None]:
-        """``text`` with nothing for the ids in ``skip``; made once for each set."""
-        texts = self._shown.get(skip)
-        if texts is None:
-            texts = ["" if each in skip else text for each, text in enumerate(self.text)]
-            self._shown[skip] = texts
-        return texts
+        special_ids = frozenset(token.id for token in parsed.added_tokens if token.special)
+        return cls(pieces, special_ids, strip_space=steps[-1]["type"] == "Strip")
 
     def piece(self, token_id: int) -> bytes:
         """The bytes of one token; none for an unknown id."""
@@ -79,8 +78,9 @@ class PieceTable:
         text = self.text[token_id]
         return self.partial[token_id] if text is None else text.encode()
 
-    def decode(self, ids: Iterable[int], skip: Container[int]) -> str:
-        """Text of all ``ids`` but those in ``skip``; broken UTF-8 becomes U+FFFD."""
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool) -> str:
+        """Text of all ``ids``; broken UTF-8 becomes U+FFFD."""
+        skip: Container[int] = self.special_ids if skip_special_tokens else ()
         raw = b"".join(self.piece(each) for each in ids if each not in skip)
         text = raw.decode(errors="replace")
         return text.removeprefix(" ") if self.strip_space else text

@@ -1,7 +1,7 @@
-"""Server-sent events by splicing: what never changes in a stream is written once. Spec 5.4, 5.8.
+"""Server-sent events of a stream, spliced from parts that are serialised once. Spec 5.4, 5.8.
 
-A chunk is ``head + JSON string of the new text + tail``; only the first and the last of a choice
-are put together from more parts.
+A chunk is ``head + JSON string of the new text + tail``; only the first and the last chunk of a
+choice have more parts.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dynamo.errors import DynamoError
 __all__ = [
     "DONE",
     "KEEP_ALIVE",
-    "ChatShape",
-    "ChunkTemplate",
-    "CompletionShape",
-    "Shape",
+    "ChatChunks",
+    "ChoiceChunks",
+    "CompletionChunks",
     "annotation",
     "error_event",
     "json_bytes",
     "public_message",
+    "stream_head",
 ]
 
 DONE = b"data: [DONE]\n\n"
@@ -38,73 +38,48 @@ _ERROR_TYPES = {
 _VERBATIM_503 = frozenset(("overloaded", "no_instances", "unavailable"))
 
 
-class ChunkTemplate:
-    """The fields that all chunks, or the unary body, of one answer share.
+def stream_head(kind: str, response_id: str, created: int, model: str) -> bytes:
+    """What all chunks of a stream begin with, up to the array of choices.
 
-    Both end where the array of choices begins.
+    ``kind`` is the ``object`` field, ``created`` seconds since the epoch.
+    """
+    fields = {"id": response_id, "object": kind, "created": created, "model": model}
+    return b"data: " + json_bytes(fields)[:-1] + b',"choices":['
+
+
+class ChoiceChunks:
+    """The chunks of one choice. ``head`` and ``tail`` enclose the text of most of them.
+
+    ``usage`` is ``,"usage":null`` where the client asked for a usage chunk, else empty. ``started``
+    is set by the first chunk, ``finished`` by the caller.
     """
 
-    __slots__ = ("_created", "_id", "_model", "_shape")
+    __slots__ = ("_index", "_usage", "finished", "head", "started", "tail")
 
-    def __init__(self, shape: type[Shape], response_id: str, created: int, model: str) -> None:
-        self._shape = shape
-        self._id = response_id
-        self._created = created
-        self._model = model
-
-    def chunk(self) -> bytes:
-        """The beginning of every chunk."""
-        return b"data: " + self._open(self._shape.chunk_object)
-
-    def body(self) -> bytes:
-        """The beginning of the unary body."""
-        return self._open(self._shape.body_object)
-
-    def _open(self, kind: bytes) -> bytes:
-        return b'{"id":%b,"object":%b,"created":%d,"model":%b,"choices":[' % (
-            json_bytes(self._id),
-            kind,
-            self._created,
-            json_bytes(self._model),
-        )
-
-
-class Shape:
-    """How the chunks of one choice look. ``head`` and ``tail`` enclose the text of most chunks.
-
-    ``usage`` is ``,"usage":null`` where the client asked for a usage chunk, else empty.
-    """
-
-    chunk_object: bytes
-    body_object: bytes
-    __slots__ = ("_first", "_index", "_usage", "head", "tail")
-
+    kind: str
     _text_open: bytes
     _text_close: bytes
     _first_open: bytes
     _empty_delta: bytes
 
-    def __init__(self, envelope: ChunkTemplate, index: int, usage: bytes) -> None:
-        self._index = envelope.chunk() + b'{"index":%d,' % index
+    def __init__(self, stream_head: bytes, index: int, usage: bytes) -> None:
+        self._index = stream_head + b'{"index":%d,' % index
         self._usage = usage
         self.head = self._index + self._text_open
         self.tail = self._text_close + b',"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
-        self._first = True
-
-    def delta(self, text: str) -> bytes:
-        """A chunk in the middle of a choice: new text and nothing else."""
-        return self.head + json_bytes(text) + self.tail
+        self.started = False
+        self.finished = False
 
     def chunk(
         self,
         text: str,
-        logprobs: bytes | None = None,
+        logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
         nvext: dict[str, Any] | None = None,
     ) -> bytes:
         """Any chunk; the first of a choice names the role."""
-        if self._first:
-            self._first = False
+        if not self.started:
+            self.started = True
             opening = self._first_open + json_bytes(text) + self._text_close
         elif text:
             opening = self._text_open + json_bytes(text) + self._text_close
@@ -115,7 +90,7 @@ class Shape:
                 self._index,
                 opening,
                 b',"logprobs":',
-                logprobs or _NULL,
+                _NULL if logprobs is None else json_bytes(logprobs),
                 b',"finish_reason":',
                 _NULL if finish_reason is None else json_bytes(finish_reason),
                 b"}]",
@@ -125,57 +100,26 @@ class Shape:
             )
         )
 
-    @classmethod
-    def whole(
-        cls, index: int, text: str, logprobs: bytes | None, finish_reason: str | None
-    ) -> bytes:
-        """One element of ``choices`` in a unary body."""
-        raise NotImplementedError
 
-
-class ChatShape(Shape):
+class ChatChunks(ChoiceChunks):
     """Chunks of /v1/chat/completions."""
 
     __slots__ = ()
-    chunk_object = b'"chat.completion.chunk"'
-    body_object = b'"chat.completion"'
+    kind = "chat.completion.chunk"
     _text_open = b'"delta":{"content":'
     _text_close = b"}"
     _first_open = b'"delta":{"role":"assistant","content":'
     _empty_delta = b'"delta":{}'
 
-    @classmethod
-    def whole(
-        cls, index: int, text: str, logprobs: bytes | None, finish_reason: str | None
-    ) -> bytes:
-        """One element of ``choices`` with its ``message``."""
-        return (
-            b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null},'
-            b'"logprobs":%b,"finish_reason":%b}'
-            % (index, json_bytes(text), logprobs or _NULL, json_bytes(finish_reason))
-        )
 
-
-class CompletionShape(Shape):
+class CompletionChunks(ChoiceChunks):
     """Chunks of /v1/completions."""
 
     __slots__ = ()
-    chunk_object = body_object = b'"text_completion"'
+    kind = "text_completion"
     _text_open = _first_open = b'"text":'
     _text_close = b""
     _empty_delta = b'"text":""'
-
-    @classmethod
-    def whole(
-        cls, index: int, text: str, logprobs: bytes | None, finish_reason: str | None
-    ) -> bytes:
-        """One element of ``choices`` with its ``text``."""
-        return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
-            index,
-            json_bytes(text),
-            logprobs or _NULL,
-            json_bytes(finish_reason),
-        )
 
 
 def annotation(name: str, value: str) -> bytes:
@@ -193,7 +137,7 @@ def error_event(error: DynamoError) -> bytes:
 
 
 def public_message(error: DynamoError) -> str:
-    """What a client may read: its own faults word for word, ours in general terms. Spec 5.4."""
+    """The text for the client: its own faults word for word, ours in general terms. Spec 5.4."""
     if error.status < 500 or (error.code in _VERBATIM_503 and error.message):
         return error.message
     return "Service temporarily unavailable" if error.status == 503 else "Internal server error"

@@ -14,7 +14,7 @@ from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
-from dynamo.observability.metrics import CONTENT_TYPE, Registry
+from dynamo.observability.metrics import Registry
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
 
 __all__ = ["InfoRoutes"]
@@ -78,7 +78,8 @@ class InfoRoutes:
 
     def _metrics(self, exchange: Exchange) -> None:
         self._models.count()
-        exchange.respond(200, self._registry.render(), CONTENT_TYPE)
+        accept = exchange.headers.get("accept", "")
+        exchange.respond(200, *self._registry.exposition(accept))
 
     def _list(self, exchange: Exchange) -> None:
         rows = [_row(*one) for one in self._models.listed()]

@@ -17,9 +17,8 @@ from dynamo.frontend.api.headers import routed
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, prefill_routing
 from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.registry import Models
-from dynamo.frontend.prompt.bounds import check_json
 from dynamo.frontend.prompt.off_loop import OffLoop
-from dynamo.frontend.prompt.validation import parse_chat, parse_completion
+from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
 from dynamo.frontend.requests.errors import error_response, explained
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes, in_task

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dynamo.frontend.requests.metrics import FrontendMetrics
-from dynamo.observability.names import counter, gauge, histogram
-from dynamo.observability.names_prefill import Prefill
+from dynamo.observability.metrics import counter, gauge, histogram
 from dynamo.protocols.codec import encode
 from dynamo.protocols.load import PrefillQueueState
 from dynamo.router.queue.prefill import PrefillQueue
@@ -19,25 +18,66 @@ __all__ = ["INTERVAL_S", "REPEAT_S", "PrefillMetrics", "QueueStatePublisher"]
 INTERVAL_S = 0.1
 REPEAT_S = 1.0
 
+_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+
+_QUEUE_DEPTH = gauge(
+    "dynamo_frontend_prefill_queue_depth", "Requests waiting for a prefill slot", "model"
+)
+_ACTIVE = gauge("dynamo_frontend_prefill_active_requests", "Requests at a prefill worker", "model")
+_WORKERS = gauge(
+    "dynamo_frontend_prefill_workers", "Prefill workers that may be sent requests", "model"
+)
+_WAIT = histogram(
+    "dynamo_frontend_prefill_queue_wait_seconds",
+    "From arrival in the prefill queue to the prefill worker",
+    _SECONDS_BUCKETS,
+    "model",
+)
+_SECONDS = histogram(
+    "dynamo_frontend_prefill_seconds",
+    "From the prefill worker's getting a prompt to its result",
+    _SECONDS_BUCKETS,
+    "model",
+)
+_REQUESTS = counter(
+    "dynamo_frontend_prefill_requests_total", "Prompts that a prefill worker computed", "model"
+)
+_FALLBACKS = counter(
+    "dynamo_frontend_prefill_fallbacks_total",
+    "Requests served by decode workers alone although prefill was wanted",
+    "model reason",
+)
+_LOCAL = counter(
+    "dynamo_frontend_prefill_local_total",
+    "Prompts not worth a prefill worker (conditional disaggregation)",
+    "model reason",
+)
+_REQUEUES = counter(
+    "dynamo_frontend_prefill_requeues_total",
+    "Requests back at the head of the queue because their prefill worker went away",
+    "model",
+)
+_REFUSED = counter(
+    "dynamo_frontend_prefill_refused_total",
+    "Requests refused: queue full, or no prefill worker with --enforce-disagg",
+    "model reason",
+)
+
 
 class PrefillMetrics:
-    """Metric children of ``model``; the gauges appear with :meth:`show`."""
+    """Metrics of ``model``; those that nothing has counted yet are not on the page."""
 
     def __init__(self, metrics: FrontendMetrics, model: str) -> None:
-        registry, prefix = metrics.registry, metrics.prefix
         self._model = model
-        self._all = metrics
-        self._gauges = [
-            gauge(registry, spec, prefix)
-            for spec in (Prefill.QUEUE_DEPTH, Prefill.ACTIVE, Prefill.WORKERS)
-        ]
-        self._fallbacks = counter(registry, Prefill.FALLBACKS, prefix)
-        self._local = counter(registry, Prefill.LOCAL, prefix)
-        self._refused = counter(registry, Prefill.REFUSED, prefix)
-        self._wait = histogram(registry, Prefill.WAIT, prefix)
-        self._seconds = histogram(registry, Prefill.SECONDS, prefix)
-        self._requests = counter(registry, Prefill.REQUESTS, prefix)
-        self._requeues = counter(registry, Prefill.REQUEUES, prefix)
+        self._metrics = metrics
+        self._gauges = [metrics.family(spec) for spec in (_QUEUE_DEPTH, _ACTIVE, _WORKERS)]
+        self._fallbacks = metrics.family(_FALLBACKS)
+        self._local = metrics.family(_LOCAL)
+        self._refused = metrics.family(_REFUSED)
+        self._wait = metrics.family(_WAIT)
+        self._seconds = metrics.family(_SECONDS)
+        self._requests = metrics.family(_REQUESTS)
+        self._requeues = metrics.family(_REQUEUES)
 
     def show(self, queue: PrefillQueue[Any]) -> None:
         """Export depth, active requests and workers of ``queue`` from now on."""
@@ -49,15 +89,15 @@ class PrefillMetrics:
 
     def fell_back(self, reason: str) -> None:
         """Count a prompt that the decode worker computes because no prefill worker can."""
-        self._fallbacks.labels(self._model, reason).value += 1
+        self._fallbacks[self._model, reason].value += 1
 
     def kept_local(self, reason: str) -> None:
         """Count a prompt that a decode worker computes by choice."""
-        self._local.labels(self._model, reason).value += 1
+        self._local[self._model, reason].value += 1
 
     def refused(self, reason: str) -> None:
         """Count a request that was refused."""
-        self._refused.labels(self._model, reason).value += 1
+        self._refused[self._model, reason].value += 1
 
     def requeued(self) -> None:
         """Count a request whose prefill worker was lost."""
@@ -74,7 +114,7 @@ class PrefillMetrics:
 
     def last_of(self, worker_id: int, dp_rank: int, prompt_tokens: int, seconds: float) -> None:
         """Show the latest prompt of a registered worker."""
-        last = self._all.worker(worker_id, dp_rank, "prefill")
+        last = self._metrics.worker(worker_id, dp_rank, "prefill")
         last.isl.value = prompt_tokens
         last.ttft.value = seconds
 

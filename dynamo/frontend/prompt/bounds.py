@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo._fast.json_shape import measure
 from dynamo.errors import InvalidArgument, shorten
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "MAX_TOOLS",
     "body_limit_bytes",
     "check_engine_value",
-    "check_json",
 ]
 
 INLINE_BODY_BYTES = 128 << 10
@@ -56,26 +54,6 @@ def body_limit_bytes(context_lengths: list[int | None]) -> int:
     return min(MAX_BODY_BYTES, _BODY_BASE_BYTES + _BODY_BYTES_PER_TOKEN * max(known))
 
 
-def check_json(text: bytes, where: str = "") -> None:
-    """Check that ``text`` is decoded within bounds. Raises InvalidArgument. O(bytes).
-
-    The error names ``where``, or else the top-level member at fault. Says nothing of whether the
-    text is valid JSON.
-    """
-    weight, depth, name = measure(text, MAX_JSON_WEIGHT, MAX_JSON_DEPTH)
-    if depth > MAX_JSON_DEPTH:
-        raise InvalidArgument(
-            f"Validation: {where or _member(name)} is nested too deeply: at most {MAX_JSON_DEPTH} "
-            "levels of objects and arrays"
-        )
-    if weight > MAX_JSON_WEIGHT:
-        raise InvalidArgument(
-            f"Validation: {where or _member(name)} has too many JSON values: up to there they "
-            f"weigh more than {MAX_JSON_WEIGHT} (a value weighs 1, an object or array 4, a member "
-            "of an object 8); send fewer"
-        )
-
-
 def check_engine_value(name: str, value: Any, depth: int = MAX_JSON_DEPTH) -> None:
     """Check that free-form JSON can be sent to an engine: integers of 64 bits, bounded nesting.
 
@@ -96,7 +74,3 @@ def check_engine_value(name: str, value: Any, depth: int = MAX_JSON_DEPTH) -> No
         items = value.values() if isinstance(value, dict) else value
         for each in items:
             check_engine_value(name, each, depth - 1)
-
-
-def _member(name: bytes) -> str:
-    return f"'{shorten(name.decode(errors='replace'))}'" if name else "the JSON body"

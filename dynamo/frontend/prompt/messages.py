@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from dynamo.errors import InvalidArgument, shorten
-from dynamo.frontend.prompt.bounds import check_json
+from dynamo.frontend.prompt.validation import check_json
 
 __all__ = ["ContentForm", "message_text", "template_messages"]
 

@@ -8,62 +8,57 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from dynamo.errors import InvalidArgument
-from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES, MAX_ENGINE_BYTES
+from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
+from dynamo.frontend.prompt.engine_options import (
+    expand_choices,
+    guided_decoding,
+    known_annotations,
+    routing,
+)
 from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.prompt.off_loop import OffLoop
-from dynamo.frontend.prompt.sampling import (
-    asked_annotations,
-    output_options,
-    routing,
-    sampling_options,
-    stop_conditions,
-)
 from dynamo.frontend.prompt.template import load_template
 from dynamo.frontend.prompt.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.card import ModelCard
-from dynamo.protocols.codec import Tokens, encode, tokens
-from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.protocols.codec import Tokens, tokens
+from dynamo.protocols.engine import (
+    OutputOptions,
+    PreprocessedRequest,
+    SamplingOptions,
+    StopConditions,
+)
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 __all__ = ["Prepared", "Preprocessor", "TokenizedPrompt"]
 
 
-class TokenizedPrompt(NamedTuple):
+class TokenizedPrompt(msgspec.Struct, frozen=True):
     """One prompt: its ids, and its text where there was one (or it is needed for ``echo``)."""
 
     token_ids: Tokens
     text: str | None
 
 
-class Prepared(NamedTuple):
+class Prepared(msgspec.Struct, frozen=True):
     """``requests[p * n + i]`` is choice ``i`` of ``prompts[p]``; its index in the answer is the
     same.
 
-    ``rendered_s`` is the time in the chat template, None without one; ``tokenized_s`` those of the
-    prompts that were text.
+    ``prompt_tokens`` counts each prompt once. ``rendered_s`` is the time in the chat template, None
+    without one; ``tokenized_s`` those of the prompts that were text.
     """
 
     requests: list[PreprocessedRequest]
     prompts: list[TokenizedPrompt]
     n: int
+    prompt_tokens: int
     rendered_s: float | None = None
     tokenized_s: Sequence[float] = ()
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
-        return sum([len(prompt.token_ids) for prompt in self.prompts])
-
-    @property
-    def formatted_prompt(self) -> str | None:
-        """The (first) prompt as text, after the chat template."""
-        return self.prompts[0].text
 
 
 class Preprocessor:
@@ -73,7 +68,7 @@ class Preprocessor:
     ConfigError naming the file and the remedy. Loading is O(vocabulary): do it off the event loop.
     Bodies up to ``inline_limit_bytes`` go through :meth:`chat` and :meth:`completion`, larger ones
     through :meth:`chat_off_loop` and :meth:`completion_off_loop`. ``on_rendered`` and
-    ``on_tokenized`` are called with the seconds that each prompt took.
+    ``on_tokenized``, where set, are called with the seconds that each prompt took.
     """
 
     def __init__(
@@ -86,10 +81,11 @@ class Preprocessor:
     ) -> None:
         directory = ModelDirectory(model_dir if model_dir is not None else card.source_path)
         self.card = card
+        self._checksum = card.checksum or None
         self.tokenizer: Tokenizer = load_tokenizer(directory, cache_bytes)
         self.inline_limit_bytes = min(self.tokenizer.inline_limit_bytes, INLINE_BODY_BYTES)
-        self.on_rendered: Callable[[float], None] = _nobody
-        self.on_tokenized: Callable[[float], None] = _nobody
+        self.on_rendered: Callable[[float], None] | None = None
+        self.on_tokenized: Callable[[float], None] | None = None
         self.template = load_template(directory, custom_template_path or card.custom_template_path)
         self.context_length = (
             card.context_length or card.runtime_config.context_length or directory.context_length
@@ -112,46 +108,62 @@ class Preprocessor:
         return self._report(await threads.run(self._completion, request))
 
     def _report(self, prepared: Prepared) -> Prepared:
-        """Report the times of a request, on the event loop."""
-        if prepared.rendered_s is not None:
+        """Report the times of a request, on the event loop: the counters are not locked."""
+        if self.on_rendered is not None and prepared.rendered_s is not None:
             self.on_rendered(prepared.rendered_s)
-        for seconds in prepared.tokenized_s:
-            self.on_tokenized(seconds)
+        if self.on_tokenized is not None:
+            for seconds in prepared.tokenized_s:
+                self.on_tokenized(seconds)
         return prepared
 
     def _chat(self, request: ChatCompletionRequest) -> Prepared:
-        limit = request.max_completion_tokens or request.max_tokens
+        max_tokens = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        given = self._given_ids(request)
-        if given is not None:
-            return self._prepared(request, [given], limit, logprobs)
+        if request.nvext is not None and request.nvext.token_data:
+            return self._given(request, request.nvext.token_data, max_tokens, logprobs)
         begun = time.perf_counter()
         text = self._render(request)
         rendered = time.perf_counter()
         self._check_size(text)
         ids = self.tokenizer.encode(text, request.add_special_tokens is True)
-        tokenized_s = (time.perf_counter() - rendered,)
+        tokenized_s = time.perf_counter() - rendered
         prompts = [TokenizedPrompt(ids, text)]
-        return self._prepared(request, prompts, limit, logprobs, rendered - begun, tokenized_s)
+        requests = self._engine_requests(request, prompts, max_tokens, logprobs)
+        n = request.n or 1
+        return Prepared(requests, prompts, n, len(ids), rendered - begun, (tokenized_s,))
 
     def _completion(self, request: CompletionRequest) -> Prepared:
-        given = self._given_ids(request)
-        if given is not None:
-            return self._prepared(request, [given], request.max_tokens, request.logprobs)
+        max_tokens, logprobs = request.max_tokens, request.logprobs
+        if request.nvext is not None and request.nvext.token_data:
+            return self._given(request, request.nvext.token_data, max_tokens, logprobs)
         special = request.add_special_tokens is not False
-        texts = _prompts(request)
-        for each in texts:
+        given = _prompts(request)
+        for each in given:
             self._check_size(each)
         prompts, tokenized_s = [], []
-        for each in texts:
+        for each in given:
             if isinstance(each, str):
                 begun = time.perf_counter()
                 prompts.append(TokenizedPrompt(self.tokenizer.encode(each, special), each))
                 tokenized_s.append(time.perf_counter() - begun)
             else:
                 prompts.append(self._from_ids(each, bool(request.echo)))
-        limit, logprobs = request.max_tokens, request.logprobs
-        return self._prepared(request, prompts, limit, logprobs, tokenized_s=tokenized_s)
+        requests = self._engine_requests(request, prompts, max_tokens, logprobs)
+        prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
+        n = request.n or 1
+        return Prepared(requests, prompts, n, prompt_tokens, tokenized_s=tokenized_s)
+
+    def _given(
+        self,
+        request: GenerationRequest,
+        token_data: list[int],
+        max_tokens: int | None,
+        logprobs: int | None,
+    ) -> Prepared:
+        """Prepare ``nvext.token_data``, which is taken instead of messages or prompts."""
+        prompt = self._from_ids(token_data)
+        requests = self._engine_requests(request, [prompt], max_tokens, logprobs)
+        return Prepared(requests, [prompt], request.n or 1, len(prompt.token_ids))
 
     def _check_size(self, prompt: str | list[int]) -> None:
         """Refuse, before it is tokenized, a prompt that no context can hold."""
@@ -160,10 +172,7 @@ class Preprocessor:
             return
         least = self.tokenizer.least_tokens(prompt) if isinstance(prompt, str) else len(prompt)
         if least > context:
-            raise InvalidArgument(
-                f"This model's maximum context length is {context} tokens. However, your prompt "
-                f"has at least {least} tokens. Please reduce the length of the prompt."
-            )
+            raise _too_long(context, f"your prompt has at least {least} tokens")
 
     def _render(self, request: ChatCompletionRequest) -> str:
         nvext = request.nvext
@@ -182,12 +191,6 @@ class Preprocessor:
             variables=_template_variables(request),
         )
 
-    def _given_ids(self, request: GenerationRequest) -> TokenizedPrompt | None:
-        nvext = request.nvext
-        if nvext is None or not nvext.token_data:
-            return None
-        return self._from_ids(nvext.token_data)
-
     def _from_ids(self, given: list[int], with_text: bool = False) -> TokenizedPrompt:
         if max(given) >= self.tokenizer.vocab_size:
             raise InvalidArgument(
@@ -196,48 +199,47 @@ class Preprocessor:
             )
         return TokenizedPrompt(tokens(given), self.tokenizer.decode(given) if with_text else None)
 
-    def _prepared(
+    def _engine_requests(
         self,
         request: GenerationRequest,
         prompts: list[TokenizedPrompt],
         max_tokens: int | None,
         logprobs: int | None,
-        rendered_s: float | None = None,
-        tokenized_s: Sequence[float] = (),
-    ) -> Prepared:
+    ) -> list[PreprocessedRequest]:
+        """One for each choice of each prompt; they share what does not differ."""
+        limits = [self._limit(len(prompt.token_ids), max_tokens) for prompt in prompts]
+        nvext = request.nvext
+        sampling = _sampling_options(request)
+        output = OutputOptions(
+            logprobs=logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            skip_special_tokens=request.skip_special_tokens,
+        )
+        annotations: list[str] = []
+        if nvext is not None and nvext.annotations:
+            annotations = known_annotations(nvext.annotations)
+        place = None
+        if nvext is not None or request.cache_salt is not None or self.card.lora_name is not None:
+            place = routing(request, self.card.lora_name)
+        eos_ids = self.tokenizer.eos_ids
         requests = [
-            self._engine_request(request, prompt, max_tokens, logprobs) for prompt in prompts
+            PreprocessedRequest(
+                model=request.model,
+                token_ids=prompt.token_ids,
+                stop_conditions=_stop_conditions(request, limit, eos_ids),
+                sampling_options=sampling,
+                output_options=output,
+                eos_token_ids=eos_ids,
+                mdc_sum=self._checksum,
+                annotations=annotations,
+                routing=place,
+                router_config_override=nvext.router_config_override if nvext is not None else None,
+                backend_instance_id=nvext.backend_instance_id if nvext is not None else None,
+            )
+            for prompt, limit in zip(prompts, limits, strict=True)
         ]
         n = request.n or 1
-        if n > 1 or len(requests) > 1:
-            _check_engine_bytes(requests, n)
-        if n > 1:
-            requests = [_choice(each, number) for each in requests for number in range(n)]
-        return Prepared(requests, prompts, n, rendered_s, tokenized_s)
-
-    def _engine_request(
-        self,
-        request: GenerationRequest,
-        prompt: TokenizedPrompt,
-        max_tokens: int | None,
-        logprobs: int | None,
-    ) -> PreprocessedRequest:
-        nvext = request.nvext
-        limit = self._limit(len(prompt.token_ids), max_tokens)
-        eos_ids = self.tokenizer.eos_ids
-        return PreprocessedRequest(
-            model=request.model,
-            token_ids=prompt.token_ids,
-            stop_conditions=stop_conditions(request, limit, eos_ids),
-            sampling_options=sampling_options(request),
-            output_options=output_options(request, logprobs),
-            eos_token_ids=eos_ids,
-            mdc_sum=self.card.checksum or None,
-            annotations=asked_annotations(nvext),
-            routing=routing(request, self.card.lora_name),
-            router_config_override=nvext.router_config_override if nvext is not None else None,
-            backend_instance_id=nvext.backend_instance_id if nvext is not None else None,
-        )
+        return expand_choices(requests, n) if n > 1 or len(requests) > 1 else requests
 
     def _limit(self, prompt_tokens: int, max_tokens: int | None) -> int | None:
         """``max_tokens`` if it fits, or what the context leaves. Raises InvalidArgument."""
@@ -246,27 +248,73 @@ class Preprocessor:
         context = self.context_length
         if context is None:
             return max_tokens
-        room = context - prompt_tokens
-        if room <= 0:
-            raise InvalidArgument(
-                f"This model's maximum context length is {context} tokens. However, your prompt "
-                f"has {prompt_tokens} tokens. Please reduce the length of the prompt."
+        left = context - prompt_tokens
+        if left <= 0:
+            raise _too_long(context, f"your prompt has {prompt_tokens} tokens")
+        if max_tokens is not None and max_tokens > left:
+            requested = (
+                f"you requested {prompt_tokens + max_tokens} tokens "
+                f"({prompt_tokens} in the prompt, {max_tokens} in the completion)"
             )
-        if max_tokens is not None and max_tokens > room:
-            raise InvalidArgument(
-                f"This model's maximum context length is {context} tokens. However, you requested "
-                f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} "
-                "in the completion). Please reduce the length of the prompt or max_tokens."
-            )
-        return room if max_tokens is None else max_tokens
+            raise _too_long(context, requested, "the prompt or max_tokens")
+        return left if max_tokens is None else max_tokens
 
 
-def _nobody(seconds: float) -> None:
-    """Where nobody counts."""
+def _too_long(context: int, what: str, remedy: str = "the prompt") -> InvalidArgument:
+    return InvalidArgument(
+        f"This model's maximum context length is {context} tokens. However, {what}. "
+        f"Please reduce the length of {remedy}."
+    )
+
+
+def _stop_conditions(
+    request: GenerationRequest, max_tokens: int | None, eos_ids: list[int]
+) -> StopConditions:
+    """When to end. ``eos_ids`` are hidden stop ids unless the request ignores them."""
+    stop, nvext = request.stop, request.nvext
+    ignore_eos = request.ignore_eos is True
+    return StopConditions(
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens,
+        stop=[stop] if isinstance(stop, str) else stop or None,
+        stop_token_ids=request.stop_token_ids or None,
+        stop_token_ids_hidden=None if ignore_eos else eos_ids,
+        ignore_eos=ignore_eos,
+        max_thinking_tokens=nvext.max_thinking_tokens if nvext is not None else None,
+    )
+
+
+def _sampling_options(request: GenerationRequest) -> SamplingOptions:
+    """How to draw. ``n`` is 1 for the engine, which gets a request for each choice; ``best_of``,
+    which equals the client's ``n``, is left out."""
+    greedy = request.nvext is not None and request.nvext.greed_sampling
+    constrained = (
+        request.response_format is not None
+        or request.guided_json is not None
+        or request.guided_regex is not None
+        or request.guided_choice is not None
+        or request.guided_grammar is not None
+    )
+    return SamplingOptions(
+        n=1,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        temperature=0.0 if greedy else request.temperature,
+        top_p=None if greedy else request.top_p,
+        top_k=None if greedy else request.top_k,
+        min_p=None if greedy else request.min_p,
+        use_beam_search=request.use_beam_search,
+        length_penalty=request.length_penalty,
+        seed=request.seed,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        logit_bias=request.logit_bias,
+        guided_decoding=guided_decoding(request) if constrained else None,
+    )
 
 
 def _template_variables(request: ChatCompletionRequest) -> dict[str, Any]:
-    """What the request adds to what every template sees."""
+    """The variables that the request adds to those of every template."""
     variables: dict[str, Any] = {}
     if request.chat_template_args:
         variables.update(request.chat_template_args)
@@ -287,28 +335,3 @@ def _prompts(request: CompletionRequest) -> list[Any]:
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     return prompt
-
-
-def _check_engine_bytes(requests: list[PreprocessedRequest], n: int) -> None:
-    """Bound what all choices together send. Raises InvalidArgument."""
-    first = requests[0]
-    options_bytes = len(encode(first)) - 4 * len(first.token_ids)
-    tokens = sum([len(each.token_ids) for each in requests])
-    total_bytes = n * (4 * tokens + options_bytes * len(requests))
-    if total_bytes > MAX_ENGINE_BYTES:
-        raise InvalidArgument(
-            f"Validation: the prompts and options of {n * len(requests)} choices ('n' for each "
-            f"prompt) are {total_bytes} bytes for the engines, at most {MAX_ENGINE_BYTES}; ask for "
-            "fewer choices in a request"
-        )
-
-
-def _choice(request: PreprocessedRequest, number: int) -> PreprocessedRequest:
-    """A request of its own for choice ``number``; with one seed all would be the same."""
-    seed = request.sampling_options.seed
-    sampling = request.sampling_options
-    if number and seed is not None:
-        # Seeds are 64 bits with a sign; the one after the largest is the smallest.
-        wrapped = (seed + number + 2**63) % 2**64 - 2**63
-        sampling = msgspec.structs.replace(sampling, seed=wrapped)
-    return msgspec.structs.replace(request, sampling_options=sampling)

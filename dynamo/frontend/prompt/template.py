@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,12 +63,7 @@ class ChatTemplate:
             template.globals = dict(template.globals)
         self._default = compiled.get("default") or next(iter(compiled.values()))
         self._with_tools = compiled.get("tool_use") or self._default
-        self._form = self._content_form()
-
-    @property
-    def content_form(self) -> ContentForm:
-        """How this template wants the content of a message."""
-        return self._form
+        self._content = self._content_form()
 
     def render(
         self,
@@ -83,10 +79,17 @@ class ChatTemplate:
         ``continue_final_message`` leaves the last message open, so that the model goes on with it.
         ``variables`` are seen by the template (chat_template_kwargs). O(messages).
         """
-        ready = template_messages(messages, self._form)
-        prompt = self._render(
-            ready, tools, add_generation_prompt and not continue_final_message, variables or {}
-        )
+        ready = messages
+        for message in messages:
+            if (
+                type(message.get("content")) is not str
+                or "tool_calls" in message
+                or self._content is ContentForm.PARTS
+            ):
+                ready = template_messages(messages, self._content)
+                break
+        opens_answer = add_generation_prompt and not continue_final_message
+        prompt = self._render(ready, tools, opens_answer, variables)
         return _open_last(prompt, messages[-1]) if continue_final_message else prompt
 
     def _render(
@@ -94,19 +97,17 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Tools | None,
         add_generation_prompt: bool,
-        variables: Mapping[str, Any],
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         template = self._with_tools if tools else self._default
-        seen = {
-            **template.globals,
-            **variables,
-            "messages": messages,
-            "tools": tools or None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        names = dict(template.globals)
+        if variables:
+            names.update(variables)
+        names["messages"] = messages
+        names["tools"] = tools or None
+        names["add_generation_prompt"] = add_generation_prompt
         try:
-            # As Template.render does it, but it would copy the variables twice more.
-            return "".join(template.root_render_func(template.new_context(seen, shared=True)))
+            return "".join(template.root_render_func(_Context(template, names)))
         except _RENDER_ERRORS as error:
             raise InvalidArgument(f"Chat template: {shorten(error, _SHOWN)}") from None
 
@@ -119,7 +120,7 @@ class ChatTemplate:
 
     def _shows(self, content: Any) -> bool:
         try:
-            prompt = self._render([{"role": "user", "content": content}], None, True, {})
+            prompt = self._render([{"role": "user", "content": content}], None, True)
         except InvalidArgument:
             return False
         # A template that knows no parts prints the list as Python would.
@@ -155,6 +156,27 @@ def _open_last(prompt: str, message: Message) -> str:
         "Validation: 'continue_final_message' is set, but the last message has no text in the "
         "rendered prompt"
     )
+
+
+class _Context(jinja2.runtime.Context):
+    """The names that one rendering sees, in ``names``, which it may change.
+
+    The constructor of jinja2 costs as much as a short template: it copies, and makes objects that
+    chat templates do not use.
+    """
+
+    def __init__(self, template: jinja2.Template, names: dict[str, Any]) -> None:
+        self.environment = template.environment
+        self.name = template.name
+        self.blocks = {name: [block] for name, block in template.blocks.items()}
+        # What a template sets goes where it looks first, so one dict serves as both.
+        self.parent = self.vars = names
+        self.exported_vars = set()
+        self.globals_keys = set()
+
+    @functools.cached_property
+    def eval_ctx(self) -> jinja2.nodes.EvalContext:  # type: ignore[override]
+        return jinja2.nodes.EvalContext(self.environment, self.name)
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):

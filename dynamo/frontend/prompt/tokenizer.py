@@ -117,7 +117,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of all ``ids`` at once; ids without an entry are nothing."""
         if self.pieces is not None:
-            return self.pieces.decode(ids, self.special_ids if skip_special_tokens else frozenset())
+            return self.pieces.decode(ids, skip_special_tokens)
         assert self._reference is not None
         return self._reference.decode(list(ids), skip_special_tokens=skip_special_tokens)
 

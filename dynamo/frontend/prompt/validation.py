@@ -1,28 +1,31 @@
 """Request bodies to typed requests, or to an error that names the field and the value. Spec 5.5.
 
-The decoder checks types and ranges in one pass. Only when it refuses is the body read a second
-time, slowly, to say what is wrong in the words clients know.
+The decoder checks types and ranges in one pass; the checks here are those that it cannot make.
+Options that the frontend cannot serve are refused, never ignored: a client that asked for the best
+of five answers must not take the first for it. docs/openai.md lists the rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
+from dynamo._fast.json_shape import measure
 from dynamo.errors import InvalidArgument, shorten
-from dynamo.frontend.prompt.answer_options import check_answer_options, check_tool_choice
 from dynamo.frontend.prompt.bounds import (
     MAX_CHOICES,
+    MAX_JSON_DEPTH,
+    MAX_JSON_WEIGHT,
     MAX_MESSAGES,
     MAX_TOOLS,
     check_engine_value,
-    check_json,
 )
+from dynamo.frontend.prompt.decode_errors import DESERIALIZE, explain_decode_error
 from dynamo.protocols.openai import (
-    MAX_TOKENS_LIMIT,
-    RANGES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
@@ -30,14 +33,13 @@ from dynamo.protocols.openai import (
     StrictCompletionRequest,
 )
 
-__all__ = ["parse_chat", "parse_completion"]
+__all__ = ["check_json", "parse_chat", "parse_completion"]
 
 _CHAT = msgspec.json.Decoder(StrictChatCompletionRequest)
 _CHAT_LENIENT = msgspec.json.Decoder(ChatCompletionRequest)
 _COMPLETION = msgspec.json.Decoder(StrictCompletionRequest)
 _COMPLETION_LENIENT = msgspec.json.Decoder(CompletionRequest)
-_DESERIALIZE = "Failed to deserialize the JSON body into the target type: "
-_NAMED = 8
+_FREE_CHOICES = ("none", "auto")
 
 
 def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompletionRequest:
@@ -46,12 +48,12 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
     ``ignore_unsupported`` lets unknown fields pass (DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS).
     Raises InvalidArgument. O(bytes); of more than ``INLINE_BODY_BYTES`` in a thread.
     """
-    check_json(body)
+    check_json(body)  # first: the decoder has no bounds
     request: ChatCompletionRequest
     try:
         request = (_CHAT_LENIENT if ignore_unsupported else _CHAT).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _explain(body, error, ChatCompletionRequest, ignore_unsupported) from None
+        raise explain_decode_error(body, error, ChatCompletionRequest, ignore_unsupported) from None
     if not request.messages:
         raise InvalidArgument(
             "Validation: The 'messages' field cannot be empty. At least one message is required."
@@ -69,7 +71,7 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
             "Validation: 'continue_final_message' and 'add_generation_prompt' exclude each other"
         )
     if request.tool_choice is not None or request.function_call is not None:
-        check_tool_choice(request)
+        _check_tool_choice(request)
     _check_common(request, request.max_completion_tokens or request.max_tokens)
     return request
 
@@ -81,7 +83,7 @@ def parse_completion(body: bytes, *, ignore_unsupported: bool = False) -> Comple
     try:
         request = (_COMPLETION_LENIENT if ignore_unsupported else _COMPLETION).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _explain(body, error, CompletionRequest, ignore_unsupported) from None
+        raise explain_decode_error(body, error, CompletionRequest, ignore_unsupported) from None
     _check_prompt(request.prompt, request.n or 1)
     if request.suffix:
         raise InvalidArgument("Validation: 'suffix' is not supported, leave it out")
@@ -89,12 +91,43 @@ def parse_completion(body: bytes, *, ignore_unsupported: bool = False) -> Comple
     return request
 
 
+def check_json(text: bytes, where: str = "") -> None:
+    """Check what decoding ``text`` costs; not that it is valid JSON. O(bytes).
+
+    Raises InvalidArgument, which names ``where``, or else the top-level member at fault.
+    """
+    weight, depth, name = measure(text, MAX_JSON_WEIGHT, MAX_JSON_DEPTH)
+    if depth > MAX_JSON_DEPTH:
+        raise InvalidArgument(
+            f"Validation: {where or _member(name)} is nested too deeply: at most {MAX_JSON_DEPTH} "
+            "levels of objects and arrays"
+        )
+    if weight > MAX_JSON_WEIGHT:
+        raise InvalidArgument(
+            f"Validation: {where or _member(name)} has too many JSON values: up to there they "
+            f"weigh more than {MAX_JSON_WEIGHT} (a value weighs 1, an object or array 4, a member "
+            "of an object 8); send fewer"
+        )
+
+
 def _check_common(request: GenerationRequest, limit: int | None) -> None:
     if request.min_tokens and limit is not None and request.min_tokens > limit:
         raise InvalidArgument(
             f"Validation: Min tokens must not exceed max tokens, got {request.min_tokens} > {limit}"
         )
-    check_answer_options(request)
+    if request.stop is not None:
+        _check_stop(request.stop)
+    if request.stop_token_ids is not None and len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidArgument(
+            f"Validation: 'stop_token_ids' takes at most {MAX_STOP_TOKEN_IDS} ids, "
+            f"got {len(request.stop_token_ids)}"
+        )
+    if request.best_of is not None:
+        _check_best_of(request.best_of, request.n or 1)
+    if request.stream_options is not None and not request.stream:
+        raise InvalidArgument(
+            "Validation: 'stream_options' is only allowed when 'stream' is true; leave it out"
+        )
     if request.logit_bias and not all(key.isdecimal() for key in request.logit_bias):
         raise InvalidArgument("Validation: 'logit_bias' keys must be token ids")
     if request.guided_json is not None:
@@ -105,6 +138,47 @@ def _check_common(request: GenerationRequest, limit: int | None) -> None:
         check_engine_value("nvext.router_config_override", request.nvext.router_config_override)
 
 
+def _check_tool_choice(request: ChatCompletionRequest) -> None:
+    """Refuse to force a tool call: no parser would find it in the answer."""
+    for name, value in (
+        ("tool_choice", request.tool_choice),
+        ("function_call", request.function_call),
+    ):
+        if value is not None and value not in _FREE_CHOICES:
+            raise InvalidArgument(
+                f"Validation: '{name}' must be 'auto' or 'none', got {shorten(repr(value))}; "
+                "a tool call cannot be enforced without a tool-call parser"
+            )
+
+
+def _check_stop(stop: str | list[str]) -> None:
+    strings = [stop] if isinstance(stop, str) else stop
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidArgument(
+            f"Validation: 'stop' takes at most {MAX_STOP_STRINGS} strings, got {len(strings)}"
+        )
+    for string in strings:
+        if not string:
+            raise InvalidArgument("Validation: 'stop' strings cannot be empty")
+        if len(string) > MAX_STOP_CHARACTERS:
+            raise InvalidArgument(
+                f"Validation: a 'stop' string takes at most {MAX_STOP_CHARACTERS} characters, "
+                f"got {len(string)}: {shorten(repr(string))}"
+            )
+
+
+def _check_best_of(best_of: int, n: int) -> None:
+    if best_of < n:
+        raise InvalidArgument(
+            f"Validation: 'best_of' must not be less than 'n', got {best_of} < {n}"
+        )
+    if best_of > n:
+        raise InvalidArgument(
+            f"Validation: 'best_of' above 'n' is not supported, got {best_of} > {n}; leave it out "
+            "and choose among 'n' answers"
+        )
+
+
 def _check_length(name: str, values: list[Any], limit: int) -> None:
     if len(values) > limit:
         raise InvalidArgument(
@@ -113,7 +187,7 @@ def _check_length(name: str, values: list[Any], limit: int) -> None:
 
 
 def _check_message(position: int, message: dict[str, Any]) -> None:
-    where = f"{_DESERIALIZE}messages[{position}]"
+    where = f"{DESERIALIZE}messages[{position}]"
     role = message.get("role")
     if role is None:
         raise InvalidArgument(f"{where}: missing field `role`")
@@ -151,50 +225,5 @@ def _check_prompt(prompt: str | list[Any], n: int) -> None:
         raise InvalidArgument("Validation: Prompt string cannot be empty")
 
 
-def _explain(
-    body: bytes, error: Exception, kind: type[GenerationRequest], ignore_unsupported: bool
-) -> InvalidArgument:
-    try:
-        raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as syntax:
-        return InvalidArgument(f"{_DESERIALIZE}{syntax}")
-    if not isinstance(raw, dict):
-        return InvalidArgument(f"{_DESERIALIZE}expected `object`, got `{type(raw).__name__}`")
-    unknown = sorted(raw.keys() - set(kind.__struct_fields__))
-    if unknown and not ignore_unsupported:
-        names = ", ".join(f"`{shorten(name)}`" for name in unknown[:_NAMED])
-        more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
-        return InvalidArgument(f"Unsupported parameter(s): {names}{more}")
-    return InvalidArgument(_out_of_range(raw) or _DESERIALIZE + _where(str(error)))
-
-
-def _out_of_range(raw: dict[str, Any]) -> str | None:
-    for value in _numbers((raw.get("max_tokens"), raw.get("max_completion_tokens"))):
-        if value <= 0:
-            return f"Validation: Max tokens must be greater than 0, got {shorten(value)}"
-        if value > MAX_TOKENS_LIMIT:
-            return (
-                f"Validation: Max tokens must not exceed {MAX_TOKENS_LIMIT}, got {shorten(value)}"
-            )
-    for name, (low, high) in RANGES.items():
-        given = raw.get(name)
-        for value in _numbers(given.values() if isinstance(given, dict) else (given,)):
-            if not low <= value <= high or (name == "repetition_penalty" and value == 0):
-                title = name.replace("_penalty", " penalty").replace("_bias", " bias").capitalize()
-                return f"Validation: {title} must be between {low} and {high}, got {shorten(value)}"
-    return None
-
-
-def _numbers(values: Iterable[Any]) -> list[int | float]:
-    return [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
-
-
-def _where(text: str) -> str:
-    """``Expected `int`, got `str` - at `$.seed` `` becomes ``seed: expected `int`, got `str` ``."""
-    what, found, path = text.rpartition(" - at `$")
-    if not found:
-        what, path = text, ""
-    what = what.removeprefix("Object ").replace("missing required field", "missing field")
-    what = what[:1].lower() + what[1:]
-    path = path.rstrip("`").lstrip(".")
-    return f"{path}: {what}" if path else what
+def _member(name: bytes) -> str:
+    return f"'{shorten(name.decode(errors='replace'))}'" if name else "the JSON body"

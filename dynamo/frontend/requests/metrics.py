@@ -1,19 +1,25 @@
-"""The frontend's counters: children looked up once for each model, then plain additions.
+"""Metrics of the frontend: children looked up once per model, then plain additions.
 
-Spec 6, 6.1, 6.2. Names of models nobody serves fold into one label value, so that a client can't
-fill the memory with label values.
+Spec 6, 6.1, 6.2.
+Names of models that are not served share one label value: a client cannot fill the memory with
+label values.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from dynamo.observability.metrics import Counter, Family, Gauge, Histogram, Registry
-from dynamo.observability.names import (
+from dynamo.observability.metrics import (
     DEFAULT_FRONTEND_PREFIX,
-    FrontendNames,
+    ISL_BUCKETS,
+    OSL_BUCKETS,
+    TTFT_BUCKETS,
+    Counter,
+    Family,
+    Gauge,
+    Histogram,
     MetricSpec,
-    RequestPlane,
+    Registry,
     counter,
     gauge,
     histogram,
@@ -25,12 +31,165 @@ __all__ = ["PHASES", "UNKNOWN_MODEL", "FrontendMetrics", "ModelMetrics", "Outcom
 UNKNOWN_MODEL = "unknown_model"
 
 PHASES = ("aggregated", "prefill", "decode")
-"""Label values of requests that are routed or dispatched: to a worker that does all of it, or to
-either half where there are prefill workers."""
+"""What a request is routed or dispatched for: all of it, or one half of disaggregated serving."""
+
+C = TypeVar("C", Counter, Gauge, Histogram)
+
+# fmt: off
+_ITL_BUCKETS = (
+    0, 0.0018, 0.0033, 0.0059, 0.011, 0.02, 0.035, 0.064, 0.12, 0.21, 0.38, 0.69, 1.2, 2.3, 4.1,
+    7.4, 13, 24, 44, 80,
+)
+# fmt: on
+_SHORT_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1)
+
+# Requests, by model.
+_ACTIVE = gauge("dynamo_frontend_active_requests", "Requests being processed, by model", "model")
+_INFLIGHT = gauge(
+    "dynamo_frontend_inflight_requests", "Requests sent to an engine, by model", "model"
+)
+_QUEUED = gauge(
+    "dynamo_frontend_queued_requests", "Requests waiting for their first token", "model"
+)
+_DURATION = histogram(
+    "dynamo_frontend_request_duration_seconds",
+    "From the request's arrival to the end of its response",
+    (0, 2, 4, 8, 16, 32, 64, 130, 260, 510),
+    "model",
+)
+_TTFT = histogram(
+    "dynamo_frontend_time_to_first_token_seconds", "Time to first token", TTFT_BUCKETS, "model"
+)
+_ITL = histogram(
+    "dynamo_frontend_inter_token_latency_seconds", "Inter-token latency", _ITL_BUCKETS, "model"
+)
+_ISL = histogram(
+    "dynamo_frontend_input_sequence_tokens", "Prompt length in tokens", ISL_BUCKETS, "model"
+)
+_OSL = histogram(
+    "dynamo_frontend_output_sequence_tokens", "Output length in tokens", OSL_BUCKETS, "model"
+)
+_CACHED = histogram(
+    "dynamo_frontend_cached_tokens", "Prompt tokens found in the KV cache", ISL_BUCKETS, "model"
+)
+_OUTPUT_TOKENS = counter("dynamo_frontend_output_tokens_total", "Tokens generated", "model")
+
+# How requests begin and end.
+_STARTED = counter(
+    "dynamo_frontend_requests_started_total",
+    "Requests accepted for processing",
+    "endpoint model request_type",
+)
+_REQUESTS = counter(
+    "dynamo_frontend_requests_total",
+    "Requests that ended",
+    "endpoint error_type model request_type status",
+)
+_REJECTION = counter(
+    "dynamo_frontend_model_rejection_total", "Requests rejected by overload", "model endpoint"
+)
+_CANCELLATION = counter(
+    "dynamo_frontend_model_cancellation_total",
+    "Requests whose client left before full delivery",
+    "model endpoint request_type",
+)
+_FAILURES = counter(
+    "dynamo_frontend_failures_total", "Failures by class and reason", "class reason"
+)
+_DISCONNECTED = gauge("dynamo_frontend_disconnected_clients", "Clients that left before the end")
+
+# Where their time goes.
+_STAGE_SECONDS = histogram(
+    "dynamo_frontend_stage_duration_seconds",
+    "Time spent in a stage: preprocess, route, transport_roundtrip, dispatch",
+    (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5),
+    "stage",
+)
+_STAGE_REQUESTS = gauge("dynamo_frontend_stage_requests", "Requests now in a stage", "phase stage")
+_TEMPLATE_SECONDS = histogram(
+    "dynamo_frontend_template_seconds",
+    "Rendering the chat template",
+    (0.00001, 0.00005, 0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05),
+)
+_TOKENIZE_SECONDS = histogram(
+    "dynamo_frontend_tokenize_seconds", "Tokenizing the prompt", _SHORT_BUCKETS
+)
+_TOKENIZER_LATENCY_MS = histogram(
+    "dynamo_frontend_tokenizer_latency_ms",
+    "Tokenizing a prompt, detokenizing a response",
+    (0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+    "operation",
+)
+_DETOKENIZE_TOKENS = counter("dynamo_frontend_detokenize_token_count", "Tokens detokenized")
+_DETOKENIZE_US = counter("dynamo_frontend_detokenize_total_us", "Microseconds spent detokenizing")
+_CACHE_HITS = counter(
+    "dynamo_frontend_tokenizer_cache_hits_total", "Prompt segments found tokenized"
+)
+_CACHE_MISSES = counter("dynamo_frontend_tokenizer_cache_misses_total", "Prompt segments tokenized")
+_LOOP_DELAY = histogram(
+    "dynamo_frontend_event_loop_delay_seconds",
+    "How late a timer of the event loop fired",
+    (0, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1),
+)
+_LOOP_STALLS = counter("dynamo_frontend_event_loop_stall_total", "Delays of 100 ms and more")
+_PLANE_INFLIGHT = gauge("dynamo_request_plane_inflight_requests", "Streams open to workers")
+_PLANE_QUEUE = histogram(
+    "dynamo_request_plane_queue_seconds", "From arrival to sending", _SHORT_BUCKETS
+)
+_PLANE_SEND = histogram("dynamo_request_plane_send_seconds", "Encoding and sending", _SHORT_BUCKETS)
+_PLANE_ROUNDTRIP = histogram(
+    "dynamo_request_plane_roundtrip_ttft_seconds",
+    "Sending to first item",
+    (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5),
+)
+
+# Models and workers.
+_MODEL_READY = gauge("dynamo_frontend_model_ready", "1 while the model has a worker", "model")
+_MODEL_CONTEXT = gauge(
+    "dynamo_frontend_model_context_length", "Longest sequence in tokens", "model"
+)
+_MODEL_BLOCK_SIZE = gauge(
+    "dynamo_frontend_model_kv_cache_block_size", "Tokens per KV block", "model"
+)
+_MODEL_BATCHED_TOKENS = gauge(
+    "dynamo_frontend_model_max_num_batched_tokens", "Tokens a worker computes at once", "model"
+)
+_MODEL_SEQS = gauge(
+    "dynamo_frontend_model_max_num_seqs", "Sequences a worker runs at once", "model"
+)
+_MODEL_MIGRATION = gauge("dynamo_frontend_model_migration_limit", "Migrations allowed", "model")
+_MODEL_KV_BLOCKS = gauge("dynamo_frontend_model_total_kv_blocks", "KV blocks of a worker", "model")
+_WORKER = "dp_rank worker_id worker_type"
+_WORKER_LAST_ISL = gauge(
+    "dynamo_frontend_worker_last_input_sequence_tokens",
+    "Prompt length of the latest request",
+    _WORKER,
+)
+_WORKER_LAST_TTFT = gauge(
+    "dynamo_frontend_worker_last_time_to_first_token_seconds",
+    "Time to first token of the latest request",
+    _WORKER,
+)
+_WORKER_LAST_ITL = gauge(
+    "dynamo_frontend_worker_last_inter_token_latency_seconds",
+    "Inter-token latency of the latest request",
+    _WORKER,
+)
+
+# This project's own.
+_HTTP_CONNECTIONS = gauge("dynamo_frontend_http_connections", "Client connections")
+_HTTP_REFUSED = counter(
+    "dynamo_frontend_http_refused_total", "Requests refused by the HTTP layer", "status"
+)
+_CARDS_REJECTED = counter(
+    "dynamo_frontend_model_cards_rejected_total",
+    "Model cards that disagree with the model's other workers, or can't be read",
+    "model reason",
+)
 
 
 class WorkerLast(NamedTuple):
-    """What the latest request of a worker saw: prompt tokens and seconds."""
+    """What the latest request of a worker took: prompt tokens and seconds."""
 
     isl: Gauge
     ttft: Gauge
@@ -38,66 +197,66 @@ class WorkerLast(NamedTuple):
 
 
 class FrontendMetrics:
-    """Everything the frontend counts, on ``registry``, with names that begin with ``prefix``."""
+    """All metrics of the frontend, on ``registry``, with names that begin with ``prefix``."""
 
     def __init__(self, registry: Registry, prefix: str = DEFAULT_FRONTEND_PREFIX) -> None:
         self.registry = registry
         self.prefix = prefix
         self._models: dict[str, ModelMetrics] = {}
-        self.disconnected = self._gauge(FrontendNames.DISCONNECTED).labels()
-        self.disconnected.set(0)
-        self.http_refused = self._counter(FrontendNames.HTTP_REFUSED)
-        self.http_connections = self._gauge(FrontendNames.HTTP_CONNECTIONS).labels()
-        self.failures = self._counter(FrontendNames.FAILURES)
-        self.cards_rejected = self._counter(FrontendNames.CARDS_REJECTED)
-        self.loop_delay = self._histogram(FrontendNames.LOOP_DELAY).labels()
-        self.loop_stalls = self._counter(FrontendNames.LOOP_STALLS).labels()
-        self.template = self._histogram(FrontendNames.TEMPLATE_SECONDS).labels()
-        self.tokenize = self._histogram(FrontendNames.TOKENIZE_SECONDS).labels()
-        latency = self._histogram(FrontendNames.TOKENIZER_LATENCY_MS)
-        self.tokenize_ms = latency.labels("tokenize")
-        self._detokenize_ms = latency.labels("detokenize")
-        self._detokenize_tokens = self._counter(FrontendNames.DETOKENIZE_TOKENS).labels()
-        self._detokenize_us = self._counter(FrontendNames.DETOKENIZE_US).labels()
-        stages = self._histogram(FrontendNames.STAGE_SECONDS)
-        self.preprocess_stage = stages.labels("preprocess")
-        self.route_stage = stages.labels("route")
-        self.dispatch_stage = stages.labels("dispatch")
-        self.roundtrip_stage = stages.labels("transport_roundtrip")
-        waiting = self._gauge(FrontendNames.STAGE_REQUESTS)
-        self.preprocessing = waiting.labels("", "preprocess")
-        self.routing = {phase: waiting.labels(phase, "route") for phase in PHASES}
-        self.dispatching = {phase: waiting.labels(phase, "dispatch") for phase in PHASES}
-        self.plane_inflight = gauge(registry, RequestPlane.INFLIGHT).labels()
-        self.plane_queue = histogram(registry, RequestPlane.QUEUE_SECONDS).labels()
-        self.plane_send = histogram(registry, RequestPlane.SEND_SECONDS).labels()
-        self.plane_roundtrip = histogram(registry, RequestPlane.ROUNDTRIP).labels()
+        self.disconnected = self.child(_DISCONNECTED)
+        self.http_refused = self.family(_HTTP_REFUSED)
+        self.http_connections = self.child(_HTTP_CONNECTIONS)
+        self.failures = self.family(_FAILURES)
+        self.cards_rejected = self.family(_CARDS_REJECTED)
+        self.loop_delay = self.child(_LOOP_DELAY)
+        self.loop_stalls = self.child(_LOOP_STALLS)
+        self.template = self.child(_TEMPLATE_SECONDS)
+        self.tokenize = self.child(_TOKENIZE_SECONDS)
+        self.tokenize_ms = self.child(_TOKENIZER_LATENCY_MS, "tokenize")
+        self.detokenize_ms = self.child(_TOKENIZER_LATENCY_MS, "detokenize")
+        self.detokenize_tokens = self.child(_DETOKENIZE_TOKENS)
+        self.detokenize_us = self.child(_DETOKENIZE_US)
+        self.preprocess_stage = self.child(_STAGE_SECONDS, "preprocess")
+        self.route_stage = self.child(_STAGE_SECONDS, "route")
+        self.dispatch_stage = self.child(_STAGE_SECONDS, "dispatch")
+        self.roundtrip_stage = self.child(_STAGE_SECONDS, "transport_roundtrip")
+        self.preprocessing = self.child(_STAGE_REQUESTS, "", "preprocess")
+        self.routing = {phase: self.child(_STAGE_REQUESTS, phase, "route") for phase in PHASES}
+        self.dispatching = {
+            phase: self.child(_STAGE_REQUESTS, phase, "dispatch") for phase in PHASES
+        }
+        self.plane_inflight = self.child(_PLANE_INFLIGHT)
+        self.plane_queue = self.child(_PLANE_QUEUE)
+        self.plane_send = self.child(_PLANE_SEND)
+        self.plane_roundtrip = self.child(_PLANE_ROUNDTRIP)
         self._last = (
-            self._gauge(FrontendNames.WORKER_LAST_ISL),
-            self._gauge(FrontendNames.WORKER_LAST_TTFT),
-            self._gauge(FrontendNames.WORKER_LAST_ITL),
+            self.family(_WORKER_LAST_ISL),
+            self.family(_WORKER_LAST_TTFT),
+            self.family(_WORKER_LAST_ITL),
         )
         self._workers: dict[tuple[int, int, str], WorkerLast] = {}
         self._unknown = Outcomes(self, UNKNOWN_MODEL)
 
+    def family(self, spec: MetricSpec[C]) -> Family[C]:
+        """The family of ``spec`` under this frontend's prefix."""
+        return self.registry.family(spec, self.prefix)
+
+    def child(self, spec: MetricSpec[C], *values: str) -> C:
+        """The child of ``spec`` for these label values."""
+        return self.registry.family(spec, self.prefix)[values]
+
     def tokenized(self, seconds: float) -> None:
-        """A prompt was tokenized."""
+        """Count the tokenization of a prompt."""
         self.tokenize.observe(seconds)
         self.tokenize_ms.observe(seconds * 1e3)
 
-    def detokenized(self, tokens: int, seconds: float) -> None:
-        """An answer of so many tokens has become text."""
-        self._detokenize_ms.observe(seconds * 1e3)
-        self._detokenize_tokens.value += tokens
-        self._detokenize_us.value += seconds * 1e6
-
     def tokenizer_cache(self, hits: int, misses: int) -> None:
-        """Prompt segments found and not found tokenized, all models, since the start."""
-        self._counter(FrontendNames.CACHE_HITS).labels().value = hits
-        self._counter(FrontendNames.CACHE_MISSES).labels().value = misses
+        """Show the prompt segments found and not found tokenized, all models, since the start."""
+        self.child(_CACHE_HITS).value = hits
+        self.child(_CACHE_MISSES).value = misses
 
     def refused(self, status: int) -> None:
-        """The HTTP layer turned a request away."""
+        """Count a request that the HTTP layer refused."""
         self.http_refused.labels(str(status)).value += 1
 
     def model(self, name: str) -> ModelMetrics:
@@ -108,75 +267,64 @@ class FrontendMetrics:
         return found
 
     def outcomes(self, name: str) -> Outcomes:
-        """Of ``name`` if it is or was served, else of all unknown models together."""
+        """The outcomes of ``name`` if it is or was served, else of all unknown models together."""
         return self._models.get(name) or self._unknown
 
-    def worker(self, worker_id: int, dp_rank: int, kind: str = "decode") -> WorkerLast:
-        """The gauges of a worker's latest request; ``kind`` is its label ``worker_type``."""
-        found = self._workers.get((worker_id, dp_rank, kind))
+    def worker(self, worker_id: int, dp_rank: int, worker_type: str = "decode") -> WorkerLast:
+        """The gauges of a worker's latest request."""
+        found = self._workers.get((worker_id, dp_rank, worker_type))
         if found is None:
-            labels = (str(dp_rank), str(worker_id), kind)
-            found = self._workers[worker_id, dp_rank, kind] = WorkerLast(
-                *(family.labels(*labels) for family in self._last)
-            )
+            labels = (str(dp_rank), str(worker_id), worker_type)
+            found = WorkerLast(*(family[labels] for family in self._last))
+            self._workers[worker_id, dp_rank, worker_type] = found
         return found
 
     def forget_worker(self, worker_id: int) -> None:
-        """The worker is gone, with all its ranks."""
+        """Remove the gauges of a worker and all its ranks."""
         for key in [key for key in self._workers if key[0] == worker_id]:
             del self._workers[key]
             for family in self._last:
                 family.remove(str(key[1]), str(worker_id), key[2])
 
     def show_card(self, card: ModelCard, ready: bool) -> None:
-        """The model's gauges, from its card."""
+        """Set the model's gauges from its card."""
         config = card.runtime_config
-        rows: list[tuple[MetricSpec, float | None]] = [
-            (FrontendNames.MODEL_READY, float(ready)),
-            (FrontendNames.MODEL_CONTEXT, card.context_length),
-            (FrontendNames.MODEL_BLOCK_SIZE, card.kv_cache_block_size),
-            (FrontendNames.MODEL_BATCHED_TOKENS, config.max_num_batched_tokens),
-            (FrontendNames.MODEL_SEQS, config.max_num_seqs),
-            (FrontendNames.MODEL_MIGRATION, card.migration_limit),
-            (FrontendNames.MODEL_KV_BLOCKS, config.total_kv_blocks),
+        rows: list[tuple[MetricSpec[Gauge], float | None]] = [
+            (_MODEL_READY, ready),
+            (_MODEL_CONTEXT, card.context_length),
+            (_MODEL_BLOCK_SIZE, card.kv_cache_block_size),
+            (_MODEL_BATCHED_TOKENS, config.max_num_batched_tokens),
+            (_MODEL_SEQS, config.max_num_seqs),
+            (_MODEL_MIGRATION, card.migration_limit),
+            (_MODEL_KV_BLOCKS, config.total_kv_blocks),
         ]
         for spec, value in rows:
             if value is not None:
-                self._gauge(spec).labels(card.display_name).set(value)
-
-    def _counter(self, spec: MetricSpec) -> Family[Counter]:
-        return counter(self.registry, spec, self.prefix)
-
-    def _gauge(self, spec: MetricSpec) -> Family[Gauge]:
-        return gauge(self.registry, spec, self.prefix)
-
-    def _histogram(self, spec: MetricSpec) -> Family[Histogram]:
-        return histogram(self.registry, spec, self.prefix)
+                self.child(spec, card.display_name).value = value
 
 
 class Outcomes:
     """How the requests for one model begin and end."""
 
     def __init__(self, metrics: FrontendMetrics, name: str) -> None:
-        registry, prefix = metrics.registry, metrics.prefix
         self.name = name
-        self._started = counter(registry, FrontendNames.STARTED, prefix)
-        self._requests = counter(registry, FrontendNames.REQUESTS, prefix)
-        self._rejection = counter(registry, FrontendNames.REJECTION, prefix)
-        self._cancellation = counter(registry, FrontendNames.CANCELLATION, prefix)
+        self._started = metrics.family(_STARTED)
+        self._requests = metrics.family(_REQUESTS)
+        self._rejection = metrics.family(_REJECTION)
+        self._cancellation = metrics.family(_CANCELLATION)
 
     def started(self, endpoint: str, request_type: str) -> None:
-        """A request was accepted for processing."""
-        self._started.labels(endpoint, self.name, request_type).value += 1
+        """Count a request that was accepted for processing."""
+        self._started[endpoint, self.name, request_type].value += 1
 
     def ended(self, endpoint: str, request_type: str, error_type: str) -> None:
-        """A request has ended; ``error_type`` is "" for success. Spec 6."""
+        """Count a request that has ended; ``error_type`` is "" for success. Spec 6."""
         status = "error" if error_type else "success"
-        self._requests.labels(endpoint, error_type, self.name, request_type, status).value += 1
+        self._requests[endpoint, error_type, self.name, request_type, status].value += 1
         if error_type == "cancelled":
-            self._cancellation.labels(self.name, endpoint, request_type).value += 1
+            self._cancellation[self.name, endpoint, request_type].value += 1
         elif error_type == "overload":
-            self._rejection.labels(self.name, endpoint).value += 1
+            self._rejection[self.name, endpoint].value += 1
 
 
 class ModelMetrics(Outcomes):
@@ -184,14 +332,13 @@ class ModelMetrics(Outcomes):
 
     def __init__(self, metrics: FrontendMetrics, name: str) -> None:
         super().__init__(metrics, name)
-        registry, prefix = metrics.registry, metrics.prefix
-        self.active = gauge(registry, FrontendNames.ACTIVE, prefix).labels(name)
-        self.inflight = gauge(registry, FrontendNames.INFLIGHT, prefix).labels(name)
-        self.queued = gauge(registry, FrontendNames.QUEUED, prefix).labels(name)
-        self.duration = histogram(registry, FrontendNames.DURATION, prefix).labels(name)
-        self.ttft = histogram(registry, FrontendNames.TTFT, prefix).labels(name)
-        self.itl = histogram(registry, FrontendNames.ITL, prefix).labels(name)
-        self.isl = histogram(registry, FrontendNames.ISL, prefix).labels(name)
-        self.osl = histogram(registry, FrontendNames.OSL, prefix).labels(name)
-        self.cached = histogram(registry, FrontendNames.CACHED, prefix).labels(name)
-        self.output_tokens = counter(registry, FrontendNames.OUTPUT_TOKENS, prefix).labels(name)
+        self.active = metrics.child(_ACTIVE, name)
+        self.inflight = metrics.child(_INFLIGHT, name)
+        self.queued = metrics.child(_QUEUED, name)
+        self.duration = metrics.child(_DURATION, name)
+        self.ttft = metrics.child(_TTFT, name)
+        self.itl = metrics.child(_ITL, name)
+        self.isl = metrics.child(_ISL, name)
+        self.osl = metrics.child(_OSL, name)
+        self.cached = metrics.child(_CACHED, name)
+        self.output_tokens = metrics.child(_OUTPUT_TOKENS, name)

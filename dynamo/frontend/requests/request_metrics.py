@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
-from dynamo.frontend.answer.usage import Usage
+from dynamo.frontend.answer.choice import Usage
 from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.observability.metrics import Gauge
@@ -186,7 +186,9 @@ class RequestMetrics:
         tokens = usage.completion_tokens
         model.osl.observe(tokens)
         model.output_tokens.value += tokens
-        metrics.detokenized(tokens, detokenize_s)
+        metrics.detokenize_ms.observe(detokenize_s * 1e3)
+        metrics.detokenize_tokens.value += tokens
+        metrics.detokenize_us.value += detokenize_s * 1e6
         cached_tokens = usage.cached_tokens
         if cached_tokens is not None:
             model.cached.observe(cached_tokens)

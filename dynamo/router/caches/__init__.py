@@ -1,3 +1,3 @@
-"""What workers hold: told by their KV events, or predicted from decisions."""
+"""The cached blocks of workers: reported by KV events, or predicted from decisions."""
 
 __all__: list[str] = []

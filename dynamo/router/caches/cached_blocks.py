@@ -1,6 +1,6 @@
-"""What every slot holds of one prompt, by storage tier: columns of blocks, indexed by slot.
+"""The blocks of one prompt that every slot has cached, by storage tier: columns indexed by slot.
 
-Nothing is looked up below the device before some worker has told of a block there. Spec 2.1, 3.1.
+Lower tiers are searched only after a worker has reported a block there. Spec 2.1, 3.1.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import Weights
-from dynamo.router.caches.optimistic import OptimisticCache
+from dynamo.router.caches.predicted import OptimisticCache
 from dynamo.router.cost import TierCounts, effective_blocks
 
 __all__ = ["DISK", "EXTERNAL", "HOST", "CachedBlocks"]
@@ -20,53 +20,59 @@ HOST, DISK, EXTERNAL = 1, 2, 3
 
 
 class CachedBlocks:
-    """``device`` is always there; ``host``, ``disk`` and ``shared`` are None while nothing can be.
+    """``device`` always exists; ``host``, ``disk`` and ``shared`` are None until a block is there.
 
-    ``shares``: blocks on an external tier, whoever told of them, count for every slot, those beyond
-    the device's. ``shared_ranges`` are the places of all of them in the prompt, ends exclusive.
+    ``tiered``: one of ``host`` and ``disk`` exists. ``shares``: a block on an external tier counts
+    for every slot that does not have it on the device, whichever worker reported it.
+    ``shared_ranges`` are the positions of these blocks in the prompt, ends exclusive.
     """
 
-    def __init__(self, index: RadixTree | None, shares: bool = False) -> None:
+    def __init__(
+        self,
+        index: RadixTree | None,
+        shares: bool = False,
+        optimistic: OptimisticCache | None = None,
+    ) -> None:
         self._index = index
+        self._optimistic = optimistic
         self.shares = shares
         self.resize(16)
 
     def resize(self, width: int) -> None:
-        """Columns of ``width`` places."""
+        """Replace the columns by empty ones for ``width`` slots."""
         self._width = width
         self.device = array("I", bytes(4 * width))
         self.host: array[int] | None = None
         self.disk: array[int] | None = None
         self.shared: array[int] | None = None
         self.shared_ranges: list[tuple[int, int]] = []
+        self.tiered = False
 
-    def look(
+    def match(
         self,
         hashes: array[int],
-        optimistic: OptimisticCache | None,
         now_s: float,
         in_progress: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Fill the columns for the prompt of these block hashes.
+        """Fill the columns for the prompt of these block hashes. O(cached blocks + slots).
 
-        The predictions of ``optimistic`` at ``now_s``, and the blocks ``in_progress`` (pairs of
-        slot and leading blocks), count as if they were on the device already.
-        O(blocks held + slots).
+        Blocks predicted at ``now_s`` count as if they were on the device already, and so do those
+        ``in_progress``: pairs of slot and leading blocks.
         """
         index = self._index
         if index is None:
             return
         index.match_into(hashes, self.device)
-        if optimistic is not None:
-            optimistic.raise_into(hashes, self.device, now_s)
+        if self._optimistic is not None:
+            self._optimistic.raise_into(hashes, self.device, now_s)
         for slot, depth in in_progress:
             self.device[slot] = max(self.device[slot], depth)
         tiers = index.tiers()
         if tiers:
-            self._look_below(index, hashes, tiers)
+            self._match_lower(index, hashes, tiers)
 
     def of(self, slot: int) -> TierCounts:
-        """What one slot holds."""
+        """The counts of one slot."""
         return TierCounts(
             self.device[slot],
             0 if self.host is None else self.host[slot],
@@ -76,7 +82,7 @@ class CachedBlocks:
 
     def effective(self, weights: Weights, slot: int) -> float:
         """Blocks that the slot need not compute, those on lower tiers by their weight. O(1)."""
-        if self.host is None and self.disk is None:
+        if not self.tiered:
             return self.device[slot]
         return effective_blocks(weights, self.of(slot))
 
@@ -86,32 +92,37 @@ class CachedBlocks:
         return sum(end - begin for begin, end in self.shared_ranges)
 
     def best_overlap(self, weights: Weights, slots: array[int]) -> float:
-        """The most that one of the slots has of this. O(slots)."""
+        """The most effective blocks that one of the slots has. O(slots)."""
         return max((self.effective(weights, slot) for slot in slots), default=0.0)
 
     def copy(self) -> CachedBlocks:
-        """As it is now."""
+        """A copy of the columns, without the index."""
         made = CachedBlocks(None, self.shares)
         made.device = self.device[:]
         made.host = None if self.host is None else self.host[:]
         made.disk = None if self.disk is None else self.disk[:]
         made.shared = None if self.shared is None else self.shared[:]
         made.shared_ranges = self.shared_ranges
+        made.tiered = self.tiered
         return made
 
-    def _look_below(self, index: RadixTree, hashes: array[int], tiers: int) -> None:
+    def _match_lower(self, index: RadixTree, hashes: array[int], tiers: int) -> None:
+        """Extend each slot's prefix tier by tier: a block counts only behind all before it."""
         reached = self.device
         if tiers >> HOST & 1:
             self.host = self.host or array("I", bytes(4 * self._width))
             index.extend_into(hashes, reached, self.host, HOST)
+            self.tiered = True
             reached = array("I", map(int.__add__, reached, self.host))
         if tiers >> DISK & 1:
             self.disk = self.disk or array("I", bytes(4 * self._width))
             index.extend_into(hashes, reached, self.disk, DISK)
+            self.tiered = True
         if tiers >> EXTERNAL & 1 and self.shares:
             self.shared_ranges = ranges = index.ranges(hashes, EXTERNAL)
             self.shared = array("I", [_beyond(depth, ranges) for depth in self.device])
 
 
 def _beyond(depth: int, ranges: list[tuple[int, int]]) -> int:
+    """Blocks of ``ranges`` from ``depth`` on."""
     return sum(end - max(begin, depth) for begin, end in ranges if end > depth)

@@ -1,8 +1,8 @@
-"""KV events off the loop: threads that receive, decode and apply them without the GIL. Spec 2.4.
+"""Threads that receive, decode and apply KV events without the GIL. Spec 2.4.
 
-Every publisher belongs to one thread, so that its events keep their order. What a thread cannot go
-on with (a gap, a worker whose caches are just being asked for, a strange message) it hands to the
-loop, where :class:`Indexer` settles it. How that works is told in docs/radix.md.
+Every publisher belongs to one thread, so that its events keep their order. A thread hands off to
+the loop, where :class:`Indexer` decides, whatever is not the next event of a stream: a gap, an
+event during a recovery, a message that the compiled decoder rejects. Design: docs/radix.md.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from dynamo.router.caches.indexer import EventCounts, Indexer
 from dynamo.runtime.events import EventSubscriber
 from dynamo.runtime.events.zmq import subscribing_socket
 
-__all__ = ["EventThreads", "Handed", "take_handed"]
+__all__ = ["EventThreads", "Handoff", "apply_handoff"]
 
 COUNT_S = 1.0
-"""How often the threads' counts are looked at, if nobody renders metrics."""
+"""Interval of reading the threads' counters, without which warnings would not be logged."""
 
-HANDED_PER_TURN = 64
-"""Batches taken from the threads before the loop gets its turn."""
+HANDOFFS_PER_ITERATION = 64
+"""Handoffs applied before other callbacks of the loop run."""
 
-LOGGED = ("malformed", "overflow", "failed")
-"""Oddities that nobody else explains."""
+LOGGED_WARNINGS = ("malformed", "overflow", "failed")
+"""Warnings that no other log line explains."""
 
-Handed = tuple[bytes | None, int | None, int, int]
-"""What ``Ingest.handed`` gives."""
+Handoff = tuple[bytes | None, int | None, int, int]
+"""The result of ``Ingest.next_handoff``."""
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
 
 
 class EventThreads:
-    """``count`` threads that keep ``index`` true to the events of ``topic``.
+    """``count`` threads that apply the events of ``topic`` to ``index``.
 
-    Give ``ingest`` to the :class:`Indexer` and ``subscriber`` to the subscription. Use from the
-    loop's thread; end with :meth:`close`.
+    Pass ``ingest`` to the :class:`Indexer` and ``subscriber`` to the subscription. All methods are
+    for the loop's thread; end with :meth:`close`.
     """
 
     def __init__(self, index: RadixTree, count: int, topic: str, counts: EventCounts) -> None:
@@ -55,32 +55,32 @@ class EventThreads:
         self._counts = counts
         self._counted: dict[object, int] = {}
         self._indexer: Indexer | None = None
-        self._load = [0] * count
-        self._of: dict[int, int] = {}
+        self._publisher_counts = [0] * count
+        self._thread_of: dict[int, int] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         functions = _zmq_functions()
         self._sockets = [subscribing_socket(topic) for _ in range(count)]
         for number, socket in enumerate(self._sockets):
-            self.ingest.use(number, int(socket.underlying), functions)
+            self.ingest.set_socket(number, int(socket.underlying), functions)
         self._threads = [
-            threading.Thread(target=self._life, args=(number,), name=f"kv-events-{number}")
+            threading.Thread(target=self._run, args=(number,), name=f"kv-events-{number}")
             for number in range(count)
         ]
 
     def start(self, indexer: Indexer) -> None:
-        """Begin. ``indexer`` gets what the threads leave to the loop."""
+        """Start the threads. ``indexer`` applies their handoffs."""
         self._indexer = indexer
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self.ingest.fileno(), self._take_handed)
-        self._count()
+        self._loop.add_reader(self.ingest.fileno(), self._process_handoffs)
+        self._update_counts()
         for thread in self._threads:
             thread.daemon = True
             thread.start()
 
     def close(self) -> None:
-        """Stop and wait for the threads, which are never in the midst of much. Idempotent."""
+        """Stop the threads and wait for them: milliseconds. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -98,82 +98,87 @@ class EventThreads:
             self.flush()
 
     def push(self, publisher_id: int, sequence: int, payload: bytes) -> None:
-        """Events that came over another transport, where nobody tells when a publisher is gone."""
-        number = self._of.get(publisher_id, publisher_id % len(self._threads))
+        """Pass on events that the loop received over another transport.
+
+        Such a publisher has no :meth:`forget`: its thread follows from its id instead.
+        """
+        number = self._thread_of.get(publisher_id, publisher_id % len(self._threads))
         self.ingest.push(number, payload)
 
     def thread_of(self, publisher_id: int) -> int:
-        """The thread of a publisher; a new one gets the thread with the fewest."""
-        number = self._of.get(publisher_id)
+        """Return the thread of a publisher; a new one gets the thread with the fewest."""
+        number = self._thread_of.get(publisher_id)
         if number is None:
-            number = self._of[publisher_id] = self._load.index(min(self._load))
-            self._load[number] += 1
+            number = self._thread_of[publisher_id] = self._publisher_counts.index(
+                min(self._publisher_counts)
+            )
+            self._publisher_counts[number] += 1
         return number
 
     def forget(self, publisher_id: int) -> None:
-        """The publisher is gone."""
-        number = self._of.pop(publisher_id, None)
+        """Forget a publisher that disconnected."""
+        number = self._thread_of.pop(publisher_id, None)
         if number is not None:
-            self._load[number] -= 1
+            self._publisher_counts[number] -= 1
 
-    def _life(self, number: int) -> None:
-        """A thread. It leaves the GIL at once and comes back at the end."""
+    def _run(self, number: int) -> None:
+        """Run in a thread; the GIL is only held at the start and the end."""
         try:
             self.ingest.run(number)
         except Exception:
-            logger.exception("thread %d for KV events failed", number)
+            log.exception("thread %d for KV events failed", number)
         if not self._closed:
-            logger.error("thread %d for KV events ended: its workers' caches go stale", number)
+            log.error("thread %d for KV events ended: its workers' caches become stale", number)
 
-    def _take_handed(self) -> None:
-        self.ingest.silence()
-        for _ in range(HANDED_PER_TURN):
-            handed = self.ingest.handed()
-            if handed is None or self._indexer is None:
+    def _process_handoffs(self) -> None:
+        self.ingest.clear_wakeup()
+        for _ in range(HANDOFFS_PER_ITERATION):
+            handoff = self.ingest.next_handoff()
+            if handoff is None or self._indexer is None:
                 break
             try:
-                take_handed(handed, self._indexer, self._counts)
-            except Exception:  # one batch must not end the others; its ids will be missed
+                apply_handoff(handoff, self._indexer, self._counts)
+            except Exception:  # the ids of a failed batch leave a gap, and so are recovered
                 self._counts.warning("failed")
-                logger.exception("KV events of worker %s failed", handed[1])
+                log.exception("applying KV events of worker %x failed", handoff[1] or 0)
         else:
             if self._loop is not None and not self._closed:
-                self._loop.call_soon(self._take_handed)
+                self._loop.call_soon(self._process_handoffs)
 
-    def _count(self) -> None:
+    def _update_counts(self) -> None:
         self.flush()
         if self._loop is not None:
-            self._timer = self._loop.call_later(COUNT_S, self._count)
+            self._timer = self._loop.call_later(COUNT_S, self._update_counts)
 
     def flush(self) -> None:
-        """Bring the metrics up to date."""
+        """Update the metrics from the threads' counters."""
         for outcome, count in self.ingest.applied().items():
             self._counts.applied(*outcome, count - self._counted.get(outcome, 0))
             self._counted[outcome] = count
-        oddities = self.ingest.oddities()
+        warnings = self.ingest.warnings()
         self.subscriber.received = sum(self.ingest.received())
-        self.subscriber.gaps = oddities["sequence_gap"]
-        self.subscriber.malformed = oddities["malformed"]
-        for kind, count in oddities.items():
+        self.subscriber.gaps = warnings["sequence_gap"]
+        self.subscriber.malformed = warnings["malformed"]
+        for kind, count in warnings.items():
             new = count - self._counted.get(kind, 0)
             self._counted[kind] = count
             if new:
                 self._counts.warning(kind, new)
-                if kind in LOGGED:
-                    logger.warning("KV events: %d times %s", new, kind)
+                if kind in LOGGED_WARNINGS:
+                    log.warning("KV events: %d × %s", new, kind)
 
 
-def take_handed(handed: Handed, indexer: Indexer, counts: EventCounts) -> None:
-    """Let the indexer settle one thing that threads have left to the loop."""
-    payload, worker, dp_rank, first = handed
+def apply_handoff(handoff: Handoff, indexer: Indexer, counts: EventCounts) -> None:
+    """Apply one handoff of the threads."""
+    payload, worker, dp_rank, first = handoff
     if payload is None:
-        indexer.renew(worker or 0)
+        indexer.publisher_restarted(worker or 0)
         return
     try:
         batch = _decode_batch(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         counts.warning("malformed")
-        logger.warning("KV events of worker %s cannot be read: %s", worker, error)
+        log.warning("invalid KV events: %s", error)
         return
     if worker is not None:
         batch.events = [event for event in batch.events[first:] if event.dp_rank == dp_rank]
@@ -181,7 +186,7 @@ def take_handed(handed: Handed, indexer: Indexer, counts: EventCounts) -> None:
 
 
 class _Subscriber:
-    """The event plane's face of the threads' own sockets; counts are those of the last flush."""
+    """The EventSubscriber of the threads' sockets; its counts are those of the last flush."""
 
     def __init__(self, topic: str, threads: EventThreads) -> None:
         self.topic = topic
@@ -211,7 +216,7 @@ class _Subscriber:
 
 
 def _zmq_functions() -> list[int]:
-    """Where the library under pyzmq has the functions that the threads call."""
+    """Return the addresses of the functions that the threads call, in pyzmq's own libzmq."""
     try:
         library = ctypes.CDLL(import_module("zmq.backend.cython._zmq").__file__)
         functions = [library[name] for name in ZMQ_FUNCTIONS]

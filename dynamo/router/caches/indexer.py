@@ -1,8 +1,8 @@
-"""Which KV event comes next from each (worker, dp_rank), and what to do when it does not.
+"""Applies KV events in order to the prefix index, and recovers the missing ones.
 
-A state machine without I/O: events and answers go in, changes to the prefix index and questions
-for the worker come out. Where it is in doubt it forgets blocks: under-counting costs a cache hit,
-over-counting would send requests to a cache that is not there. Spec 2.1, 2.2, 2.6.
+A state machine without I/O: events and answers go in, changes to the index and recovery queries
+come out. In doubt it forgets blocks: an undercount costs a cache hit, an overcount sends requests
+to a cache that does not exist. Spec 2.1, 2.2, 2.6.
 """
 
 from __future__ import annotations
@@ -25,70 +25,77 @@ from dynamo.protocols.kv import (
 
 __all__ = ["EventCounts", "Indexer", "Recovery", "Threads"]
 
-"""``KvEvent.storage_tier`` to the index's tier. Blocks of others are ignored (and counted).
-
-*Cleared* on the device means that there is nothing at all, on another tier only that one.
-"""
-
 MAX_EVENT_ID = 1 << 61
-"""Streams whose ids are beyond stay on the loop."""
+"""Streams with larger ids stay on the loop: the threads compute with signed 64-bit ids."""
 
 MAX_HELD_EVENTS = 16_384
-"""Live events kept per stream while a question is open; beyond, they make a gap."""
+"""Live events held per stream during a recovery; beyond, they are dropped and leave a gap."""
 
 STEP_BLOCKS = 4096
-"""About so many blocks of an answer are applied in one step: a millisecond, decoding included."""
+"""Blocks of an answer applied in one step: about a millisecond, with decoding."""
 
 _EVENT_BLOCKS = 8
-"""An event costs as much as so many blocks, whatever it holds."""
+"""Fixed cost of an event, in blocks."""
 
 
 class Recovery(NamedTuple):
-    """A question for the worker: events ``start``..``end`` inclusive, or a dump (no start).
+    """A query for the worker: events ``start``..``end`` inclusive, or a dump (no start).
 
-    Without an end: everything since ``start``, which may be nothing. ``again``: it failed before
-    and is tried once more; nothing has come into doubt since.
+    Without an end: all events since ``start``, which may be none. ``retry``: an earlier query
+    failed, and the blocks in the index are not in doubt.
     """
 
     worker_id: int
     dp_rank: int
     start: int | None = None
     end: int | None = None
-    again: bool = False
+    retry: bool = False
 
 
 class EventCounts(Protocol):
-    """Where events and oddities are counted."""
+    """Counts events and warnings."""
 
     def applied(self, event_type: str, status: str, count: int = 1) -> None:
-        """Events were applied, or failed with ``status``."""
+        """Count events that were applied, or failed with ``status``."""
         ...
 
     def warning(self, kind: str, count: int = 1) -> None:
-        """Something was odd."""
+        """Count warnings."""
         ...
 
 
 class Threads(Protocol):
-    """Threads that apply what is next in order in the streams given to them.
+    """Threads that apply the events of the streams delegated to them; see
+    :class:`dynamo._fast.ingest.Ingest`."""
 
-    :class:`dynamo._fast.ingest.Ingest` tells what each of these does.
-    """
+    def add(self, worker: int, dp_rank: int, slot: int) -> None:
+        """Register a stream, owned by the loop."""
+        ...
 
-    def follow(self, worker: int, dp_rank: int, slot: int) -> None: ...
-    def give(self, worker: int, dp_rank: int, last: int | None) -> bool: ...
-    def take(self, worker: int, dp_rank: int) -> tuple[int | None, bool] | None: ...
-    def heard(self, worker: int, dp_rank: int) -> bool: ...
-    def forget(self, worker: int, dp_rank: int) -> None: ...
+    def delegate(self, worker: int, dp_rank: int, last: int | None) -> bool:
+        """Let the threads apply the events after ``last``; return whether they do."""
+        ...
+
+    def reclaim(self, worker: int, dp_rank: int) -> tuple[int | None, bool] | None:
+        """Return the stream to the loop: (last applied id, whether it received any event)."""
+        ...
+
+    def received_any(self, worker: int, dp_rank: int) -> bool:
+        """Return whether any event of the stream was received."""
+        ...
+
+    def remove(self, worker: int, dp_rank: int) -> None:
+        """Forget the stream."""
+        ...
 
 
 @dataclass(eq=False)
 class _Stream:
-    """Events of one (worker, dp_rank). ``last`` is None when any id may come next.
+    """Events of one (worker, dp_rank). ``last`` is None when any id may be the next.
 
-    Held events wait, in order, for the answer to ``asked``; without a question there are none.
-    ``incomplete``: the worker has blocks that a recovery did not bring.
-    While it is ``given`` to threads, they know the last id and they alone change its blocks.
+    Held events wait, in order, for the answer to ``pending``; without a query there are none.
+    ``incomplete``: a recovery failed, the worker has blocks that the index lacks. While the stream
+    is ``delegated``, the threads keep the last id, and only they change its blocks.
     """
 
     worker_id: int
@@ -96,20 +103,20 @@ class _Stream:
     slot: int
     answers: bool
     last: int | None = None
-    asked: Recovery | None = None
+    pending: Recovery | None = None
     held: deque[KvEvent] = field(default_factory=deque)
     failed_attempts: int = 0
     incomplete: bool = False
-    heard: bool = False
-    given: bool = False
+    received_any: bool = False
+    delegated: bool = False
 
 
 class Indexer:
-    """Keeps ``index`` true to the events of all registered streams.
+    """Applies the events of all registered streams to ``index``.
 
-    ``on_recovery`` is called, synchronously, with each question; give its answer to
-    :meth:`recovered`, or :meth:`recovery_steps`; None when none can be had. With ``threads`` a
-    stream is theirs as long as its events come in order, and this class's as soon as they do not.
+    ``on_recovery`` is called, synchronously, with each query; pass its answer, or None when there
+    is none, to :meth:`recovered` or :meth:`recovery_steps`. With ``threads`` a stream is delegated
+    to them as long as its events arrive in order.
     """
 
     def __init__(
@@ -126,43 +133,43 @@ class Indexer:
         self._streams: dict[tuple[int, int], _Stream] = {}
 
     def add(self, worker_id: int, dp_rank: int, slot: int, answers: bool = True) -> None:
-        """Follow a stream from now on; ``answers`` if the worker has a local indexer to ask."""
+        """Register a stream; ``answers``: the worker has a local indexer that answers queries."""
         if (worker_id, dp_rank) in self._streams:
             return
         stream = _Stream(worker_id, dp_rank, slot, answers)
         self._streams[worker_id, dp_rank] = stream
         if self._threads is not None:
-            self._threads.follow(worker_id, dp_rank, slot)
+            self._threads.add(worker_id, dp_rank, slot)
         if answers:
             self._recover(stream, None, None)
-        self._settle(stream)
+        self._delegate(stream)
 
     def remove(self, worker_id: int) -> None:
-        """Forget the streams of a worker whose slots the fleet has freed."""
+        """Remove the streams of a worker whose slots were freed."""
         for key in [key for key in self._streams if key[0] == worker_id]:
             del self._streams[key]
             if self._threads is not None:
-                self._threads.forget(*key)
+                self._threads.remove(*key)
 
     def apply(self, batch: KvEventBatch) -> None:
-        """Take live events of one worker. O(blocks named)."""
+        """Apply live events of one worker. O(blocks named)."""
         for event in batch.events:
             stream = self._streams.get((batch.worker_id, event.dp_rank))
-            if stream is None:  # not discovered yet: its dump will tell
+            if stream is None:  # not discovered yet: its dump will have the blocks
                 self._counts.warning("unknown_worker")
                 continue
-            if stream.given:
+            if stream.delegated:
                 self._reclaim(stream)
-            stream.heard = True
-            if stream.asked is None:
-                self._next(stream, event)
+            stream.received_any = True
+            if stream.pending is None:
+                self._apply_live(stream, event)
             else:
                 self._hold(stream, event)
         if self._threads is not None:
             for rank in {event.dp_rank for event in batch.events}:
                 stream = self._streams.get((batch.worker_id, rank))
                 if stream is not None:
-                    self._settle(stream)
+                    self._delegate(stream)
 
     def recovered(self, recovery: Recovery, answer: KvQueryAnswer | None) -> None:
         """:meth:`recovery_steps`, all at once."""
@@ -175,11 +182,11 @@ class Indexer:
         answer: KvQueryAnswer | None,
         events: Iterable[KvEvent] | None = None,
     ) -> Iterator[None]:
-        """Take the worker's answer in steps of about ``STEP_BLOCKS`` blocks, or None if there is
-        none to be had; ``events`` may be those of the answer, decoded as they are taken.
+        """Apply the worker's answer (None: it gave none) in steps of about ``STEP_BLOCKS`` blocks.
 
-        Live events may be applied between steps: they are held until the last one. An answer to a
-        question that no longer stands, or stands no longer at a later step, is ignored from there.
+        ``events`` are those of the answer, decoded lazily. Live events may arrive between steps:
+        they are held until the last one. As soon as the query is not pending any more, the rest of
+        the answer is ignored.
         """
         stream = self._pending_stream(recovery)
         if stream is None:
@@ -188,90 +195,93 @@ class Indexer:
             self._give_up(stream, recovery)
         else:
             before = stream.last
-            for _ in self._taken(stream, answer, answer.events if events is None else events):
+            for _ in self._apply_answer(
+                stream, answer, answer.events if events is None else events
+            ):
                 yield
                 if not self.is_pending(recovery):
                     return
-            if not self._helped(stream, recovery, answer, before):
+            if not self._made_progress(stream, recovery, answer, before):
                 return
-        yield from self._drained(stream, recovery)
+        yield from self._apply_held(stream, recovery)
         if self.is_pending(recovery):
-            stream.asked = None
-            self._settle(stream)
+            stream.pending = None
+            self._delegate(stream)
 
     def is_pending(self, recovery: Recovery) -> bool:
-        """Whether the answer to this question is still waited for."""
+        """Return whether this query is still waiting for its answer."""
         return self._pending_stream(recovery) is not None
 
     def verify(self) -> None:
-        """Ask every worker for what came since; finds a lost last event, which shows no gap.
+        """Query every worker for events since the last: a lost last event leaves no gap.
 
-        One that did not answer before is asked for everything again.
+        A worker whose last recovery failed is queried for a dump again.
         """
         for stream in list(self._streams.values()):
             self._reclaim(stream)
-            if stream.answers and stream.asked is None:
+            if stream.answers and stream.pending is None:
                 if stream.incomplete:
-                    self._recover(stream, None, None, again=True)
+                    self._recover(stream, None, None, retry=True)
                 elif stream.last is not None:
                     self._recover(stream, stream.last + 1, None)
-            self._settle(stream)
+            self._delegate(stream)
 
-    def renew(self, worker_id: int) -> None:
-        """The worker began anew under its id: what it told before is void, ask for everything."""
+    def publisher_restarted(self, worker_id: int) -> None:
+        """Recover everything: the worker's publisher restarted, its earlier events do not count."""
         for stream in [one for key, one in self._streams.items() if key[0] == worker_id]:
             self._reclaim(stream)
-            self._renew(stream)
-            self._settle(stream)
+            self._resync(stream)
+            self._delegate(stream)
 
     def silent(self, worker_id: int) -> bool:
-        """True if the worker is followed, but has no block and has never sent an event."""
+        """Return whether a registered worker has no block and never sent an event."""
         streams = [stream for key, stream in self._streams.items() if key[0] == worker_id]
-        return bool(streams) and not any(self._spoke(stream) for stream in streams)
+        return bool(streams) and not any(self._has_data(stream) for stream in streams)
 
     def recovering(self) -> int:
-        """How many streams wait for an answer."""
-        return sum(stream.asked is not None for stream in self._streams.values())
+        """Return the number of streams with a pending query."""
+        return sum(stream.pending is not None for stream in self._streams.values())
 
-    def _spoke(self, stream: _Stream) -> bool:
-        if stream.heard or stream.last or self._threads is None:
-            return stream.heard or bool(stream.last)
-        return self._threads.heard(stream.worker_id, stream.dp_rank)
+    def _has_data(self, stream: _Stream) -> bool:
+        if stream.received_any or stream.last or self._threads is None:
+            return stream.received_any or bool(stream.last)
+        return self._threads.received_any(stream.worker_id, stream.dp_rank)
 
     def _reclaim(self, stream: _Stream) -> None:
-        """Make the stream ours, with what the threads know of it."""
-        if stream.given and self._threads is not None:
-            stream.given = False
+        """Return the stream to the loop, with the state that the threads kept."""
+        if stream.delegated and self._threads is not None:
+            stream.delegated = False
             stream.failed_attempts = 0
-            known = self._threads.take(stream.worker_id, stream.dp_rank)
+            known = self._threads.reclaim(stream.worker_id, stream.dp_rank)
             if known is not None:
-                stream.last, heard = known
-                stream.heard = stream.heard or heard
+                stream.last, received_any = known
+                stream.received_any = stream.received_any or received_any
 
-    def _settle(self, stream: _Stream) -> None:
-        """Give the stream to the threads if nothing is open."""
-        if self._threads is None or stream.given or stream.asked is not None or stream.held:
+    def _delegate(self, stream: _Stream) -> None:
+        """Delegate the stream to the threads unless a recovery is pending."""
+        if self._threads is None or stream.delegated or stream.pending is not None or stream.held:
             return
+        # The threads refuse it while handoffs are pending; the last of those tries again.
         if (stream.last or 0) < MAX_EVENT_ID:
-            stream.given = self._threads.give(stream.worker_id, stream.dp_rank, stream.last)
+            stream.delegated = self._threads.delegate(stream.worker_id, stream.dp_rank, stream.last)
 
-    def _renew(self, stream: _Stream) -> None:
+    def _resync(self, stream: _Stream) -> None:
         self._counts.warning("began_anew")
         stream.held.clear()
         if stream.answers:
             self._recover(stream, None, None)
         else:
-            self._restart(stream)
+            self._forget_blocks(stream)
 
     def _pending_stream(self, recovery: Recovery) -> _Stream | None:
         stream = self._streams.get((recovery.worker_id, recovery.dp_rank))
-        return stream if stream is not None and stream.asked is recovery else None
+        return stream if stream is not None and stream.pending is recovery else None
 
     def _recover(
-        self, stream: _Stream, start: int | None, end: int | None, again: bool = False
+        self, stream: _Stream, start: int | None, end: int | None, retry: bool = False
     ) -> None:
-        stream.asked = Recovery(stream.worker_id, stream.dp_rank, start, end, again)
-        self._ask(stream.asked)
+        stream.pending = Recovery(stream.worker_id, stream.dp_rank, start, end, retry)
+        self._ask(stream.pending)
 
     def _hold(self, stream: _Stream, event: KvEvent) -> None:
         if len(stream.held) >= MAX_HELD_EVENTS:
@@ -279,11 +289,11 @@ class Indexer:
             stream.held.clear()
         stream.held.append(event)
 
-    def _next(self, stream: _Stream, event: KvEvent) -> None:
+    def _apply_live(self, stream: _Stream, event: KvEvent) -> None:
         if stream.last is None or event.event_id == stream.last + 1:
             stream.last = event.event_id
             stream.failed_attempts = 0
-            self._change(stream, event)
+            self._apply(stream, event)
         elif event.event_id <= stream.last:
             self._counts.warning("duplicate")
         else:
@@ -292,23 +302,23 @@ class Indexer:
                 stream.held.appendleft(event)
                 self._recover(stream, stream.last + 1, event.event_id - 1)
             else:
-                self._restart(stream)
-                self._next(stream, event)
+                self._forget_blocks(stream)
+                self._apply_live(stream, event)
 
-    def _taken(
+    def _apply_answer(
         self, stream: _Stream, answer: KvQueryAnswer, events: Iterable[KvEvent]
     ) -> Iterator[None]:
-        """Apply an answer's events; of a dump all, else those that are next in order."""
+        """Apply all events of a dump, or those of a range that are next in order."""
         is_dump = answer.kind == "tree_dump"
         if is_dump:
             self._index.clear_all(stream.slot)
-            stream.incomplete = True
+            stream.incomplete = True  # until the last step
         cost = 0
         for event in events:
             if is_dump:
-                self._change(stream, event)
+                self._apply(stream, event)
             elif stream.last is not None and event.event_id == stream.last + 1:
-                self._next(stream, event)
+                self._apply_live(stream, event)
             cost += _cost(event)
             if cost >= STEP_BLOCKS:
                 cost = 0
@@ -317,26 +327,31 @@ class Indexer:
             stream.last = answer.last_event_id
             stream.incomplete = False
 
-    def _drained(self, stream: _Stream, recovery: Recovery) -> Iterator[None]:
-        """Take held events up to the next gap, which is asked for."""
+    def _apply_held(self, stream: _Stream, recovery: Recovery) -> Iterator[None]:
+        """Apply held events up to the next gap, which starts another recovery."""
         cost = 0
         while self.is_pending(recovery) and stream.held:
             event = stream.held.popleft()
-            self._next(stream, event)
+            self._apply_live(stream, event)
             cost += _cost(event)
             if cost >= STEP_BLOCKS:
                 cost = 0
                 yield
 
-    def _helped(
+    def _made_progress(
         self, stream: _Stream, recovery: Recovery, answer: KvQueryAnswer, before: int | None
     ) -> bool:
-        """Whether to go on with held events; False: there is another question."""
+        """Return whether to apply the held events; False: another query was sent.
+
+        An answer that brings no progress is followed by one query for a dump, then by giving up:
+        a worker whose answers are useless must not be queried forever.
+        """
         since = recovery.start is not None and recovery.end is None
         if since and answer.kind == "too_new":
+            # Nothing is missing, unless the worker counts from the start again.
             if (answer.newest_available or 0) >= (before or 0):
                 return True
-            self._renew(stream)
+            self._resync(stream)
             return False
         if answer.kind == "tree_dump":
             if recovery.end is None or answer.last_event_id >= recovery.end:
@@ -344,33 +359,33 @@ class Indexer:
         elif stream.last != before:
             return True
         stream.failed_attempts += 1
-        if recovery.again or stream.failed_attempts > 1:
+        if recovery.retry or stream.failed_attempts > 1:
             self._give_up(stream, recovery)
             return True
         self._recover(stream, None, None)
         return False
 
     def _give_up(self, stream: _Stream, recovery: Recovery) -> None:
-        """Go on with live events. What is in doubt is forgotten, and asked for by verify()."""
+        """Continue with live events. Blocks in doubt are forgotten; verify() queries them again."""
         self._counts.warning("recovery_failed")
         stream.failed_attempts = 0
-        if not recovery.again:
-            self._restart(stream)
+        if not recovery.retry:
+            self._forget_blocks(stream)
 
-    def _restart(self, stream: _Stream) -> None:
+    def _forget_blocks(self, stream: _Stream) -> None:
         self._index.clear_all(stream.slot)
         stream.last = None
         stream.failed_attempts = 0
         stream.incomplete = stream.answers
 
-    def _change(self, stream: _Stream, event: KvEvent) -> None:
+    def _apply(self, stream: _Stream, event: KvEvent) -> None:
         data = event.data
         tier = TIER_NUMBERS.get(event.storage_tier)
         try:
             status = "ignored_tier" if tier is None else self._apply_to_index(stream, data, tier)
         except ParentNotFound:
             status = "parent_block_not_found"
-        except (InvalidSequence, ValueError):  # ValueError: a torn column
+        except (InvalidSequence, ValueError):  # ValueError: a column of partial integers
             status = "invalid_block"
         self._counts.applied(_TYPES[type(data)], status)
 
@@ -390,13 +405,13 @@ class Indexer:
                 return "block_not_found"
         elif tier:
             self._index.clear(slot)
-        else:
+        else:  # an engine that clears the device has dropped the lower tiers, too
             self._index.clear_all(slot)
         return "ok"
 
 
 def _cost(event: KvEvent) -> int:
-    """What it costs to apply the event, in blocks."""
+    """Return the cost of applying the event, in blocks."""
     data = event.data
     return _EVENT_BLOCKS + (0 if isinstance(data, BlocksCleared) else len(data.block_hashes) // 8)
 

@@ -1,25 +1,94 @@
-"""What a router counts of the caches it knows or believes in. Spec 6.3."""
+"""Metrics of the prefix index, KV events and predictions. Spec 6.3."""
 
 from __future__ import annotations
 
 from dynamo._fast.radix import RadixTree
-from dynamo.observability.metrics import Counter, Gauge, Registry
-from dynamo.observability.names import Router, counter, gauge
-from dynamo.observability.names_router import EventSources, Predictions, RouterIndex
-from dynamo.router.caches.optimistic import OptimisticCache
-from dynamo.router.caches.predicted import PredictedCache, PredictionCounts
-from dynamo.router.metrics import RouterLabels
+from dynamo.observability.metrics import Counter, Gauge, Registry, counter, gauge
+from dynamo.router.caches.predicted import OptimisticCache, PredictedCache, PredictionCounts
+from dynamo.router.metrics import COMPONENT, ROUTED, RouterLabels
 
 __all__ = ["EventMetrics", "predictions", "show_optimistic_cache", "useless_sources"]
 
+_EVENTS_APPLIED = counter(
+    "dynamo_component_kv_cache_events_applied",
+    "KV events by type and outcome",
+    "dynamo_component dynamo_namespace event_type status worker_id",
+)
+_EVENT_WARNINGS = counter(
+    "dynamo_component_kv_cache_event_warnings",
+    "KV events that were odd but tolerable",
+    "dynamo_component dynamo_namespace warning_kind worker_id",
+)
+_MISMATCHED_WORKERS = gauge(
+    "dynamo_component_router_kv_event_source_mismatch_workers",
+    "Workers that serve prompts without KV events, or whose blocks are of another size",
+    "dynamo_component dynamo_namespace model"
+    " target_component target_endpoint target_namespace worker_id worker_type",
+)
+
+# The prefix index.
+_BLOCKS = gauge(
+    "dynamo_component_router_index_blocks", "Pairs of block and worker in the prefix index", ROUTED
+)
+_MEMORY_BYTES = gauge(
+    "dynamo_component_router_index_memory_bytes", "Memory of the prefix index", ROUTED
+)
+_DROPPED_BLOCKS = gauge(
+    "dynamo_component_router_index_dropped_blocks",
+    "Blocks that the cap of the prefix index refused",
+    ROUTED,
+)
+
+# Predicted caches, where KV events are not followed. Spec 2.5.
+_EXPIRED = counter(
+    "dynamo_component_router_predicted_blocks_expired_total",
+    "Predicted blocks forgotten by age",
+    COMPONENT,
+)
+_PRUNED = counter(
+    "dynamo_component_router_predicted_blocks_pruned_total",
+    "Predicted blocks forgotten because there were too many",
+    COMPONENT,
+)
+_PREDICTED_MEMORY_BYTES = gauge(
+    "dynamo_component_router_predicted_memory_bytes",
+    "Memory of the predictions, beside the prefix index",
+    COMPONENT,
+)
+_CONFIGURED_POLICY = gauge(
+    "dynamo_component_router_approximate_cache_configured_policy",
+    "1 for the policy that forgets predicted blocks",
+    "dynamo_component dynamo_namespace policy worker_id",
+)
+_LRU_EVICTED = counter(
+    "dynamo_component_router_approximate_lru_evicted_blocks_total",
+    "Predicted blocks evicted because their worker is full",
+    COMPONENT,
+)
+_LRU_EVICTIONS = counter(
+    "dynamo_component_router_approximate_lru_eviction_batches_total",
+    "Times that predicted blocks were evicted",
+    COMPONENT,
+)
+_LRU_LEASES = gauge(
+    "dynamo_component_router_approximate_lru_leases",
+    "Running requests whose predicted blocks cannot be evicted",
+    COMPONENT,
+)
+_LRU_FALLBACKS = gauge(
+    "dynamo_component_router_approximate_lru_fallbacks",
+    "Workers' ranks of unknown capacity, whose predicted blocks age instead",
+    COMPONENT,
+)
+
 
 class EventMetrics:
-    """KV events by type and outcome, oddities by kind, and the size of the index."""
+    """KV events by type and outcome, warnings by kind, and the size of the index."""
 
     def __init__(self, registry: Registry, place: RouterLabels, index: RadixTree) -> None:
         self._place = place
-        self._applied = counter(registry, Router.EVENTS_APPLIED)
-        self._warnings = counter(registry, Router.EVENT_WARNINGS)
+        self._applied = registry.family(_EVENTS_APPLIED)
+        self._warnings = registry.family(_EVENT_WARNINGS)
         self._by_outcome: dict[tuple[str, str], Counter] = {}
         _show_index(registry, place, index)
 
@@ -34,7 +103,7 @@ class EventMetrics:
         child.value += count
 
     def warning(self, kind: str, count: int = 1) -> None:
-        """Count ``count`` oddities of one kind."""
+        """Count warnings of one kind."""
         place = self._place
         labels = place.component, place.namespace, kind, place.router_id
         self._warnings.labels(*labels).value += count
@@ -43,40 +112,36 @@ class EventMetrics:
 def predictions(
     registry: Registry, place: RouterLabels, index: RadixTree, cache: PredictedCache, policy: str
 ) -> None:
-    """Show what is predicted to be cached, and count what is forgotten."""
+    """Export the predicted blocks, and count the dropped ones."""
     _show_index(registry, place, index)
     here = place.component, place.namespace
     cache.counts = PredictionCounts(
         *(
-            counter(registry, spec).labels(*here, place.router_id)
-            for spec in (
-                Predictions.EXPIRED,
-                Predictions.PRUNED,
-                Predictions.LRU_EVICTED,
-                Predictions.LRU_EVICTIONS,
-            )
+            registry.child(spec, *here, place.router_id)
+            for spec in (_EXPIRED, _PRUNED, _LRU_EVICTED, _LRU_EVICTIONS)
         )
     )
-    gauge(registry, Predictions.CONFIGURED_POLICY).labels(*here, policy, place.router_id).set(1)
+    registry.child(_CONFIGURED_POLICY, *here, policy, place.router_id).value = 1
     for spec, read in (
-        (Predictions.LRU_LEASES, cache.leases),
-        (Predictions.LRU_FALLBACKS, cache.fallbacks),
-        (Predictions.MEMORY_BYTES, cache.memory_bytes),
+        (_LRU_LEASES, cache.leases),
+        (_LRU_FALLBACKS, cache.fallbacks),
+        (_PREDICTED_MEMORY_BYTES, cache.memory_bytes),
     ):
-        gauge(registry, spec).labels(*here, place.router_id).function = read
+        registry.child(spec, *here, place.router_id).function = read
 
 
 def show_optimistic_cache(
     registry: Registry, place: RouterLabels, optimistic: OptimisticCache
 ) -> None:
-    """Show what is believed for a moment beside the events."""
+    """Export the size of the optimistic cache."""
     here = place.component, place.namespace, place.router_id
-    gauge(registry, Predictions.MEMORY_BYTES).labels(*here).function = optimistic.memory_bytes
+    registry.child(_PREDICTED_MEMORY_BYTES, *here).function = optimistic.memory_bytes
 
 
 def useless_sources(registry: Registry, place: RouterLabels, endpoint: str) -> Gauge:
-    """How many workers' KV events are missing or of no use."""
-    return gauge(registry, EventSources.MISMATCHED_WORKERS).labels(
+    """Return the gauge of workers whose KV events are missing or unusable."""
+    return registry.child(
+        _MISMATCHED_WORKERS,
         place.component,
         place.namespace,
         place.model,
@@ -90,8 +155,8 @@ def useless_sources(registry: Registry, place: RouterLabels, endpoint: str) -> G
 
 def _show_index(registry: Registry, place: RouterLabels, index: RadixTree) -> None:
     for spec, read in (
-        (RouterIndex.BLOCKS, index.blocks),
-        (RouterIndex.MEMORY_BYTES, index.memory_bytes),
-        (RouterIndex.DROPPED_BLOCKS, index.dropped),
+        (_BLOCKS, index.blocks),
+        (_MEMORY_BYTES, index.memory_bytes),
+        (_DROPPED_BLOCKS, index.dropped),
     ):
-        gauge(registry, spec).labels(*place.router).function = read
+        registry.child(spec, *place.router).function = read

@@ -1,8 +1,9 @@
-"""What workers probably hold, told by the router's own decisions: kv mode without KV events.
+"""Cached blocks predicted from the router's own decisions. Pure: time is handed in. Spec 2.5.
 
-Every decision stores the prompt's blocks under the chosen slot in the prefix index. What becomes of
-them there nobody says, so they are forgotten by age (``ttl``), or when the worker's own capacity
-is reached (``lru``). Pure: time is handed in. Spec 2.5.
+Without KV events every decision stores the prompt's blocks under the chosen slot in the prefix
+index. No event reports their eviction, so they are dropped by age (``ttl``), or when the worker's
+capacity is reached (``lru``). With KV events short-lived predictions bridge the time until the
+events arrive.
 """
 
 from __future__ import annotations
@@ -12,20 +13,27 @@ from dataclasses import dataclass, field
 
 from dynamo._fast.radix import RadixTree
 from dynamo._fast.recency import Recency
+from dynamo.config.router import RouterSettings
 from dynamo.observability.metrics import Counter
 
-__all__ = ["STEP_BLOCKS", "PredictedCache", "PredictionCounts"]
+__all__ = [
+    "STEP_BLOCKS",
+    "OptimisticCache",
+    "PredictedCache",
+    "PredictionCounts",
+    "make_optimistic_cache",
+]
 
 STEP_BLOCKS = 4096
-"""So many blocks are forgotten in one call (half a millisecond), the rest in later ones."""
+"""Blocks dropped in one call at most (half a millisecond); the rest follows in later calls."""
 
 _LEASE_BYTES = 250
-"""A running request in the table of leases: its key, its entry, its numbers."""
+"""Estimated size of an entry in the table of leases."""
 
 
 @dataclass
 class PredictionCounts:
-    """Blocks forgotten, by reason: age, the cap on all, a worker's capacity (in ``evictions``)."""
+    """Dropped blocks by reason: age, the limit over all workers, a worker's capacity."""
 
     expired: Counter = field(default_factory=Counter)
     pruned: Counter = field(default_factory=Counter)
@@ -34,15 +42,15 @@ class PredictionCounts:
 
 
 class PredictedCache:
-    """Keeps ``index`` within what is believed to be cached.
+    """Adds predicted blocks to ``index`` and drops them again.
 
-    ``ttl_s`` is one for all, so the order of decisions is the order of expiry: no heap is needed,
-    the oldest block stands in front of its line. ``max_blocks`` bounds (block, slot) pairs; beyond
-    it the oldest go until ``prune_ratio`` of it is left. Of one prompt the deepest block goes
-    first: a block is never forgotten before what hangs under it.
+    ``ttl_s`` is the same for all blocks, so they expire in the order of decisions: a list suffices,
+    no heap. ``max_blocks`` limits (block, slot) pairs; beyond, the oldest are pruned until
+    ``prune_ratio`` of it is left. Of one prompt the deepest block is dropped first: a block never
+    before its extensions, without which they could not be found.
 
-    Under ``lru`` a slot with a known capacity has a line of its own: its blocks do not age, and
-    those of running requests stay. Costs: O(blocks of the prompt) a decision.
+    Under ``lru`` a slot with a known capacity has its own list: its blocks do not age, and those of
+    running requests stay. A decision costs O(blocks of the prompt).
     """
 
     def __init__(
@@ -61,7 +69,7 @@ class PredictedCache:
         self.counts = PredictionCounts()
 
     def add_slot(self, slot: int, capacity_blocks: int | None) -> None:
-        """A slot can be chosen; under ``lru`` one of unknown capacity falls back to ``ttl``."""
+        """Add a slot; under ``lru`` one of unknown capacity falls back to ``ttl``."""
         bounded = self._lru and bool(capacity_blocks)
         self._slots.add(slot)
         self._recency.open(slot, bounded)
@@ -70,7 +78,7 @@ class PredictedCache:
             self._shrink(slot, STEP_BLOCKS)
 
     def drop_slot(self, slot: int) -> None:
-        """The slot's worker is gone, and with it (from the index too) its blocks."""
+        """Remove a slot; the caller clears it in the index."""
         self._slots.discard(slot)
         self._capacities.pop(slot, None)
         self._recency.close(slot)
@@ -85,7 +93,7 @@ class PredictedCache:
         hashes: array[int],
         now_s: float,
     ) -> None:
-        """A prompt of these blocks goes to ``slot``: they will be there, for a fresh time."""
+        """Predict the blocks of a prompt sent to ``slot``, or renew their time."""
         if not len(chained) or slot not in self._slots:
             return
         self._index.store(slot, None, chained, hashes)
@@ -95,13 +103,13 @@ class PredictedCache:
             self.ended(request_id, now_s)
             self._leases[request_id] = slot, self._recency.pin(slot, chained, now_s)
         if slot in self._capacities:
-            self._shrink(slot, STEP_BLOCKS + len(chained))
+            self._shrink(slot, STEP_BLOCKS + len(chained))  # more than was added: it converges
         self._pruning |= self._recency.blocks() > self._max_blocks
         if self._pruning:
             self._prune(STEP_BLOCKS + len(chained))
 
     def ended(self, request_id: str, now_s: float) -> None:
-        """The request runs no more: under ``lru`` its blocks may go again, as the newest ones."""
+        """Release the blocks of an ended request (``lru``); they become its newest."""
         found = self._leases.pop(request_id, None)
         if found is not None:
             slot, lease = found
@@ -109,48 +117,48 @@ class PredictedCache:
             self._shrink(slot, STEP_BLOCKS)
 
     def expire(self, now_s: float) -> int:
-        """Forget what was last touched more than the TTL ago; how many blocks. O(1) if none.
+        """Drop blocks last used more than the TTL ago; return how many. O(1) if none.
 
-        When the answer is ``STEP_BLOCKS`` there may be more.
+        A result of ``STEP_BLOCKS`` means that there may be more.
         """
-        dropped = self._forget(self._recency.age(now_s - self._ttl_s, STEP_BLOCKS))
+        dropped = self._drop(self._recency.age(now_s - self._ttl_s, STEP_BLOCKS))
         self.counts.expired.value += dropped
         return dropped
 
     def blocks(self) -> int:
-        """How many (block, slot) pairs are believed to be cached."""
+        """Return the number of predicted (block, slot) pairs."""
         return self._recency.blocks()
 
     def leases(self) -> int:
-        """How many running requests hold their blocks (``lru``)."""
+        """Return the number of running requests that hold their blocks (``lru``)."""
         return self._recency.leases()
 
     def fallbacks(self) -> int:
-        """How many slots age although ``lru`` was asked for."""
+        """Return the number of slots under ``lru`` without a known capacity."""
         return len(self._slots) - len(self._capacities) if self._lru else 0
 
     def memory_bytes(self) -> int:
-        """Bytes held beside the index."""
+        """Return the bytes held, without the index."""
         return self._recency.memory_bytes() + _LEASE_BYTES * len(self._leases)
 
-    def _forget(self, chains: list[tuple[int, array[int]]]) -> int:
+    def _drop(self, chains: list[tuple[int, array[int]]]) -> int:
         for slot, blocks in chains:
             self._index.remove(slot, blocks)
         return sum(len(blocks) for _, blocks in chains)
 
     def _shrink(self, slot: int, most: int) -> None:
-        """Towards the slot's capacity, as far as running requests allow."""
+        """Evict down to the slot's capacity; blocks of running requests stay."""
         excess = self._recency.blocks_of(slot) - self._capacities[slot]
         if excess <= 0:
             return
-        dropped = self._forget(self._recency.evict(slot, min(excess, most)))
+        dropped = self._drop(self._recency.evict(slot, min(excess, most)))
         self.counts.evicted.value += dropped
         self.counts.evictions.value += dropped > 0
 
     def _prune(self, most: int) -> None:
-        """Towards the target, the oldest first over all lines; pinned blocks stay."""
+        """Prune towards the target, the oldest blocks of all slots first; pinned blocks stay."""
         excess = self._recency.blocks() - self._target_blocks
-        dropped = self._forget(self._recency.prune(min(excess, most)))
+        dropped = self._drop(self._recency.prune(min(excess, most)))
         self.counts.pruned.value += dropped
         self._pruning = dropped > 0 and self._recency.blocks() > self._target_blocks
 
@@ -159,4 +167,66 @@ class PredictedCache:
         held = sum(self._recency.blocks_of(slot) for slot in self._slots)
         assert self._recency.blocks() == held == self._index.blocks()
         assert self._recency.leases() == len(self._leases)
-        assert all(self._recency.has_own_line(slot) for slot in self._capacities)
+        assert all(self._recency.has_own_list(slot) for slot in self._capacities)
+
+
+class OptimisticCache:
+    """Predictions beside KV events: blocks of decisions count as cached for ``ttl_s``.
+
+    A worker reports a block once it is computed. Until then a burst of prompts with one prefix
+    looks new to every worker, and would be spread over all. The predictions have an index of their
+    own, so that an event never removes them nor they a reported block. At most ``max_blocks``
+    (block, slot) pairs, the oldest are dropped first. Slots are those of the worker pool.
+    """
+
+    def __init__(self, ttl_s: float, max_blocks: int, prune_ratio: float) -> None:
+        self._index = RadixTree()
+        self._predicted = PredictedCache(self._index, ttl_s, max_blocks, prune_ratio)
+        self._depths = array("I")
+
+    def add_slot(self, slot: int) -> None:
+        """Add a slot."""
+        for one in range(self._index.capacity(), slot + 1):
+            self._index.slot(one, 0)  # the lowest free slot: the same number as in the pool
+        self._depths = array("I", bytes(4 * self._index.capacity()))
+        self._predicted.add_slot(slot, None)
+
+    def drop_slot(self, slot: int) -> None:
+        """Remove a slot with its blocks. O(its blocks)."""
+        self._predicted.drop_slot(slot)
+        if slot < self._index.capacity():
+            self._index.clear(slot)
+
+    def routed(self, slot: int, chained: array[int], hashes: array[int], now_s: float) -> None:
+        """Predict the blocks of a prompt sent to ``slot``. O(blocks)."""
+        self._predicted.routed(None, slot, chained, hashes, now_s)
+
+    def raise_into(self, hashes: array[int], depths: array[int], now_s: float) -> None:
+        """Raise ``depths[slot]`` to the leading blocks predicted there. O(depth + slots)."""
+        self._predicted.expire(now_s)
+        if not self._index.match_into(hashes, self._depths):
+            return
+        for slot, depth in enumerate(self._depths):
+            if depth > depths[slot]:
+                depths[slot] = depth
+
+    def blocks(self) -> int:
+        """Return the number of predicted (block, slot) pairs."""
+        return self._predicted.blocks()
+
+    def memory_bytes(self) -> int:
+        """Return the bytes held, with the index."""
+        return self._predicted.memory_bytes() + self._index.memory_bytes()
+
+    def _check(self) -> None:
+        self._predicted._check()
+        assert [slot for _, _, slot in self._index.slots()] == list(range(self._index.capacity()))
+
+
+def make_optimistic_cache(settings: RouterSettings) -> OptimisticCache | None:
+    """Return the optimistic cache of the settings; None without one or without KV events."""
+    if settings.predicted_ttl_s is None or not settings.uses_index or settings.predicts:
+        return None
+    return OptimisticCache(
+        settings.predicted_ttl_s, settings.max_tree_size, settings.prune_target_ratio
+    )

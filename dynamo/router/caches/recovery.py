@@ -1,4 +1,4 @@
-"""Asks workers for the KV events that were missed, over the request plane, with patience."""
+"""Queries workers for missed KV events over the request plane, with retries."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["RecoveryClient"]
 """Endpoint of the worker's component that answers a ``KvQuery`` with one ``KvQueryAnswer``."""
 
 BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
-"""Pauses after failed attempts; one attempt more than pauses, then the question is abandoned."""
+"""Pauses between attempts; after one attempt more than pauses the query is abandoned."""
 
 ANSWER_TIMEOUT_S = 5.0
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _decode_event = codec.decoder(KvEvent).decode
 
 
 class _Answer(msgspec.Struct):
-    """A ``KvQueryAnswer`` whose events are not decoded yet: a dump can have 200,000."""
+    """A ``KvQueryAnswer`` whose events are decoded later: a dump can have 200,000."""
 
     kind: str
     events: list[msgspec.Raw] = []
@@ -38,7 +38,7 @@ class _Answer(msgspec.Struct):
     block_size: int | None = None
 
     def header(self) -> KvQueryAnswer:
-        """The answer without its events."""
+        """Return the answer without its events."""
         return KvQueryAnswer(self.kind, [], self.last_event_id, self.newest_available)
 
 
@@ -46,7 +46,7 @@ _decode_answer = codec.decoder(_Answer).decode
 
 
 class RecoveryClient:
-    """Open questions to workers; one task each. ``client`` follows the ``kv_query`` endpoint.
+    """Sends recovery queries, each in a task, to the ``kv_query`` endpoint behind ``client``.
 
     An answer about blocks of another size than ``block_size`` goes to ``on_foreign_blocks`` (worker
     id, its size) instead of the indexer.
@@ -65,22 +65,22 @@ class RecoveryClient:
         self._on_foreign_blocks = on_foreign_blocks
         self._tasks = Tasks("kv recovery")
 
-    def ask(self, recovery: Recovery) -> None:
-        """Ask, and give the answer (or that there is none) to the indexer."""
+    def send(self, recovery: Recovery) -> None:
+        """Send a query; pass the answer, or that there is none, to the indexer."""
         name = f"kv-query-{recovery.worker_id:x}-{recovery.dp_rank}"
-        self._tasks.spawn(self._pursue(recovery), name=name)
+        self._tasks.spawn(self._recover(recovery), name=name)
 
     async def close(self) -> None:
-        """Drop all questions."""
+        """Cancel all queries."""
         await self._tasks.close()
         self._client.close()
 
-    async def _pursue(self, recovery: Recovery) -> None:
+    async def _recover(self, recovery: Recovery) -> None:
         failure: Exception | None = None
-        pauses = () if recovery.again else BACKOFF_S
+        pauses = () if recovery.retry else BACKOFF_S
         for pause_s in (*pauses, None):
             try:
-                await self._answered(recovery, await self._question(recovery))
+                await self._on_answer(recovery, await self._query(recovery))
                 return
             except (DynamoError, TimeoutError, msgspec.MsgspecError) as error:
                 failure = error
@@ -88,34 +88,34 @@ class RecoveryClient:
                 return
             if pause_s is not None:
                 await asyncio.sleep(pause_s)
-        logger.log(
-            logging.DEBUG if recovery.again else logging.WARNING,
-            "worker %x (dp_rank %d) does not tell its KV blocks (%s: %s): "
-            "going on with new events, asking again at every sweep",
+        log.log(
+            logging.DEBUG if recovery.retry else logging.WARNING,
+            "worker %x (dp_rank %d) did not report its KV blocks (%s: %s): "
+            "continuing with new events, querying again at every sweep",
             recovery.worker_id,
             recovery.dp_rank,
             type(failure).__name__,
             failure,
         )
-        await self._take(recovery, None)
+        await self._apply(recovery, None)
 
-    async def _answered(self, recovery: Recovery, answer: _Answer) -> None:
+    async def _on_answer(self, recovery: Recovery, answer: _Answer) -> None:
         if answer.block_size in (None, self._block_size):
-            await self._take(recovery, answer.header(), map(_decode_event, answer.events))
+            await self._apply(recovery, answer.header(), map(_decode_event, answer.events))
         elif self._indexer.is_pending(recovery):
             self._on_foreign_blocks(recovery.worker_id, answer.block_size)
 
-    async def _take(
+    async def _apply(
         self,
         recovery: Recovery,
         answer: KvQueryAnswer | None,
         events: Iterable[KvEvent] | None = None,
     ) -> None:
-        """Give the answer to the indexer, a step a turn of the loop."""
+        """Pass the answer to the indexer, one step in each loop iteration."""
         for _ in self._indexer.recovery_steps(recovery, answer, events):
             await asyncio.sleep(0)
 
-    async def _question(self, recovery: Recovery) -> _Answer:
+    async def _query(self, recovery: Recovery) -> _Answer:
         query = KvQuery(recovery.dp_rank, recovery.start, recovery.end)
         sink = _AnswerSink()
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -123,30 +123,30 @@ class RecoveryClient:
             try:
                 return _decode_answer(await sink.answer)
             finally:
-                if not sink.ended:
+                if not sink.ended:  # timeout, invalid answer, cancellation
                     stream.kill()
 
 
 class _AnswerSink:
-    """Waits for the one item of the answer."""
+    """Receives the only item of the answer."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.ended = False
 
     def on_data(self, payload: bytes) -> None:
-        """The answer."""
+        """Resolve the future with the answer."""
         if not self.answer.done():
             self.answer.set_result(bytes(payload))
 
     def on_end(self) -> None:
-        """The end, which must come after the answer."""
+        """Fail unless the answer was received."""
         self.ended = True
         if not self.answer.done():
             self.answer.set_exception(StreamIncomplete("the worker ended without an answer"))
 
     def on_error(self, error: DynamoError) -> None:
-        """No answer."""
+        """Fail."""
         self.ended = True
         if not self.answer.done():
             self.answer.set_exception(error)

@@ -6,12 +6,12 @@ import logging
 
 __all__ = ["events_differ", "worker_differs"]
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def worker_differs(worker_id: int, worker_tokens: int, router_tokens: int) -> None:
     """Its model card says so: its blocks would never match, no prefix would ever be found there."""
-    logger.error(
+    log.error(
         "worker %d has KV blocks of %d tokens, this router hashes blocks of %d: it gets no "
         "requests. Start the router with --kv-cache-block-size %d, or the worker with blocks of "
         "%d tokens",
@@ -25,7 +25,7 @@ def worker_differs(worker_id: int, worker_tokens: int, router_tokens: int) -> No
 
 def events_differ(worker_id: int, events_tokens: int, card_tokens: int) -> None:
     """Its card says one size, its events have another: it serves, its cache stays unknown."""
-    logger.error(
+    log.error(
         "worker %d publishes KV blocks of %d tokens, but is registered with blocks of %d: its "
         "cache stays unknown. Give its KvEventPublisher and register_model the same size",
         worker_id,

@@ -13,7 +13,7 @@ from dynamo.runtime.discovery import Discovery, KeyEvent, Watch
 
 __all__ = ["CardPart", "WorkerCards"]
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class CardPart(msgspec.Struct):
@@ -58,7 +58,7 @@ class WorkerCards:
         try:
             card = _decode(event.value)
         except ValueError as error:
-            logger.warning("skipping the model card %s: %s", event.key, error)
+            log.warning("skipping the model card %s: %s", event.key, error)
             return
         if self._cards.get(card.instance_id) != card:
             self._cards[card.instance_id] = card

@@ -15,7 +15,7 @@ from dynamo.runtime.events.channels import Subscription
 __all__ = ["LoadFeed"]
 
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _decode = codec.decoder(list[KvMetrics]).decode
 
 
@@ -49,7 +49,7 @@ class LoadFeed:
         try:
             states = _decode(payload)
         except msgspec.MsgspecError as error:
-            logger.warning("the load of publisher %x cannot be read: %s", publisher_id, error)
+            log.warning("the load of publisher %x cannot be read: %s", publisher_id, error)
             return
         for state in states:
             self._report(state)

@@ -17,7 +17,7 @@ SWEEP_S = 30.0
 SILENCE_S = 2.0
 """After the first token of its first prompt: by then a worker has published what it stored."""
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Maintenance:
@@ -72,7 +72,7 @@ class Maintenance:
         """Drop forgotten load, look for lost last events, name workers that publish nothing."""
         expired = self._picker.expire(self._expiry_s)
         if expired:
-            logger.warning("dropped the load of %d requests that never ended", len(expired))
+            log.warning("dropped the load of %d requests that never ended", len(expired))
         if self._indexer is not None:
             self._indexer.verify()
             self.look(self._indexer)
@@ -84,7 +84,7 @@ class Maintenance:
                 self._silent.discard(worker_id)
             elif worker_id not in self._silent | self._unusable | self._exempt:
                 self._silent.add(worker_id)
-                logger.warning(
+                log.warning(
                     "worker %d has served prompts but published no KV event: "
                     "its cache stays unknown (does its engine publish them?)",
                     worker_id,

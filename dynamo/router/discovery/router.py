@@ -29,7 +29,7 @@ from dynamo.router.discovery.cards import WorkerCards
 from dynamo.router.discovery.load_feed import LoadFeed
 from dynamo.router.discovery.maintenance import Maintenance
 from dynamo.router.eligibility.busy import Thresholds
-from dynamo.router.eligibility.metrics import gates
+from dynamo.router.eligibility.eligibility_filter import export_eligibility
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels, WorkerMetrics
@@ -42,7 +42,7 @@ from dynamo.runtime.events.channels import ZMQ, Subscription
 __all__ = ["ConnectedRouter", "InstanceSource"]
 
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _decode_batch = codec.decoder(KvEventBatch).decode
 
 
@@ -90,7 +90,7 @@ class ConnectedRouter:
             index=index,
             metrics=DecisionMetrics(registry, place) if kv_mode else None,
         )
-        gates(registry, place, self.picker.eligibility)
+        export_eligibility(registry, place, self.picker.eligibility)
         self.queue = make_queue(settings, self.picker, registry, place)
         self.indexer: Indexer | None = None
         self._threads: EventThreads | None = None
@@ -103,7 +103,7 @@ class ConnectedRouter:
             ingest = None if self._threads is None else self._threads.ingest
             self.indexer = Indexer(index, self._on_recovery, self._counts, ingest)
         if settings.predicts and settings.event_threads > 1:
-            logger.warning("without KV events --router-event-threads has no effect")
+            log.warning("without KV events --router-event-threads has no effect")
         self._recovery: RecoveryClient | None = None
         self._devices: dict[int, str] = {}
         self._cards = WorkerCards(self._on_card)
@@ -255,7 +255,7 @@ class ConnectedRouter:
             batch = _decode_batch(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._counts.warning("malformed")
-            logger.warning("KV events of publisher %x cannot be read: %s", publisher_id, error)
+            log.warning("invalid KV events from publisher %x: %s", publisher_id, error)
             return
         if self.indexer is not None:
             self.indexer.apply(batch)
@@ -264,9 +264,9 @@ class ConnectedRouter:
         """Messages were lost; event ids will tell which events, so only count. One that counts from
         an earlier number has begun anew, and its event ids with it."""
         if got < expected and self.indexer is not None:
-            self.indexer.renew(publisher_id)
+            self.indexer.publisher_restarted(publisher_id)
         self._counts.warning("sequence_gap", max(got - expected, 1))
 
     def _on_recovery(self, recovery: Recovery) -> None:
         if self._recovery is not None and not self._closed:
-            self._recovery.ask(recovery)
+            self._recovery.send(recovery)

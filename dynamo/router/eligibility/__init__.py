@@ -1,3 +1,3 @@
-"""Who may take a request: constraints, busy workers, sessions, taints."""
+"""Which workers may take a request: constraints, busy workers, sessions, taints."""
 
 __all__: list[str] = []

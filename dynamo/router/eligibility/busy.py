@@ -1,4 +1,4 @@
-"""Which workers are too busy to take a request: thresholds over reported and booked load.
+"""Workers that are too busy to take a request: thresholds over reported and booked load.
 
 Pure. A worker is busy when every rank of it is. Spec 3.11; seed: request rejection.
 """
@@ -6,7 +6,7 @@ Pure. A worker is busy when every rank of it is. Spec 3.11; seed: request reject
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import UNKNOWN_BATCH_TOKENS, RuntimeConfig
@@ -18,20 +18,20 @@ __all__ = ["BusyWatch", "Thresholds", "configured", "is_busy"]
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Limits that a rank must exceed to be busy; None: not looked at."""
+    """Limits that a rank must exceed to be busy; None: no limit. ``any``: at least one is set."""
 
     decode_blocks_share: float | None = None
     prefill_tokens: int | None = None
     prefill_batch_share: float | None = None
+    any: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def any(self) -> bool:
-        """Whether there is anything to look at."""
-        return self != Thresholds()
+    def __post_init__(self) -> None:
+        limits = self.decode_blocks_share, self.prefill_tokens, self.prefill_batch_share
+        object.__setattr__(self, "any", limits != (None, None, None))
 
 
 def configured(settings: RouterSettings) -> Thresholds:
-    """What the settings name; in force with admission control only."""
+    """The thresholds in the settings, which have an effect with admission control only."""
     return Thresholds(
         settings.active_decode_blocks_threshold,
         settings.active_prefill_tokens_threshold,
@@ -42,7 +42,7 @@ def configured(settings: RouterSettings) -> Thresholds:
 def is_busy(
     thresholds: Thresholds, config: RuntimeConfig, report: KvMetrics | None, prefill_tokens: int
 ) -> bool:
-    """One rank. ``prefill_tokens`` are those that the router itself has booked there."""
+    """Whether one rank is busy. ``prefill_tokens`` are those that the router has booked there."""
     share = thresholds.decode_blocks_share
     if report is not None and share is not None:
         total = report.kv_total_blocks or config.total_kv_blocks
@@ -53,6 +53,8 @@ def is_busy(
 
 
 def _active_tokens(report: KvMetrics | None, booked_tokens: int) -> int:
+    # The greater of both: a report is older than the bookings, and does not include those of
+    # requests still on their way; bookings do not include the requests of other routers.
     reported = None if report is None else report.active_prefill_tokens
     return max(booked_tokens, reported or 0)
 
@@ -66,10 +68,10 @@ def _prefills_too_much(thresholds: Thresholds, config: RuntimeConfig, prefill_to
 
 
 class BusyWatch:
-    """Keeps ``worker_pool.busy`` true to ``thresholds``, which may be replaced at any time.
+    """Keeps ``worker_pool.busy`` up to date with the load and the ``thresholds``.
 
-    ``booked`` gives the active prefill tokens of a slot, None where the router tracks none. Each
-    call is O(ranks of the worker).
+    ``booked`` gives the active prefill tokens of a slot, None where the router tracks none. A
+    worker is busy when all its ranks are. Each call is O(ranks of the worker).
     """
 
     def __init__(
@@ -85,23 +87,23 @@ class BusyWatch:
 
     @property
     def thresholds(self) -> Thresholds:
-        """The limits in force."""
+        """The limits in effect; may be replaced at any time."""
         return self._thresholds
 
     @thresholds.setter
     def thresholds(self, thresholds: Thresholds) -> None:
         self._thresholds = thresholds
         for worker_id in self._worker_pool.members:
-            self.look(worker_id)
+            self.update(worker_id)
 
     def report(self, state: KvMetrics) -> None:
-        """A worker told its load; one that is not in the fleet is ignored."""
+        """Store a worker's report of its load. Reports of unknown workers are ignored."""
         if state.worker_id in self._worker_pool.members:
             self._reports.setdefault(state.worker_id, {})[state.dp_rank] = state
-            self.look(state.worker_id)
+            self.update(state.worker_id)
 
-    def look(self, worker_id: int) -> None:
-        """The worker's booked load or configuration has changed."""
+    def update(self, worker_id: int) -> None:
+        """Decide again whether the worker is busy, after its load or configuration changed."""
         if not self._thresholds.any:
             if self._worker_pool.busy:
                 self._worker_pool.set_busy(worker_id, False)
@@ -111,8 +113,10 @@ class BusyWatch:
             self._worker_pool.set_busy(worker_id, self._all_busy(member))
 
     def would_prefill_too_much(self, worker_id: int, more_tokens: int) -> bool:
-        """Whether each rank of the worker is over a limit of prefill tokens with ``more_tokens``
-        beside its own. False for one that is not known."""
+        """Whether ``more_tokens`` take each rank of the worker over a limit of prefill tokens.
+
+        False for an unknown worker.
+        """
         member = self._worker_pool.members.get(worker_id)
         reports = self._reports.get(worker_id, {})
         return member is not None and all(
@@ -125,7 +129,7 @@ class BusyWatch:
         )
 
     def forget(self, worker_id: int) -> None:
-        """The worker is gone."""
+        """Forget the reports of a removed worker."""
         self._reports.pop(worker_id, None)
         self._worker_pool.set_busy(worker_id, False)
 

@@ -1,4 +1,4 @@
-"""Who may take a request: constraints, busy workers and sessions in one place for all modes."""
+"""The one place where every mode asks for eligible slots: constraints, busy workers, sessions."""
 
 from __future__ import annotations
 
@@ -6,20 +6,41 @@ from array import array
 from collections.abc import Callable
 
 from dynamo.config.router import RouterSettings
+from dynamo.observability.metrics import Registry, counter, gauge
 from dynamo.protocols.engine import Routing
 from dynamo.router.eligibility.busy import BusyWatch, Thresholds, configured
 from dynamo.router.eligibility.filters import eligible
 from dynamo.router.eligibility.sessions import Sessions
+from dynamo.router.metrics import COMPONENT, RouterLabels
 from dynamo.router.worker_pool import WorkerPool
 
-__all__ = ["EligibilityFilter"]
+__all__ = ["EligibilityFilter", "export_eligibility"]
+
+_BUSY_WORKERS = gauge(
+    "dynamo_component_router_busy_workers",
+    "Workers over their busy thresholds, which get no requests",
+    COMPONENT,
+)
+_SESSIONS = gauge("dynamo_component_router_sessions", "Sessions bound to a worker", COMPONENT)
+_SESSION_REQUESTS = counter(
+    "dynamo_component_router_session_requests_total",
+    "Requests of known sessions that stayed with their worker, or moved",
+    "dynamo_component dynamo_namespace outcome worker_id",
+)
+_SESSIONS_DROPPED = counter(
+    "dynamo_component_router_sessions_dropped_total",
+    "Sessions forgotten before their time because there were too many",
+    COMPONENT,
+)
 
 
 class EligibilityFilter:
-    """Stands before the choice; ``sessions`` is None without session affinity.
+    """Returns the slots that a choice may be made from.
 
-    ``booked`` gives the active prefill tokens of a slot where the router tracks them. ``on_change``
-    is called when load has gone or workers have come, gone or changed.
+    ``booked`` gives the active prefill tokens of a slot where the router tracks them. ``sessions``
+    is None without session affinity. ``on_change`` is called after load has dropped and after
+    workers have changed. ``follows_load``: :meth:`load_added` and :meth:`load_changed` have an
+    effect; a caller on the request path skips them otherwise.
     """
 
     def __init__(
@@ -32,7 +53,8 @@ class EligibilityFilter:
         self.admission_control = settings.admission_control == "token-capacity"
         self._thresholds = configured(settings) if self.admission_control else Thresholds()
         self.busy = BusyWatch(worker_pool, self._thresholds, booked)
-        self.on_change: Callable[[], None] | None = None
+        self._on_change: Callable[[], None] | None = None
+        self.follows_load = self.busy.thresholds.any
         self.sessions: Sessions | None = None
         if settings.session_affinity_ttl_s is not None:
             hard = settings.session_affinity_mode == "hard"
@@ -41,7 +63,10 @@ class EligibilityFilter:
 
     @property
     def thresholds(self) -> Thresholds:
-        """Above which load a worker is busy. To set them is O(ranks)."""
+        """The load above which a worker is busy. Setting them is O(ranks).
+
+        Without admission control they are stored and have no effect.
+        """
         return self._thresholds
 
     @thresholds.setter
@@ -49,6 +74,17 @@ class EligibilityFilter:
         self._thresholds = thresholds
         if self.admission_control:
             self.busy.thresholds = thresholds
+            self._update_follows_load()
+
+    @property
+    def on_change(self) -> Callable[[], None] | None:
+        """See the class."""
+        return self._on_change
+
+    @on_change.setter
+    def on_change(self, callback: Callable[[], None] | None) -> None:
+        self._on_change = callback
+        self._update_follows_load()
 
     def slots(self, routing: Routing | None, now_s: float) -> array[int]:
         """Candidate slots, never empty. Raises as :func:`filters.eligible`."""
@@ -56,20 +92,42 @@ class EligibilityFilter:
             return eligible(self.worker_pool, routing)
         return self.sessions.eligible(self.worker_pool, routing, now_s)
 
-    def settled(self, routing: Routing | None, worker_id: int, dp_rank: int, now_s: float) -> None:
-        """The request goes there and is booked."""
-        if self.sessions is not None and routing is not None and routing.session_id is not None:
-            self.sessions.bind(routing.session_id, worker_id, dp_rank, now_s)
-        self.busy.look(worker_id)
+    def bind_session(self, session_id: str, worker_id: int, dp_rank: int, now_s: float) -> None:
+        """Bind the session of a booked request to its worker, with session affinity."""
+        if self.sessions is not None:
+            self.sessions.bind(session_id, worker_id, dp_rank, now_s)
+
+    def load_added(self, worker_id: int) -> None:
+        """Update the worker after a request was booked there."""
+        self.busy.update(worker_id)
 
     def load_changed(self, worker_id: int) -> None:
-        """The worker's booked load or configuration is another."""
-        self.busy.look(worker_id)
-        if self.on_change is not None:
-            self.on_change()
+        """Update the worker after its load dropped or its configuration changed."""
+        self.busy.update(worker_id)
+        if self._on_change is not None:
+            self._on_change()
 
     def forget(self, worker_id: int) -> None:
-        """The worker is gone."""
+        """Forget a removed worker."""
         self.busy.forget(worker_id)
-        if self.on_change is not None:
-            self.on_change()
+        if self._on_change is not None:
+            self._on_change()
+
+    def _update_follows_load(self) -> None:
+        self.follows_load = self.busy.thresholds.any or self._on_change is not None
+
+
+def export_eligibility(
+    registry: Registry, labels: RouterLabels, eligibility: EligibilityFilter
+) -> None:
+    """Export busy workers and bound sessions."""
+    here = labels.component, labels.namespace
+    busy = registry.child(_BUSY_WORKERS, *here, labels.router_id)
+    busy.function = lambda: len(eligibility.worker_pool.busy)
+    sessions = eligibility.sessions
+    if sessions is None:
+        return
+    registry.child(_SESSIONS, *here, labels.router_id).function = sessions.__len__
+    sessions.kept = registry.child(_SESSION_REQUESTS, *here, "kept", labels.router_id)
+    sessions.moved = registry.child(_SESSION_REQUESTS, *here, "moved", labels.router_id)
+    sessions.dropped = registry.child(_SESSIONS_DROPPED, *here, labels.router_id)

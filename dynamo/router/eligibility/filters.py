@@ -1,12 +1,14 @@
-"""Which slots a request may go to: allow-list, pin, dp_rank, taints, busy. Spec 3.10.
+"""The slots that a request may go to: allow-list, pin, dp_rank, taints, busy. Spec 3.10.
 
-Pure, and free for the request that asks for nothing: it gets the fleet's own column.
+Pure. The order of the checks is part of the behaviour: it decides which error a request gets when
+several constraints exclude all workers.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from dynamo.errors import InvalidArgument, NoInstances, Overloaded
 from dynamo.protocols.engine import Routing
@@ -16,26 +18,28 @@ __all__ = [
     "NoneAllowed",
     "PinnedWorkerNotAllowed",
     "PinnedWorkerOverloaded",
+    "apply_preferred_taints",
     "eligible",
     "exclusion",
+    "multiplier",
     "pinned_worker",
 ]
 
 
 class PinnedWorkerNotAllowed(InvalidArgument):
-    """The request names a worker that its own allow-list leaves out."""
+    """The request pins a worker that is not in its allow-list."""
 
 
 class PinnedWorkerOverloaded(Overloaded):
-    """The worker that the request names is busy."""
+    """The pinned worker is busy."""
 
 
 class NoneAllowed(NoInstances):
-    """There are workers, but not those that the request allows."""
+    """None of the workers in the request's allow-list is registered."""
 
 
 def pinned_worker(routing: Routing) -> tuple[str, int] | None:
-    """The request field that names a worker, and the worker; None when it names none."""
+    """The request field that pins a worker, and the worker; None without a pin."""
     if routing.backend_instance_id is not None:
         return "backend_instance_id", routing.backend_instance_id
     if routing.decode_worker_id is not None:
@@ -46,15 +50,15 @@ def pinned_worker(routing: Routing) -> tuple[str, int] | None:
 def eligible(worker_pool: WorkerPool, routing: Routing | None) -> array[int]:
     """Candidate slots (u32), never empty. O(1) without constraints, else O(workers).
 
-    Raises NoInstances when there is no worker (NoneAllowed: none of the allow-list),
-    InvalidArgument when the request asks for what does not exist or contradicts itself
-    (PinnedWorkerNotAllowed), Overloaded when only busy workers are left (PinnedWorkerOverloaded).
+    Raises NoInstances without any worker (NoneAllowed: none of the allow-list), InvalidArgument
+    when the request names an unknown worker, rank or taint or contradicts itself
+    (PinnedWorkerNotAllowed), Overloaded when only busy workers remain (PinnedWorkerOverloaded).
     """
     if not worker_pool.candidates:
         raise NoInstances("no endpoints: no worker is registered")
     if routing is None or not _constrains(routing):
-        if not worker_pool.busy and not worker_pool.avoided:
-            return worker_pool.candidates
+        if worker_pool.all_eligible is not None:
+            return worker_pool.all_eligible
         return _slots(_ready(worker_pool, worker_pool.members.values()), None)
     pin = pinned_worker(routing)
     if pin is not None:
@@ -70,7 +74,7 @@ def eligible(worker_pool: WorkerPool, routing: Routing | None) -> array[int]:
 def exclusion(
     worker_pool: WorkerPool, routing: Routing | None, member: Member, dp_rank: int
 ) -> str:
-    """Why :func:`eligible` leaves this rank out, in its order of checks; "" if it does not."""
+    """Return why :func:`eligible` excludes this rank, by its first failed check, or ""."""
     routing = routing or Routing()
     pin = pinned_worker(routing)
     allowed = routing.allowed_worker_ids
@@ -78,7 +82,7 @@ def exclusion(
     if allowed is not None and member.worker_id not in allowed:
         return "not in the request's allow-list"
     if pin is not None and member.worker_id != pin[1]:
-        return f"pinned to worker {pin[1]}"
+        return f"pinned to worker {pin[1]:x}"
     if routing.dp_rank not in (None, dp_rank) and (pin is not None or len(member.slots) > 1):
         return f"dp_rank {routing.dp_rank} was asked for"
     if missing:
@@ -86,6 +90,34 @@ def exclusion(
     if member.worker_id in worker_pool.busy:
         return "busy"
     return "has just failed to answer" if member.worker_id in worker_pool.avoided else ""
+
+
+def multiplier(preferred: Mapping[str, float], taints: list[str]) -> float:
+    """Return the factor for the cost of a worker with ``taints``: between 1/e and e. Spec 3.1.
+
+    ``preferred`` gives weights; a negative one raises the cost. tanh bounds the effect of the sum:
+    however strong a preference, an overloaded worker still loses to an idle one.
+    """
+    total = sum(preferred.get(taint, 0.0) for taint in taints)
+    return math.exp(-math.tanh(total))
+
+
+def apply_preferred_taints(
+    costs: array[float],
+    slots: array[int],
+    worker_pool: WorkerPool,
+    preferred: Mapping[str, float],
+) -> None:
+    """Multiply ``costs[i]``, the cost of ``slots[i]``, by the factor of its worker. O(slots).
+
+    Raises InvalidArgument for a weight that is not finite.
+    """
+    if not all(math.isfinite(weight) for weight in preferred.values()):
+        raise InvalidArgument("the weights of preferred taints must be finite")
+    for place, slot in enumerate(slots):
+        owner = worker_pool.owners[slot]
+        assert owner is not None, "a candidate slot has an owner"
+        costs[place] *= multiplier(preferred, worker_pool.members[owner[0]].config.taints)
 
 
 def _constrains(routing: Routing) -> bool:
@@ -138,7 +170,10 @@ def _allowed(worker_pool: WorkerPool, routing: Routing) -> list[Member]:
 
 
 def _with_rank(members: list[Member], dp_rank: int) -> list[Member]:
-    """Workers that have the rank; one without data parallelism serves any (observed)."""
+    """Workers that have the rank; one without data parallelism serves any rank.
+
+    Dynamo behaves so (observed): a client may send dp_rank to a deployment that mixes both.
+    """
     fitting = [member for member in members if dp_rank in member.slots or len(member.slots) == 1]
     if not fitting:
         raise InvalidArgument(f"dp_rank {dp_rank} is out of bounds for every worker")
@@ -156,6 +191,7 @@ def _ready(worker_pool: WorkerPool, members: Iterable[Member]) -> list[Member]:
     ready = [member for member in members if member.worker_id not in worker_pool.busy]
     if not ready:
         raise Overloaded("all eligible workers are overloaded")
+    # Avoided workers just failed to answer. With no other left, one of them may have recovered.
     if worker_pool.avoided:
         return [member for member in ready if member.worker_id not in worker_pool.avoided] or ready
     return ready

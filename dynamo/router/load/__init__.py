@@ -1,3 +1,3 @@
-"""What running requests weigh: bookings, and prompts that fade with time."""
+"""The load of running requests: reservations, and estimates of prefill progress."""
 
 __all__: list[str] = []

@@ -1,14 +1,15 @@
-"""Load that the router itself has booked: from the pick to the end of each request. Spec 3.5.
+"""The load that the router has booked: from the pick to the end of each request. Spec 3.5.
 
-Pure: time is handed in. Blocks and tokens are summed per slot by ``dynamo._fast.sequences``; how
-far a running prefill probably is, where that is modelled, by :mod:`prefill_load` beside it.
+Pure: time is a parameter. ``dynamo._fast.sequences`` sums blocks and tokens by slot;
+:mod:`prefill_load` subtracts what running prefills have probably computed, where that is modelled.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+
+import msgspec
 
 from dynamo._fast.sequences import ActiveSequences
 from dynamo.errors import InvalidArgument
@@ -17,11 +18,10 @@ from dynamo.router.load.prefill_load import PrefillLoad, PrefillModel
 __all__ = ["ActiveLoad", "Reservation"]
 
 
-@dataclass(slots=True)
-class Reservation:
-    """One running request. ``overlap_blocks`` of its prompt were cached when it was placed.
+class Reservation(msgspec.Struct, gc=False):
+    """One running request. ``overlap_blocks`` of its prompt were cached when it was booked.
 
-    ``remote``: another replica of the router sent it.
+    ``handle`` is its key in the compiled tables. ``remote``: another replica of the router sent it.
     """
 
     slot: int
@@ -38,11 +38,11 @@ class Reservation:
 
 
 class ActiveLoad:
-    """Bookings by request id. Every call but ``book`` may be repeated and tolerates unknown ids.
+    """Reservations by request id. Every call but ``book`` may be repeated and ignores unknown ids.
 
-    With ``prefill_model`` all active prefill tokens it tells are those not computed yet, as far as
-    the model knows by ``clock``; without, a prompt counts in full until its first token (and the
-    clock is not read). Spec 3.6.
+    With ``prefill_model``, active prefill tokens are those that the model predicts as not computed
+    yet at the time of ``clock``. Without one, a prompt counts in full until its first token, and
+    the clock is not read. Spec 3.6.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class ActiveLoad:
         self._prefills = None if prefill_model is None else PrefillLoad(prefill_model)
         self._clock = clock
         self._sequences = ActiveSequences()
-        self._bookings: dict[str, Reservation] = {}
+        self._reservations: dict[str, Reservation] = {}
 
     def __len__(self) -> int:
-        return len(self._bookings)
+        return len(self._reservations)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._bookings
+        return request_id in self._reservations
 
     def project_into(
         self,
@@ -87,71 +87,72 @@ class ActiveLoad:
     def book(
         self,
         request_id: str,
-        reservation_id: Reservation,
+        reservation: Reservation,
         sequence_hashes: array[int] | None,
         unique_blocks: int,
         prefill_tokens: int,
     ) -> None:
-        """Hold the load until :meth:`free`. Raises InvalidArgument for an id already running."""
-        held = self._bookings.get(request_id)
-        if held is not None:
+        """Add the load until :meth:`free`. Raises InvalidArgument for an id already running."""
+        running = self._reservations.get(request_id)
+        if running is not None:
             raise InvalidArgument(
-                f"Request {request_id} already exists (assigned to worker {held.worker_id})"
+                f"Request {request_id} already exists (assigned to worker {running.worker_id})"
             )
         if not self.track_blocks:
             sequence_hashes, unique_blocks = None, 0
-        reservation_id.handle = self._sequences.book(
-            reservation_id.slot, sequence_hashes, unique_blocks, prefill_tokens
+        reservation.handle = self._sequences.book(
+            reservation.slot, sequence_hashes, unique_blocks, prefill_tokens
         )
-        self._bookings[request_id] = reservation_id
+        self._reservations[request_id] = reservation
         if self._prefills is not None:
-            cached = reservation_id.isl_tokens - prefill_tokens
-            now_s = reservation_id.booked_at_s
-            self._prefills.begin(reservation_id.slot, request_id, prefill_tokens, cached, now_s)
+            cached = reservation.isl_tokens - prefill_tokens
+            now_s = reservation.booked_at_s
+            self._prefills.begin(reservation.slot, request_id, prefill_tokens, cached, now_s)
 
     def mark_prefill_complete(self, request_id: str, now_s: float) -> Reservation | None:
-        """Release the prefill tokens; the booking the first time, else None."""
-        reservation_id = self._bookings.get(request_id)
-        if reservation_id is None or reservation_id.first_token_at_s is not None:
+        """Release the prefill tokens; return the reservation the first time, else None."""
+        reservation = self._reservations.get(request_id)
+        if reservation is None or reservation.first_token_at_s is not None:
             return None
-        reservation_id.first_token_at_s = now_s
-        self._sequences.end_prefill(reservation_id.handle)
+        reservation.first_token_at_s = now_s
+        self._sequences.end_prefill(reservation.handle)
         if self._prefills is not None:
-            self._prefills.first_token(reservation_id.slot, request_id, now_s)
-        return reservation_id
+            self._prefills.first_token(reservation.slot, request_id, now_s)
+        return reservation
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
         """Count generated tokens, and the blocks they fill when output is tracked."""
-        reservation_id = self._bookings.get(request_id)
-        if reservation_id is None:
+        reservation = self._reservations.get(request_id)
+        if reservation is None:
             return
-        before = reservation_id.isl_tokens + reservation_id.output_tokens
-        reservation_id.output_tokens += count
+        before = reservation.isl_tokens + reservation.output_tokens
+        reservation.output_tokens += count
         if self.track_output and self.track_blocks:
+            # Only a full block is load: count the block borders that the new tokens cross.
             crossed = (before + count) // self.block_size - before // self.block_size
             if crossed:
-                self._sequences.grow(reservation_id.handle, crossed, _faded(reservation_id))
+                self._sequences.grow(reservation.handle, crossed, _faded(reservation))
 
     def free(self, request_id: str) -> Reservation | None:
-        """End the request; its booking, or None when there is none (any more)."""
-        reservation_id = self._bookings.pop(request_id, None)
-        if reservation_id is not None:
-            self._sequences.release(reservation_id.handle)
-            if self._prefills is not None and reservation_id.first_token_at_s is None:
-                self._prefills.abandon(reservation_id.slot, request_id, self._clock())
-        return reservation_id
+        """End the request; return its reservation, or None without one."""
+        reservation = self._reservations.pop(request_id, None)
+        if reservation is not None:
+            self._sequences.release(reservation.handle)
+            if self._prefills is not None and reservation.first_token_at_s is None:
+                self._prefills.abandon(reservation.slot, request_id, self._clock())
+        return reservation
 
     def booked_on(self, slots: Collection[int]) -> list[str]:
         """The requests that are booked on any of ``slots``. O(all requests)."""
-        return [
-            key for key, reservation_id in self._bookings.items() if reservation_id.slot in slots
-        ]
+        running = self._reservations.items()
+        return [request_id for request_id, reservation in running if reservation.slot in slots]
 
     def stale(self, before_s: float) -> list[str]:
-        """Who was booked before ``before_s``; bookings stand in order of time. O(them)."""
+        """The requests booked before ``before_s``. O(their number)."""
         found = []
-        for request_id, reservation_id in self._bookings.items():
-            if reservation_id.booked_at_s >= before_s:
+        # A dict iterates in the order of insertion, which is that of booking.
+        for request_id, reservation in self._reservations.items():
+            if reservation.booked_at_s >= before_s:
                 break
             found.append(request_id)
         return found
@@ -169,10 +170,11 @@ class ActiveLoad:
 
     def _check(self) -> None:
         self._sequences._check()
-        slots = {reservation_id.slot for reservation_id in self._bookings.values()}
-        assert sum(self.load(slot)[2] for slot in slots) == len(self._bookings)
+        slots = {reservation.slot for reservation in self._reservations.values()}
+        assert sum(self.load(slot)[2] for slot in slots) == len(self._reservations)
 
 
-def _faded(reservation_id: Reservation) -> float:
-    expected = reservation_id.expected_output_tokens
-    return min(reservation_id.output_tokens / expected, 1.0) if expected else 0.0
+def _faded(reservation: Reservation) -> float:
+    """The share of the expected output that exists: so much of the request is about to end."""
+    expected = reservation.expected_output_tokens
+    return min(reservation.output_tokens / expected, 1.0) if expected else 0.0

@@ -1,9 +1,10 @@
-"""Seconds of prefill, learnt from what workers took: a small regression that outliers don't move.
+"""Fits prefill seconds to observed times with a robust regression.
 
-    seconds = a * prefills + b * tokens + c * (tokens x (cached prefix + tokens / 2))
+    seconds = a * prefills + b * tokens + c * (tokens * (cached prefix + tokens / 2))
 
-The second term is the work of a token, the third that of its attention to all before it. None of
-the three is negative. Times that are far from the others count for little, whichever way.
+``a`` is the fixed cost of a prompt, ``b`` the work of a token, ``c`` its attention to all tokens
+before it: a prompt's n tokens attend to the cached prefix and, on average, to n / 2 of their own.
+No coefficient is negative. Outliers in either direction get little weight.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dynamo.router.load.prefill_load import BusyInterval
 __all__ = ["MIN_SAMPLES", "PrefillFit"]
 
 MIN_SAMPLES = 8
-"""Fewer say nothing yet: prefills stay unmodelled."""
+"""With fewer samples there is no prediction."""
 
 _WINDOW = 128
 _REFIT_SAMPLES = 8
@@ -29,15 +30,15 @@ _DESCENT = 60
 _LEAST_SPREAD = 0.02
 _LEAST_S = 1e-6
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Row = tuple[float, float, float]
 
 
 class PrefillFit:
-    """A :class:`dynamo.router.load.prefill_load.PrefillModel` of one pool of like workers.
+    """A :class:`dynamo.router.load.prefill_load.PrefillModel` of one pool of equal workers.
 
-    Remembers the last 128 stretches; fits anew after 8 more, at most once a second (about a
+    Keeps the last 128 intervals; fits again after 8 more, at most once a second (about a
     millisecond). ``terms`` are a, b and c; None until there are enough samples.
     """
 
@@ -51,15 +52,15 @@ class PrefillFit:
         return len(self._samples)
 
     def predict(self, tokens: int, cached_tokens: int) -> float | None:
-        """Seconds for one prompt, or None. O(1)."""
+        """Return the seconds for one prompt, or None. O(1)."""
         if self.terms is None:
             return None
         a, b, c = self.terms
         return a + b * tokens + c * tokens * (cached_tokens + tokens / 2)
 
-    def observe(self, stretch: BusyInterval, now_s: float) -> None:
-        """Remember, and fit when it is time."""
-        self.remember(stretch)
+    def observe(self, interval: BusyInterval, now_s: float) -> None:
+        """Add a sample, and fit again when due."""
+        self.remember(interval)
         enough = len(self._samples) >= MIN_SAMPLES and self._new >= _REFIT_SAMPLES
         if not enough or now_s - self._fitted_s < _REFIT_S:
             return
@@ -68,21 +69,21 @@ class PrefillFit:
         self.fit()
         level = logging.INFO if first else logging.DEBUG
         text = "prefill load model: %.3g s + %.3g s a token + %.3g s a token and token before it"
-        logger.log(level, text, *(self.terms or ()))
+        log.log(level, text, *(self.terms or ()))
 
-    def remember(self, stretch: BusyInterval) -> None:
-        """One more sample."""
-        self._samples.append(stretch)
+    def remember(self, interval: BusyInterval) -> None:
+        """Add a sample."""
+        self._samples.append(interval)
         self._new += 1
 
     def fit(self) -> None:
-        """Learn from what is remembered, which must not be nothing."""
+        """Fit to the samples, of which there must be at least one."""
         self._new = 0
         self.terms = _fit(self._samples)
 
 
 def _fit(samples: Sequence[BusyInterval]) -> Row:
-    """Relative errors, weighted down by how unusual they are, from the median rate on."""
+    """Fit by iteratively reweighted least squares, starting from the median rate."""
     features = [(float(one.prefills), float(one.tokens), one.attention) for one in samples]
     seconds = [max(one.seconds, _LEAST_S) for one in samples]
     rate = median(took / row[1] for took, row in zip(seconds, features, strict=True))
@@ -90,11 +91,16 @@ def _fit(samples: Sequence[BusyInterval]) -> Row:
     for _ in range(_ROUNDS):
         x, y, z = terms
         expected = [max(x * a + y * b + z * c, _LEAST_S) for a, b, c in features]
-        off = [math.log(took / wish) for took, wish in zip(seconds, expected, strict=True)]
-        spread = max(1.4826 * median(map(abs, off)), _LEAST_SPREAD)
+        # Errors are ratios: 10 % of a long prefill weighs as much as 10 % of a short one.
+        errors = [math.log(took / wish) for took, wish in zip(seconds, expected, strict=True)]
+        # 1.4826 * median |error| estimates a normal distribution's standard deviation, and ignores
+        # outliers up to half of the samples.
+        spread = max(1.4826 * median(map(abs, errors)), _LEAST_SPREAD)
+        # Cauchy weights over the squared size, which makes squared errors relative. The larger of
+        # both times: otherwise a tiny expectation would give an outlier a huge weight.
         weights = [
             1 / (1 + (error / spread) ** 2) / max(took, wish) ** 2
-            for error, took, wish in zip(off, seconds, expected, strict=True)
+            for error, took, wish in zip(errors, seconds, expected, strict=True)
         ]
         terms = _least_squares(features, seconds, weights, terms)
     return terms
@@ -103,7 +109,11 @@ def _fit(samples: Sequence[BusyInterval]) -> Row:
 def _least_squares(
     features: Sequence[Row], seconds: Sequence[float], weights: Sequence[float], start: Row
 ) -> Row:
-    """Weighted, none negative: coordinate descent on the normal equations of three unknowns."""
+    """Solve weighted least squares with non-negative unknowns.
+
+    Coordinate descent on the normal equations: each step minimises exactly along one axis and
+    clamps it at 0. The problem is convex, so this converges to the constrained minimum.
+    """
     aa = ab = ac = bb = bc = cc = at = bt = ct = 0.0
     for (a, b, c), took, weight in zip(features, seconds, weights, strict=True):
         wa, wb, wc = weight * a, weight * b, weight * c

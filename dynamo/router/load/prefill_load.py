@@ -1,7 +1,8 @@
-"""How much of the prompts booked on a slot is probably computed by now. Spec 3.6.
+"""Estimates how much of the prompts booked on a slot is computed by now. Spec 3.6.
 
-Pure: time is handed in. The oldest prefill of a slot, the anchor, stands for the time spent there:
-it decays by elapsed over expected seconds. Without an expectation it keeps its full value.
+Pure: time is handed in. A slot computes its prefills in order, so elapsed time is credited to the
+oldest one, the anchor: of its tokens, ``elapsed / expected seconds`` count as done, at most all.
+Without an expectation it counts in full.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from dynamo._fast.prefill_progress import PrefillProgress
 __all__ = ["BusyInterval", "Predictor", "PrefillLoad", "PrefillModel", "StaticModel"]
 
 Predictor = Callable[[int, int], float | None]
-"""(tokens to compute, tokens of the prefix that is cached) to seconds; None: it does not know."""
+"""(tokens to compute, cached prefix tokens) to seconds; None: unknown."""
 
-_STRETCH_PREFILLS = 8
+_INTERVAL_PREFILLS = 8
 
 
 class BusyInterval(NamedTuple):
-    """A time in which a slot computed prompts without a pause.
+    """A period in which a slot computed prompts without a pause.
 
     ``attention`` sums, over its ``prefills``, tokens × (cached tokens + half of the tokens).
     """
@@ -34,118 +35,120 @@ class BusyInterval(NamedTuple):
 
 
 class PrefillModel(Protocol):
-    """Predicts durations, and may learn from those that were observed."""
+    """Predicts the duration of prefills, and may learn from observed ones."""
 
     def predict(self, tokens: int, cached_tokens: int) -> float | None:
-        """Seconds to the first token on an idle worker; None: it does not know."""
+        """Return the seconds to the first token on an idle worker; None: unknown."""
 
-    def observe(self, stretch: BusyInterval, now_s: float) -> None:
-        """What a worker took."""
+    def observe(self, interval: BusyInterval, now_s: float) -> None:
+        """Learn from an observed interval."""
 
 
 class StaticModel:
-    """A model that is a given ``predictor`` and learns nothing."""
+    """A model that calls ``predictor`` and learns nothing."""
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
 
     def predict(self, tokens: int, cached_tokens: int) -> float | None:
-        """What the predictor says."""
+        """Return the predictor's result."""
         return self._predictor(tokens, cached_tokens)
 
-    def observe(self, stretch: BusyInterval, now_s: float) -> None:
-        """Nothing to learn."""
+    def observe(self, interval: BusyInterval, now_s: float) -> None:
+        """Ignore the observation."""
 
 
 class PrefillLoad:
-    """Active prefills by slot, in order of age. Every call is O(1) but :meth:`subtract_done`.
+    """The active prefills by slot, oldest first. Every call is O(1) but :meth:`subtract_done`.
 
-    Memory is bounded by what is booked. Of a slot's anchor ``base`` tokens count as done at
-    ``since``; an overtaking moves them by whole tokens, which is exact in floating point, so that
-    the load reported has no jump.
+    Memory is bounded by the booked requests.
     """
 
     def __init__(self, model: PrefillModel) -> None:
         self._model = model
-        self._lines: dict[int, _Line] = {}
+        self._slots: dict[int, _SlotPrefills] = {}
         self._progress = PrefillProgress()
 
     def begin(
         self, slot: int, request_id: str, tokens: int, cached_tokens: int, now_s: float
     ) -> None:
-        """A prompt with ``tokens`` to compute was booked; without any it is no load."""
+        """Add a booked prompt with ``tokens`` to compute; one without is no load."""
         if tokens <= 0:
             return
         expected_s = self._model.predict(tokens, cached_tokens)
         rate = tokens / expected_s if expected_s is not None and 0 < expected_s < math.inf else 0.0
         prefill = _Prefill(tokens, cached_tokens, rate if rate < math.inf else 0.0)
-        line = self._lines.get(slot)
-        if line is None:
-            line = self._lines[slot] = _Line(prefill, now_s)
+        active = self._slots.get(slot)
+        if active is None:
+            active = self._slots[slot] = _SlotPrefills(prefill, now_s)
             self._progress.set(slot, 0.0, prefill.rate, now_s, tokens)
-        line.prefills[request_id] = prefill
+        active.prefills[request_id] = prefill
 
     def first_token(self, slot: int, request_id: str, now_s: float) -> None:
-        """The prompt is computed; one that is not known here is ignored."""
-        line = self._lines.get(slot)
-        prefill = line.prefills.pop(request_id, None) if line is not None else None
-        if line is None or prefill is None:
+        """Remove a computed prompt. Ignores unknown requests."""
+        active = self._slots.get(slot)
+        prefill = active.prefills.pop(request_id, None) if active is not None else None
+        if active is None or prefill is None:
             return
-        line.count(prefill)
-        oldest = line.oldest
+        active.count(prefill)
+        oldest = active.oldest
         if prefill is oldest:
-            self._next(slot, line, now_s)
+            self._advance_anchor(slot, active, now_s)
         elif oldest.rate and prefill.rate:
+            # A younger prefill overtook the anchor and used part of the time credited to it. Take
+            # its tokens back from the anchor: the sum over both, and so the reported load, does not
+            # jump. Tokens are whole numbers, so the subtraction is exact in floating point.
             left = max(self._progress.value(slot, now_s) - prefill.tokens, 0.0)
             self._progress.set(slot, left, oldest.rate, now_s, oldest.tokens)
-        stretch = line.stretch(now_s)
-        if stretch is not None:
-            self._model.observe(stretch, now_s)
+        interval = active.take_interval(now_s)
+        if interval is not None:
+            self._model.observe(interval, now_s)
 
     def abandon(self, slot: int, request_id: str, now_s: float) -> None:
-        """The request ended before its first token: its backlog is gone, not done."""
-        line = self._lines.get(slot)
-        prefill = line.prefills.pop(request_id, None) if line is not None else None
-        if line is None or prefill is None:
+        """Remove a request that ended before its first token: it was dropped, not computed."""
+        active = self._slots.get(slot)
+        prefill = active.prefills.pop(request_id, None) if active is not None else None
+        if active is None or prefill is None:
             return
-        line.spoiled = True
-        if prefill is line.oldest:
-            self._next(slot, line, now_s)
+        # How much of it was computed is unknown: the interval measures nothing.
+        active.abandoned = True
+        if prefill is active.oldest:
+            self._advance_anchor(slot, active, now_s)
 
     def drop_slot(self, slot: int) -> None:
-        """The worker is gone."""
-        if self._lines.pop(slot, None) is not None:
+        """Remove all prefills of a worker that was removed."""
+        if self._slots.pop(slot, None) is not None:
             self._progress.set(slot, 0.0, 0.0, 0.0, 0.0)
 
     def done_tokens(self, slot: int, now_s: float) -> int:
-        """How many of the tokens booked on ``slot`` are computed, as far as is modelled."""
+        """Return the estimate of computed tokens on ``slot``."""
         return int(self._progress.value(slot, now_s))
 
     def subtract_done(self, prefill_tokens: array[int], now_s: float) -> None:
-        """Take what is computed off a column (i64) by slot. O(slots), compiled."""
+        """Subtract the estimates from a column (i64) by slot. O(slots), compiled."""
         self._progress.subtract_done(prefill_tokens, now_s)
 
-    def _next(self, slot: int, line: _Line, now_s: float) -> None:
-        """The oldest that is left stands for the time from now on."""
-        if not line.prefills:
+    def _advance_anchor(self, slot: int, active: _SlotPrefills, now_s: float) -> None:
+        """Make the oldest remaining prefill the anchor; its time starts now."""
+        if not active.prefills:
             self.drop_slot(slot)
             return
-        oldest = line.oldest = next(iter(line.prefills.values()))
+        oldest = active.oldest = next(iter(active.prefills.values()))
         self._progress.set(slot, 0.0, oldest.rate, now_s, oldest.tokens)
 
 
 class _Prefill(NamedTuple):
-    """``rate`` in tokens a second; 0: unmodelled."""
+    """``rate`` in tokens a second; 0: unknown."""
 
     tokens: int
     cached_tokens: int
     rate: float
 
 
-class _Line:
-    """The active prefills of one slot, and what it has computed since the last stretch."""
+class _SlotPrefills:
+    """The active prefills of one slot, and the totals of the current interval."""
 
-    __slots__ = ("_attention", "_count", "_since_s", "_tokens", "oldest", "prefills", "spoiled")
+    __slots__ = ("_attention", "_count", "_since_s", "_tokens", "abandoned", "oldest", "prefills")
 
     def __init__(self, oldest: _Prefill, now_s: float) -> None:
         self.prefills: dict[str, _Prefill] = {}
@@ -153,22 +156,26 @@ class _Line:
         self._restart(now_s)
 
     def count(self, prefill: _Prefill) -> None:
-        """One more is computed."""
+        """Add a computed prefill to the totals."""
         self._count += 1
         self._tokens += prefill.tokens
         self._attention += prefill.tokens * (prefill.cached_tokens + prefill.tokens / 2)
 
-    def stretch(self, now_s: float) -> BusyInterval | None:
-        """What was computed since the last one, when that is worth a look."""
-        if not self.spoiled and self.prefills and self._count < _STRETCH_PREFILLS:
+    def take_interval(self, now_s: float) -> BusyInterval | None:
+        """End the interval and return it once the slot is idle or enough is computed, else None.
+
+        Times of single prefills that overlap cannot be told apart; their sum can be measured. The
+        limit keeps a slot that is never idle from never being observed.
+        """
+        if not self.abandoned and self.prefills and self._count < _INTERVAL_PREFILLS:
             return None
-        spoiled, seconds = self.spoiled, now_s - self._since_s
+        abandoned, seconds = self.abandoned, now_s - self._since_s
         found = BusyInterval(self._count, self._tokens, self._attention, seconds)
         self._restart(now_s)
-        return None if spoiled or seconds <= 0 else found
+        return None if abandoned or seconds <= 0 else found
 
     def _restart(self, now_s: float) -> None:
         self._since_s = now_s
         self._count = self._tokens = 0
         self._attention = 0.0
-        self.spoiled = False
+        self.abandoned = False

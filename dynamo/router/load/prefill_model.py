@@ -1,4 +1,4 @@
-"""Where expected prefill times come from: learnt, asked of AIConfigurator, or the caller's own."""
+"""The sources of expected prefill times: fitted, from AIConfigurator, or a caller's function."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FLAG = "--router-prefill-load-model"
 _TOKENS = (256, 2048, 8192, 32768)
 _CACHED = (0, 16384)
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def prefill_model(settings: RouterSettings) -> PrefillModel | None:
-    """What ``settings`` ask for, new for each pool of workers; None: prompts count in full.
+    """Return the model of ``settings``, a new one for each pool; None: prompts count in full.
 
-    Raises ConfigError when it cannot be had. AIConfigurator is asked once a process, at the first
-    call, which takes seconds.
+    Raises ConfigError when the model is unavailable. AIConfigurator is called once per process, at
+    the first call, which takes seconds.
     """
     if settings.mode != "kv":
         return None
@@ -65,7 +65,7 @@ def _of_aiconfigurator(settings: RouterSettings) -> PrefillModel:
 def _estimated(
     model: str, system: str, backend: str, version: str | None, tp_size: int
 ) -> PrefillModel:
-    """The terms that fit AIConfigurator's answers, so that a decision never has to ask it."""
+    """Fit the terms to AIConfigurator's estimates; an estimate for each decision would be slow."""
     estimate = _estimator()
     fit = PrefillFit()
     for tokens, cached in product(_TOKENS, _CACHED):
@@ -89,7 +89,7 @@ def _estimated(
         attention = tokens * (cached + tokens / 2)
         fit.remember(BusyInterval(1, tokens, attention, found.ttft / 1e3))
     fit.fit()
-    logger.info("prefill load model: AIConfigurator for %s on %s with %s", model, system, backend)
+    log.info("prefill load model: AIConfigurator for %s on %s with %s", model, system, backend)
     return StaticModel(fit.predict)
 
 
@@ -99,7 +99,7 @@ def _estimator() -> Callable[..., Any]:
     except ImportError as error:
         raise ConfigError(
             f"{_FLAG}=aic needs AIConfigurator ({error}): pip install 'dynamo-appliance[aic]', "
-            "or take --router-prefill-load-model=fitted"
+            "or use --router-prefill-load-model=fitted"
         ) from None
     estimate: Callable[..., Any] = cli_estimate
     return estimate

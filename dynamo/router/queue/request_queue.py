@@ -1,8 +1,7 @@
 """The queue before the workers: requests wait while all workers have enough prefill to do.
 
-It stands between callers and a :class:`KvPicker` and postpones the decision: a request is routed
-when it reaches the head, with the caches and loads of that moment. Spec 3.9; seed: router guide,
-queue threshold.
+It precedes a :class:`KvPicker` and postpones the decision: a request is routed when it reaches the
+head, with the caches and loads of that moment. Spec 3.9; seed: router guide, queue threshold.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
@@ -36,7 +35,7 @@ busy reports that expire."""
 _BATCH = 32
 """Requests that one loop iteration routes, or whose cached tokens it refreshes."""
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 OnDecision = Callable[[Decision], None]
 OnError = Callable[[DynamoError], None]
@@ -64,8 +63,8 @@ class QueuedRequest(QueueEntry):
     override: Mapping[str, Any] | None
     on_decision: OnDecision
     on_error: OnError
-    refreshed_s: float
     _queue: RequestQueue
+    refreshed_s: float = field(default=0.0, init=False)
 
     def cancel(self) -> None:
         """Remove the request: nothing is booked, no callback is called. Idempotent, also after
@@ -110,7 +109,7 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def submit(
+    def submit(  # noqa: PLR0913 - the arguments of Picker.pick and the callbacks, by keyword
         self,
         request_id: str,
         tokens: Tokens,
@@ -132,7 +131,19 @@ class RequestQueue:
                 raise Unavailable("Service is shutting down")
             if not self._queue and self._admits(routing):
                 return self.picker.pick(request_id, tokens, routing=routing, override=override)
-            return self._enqueue(request_id, tokens, routing, override, on_decision, on_error)
+            request = QueuedRequest(
+                priority=priority_of(routing),
+                isl_tokens=len(tokens),
+                request_id=request_id,
+                tokens=tokens,
+                routing=routing,
+                override=override,
+                on_decision=on_decision,
+                on_error=on_error,
+                _queue=self,
+            )
+            self._enqueue(request)
+            return request
         except Overloaded as error:
             self._metrics.refused(error)
             raise
@@ -153,7 +164,7 @@ class RequestQueue:
             self._reject(request, Unavailable("Service is shutting down"))
 
     def _admits(self, routing: Routing | None) -> bool:
-        """Return whether an eligible slot is below the threshold. Raises as :meth:`Gate.slots`."""
+        """Return whether an eligible slot is below the threshold. Raises as :meth:`EligibilityFilter.slots`."""
         picker = self.picker
         load, threshold = picker.active.load, self._threshold
         owners, members = picker.worker_pool.owners, picker.worker_pool.members
@@ -165,53 +176,29 @@ class RequestQueue:
                 return True
         return False
 
-    def _enqueue(
-        self,
-        request_id: str,
-        tokens: Tokens,
-        routing: Routing | None,
-        override: Mapping[str, Any] | None,
-        on_decision: OnDecision,
-        on_error: OnError,
-    ) -> QueuedRequest:
+    def _enqueue(self, request: QueuedRequest) -> None:
+        request_id = request.request_id
         if request_id in self._requests or request_id in self.picker.active:
             raise InvalidArgument(f"Request {request_id} already exists")
         if self._queue.is_full:  # before the caches are searched, which costs more
             raise self._queue.limit_error()
-        cached = self._cached_tokens(tokens, routing, override)
-        now_s = self._clock()
-        request = QueuedRequest(
-            priority=priority_of(routing),
-            isl_tokens=len(tokens),
-            cached_tokens=cached,
-            arrived_s=now_s,
-            request_id=request_id,
-            tokens=tokens,
-            routing=routing,
-            override=override,
-            on_decision=on_decision,
-            on_error=on_error,
-            refreshed_s=now_s,
-            _queue=self,
-        )
+        request.cached_tokens = self._cached_tokens(request)
+        request.arrived_s = request.refreshed_s = self._clock()
         self._metrics.joined(len(self._queue))
         self._queue.add(request)
         self._requests[request_id] = request
         self.wake()  # it may be the new head, and eligible for workers that the old head was not
         if self._tick_timer is None:
             self._tick_timer = self._call_later(TICK_S, self._tick)
-        return request
 
-    def _cached_tokens(
-        self, tokens: Tokens, routing: Routing | None, override: Mapping[str, Any] | None
-    ) -> int:
+    def _cached_tokens(self, request: QueuedRequest) -> int:
         """Return the prompt tokens that the best eligible worker holds. Raises what the pick
         would."""
-        snapshot = self.picker.snapshot(tokens, routing, override)
+        snapshot = self.picker.snapshot(request.tokens, request.routing, request.override)
         if snapshot.error is not None:
             raise snapshot.error
         weights = snapshot.params.weights
-        return cached_tokens(weights, snapshot.held.best_overlap(weights, snapshot.slots))
+        return cached_tokens(weights, snapshot.cached_blocks.best_overlap(weights, snapshot.slots))
 
     def _drain(self) -> None:
         """Route requests from the head on, a batch in each loop iteration."""
@@ -235,7 +222,7 @@ class RequestQueue:
             self._reject(request, error)
             return True
         except Exception:
-            logger.exception("routing request %s failed", request_id)
+            log.exception("routing request %s failed", request_id)
             self._reject(request, DynamoError("Internal router error"))
             return True
         self._remove(request)
@@ -243,7 +230,7 @@ class RequestQueue:
         try:
             request.on_decision(decision)
         except Exception:
-            logger.exception("request %s: the decision callback failed", request_id)
+            log.exception("request %s: the decision callback failed", request_id)
             self.picker.free(request_id)
         return True
 
@@ -255,7 +242,7 @@ class RequestQueue:
         try:
             request.on_error(error)
         except Exception:
-            logger.exception("request %s: the error callback failed", request.request_id)
+            log.exception("request %s: the error callback failed", request.request_id)
 
     def _cancel(self, request: QueuedRequest) -> None:
         if self._remove(request):
@@ -289,7 +276,7 @@ class RequestQueue:
             request.refreshed_s = self._clock()
             self._requests[request.request_id] = self._requests.pop(request.request_id)
             try:
-                cached = self._cached_tokens(request.tokens, request.routing, request.override)
+                cached = self._cached_tokens(request)
             except DynamoError:
                 continue  # the pick at the head raises it again, and rejects the request
             self._queue.set_cached_tokens(request, cached)
@@ -303,14 +290,10 @@ def make_queue(
     if settings.queue_threshold is None or place.worker_type == "prefill":
         return None
     if not isinstance(picker, KvPicker):
-        logger.warning(
-            "--router-queue-threshold has no effect in mode %s, only in kv", settings.mode
-        )
+        log.warning("--router-queue-threshold has no effect in mode %s, only in kv", settings.mode)
         return None
     if not settings.track_prefill_tokens:
-        logger.warning(
-            "--router-queue-threshold has no effect with --no-router-track-prefill-tokens"
-        )
+        log.warning("--router-queue-threshold has no effect with --no-router-track-prefill-tokens")
         return None
     return RequestQueue(picker, settings, QueueMetrics(registry, place.model, place.worker_type))
 

@@ -17,7 +17,7 @@ from dynamo.runtime import Context
 __all__ = ["wait_for_decision"]
 
 
-async def wait_for_decision(
+async def wait_for_decision(  # noqa: PLR0913 - the arguments of Picker.pick, by keyword
     queue: RequestQueue,
     request_id: str,
     tokens: Tokens,

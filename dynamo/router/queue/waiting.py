@@ -46,10 +46,10 @@ class QueueEntry:
 
     priority: Priority
     isl_tokens: int
-    cached_tokens: int
-    arrived_s: float
+    cached_tokens: int = field(default=0, init=False)
+    arrived_s: float = field(default=0.0, init=False)
     number: int = field(default=0, init=False)
-    """The order of arrival, given by the queue."""
+    """The order of arrival, set by the queue."""
 
 
 E = TypeVar("E", bound=QueueEntry)

@@ -14,9 +14,7 @@ from array import array
 
 import msgspec
 
-from dynamo.observability.metrics import Counter, Registry
-from dynamo.observability.names import counter, gauge
-from dynamo.observability.names_router import Replicas
+from dynamo.observability.metrics import Counter, Registry, counter, gauge
 from dynamo.protocols import codec
 from dynamo.protocols.sync import (
     ACTIVE_SEQUENCES,
@@ -27,7 +25,7 @@ from dynamo.protocols.sync import (
 )
 from dynamo.router.kv import KvPicker
 from dynamo.router.load.active import Reservation
-from dynamo.router.metrics import RouterLabels
+from dynamo.router.metrics import COMPONENT, RouterLabels
 from dynamo.router.sync.local import LocalRequests
 from dynamo.router.sync.remote import RemoteReplicas
 from dynamo.runtime import DistributedRuntime
@@ -40,7 +38,21 @@ HEARTBEAT_S = 1.0
 REPEAT_QUERY_S = 0.2
 """Minimum time between two snapshot requests to the same router."""
 
-logger = logging.getLogger(__name__)
+_KNOWN = gauge(
+    "dynamo_component_router_replicas", "Other routers that tell of their load", COMPONENT
+)
+_REQUESTS = gauge(
+    "dynamo_component_router_replica_requests",
+    "Running requests of other routers that are counted as load",
+    COMPONENT,
+)
+_RESYNCS = counter(
+    "dynamo_component_router_replica_resyncs_total",
+    "Times that a router was asked for all its requests because something was missed",
+    COMPONENT,
+)
+
+log = logging.getLogger(__name__)
 _decoder: msgspec.msgpack.Decoder[SequenceMessage] = msgspec.msgpack.Decoder(SequenceMessage)
 decode_message = _decoder.decode
 
@@ -142,7 +154,7 @@ class ReplicaSync:
         if added:
             self.remote.add_publisher(publisher_id)
         else:
-            logger.info("replica %x exited: removing the load of its requests", publisher_id)
+            log.info("replica %x exited: removing the load of its requests", publisher_id)
             self._mismatched.discard(publisher_id)
             self.remote.remove_publisher(publisher_id)
 
@@ -152,7 +164,7 @@ class ReplicaSync:
         try:
             message = decode_message(payload)
         except msgspec.MsgspecError as error:
-            logger.warning("invalid message from replica %x: %s", publisher_id, error)
+            log.warning("invalid message from replica %x: %s", publisher_id, error)
             return
         if isinstance(message, SequenceQuery):
             # One snapshot answers all queries of a loop iteration: it goes to every replica.
@@ -166,7 +178,7 @@ class ReplicaSync:
     def _mismatch(self, publisher_id: int, block_size: int) -> None:
         if publisher_id not in self._mismatched:
             self._mismatched.add(publisher_id)
-            logger.error(
+            log.error(
                 "replica %x uses blocks of %d tokens, this router of %d: its load is ignored "
                 "(give all replicas the same --kv-cache-block-size)",
                 publisher_id,
@@ -178,9 +190,9 @@ class ReplicaSync:
 def _export(registry: Registry, place: RouterLabels, remote: RemoteReplicas) -> Counter:
     """Export the state of ``remote``; return the counter of snapshot requests."""
     labels = place.component, place.namespace, place.router_id
-    gauge(registry, Replicas.KNOWN).labels(*labels).function = remote.__len__
-    gauge(registry, Replicas.REQUESTS).labels(*labels).function = remote.requests
-    return counter(registry, Replicas.RESYNCS).labels(*labels)
+    registry.child(_KNOWN, *labels).function = remote.__len__
+    registry.child(_REQUESTS, *labels).function = remote.requests
+    return registry.child(_RESYNCS, *labels)
 
 
 class PickerLoadSink:
@@ -190,6 +202,7 @@ class PickerLoadSink:
         self._picker = picker
 
     def book(self, key: str, event: SequenceEvent) -> None:
+        """See :meth:`LoadSink.book`."""
         picker, data = self._picker, event.data
         assert isinstance(data, AddRequest), "only AddRequest events are booked"
         member = picker.worker_pool.members.get(event.worker_id)
@@ -210,11 +223,13 @@ class PickerLoadSink:
         picker.eligibility.load_changed(event.worker_id)
 
     def prefill_completed(self, key: str) -> None:
+        """See :meth:`LoadSink.prefill_completed`."""
         reservation = self._picker.active.mark_prefill_complete(key, time.perf_counter())
         if reservation is not None:
             self._picker.eligibility.load_changed(reservation.worker_id)
 
     def free(self, key: str) -> None:
+        """See :meth:`LoadSink.free`."""
         picker = self._picker
         reservation = picker.active.free(key)
         if picker.predicted is not None:

@@ -27,7 +27,7 @@ from dynamo.runtime.tasks import Tasks
 __all__ = ["EtcdDiscovery"]
 
 TOMBSTONE_TTL_S = 3600.0
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class EtcdDiscovery:
@@ -61,7 +61,7 @@ class EtcdDiscovery:
                         "set ETCD_ENDPOINTS, or choose --discovery-backend file for one box"
                     ) from error
                 if not warned:
-                    _log.warning("waiting for etcd at %s: %s", self._settings.endpoints, error)
+                    log.warning("waiting for etcd at %s: %s", self._settings.endpoints, error)
                     warned = True
             await asyncio.sleep(RETRY_S)
 
@@ -88,7 +88,7 @@ class EtcdDiscovery:
             except (
                 Unreachable
             ) as error:  # the grant may have succeeded, and only its answer is lost
-                _log.warning("no lease from etcd yet, retrying: %s", error)
+                log.warning("no lease from etcd yet, retrying: %s", error)
                 await asyncio.sleep(RETRY_S)
         # After a retry "exists already" may be our own lost grant; after one attempt it is not.
         if chosen in self._owned or not (granted or attempts > 1):
@@ -148,7 +148,7 @@ class EtcdDiscovery:
             await self._link.write({tombstone_key(lease_id): b""}, tombstone_lease)
             await self._link.revoke(lease_id)
         except NoLease:
-            _log.debug("lease %x had ended already", lease_id)
+            log.debug("lease %x had ended already", lease_id)
         except Unreachable as error:
             raise _unavailable(error) from error
 

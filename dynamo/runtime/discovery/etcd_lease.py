@@ -31,7 +31,7 @@ __all__ = ["EtcdLease", "marker_key", "tombstone_key"]
 RETRY_S = 0.25
 REVOKE_TIMEOUT_S = 2.0
 _CALLS_PER_TTL = 3
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def marker_key(lease_id: int) -> str:
@@ -91,19 +91,19 @@ class EtcdLease:
         """End the lease; if etcd is unavailable, it expires after its ttl."""
         if self.lost.is_set():
             return
-        await self._tasks.close()
+        await self._tasks.close()  # first: a renewal would grant the revoked lease again
         try:
             async with asyncio.timeout(REVOKE_TIMEOUT_S):
                 await self._link.revoke(self.id)
         except (Unreachable, TimeoutError) as error:
-            _log.warning(
+            log.warning(
                 "cannot revoke lease %x in etcd, it expires in %g s: %s",
                 self.id,
                 self.ttl_s,
                 error,
             )
         except NoLease:
-            _log.debug("lease %x had ended already", self.id)
+            log.debug("lease %x had ended already", self.id)
         finally:
             self._end()
 
@@ -168,7 +168,7 @@ class EtcdLease:
         self._unwritten.update(self.keys)
         with contextlib.suppress(NoLease):
             await self._write()
-            _log.warning(
+            log.warning(
                 "lease %x expired while etcd was unavailable: registered again with %d keys",
                 self.id,
                 len(self.keys) - 1,
@@ -183,15 +183,15 @@ class EtcdLease:
                     if not step.changes or any(change.value is None for change in step.changes):
                         self._wake.set()
             except (Unreachable, Compacted, ConfigError) as error:
-                _log.debug("lease %x: %s", self.id, error)
+                log.debug("lease %x: %s", self.id, error)
                 self._wake.set()
             await asyncio.sleep(RETRY_S)
 
     def _set_unavailable(self, unavailable: bool, error: Exception | None = None) -> None:
         if unavailable and not self._unavailable:
-            _log.warning("etcd unavailable, lease %x may expire: %s", self.id, error)
+            log.warning("etcd unavailable, lease %x may expire: %s", self.id, error)
         elif self._unavailable and not unavailable:
-            _log.info("etcd available again, lease %x still valid", self.id)
+            log.info("etcd available again, lease %x still valid", self.id)
         self._unavailable = unavailable
 
     def _end(self) -> None:

@@ -21,7 +21,7 @@ ROOT = "v1/"
 SETTLE_S = 3.0
 RETRY_S = 0.25
 _PREFIXES = tuple(f"{ROOT}{bucket}/" for bucket in BUCKETS)
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def is_record(key: str) -> bool:
@@ -61,8 +61,8 @@ class EtcdWatcher:
                     for change in step.changes:
                         self._apply(change)
                     self._revision = step.revision or self._revision
-            except Compacted as error:
-                _log.info("etcd cannot resume the watch (%s): listing again", error)
+            except Compacted as error:  # revisions are missing: only a new listing is complete
+                log.info("etcd cannot resume the watch (%s): listing again", error)
                 self._revision = 0
             except (Unreachable, ConfigError) as error:
                 self._set_unavailable(error)
@@ -99,7 +99,7 @@ class EtcdWatcher:
         if value is not None and (problem := _problem(key, value)):
             if key not in self._bad:
                 self._bad.add(key)
-                _log.warning("skipping %a: %s", key, problem)
+                log.warning("skipping %a: %s", key, problem)
             value = None
         else:
             self._bad.discard(key)
@@ -119,13 +119,13 @@ class EtcdWatcher:
     def _set_unavailable(self, error: Exception) -> None:
         if not self._unavailable:
             self._unavailable = True
-            _log.warning("etcd unavailable, keeping the known workers: %s", error)
+            log.warning("etcd unavailable, keeping the known workers: %s", error)
 
     def _set_available(self) -> None:
         if self._unavailable:
             self._unavailable = False
             self._settled_at_s = self._loop.time() + SETTLE_S
-            _log.info("etcd available again")
+            log.info("etcd available again")
 
 
 def _problem(key: str, value: bytes) -> str:

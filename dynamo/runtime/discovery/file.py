@@ -33,7 +33,7 @@ from dynamo.runtime.paths import private_dir
 
 __all__ = ["FileDiscovery"]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class FileDiscovery:
@@ -140,7 +140,7 @@ class FileDiscovery:
             self._watcher.start()
 
     def _overflowed(self) -> None:
-        _log.warning("inotify queue overflow: reading %s again", self._root)
+        log.warning("inotify queue overflow: reading %s again", self._root)
         for lease in list(self._owned.values()):
             lease.check()
         if self._watcher is not None:

@@ -23,7 +23,7 @@ _EVENT = struct.Struct("iIII")
 _OVERFLOW = int(Mask.Q_OVERFLOW)
 _IGNORED = int(Mask.IGNORED)
 _READ_BYTES = 1 << 16
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Inotify:
@@ -100,5 +100,5 @@ class Inotify:
                 name = os.fsdecode(data[offset - size : offset].rstrip(b"\0"))
                 try:
                     callback(name, mask)
-                except Exception:  # noqa: BLE001 - the following events must not be lost
-                    _log.exception("handling the event of file %a failed", name)
+                except Exception:
+                    log.exception("handling the event of file %a failed", name)

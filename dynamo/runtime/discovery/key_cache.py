@@ -9,7 +9,7 @@ from dynamo.runtime.discovery.base import KeyEvent, OnKeyEvent
 
 __all__ = ["KeyCache", "PrefixWatch"]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class PrefixWatch:
@@ -46,8 +46,8 @@ class PrefixWatch:
             return
         try:
             self._on_event(event)
-        except Exception:  # noqa: BLE001 - the other watches still need the event
-            _log.exception("watch of %s failed on %s %s", self.prefix, event.kind, event.key)
+        except Exception:
+            log.exception("watch of %s failed on %s %s", self.prefix, event.kind, event.key)
 
 
 class KeyCache:

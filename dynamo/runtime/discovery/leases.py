@@ -23,7 +23,7 @@ from dynamo.runtime.discovery.process import ProcessEnd, host_id
 __all__ = ["FORGET_AFTER_TTLS", "LeaseListener", "LeaseTable"]
 
 FORGET_AFTER_TTLS = 6
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class LeaseListener(Protocol):
@@ -127,7 +127,7 @@ class LeaseTable:
             self._end(lease_id)
             return
         lease = self._tracked.get(lease_id)
-        if lease is not None and lease.record != record:
+        if lease is not None and lease.record != record:  # another process took over the id
             self._end(lease_id, unlink=False)
             lease = None
         if lease is None:
@@ -152,6 +152,7 @@ class LeaseTable:
     def _add(self, record: LeaseRecord, modified_ns: int) -> None:
         touched_at_s = self._loop_time(modified_ns)
         lease = _TrackedLease(record, touched_at_s, modified_ns)
+        # The holder may have died before anyone watched it: then the lease ends here.
         if record.host == self._host and not self._watch_process(lease):
             self._unlink(record.lease_id)
             self._listener.holder_died(record.lease_id)
@@ -175,7 +176,7 @@ class LeaseTable:
         except ProcessLookupError:
             return False
         except OSError as error:
-            _log.warning("cannot watch process %d, relying on its ttl: %s", record.pid, error)
+            log.warning("cannot watch process %d, relying on its ttl: %s", record.pid, error)
         return True
 
     def _touch(self, lease: _TrackedLease, modified_ns: int) -> None:
@@ -185,7 +186,7 @@ class LeaseTable:
         lease.touched_at_s = self._loop_time(modified_ns)
         if not lease.alive and self._loop.time() < lease.touched_at_s + lease.record.ttl_s:
             lease.alive = True
-            _log.info("lease %x was touched again", lease.record.lease_id)
+            log.info("lease %x was touched again", lease.record.lease_id)
             self._listener.lease_alive(lease.record.lease_id)
             self._arm()
 
@@ -227,13 +228,14 @@ class LeaseTable:
         self._arm()
 
     def _expire(self, lease_id: int, lease: _TrackedLease) -> None:
+        # Read the file once more: an inotify event of a touch may have been lost.
         touched_at_s = lease.touched_at_s
         self.observe(f"{lease_id:x}")
         if self._tracked.get(lease_id) is not lease or lease.touched_at_s != touched_at_s:
             return
         if lease.alive:
             lease.alive = False
-            _log.warning(
+            log.warning(
                 "lease %x was not touched for %g s, hiding its keys", lease_id, lease.record.ttl_s
             )
             self._listener.lease_silent(lease_id)

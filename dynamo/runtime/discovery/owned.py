@@ -30,7 +30,7 @@ __all__ = ["OwnedLease"]
 
 _MASK = Mask.ATTRIB | Mask.DELETE_SELF | Mask.MOVE_SELF
 _TOUCHES_PER_TTL = 3
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class OwnedLease:
@@ -81,7 +81,7 @@ class OwnedLease:
             self._end()
             return
         except OSError as error:
-            _log.error("cannot touch lease file %s: %s", self._path, error)
+            log.error("cannot touch lease file %s: %s", self._path, error)
         for path, data in self.keys.items():
             self._restore(path, data)
         self._timer = self._loop.call_later(self.ttl_s / _TOUCHES_PER_TTL, self._touch)
@@ -92,13 +92,13 @@ class OwnedLease:
             if read_file(self._path) == self._record:
                 return
         except BadRecord as error:
-            _log.warning("lease file %s is damaged: %s", self._path, error)
+            log.warning("lease file %s is damaged: %s", self._path, error)
         descriptor = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             os.truncate(descriptor, os.pwrite(descriptor, self._record, 0))
         finally:
             os.close(descriptor)
-        _log.warning("lease %x was damaged: written again", self.id)
+        log.warning("lease %x was damaged: written again", self.id)
 
     def _restore(self, path: Path, data: bytes) -> None:
         """Write a missing or damaged key again; keep a valid one, which may be of a newer lease."""
@@ -108,14 +108,14 @@ class OwnedLease:
                 decode_stored(found)
                 return
         except BadRecord as error:
-            _log.warning("record %s is damaged: %s", shown(path), error)
+            log.warning("record %s is damaged: %s", shown(path), error)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_atomic(path, data)
         except OSError as error:
-            _log.error("cannot write %s again: %s", shown(path), error)
+            log.error("cannot write %s again: %s", shown(path), error)
             return
-        _log.warning("%s was deleted or damaged: written again", shown(path))
+        log.warning("%s was deleted or damaged: written again", shown(path))
         if not self._path.exists():  # revoked while the key was written
             remove_if_lease(path, self.id)
 

@@ -13,7 +13,7 @@ __all__ = ["StaleSockets", "event_socket_name", "request_socket_name"]
 
 _SOCKET = re.compile(r"([0-9a-f]{1,16})(?:\.\d+\.events)?\.sock")
 _ABANDONED_AFTER_S = 60.0
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def request_socket_name(instance_id: int) -> str:
@@ -48,7 +48,7 @@ class StaleSockets:
         """
         for path, owner in self._sockets():
             if not is_known(owner) and _is_abandoned(path):
-                _log.info("removing stale socket %s: no process listens on it", path)
+                log.info("removing stale socket %s: no process listens on it", path)
                 path.unlink(missing_ok=True)
 
     def _sockets(self) -> Iterator[tuple[Path, int]]:
@@ -73,5 +73,5 @@ def _is_abandoned(path: Path) -> bool:
     except ConnectionRefusedError:
         return True
     except OSError as error:
-        _log.debug("keeping %s: %s", path, error)
+        log.debug("keeping %s: %s", path, error)
     return False

@@ -50,7 +50,7 @@ _ATTRIB = int(Mask.ATTRIB)
 _GONE = int(Mask.IGNORED | Mask.MOVE_SELF)
 _SELF_MASK = Mask.MOVE_SELF | Mask.DELETE_SELF | Mask.ONLYDIR
 _REBUILD_S = 0.25
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class StoreWatcher:
@@ -120,6 +120,7 @@ class StoreWatcher:
 
     def lease_ended(self, lease_id: int) -> None:
         """Hide the keys of the lease at once, then remove their files."""
+        # Hide all keys before the slower file operations, so that no request is routed to them.
         keys = list(self._keys_of.get(lease_id, ()))
         for key in keys:
             self._replace(key, None)
@@ -141,7 +142,7 @@ class StoreWatcher:
         identity = (status.st_ino, status.st_mtime_ns)
         if self._bad.get(path) != identity:
             self._bad[path] = identity
-            _log.warning("skipping %s: %s", shown(path), problem)
+            log.warning("skipping %s: %s", shown(path), problem)
 
     def no_file(self, path: Path) -> None:
         """Forget the report of a file that was removed or repaired."""
@@ -191,7 +192,7 @@ class StoreWatcher:
     def _directory_lost(self) -> None:
         if self._closed or self._rebuild_timer is not None:
             return
-        _log.error("a directory of the store %s was removed, creating it again", self._root)
+        log.error("a directory of the store %s was removed, creating it again", self._root)
         self._rebuild()
 
     def _rebuild(self) -> None:
@@ -202,7 +203,7 @@ class StoreWatcher:
             self._watch_directories()
             self._read_all()
         except (OSError, ConfigError) as error:
-            _log.warning("cannot watch %s: %s; retrying", self._root, error)
+            log.warning("cannot watch %s: %s; retrying", self._root, error)
             self._unwatch()
             self._rebuild_timer = self._loop.call_later(_REBUILD_S, self._rebuild)
 
@@ -242,5 +243,6 @@ class StoreWatcher:
         self._cache.set(key, stored.value if stored is not None and shown else None)
 
     def _remove_orphan(self, key: str, lease_id: int) -> None:
+        # A lease file that exists but cannot be read may be repaired by its owner: keep its keys.
         if not (self._root / "leases" / f"{lease_id:x}").exists():
             remove_if_lease(key_path(self._root, key), lease_id)

@@ -43,7 +43,7 @@ ZMQ, NATS = "Zmq", "Nats"
 
 _decode = record_decoder(EventChannelRecord)
 _ADDRESS = re.compile(r"ipc:///[^\0]{1,106}|tcp://[^\0]{1,255}:[0-9]{1,5}")
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Publishers:
@@ -165,7 +165,7 @@ class Subscription:
             record = _decode(event.value)
             kind, address = _transport(record, event.key)
         except ValueError as error:
-            _log.warning("skipping the event channel %s: %s", event.key, error)
+            log.warning("skipping the event channel %s: %s", event.key, error)
             self._drop(event.key)
             return
         followed = _Followed(record.instance_id, kind, address)
@@ -174,7 +174,7 @@ class Subscription:
         self._drop(event.key)
         subscriber = self._subscriber(kind)
         if subscriber is None:
-            _log.warning(
+            log.warning(
                 "worker %x publishes %s over %s, which this process does not support: start both "
                 "with the same --event-plane",
                 record.instance_id,
@@ -185,7 +185,7 @@ class Subscription:
         try:
             subscriber.connect(address, record.instance_id)
         except ValueError as error:
-            _log.warning("skipping the event channel %s: %s", event.key, error)
+            log.warning("skipping the event channel %s: %s", event.key, error)
             return
         self._followed[event.key] = followed
         if self._on_publisher is not None:

@@ -36,7 +36,7 @@ PING_TIMEOUT_S = 4.0
 RETRY_S = 0.25
 CLOSE_TIMEOUT_S = 1.0
 _FAILURES = (nats.errors.Error, OSError, TimeoutError)
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class NatsLink:
@@ -81,7 +81,7 @@ class NatsLink:
                         "or set NATS_SERVER and NATS_AUTH_*, or choose --event-plane zmq"
                     ) from error
                 if not warned:
-                    _log.warning("waiting for NATS at %s: %s", self._shown, _text(error))
+                    log.warning("waiting for NATS at %s: %s", self._shown, _text(error))
                     warned = True
                 await asyncio.sleep(RETRY_S)
         self._tasks.spawn(self._run(connection), name="connection")
@@ -95,7 +95,7 @@ class NatsLink:
                     await self._empty(client)
                     await client.flush()
             except _FAILURES as error:
-                _log.debug("queued events are lost at close: %s", _text(error))
+                log.debug("queued events are lost at close: %s", _text(error))
         await self._tasks.close()
 
     def send(self, subject: str, data: bytes) -> bool:
@@ -130,7 +130,7 @@ class NatsLink:
                 connection = await self._connect()
             except _FAILURES as error:
                 if not warned:
-                    _log.warning("NATS unavailable: %s", _text(error))
+                    log.warning("NATS unavailable: %s", _text(error))
                     warned = True
                 await asyncio.sleep(RETRY_S)
 
@@ -146,7 +146,7 @@ class NatsLink:
             if isinstance(error, nats.errors.SlowConsumerError):
                 self._slow(error)
             else:
-                _log.debug("nats: %s", _text(error))
+                log.debug("nats: %s", _text(error))
 
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -174,7 +174,7 @@ class NatsLink:
         self._client = client
         self.connected += 1
         if self.connected > 1:
-            _log.info("NATS available again")
+            log.info("NATS available again")
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._subscribe(client))
@@ -183,7 +183,7 @@ class NatsLink:
                 await ended.wait()
                 raise ConnectionError("the server closed it")
         except* _FAILURES as errors:
-            _log.warning("the connection to NATS broke: %s", _text(errors.exceptions[0]))
+            log.warning("the connection to NATS broke: %s", _text(errors.exceptions[0]))
         finally:
             self._client = None
             await self._discard(client)
@@ -206,9 +206,11 @@ class NatsLink:
     def _callback(self, client: Any, subject: str) -> Callable[[Any], Any]:
         async def deliver(message: Any) -> None:
             on_message = self._wanted.get(subject)
+            # Unsubscribed, or a late message of a replaced connection.
             if on_message is None or client is not self._client:
                 return
             on_message(message.data)
+            # The library calls back in a loop of its own that never yields while its queue is full.
             self._delivered += 1
             if self._delivered % MESSAGES_PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -230,7 +232,7 @@ class NatsLink:
                 await client.publish(subject, data)
             except nats.errors.MaxPayloadError:
                 self.lost += 1
-                _log.warning(
+                log.warning(
                     "dropped an event of %d bytes for %s: it exceeds max_payload of NATS",
                     len(data),
                     subject,
@@ -246,12 +248,12 @@ class NatsLink:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await client.close()
         except _FAILURES as error:
-            _log.debug("nats: %s", _text(error))
+            log.debug("nats: %s", _text(error))
 
     def _slow(self, error: Any) -> None:
         self.lost += 1
         if self.lost & (self.lost - 1) == 0:
-            _log.warning(
+            log.warning(
                 "%d events lost, this process reads too slowly: %s", self.lost, _text(error)
             )
 

@@ -21,7 +21,7 @@ MALFORMED = (ValueError, struct.error, msgspec.MsgspecError)
 
 _VERSION = 1
 _HEAD = struct.Struct(">BI")
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Envelope(msgspec.Struct):
@@ -77,8 +77,8 @@ class SequencedSubscriber:
                 if self._on_gap is not None:
                     self._on_gap(publisher_id, expected, sequence)
             self._on_event(publisher_id, sequence, payload)
-        except Exception:  # noqa: BLE001 - one event must not end the subscription
-            _log.exception("%s: event %d of %x failed", self.topic, sequence, publisher_id)
+        except Exception:
+            log.exception("%s: event %d of %x failed", self.topic, sequence, publisher_id)
 
     def _forget(self, publisher_id: int | None) -> None:
         if publisher_id is not None:
@@ -87,4 +87,4 @@ class SequencedSubscriber:
     def _count_malformed(self, error: Exception) -> None:
         self.malformed += 1
         if self.malformed & (self.malformed - 1) == 0:  # a power of two: no log flood
-            _log.warning("%s: %d malformed events, last: %s", self.topic, self.malformed, error)
+            log.warning("%s: %d malformed events, last: %s", self.topic, self.malformed, error)

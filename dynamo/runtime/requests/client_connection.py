@@ -44,7 +44,7 @@ __all__ = ["ClientConnection", "ClientStream", "StreamSink"]
 _TICKS_PER_TIMEOUT = 4
 _SILENT_TICKS = 1 + _TICKS_PER_TIMEOUT  # the first one sends the ping
 _SILENT_TICKS_WHEN_RELEASED = 1 + _TICKS_PER_TIMEOUT // 2
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class StreamSink(Protocol):
@@ -128,16 +128,16 @@ class ClientStream:
                 if self.on_failure is not None:
                     self.on_failure(error)
                 self.sink.on_error(error)
-            except Exception:  # noqa: BLE001 - a sink must not end the connection
-                _log.exception("the sink of a stream from %s failed", self.address)
+            except Exception:
+                log.exception("the sink of a stream from %s failed", self.address)
 
     def complete(self) -> None:
         """End the stream on this side after its end frame."""
         self.finish()
         try:
             self.sink.on_end()
-        except Exception:  # noqa: BLE001 - a sink must not end the connection
-            _log.exception("the sink of a stream from %s failed", self.address)
+        except Exception:
+            log.exception("the sink of a stream from %s failed", self.address)
 
     def finish(self) -> None:
         """Remove the stream from its connection and its context."""
@@ -239,11 +239,12 @@ class ClientConnection(FramedConnection):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        # Detach the streams first: a sink may open a new stream, on another connection, from here.
         streams = list(self.streams.values())
         self.streams.clear()
         if not self.closed:
             self.abort()
-        for stream in streams:
+        for stream in streams:  # each gets its own error: a traceback belongs to one raise
             stream.fail(type(error)(error.message))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -285,7 +286,7 @@ class ClientConnection(FramedConnection):
             stream.fail(EngineFailure(f"{text} DYN_TCP_MAX_MESSAGE_SIZE={limit}"))
 
     def _sink_failed(self, stream: ClientStream, error: Exception) -> None:
-        _log.error("the sink of a stream from %s failed", self.address, exc_info=error)
+        log.error("the sink of a stream from %s failed", self.address, exc_info=error)
         stream._send_control(KILL)
         stream.fail(DynamoError(f"{type(error).__name__}: {error}"))
 
@@ -321,6 +322,7 @@ class ClientConnection(FramedConnection):
         self._timer = None
         if not self.streams:
             return
+        # While it connects, connect_timeout_s applies instead.
         if self._received_any or self._transport is None:
             self._watch()
             return
@@ -334,7 +336,8 @@ class ClientConnection(FramedConnection):
 
     def _give_up(self, timeout_s: float) -> None:
         text = f"the worker at {self.address} has not answered for {timeout_s:g} s"
-        _log.warning("request plane: %s", text)
+        log.warning("request plane: %s", text)
+        # A stream without any response gets the error that allows a retry on another worker.
         unanswered = [stream for stream in self.streams.values() if not stream.received_any]
         for stream in unanswered:
             stream.fail(ConnectionTimeout(text))

@@ -27,7 +27,7 @@ __all__ = ["RequestServer"]
 
 CLOSE_TIMEOUT_S = 2.0
 SOCKET_CHECK_S = 1.0
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class RequestServer:
@@ -188,7 +188,7 @@ class RequestServer:
                 self._socket_check = loop.call_later(SOCKET_CHECK_S, self._check_socket)
                 return
         except OSError as error:
-            _log.debug("%s: %s", path, error)
+            log.debug("%s: %s", path, error)
         self._tasks.spawn(self._listen_again(str(path)), name="listen again")
 
     async def _listen_again(self, path: str) -> None:
@@ -200,13 +200,13 @@ class RequestServer:
             await self._listen(path)
         except CannotConnect as error:
             level = logging.DEBUG if self._unreachable else logging.ERROR
-            _log.log(level, "the request socket was removed, new clients cannot connect: %s", error)
+            log.log(level, "the request socket was removed, new clients cannot connect: %s", error)
             self._unreachable = True
             loop = asyncio.get_running_loop()
             self._socket_check = loop.call_later(SOCKET_CHECK_S, self._check_socket)
         else:
             self._unreachable = False
-            _log.warning("the request socket %s was removed, bound again", path)
+            log.warning("the request socket %s was removed, bound again", path)
 
     def _unlink(self) -> None:
         if self._socket_path is None:
@@ -217,7 +217,7 @@ class RequestServer:
             if _identity(path) == identity:
                 path.unlink()
         except FileNotFoundError:
-            _log.debug("%s was removed already", path)
+            log.debug("%s was removed already", path)
 
 
 def _abort_streams(served: ServedEndpoint) -> int:
@@ -234,6 +234,7 @@ def _listen_unix(path: str) -> socket.socket:
         try:
             sock.bind(path)
         except OSError as error:
+            # The file of a killed worker stays behind and makes bind fail: only a probe can tell.
             if error.errno != errno.EADDRINUSE or _has_listener(path):
                 raise
             Path(path).unlink()

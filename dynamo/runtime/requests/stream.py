@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _NO_FAILURE = (Cancelled, EngineShutdown, Overloaded)
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 REQUEST_ID = "request-id"
 """The header that carries ``Context.id()``."""
 
@@ -201,7 +201,7 @@ class ServerStream:
         """
         if self.closed:
             return
-        _log.warning("%s: the handler failed", self.endpoint, exc_info=error)
+        log.warning("%s: the handler failed", self.endpoint, exc_info=error)
         found = _as_error(error)
         report = self._served.on_engine_shutdown
         if report is not None and isinstance(found, EngineShutdown) and not found.relayed:
@@ -257,7 +257,7 @@ class ServerStream:
     def _finish(self) -> None:
         if self.closed:
             return
-        self.closed = True
+        self.closed = True  # first: the callbacks below must not end the stream again
         self._connection.streams.pop(self._number, None)
         self._connection.waiting.discard(self)
         served = self._served
@@ -276,7 +276,7 @@ def _as_error(error: BaseException) -> DynamoError:
         return HttpFailure(error.message, error.code)
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001 - the caller still needs an end frame
+    except Exception:  # noqa: BLE001 - the caller needs an end frame
         text = "(no text: its __str__ failed)"
     if isinstance(error, ValueError):
         return InvalidArgument(text)

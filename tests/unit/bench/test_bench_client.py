@@ -1,4 +1,4 @@
-"""The measuring client against a real socket that answers known bytes at known cuts."""
+"""The measuring client against a socket that answers known bytes in known pieces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def chunk(data: bytes) -> bytes:
 
 @asynccontextmanager
 async def server(answers: list[list[bytes]]) -> AsyncIterator[Target]:
-    """Serves ``answers`` in turn on one connection; each part of an answer is its own write."""
+    """Serve ``answers`` in turn on one connection; each part is a separate write."""
     handlers: set[asyncio.Task[None]] = set()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -87,7 +87,7 @@ async def test_stream_is_timed_and_counted() -> None:
         connection.close()
 
 
-async def test_any_cut_of_the_bytes_gives_the_same_counts() -> None:
+async def test_any_split_of_the_bytes_gives_the_same_counts() -> None:
     whole = HEAD + b"".join(chunk(event) for event in EVENTS) + b"0\r\n\r\n"
     for size in (1, 7, 64):
         pieces = [whole[i : i + size] for i in range(0, len(whole), size)][:600]
@@ -130,7 +130,7 @@ async def test_failures_are_outcomes_not_exceptions() -> None:
             assert outcome.error is not None and reason in outcome.error
 
 
-async def test_odd_answers_that_are_good() -> None:
+async def test_unusual_but_valid_answers() -> None:
     spaced = b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}\n\n'
     thought = b'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}\n\n'
     closing = b"HTTP/1.1 200 OK\r\ncontent-type: Text/Event-Stream\r\n\r\n"
@@ -233,7 +233,7 @@ async def test_an_endpoint_on_ipv6() -> None:
         [HEAD],
     ],
 )
-async def test_an_endpoint_that_is_none_is_named(answer: list[bytes]) -> None:
+async def test_an_endpoint_without_models_is_named(answer: list[bytes]) -> None:
     async with server([answer]) as target:
         with pytest.raises(ConfigError, match=rf"no model at 127\.0\.0\.1:{target.port} .*--model"):
             await first_model(target)
@@ -243,12 +243,12 @@ async def test_an_endpoint_that_is_none_is_named(answer: list[bytes]) -> None:
     "url",
     ["http://h:99999", "http://h:x", "http://h:0", "http://[::1", "http://", "ftp://h", "h:80"],
 )
-def test_a_bad_url_is_refused(url: str) -> None:
+def test_a_bad_url_is_an_error(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
         parse_url(url)
 
 
-def test_nothing_can_be_added_to_the_head() -> None:
+def test_headers_cannot_be_injected() -> None:
     with pytest.raises(ConfigError, match="--api-key"):
         parse_url("http://h", "key\r\nx: y")
     assert parse_url("http://h/a b/é").prefix == "/a%20b/%C3%A9"
@@ -267,7 +267,7 @@ async def test_runner_sends_everything_and_calibrates() -> None:
     assert [o.error for o in runner.outcomes] == [None] * 4
 
 
-async def test_nothing_there_says_what_to_do() -> None:
+async def test_a_closed_port_gives_a_remedy() -> None:
     async with server([]) as target:
         pass
     with pytest.raises(CannotConnect, match="point --url"):

@@ -1,4 +1,4 @@
-"""Server-sent events: the line ends, fields and edges of the WHATWG's parser."""
+"""Server-sent events: line ends, fields and edge cases of the WHATWG's parser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo.bench.events import EventParser
 
 
 def reference(stream: bytes) -> list[bytes]:
-    """The specification read aloud, on the whole stream at once."""
+    """The specification word by word, on the complete stream."""
     events: list[bytes] = []
     data: bytes | None = None
     lines = re.split(rb"\r\n|\r|\n", stream.removeprefix(b"\xef\xbb\xbf"))
@@ -52,7 +52,7 @@ PIECE = st.sampled_from(
 
 
 @given(st.lists(PIECE, max_size=30).map(b"".join), st.lists(st.integers(0, 60), max_size=8))
-def test_any_cut_gives_what_the_specification_says(stream: bytes, cuts: list[int]) -> None:
+def test_any_split_of_the_stream_follows_the_specification(stream: bytes, cuts: list[int]) -> None:
     parser, found, last = EventParser(), [], 0
     for cut in [*sorted(cuts), len(stream)]:
         found += parser.feed(stream[last:cut])

@@ -1,4 +1,4 @@
-"""Live runs to a table and a chart: medians, spreads, nothing left out."""
+"""Live runs as a table and a chart: medians, spreads, every run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def runs(report: ModuleType) -> list[Any]:
-    """Two modes, two rates, three rounds; one of them answered nothing."""
+    """Two modes, two rates, three rounds; one run has no answer."""
     found = []
     for round_number, ttft in enumerate((100.0, 300.0, 200.0)):
         for rate in (20.0, 10.0):

@@ -1,4 +1,4 @@
-"""``dynamo bench`` at the terminal: what it prints, where it fails, and that no result is lost."""
+"""``dynamo bench`` at the terminal: output, failures, and no lost result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Endpoint(BaseHTTPRequestHandler):
         self.wfile.write(self.body.encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silence."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ WORDS = ("--model", "m", "--endpoint-type", "completions", "--prompt-format", "t
 FEW = (*WORDS, "--requests", "3", "--concurrency", "2")
 
 
-def test_a_run_says_where_its_clock_starts(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_reports_where_its_clock_starts(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--url", url, *FEW]) == 0
     shown = capsys.readouterr().out
     assert "m: 3 of 3 requests" in shown
@@ -60,7 +60,7 @@ def test_a_run_says_where_its_clock_starts(url: str, capsys: pytest.CaptureFixtu
     assert "schedule lag (ms)" in shown and "count from the scheduled time" in shown
 
 
-def test_an_output_that_cannot_be_written_stops_the_run_before_it_starts(
+def test_an_unwritable_output_fails_before_the_run(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = tmp_path / "none" / "out.json"
@@ -72,7 +72,7 @@ def test_an_output_that_cannot_be_written_stops_the_run_before_it_starts(
     assert json.loads(good.read_text())["completed"] == 3
 
 
-def test_an_output_that_goes_bad_during_the_run_loses_nothing(
+def test_an_output_that_fails_during_the_run_loses_nothing(
     url: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -86,7 +86,7 @@ def test_an_output_that_goes_bad_during_the_run_loses_nothing(
 
 def test_a_pipe_as_output_is_not_tried_before_the_run(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    bench._try_output(str(tmp_path / "pipe"))  # which would wait for a reader
+    bench._try_output(str(tmp_path / "pipe"))  # would block until a reader opens it
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_pipe_as_output_is_not_tried_before_the_run(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_nonsense_is_a_named_failure(
+def test_an_invalid_answer_is_a_named_failure(
     url: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

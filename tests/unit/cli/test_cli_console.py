@@ -1,4 +1,4 @@
-"""The terminal: names, JSON lines, and a reader that is slow or gone."""
+"""The terminal: names, JSON lines, and a reader that is slow or closed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def console_lines(console: Console, stream: io.BytesIO) -> list[bytes]:
     return stream.getvalue().splitlines()
 
 
-def test_quiet_shows_only_our_own() -> None:
+def test_quiet_shows_only_messages_of_dynamo_serve() -> None:
     stream = io.BytesIO()
     console = Console("ns", quiet=True, stream=stream)
     console.output("ns_A", b"chatter")
@@ -73,8 +73,8 @@ def test_log_records_are_shown() -> None:
     assert traceback[-1] == "  dynamo: ready"
 
 
-def test_a_stopped_terminal_stops_nobody() -> None:
-    """A pipe that nobody reads: lines are counted, not waited for."""
+def test_a_stopped_terminal_blocks_nothing() -> None:
+    """With an unread pipe, lines are dropped and counted."""
     reader, writer = os.pipe()
     with os.fdopen(writer, "wb", buffering=0) as stream:
         console = Console("ns", stream=stream)
@@ -85,7 +85,7 @@ def test_a_stopped_terminal_stops_nobody() -> None:
         console.close()
 
 
-def test_a_reader_that_left_is_no_error() -> None:
+def test_a_closed_reader_is_not_an_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb", buffering=0) as stream:

@@ -1,4 +1,4 @@
-"""The ``dynamo`` command: verbs, help, and the neighbour it cannot live with."""
+"""The ``dynamo`` command: verbs, help, and a conflicting distribution."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_python_m_dynamo_and_the_script_are_the_command() -> None:
 
 
 @pytest.mark.parametrize("rival", ["ai-dynamo", "ai-dynamo-runtime"])
-def test_the_original_in_the_same_environment_is_refused(rival: str, tmp_path: Path) -> None:
-    """Both distributions provide the package ``dynamo``: the message says so, and the way out."""
+def test_the_original_in_the_same_environment_is_an_error(rival: str, tmp_path: Path) -> None:
+    """Both distributions provide the package ``dynamo``; the message gives a remedy."""
     made = tmp_path / f"{rival.replace('-', '_')}-1.0.dist-info"
     made.mkdir()
     (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {rival}\nVersion: 1.0\n")
@@ -65,8 +65,8 @@ def test_the_original_in_the_same_environment_is_refused(rival: str, tmp_path: P
     assert f"pip uninstall {rival}" in done.stderr
 
 
-def test_looking_at_a_graph_does_without_circus_and_nvml() -> None:
-    """What is not needed is not imported: start-up time is everyone's."""
+def test_reading_a_graph_imports_neither_circus_nor_nvml() -> None:
+    """Unused imports would cost start-up time."""
     script = (
         "import sys, dynamo.cli.serve\n"
         "heavy = {'circus', 'tornado', 'rich', 'pynvml', 'psutil', 'jinja2', 'tokenizers'}\n"
@@ -78,7 +78,7 @@ def test_looking_at_a_graph_does_without_circus_and_nvml() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+def test_a_reader_that_closes_early_is_not_an_error(tmp_path: Path) -> None:
     """``dynamo serve graph.yaml --dry-run | head -0``."""
     graph = tmp_path / "graph.yaml"
     graph.write_text("W: {run: [sleep, 1]}\n")
@@ -91,8 +91,8 @@ def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streams", ["0", "1", "2", "0 1 2"])
-def test_a_missing_standard_stream_is_no_error(streams: str) -> None:
-    """As of ``dynamo version >&-``: nothing is printed to whatever is opened next."""
+def test_a_closed_standard_stream_is_not_an_error(streams: str) -> None:
+    """As with ``dynamo version >&-``: a file opened later must not receive the output."""
     closing = " ".join(f"{number}>&-" for number in streams.split())
     command = f"exec {shlex.quote(sys.executable)} -m dynamo version {closing}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=30)
@@ -116,7 +116,7 @@ def test_ctrl_c_while_modules_load_shows_no_traceback(loaded: str) -> None:
     assert process.returncode in (-signal.SIGINT, 130, 2)  # 2: it was faster
 
 
-def test_a_state_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_an_unwritable_state_directory_is_a_one_line_error(tmp_path: Path) -> None:
     graph = tmp_path / "graph.yaml"
     graph.write_text("namespace: ns\nW: {run: [sleep, 1]}\n")
     (tmp_path / "state" / "ns" / "serve.lock").mkdir(parents=True)

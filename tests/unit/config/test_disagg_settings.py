@@ -1,4 +1,4 @@
-"""When a prompt is worth a prefill worker, and what is refused at the start."""
+"""When a prompt goes to a prefill worker, and invalid settings."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_the_defaults_are_strict(prompt: int, cached: int, queue: int, reason: s
     assert Conditions().local_reason(prompt, cached, queue) == reason
 
 
-def test_the_share_that_is_left_to_compute() -> None:
+def test_the_uncached_share_of_a_prompt() -> None:
     conditions = Conditions(eff_isl_threshold=0, eff_isl_ratio_threshold=0.5)
     assert conditions.local_reason(100, 50, 0) == "cached"
     assert conditions.local_reason(100, 49, 0) == ""
     assert conditions.local_reason(100, 100, 0) == "short", "nothing to compute"
 
 
-def test_text_and_file_say_the_same(tmp_path: Path) -> None:
+def test_text_and_file_are_equivalent(tmp_path: Path) -> None:
     text = '{"max_local_prefill_length": 5, "max_prefill_queue_size": null}'
     file = tmp_path / "conditions.json"
     file.write_text(text)
@@ -55,19 +55,19 @@ def test_text_and_file_say_the_same(tmp_path: Path) -> None:
         ('{"eff_isl_threshold": 1, "max_local_prefill_length": 1}', "are the same; give one"),
     ],
 )
-def test_what_makes_no_sense_ends_the_start(text: str, message: str) -> None:
+def test_invalid_thresholds_are_config_errors(text: str, message: str) -> None:
     variable = {"DYN_ROUTER_CONDITIONAL_DISAGG_CONFIG": text}
     with pytest.raises(ConfigError, match="--router-conditional-disagg-config.*" + message):
         from_env(RouterSettings, variable)
 
 
-def test_a_list_is_no_set_of_thresholds(tmp_path: Path) -> None:
+def test_a_list_of_thresholds_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "list.json"
     file.write_text("[]")
     with pytest.raises(ConfigError, match="must be a JSON object"):
         conditions_of(str(file))
 
 
-def test_thresholds_hold_only_when_asked_for() -> None:
+def test_thresholds_apply_only_when_enabled() -> None:
     assert from_env(RouterSettings, {}).conditions is None
     assert from_env(RouterSettings, {}, conditional_disagg=True).conditions == Conditions()

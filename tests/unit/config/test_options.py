@@ -1,4 +1,4 @@
-"""Flags beat variables, variables beat defaults; what is out of range is named."""
+"""Flags override variables, variables override defaults; errors name the option."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamo.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """sample: one option of every kind"""
+    """sample: one option of every kind"""  # noqa: D400, D415 - a heading of --help
 
     mode: str = option(
         "kv",
@@ -56,7 +56,7 @@ def test_true_words(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["false", "0", "no", "off", "anything", ""])
-def test_any_other_word_is_false(text: str) -> None:
+def test_other_words_are_false(text: str) -> None:
     assert read(DYN_EVENTS=text).events is False
 
 
@@ -82,7 +82,7 @@ def test_spellings_unset_and_lists() -> None:
         (["--unknown"], {}, "unrecognized arguments: --unknown"),
     ],
 )
-def test_bad_input_names_itself_and_exits_2(
+def test_bad_input_is_named_and_exits_2(
     argv: list[str], env: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -102,7 +102,7 @@ def test_help_shows_flag_variable_and_default(capsys: pytest.CaptureFixture[str]
     assert "usage: prog [options]\n" in out and "DYN_HIDDEN\n        variable only (> 0;" in out
 
 
-def test_child_processes_get_the_same_settings() -> None:
+def test_variables_rebuild_the_settings() -> None:
     settings = read("--share", "0.1", "--no-events", "--mode", "round_robin")
     assert from_env(Settings, to_env(settings)) == settings
     runtime = RuntimeSettings(namespace="n", request_plane="tcp")
@@ -115,7 +115,7 @@ def test_from_env_raises_instead_of_exiting() -> None:
     assert from_env(Settings, {}, share=0.9).share == 0.9
 
 
-def test_a_preset_yields_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_keeps_the_value_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYN_TEST_PRESET", "theirs")
     preset("DYN_TEST_PRESET", "ours")
     assert environ()["DYN_TEST_PRESET"] == "theirs"

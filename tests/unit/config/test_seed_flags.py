@@ -1,7 +1,8 @@
-"""Every flag that users of NVIDIA Dynamo's router know, by flag and by variable."""
+"""Every flag of NVIDIA Dynamo's router, by flag and by variable."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -91,12 +92,12 @@ SWITCHES = [
 
 
 def field(flag: str) -> tuple[int, str]:
-    """Where the value of ``flag`` is."""
+    """Return the group and the field that ``flag`` sets."""
     for number, group in enumerate(GROUPS):
-        for one in group.__dataclass_fields__.values():
+        for one in dataclasses.fields(group):
             if "option" in one.metadata and flag in one.metadata["option"].flags:
                 return number, one.name
-    raise AssertionError(f"{flag} is not known")
+    raise AssertionError(f"no option {flag}")
 
 
 def value(flag: str, argv: list[str], env: dict[str, str]) -> Any:

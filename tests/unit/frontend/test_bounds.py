@@ -387,13 +387,13 @@ async def test_one_body_larger_than_the_bound_is_accepted() -> None:
 @pytest.mark.parametrize("size", [10, LARGE])
 async def test_the_body_is_not_kept_while_the_answer_is_generated(site: Site, size: int) -> None:
     exchanges: list[Any] = []
-    serve = site.bench.server._handler
+    serve = site.bench.server.handler
 
     def watched(exchange: Any) -> None:
         exchanges.append(exchange)
         serve(exchange)
 
-    site.bench.server._handler = watched
+    site.bench.server.handler = watched
     site.chat(metadata="x" * size)
     await answered(site)
     assert len(site.streams) == 1

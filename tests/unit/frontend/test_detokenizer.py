@@ -164,12 +164,12 @@ def test_unknown_ids_are_nothing() -> None:
 def test_prefix_window_stays_small() -> None:
     tokenizer, _ = other_model("metaspace-bytes")
     ids = tokenizer.encode("hello world this is a test " * 50).tolist()
-    detokenizer = PrefixDetokenizer(tokenizer)
+    detokenizer = PrefixDetokenizer(tokenizer, False)
     for each in ids:
         detokenizer.push([each])
         assert len(detokenizer._ids) < 20
     broken = tokenizer.encode("é").tolist()[:1] * 60
-    assert "".join(stream(PrefixDetokenizer(tokenizer), broken, [1])) != ""
+    assert "".join(stream(PrefixDetokenizer(tokenizer, False), broken, [1])) != ""
 
 
 def test_table_agrees_on_long_random_streams() -> None:

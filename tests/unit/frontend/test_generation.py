@@ -18,7 +18,7 @@ from text_kit import (
 )
 
 from dynamo.errors import Disconnected, EngineFailure, InvalidArgument
-from dynamo.frontend.answer.generation import ChatStream, CompletionStream
+from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
 
@@ -44,8 +44,13 @@ def chat_chunks(stream: bytes) -> list[ChatCompletionChunk]:
     return [ChatCompletionChunk.model_validate(each, strict=True) for each in events(stream)]
 
 
-def feed(stream: ChatStream | CompletionStream, text: str, *args: Any, **last: Any) -> bytes:
-    return b"".join(stream.feed(0, each) for each in outputs(text, *args, **last))
+def write(stream: GenerationStream, index: int, output: EngineOutput) -> bytes:
+    stream.push(index, output)
+    return stream.flush()
+
+
+def feed(stream: GenerationStream, text: str, *args: Any, **last: Any) -> bytes:
+    return b"".join(write(stream, 0, each) for each in outputs(text, *args, **last))
 
 
 def test_chat_stream() -> None:
@@ -79,18 +84,10 @@ def test_usage_chunk() -> None:
     assert last.usage.prompt_tokens_details.cached_tokens == 64
 
 
-def test_a_request_that_moved_keeps_its_own_prompt_count() -> None:
-    stream = chat()
-    stream.resumed(0)
-    feed(stream, "one", "stop", completion_usage=CompletionUsage(prompt_tokens=999))
-    assert stream.usage().prompt_tokens == PROMPT_TOKENS
-
-
 def test_unary_chat() -> None:
     stream = chat()
-    for each in outputs("Hello 😀", "length"):
-        stream.push(0, each)
-    assert stream.is_done(0) and stream.all_done
+    done = [stream.push(0, each) for each in outputs("Hello 😀", "length")]
+    assert done == [False] * (len(done) - 1) + [True]
     answer = ChatCompletion.model_validate_json(stream.unary(), strict=True)
     assert answer.choices[0].message.content == "Hello 😀"
     assert answer.choices[0].finish_reason == "length"
@@ -103,7 +100,7 @@ def test_tokens_that_arrive_together_leave_as_one_delta() -> None:
     stream = chat(stream=True)
     first, *middle, last = outputs("one two three four", "stop")
     assert stream.flush() == b""
-    head = stream.feed(0, first)
+    head = write(stream, 0, first)
     for each in middle:
         stream.push(0, each)
     merged = stream.flush()
@@ -119,8 +116,8 @@ def test_tokens_that_arrive_together_leave_as_one_delta() -> None:
 def test_incomplete_characters_wait_and_are_shown_at_the_end() -> None:
     stream = chat(stream=True)
     ids = ids_of("☃")
-    assert stream.feed(0, EngineOutput(token_ids=ids[:2])) == b""
-    (chunk,) = chat_chunks(stream.feed(0, EngineOutput(finish_reason="length")) + stream.end())
+    assert write(stream, 0, EngineOutput(token_ids=ids[:2])) == b""
+    (chunk,) = chat_chunks(write(stream, 0, EngineOutput(finish_reason="length")) + stream.end())
     assert chunk.choices[0].delta.content == "\ufffd"
     assert chunk.choices[0].delta.role == "assistant"
 
@@ -129,10 +126,11 @@ def test_stop_string_ends_the_choice_before_the_engine_does() -> None:
     stream = chat(stream=True, stop=["STOP"])
     raw = b""
     for each in outputs("one ST two STOP three", None):
-        raw += stream.feed(0, each)
-        if stream.is_done(0):
+        done = stream.push(0, each)
+        raw += stream.flush()
+        if done:
             break
-    raw += stream.feed(0, EngineOutput(token_ids=[1500], finish_reason="cancelled"))
+    raw += write(stream, 0, EngineOutput(token_ids=[1500], finish_reason="cancelled"))
     chunks = chat_chunks(raw + stream.end())
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "one ST two "
     assert chunks[-1].choices[0].finish_reason == "stop"
@@ -158,7 +156,7 @@ def test_choices_share_what_ends_them() -> None:
     stream = chat(n=3, stop=["STOP", "END"], stop_token_ids=list(range(1000)))
     first, *others = stream._choices
     for other in others:
-        assert other._stop_ids is first._stop_ids
+        assert other._rules is first._rules
         assert other._stops is not None and first._stops is not None
         assert other._stops is not first._stops and other._stops._stops is first._stops._stops
 
@@ -194,9 +192,8 @@ def test_stop_ids(fields: dict[str, Any], content: str, tokens: int, reason: str
 
 def test_choices_have_indexes() -> None:
     stream = chat(n=2, stream=True, stream_options={"include_usage": True})
-    raw = stream.feed(1, EngineOutput(token_ids=ids_of("b"), finish_reason="stop"))
-    assert not stream.all_done
-    raw += stream.feed(0, EngineOutput(token_ids=ids_of("a"), finish_reason="length"))
+    raw = write(stream, 1, EngineOutput(token_ids=ids_of("b"), finish_reason="stop"))
+    raw += write(stream, 0, EngineOutput(token_ids=ids_of("a"), finish_reason="length"))
     chunks = chat_chunks(raw + stream.end())
     found = [
         (each.index, each.delta.role, each.delta.content) for c in chunks for each in c.choices
@@ -209,9 +206,9 @@ def test_choices_have_indexes() -> None:
 
 def test_engine_errors() -> None:
     stream = chat(stream=True)
-    raw = stream.feed(0, EngineOutput(token_ids=ids_of("a")))
+    raw = write(stream, 0, EngineOutput(token_ids=ids_of("a")))
     with pytest.raises(EngineFailure, match=r"^boom$"):
-        stream.feed(0, EngineOutput(finish_reason="error: boom"))
+        write(stream, 0, EngineOutput(finish_reason="error: boom"))
     found = events(raw + stream.error(EngineFailure("boom")))
     assert found[-1] == {
         "error": {"message": "Internal server error", "type": "internal_server_error", "code": 500}
@@ -258,7 +255,7 @@ def test_chat_logprobs() -> None:
     assert [each.logprob for each in first.top_logprobs] == [-0.5, -2.0]
     assert (second.token, second.logprob, second.bytes) == ("\ufffd", -9999.0, [0xE2])
     streamed = chat(logprobs=True, stream=True)
-    (chunk,) = chat_chunks(streamed.feed(0, given) + streamed.end())
+    (chunk,) = chat_chunks(write(streamed, 0, given) + streamed.end())
     assert chunk.choices[0].logprobs is not None
     assert chunk.choices[0].logprobs.content is not None
     assert chunk.choices[0].logprobs.content[0].top_logprobs == []
@@ -324,13 +321,13 @@ def test_completion_stream_of_several_prompts() -> None:
         stream=True,
         stream_options={"include_usage": True},
     )
-    raw = b""
     for index in range(4):
         usage = CompletionUsage(10 + index, prompt_tokens_details=PromptTokensDetails(index))
         output = EngineOutput(
             token_ids=[ids_of("a")[0]], finish_reason="stop", completion_usage=usage
         )
-        raw += stream.feed(index, output)
+        stream.push(index, output)
+    raw = stream.flush()
     chunks = [Completion.model_validate(each, strict=True) for each in events(raw + stream.end())]
     texts = [(chunk.choices[0].index, chunk.choices[0].text) for chunk in chunks[:-1]]
     assert texts == [(0, "x ya"), (1, "x ya"), (2, "za"), (3, "za")]

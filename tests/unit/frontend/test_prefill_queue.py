@@ -135,7 +135,8 @@ class LineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue: PrefillQueue[int] = PrefillQueue(LIMIT, lambda ticket: ticket + 7)
-        self.queue.busy = self.busy = set()
+        self.busy: set[int] = set()
+        self.queue.busy = self.busy
         self.slots: dict[int, Capacity] = {}
         self.waiting: list[int] = []  # in the order in which they must go, as all priorities agree
         self.running: dict[int, tuple[int, int]] = {}

@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import prefill_patience
 import pytest
 from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box, Caller
 
-from benchmarks import prefill_patience
 from dynamo.errors import DynamoError, Overloaded
 from dynamo.frontend.api.route import explain_request
 from dynamo.frontend.requests.engine_request import EngineRequest

@@ -37,7 +37,7 @@ def error(call: Any, **fields: Any) -> str:
 
 def test_chat_crosses_the_wire_as_an_array() -> None:
     prepared = chat()
-    assert prepared.formatted_prompt == CHAT
+    assert prepared.prompts[0].text == CHAT
     (request,) = prepared.requests
     assert request.token_ids == array("I", ids_of(CHAT))
     assert prepared.prompt_tokens == len(ids_of(CHAT))
@@ -158,7 +158,7 @@ def test_nvext() -> None:
     assert routing.expected_output_tokens == 4
     assert request.stop_conditions.max_thinking_tokens == 8
     assert chat().requests[0].routing is None
-    assert chat(nvext={"use_raw_prompt": True}).formatted_prompt == "Hello there"
+    assert chat(nvext={"use_raw_prompt": True}).prompts[0].text == "Hello there"
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,11 @@ def test_guided_decoding_faults() -> None:
 
 def test_template_variables_and_tools() -> None:
     tool = {"type": "function", "function": {"name": "weather"}}
-    assert "weather" in (chat(tools=[tool]).formatted_prompt or "")
-    assert "weather" not in (chat(tools=[tool], tool_choice="none").formatted_prompt or "")
+    assert "weather" in (chat(tools=[tool]).prompts[0].text or "")
+    assert "weather" not in (chat(tools=[tool], tool_choice="none").prompts[0].text or "")
     variables = {"messages": [], "tools": 3, "enable_thinking": True}
-    assert chat(chat_template_kwargs=variables, reasoning_effort="low").formatted_prompt == CHAT
-    assert not (chat(add_generation_prompt=False).formatted_prompt or "").endswith("assistant\n")
+    assert chat(chat_template_kwargs=variables, reasoning_effort="low").prompts[0].text == CHAT
+    assert not (chat(add_generation_prompt=False).prompts[0].text or "").endswith("assistant\n")
 
 
 def test_model_without_a_template(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_model_without_a_template(tmp_path: Path) -> None:
         bare.chat(parse_chat(chat_body()))
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
     own = Preprocessor(card(source_path=str(tmp_path)), custom_template_path=tmp_path / "own.jinja")
-    assert own.chat(parse_chat(chat_body())).formatted_prompt == "Hello there"
+    assert own.chat(parse_chat(chat_body())).prompts[0].text == "Hello there"
 
 
 async def test_off_loop_gives_the_same() -> None:
@@ -215,5 +215,10 @@ async def test_off_loop_gives_the_same() -> None:
     assert prepared == preprocessor.completion(request)
     chat_request = parse_chat(chat_body())
     chat = await preprocessor.chat_off_loop(chat_request, threads)
-    assert chat[:3] == preprocessor.chat(chat_request)[:3]
+    expected = preprocessor.chat(chat_request)
+    assert (chat.requests, chat.prompts, chat.n) == (
+        expected.requests,
+        expected.prompts,
+        expected.n,
+    )
     assert chat.rendered_s is not None and len(chat.tokenized_s) == 1

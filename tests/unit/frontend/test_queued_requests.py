@@ -17,7 +17,8 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
-from dynamo.router.queue.request_queue import QueueMetrics, RequestQueue
+from dynamo.router.queue.metrics import QueueMetrics
+from dynamo.router.queue.request_queue import RequestQueue
 
 
 class Queued(Site):
@@ -37,7 +38,7 @@ class Queued(Site):
 
     def another(self, **more: Any) -> Bench:
         """A request on a connection of its own; the site looks at that one from now on."""
-        self.bench = Bench(handler=self.bench.server._handler)
+        self.bench = Bench(handler=self.bench.server.handler)
         self.chat(**more)
         return self.bench
 
@@ -102,7 +103,7 @@ async def test_hints_and_headers_decide_who_is_next(site: Queued) -> None:
     site.another(max_tokens=11)
     site.another(max_tokens=12, nvext={"agent_hints": {"latency_sensitivity": 5.0}})
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 13}
-    site.bench = Bench(handler=site.bench.server._handler)
+    site.bench = Bench(handler=site.bench.server.handler)
     site.post(body, x_dynamo_request_strict_priority="1")
     for number in range(4):
         site.finish(number)

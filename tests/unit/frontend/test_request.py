@@ -96,6 +96,7 @@ class Site:
             picker=self,
             client=self,
             dispatch=Dispatch(self, self),
+            prefill=SimpleNamespace(router=None),
         )
         self.kv_mode = True
         self.worker_pool = SimpleNamespace(members={7: None})
@@ -598,7 +599,7 @@ async def test_the_same_id_twice_at_once(site: Site) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
     site.post(body, x_request_id=given)
     first = site.bench
-    site.bench = Bench(handler=first.server._handler)
+    site.bench = Bench(handler=first.server.handler)
     site.post(body, x_request_id=given)
     assert len(site.booked) == 2
     one, two = site.streams
@@ -616,7 +617,7 @@ async def test_each_engine_request_has_its_own_id(site: Site, ending: str) -> No
     given = str(uuid.uuid4())
     body = {"model": "tiny", "prompt": ["a", "b"], "n": 2}
     for _ in range(2):
-        site.bench = Bench(handler=site.bench.server._handler)
+        site.bench = Bench(handler=site.bench.server.handler)
         site.streams.clear()
         if ending == "refused":
             site.pick_error = NoInstances("none")

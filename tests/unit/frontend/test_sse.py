@@ -1,4 +1,4 @@
-"""Spliced chunks are the JSON that a serialiser would have made."""
+"""Spliced chunks are valid JSON with any text in them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from dynamo.errors import (
     WorkerUnavailable,
 )
 from dynamo.frontend.answer.sse import (
-    ChatShape,
-    ChunkTemplate,
-    CompletionShape,
-    Shape,
+    ChatChunks,
+    ChoiceChunks,
+    CompletionChunks,
     annotation,
     error_event,
+    json_bytes,
     public_message,
+    stream_head,
 )
 
 scalars = st.characters(exclude_categories=["Cs"])
@@ -38,17 +39,22 @@ def payload(event: bytes) -> Any:
     return json.loads(text[len("data: ") :])
 
 
-@pytest.mark.parametrize("kind", [ChatShape, CompletionShape])
+@pytest.mark.parametrize("kind", [ChatChunks, CompletionChunks])
 @given(text=st.text(scalars), model=st.text(scalars), response_id=st.text(scalars))
-def test_any_text_survives(kind: type[Shape], text: str, model: str, response_id: str) -> None:
-    shape = kind(ChunkTemplate(kind, response_id, 12, model), 3, b',"usage":null')
-    first, middle = payload(shape.chunk(text)), payload(shape.delta(text))
-    last = payload(shape.chunk("", b'{"content":[]}', "stop", {"a": 1}))
+def test_any_text_survives(
+    kind: type[ChoiceChunks], text: str, model: str, response_id: str
+) -> None:
+    head = stream_head(kind.kind, response_id, 12, model)
+    chunks = kind(head, 3, b',"usage":null')
+    first = payload(chunks.chunk(text))
+    middle = payload(chunks.head + json_bytes(text) + chunks.tail)
+    last = payload(chunks.chunk("", {"content": []}, "stop", {"a": 1}))
     for each in (first, middle, last):
         assert (each["id"], each["model"], each["created"]) == (response_id, model, 12)
+        assert each["object"] == kind.kind
         assert each["usage"] is None
         assert each["choices"][0]["index"] == 3
-    if kind is ChatShape:
+    if kind is ChatChunks:
         assert first["choices"][0]["delta"] == {"role": "assistant", "content": text}
         assert middle["choices"][0]["delta"] == {"content": text}
         assert last["choices"][0]["delta"] == {}

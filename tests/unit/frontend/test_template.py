@@ -107,7 +107,7 @@ def test_dict_methods_and_keys() -> None:
     [(LOOP, ContentForm.TEXT), (PARTS, ContentForm.PARTS), (EITHER, ContentForm.EITHER)],
 )
 def test_content_form_is_found(source: str, form: ContentForm) -> None:
-    assert template(source).content_form is form
+    assert template(source)._content is form
 
 
 @pytest.mark.parametrize(
@@ -207,3 +207,29 @@ def test_variables_may_have_any_name() -> None:
     made = template("{{ " + " ~ ".join(names) + " }}")
     variables = dict.fromkeys((*names, "self"), "x")
     assert made.render(USER, variables=variables) == "x" * len(names)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set a = 1 %}{% macro f(x) %}{{ x }}{{ a }}{{ messages[0].content }}{% endmacro %}"
+        "{{ f(2) }}{% set a = 3 %}{{ f(2) }}{{ a }}",
+        "{% block b %}x{{ messages | length }}{% endblock %}{{ self.b() }}",
+        "{% for m in messages %}{% block q scoped %}{{ m.content }}{{ loop.first }}{% endblock %}"
+        "{% endfor %}",
+        "{% set messages = messages[1:] %}{{ messages | length }}"
+        "{% macro g() %}{{ messages | length }}{{ kw }}{% endmacro %}{{ g() }}",
+        "{% autoescape true %}{{ '<' }}{{ messages[0].content | string }}{% endautoescape %}<",
+        "{% macro w() %}[{{ caller() }}]{% endmacro %}{% call w() %}{{ kw }}{% endcall %}",
+        "{% if x is not defined %}{% set x = 4 %}{% endif %}{{ x }}{{ y is defined }}{{ tools }}",
+        "{{ messages | map(attribute='content') | join(',') }}{{ '%s' % 3 }}{{ 'a' | e }}",
+    ],
+)
+def test_names_resolve_as_in_jinja2(source: str) -> None:
+    messages = [{"role": "user", "content": "<a>"}, {"role": "assistant", "content": "b"}]
+    made = template(source)
+    expected = made._default.render(
+        messages=messages, tools=None, add_generation_prompt=True, kw="k"
+    )
+    for _ in range(2):  # nothing that a template sets outlives the rendering
+        assert made.render(messages, variables={"kw": "k"}) == expected

@@ -8,7 +8,7 @@ import random
 import pytest
 from http_bench import Bench
 
-from dynamo.http import Exchange, WriteBatch, response
+from dynamo.http import Exchange, WriteBatch, exchange
 
 GET = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -55,7 +55,7 @@ def test_every_split_of_the_bytes_gives_the_same(
     request_bytes: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_moment = "Fri, 20 Nov 2026 12:00:00 GMT"
-    monkeypatch.setattr(response, "formatdate", lambda usegmt: one_moment)
+    monkeypatch.setattr(exchange, "formatdate", lambda usegmt: one_moment)
     whole = Bench().feed(request_bytes)
     bench = Bench()
     assert bench.feed(*(request_bytes[i : i + 1] for i in range(len(request_bytes)))) == whole
@@ -548,7 +548,7 @@ def test_a_bug_in_a_route_is_a_500(caplog: pytest.LogCaptureFixture) -> None:
     def broken(exchange: Exchange) -> None:
         raise ValueError("bug")
 
-    bench.server._handler = broken
+    bench.server.handler = broken
     assert status_of(bench.feed(GET)) == 500
     assert "bug" in caplog.text
     assert bench.feed(GET).count(b"500 Internal") == 2
@@ -557,7 +557,7 @@ def test_a_bug_in_a_route_is_a_500(caplog: pytest.LogCaptureFixture) -> None:
         exchange.start(200, "text/plain")
         raise ValueError("bug")
 
-    bench.server._handler = later
+    bench.server.handler = later
     bench.feed(GET)
     assert bench.transport.aborted
 

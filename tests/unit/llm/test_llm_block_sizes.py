@@ -1,4 +1,4 @@
-"""A worker whose card and KV events differ in block size is told so, whichever came first."""
+"""A worker logs an error if the block sizes of its card and its KV events differ."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ async def test_two_sizes(
 async def test_one_size(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
     await register(endpoint, 16)
     publisher = KvEventPublisher(endpoint, kv_block_size=16)
-    assert publisher._outlet.block_size == 16
+    assert publisher._sender.block_size == 16
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]

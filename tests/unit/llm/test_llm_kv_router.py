@@ -27,15 +27,15 @@ from dynamo.runtime import DistributedRuntime
 PROMPT = list(range(100, 114))  # 14 tokens, three full blocks of 4
 
 
-class Box:
+class TwoWorkers:
     """Two workers that count to three, and a runtime that routes to them."""
 
     def __init__(self, settings: RuntimeSettings) -> None:
         self.workers = [DistributedRuntime(None, settings) for _ in range(2)]
         self.runtime = DistributedRuntime(None, settings)
         self.requests: list[Any] = []
-        self.hold = asyncio.Event()
-        self.hold.set()
+        self.proceed = asyncio.Event()
+        self.proceed.set()
 
     async def start(self) -> None:
         for worker in self.workers:
@@ -48,7 +48,7 @@ class Box:
             await arrived.wait()
 
     async def close(self) -> None:
-        self.hold.set()
+        self.proceed.set()
         await self.runtime.close()
         for worker in self.workers:
             await worker.close()
@@ -61,24 +61,24 @@ class Box:
     async def _generate(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         self.requests.append(request)
         yield {"token_ids": [1]}
-        await self.hold.wait()
+        await self.proceed.wait()
         yield {"token_ids": [2]}
         yield {"token_ids": [3], "finish_reason": "stop"}
 
 
 @pytest_asyncio.fixture
-async def box(tmp_path: Path) -> AsyncIterator[Box]:
-    made = Box(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
+async def cluster(tmp_path: Path) -> AsyncIterator[TwoWorkers]:
+    made = TwoWorkers(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
     await made.start()
     yield made
     await made.close()
 
 
-async def test_load_is_booked_and_freed(box: Box) -> None:
-    """The numbers observed in spec 3.5."""
-    router = box.router(use_kv_events=True)
+async def test_load_is_reserved_and_freed(cluster: TwoWorkers) -> None:
+    """Check the numbers observed in spec 3.5."""
+    router = cluster.router(use_kv_events=True)
     worker_id, rank, overlap = await router.best_worker(PROMPT, request_id="a")
-    assert (rank, overlap) == (0, 0) and worker_id in [w.instance_id for w in box.workers]
+    assert (rank, overlap) == (0, 0) and worker_id in [w.instance_id for w in cluster.workers]
 
     async def load() -> tuple[int, int, int]:
         rows = await router.get_potential_loads(list(range(8)))
@@ -103,8 +103,8 @@ async def test_load_is_booked_and_freed(box: Box) -> None:
     await router.close()
 
 
-async def test_a_booking_waits_for_its_turn(box: Box) -> None:
-    router = box.router(router_queue_threshold=1e-6)  # 10 of ten million tokens
+async def test_a_request_over_the_threshold_is_queued(cluster: TwoWorkers) -> None:
+    router = cluster.router(router_queue_threshold=1e-6)  # 10 of ten million tokens
 
     async def book(name: str) -> None:
         await router.best_worker([ord(name)] * 14, request_id=name)
@@ -113,7 +113,7 @@ async def test_a_booking_waits_for_its_turn(box: Box) -> None:
     await book("b")
     waiting = asyncio.create_task(book("c"))
     given_up = asyncio.create_task(book("d"))
-    await router.best_worker(PROMPT)  # only asks
+    await router.best_worker(PROMPT)  # reserves nothing
     await asyncio.sleep(0)
     assert not waiting.done()
     given_up.cancel()
@@ -129,8 +129,8 @@ async def test_a_booking_waits_for_its_turn(box: Box) -> None:
         await last
 
 
-async def test_predicted_overlap(box: Box) -> None:
-    router = box.router()
+async def test_predicted_overlap(cluster: TwoWorkers) -> None:
+    router = cluster.router()
     await router.best_worker(PROMPT)
     assert (await router.best_worker(PROMPT))[2] == 0
     home, _, _ = await router.best_worker(PROMPT, update_indexer=True)
@@ -147,23 +147,23 @@ async def test_predicted_overlap(box: Box) -> None:
     await router.close()
 
 
-async def test_weight_zero_has_no_index(box: Box) -> None:
-    router = box.router(overlap_score_weight=0)
+async def test_weight_zero_has_no_index(cluster: TwoWorkers) -> None:
+    router = cluster.router(overlap_score_weight=0)
     await router.best_worker(PROMPT, request_id="a")
     assert await router.dump_events() == "[]"
     assert [row["device_blocks"] for row in (await router.get_overlap_scores(PROMPT))["workers"]]
     await router.close()
 
 
-async def test_generate(box: Box) -> None:
-    router = box.router()
+async def test_generate(cluster: TwoWorkers) -> None:
+    router = cluster.router()
     items = [item async for item in await router.generate(PROMPT, "m", {"max_tokens": 3})]
     assert [item["token_ids"] for item in items] == [[1], [2], [3]]
     home = items[0]["routing_data"]["worker_id"]["decode_worker_id"]
     assert items[-1]["routing_data"]["timing"]["kv_hit_rate"] == 0.0
-    assert box.requests[0]["stop_conditions"]["max_tokens"] == 3
+    assert cluster.requests[0]["stop_conditions"]["max_tokens"] == 3
     assert (await router.best_worker(PROMPT))[::2] == (home, 3)
-    others = [worker.instance_id for worker in box.workers if worker.instance_id != home]
+    others = [worker.instance_id for worker in cluster.workers if worker.instance_id != home]
     items = [item async for item in await router.generate(PROMPT, "m", worker_id=others[0])]
     assert items[0]["routing_data"]["worker_id"]["decode_worker_id"] == others[0]
     with pytest.raises(InvalidArgument, match="does not identify a known worker"):
@@ -174,9 +174,9 @@ async def test_generate(box: Box) -> None:
     await router.close()
 
 
-async def test_only_allowed_workers(box: Box) -> None:
-    router = box.router()
-    for worker in box.workers:
+async def test_only_allowed_workers(cluster: TwoWorkers) -> None:
+    router = cluster.router()
+    for worker in cluster.workers:
         allowed = [worker.instance_id, 12345]
         assert (await router.best_worker(PROMPT, allowed_worker_ids=allowed))[0] in allowed[:1]
     with pytest.raises(InvalidArgument, match="no worker has the required taints: gpu"):
@@ -185,9 +185,9 @@ async def test_only_allowed_workers(box: Box) -> None:
     await router.close()
 
 
-async def test_an_abandoned_stream_frees_its_load(box: Box) -> None:
-    router = box.router()
-    box.hold.clear()
+async def test_an_abandoned_stream_frees_its_load(cluster: TwoWorkers) -> None:
+    router = cluster.router()
+    cluster.proceed.clear()
     stream = await router.generate(PROMPT, "m")
     assert (await anext(stream))["token_ids"] == [1]
     loads = await router.get_potential_loads(list(range(8)))

@@ -10,14 +10,14 @@ from dynamo.llm.hashing import compute_block_hash_for_seq
 from dynamo.llm.types import ModelInput, ModelRuntimeConfig, ModelType, WorkerType
 
 
-def test_flags_combine_and_read_like_the_card() -> None:
+def test_flags_combine_as_in_the_card() -> None:
     assert str(ModelType.Chat | ModelType.Completions) == "Chat | Completions"
     assert str(ModelType.Prefill) == "Prefill"
     assert str(ModelType.Empty) == ""
     assert (str(ModelInput.Tokens), str(WorkerType.Aggregated)) == ("Tokens", "Aggregated")
 
 
-def test_runtime_config_keeps_what_the_engine_adds() -> None:
+def test_runtime_config_stores_engine_data() -> None:
     config = ModelRuntimeConfig()
     config.total_kv_blocks = 100
     config.set_engine_specific("mode", '{"a": 1}')

@@ -1,4 +1,4 @@
-"""Publishers on a real runtime: what is published arrives, numbered, and can be asked for again."""
+"""Publishers on a real runtime: events arrive in order, numbered, and can be queried again."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ B = 4
 TOKENS = list(range(1, 9))
 
 
-class Listener:
-    """A second runtime that hears what the first publishes."""
+class Subscriber:
+    """A second runtime, subscribed to the events of the first."""
 
     def __init__(self, runtime: DistributedRuntime) -> None:
         self.runtime = runtime
         self.batches: list[KvEventBatch] = []
         self.loads: list[KvMetrics] = []
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         runtime.subscribe("ns", "comp", "kv-events", self._on_events)
         runtime.subscribe("ns", "comp", "kv_metrics", self._on_loads)
 
@@ -48,27 +48,27 @@ class Listener:
     def events(self) -> list[Any]:
         return [event for batch in self.batches for event in batch.events]
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
             while not condition():
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
 
-    async def join(self, publisher: KvEventPublisher) -> int:
-        """Until what ``publisher`` says is heard here; the number of its last event."""
+    async def connect(self, publisher: KvEventPublisher) -> int:
+        """Wait until events of ``publisher`` arrive; return the number of the last one."""
         for last in range(1, 1000):
             publisher.publish_all_cleared()
             try:
                 async with asyncio.timeout(0.05):
-                    await self.until(lambda: bool(self.events))
+                    await self.wait_until(lambda: bool(self.events))
             except TimeoutError:
                 continue
-            await self.until(lambda last=last: self.events[-1].event_id == last)
+            await self.wait_until(lambda last=last: self.events[-1].event_id == last)
             self.batches.clear()
             return last
-        raise AssertionError("nothing is heard")
+        raise AssertionError("no event arrives")
 
-    async def ask(self, query: KvQuery) -> KvQueryAnswer:
+    async def query(self, query: KvQuery) -> KvQueryAnswer:
         client = await self.runtime.endpoint("ns.comp.kv_query").client()
         await client.wait_for_instances()
         items = [item async for item in await client.random(query, annotated=False)]
@@ -76,11 +76,11 @@ class Listener:
 
     def _on_events(self, publisher: int, sequence: int, payload: bytes) -> None:
         self.batches.append(codec.decoder(KvEventBatch).decode(payload))
-        self._news.set()
+        self._changed.set()
 
     def _on_loads(self, publisher: int, sequence: int, payload: bytes) -> None:
         self.loads.extend(codec.decoder(list[KvMetrics]).decode(payload))
-        self._news.set()
+        self._changed.set()
 
 
 def runtime(path: Path) -> DistributedRuntime:
@@ -96,10 +96,10 @@ async def endpoint(tmp_path: Path) -> AsyncIterator[Endpoint]:
 
 
 @pytest.fixture
-async def listener(tmp_path: Path) -> AsyncIterator[Listener]:
+async def subscriber(tmp_path: Path) -> AsyncIterator[Subscriber]:
     made = runtime(tmp_path)
     await made.start()
-    yield Listener(made)
+    yield Subscriber(made)
     await made.close()
 
 
@@ -111,17 +111,17 @@ def local(tokens: list[int]) -> bytes:
     return u64(*compute_block_hash_for_seq(tokens, B))
 
 
-async def test_what_is_published_arrives_in_order(endpoint: Endpoint, listener: Listener) -> None:
+async def test_events_arrive_in_order(endpoint: Endpoint, subscriber: Subscriber) -> None:
     publisher = KvEventPublisher(endpoint, kv_block_size=B)
-    last = await listener.join(publisher)
+    last = await subscriber.connect(publisher)
     publisher.publish_stored(TOKENS, [B, B], [11, -1])
     publisher.publish_stored([9] * B, [B], [13], parent_hash=-1)
     publisher.publish_removed([13])
     publisher.publish_all_cleared()
-    await listener.until(lambda: len(listener.events) == 4)
-    assert {batch.worker_id for batch in listener.batches} == {endpoint.connection_id()}
-    assert [event.event_id for event in listener.events] == [last + n for n in (1, 2, 3, 4)]
-    assert [event.data for event in listener.events] == [
+    await subscriber.wait_until(lambda: len(subscriber.events) == 4)
+    assert {batch.worker_id for batch in subscriber.batches} == {endpoint.connection_id()}
+    assert [event.event_id for event in subscriber.events] == [last + n for n in (1, 2, 3, 4)]
+    assert [event.data for event in subscriber.events] == [
         BlocksStored(u64(11, 2**64 - 1), local(TOKENS)),
         BlocksStored(u64(13), local([9] * B), 2**64 - 1),
         BlocksRemoved(u64(13)),
@@ -129,42 +129,42 @@ async def test_what_is_published_arrives_in_order(endpoint: Endpoint, listener: 
     ]
 
 
-async def test_a_router_may_ask_again(endpoint: Endpoint, listener: Listener) -> None:
+async def test_a_router_may_query_again(endpoint: Endpoint, subscriber: Subscriber) -> None:
     publisher = KvEventPublisher(endpoint, kv_block_size=B, dp_rank=1)
     other = KvEventPublisher(endpoint, kv_block_size=B, dp_rank=0)
     publisher.publish_stored(TOKENS, [B, B], [11, 12])
     publisher.publish_removed([12])
     other.publish_stored(TOKENS, [B], [11])
-    dump = await listener.ask(KvQuery(dp_rank=1))
+    dump = await subscriber.query(KvQuery(dp_rank=1))
     assert (dump.kind, dump.last_event_id, dump.block_size) == ("tree_dump", 2, B)
     assert dump.events[0].data == BlocksStored(u64(11), local(TOKENS[:B]))
-    again = await listener.ask(KvQuery(dp_rank=1, start_event_id=2))
+    again = await subscriber.query(KvQuery(dp_rank=1, start_event_id=2))
     assert [event.data for event in again.events] == [BlocksRemoved(u64(12))]
-    assert (await listener.ask(KvQuery(dp_rank=0))).last_event_id == 1
-    assert (await listener.ask(KvQuery(dp_rank=7))).last_event_id == 0
+    assert (await subscriber.query(KvQuery(dp_rank=0))).last_event_id == 1
+    assert (await subscriber.query(KvQuery(dp_rank=7))).last_event_id == 0
 
 
 async def test_blocks_of_another_size_end_the_chain(
-    endpoint: Endpoint, listener: Listener, caplog: pytest.LogCaptureFixture
+    endpoint: Endpoint, subscriber: Subscriber, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher = KvEventPublisher(endpoint, kv_block_size=B)
-    await listener.join(publisher)
+    await subscriber.connect(publisher)
     with caplog.at_level(logging.WARNING):
         publisher.publish_stored(TOKENS, [B, 3, B], [11, 12, 13])
     text = "Block size must be 4 tokens to be published. Block size is: 3"
     assert text in caplog.text
     publisher.publish_stored(TOKENS, [3], [21])
     publisher.publish_stored(TOKENS, [B, B], [31])
-    await listener.until(lambda: len(listener.events) == 2)
-    assert [event.data.block_hashes for event in listener.events] == [u64(11), u64(31)]
+    await subscriber.wait_until(lambda: len(subscriber.events) == 2)
+    assert [event.data.block_hashes for event in subscriber.events] == [u64(11), u64(31)]
 
 
-async def test_other_threads_may_publish(endpoint: Endpoint, listener: Listener) -> None:
+async def test_other_threads_may_publish(endpoint: Endpoint, subscriber: Subscriber) -> None:
     publisher = KvEventPublisher(endpoint, kv_block_size=B)
     load = WorkerMetricsPublisher()
     load.publish(0, 1)
     await load.create_endpoint(endpoint)
-    last = await listener.join(publisher)
+    last = await subscriber.connect(publisher)
 
     def work() -> None:
         for number in range(200):
@@ -172,30 +172,32 @@ async def test_other_threads_may_publish(endpoint: Endpoint, listener: Listener)
         load.publish(0, 7, kv_used_blocks=9)
 
     await asyncio.to_thread(work)
-    await listener.until(lambda: len(listener.events) == 200)
-    assert [event.event_id for event in listener.events] == [last + n for n in range(1, 201)]
-    await listener.until(lambda: bool(listener.loads) and listener.loads[-1].kv_used_blocks == 9)
-    assert listener.loads[-1].active_decode_blocks == 7
-    assert listener.loads[-1].worker_id == endpoint.connection_id()
+    await subscriber.wait_until(lambda: len(subscriber.events) == 200)
+    assert [event.event_id for event in subscriber.events] == [last + n for n in range(1, 201)]
+    await subscriber.wait_until(
+        lambda: bool(subscriber.loads) and subscriber.loads[-1].kv_used_blocks == 9
+    )
+    assert subscriber.loads[-1].active_decode_blocks == 7
+    assert subscriber.loads[-1].worker_id == endpoint.connection_id()
 
 
-async def test_blocks_below_the_device(endpoint: Endpoint, listener: Listener) -> None:
+async def test_blocks_below_the_device(endpoint: Endpoint, subscriber: Subscriber) -> None:
     publisher = KvEventPublisher(endpoint, kv_block_size=B)
-    await listener.join(publisher)
+    await subscriber.connect(publisher)
     publisher.publish_stored(TOKENS, [B, B], [11, 12])
     publisher.publish_stored(TOKENS, [B, B], [11, 12], medium="CPU")
     publisher.publish_stored([], [], [12], medium="NVME")
     publisher.publish_removed([11], "CPU_PINNED")
     publisher.publish_removed([12])
-    await listener.until(lambda: len(listener.events) == 5)
-    assert [(event.storage_tier, event.data) for event in listener.events] == [
+    await subscriber.wait_until(lambda: len(subscriber.events) == 5)
+    assert [(event.storage_tier, event.data) for event in subscriber.events] == [
         ("device", BlocksStored(u64(11, 12), local(TOKENS))),
         ("host_pinned", BlocksStored(u64(11, 12), local(TOKENS))),
         ("disk", BlocksStored(u64(12), b"")),
         ("host_pinned", BlocksRemoved(u64(11))),
         ("device", BlocksRemoved(u64(12))),
     ]
-    dump = await listener.ask(KvQuery())
+    dump = await subscriber.query(KvQuery())
     assert [(event.storage_tier, event.data) for event in dump.events] == [
         ("device", BlocksStored(u64(11), local(TOKENS[:B]))),
         ("host_pinned", BlocksStored(u64(12), local(TOKENS[B:]), 11)),
@@ -205,14 +207,16 @@ async def test_blocks_below_the_device(endpoint: Endpoint, listener: Listener) -
         publisher.publish_removed([1], "TAPE")
 
 
-async def test_a_block_size_of_zero_is_refused(endpoint: Endpoint) -> None:
+async def test_a_block_size_of_zero_is_rejected(endpoint: Endpoint) -> None:
     with pytest.raises(ValueError, match="kv_block_size cannot be 0"):
         KvEventPublisher(endpoint)
 
 
 @pytest.fixture
-async def engine(endpoint: Endpoint, listener: Listener, tmp_path: Path) -> AsyncIterator[Engine]:
-    """An engine whose events a publisher of dp_rank 1 relays."""
+async def engine(
+    endpoint: Endpoint, subscriber: Subscriber, tmp_path: Path
+) -> AsyncIterator[Engine]:
+    """An engine whose events are relayed by a publisher of dp_rank 1."""
     address = f"ipc://{tmp_path}/engine"
     socket = zmq.asyncio.Context.instance().socket(zmq.XPUB)
     socket.bind(address)
@@ -221,7 +225,7 @@ async def engine(endpoint: Endpoint, listener: Listener, tmp_path: Path) -> Asyn
     )
     async with asyncio.timeout(10):
         assert await socket.recv() == b"\x01kv"
-    await listener.join(publisher)
+    await subscriber.connect(publisher)
     yield Engine(socket)
     publisher.shutdown()
     socket.close(linger=0)
@@ -239,14 +243,14 @@ class Engine:
 
 
 def dropped(endpoint: Endpoint) -> float:
-    """How many events of an engine were dropped."""
+    """Return the number of dropped events of engines."""
     text = endpoint.metrics.render().decode()
     (line,) = [line for line in text.splitlines() if "dropped_events_total{" in line]
     return float(line.rpartition(" ")[2])
 
 
 async def test_the_events_of_an_engine_are_relayed(
-    endpoint: Endpoint, listener: Listener, engine: Engine
+    endpoint: Endpoint, subscriber: Subscriber, engine: Engine
 ) -> None:
     await engine.send(0, ["BlockStored", [11, 12], None, TOKENS, B, None])
     await engine.send(1, {"type": "BlockRemoved", "block_hashes": [12]})
@@ -258,15 +262,15 @@ async def test_the_events_of_an_engine_are_relayed(
         ["BlockStored", [14], None, [], 2 * B, None, "CPU"],
         ["AllBlocksCleared"],
     )
-    await listener.until(lambda: len(listener.events) == 5)
-    assert [(event.storage_tier, event.data) for event in listener.events] == [
+    await subscriber.wait_until(lambda: len(subscriber.events) == 5)
+    assert [(event.storage_tier, event.data) for event in subscriber.events] == [
         ("device", BlocksStored(u64(11, 12), local(TOKENS))),
         ("device", BlocksRemoved(u64(12))),
         ("host_pinned", BlocksStored(u64(11), b"")),
         ("disk", BlocksStored(u64(13), local(TOKENS[:B]), 11)),
         ("device", BlocksCleared()),
     ]
-    assert {event.dp_rank for event in listener.events} == {1}
+    assert {event.dp_rank for event in subscriber.events} == {1}
     assert dropped(endpoint) == 2
 
 
@@ -283,7 +287,7 @@ async def test_the_events_of_an_engine_are_relayed(
 )
 async def test_a_malformed_event_does_not_end_the_relay(
     endpoint: Endpoint,
-    listener: Listener,
+    subscriber: Subscriber,
     engine: Engine,
     malformed: Any,
     caplog: pytest.LogCaptureFixture,
@@ -292,8 +296,8 @@ async def test_a_malformed_event_does_not_end_the_relay(
     await engine.send(0, malformed, good, malformed)
     await engine.send(1, malformed)
     await engine.send(2, ["AllBlocksCleared"])
-    await listener.until(lambda: len(listener.events) == 2)
-    assert [event.data for event in listener.events] == [
+    await subscriber.wait_until(lambda: len(subscriber.events) == 2)
+    assert [event.data for event in subscriber.events] == [
         BlocksStored(u64(11, 12), local(TOKENS)),
         BlocksCleared(),
     ]

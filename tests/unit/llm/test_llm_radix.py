@@ -1,4 +1,4 @@
-"""The Python face of the prefix index: JSON events, exact error texts, dumps that rebuild."""
+"""The Python API of the prefix index: JSON events, exact error texts, dumps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_scores_are_keyed_by_worker_and_rank() -> None:
     assert tree.find_matches([]).scores == {} == tree.find_matches([9]).scores
 
 
-def test_signed_hashes_are_taken_by_their_bits() -> None:
+def test_signed_hashes_keep_their_bits() -> None:
     tree = RadixTree()
     tree.apply_event(1, event(stored((-1, -2))))
     tree.apply_event(1, event(stored((5, 6), parent=2**64 - 1)))
@@ -50,7 +50,7 @@ def test_error_texts() -> None:
         tree.apply_event(1, event(stored((1, 2), parent=1)))
 
 
-def test_removed_cleared_and_workers_that_leave() -> None:
+def test_removed_cleared_and_removed_workers() -> None:
     tree = RadixTree()
     for worker in (1, 2, 3):
         tree.apply_event(worker, event(stored((11, 1), (12, 2))))

@@ -1,4 +1,4 @@
-"""What programs written for NVIDIA Dynamo's router classes say: every name, and what it does."""
+"""Compatibility with programs for NVIDIA Dynamo's router classes: each name and its effect."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ GIVEN: dict[str, Any] = {
 }
 
 
-def test_every_parameter_is_taken() -> None:
+def test_every_parameter_is_accepted() -> None:
     made = KvRouterConfig(**GIVEN)
     assert {name: getattr(made, name) for name in GIVEN} == GIVEN
     settings = made.settings()
@@ -60,7 +60,7 @@ def test_every_parameter_is_taken() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in GIVEN if name not in WITHOUT_EFFECT])
-def test_what_is_not_said_to_be_without_effect_has_one(name: str) -> None:
+def test_each_other_parameter_has_an_effect(name: str) -> None:
     default = KvRouterConfig()
     value = GIVEN[name]
     if value == getattr(default, name):
@@ -68,7 +68,7 @@ def test_what_is_not_said_to_be_without_effect_has_one(name: str) -> None:
     assert KvRouterConfig(**{name: value}).settings() != default.settings()
 
 
-def test_a_predictor_of_ones_own() -> None:
+def test_a_custom_predictor() -> None:
     def predict(tokens: int, cached_tokens: int) -> float:
         return (tokens + cached_tokens) * 1e-4
 
@@ -78,7 +78,7 @@ def test_a_predictor_of_ones_own() -> None:
         KvRouterConfig(router_prefill_load_model="gpt").settings()
 
 
-def test_what_aiconfigurator_needs_are_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_aiconfigurator_are_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYN_AIS_SYSTEM", "h200_sxm")
     monkeypatch.setenv("DYN_ROUTER_TEMPERATURE", "0.7")
     settings = KvRouterConfig(router_prefill_load_model="ais").settings()

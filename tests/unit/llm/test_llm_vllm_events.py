@@ -1,4 +1,4 @@
-"""The adapter reads every shape in which engines send their KV events."""
+"""The decoder accepts every shape in which engines send their KV events."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ MALFORMED = (
 
 
 def decode(payload: bytes) -> tuple[int | None, list[EngineEvent]]:
-    """Events of a message in which none is malformed."""
+    """Decode a message without malformed events."""
 
     def fail(error: Exception) -> None:
         raise AssertionError(error)
@@ -159,12 +159,12 @@ def test_media_are_tiers(media: tuple[str | None, ...], tier: str | None) -> Non
 
 
 @pytest.mark.parametrize("event", UNKNOWN)
-def test_what_is_unknown_is_left_out(event: Any) -> None:
+def test_unknown_events_and_media_are_skipped(event: Any) -> None:
     assert decode(msgspec.msgpack.encode([0, [event], 0])) == (0, [])
 
 
 @pytest.mark.parametrize("message", NONSENSE)
-def test_nonsense_is_a_value_error(message: bytes) -> None:
+def test_another_payload_is_a_value_error(message: bytes) -> None:
     with pytest.raises(ValueError, match="not a KV event batch"):
         decode(message)
 

@@ -1,4 +1,4 @@
-"""Settings that contradict each other, or a file of settings with a mistake, are refused."""
+"""Settings that contradict each other and bad files of settings are rejected."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def test_block_size_follows_the_engine_type() -> None:
     assert engine_shape(MockerSettings(engine_type="trtllm", block_size=16)).block_size == 16
 
 
-def test_fewer_batched_tokens_than_sequences_is_refused() -> None:
+def test_fewer_batched_tokens_than_sequences_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 8 .* --max-num-seqs 256"):
         engine_shape(MockerSettings(max_num_batched_tokens=8))
 
 
-def test_a_file_of_settings_wins(tmp_path: Path) -> None:
+def test_a_file_of_settings_overrides_the_flags(tmp_path: Path) -> None:
     path = tmp_path / "extra.json"
     path.write_text(json.dumps({"num-gpu-blocks-override": 7, "speedup_ratio": 0, "block_size": 4}))
     merged = with_extra_arguments(MockerSettings(block_size=16, extra_engine_args=str(path)))
@@ -47,7 +47,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, content: str, says: str)
         with_extra_arguments(MockerSettings(extra_engine_args=str(path)))
 
 
-def test_many_workers_start_one_after_the_other() -> None:
+def test_many_workers_start_with_delays() -> None:
     assert stagger_delay_s(MockerSettings(stagger_delay_s=0.5)) == 0.5
     delays = [
         stagger_delay_s(MockerSettings(stagger_delay_s=-1, num_workers=n)) for n in (8, 64, 200)

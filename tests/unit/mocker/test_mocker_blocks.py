@@ -1,4 +1,4 @@
-"""The block pool: sharing, eviction order, events that tell exactly what is cached."""
+"""The block pool: sharing, eviction order, events that match the cache exactly."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def u64(raw: bytes) -> list[int]:
     return list(array("Q", raw))
 
 
-def blocks(*ids: int) -> SequenceBlocks:
+def sequence_blocks(*ids: int) -> SequenceBlocks:
     return SequenceBlocks(tokens(ids), B)
 
 
 def hold_all(pool: BlockPool, ids: list[int]) -> SequenceBlocks:
-    held = blocks(*ids)
+    held = sequence_blocks(*ids)
     found, _ = pool.cached_prefix(held)
     pool.reuse(held, found)
     assert pool.grow(held, len(ids))
@@ -33,14 +33,14 @@ def hold_all(pool: BlockPool, ids: list[int]) -> SequenceBlocks:
 
 
 @pytest.mark.parametrize(("length", "cached"), [(20, 16), (17, 16), (16, 12), (4, 0), (5, 4)])
-def test_never_the_whole_prompt_is_cached(length: int, cached: int) -> None:
+def test_the_last_token_is_never_cached(length: int, cached: int) -> None:
     pool = BlockPool(100, B)
     prompt = list(range(1, length + 1))
     pool.release(hold_all(pool, prompt))
-    assert pool.cached_prefix(blocks(*prompt)) == (cached // B, 0)
+    assert pool.cached_prefix(sequence_blocks(*prompt)) == (cached // B, 0)
 
 
-def test_two_sequences_share_what_they_have_in_common() -> None:
+def test_two_sequences_share_their_common_prefix() -> None:
     pool = BlockPool(100, B)
     first = hold_all(pool, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     second = hold_all(pool, [1, 2, 3, 4, 5, 6, 7, 8, 10])
@@ -86,7 +86,7 @@ def test_the_tail_of_the_least_recently_used_chain_is_evicted_first() -> None:
 def test_growth_is_all_or_nothing() -> None:
     pool = BlockPool(2, B)
     held = hold_all(pool, [1, 2, 3, 4])
-    other = blocks(*range(10, 20))
+    other = sequence_blocks(*range(10, 20))
     pool.changes.clear()
     assert not pool.grow(other, 10)
     assert pool.used == 1 and not pool.changes and not other.full and not other.private
@@ -95,17 +95,17 @@ def test_growth_is_all_or_nothing() -> None:
     assert pool.grow(other, 8)
 
 
-def test_without_prefix_caching_nothing_is_shared_or_told() -> None:
+def test_without_prefix_caching_nothing_is_shared_or_published() -> None:
     pool = BlockPool(4, B, prefix_caching=False)
     first = hold_all(pool, [1, 2, 3, 4, 5, 6, 7, 8])
     second = hold_all(pool, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert pool.used == 4 and not pool.grow(blocks(1), 1)
+    assert pool.used == 4 and not pool.grow(sequence_blocks(1), 1)
     pool.release(first)
     pool.release(second)
     assert (pool.used, pool.cached, pool.changes) == (0, 0, [])
 
 
-def test_a_lora_or_a_namespace_has_blocks_of_its_own() -> None:
+def test_blocks_differ_by_lora_and_namespace() -> None:
     ids = tokens(range(8))
     plain = SequenceBlocks(ids, B).sequence_hashes
     assert plain[0] != SequenceBlocks(ids, B, lora_name="a").sequence_hashes[0]
@@ -113,7 +113,7 @@ def test_a_lora_or_a_namespace_has_blocks_of_its_own() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random histories against plain sets: content equals what the events told, nothing leaks."""
+    """Random histories against plain sets: the events describe the cache, nothing leaks."""
 
     CAPACITY = 6
 
@@ -121,29 +121,29 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(self.CAPACITY, B)
         self.held: list[SequenceBlocks] = []
-        self.told: set[int] = set()
+        self.published: set[int] = set()
 
-    def listen(self) -> None:
+    def apply_events(self) -> None:
         for change in self.pool.changes:
             hashes = set(u64(change.block_hashes))
             if isinstance(change, BlocksStored):
-                assert not hashes & self.told
-                assert change.parent_hash is None or change.parent_hash in self.told
-                self.told |= hashes
+                assert not hashes & self.published
+                assert change.parent_hash is None or change.parent_hash in self.published
+                self.published |= hashes
             else:
-                assert hashes <= self.told
-                self.told -= hashes
+                assert hashes <= self.published
+                self.published -= hashes
         self.pool.changes.clear()
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=20))
     def admit(self, ids: list[int]) -> None:
-        held = blocks(*ids)
+        held = sequence_blocks(*ids)
         found, active = self.pool.cached_prefix(held)
         if -(-len(ids) // B) - active <= self.pool.free:
             self.pool.reuse(held, found)
             assert self.pool.grow(held, len(ids))
             self.held.append(held)
-        self.listen()
+        self.apply_events()
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), ids=st.lists(st.integers(0, 1), min_size=1, max_size=6))
@@ -152,7 +152,7 @@ class PoolMachine(RuleBasedStateMachine):
         held.tokens.extend(ids)
         if not self.pool.grow(held, len(held.tokens)):
             del held.tokens[-len(ids) :]
-        self.listen()
+        self.apply_events()
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -160,7 +160,7 @@ class PoolMachine(RuleBasedStateMachine):
         held = data.draw(st.sampled_from(self.held))
         self.held.remove(held)
         self.pool.release(held)
-        self.listen()
+        self.apply_events()
 
     @invariant()
     def agrees(self) -> None:
@@ -168,8 +168,8 @@ class PoolMachine(RuleBasedStateMachine):
         full = {h for held in self.held for h in held.sequence_hashes[: len(held.tokens) // B]}
         partial = sum(1 for held in self.held if len(held.tokens) % B)
         assert self.pool.used == len(full) + partial
-        assert self.pool.hashes() == self.told
-        assert full <= self.told
+        assert self.pool.hashes() == self.published
+        assert full <= self.published
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

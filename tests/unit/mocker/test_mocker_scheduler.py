@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamo.config.mocker import MockerSettings
 from dynamo.errors import InvalidArgument
+from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.reply import random_reply
-from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
+from dynamo.mocker.scheduler import Scheduler, Sequence
 from dynamo.protocols.codec import tokens
 
 B = 4
+LIMITS = engine_shape(MockerSettings()).limits
 
 
-class Told:
-    """Collects what a sequence says."""
+class Recorder:
+    """Collects the tokens of a sequence."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.reason: str | None = None
+
+    def allocated(self) -> None:
+        raise AssertionError("not a transferred prompt")
 
     def token(self, token_id: int) -> None:
         assert self.reason is None
@@ -31,13 +39,15 @@ class Told:
         self.reason = reason
 
 
-def sequence(prompt: list[int], max_tokens: int, seed: int = 0) -> tuple[Sequence, Told]:
-    told = Told()
-    return Sequence(SequenceBlocks(tokens(prompt), B), random_reply(max_tokens, seed), told), told
+def sequence(prompt: list[int], max_tokens: int, seed: int = 0) -> tuple[Sequence, Recorder]:
+    output = Recorder()
+    return Sequence(
+        SequenceBlocks(tokens(prompt), B), random_reply(max_tokens, seed), output
+    ), output
 
 
 def scheduler(blocks: int = 100, caching: bool = True, **limits: object) -> Scheduler:
-    return Scheduler(BlockPool(blocks, B, caching), Limits(**limits))  # type: ignore[arg-type]
+    return Scheduler(BlockPool(blocks, B, caching), replace(LIMITS, **limits))  # type: ignore[arg-type]
 
 
 def run(engine: Scheduler, iterations: int = 10_000) -> int:
@@ -49,18 +59,18 @@ def run(engine: Scheduler, iterations: int = 10_000) -> int:
     raise AssertionError("still busy")
 
 
-def test_max_tokens_is_exact_and_blocks_come_back() -> None:
+def test_max_tokens_is_exact_and_blocks_are_freed() -> None:
     engine = scheduler()
-    one, told = sequence(list(range(10)), 7)
+    one, output = sequence(list(range(10)), 7)
     engine.add(one)
     assert run(engine) == 7
-    assert len(told.ids) == 7 and told.reason == "length"
+    assert len(output.ids) == 7 and output.reason == "length"
     assert engine.pool.used == 0 and engine.pool.cached == 4
 
 
 def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
     engine = scheduler(max_num_batched_tokens=8, max_num_seqs=8)
-    one, told = sequence(list(range(20)), 1)
+    one, output = sequence(list(range(20)), 1)
     engine.add(one)
     first = engine.schedule()
     assert (first.prefill_tokens, first.producing) == (8, [])
@@ -69,10 +79,10 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
     last = engine.schedule()
     assert (last.prefill_tokens, last.producing) == (4, [one])
     engine.commit(last)
-    assert told.reason == "length"
+    assert output.reason == "length"
 
 
-def test_without_chunks_a_long_prompt_goes_alone() -> None:
+def test_without_chunked_prefill_a_long_prompt_runs_alone() -> None:
     engine = scheduler(max_num_batched_tokens=8, max_num_seqs=8, chunked_prefill=False)
     short, _ = sequence([1, 2, 3], 5)
     long, _ = sequence(list(range(20)), 1)
@@ -100,15 +110,15 @@ def test_at_most_max_num_seqs_run() -> None:
     assert (len(engine.running), len(engine.waiting)) == (2, 3)
 
 
-def test_the_watermark_holds_a_prompt_back_but_never_for_ever() -> None:
+def test_the_watermark_delays_a_prompt_but_not_forever() -> None:
     engine = scheduler(blocks=10, watermark=0.5)
     engine.add(sequence(list(range(16)), 2)[0])
-    second, told = sequence(list(range(100, 136)), 4)
+    second, output = sequence(list(range(100, 136)), 4)
     engine.add(second)
     engine.schedule()
     assert second in engine.waiting
     run(engine)
-    assert told.reason == "length"
+    assert output.reason == "length"
 
 
 def test_cached_tokens_are_reported() -> None:
@@ -122,29 +132,29 @@ def test_cached_tokens_are_reported() -> None:
 
 
 @pytest.mark.parametrize("newest", [True, False])
-def test_a_preempted_sequence_says_the_same_as_an_undisturbed_one(newest: bool) -> None:
+def test_preemption_does_not_change_the_output(newest: bool) -> None:
     prompts = [[i] * 8 for i in range(4)]
-    calm = []
+    undisturbed = []
     for seed, prompt in enumerate(prompts):
         alone = scheduler()
-        one, told = sequence(prompt, 20, seed)
+        one, output = sequence(prompt, 20, seed)
         alone.add(one)
         run(alone)
-        calm.append(told.ids)
+        undisturbed.append(output.ids)
     tight = scheduler(blocks=9, watermark=0.0, preempt_newest=newest)
-    telling = []
+    outputs = []
     for seed, prompt in enumerate(prompts):
-        one, told = sequence(prompt, 20, seed)
+        one, output = sequence(prompt, 20, seed)
         tight.add(one)
-        telling.append(told)
+        outputs.append(output)
     run(tight)
     assert tight.preemptions > 0
-    assert [told.ids for told in telling] == calm
+    assert [output.ids for output in outputs] == undisturbed
 
 
-def test_abort_frees_blocks_and_is_harmless_twice() -> None:
+def test_abort_frees_blocks_and_is_idempotent() -> None:
     engine = scheduler()
-    running, told = sequence(list(range(9)), 50)
+    running, output = sequence(list(range(9)), 50)
     waiting, _ = sequence([1], 50)
     engine.add(running)
     batch = engine.schedule()
@@ -153,10 +163,10 @@ def test_abort_frees_blocks_and_is_harmless_twice() -> None:
     engine.add(waiting)
     engine.abort(waiting)
     engine.abort(running)
-    assert not told.ids and engine.pool.used == 0 and run(engine) == 0
+    assert not output.ids and engine.pool.used == 0 and run(engine) == 0
 
 
-def test_what_can_never_finish_is_refused() -> None:
+def test_a_request_that_can_never_finish_is_rejected() -> None:
     engine = scheduler(blocks=4)
     engine.check_length(8, 8)
     with pytest.raises(InvalidArgument, match=r"9 tokens.*8.*16 tokens.*lower max_tokens"):
@@ -215,8 +225,8 @@ def test_every_request_ends_and_nothing_leaks(
     else:
         raise AssertionError("still busy")
     assert engine.pool.used == 0
-    for ((one, told), at, kill), (_, count, _, _) in zip(made, requests, strict=True):
+    for ((one, output), at, kill), (_, count, _, _) in zip(made, requests, strict=True):
         if at > kill:
             continue
-        assert (told.reason == "length" and len(told.ids) == count) or kill <= 60
-        assert one.generated == len(told.ids)
+        assert (output.reason == "length" and len(output.ids) == count) or kill <= 60
+        assert one.generated == len(output.ids)

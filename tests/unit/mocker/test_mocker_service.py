@@ -1,19 +1,21 @@
-"""The pretended engine behind a real socket: streams, refusals, cancellation, slow readers."""
+"""The simulated engine behind a real socket: streams, rejection, cancellation, slow readers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dynamo.config.mocker import MockerSettings
 from dynamo.errors import DynamoError, InvalidArgument, Overloaded
+from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.engine import EngineRank, EngineShape
 from dynamo.mocker.metrics import MockerMetrics
-from dynamo.mocker.scheduler import Limits
 from dynamo.mocker.service import DEFAULT_MAX_TOKENS, MockerService
 from dynamo.mocker.timing import Timing
 from dynamo.observability.metrics import Registry
@@ -37,31 +39,31 @@ ENDPOINT = "test/backend/generate"
 
 
 class Sink:
-    """Collects one answer; ``first`` is set with the first item, ``over`` at the end."""
+    """Collects one response; the first item sets ``first``, the end sets ``finished``."""
 
     def __init__(self) -> None:
         self.items: list[EngineOutput] = []
         self.error: DynamoError | None = None
         self.first = asyncio.Event()
-        self.over = asyncio.Event()
+        self.finished = asyncio.Event()
 
     def on_data(self, payload: bytes) -> None:
         self.items.append(DECODE(payload))
         self.first.set()
 
     def on_end(self) -> None:
-        self.over.set()
+        self.finished.set()
 
     def on_error(self, error: DynamoError) -> None:
         self.error = error
-        self.over.set()
+        self.finished.set()
 
     @property
     def tokens(self) -> list[int]:
         return [token for item in self.items for token in item.token_ids]
 
 
-class Bench:
+class Deployment:
     """A service, its ranks and a client that is connected to it."""
 
     def __init__(
@@ -79,7 +81,7 @@ class Bench:
         sink = Sink()
         return sink, self.client.open(self.address, ENDPOINT, {}, payload, sink)
 
-    def ask(
+    def start(
         self, prompt: list[int], max_tokens: int | None = None, **more: Any
     ) -> tuple[Sink, Any]:
         conditions = StopConditions(max_tokens=max_tokens)
@@ -87,21 +89,22 @@ class Bench:
         return self.open(codec.encode(request))
 
     async def answer(self, *args: Any, **more: Any) -> Sink:
-        sink, _ = self.ask(*args, **more)
-        await sink.over.wait()
+        sink, _ = self.start(*args, **more)
+        await sink.finished.wait()
         return sink
 
 
 @asynccontextmanager
-async def bench(
+async def deployment(
     path: Path, *, ranks: int = 1, reply: str = "random", speedup: float = 0,
     admission: int | None = None, **shape: Any,
-) -> AsyncIterator[Bench]:  # fmt: skip
-    limits = Limits(**{k: shape.pop(k) for k in ("max_model_len", "max_num_seqs") if k in shape})
+) -> AsyncIterator[Deployment]:  # fmt: skip
+    changes = {k: shape.pop(k) for k in ("max_model_len", "max_num_seqs") if k in shape}
+    limits = replace(engine_shape(MockerSettings()).limits, **changes)
     size = {"blocks": 100, "block_size": 4, "prefix_caching": True, **shape}
     made = EngineShape(limits=limits, timing=Timing(speedup), **size)
     tasks, server, client = Tasks(), RequestServer(), RequestClient()
-    here = Bench([], None, client)  # type: ignore[arg-type]
+    here = Deployment([], None, client)  # type: ignore[arg-type]
     for number in range(ranks):
         metrics = MockerMetrics(here.registry, str(number), "m")
         here.ranks.append(
@@ -122,14 +125,14 @@ async def bench(
         await server.close()
 
 
-async def settle(done: Callable[[], bool]) -> None:
+async def wait_until(done: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not done():  # noqa: ASYNC110 - one loop turn at a time
+        while not done():  # noqa: ASYNC110 - one loop iteration at a time
             await asyncio.sleep(0)
 
 
-async def test_tokens_stream_and_the_last_item_tells_why(tmp_path: Path) -> None:
-    async with bench(tmp_path) as here:
+async def test_tokens_stream_and_the_last_item_has_the_reason(tmp_path: Path) -> None:
+    async with deployment(tmp_path) as here:
         sink = await here.answer(list(range(20)), 5)
         assert len(sink.tokens) == 5 and all(1000 <= t < 2000 for t in sink.tokens)
         assert [item.finish_reason for item in sink.items] == [None] * 4 + ["length"]
@@ -143,7 +146,7 @@ async def test_tokens_stream_and_the_last_item_tells_why(tmp_path: Path) -> None
 
 
 async def test_equal_seeds_give_equal_answers(tmp_path: Path) -> None:
-    async with bench(tmp_path) as here:
+    async with deployment(tmp_path) as here:
         one, two, other = [
             await here.answer([1], 30, sampling_options=SamplingOptions(seed=seed))
             for seed in (7, 7, 8)
@@ -151,17 +154,17 @@ async def test_equal_seeds_give_equal_answers(tmp_path: Path) -> None:
         assert one.tokens == two.tokens != other.tokens
 
 
-async def test_echo_says_the_prompt(tmp_path: Path) -> None:
-    async with bench(tmp_path, reply="echo") as here:
+async def test_echo_returns_the_prompt(tmp_path: Path) -> None:
+    async with deployment(tmp_path, reply="echo") as here:
         sink = await here.answer([5, 300, 70000, 8], 100)
         assert sink.tokens == [5, 300, 70000, 8]
         assert sink.items[-1].finish_reason == "stop"
 
 
-async def test_an_answer_without_a_limit_has_one(tmp_path: Path) -> None:
-    async with bench(tmp_path) as here:
+async def test_a_request_without_max_tokens_has_a_default(tmp_path: Path) -> None:
+    async with deployment(tmp_path) as here:
         assert len((await here.answer([1, 2, 3])).tokens) == DEFAULT_MAX_TOKENS
-    async with bench(tmp_path, max_model_len=20) as here:
+    async with deployment(tmp_path, max_model_len=20) as here:
         assert len((await here.answer([1, 2, 3])).tokens) == 17
 
 
@@ -174,10 +177,10 @@ async def test_an_answer_without_a_limit_has_one(tmp_path: Path) -> None:
         ([1], 1, {"routing": Routing(dp_rank=3)}, "dp_rank 3 does not exist; this worker has 1"),
     ],
 )
-async def test_what_cannot_be_served_is_refused(
+async def test_an_invalid_request_is_rejected(
     tmp_path: Path, prompt: list[int], limit: int, more: dict[str, Any], says: str
 ) -> None:
-    async with bench(tmp_path) as here:
+    async with deployment(tmp_path) as here:
         sink = await here.answer(prompt, limit, **more)
         assert isinstance(sink.error, InvalidArgument)
         with pytest.raises(InvalidArgument, match=says):
@@ -185,17 +188,17 @@ async def test_what_cannot_be_served_is_refused(
         assert here.service.admission.running == 0
 
 
-async def test_a_foreign_payload_is_refused(tmp_path: Path) -> None:
-    async with bench(tmp_path) as here:
+async def test_another_payload_is_rejected(tmp_path: Path) -> None:
+    async with deployment(tmp_path) as here:
         sink, _ = here.open(codec.encode({"model": "m", "token_ids": "text"}))
-        await sink.over.wait()
+        await sink.finished.wait()
         assert isinstance(sink.error, InvalidArgument)
 
 
 @pytest.mark.parametrize("kind", ["stop", "kill", "disconnect"])
 async def test_cancellation_frees_the_blocks(tmp_path: Path, kind: str) -> None:
-    async with bench(tmp_path, speedup=1000) as here:
-        sink, stream = here.ask(list(range(20)), 300)
+    async with deployment(tmp_path, speedup=1000) as here:
+        sink, stream = here.start(list(range(20)), 300)
         await sink.first.wait()
         pool = here.ranks[0].pool
         assert pool.used
@@ -203,46 +206,46 @@ async def test_cancellation_frees_the_blocks(tmp_path: Path, kind: str) -> None:
             here.client.drop(here.address)
         else:
             getattr(stream, kind)()
-        await settle(lambda: not pool.used and not here.ranks[0].load)
+        await wait_until(lambda: not pool.used and not here.ranks[0].load)
         assert here.service.admission.running == 0
         if kind == "stop":
-            await sink.over.wait()
+            await sink.finished.wait()
             assert sink.items[-1].finish_reason == "cancelled"
             assert sink.error is None
 
 
-async def test_a_slow_reader_holds_back_its_own_answer_only(tmp_path: Path) -> None:
-    async with bench(tmp_path) as here:
-        slow, stream = here.ask([1], 300)
+async def test_a_slow_reader_delays_only_its_own_response(tmp_path: Path) -> None:
+    async with deployment(tmp_path) as here:
+        slow, stream = here.start([1], 300)
         stream.pause()
         quick = await here.answer([2], 300)
         assert len(quick.tokens) == 300
         assert len(slow.tokens) < 10
         stream.resume()
-        await slow.over.wait()
+        await slow.finished.wait()
         assert len(slow.tokens) == 300
         assert here.ranks[0].pool.used == 0
 
 
-async def test_the_gate_refuses_and_lets_the_next_in(tmp_path: Path) -> None:
-    async with bench(tmp_path, admission=1) as here:
-        running, stream = here.ask([1], 300)
+async def test_admission_rejects_and_starts_the_next(tmp_path: Path) -> None:
+    async with deployment(tmp_path, admission=1) as here:
+        running, stream = here.start([1], 300)
         stream.pause()
-        waiting, _ = here.ask([2], 3)
-        leaving, left = here.ask([3], 3)
+        waiting, _ = here.start([2], 3)
+        cancelled, cancelled_stream = here.start([3], 3)
         await running.first.wait()
-        refused = await here.answer([4], 3)
-        assert isinstance(refused.error, Overloaded)
-        left.stop()
-        await leaving.over.wait()
-        assert not leaving.tokens and leaving.error is None
+        rejected = await here.answer([4], 3)
+        assert isinstance(rejected.error, Overloaded)
+        cancelled_stream.stop()
+        await cancelled.finished.wait()
+        assert not cancelled.tokens and cancelled.error is None
         stream.kill()
-        await waiting.over.wait()
+        await waiting.finished.wait()
         assert len(waiting.tokens) == 3
 
 
-async def test_ranks_have_caches_of_their_own(tmp_path: Path) -> None:
-    async with bench(tmp_path, ranks=2) as here:
+async def test_each_rank_has_its_own_cache(tmp_path: Path) -> None:
+    async with deployment(tmp_path, ranks=2) as here:
         prompt = list(range(20))
         for rank, cached in ((0, 0), (1, 0), (1, 16)):
             sink = await here.answer(prompt, 1, routing=Routing(dp_rank=rank))
@@ -251,10 +254,10 @@ async def test_ranks_have_caches_of_their_own(tmp_path: Path) -> None:
             assert usage.prompt_tokens_details.cached_tokens == cached
 
 
-async def test_events_and_load_tell_the_state(tmp_path: Path) -> None:
-    async with bench(tmp_path) as here:
+async def test_events_and_load_describe_the_state(tmp_path: Path) -> None:
+    async with deployment(tmp_path) as here:
         await here.answer(list(range(20)), 1)
-        await settle(lambda: bool(here.loads) and here.loads[-1].num_requests_running == 0)
+        await wait_until(lambda: bool(here.loads) and here.loads[-1].num_requests_running == 0)
         assert here.loads[0].kv_total_blocks == 100
         assert here.loads[-1].kv_used_blocks == 0
         (stored,) = here.changes

@@ -1,4 +1,4 @@
-"""The alarm rings at its time, on every loop, and survives a sleeper who was cancelled."""
+"""The timer expires on time, on every loop, also after a cancelled sleep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOPS = pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_e
 
 
 @LOOPS
-def test_it_never_rings_early(factory: object) -> None:
+def test_it_never_expires_early(factory: object) -> None:
     async def sleep() -> list[float]:
         early = []
         with TimerFd() as timer:
@@ -30,14 +30,14 @@ def test_it_never_rings_early(factory: object) -> None:
 
 
 @LOOPS
-def test_a_cancelled_sleeper_does_not_wake_the_next(factory: object) -> None:
+def test_a_cancelled_sleep_does_not_end_the_next(factory: object) -> None:
     async def sleep() -> float:
         with TimerFd() as timer:
             async with asyncio.TaskGroup() as group:
                 cancelled = group.create_task(timer.sleep_until(time.monotonic() + 0.002))
                 await asyncio.sleep(0)
                 cancelled.cancel()
-            time.sleep(0.004)  # noqa: ASYNC251 - it rings while nobody listens
+            time.sleep(0.004)  # noqa: ASYNC251 - the timer expires unread
             when = time.monotonic() + 0.02
             await timer.sleep_until(when)
             return time.monotonic() - when

@@ -1,4 +1,4 @@
-"""The timing model and the replies of the pretended engine."""
+"""The timing model and the replies of the simulated engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_random_replies_repeat_with_their_seed() -> None:
     assert random_reply(5).finish_reason == "length"
 
 
-def test_echo_says_the_prompt_and_stops() -> None:
+def test_echo_returns_the_prompt_and_stops() -> None:
     whole = echo_reply(tokens([5, 6, 7]), 10)
     assert (list(whole.ids), whole.length, whole.finish_reason) == ([5, 6, 7], 3, "stop")
     cut = echo_reply(tokens([5, 6, 7]), 2)
@@ -43,7 +43,7 @@ def test_echo_says_the_prompt_and_stops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "hidden", "shown", "limit", "said", "reason"),
+    ("prompt", "hidden", "shown", "limit", "expected", "reason"),
     [
         ([5, 6, 2, 8], [2], None, 10, [5, 6, 2], "stop"),
         ([5, 2, 6, 7, 2, 8, 9], [2], None, 10, [6, 7, 2], "stop"),
@@ -62,9 +62,9 @@ def test_echo_of_a_conversation_is_its_last_turn(
     hidden: list[int] | None,
     shown: list[int] | None,
     limit: int,
-    said: list[int],
+    expected: list[int],
     reason: str,
 ) -> None:
     stops = StopConditions(stop_token_ids=shown, stop_token_ids_hidden=hidden)
     reply = echo_reply(tokens(prompt), limit, stops)
-    assert (list(reply.ids), reply.length, reply.finish_reason) == (said, len(said), reason)
+    assert (list(reply.ids), reply.length, reply.finish_reason) == (expected, len(expected), reason)

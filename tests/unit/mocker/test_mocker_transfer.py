@@ -1,16 +1,21 @@
-"""KV blocks from a prefill worker: bytes, seconds, and what the scheduler does meanwhile."""
+"""KV transfers from a prefill worker: bytes, seconds, and the scheduler during a transfer."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from dynamo.config.mocker import MockerSettings
+from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.blocks import BlockPool, SequenceBlocks
 from dynamo.mocker.reply import random_reply
-from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
+from dynamo.mocker.scheduler import Scheduler, Sequence
 from dynamo.mocker.timing import Transfer, cached_tokens
 from dynamo.protocols.codec import tokens
 
 B = 4
+LIMITS = engine_shape(MockerSettings()).limits
 
 
 def test_seconds_are_bytes_over_bandwidth_over_speed() -> None:
@@ -27,24 +32,24 @@ def test_seconds_are_bytes_over_bandwidth_over_speed() -> None:
     }
 
 
-def test_cached_tokens_as_the_prefill_worker_told() -> None:
+def test_cached_tokens_of_the_prefill_result() -> None:
     assert cached_tokens({"prompt_tokens_details": {"cached_tokens": 16}}) == 16
     assert cached_tokens({"disaggregated_params": {}}) is None
     assert cached_tokens({"prompt_tokens_details": {"cached_tokens": "x"}}) is None
 
 
-class Told:
-    """Holds its sequence when its blocks have a place, as a transfer does."""
+class Recorder:
+    """Pauses its sequence when its blocks are allocated, as a transfer does."""
 
-    def __init__(self, holds: bool) -> None:
-        self.holds = holds
+    def __init__(self, pauses: bool) -> None:
+        self.pauses = pauses
         self.tokens = 0
-        self.places = 0
+        self.allocations = 0
         self.sequence: Sequence
 
     def allocated(self) -> None:
-        self.places += 1
-        self.sequence.paused = self.holds
+        self.allocations += 1
+        self.sequence.paused = self.pauses
 
     def token(self, token_id: int) -> None:
         self.tokens += 1
@@ -53,23 +58,23 @@ class Told:
         self.tokens += 1
 
 
-def expected(length: int, holds: bool, max_tokens: int = 3) -> Told:
-    told = Told(holds)
+def transferred(length: int, pauses: bool, max_tokens: int = 3) -> Recorder:
+    output = Recorder(pauses)
     blocks = SequenceBlocks(tokens(list(range(length))), B)
-    told.sequence = Sequence(blocks, random_reply(max_tokens, 1), told)
-    told.sequence.expect_transfer(8)
-    return told
+    output.sequence = Sequence(blocks, random_reply(max_tokens, 1), output)
+    output.sequence.expect_transfer(8)
+    return output
 
 
-def test_blocks_are_taken_at_once_and_nothing_is_computed_until_they_are_filled() -> None:
-    engine = Scheduler(BlockPool(100, B), Limits())
-    told = expected(10, holds=True)
-    engine.add(told.sequence)
+def test_nothing_is_computed_until_the_transfer_is_complete() -> None:
+    engine = Scheduler(BlockPool(100, B), LIMITS)
+    output = transferred(10, pauses=True)
+    engine.add(output.sequence)
     batch = engine.schedule()
     assert (batch.prefill_tokens, batch.decodes, batch.producing) == (0, 0, [])
-    assert engine.pool.used == 3 and told.places == 1
+    assert engine.pool.used == 3 and output.allocations == 1
     assert not engine.schedule().producing
-    told.sequence.paused = False
+    output.sequence.paused = False
     batch = engine.schedule()
     assert (batch.prefill_tokens, batch.decodes) == (0, 1), "one step, no prompt"
     engine.commit(batch)
@@ -77,23 +82,23 @@ def test_blocks_are_taken_at_once_and_nothing_is_computed_until_they_are_filled(
     while engine.running:
         engine.commit(engine.schedule())
         engine._check()
-    assert told.tokens == 3 and told.sequence.cached_tokens == 8 and engine.pool.used == 0
+    assert output.tokens == 3 and output.sequence.cached_tokens == 8 and engine.pool.used == 0
 
 
-def test_a_transfer_without_time_does_not_hold_up_the_first_token() -> None:
-    engine = Scheduler(BlockPool(100, B), Limits())
-    told = expected(10, holds=False)
-    engine.add(told.sequence)
+def test_an_instant_transfer_does_not_delay_the_first_token() -> None:
+    engine = Scheduler(BlockPool(100, B), LIMITS)
+    output = transferred(10, pauses=False)
+    engine.add(output.sequence)
     batch = engine.schedule()
-    assert batch.producing == [told.sequence] and batch.prefill_tokens == 0
+    assert batch.producing == [output.sequence] and batch.prefill_tokens == 0
 
 
-def test_who_loses_its_blocks_computes_its_prompt_itself() -> None:
-    engine = Scheduler(BlockPool(6, B), Limits(watermark=0))
-    first, second = expected(10, True, 12), expected(11, True, 4)
+def test_a_preempted_transfer_is_computed_here() -> None:
+    engine = Scheduler(BlockPool(6, B), replace(LIMITS, watermark=0))
+    first, second = transferred(10, True, 12), transferred(11, True, 4)
     second.sequence.blocks = SequenceBlocks(tokens(list(range(100, 111))), B)
-    for told in (first, second):
-        engine.add(told.sequence)
+    for output in (first, second):
+        engine.add(output.sequence)
     engine.schedule()
     assert engine.pool.used == 6
     first.sequence.paused = second.sequence.paused = False
@@ -103,6 +108,8 @@ def test_who_loses_its_blocks_computes_its_prompt_itself() -> None:
         prefilled += batch.prefill_tokens
         engine.commit(batch)
         engine._check()
-    assert engine.preemptions and prefilled >= 11, "the one preempted, prompt and output so far"
+    assert engine.preemptions and prefilled >= 11, (
+        "the preempted sequence, prompt and output so far"
+    )
     assert (first.tokens, second.tokens) == (12, 4)
-    assert first.places == second.places == 1
+    assert first.allocations == second.allocations == 1

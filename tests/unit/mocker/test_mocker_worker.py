@@ -1,4 +1,4 @@
-"""One pretended worker on a real runtime: its card, and what a broken engine does to callers."""
+"""One simulated worker on a real runtime: its card, and the errors of a broken engine."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def runtime(settings: RuntimeSettings) -> DistributedRuntime:
     return DistributedRuntime(settings=settings, system=SystemSettings(grace_period_s=0))
 
 
-async def test_the_card_tells_what_the_router_needs(tmp_path: Path) -> None:
+async def test_the_card_has_the_fields_that_routers_read(tmp_path: Path) -> None:
     settings = RuntimeSettings(namespace="ns", state_dir=str(tmp_path / "s"))
     made = plan(settings, num_gpu_blocks=100, block_size=16, speedup_ratio=0.0)
-    caller, life = runtime(settings), WorkerLifecycle()
+    caller, lifecycle = runtime(settings), WorkerLifecycle()
 
     async def worker() -> None:
-        async with life.runtime(runtime(settings)) as own:
-            await MockerWorker(made, own, 0).serve()
+        async with lifecycle.runtime(runtime(settings)) as made_runtime:
+            await MockerWorker(made, made_runtime, 0).serve()
 
-    async def look() -> None:
+    async def check_card() -> None:
         client = await caller.endpoint("ns-blue.backend.generate").client()
         await client.wait_for_instances()
         ((key, value),) = (await caller.discovery.list("v1/mdc/")).items()
@@ -55,26 +55,26 @@ async def test_the_card_tells_what_the_router_needs(tmp_path: Path) -> None:
         await caller.discovery.revoke(card.instance_id)
 
     async with asyncio.timeout(20):
-        await life.run([worker, look])
+        await lifecycle.run([worker, check_card])
     await caller.close()
 
 
-async def test_a_broken_engine_fails_its_callers_at_once(tmp_path: Path) -> None:
+async def test_a_broken_engine_fails_requests_at_once(tmp_path: Path) -> None:
     settings = RuntimeSettings(namespace="ns", state_dir=str(tmp_path / "s"))
     made = plan(settings)
-    caller, life = runtime(settings), WorkerLifecycle()
+    caller, lifecycle = runtime(settings), WorkerLifecycle()
     failures: list[Exception] = []
 
     async def worker() -> None:
-        async with life.runtime(runtime(settings)) as own:
-            mocker = MockerWorker(made, own, 0)
+        async with lifecycle.runtime(runtime(settings)) as made_runtime:
+            mocker = MockerWorker(made, made_runtime, 0)
             mocker.ranks[0].scheduler.commit = broken  # type: ignore[method-assign]
             await mocker.serve()
 
     def broken(batch: object) -> None:
         raise RuntimeError("out of imaginary memory")
 
-    async def ask() -> None:
+    async def call() -> None:
         client = await caller.endpoint("ns-blue.backend.generate").client()
         await client.wait_for_instances()
         request = PreprocessedRequest("model", codec.tokens([1, 2]), StopConditions(max_tokens=5))
@@ -85,10 +85,10 @@ async def test_a_broken_engine_fails_its_callers_at_once(tmp_path: Path) -> None
             failures.append(error)
 
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
-        asked = group.create_task(ask())
+        calling = group.create_task(call())
         with pytest.raises(ExceptionGroup):
-            await life.run([worker])
-        await asked
+            await lifecycle.run([worker])
+        await calling
     assert len(failures) == 1
     await caller.close()
     assert not [p for p in (tmp_path / "s/ns/store").rglob("*") if p.is_file()]

@@ -1,16 +1,13 @@
-"""Names, types, labels and buckets are those that dashboards for Dynamo read."""
+"""Declared metrics have the names, types, labels and buckets that dashboards for Dynamo read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from metric_specs import declarations, kind_of
 
-from dynamo.observability import names, names_prefill, names_queue, names_router, names_worker
 from dynamo.observability.metrics import Registry
-from dynamo.observability.names import MetricSpec
 
 OURS = {
     "dynamo_frontend_http_connections",
@@ -46,16 +43,8 @@ OURS = {
 """What Dynamo does not have."""
 
 
-def found(room: Any) -> Iterator[MetricSpec]:
-    for value in vars(room).values():
-        if isinstance(value, MetricSpec):
-            yield value
-        elif isinstance(value, type) and value.__module__.startswith("dynamo.observability.names"):
-            yield from found(value)
-
-
-ROOMS = (names, names_prefill, names_queue, names_router, names_worker)
-SPECS = {spec.name: spec for room in ROOMS for spec in found(room)}
+DECLARED = declarations()
+SPECS = {spec.name: spec for spec in DECLARED}
 TABLE = [
     line.split("\t")
     for line in Path(__file__).with_name("dynamo_metrics.tsv").read_text().splitlines()
@@ -67,14 +56,21 @@ TABLE = [
 def test_as_in_dynamo(row: list[str]) -> None:
     name, kind, labels, buckets = row + [""] * (4 - len(row))
     spec = SPECS[name]
-    assert spec.kind == kind
+    assert kind_of(spec) == kind
     assert sorted(spec.labels) == sorted(filter(None, labels.split(",")))
     assert list(spec.buckets) == [float(bound) for bound in buckets.split()]
 
 
-def test_whatever_else_there_is_is_known_to_be_ours() -> None:
-    others = {name for name in SPECS if not name.startswith(("vllm:", "dynamo_"))}
-    assert others == set()
+def test_each_metric_is_declared_once_and_well_formed() -> None:
+    assert len(SPECS) == len(DECLARED) > 130
+    for spec in DECLARED:
+        assert spec.name.startswith(("vllm:", "dynamo_")) and spec.help
+        assert len(set(spec.labels)) == len(spec.labels)
+        assert (kind_of(spec) == "histogram") == bool(spec.buckets)
+        assert list(spec.buckets) == sorted(set(spec.buckets))
+
+
+def test_metrics_that_dynamo_lacks_are_listed() -> None:
     assert set(SPECS) - {row[0] for row in TABLE} == OURS
 
 
@@ -82,7 +78,7 @@ def test_whatever_else_there_is_is_known_to_be_ours() -> None:
 def test_bounds_are_written_as_in_dynamo(row: list[str]) -> None:
     registry = Registry()
     spec = SPECS[row[0]]
-    names.histogram(registry, spec).labels(*("x" for _ in spec.labels))
+    registry.child(spec, *("x" for _ in spec.labels))
     lines = registry.render().decode().splitlines()
     written = [line.split('le="')[1].split('"')[0] for line in lines if 'le="' in line]
     assert written == [*row[3].split(), "+Inf"]

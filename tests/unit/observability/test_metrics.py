@@ -1,33 +1,29 @@
-"""The exposition text, read back by the reference parser, and names kept to the letter."""
+"""Families, children and registry, and the numbers that a scrape reads."""
 
 from __future__ import annotations
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo.observability.metrics import Registry
-from dynamo.observability.names import (
-    FrontendNames,
-    MetricSpec,
-    RequestPlane,
-    Router,
-    Worker,
-    counter,
-    histogram,
-)
+from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.observability.metrics import Registry, counter, gauge, histogram
 
-AREAS = (FrontendNames, RequestPlane, Router, Worker)
+REQUESTS = counter("a_total", 'says "hi"\nback\\slash', "x y")
+DEPTH = gauge("b", "b")
+BY_WORKER = gauge("g", "g", "w")
+SECONDS = histogram("c", "c", (0, 0.1, 5), "m")
 
 
-def specs() -> list[MetricSpec]:
-    return [one for area in AREAS for one in vars(area).values() if isinstance(one, MetricSpec)]
+def page(registry: Registry) -> str:
+    """The text without what every process shows."""
+    return registry.render().decode().partition("# HELP process_")[0]
 
 
-def test_the_reference_parser_reads_what_was_counted() -> None:
+def test_the_reference_parser_reads_the_values() -> None:
     registry = Registry()
-    registry.counter("a_total", 'says "hi"\nback\\slash', ("x", "y")).labels('q"\n\\', "2").inc(3)
-    registry.gauge("b", "b").labels().set(-1.5)
-    values = registry.histogram("c", "c", (0, 0.1, 5), ("m",)).labels("one")
+    registry.child(REQUESTS, 'q"\n\\', "2").inc(3)
+    registry.child(DEPTH).value = -1.5
+    values = registry.child(SECONDS, "one")
     for value in (0, 0.1, 0.05, 6):
         values.observe(value)
     values.observe(2, times=2)
@@ -46,46 +42,59 @@ def test_the_reference_parser_reads_what_was_counted() -> None:
     }
 
 
-def test_names_without_total_and_numbers_keep_their_form() -> None:
+def test_families_without_children_and_removed_children_are_not_rendered() -> None:
     registry = Registry()
-    counter(registry, FrontendNames.DETOKENIZE_TOKENS).labels().inc()
-    histogram(registry, Router.HIT_RATE).labels("c", "n", "r", "w").observe(0.5)
-    histogram(registry, Router.TOTAL_MS).labels("r").observe(0.5)
-    registry.gauge("tiny", "t").labels().set(2.5e-6)
-    text = registry.render().decode()
-    assert "\ndynamo_frontend_detokenize_token_count 1\n" in "\n" + text
-    assert 'le="0.15000000000000002"' in text and 'le="0.30000000000000004"' in text
-    assert 'le="430467.2100000001"' in text and 'le="7.290000000000001"' in text
-    assert "tiny 0.0000025\n" in text
-
-
-def test_a_family_without_children_is_silent_and_removed_children_vanish() -> None:
-    registry = Registry()
-    family = registry.gauge("g", "g", ("w",))
-    assert registry.render() == b""
-    family.labels("1").set(1)
+    family = registry.family(BY_WORKER)
+    assert page(registry) == ""
+    family.labels("1").value = 1
+    assert page(registry).endswith('g{w="1"} 1\n')
     family.remove("1")
     family.remove("never there")
-    assert registry.render() == b""
+    assert page(registry) == ""
     with pytest.raises(ValueError, match="needs labels"):
         family.labels("1", "2")
 
 
-def test_a_gauge_may_be_read_at_scrape() -> None:
+def test_a_child_is_made_once() -> None:
     registry = Registry()
-    registry.gauge("g", "g").labels().function = lambda: 7
-    assert b"g 7\n" in registry.render()
+    assert registry.child(BY_WORKER, "1") is registry.family(BY_WORKER)["1",]
+    assert registry.family(BY_WORKER) is registry.family(BY_WORKER)
 
 
-def test_every_name_is_said_once_and_well_formed() -> None:
-    names = [spec.name for spec in specs()]
-    assert len(names) == len(set(names)) > 60
-    for spec in specs():
-        assert spec.help
-        assert (spec.kind == "histogram") == bool(spec.buckets)
-        assert list(spec.buckets) == sorted(set(spec.buckets))
+def test_a_child_with_labels_of_its_own() -> None:
+    registry = Registry()
+    family = registry.family(BY_WORKER)
+    assert family.extended(("1",), ()) is family.labels("1")
+    family.extended(("1",), (("zone", "a"), ("rack", "7"))).value = 2
+    assert 'g{w="1",zone="a",rack="7"} 2\n' in page(registry)
+    with pytest.raises(ValueError, match="needs labels"):
+        family.extended((), ())
+
+
+def test_a_gauge_may_be_read_at_a_scrape() -> None:
+    registry = Registry()
+    registry.child(DEPTH).function = lambda: 7
+    assert "b 7\n" in page(registry)
+
+
+def test_counts_kept_elsewhere_are_brought_up_to_date_first() -> None:
+    registry = Registry()
+    child = registry.child(DEPTH)
+    registry.before_render.append(lambda: setattr(child, "value", 9))
+    assert "b 9\n" in page(registry)
 
 
 def test_the_prefix_of_the_frontend_can_be_changed() -> None:
-    assert FrontendNames.TTFT.named("acme") == "acme_time_to_first_token_seconds"
-    assert Router.TOTAL_MS.named("acme") == "dynamo_router_overhead_total_ms"
+    ours, other = counter("dynamo_frontend_x_total", "x"), counter("dynamo_router_x_total", "x")
+    assert ours.named("acme") == "acme_x_total" and other.named("acme") == "dynamo_router_x_total"
+    registry = Registry()
+    FrontendMetrics(registry, "acme").model("tiny").active.value += 1
+    assert 'acme_active_requests{model="tiny"} 1\n' in page(registry)
+    assert "dynamo_frontend_" not in page(registry)
+
+
+def test_the_process_and_its_garbage_collector_are_on_the_page() -> None:
+    text = Registry().render().decode()
+    for name in ("process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds"):
+        assert f"\n{name} " in text
+    assert 'python_gc_collections_total{generation="2"} ' in text

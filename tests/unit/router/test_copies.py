@@ -94,10 +94,10 @@ def test_a_copy_in_progress_counts_as_held_until_its_first_token() -> None:
     workers = box.ask(*range(40))
     maker = next(place for place, worker in enumerate(workers) if worker != 1)
     copied_to = box.picker.worker_pool.members[workers[maker]].slots[0]
-    assert box.picker.snapshot(box.question(99)).held.device[copied_to] == 40
-    assert box.picker.snapshot(array("I", range(5000, 5100))).held.device[copied_to] == 0
+    assert box.picker.snapshot(box.question(99)).cached_blocks.device[copied_to] == 40
+    assert box.picker.snapshot(array("I", range(5000, 5100))).cached_blocks.device[copied_to] == 0
     box.picker.mark_prefill_complete(str(maker))
-    assert box.picker.snapshot(box.question(99)).held.device[copied_to] == 0
+    assert box.picker.snapshot(box.question(99)).cached_blocks.device[copied_to] == 0
 
 
 def test_a_copy_whose_request_ends_or_whose_worker_exits_is_forgotten() -> None:
@@ -112,7 +112,7 @@ def test_a_copy_whose_request_ends_or_whose_worker_exits_is_forgotten() -> None:
             box.picker.remove_worker(workers[maker])
             box.picker.add_worker(9, RuntimeConfig())
             assert box.picker.worker_pool.members[9].slots[0] == slot
-        assert box.picker.snapshot(box.question(99)).held.device[slot] == 0
+        assert box.picker.snapshot(box.question(99)).cached_blocks.device[slot] == 0
 
 
 def test_losses_fade() -> None:
@@ -133,7 +133,7 @@ def test_asking_records_nothing_and_the_parts_add_up() -> None:
         assert box.picker.pick(None, box.question(99)).worker_id != 1
     assert seen.chosen == seen.free_copy
     for slot, cost in seen.costs.items():
-        found = seen.parts(slot, 0)
+        found = seen.breakdown(slot, 0)
         assert cost == pytest.approx(64 * found.prefill_blocks + found.decode_blocks)
     assert box.ask(running, running + 1)[0] != 1
 

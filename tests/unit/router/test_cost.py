@@ -13,12 +13,12 @@ from dynamo.router.cost import (
     CostBreakdown,
     Load,
     TierCounts,
+    breakdown,
     cached_tokens,
     cost_params,
     effective_blocks,
     formula,
     overridden,
-    parts,
 )
 
 
@@ -169,7 +169,7 @@ def test_parts_of_a_cost() -> None:
         decode_active_request_weight=3.0,
     )
     params = cost_params(settings, 4)
-    found = parts(params, 40, TierCounts(4, 2, 1, 3), Load(20, 16, 12, 2))
+    found = breakdown(params, 40, TierCounts(4, 2, 1, 3), Load(20, 16, 12, 2))
     assert found.raw_prefill_blocks == 15.0
     assert found.credit_decay == 1 / (1 + 2.0 * 4 / 10)
     assert found.credit_blocks == pytest.approx(4 * found.credit_decay + 1.5 + 0.25 + 1.5)

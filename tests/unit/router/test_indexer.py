@@ -46,7 +46,7 @@ class Counts:
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
 
-    def applied(self, event_type: str, status: str) -> None:
+    def applied(self, event_type: str, status: str, count: int = 1) -> None:
         self.seen[f"{event_type} {status}"] += 1
 
     def warning(self, kind: str, count: int = 1) -> None:
@@ -265,7 +265,7 @@ def test_a_worker_that_gave_no_dump_is_asked_again(answer: KvQueryAnswer | None)
     bench.live(stored(41, 1), stored(42, 2, parent=1))
     for _ in range(3):
         bench.indexer.verify()
-        assert bench.asked[-1] == Recovery(7, 0, again=True)
+        assert bench.asked[-1] == Recovery(7, 0, retry=True)
         bench.live(stored(bench.next_id(43), 3, parent=2))
         bench.answer(answer)  # type: ignore[arg-type]
         assert bench.indexer.recovering() == 0

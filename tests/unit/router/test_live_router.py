@@ -97,7 +97,7 @@ async def test_the_loop_runs_while_a_dump_is_applied(
     assert indexer is not None
     await until(lambda: bool(worker.queries) and not indexer.recovering())
     worker.answers = [KvQueryAnswer("tree_dump", [stored(n, n, n + 1) for n in range(4)], 4)]
-    indexer.renew(worker.id)
+    indexer.publisher_restarted(worker.id)
     sizes = set()
     async with asyncio.timeout(10):
         while indexer.recovering():
@@ -143,7 +143,7 @@ async def test_a_worker_that_answers_nothing_is_followed_all_the_same(
     indexer = live.indexer
     assert indexer is not None
     await until(lambda: overlap(live) == 0 and not indexer.recovering())
-    assert "does not tell its KV blocks" in caplog.text
+    assert "did not report its KV blocks" in caplog.text
     worker.publish(stored(1, 0, 3))
     await until(lambda: overlap(live) == 3)
 
@@ -170,7 +170,7 @@ async def test_foreign_payloads_are_counted(box: Box, caplog: pytest.LogCaptureF
     live = await box.route()
     await until(lambda: bool(worker.queries))
     worker.publisher.publish(b"\xc1 nonsense")
-    await until(lambda: "cannot be read" in caplog.text)
+    await until(lambda: "invalid KV events" in caplog.text)
     worker.publish(stored(1, 0, 1))
     await until(lambda: overlap(live) == 1)
     page = box.runtime.metrics.render().decode()

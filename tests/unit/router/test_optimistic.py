@@ -12,7 +12,7 @@ from replay import Arrival
 from dynamo._fast.hashing import block_hashes, sequence_hashes
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.card import RuntimeConfig
-from dynamo.router.caches.optimistic import OptimisticCache
+from dynamo.router.caches.predicted import OptimisticCache
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
 
@@ -49,7 +49,7 @@ class Box:
         return found
 
 
-CACHE_FIRST = {"prefill_load_scale": 64.0, "duplicate_cost": 32.0}
+CACHE_FIRST: dict[str, Any] = {"prefill_load_scale": 64.0, "duplicate_cost": 32.0}
 
 
 def test_a_burst_before_any_event_stays_together() -> None:
@@ -139,7 +139,7 @@ def test_the_parts_of_a_cost_have_the_price_in_them() -> None:
     box.hold(1, prompt[:32])
     seen = box.picker.snapshot(prompt)
     for slot, cost in seen.costs.items():
-        found = seen.parts(slot, 0)
+        found = seen.breakdown(slot, 0)
         assert cost == pytest.approx(3 * found.prefill_blocks + found.decode_blocks)
 
 

@@ -40,17 +40,17 @@ def worst(fit: PrefillFit) -> float:
     return max(errors)
 
 
-def test_it_says_nothing_before_there_is_something_to_say() -> None:
+def test_there_is_no_prediction_before_enough_samples() -> None:
     assert taught(MIN_SAMPLES - 1, 0, 0).predict(100, 0) is None
     assert taught(MIN_SAMPLES, 0, 0).predict(100, 0) is not None
 
 
-def test_exact_times_are_found_again() -> None:
+def test_exact_times_are_reproduced() -> None:
     assert worst(taught(64, 0.0, 0.0)) < 0.02
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_and_outliers_do_not_move_it_far(seed: int) -> None:
+def test_noise_and_outliers_hardly_change_the_fit(seed: int) -> None:
     assert worst(taught(200, 0.1, 0.25, seed)) < 0.25
 
 
@@ -67,14 +67,16 @@ def test_a_worker_that_becomes_slower_is_followed() -> None:
     assert 2.7 < after / before < 3.3
 
 
-def test_a_stretch_of_several_teaches_the_same() -> None:
+def test_an_interval_of_several_prefills_gives_the_same_fit() -> None:
     source = Random(3)
     fit = PrefillFit()
     for number in range(100):
         sizes = [int(2 ** source.uniform(4, 15)) for _ in range(source.randint(1, 8))]
         took = sum(seconds(size, 0) for size in sizes)
-        stretch = BusyInterval(len(sizes), sum(sizes), sum(size * size / 2 for size in sizes), took)
-        fit.observe(stretch, float(number))
+        interval = BusyInterval(
+            len(sizes), sum(sizes), sum(size * size / 2 for size in sizes), took
+        )
+        fit.observe(interval, float(number))
     said = fit.predict(1024, 0)
     assert said is not None and abs(said / seconds(1024, 0) - 1) < 0.02
 
@@ -96,7 +98,7 @@ def test_memory_and_effort_are_bounded() -> None:
     assert fit._fitted_s > 9.0 - 1.1
 
 
-def test_times_of_nothing_do_no_harm() -> None:
+def test_zero_times_are_harmless() -> None:
     fit = PrefillFit()
     for number in range(20):
         fit.observe(BusyInterval(1, 1, 0.5, 1e-12), number * 2.0)

@@ -1,8 +1,9 @@
-"""Prefills that fade with time: the oldest of a slot is the anchor. Spec 3.6."""
+"""Estimated prefill progress: the oldest prefill of a slot is the anchor. Spec 3.6."""
 
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,17 +14,17 @@ from dynamo.router.load.prefill_load import BusyInterval, PrefillLoad, StaticMod
 
 
 class Model:
-    """Expects what it is told next, and keeps what it hears."""
+    """Predicts ``expected_s``, and records the observed intervals."""
 
     def __init__(self, expected_s: float | None = 10.0) -> None:
         self.expected_s = expected_s
-        self.heard: list[BusyInterval] = []
+        self.observed: list[BusyInterval] = []
 
     def predict(self, tokens: int, cached_tokens: int) -> float | None:
         return self.expected_s
 
-    def observe(self, stretch: BusyInterval, now_s: float) -> None:
-        self.heard.append(stretch)
+    def observe(self, interval: BusyInterval, now_s: float) -> None:
+        self.observed.append(interval)
 
 
 class Clocked:
@@ -36,14 +37,14 @@ class Clocked:
 
     def book(self, name: str, tokens: int, expected_s: float | None = 10.0, slot: int = 0) -> None:
         self.model.expected_s = expected_s
-        reservation_id = Reservation(slot, 10 + slot, 0, tokens + 8, 2, self.now_s)
-        self.load.book(name, reservation_id, None, 0, tokens)
+        reservation = Reservation(slot, 10 + slot, 0, tokens + 8, 2, self.now_s)
+        self.load.book(name, reservation, None, 0, tokens)
 
     def first_token(self, name: str) -> None:
         self.load.mark_prefill_complete(name, self.now_s)
 
     def tokens(self, slot: int = 0) -> int:
-        """What is reported, the same in a projection and by slot."""
+        """The reported load, the same in a projection and by slot."""
         prefill, decode = array("q", [0, 0]), array("q", [0, 0])
         self.load.project_into(None, 0, prefill, decode)
         assert prefill[slot] == self.load.load(slot)[0]
@@ -79,7 +80,7 @@ def test_the_next_oldest_starts_when_the_anchor_is_done(here: Clocked) -> None:
     assert here.tokens() == 0
 
 
-def test_who_overtakes_the_anchor_makes_no_jump(here: Clocked) -> None:
+def test_overtaking_the_anchor_makes_no_jump(here: Clocked) -> None:
     here.book("a", 100)
     here.book("b", 20)
     here.now_s = 5.0
@@ -90,7 +91,7 @@ def test_who_overtakes_the_anchor_makes_no_jump(here: Clocked) -> None:
     assert here.tokens() == 50
 
 
-def test_an_anchor_that_has_hardly_begun_cannot_go_below_nothing(here: Clocked) -> None:
+def test_progress_of_the_anchor_is_never_negative(here: Clocked) -> None:
     here.book("a", 100)
     here.book("b", 20)
     here.now_s = 1.0
@@ -100,7 +101,7 @@ def test_an_anchor_that_has_hardly_begun_cannot_go_below_nothing(here: Clocked) 
     assert here.tokens() == 90
 
 
-def test_an_unmodelled_one_keeps_its_full_value(here: Clocked) -> None:
+def test_a_prefill_without_a_prediction_counts_in_full(here: Clocked) -> None:
     here.book("a", 100, None)
     here.book("b", 50)
     here.now_s = 100.0
@@ -164,35 +165,35 @@ def test_slots_do_not_mix_and_time_does_not_run_backwards(here: Clocked) -> None
     assert (here.tokens(), here.tokens(1)) == (0, 50)
 
 
-def test_without_a_model_nothing_fades() -> None:
+def test_without_a_model_prompts_count_in_full() -> None:
     load = ActiveLoad(4, clock=lambda: 1e9)
     load.book("a", Reservation(0, 10, 0, 100, 0, 0.0), None, 0, 100)
     assert load.load(0)[0] == 100
 
 
-def test_what_is_heard_of_a_busy_time(here: Clocked) -> None:
+def test_observed_intervals(here: Clocked) -> None:
     here.book("a", 100)
     here.now_s = 1.0
     here.book("b", 50)
     here.now_s = 4.0
     here.first_token("a")
-    assert here.model.heard == []
+    assert here.model.observed == []
     here.now_s = 6.0
     here.first_token("b")
     attention = 100 * (8 + 50) + 50 * (8 + 25)
-    assert here.model.heard == [BusyInterval(2, 150, attention, 6.0)]
+    assert here.model.observed == [BusyInterval(2, 150, attention, 6.0)]
 
 
-def test_a_busy_time_is_cut_after_eight(here: Clocked) -> None:
+def test_an_interval_ends_after_eight_prefills(here: Clocked) -> None:
     for number in range(20):
         here.book(str(number), 10)
     for number in range(19):
         here.now_s += 1.0
         here.first_token(str(number))
-    assert [(one.prefills, one.seconds) for one in here.model.heard] == [(8, 8.0), (8, 8.0)]
+    assert [(one.prefills, one.seconds) for one in here.model.observed] == [(8, 8.0), (8, 8.0)]
 
 
-def test_a_cancelled_prefill_spoils_the_time_it_was_in(here: Clocked) -> None:
+def test_an_interval_with_a_cancelled_prefill_is_dropped(here: Clocked) -> None:
     here.book("a", 100)
     here.book("b", 50)
     here.book("c", 50)
@@ -202,7 +203,7 @@ def test_a_cancelled_prefill_spoils_the_time_it_was_in(here: Clocked) -> None:
     here.first_token("b")
     here.now_s = 6.0
     here.first_token("c")
-    assert [(one.tokens, one.seconds) for one in here.model.heard] == [(50, 2.0)]
+    assert [(one.tokens, one.seconds) for one in here.model.observed] == [(50, 2.0)]
 
 
 def test_a_predictor_alone_is_a_model() -> None:
@@ -231,7 +232,7 @@ STEP = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(STEP, min_size=15, max_size=40))
-def test_it_only_rises_by_what_is_booked(steps: list[tuple[str, ...]]) -> None:
+def test_load_rises_by_bookings_only(steps: list[tuple[Any, ...]]) -> None:
     here = Clocked(Model())
     names: list[str] = []
     before = [0, 0]
@@ -239,16 +240,16 @@ def test_it_only_rises_by_what_is_booked(steps: list[tuple[str, ...]]) -> None:
         booked = [0, 0]
         if kind == "book":
             tokens, expected_s, slot = values
-            here.book(str(number), tokens, expected_s, slot)  # type: ignore[arg-type]
+            here.book(str(number), tokens, expected_s, slot)
             names.append(str(number))
-            booked[slot] = tokens  # type: ignore[call-overload]
+            booked[slot] = tokens
         elif kind == "wait":
-            here.now_s += values[0]  # type: ignore[operator]
+            here.now_s += values[0]
         elif kind == "drop":
-            for request_id in here.load.booked_on(set(values)):  # type: ignore[arg-type]
+            for request_id in here.load.booked_on(set(values)):
                 here.load.free(request_id)
         elif names:
-            name = names[values[0] % len(names)]  # type: ignore[operator]
+            name = names[values[0] % len(names)]
             here.first_token(name) if kind == "first" else here.load.free(name)
         now = [here.tokens(0), here.tokens(1)]
         full = [here.load._sequences.load(slot)[0] for slot in (0, 1)]

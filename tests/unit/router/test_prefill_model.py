@@ -33,7 +33,7 @@ def test_fitted_is_new_for_each_pool() -> None:
     assert isinstance(first, PrefillFit) and first is not second
 
 
-def test_a_callers_own_wins() -> None:
+def test_a_callers_predictor_wins() -> None:
     own = prefill_model(of(prefill_load_predictor=lambda tokens, cached: tokens / 100 + cached))
     assert own is not None and own.predict(50, 1) == 1.5
 
@@ -51,7 +51,7 @@ def test_a_callers_own_wins() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together(settings: dict[str, Any], message: str) -> None:
+def test_conflicting_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         prefill_model(of(**settings))
     assert caught.value.message == message
@@ -60,7 +60,7 @@ def test_what_does_not_go_together(settings: dict[str, Any], message: str) -> No
 @pytest.mark.skipif(
     importlib.util.find_spec("aiconfigurator") is not None, reason="AIConfigurator is installed"
 )
-def test_aiconfigurator_that_is_not_there_is_named() -> None:
+def test_a_missing_aiconfigurator_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"pip install 'dynamo-appliance\[aic\]'"):
         prefill_model(of(prefill_load_model="aic", **AIC))
 
@@ -120,7 +120,7 @@ def test_a_worker_that_is_nearly_done_is_not_avoided(model: str, chosen_first: b
     assert (third == first) is chosen_first  # 1,000 tokens left there, or 10,000; 2,000 here
 
 
-def test_the_faded_load_is_what_everybody_sees() -> None:
+def test_all_readers_get_the_estimated_load() -> None:
     box = Box(prefill_load_model="fitted")
     box.learn()
     decision = box.picker.pick("long", box.prompt(10_000))

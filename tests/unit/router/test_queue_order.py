@@ -24,7 +24,8 @@ class Entry(QueueEntry):
     """A waiting request with a name."""
 
     def __init__(self, name: Any, priority: Priority, isl: int, arrived_s: float) -> None:
-        super().__init__(priority, isl, 0, arrived_s)
+        super().__init__(priority, isl)
+        self.arrived_s = arrived_s
         self.name = name
 
 
@@ -45,12 +46,12 @@ class SortedList:
         self.waiting: list[dict[str, Any]] = []
 
     def score(self, one: dict[str, Any]) -> float:
-        boost, arrived = one["boost"], one["at"]
+        boost, arrived = float(one["boost"]), float(one["at"])
         if self.policy == "fcfs":
             return max(boost, 0.0) - arrived
         if self.policy == "lcfs":
             return boost + arrived
-        return (1 + boost) / max(1, one["isl"] - one["cached"])
+        return (1 + boost) / float(max(1, one["isl"] - one["cached"]))
 
     def order(self) -> list[int]:
         ranked = sorted(

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live_kit import PROMPT, Box, stored, until
+from metric_specs import declared_in, kind_of
 
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.llm import KvEventPublisher
-from dynamo.observability.names import MetricSpec, Router
-from dynamo.observability.names_router import Hits, Predictions, RouterGate, RouterIndex
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import KvQueryAnswer
+from dynamo.router import metrics
 from dynamo.router.api_views import overlap_scores
+from dynamo.router.caches import metrics as caches
 from dynamo.router.discovery.router import ConnectedRouter
+from dynamo.router.eligibility import metrics as eligibility
 from dynamo.router.kv import KvPicker
 
 
@@ -31,25 +33,26 @@ async def box(tmp_path: Path) -> AsyncIterator[Box]:
     await made.close()
 
 
+ROUTER = "dynamo_component_router"
+OVERHEAD = "dynamo_router_overhead"
+SPECS = {spec.name: spec for spec in declared_in(metrics, caches, eligibility)}
+PREDICTED = [name for name in SPECS if re.search("_predicted_|_approximate_", name)]
+
+
 class Page:
     """What a scrape sees."""
 
     def __init__(self, box: Box) -> None:
         self._lines = box.runtime.metrics.render().decode().splitlines()
 
-    def sum(self, spec: MetricSpec, **labels: str) -> float:
+    def sum(self, name: str, **labels: str) -> float:
         """Of all samples (histograms: of their counts) that have ``labels``; none is an error."""
-        name = spec.name + ("_count" if spec.kind == "histogram" else "")
+        name += "_count" if kind_of(SPECS[name]) == "histogram" else ""
         lines = [line for line in self._lines if re.match(rf"{re.escape(name)}[{{ ]", line)]
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         found = [line for line in lines if all(pair in line for pair in wanted)]
-        assert found, f"{spec.name} {labels} is not on the page"
+        assert found, f"{name} {labels} is not on the page"
         return sum(float(line.rpartition(" ")[2]) for line in found)
-
-
-def specs(room: type) -> list[MetricSpec]:
-    """The metrics of one class."""
-    return [value for value in vars(room).values() if isinstance(value, MetricSpec)]
 
 
 def served(live: ConnectedRouter, name: str, **asked: Any) -> None:
@@ -84,25 +87,31 @@ async def test_with_events(box: Box) -> None:
     live.picker.pick("lost", PROMPT, override={"overlap_score_credit": -9})
     live.picker.worker_pool.set_busy(other.id, True)
     page = Page(box)
-    for room in (Router, RouterIndex, Hits, RouterGate):
-        for spec in specs(room):
-            page.sum(spec)
-    assert page.sum(Router.STARTED) == 6 and page.sum(Router.REQUESTS) == 4
-    assert page.sum(Router.TOTAL_MS) == page.sum(Router.SCHEDULING_MS) == 6
-    assert page.sum(Router.BLOCK_HASHING_MS) == page.sum(Router.FIND_MATCHES_MS) == 6
-    assert page.sum(Router.TTFT) == page.sum(Router.OSL) == 4
-    assert page.sum(Router.ITL) == 16
-    assert page.sum(Router.EVENTS_APPLIED, event_type="stored", status="ok") >= 2
-    assert page.sum(Router.EVENT_WARNINGS, warning_kind="duplicate") == 1
-    assert page.sum(Router.WORKER_REGISTERED, worker_type="decode") == 2
-    assert page.sum(RouterIndex.BLOCKS) == 3 and page.sum(RouterIndex.DROPPED_BLOCKS) == 0
-    assert page.sum(RouterIndex.MEMORY_BYTES) > 0
-    assert page.sum(Hits.REUSED_TOKENS, model="tiny", phase="aggregated") == 28
-    assert page.sum(Hits.SELECTED_TOKENS) <= page.sum(Hits.BEST_TOKENS)
-    assert page.sum(Hits.NON_MAX) == page.sum(Hits.LOST_BLOCKS)
-    assert page.sum(RouterGate.BUSY_WORKERS) == 1 and page.sum(RouterGate.SESSIONS) == 1
-    assert page.sum(RouterGate.SESSION_REQUESTS, outcome="kept") == 1
-    assert page.sum(RouterGate.SESSIONS_DROPPED) == 1
+    for name in {*SPECS} - {*PREDICTED}:
+        page.sum(name)
+    assert page.sum(f"{ROUTER}_requests_started_total") == 6
+    assert page.sum(f"{ROUTER}_requests_total") == 4
+    for step in ("total", "scheduling", "block_hashing", "indexer_find_matches"):
+        assert page.sum(f"{OVERHEAD}_{step}_ms") == 6
+    assert page.sum(f"{ROUTER}_time_to_first_token_seconds") == 4
+    assert page.sum(f"{ROUTER}_output_sequence_tokens") == 4
+    assert page.sum(f"{ROUTER}_inter_token_latency_seconds") == 16
+    cache = "dynamo_component_kv_cache"
+    assert page.sum(f"{cache}_events_applied", event_type="stored", status="ok") >= 2
+    assert page.sum(f"{cache}_event_warnings", warning_kind="duplicate") == 1
+    assert page.sum(f"{ROUTER}_worker_registered", worker_type="decode") == 2
+    assert page.sum(f"{ROUTER}_index_blocks") == 3
+    assert page.sum(f"{ROUTER}_index_dropped_blocks") == 0
+    assert page.sum(f"{ROUTER}_index_memory_bytes") > 0
+    reused = f"{ROUTER}_kv_worker_reused_tokens_total"
+    assert page.sum(reused, model="tiny", phase="aggregated") == 28
+    selected = page.sum(f"{ROUTER}_kv_selected_cached_prefix_tokens_total")
+    assert selected <= page.sum(f"{ROUTER}_kv_best_eligible_cached_prefix_tokens_total")
+    moved = page.sum(f"{ROUTER}_non_max_overlap_selections_total")
+    assert moved == page.sum(f"{ROUTER}_overlap_blocks_lost")
+    assert page.sum(f"{ROUTER}_busy_workers") == 1 and page.sum(f"{ROUTER}_sessions") == 1
+    assert page.sum(f"{ROUTER}_session_requests_total", outcome="kept") == 1
+    assert page.sum(f"{ROUTER}_sessions_dropped_total") == 1
 
 
 @pytest.mark.parametrize("policy", ["ttl", "lru"])
@@ -117,12 +126,12 @@ async def test_with_predictions(box: Box, policy: str) -> None:
         live.picker.pick(str(number), prompt)
         live.picker.free(str(number))
     page = Page(box)
-    for spec in specs(Predictions):
-        page.sum(spec)
-    assert page.sum(Predictions.CONFIGURED_POLICY, policy=policy) == 1
-    assert page.sum(Predictions.MEMORY_BYTES) > 0
-    forgotten = Predictions.LRU_EVICTED if policy == "lru" else Predictions.PRUNED
-    assert page.sum(forgotten) > 0
+    for name in PREDICTED:
+        page.sum(name)
+    assert page.sum(f"{ROUTER}_approximate_cache_configured_policy", policy=policy) == 1
+    assert page.sum(f"{ROUTER}_predicted_memory_bytes") > 0
+    lost = "approximate_lru_evicted_blocks" if policy == "lru" else "predicted_blocks_pruned"
+    assert page.sum(f"{ROUTER}_{lost}_total") > 0
 
 
 @pytest.mark.parametrize("threads", [1, 2])

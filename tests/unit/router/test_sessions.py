@@ -12,7 +12,7 @@ from dynamo.errors import Overloaded
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import Routing
-from dynamo.router.eligibility.metrics import gates
+from dynamo.router.eligibility.eligibility_filter import export_eligibility
 from dynamo.router.eligibility.sessions import Sessions
 from dynamo.router.factory import make_index, make_picker
 from dynamo.router.metrics import RouterLabels
@@ -125,7 +125,7 @@ def test_the_table_is_bounded() -> None:
 
 def test_sessions_are_counted() -> None:
     registry, made = Registry(), picker()
-    gates(registry, RouterLabels("ns", "backend", "m", "7"), made.eligibility)
+    export_eligibility(registry, RouterLabels("ns", "backend", "m", "7"), made.eligibility)
     where(made)
     where(made)
     page = registry.render().decode()

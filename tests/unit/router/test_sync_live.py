@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -74,10 +75,10 @@ def load(live: ConnectedRouter, worker: Worker) -> Load:
 
 async def wait_until_in_sync(*lives: ConnectedRouter) -> None:
     """Wait until all routers have discovered each other and have no gap."""
-    for live in lives:
-        remote = live._sync.remote if live._sync is not None else None
-        assert remote is not None
-        await until(lambda remote=remote: len(remote) == len(lives) - 1 and remote.is_in_sync())
+    remotes = [live._sync.remote for live in lives if live._sync is not None]
+    assert len(remotes) == len(lives)
+    others = len(lives) - 1
+    await until(lambda: all(len(one) == others and one.is_in_sync() for one in remotes))
 
 
 async def test_load_is_shared_from_the_decision_to_the_end(replicas: Replicas) -> None:
@@ -133,7 +134,8 @@ async def test_lost_messages_are_repaired(replicas: Replicas) -> None:
     first.picker.free("a")
     first.picker.pick("b", PROMPT)
     assert len(first._sync.local.take_pending()) == 1  # lost
-    await until(lambda: second._sync.remote.gaps == 1 and second._sync.remote.is_in_sync())
+    remote = second._sync.remote
+    await until(lambda: remote.gaps == 1 and remote.is_in_sync())
     assert load(second, worker) == (16, 4, 1)
     first.picker.free("b")
     await until(lambda: load(second, worker) == (0, 0, 0))
@@ -171,7 +173,7 @@ async def test_predicted_blocks_of_a_replica_are_held_until_its_request_ends(
     replicas: Replicas,
 ) -> None:
     await replicas.worker(RuntimeConfig(total_kv_blocks=100))
-    chosen = {"kv_events": False, "approximate_cache_policy": "lru"}
+    chosen: dict[str, Any] = {"kv_events": False, "approximate_cache_policy": "lru"}
     first, second = await replicas.router(**chosen), await replicas.router(**chosen)
     await wait_until_in_sync(first, second)
     predicted = kv(second).predicted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -51,7 +52,7 @@ class Pair:
 
     def book(self, name: str, worker_id: int, blocks: int = 2) -> None:
         hashes = array("Q", range(blocks))
-        prompt = HashedPrompt(blocks * BLOCK, blocks, hashes, hashes, 0)
+        prompt = HashedPrompt(blocks * BLOCK, blocks, hashes, hashes, hashes)
         self.local.booked(name, Reservation(0, worker_id, 0, blocks * BLOCK, 0, 0.0), prompt, 8)
         self.truth[name] = (worker_id, False)
 
@@ -91,8 +92,11 @@ STEP = st.one_of(
 
 
 @given(st.lists(STEP, min_size=20, max_size=60), st.randoms())
-def test_whatever_the_channel_does_it_converges(steps, random) -> None:
-    pair, late = Pair(), []
+def test_whatever_the_channel_does_it_converges(
+    steps: list[tuple[str, str]], random: Random
+) -> None:
+    pair = Pair()
+    late: list[SequenceBatch] = []
     for verb, what in steps:
         if verb == "book" and what not in pair.truth:
             pair.book(what, random.randrange(3))

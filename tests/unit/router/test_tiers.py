@@ -15,7 +15,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.kv import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from dynamo.router.api_views import overlap_scores, potential_loads
 from dynamo.router.caches.indexer import Indexer
-from dynamo.router.explain import explain, table
+from dynamo.router.explain import table
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import DecisionMetrics, RouterLabels
@@ -64,7 +64,7 @@ class Box:
         self.tell(worker_id, data, tier)
 
     def costs(self) -> dict[int, float | None]:
-        return {row.worker_id: row.cost for row in explain(self.picker, PROMPT).candidates}
+        return {row.worker_id: row.cost for row in self.picker.explain(PROMPT).candidates}
 
 
 def test_lower_tiers_go_on_where_the_device_ends() -> None:
@@ -93,10 +93,10 @@ def test_a_hole_ends_what_a_tier_adds() -> None:
     box.store(1, 1, 6, "host_pinned")
     box.store(1, 1, 6, "disk")
     box.tell(1, BlocksRemoved(IDS[2:3].tobytes()), "host_pinned")
-    found = box.picker.snapshot(PROMPT).held
+    found = box.picker.snapshot(PROMPT).cached_blocks
     assert found.of(0) == (1, 1, 4, 0)
     box.tell(1, BlocksRemoved(IDS[0:1].tobytes()), "device")
-    assert box.picker.snapshot(PROMPT).held.of(0) == (0, 0, 0, 0)
+    assert box.picker.snapshot(PROMPT).cached_blocks.of(0) == (0, 0, 0, 0)
 
 
 def test_blocks_that_moved_down_still_count_for_less() -> None:
@@ -114,7 +114,7 @@ def test_what_an_engine_offloads_by_id_alone_is_found() -> None:
     box.store(1, 0, 6)
     box.tell(1, BlocksStored(IDS[:3].tobytes(), b""), "host_pinned")
     box.tell(1, BlocksRemoved(IDS[1:].tobytes()), "device")
-    assert box.picker.snapshot(PROMPT).held.of(0) == (1, 2, 0, 0)
+    assert box.picker.snapshot(PROMPT).cached_blocks.of(0) == (1, 2, 0, 0)
 
 
 def test_clearing_the_device_clears_everything() -> None:
@@ -122,9 +122,9 @@ def test_clearing_the_device_clears_everything() -> None:
     for tier in ("device", "host_pinned", "disk"):
         box.store(1, 0, 3, tier)
     box.tell(1, BlocksCleared(), "host_pinned")
-    assert box.picker.snapshot(PROMPT).held.of(0) == (3, 0, 0, 0)
+    assert box.picker.snapshot(PROMPT).cached_blocks.of(0) == (3, 0, 0, 0)
     box.tell(1, BlocksCleared(), "device")
-    assert box.picker.snapshot(PROMPT).held.of(0) == (0, 0, 0, 0)
+    assert box.picker.snapshot(PROMPT).cached_blocks.of(0) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(("given", "counts"), [("none", False), ("hicache", True)])
@@ -167,7 +167,7 @@ def test_a_tier_goes_on_behind_what_is_believed_of_the_device() -> None:
     box = Box(1, predicted_ttl_s=60.0)
     box.picker.pick("a", PROMPT[: 3 * BLOCK])
     box.store(1, 0, 5, "host_pinned")
-    assert box.picker.snapshot(PROMPT).held.of(0) == (3, 2, 0, 0)
+    assert box.picker.snapshot(PROMPT).cached_blocks.of(0) == (3, 2, 0, 0)
 
 
 def test_shared_blocks_go_with_the_worker_that_told_of_them() -> None:
@@ -184,7 +184,7 @@ def test_the_multiplier_of_one_request() -> None:
     box = Box(1, shared_cache_type="hicache")
     box.store(1, 0, 6, "external")
     assert box.costs()[1] == 12.5
-    found = explain(box.picker, PROMPT, override={"shared_cache_multiplier": 0.25})
+    found = box.picker.explain(PROMPT, override={"shared_cache_multiplier": 0.25})
     assert found.candidates[0].cost == 12.5 - 0.25 * 6
 
 
@@ -212,10 +212,10 @@ def test_weights_decide() -> None:
 def test_the_table_shows_tiers_where_there_are_any() -> None:
     box = Box(1, shared_cache_type="hicache", shared_cache_multiplier=0.5)
     box.store(1, 0, 2)
-    assert "host" not in table(explain(box.picker, PROMPT))
+    assert "host" not in table(box.picker.explain(PROMPT))
     box.store(1, 2, 3, "host_pinned")
     box.store(1, 3, 5, "external")
-    found = explain(box.picker, PROMPT)
+    found = box.picker.explain(PROMPT)
     (row,) = found.candidates
     assert (row.overlap_blocks, row.host_pinned_blocks, row.disk_blocks) == (2, 1, 0)
     assert (row.shared_blocks, row.credit_blocks) == (2, 2 + 0.75 + 1.0)

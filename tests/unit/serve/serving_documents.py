@@ -1,4 +1,4 @@
-"""A statefile for the tests that need one."""
+"""A statefile for tests."""
 
 from __future__ import annotations
 

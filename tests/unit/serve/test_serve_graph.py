@@ -1,4 +1,4 @@
-"""The graph file: what it may say, what it means, and errors that name file, line and key."""
+"""The graph file: its contents, and errors that name file, line and key."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def worker(*overrides: str) -> Service:
     return found
 
 
-def test_a_graph_is_read() -> None:
+def test_parse_a_graph() -> None:
     made = graph()
     assert made.namespace == "test"
     assert [service.name for service in made.services] == ["Frontend", "Worker"]
@@ -164,7 +164,7 @@ def test_errors_name_file_line_and_key(text: str, message: str) -> None:
 
 
 @given(st.text(alphabet="AB:-[]{}&*!|>#'\"\n ,xrun0.~", max_size=60))
-def test_no_text_escapes_as_another_error(text: str) -> None:
+def test_any_text_gives_a_graph_or_a_config_error(text: str) -> None:
     try:
         graph(text)
     except ConfigError as error:
@@ -200,7 +200,7 @@ def test_the_largest_graphs_fit() -> None:
 
 
 def test_overrides_are_merged_deeply() -> None:
-    """One overridden key leaves its siblings alone: the original loses the GPU request here."""
+    """An overridden key keeps its siblings; the original loses the GPU request here."""
     service = worker("--Worker.ServiceArgs.workers=4", "--Worker.extra.b", "2")
     assert (service.workers, service.gpu) == (4, 1.0)
     assert service.envs["TOKEN"] == "secret"
@@ -253,8 +253,8 @@ def test_an_override_needs_a_value(words: list[str]) -> None:
         split_overrides(words)
 
 
-def test_a_bare_dotted_word_is_no_override() -> None:
-    """It made the original's parser loop forever."""
+def test_a_bare_dotted_word_is_not_an_override() -> None:
+    """The original's parser loops forever on it."""
     assert split_overrides(["a.b", "graph.yaml"]) == (["a.b", "graph.yaml"], [])
 
 
@@ -293,7 +293,7 @@ def test_examples_are_valid_by_code_and_by_schema(path: Path) -> None:
     assert parse_graph(text, path.name).services
 
 
-def test_the_schema_says_what_the_code_says() -> None:
+def test_schema_and_code_agree() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(yaml.safe_load(GRAPH), SCHEMA)
     validator = jsonschema.Draft202012Validator(SCHEMA)

@@ -1,4 +1,4 @@
-"""Pipes, lines and log files: nothing is lost at the end, nothing grows without bound."""
+"""Pipes, lines and log files: complete at the end, and bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from dynamo.serve.output import LogFile, OutputPipe, ServiceOutput
 
 
-async def test_lines_arrive_whole_and_the_rest_at_the_end() -> None:
+async def test_lines_arrive_complete_and_the_rest_at_the_end() -> None:
     lines: list[bytes] = []
     last = asyncio.Event()
 
@@ -34,8 +34,8 @@ async def test_lines_arrive_whole_and_the_rest_at_the_end() -> None:
     pipe.close()
 
 
-async def test_close_takes_what_is_in_the_pipe() -> None:
-    """The last words of a process that crashed."""
+async def test_close_reads_the_rest_of_the_pipe() -> None:
+    """The last output of a crashed process."""
     lines: list[bytes] = []
     pipe = OutputPipe(lines.append)
     os.write(pipe.write_fd, b"Traceback\nKeyError")
@@ -43,7 +43,7 @@ async def test_close_takes_what_is_in_the_pipe() -> None:
     assert lines == [b"Traceback", b"KeyError"]
 
 
-async def test_an_endless_line_comes_in_pieces() -> None:
+async def test_an_endless_line_is_split() -> None:
     lines: list[bytes] = []
     pipe = OutputPipe(lines.append)
     for _ in range(40):
@@ -88,7 +88,7 @@ def test_a_removed_or_moved_log_file_is_written_again(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_full_disk_loses_the_line_only() -> None:
+def test_a_full_disk_drops_only_the_line() -> None:
     log = LogFile(Path("/dev/full"), 1000)
     log.write(b"x")
     log.close()

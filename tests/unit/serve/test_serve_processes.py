@@ -1,4 +1,4 @@
-"""Parentage, sessions and the guard: real processes, real kills."""
+"""Parents, sessions and the guard, with real processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_stat_tells_a_process_from_the_next_with_its_pid() -> None:
+def test_stat_detects_a_reused_pid() -> None:
     me = stat(os.getpid())
     assert me is not None and me.parent == os.getppid() and me.session == os.getsid(0)
     assert same_process(me.pid, me.start_ticks)
@@ -30,7 +30,7 @@ def test_stat_tells_a_process_from_the_next_with_its_pid() -> None:
     assert me.pid in {process.pid for process in snapshot()}
 
 
-def test_a_zombie_is_no_process_any_more() -> None:
+def test_a_zombie_does_not_count_as_a_process() -> None:
     child = subprocess.Popen(["sleep", "0"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     (found,) = [one for one in children(os.getpid()) if one.pid == child.pid]
@@ -45,8 +45,8 @@ def test_environment_of_another_process() -> None:
     assert environment(2**22 + 1) == {}
 
 
-def test_descendants_end_wherever_they_hid() -> None:
-    """A daemon that forked twice and left its session is found by its new parent."""
+def test_daemons_in_other_sessions_are_killed() -> None:
+    """A daemon that forked twice and left its session is adopted by the subreaper."""
     done = run(
         """
         import os, subprocess, time
@@ -92,14 +92,14 @@ def guarded(body: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
-def test_the_guard_hands_the_status_on_and_cleans_up_once() -> None:
+def test_the_guard_returns_the_status_and_cleans_up_once() -> None:
     assert guarded("return 7") == ["clean True", "status 7"]
     assert guarded("sys.exit(3)") == ["clean True", "status 3"]
     assert guarded("raise ValueError") == ["clean True", "status 1"]
     assert guarded("os.kill(os.getpid(), signal.SIGKILL)") == ["clean True", "status 137"]
 
 
-def test_the_arbiter_has_a_session_of_its_own_and_signals_wait_for_it() -> None:
+def test_the_arbiter_leads_a_session_and_starts_with_blocked_signals() -> None:
     body = (
         "blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])\n"
         "return 0 if STOP_SIGNALS <= blocked and os.getsid(0) == os.getpid() else 1"
@@ -126,7 +126,7 @@ def test_a_dead_guard_stops_the_arbiter_which_cleans_up(tmp_path: Path) -> None:
     assert proof.read_text() == "SIGTERM"
 
 
-def test_what_the_arbiter_leaves_is_ended() -> None:
+def test_processes_that_outlive_the_arbiter_are_killed() -> None:
     body = (
         "import subprocess\n"
         "child = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"

@@ -1,4 +1,4 @@
-"""Readiness is asked of the frontend as a client would ask."""
+"""Readiness probes against a real HTTP server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def serve(answer: Answer, chunked: bool = False) -> tuple[asyncio.Server, 
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_ready_when_all_workers_are_there(chunked: bool) -> None:
+async def test_ready_when_all_workers_are_registered(chunked: bool) -> None:
     looks = 0
 
     def answer(path: str) -> tuple[int, object]:
@@ -67,7 +67,7 @@ async def test_a_frontend_alone_needs_no_model() -> None:
         assert await wait_until_ready(address, 0) == FrontendHealth((), 0)
 
 
-async def test_a_stranger_is_not_ready() -> None:
+async def test_another_program_is_not_ready() -> None:
     server, address = await serve(lambda path: (200, {"data": [{"id": "x"}], "instances": []}))
     answers = iter([False, False, True])
     async with server, asyncio.timeout(10):
@@ -75,7 +75,7 @@ async def test_a_stranger_is_not_ready() -> None:
     assert list(answers) == []
 
 
-async def test_a_taken_port_is_refused() -> None:
+async def test_a_port_in_use_is_an_error() -> None:
     server, address = await serve(lambda path: (200, {}))
     async with server:
         with pytest.raises(ConfigError, match=f"cannot listen on {address.url}: Address already"):
@@ -85,11 +85,11 @@ async def test_a_taken_port_is_refused() -> None:
         check_free(FrontendAddress("192.0.2.1", 80))
 
 
-async def test_nonsense_is_not_ready() -> None:
+async def test_an_invalid_answer_is_not_ready() -> None:
     server, address = await serve(lambda path: (200, ["what"]))
     async with server:
         assert await probe(address) is None
-    assert await probe(address) is None  # nobody listens any more
+    assert await probe(address) is None  # nothing listens any more
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,6 @@ def test_address(options: dict[str, object], env: dict[str, str], url: str) -> N
 
 
 @pytest.mark.parametrize("port", [0, "x", 65536, -1])
-def test_an_unknowable_port_is_refused(port: object) -> None:
+def test_an_invalid_port_is_an_error(port: object) -> None:
     with pytest.raises(ConfigError, match="between 1 and 65535"):
         frontend_address({"http-port": port}, {})

@@ -1,4 +1,4 @@
-"""When a dead process is started again, and when it is given up."""
+"""When a dead process is restarted, and when the policy gives up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dynamo.serve.restarts import RestartPolicy, Restarts
 
 
-def test_the_first_death_is_answered_at_once_then_it_backs_off() -> None:
+def test_the_first_restart_is_immediate_then_it_backs_off() -> None:
     restarts = Restarts(RestartPolicy(burst=5, window_s=60))
     verdicts = [restarts.died(float(second), 1.0, -9) for second in range(5)]
     assert verdicts == [0.0, 0.5, 1.0, 2.0, "5 deaths within 60 s"]
@@ -19,13 +19,13 @@ def test_old_deaths_are_forgotten() -> None:
     assert [restarts.died(now, 1.0, 1) for now in (0.0, 11.0, 22.0, 33.0)] == [0.0] * 4
 
 
-def test_a_refused_command_line_is_not_tried_again() -> None:
+def test_a_rejected_command_line_is_not_retried() -> None:
     restarts = Restarts(RestartPolicy())
     assert restarts.died(0.0, 0.4, 2) == "its command line was rejected (exit status 2)"
-    assert restarts.died(0.0, 1000.0, 2) == 0.0  # it ran: something else went wrong
+    assert restarts.died(0.0, 1000.0, 2) == 0.0  # it ran for long: the status has another cause
 
 
-def test_a_start_by_hand_begins_afresh() -> None:
+def test_a_manual_start_forgets_deaths() -> None:
     restarts = Restarts(RestartPolicy(burst=2))
     assert restarts.died(0.0, 1.0, 1) == 0.0
     restarts.forget()

@@ -1,4 +1,4 @@
-"""The run directory: one owner, and what a crash left in it."""
+"""The run directory: one owner, and recovery after a crash."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_one_owner(home: RunDirectory) -> None:
     assert not list(home.path.iterdir())
 
 
-def test_recorded_leftovers_are_ended(home: RunDirectory) -> None:
+def test_recorded_processes_of_a_crash_are_killed(home: RunDirectory) -> None:
     with sleeper() as worker:
         found = stat(worker.pid)
         assert found is not None
@@ -80,7 +80,7 @@ def test_recorded_leftovers_are_ended(home: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("case", ["another start", "another boot", "another arbiter's file"])
-def test_strangers_are_left_alone(home: RunDirectory, case: str) -> None:
+def test_other_processes_are_spared(home: RunDirectory, case: str) -> None:
     with sleeper() as stranger:
         ticks = start_ticks(stranger.pid) or 0
         if case == "another start":
@@ -108,10 +108,10 @@ def test_strangers_are_left_alone(home: RunDirectory, case: str) -> None:
         ({}, None, False),
     ],
 )
-def test_a_process_in_a_session_of_its_own(
+def test_a_process_in_another_session(
     home: RunDirectory, changed: dict[str, str], since: int | None, ends: bool
 ) -> None:
-    """A grandchild that no record names is known by the environment of its worker."""
+    """A grandchild without a record is identified by the environment of its worker."""
     made = document("ns")
     made["arbiter"] = {"pid": dead_pid(), "start_ticks": since, "host": host_id()}
     home.statefile.create(made)
@@ -131,7 +131,7 @@ def test_a_process_in_a_session_of_its_own(
 @pytest.mark.parametrize(
     "processes", [None, [None], [{"pid": "1"}], [{"pid": 1, "start_ticks": 1}]]
 )
-def test_nonsense_in_the_record_ends_nothing(home: RunDirectory, processes: object) -> None:
+def test_an_invalid_record_kills_nothing(home: RunDirectory, processes: object) -> None:
     made = document("ns")
     made["arbiter"] = {"pid": dead_pid(), "start_ticks": 1, "host": host_id()}
     made["components"] = {"ns_A": {"processes": processes}, "ns_B": 3}
@@ -140,7 +140,7 @@ def test_nonsense_in_the_record_ends_nothing(home: RunDirectory, processes: obje
     assert "killed 0" in told
 
 
-def test_a_living_arbiter_without_its_lock_is_not_overrun(home: RunDirectory) -> None:
+def test_a_living_arbiter_without_its_lock_is_an_error(home: RunDirectory) -> None:
     with sleeper() as arbiter:
         made = document("ns")
         ticks = start_ticks(arbiter.pid)
@@ -151,13 +151,15 @@ def test_a_living_arbiter_without_its_lock_is_not_overrun(home: RunDirectory) ->
         arbiter.kill()
 
 
-def test_a_torn_statefile_is_told_and_replaced(home: RunDirectory) -> None:
+def test_a_damaged_statefile_is_reported_and_replaced(home: RunDirectory) -> None:
     home.statefile.path.write_text("{")
     (told,) = home.reconcile()
     assert "replacing a bad statefile" in told and not home.statefile.path.exists()
 
 
-def test_sockets_store_and_fallback_go_logs_stay(home: RunDirectory, tmp_path: Path) -> None:
+def test_sockets_store_and_fallback_are_removed_logs_kept(
+    home: RunDirectory, tmp_path: Path
+) -> None:
     digest = hashlib.sha256(os.fsencode(home.path)).hexdigest()[:12]
     fallback = tmp_path / f"dynamo-{os.geteuid()}-{digest}"
     fallback.mkdir()
@@ -173,8 +175,8 @@ def test_sockets_store_and_fallback_go_logs_stay(home: RunDirectory, tmp_path: P
     assert not fallback.exists()
 
 
-def test_only_dead_leases_go_from_a_store_in_use(home: RunDirectory) -> None:
-    """A worker that somebody started by hand keeps its lease, its keys and the sockets."""
+def test_only_dead_leases_are_removed_from_a_store_in_use(home: RunDirectory) -> None:
+    """A manually started worker keeps its lease, its keys and the sockets."""
     lease(home, 0xA1, dead_pid(), 1)
     lease(home, 0xB2, os.getpid(), start_ticks(os.getpid()) or 0)
     for lease_id, key in ((0xA1, KEY), (0xB2, KEY[:-2] + "b2")):

@@ -1,4 +1,4 @@
-"""The statefile: schema, atomic writes, locks, and what a crash or a stranger can do to it."""
+"""The statefile: schema, atomic writes, locks, crashes and foreign contents."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def statefile(tmp_path: Path) -> Statefile:
     return Statefile(tmp_path, "ns")
 
 
-def test_the_code_keeps_the_schema() -> None:
+def test_the_code_follows_the_schema() -> None:
     document = document_of(make_plan())
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(document, SCHEMA)
@@ -81,7 +81,7 @@ def test_examples_are_valid_and_readable(path: Path, tmp_path: Path) -> None:
     assert path.name in (DIRECTORY / "README.md").read_text()
 
 
-def test_the_schema_refuses_what_the_reader_refuses(statefile: Statefile) -> None:
+def test_the_schema_rejects_what_the_reader_rejects(statefile: Statefile) -> None:
     good = document_of(make_plan())
     for key in ("namespace", "circus_endpoint", "components", "environment"):
         bad = {name: value for name, value in good.items() if name != key}
@@ -103,7 +103,7 @@ def test_round_trip_and_modes(statefile: Statefile) -> None:
     assert not list(statefile.path.parent.iterdir())
 
 
-def test_unknown_keys_stay(statefile: Statefile) -> None:
+def test_unknown_keys_are_kept(statefile: Statefile) -> None:
     document = {**document_of(make_plan()), "theirs": {"a": [1]}}
     document["components"]["ns_Worker"]["lease"] = 7
     statefile.create(document)
@@ -114,7 +114,7 @@ def test_unknown_keys_stay(statefile: Statefile) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', '{"namespace": "ns"}', "\0\0\0"])
-def test_torn_or_foreign_is_said(statefile: Statefile, text: str) -> None:
+def test_a_damaged_or_foreign_file_is_an_error(statefile: Statefile, text: str) -> None:
     statefile.path.write_text(text)
     with pytest.raises(StatefileError, match=r"ns\.json .*`dynamo serve` replaces it"):
         statefile.read()
@@ -123,7 +123,7 @@ def test_torn_or_foreign_is_said(statefile: Statefile, text: str) -> None:
     assert statefile.path.read_text() == text
 
 
-def test_another_namespace_is_said(statefile: Statefile) -> None:
+def test_another_namespace_is_an_error(statefile: Statefile) -> None:
     statefile.path.write_text(json.dumps({**document_of(make_plan()), "namespace": "other"}))
     with pytest.raises(StatefileError, match="belongs to namespace 'other'"):
         statefile.read()
@@ -143,7 +143,7 @@ def test_a_failed_change_writes_nothing(statefile: Statefile) -> None:
     statefile.update(lambda doc: None)  # and the lock is free
 
 
-def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_writable_is_an_error(tmp_path: Path) -> None:
     gone = Statefile(tmp_path, "ns")
     (tmp_path / f".ns.json.{os.getpid()}").mkdir()  # in the place of the temporary file
     with pytest.raises(StatefileError, match=r"cannot write .*ns\.json: Is a directory"):
@@ -167,7 +167,7 @@ def test_no_update_is_lost(statefile: Statefile) -> None:
         process.start()
     readings = 0
     while any(process.is_alive() for process in others):
-        assert statefile.read() is not None  # never torn, never missing
+        assert statefile.read() is not None  # never partial, never missing
         readings += 1
     for process in others:
         process.join()
@@ -199,7 +199,7 @@ def test_a_lock_is_freed_by_the_kernel(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_removed_lock_is_noticed(tmp_path: Path) -> None:
+def test_a_removed_lock_is_detected(tmp_path: Path) -> None:
     """Threads that lock, remove and lock again never hold the lock at the same time."""
     path, inside, worst = tmp_path / "lock", [0], [0]
 
@@ -220,7 +220,7 @@ def test_a_removed_lock_is_noticed(tmp_path: Path) -> None:
     assert worst[0] == 1
 
 
-def test_removal_frees_its_lock_when_it_fails(tmp_path: Path) -> None:
+def test_a_failed_removal_releases_its_lock(tmp_path: Path) -> None:
     statefile = Statefile(tmp_path, "ns")
     statefile.path.mkdir()
     with pytest.raises(OSError):

@@ -1,4 +1,4 @@
-"""From graph to watchers, and which watcher gets which GPUs."""
+"""The watchers of a graph, and their GPUs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_shortage_is_an_error_with_the_table() -> None:
 
 
 def test_vectors_of_the_original() -> None:
-    """Spec 2, four GPUs; where the original would invent GPUs, ours refuses."""
+    """Spec 2, four GPUs; where the original assigns GPUs that do not exist, ours raises."""
     one = Allocator(of(0, 1, 2, 3))
     assert (one.assign("a", 1.0), one.free) == (("0",), 3)
     assert (one.assign("b", 1), one.free) == (("1",), 2)
@@ -101,7 +101,7 @@ def test_vectors_of_the_original() -> None:
     st.integers(0, 9),
     st.lists(st.sampled_from([0.1, 0.25, 0.3, 0.5, 0.9, 1.0, 2.0, 3.0]), max_size=30),
 )
-def test_nobody_is_given_more_than_there_is(total: int, wishes: list[float]) -> None:
+def test_no_gpu_is_assigned_beyond_its_capacity(total: int, wishes: list[float]) -> None:
     allocator = Allocator(of(*range(total)))
     load = dict.fromkeys(map(str, range(total)), 0.0)
     for number, wish in enumerate(wishes):
@@ -139,6 +139,6 @@ def test_visible_devices(devices: list[Gpu] | None, visible: str | None, ids: ob
     assert inventory_of(devices, visible).ids == ids
 
 
-def test_device_order_is_the_drivers_only_when_the_numbers_are() -> None:
+def test_device_order_is_set_only_with_the_drivers_numbers() -> None:
     assert inventory_of(DEVICES, None).env == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert inventory_of(DEVICES, "1").env == {}

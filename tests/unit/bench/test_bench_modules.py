@@ -1,4 +1,4 @@
-"""The pure rooms of the load generator: traces, prompts, figures."""
+"""The pure modules of the load generator: traces, prompts, figures."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_equal_prefixes_become_equal_text() -> None:
 
 
 @given(st.integers(1, 50), st.integers(1, 500), st.floats(0, 1))
-def test_synthetic_prompts_have_the_length_asked_for(count: int, isl: int, ratio: float) -> None:
+def test_synthetic_prompts_have_the_requested_length(count: int, isl: int, ratio: float) -> None:
     planned = synthetic(count, isl=isl, osl=7, prefix_ratio=ratio)
     assert [p.input_tokens for p in planned] == [isl] * count
     assert {p.output_tokens for p in planned} == {7}
@@ -82,7 +82,7 @@ def test_percentile_is_a_member_and_monotone(values: list[float], share: float) 
     assert percentile(ordered, 0.0) == ordered[0] and percentile(ordered, 1.0) == ordered[-1]
 
 
-def test_summary_counts_what_happened() -> None:
+def test_summary_counts_outcomes() -> None:
     outcomes = [
         outcome(
             0,
@@ -117,7 +117,7 @@ def test_summary_counts_what_happened() -> None:
     assert summary.good_requests == 2 and summary.good_requests_per_s == 1.0
 
 
-def test_nothing_measured_is_nothing_reported() -> None:
+def test_missing_measurements_are_not_reported() -> None:
     summary = summarize([outcome(0, None, 0.1, error="x")], 1.0)
     assert summary.ttft_ms is None and summary.hit_rate is None and summary.busiest_share is None
 

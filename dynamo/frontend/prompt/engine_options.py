@@ -1,0 +1,144 @@
+"""Options that few requests have, as engines and routers read them. Spec 5.6, 7.4.
+
+The common ones are sorted in ``preprocessor``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.prompt.bounds import MAX_ENGINE_BYTES
+from dynamo.protocols.codec import encode
+from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.protocols.openai import GenerationRequest, NvExt
+
+__all__ = ["expand_choices", "guided_decoding", "known_annotations", "routing"]
+
+_LARGEST = 2**64 - 1
+_ANNOTATIONS = frozenset(
+    ("formatted_prompt", "llm_metrics", "query_instance_id", "request_id", "token_ids")
+)
+_NUMBERS = (
+    "backend_instance_id",
+    "prefill_worker_id",
+    "decode_worker_id",
+    "dp_rank",
+    "prefill_dp_rank",
+)
+
+
+def expand_choices(requests: list[PreprocessedRequest], n: int) -> list[PreprocessedRequest]:
+    """``n`` requests for each of ``requests``, which are one for each prompt.
+
+    Raises InvalidArgument if together they are too large for the engines.
+    """
+    first = requests[0]
+    options_bytes = len(encode(first)) - 4 * len(first.token_ids)
+    tokens = sum([len(each.token_ids) for each in requests])
+    total_bytes = n * (4 * tokens + options_bytes * len(requests))
+    if total_bytes > MAX_ENGINE_BYTES:
+        raise InvalidArgument(
+            f"Validation: the prompts and options of {n * len(requests)} choices ('n' for each "
+            f"prompt) are {total_bytes} bytes for the engines, at most {MAX_ENGINE_BYTES}; ask for "
+            "fewer choices in a request"
+        )
+    if n == 1:
+        return requests
+    return [_choice(each, number) for each in requests for number in range(n)]
+
+
+def known_annotations(annotations: list[str]) -> list[str]:
+    """The annotations that exist, each once."""
+    found = dict.fromkeys(annotations)
+    return [name for name in found if name.partition(":")[0] in _ANNOTATIONS]
+
+
+def guided_decoding(request: GenerationRequest) -> dict[str, Any] | None:
+    """The grammar that the answer must follow, None without one. Raises InvalidArgument."""
+    form = request.response_format
+    given = {
+        "json": request.guided_json if form is None else _response_schema(form),
+        "regex": request.guided_regex,
+        "choice": request.guided_choice,
+        "grammar": request.guided_grammar,
+    }
+    found = {name: value for name, value in given.items() if value is not None}
+    if not found:
+        return None
+    if len(found) > 1:
+        names = ", ".join(found)
+        raise InvalidArgument(f"Validation: only one guided decoding constraint, got {names}")
+    if request.guided_decoding_backend is not None:
+        found["backend"] = request.guided_decoding_backend
+    if request.guided_whitespace_pattern is not None:
+        found["whitespace_pattern"] = request.guided_whitespace_pattern
+    return found
+
+
+def routing(request: GenerationRequest, lora_name: str | None) -> Routing | None:
+    """The client's constraints on the choice of a worker, None without any."""
+    nvext = request.nvext
+    if nvext is None:
+        if lora_name is None and request.cache_salt is None:
+            return None
+        return Routing(lora_name=lora_name, cache_namespace=request.cache_salt)
+    _check_numbers(nvext)
+    hints = nvext.agent_hints
+    constraints = nvext.routing_constraints
+    return Routing(
+        backend_instance_id=nvext.backend_instance_id,
+        prefill_worker_id=nvext.prefill_worker_id,
+        decode_worker_id=nvext.decode_worker_id,
+        dp_rank=nvext.dp_rank,
+        prefill_dp_rank=nvext.prefill_dp_rank,
+        allowed_worker_ids=nvext.allowed_worker_ids,
+        required_taints=constraints.required_taints if constraints else None,
+        preferred_taints=constraints.preferred_taints if constraints else None,
+        priority_jump=hints.latency_sensitivity if hints else None,
+        priority=hints.priority if hints else None,
+        strict_priority=hints.strict_priority if hints else None,
+        expected_output_tokens=hints.osl if hints else None,
+        lora_name=lora_name,
+        cache_namespace=request.cache_salt,
+    )
+
+
+def _check_numbers(nvext: NvExt) -> None:
+    """Check that ids and ranks fit into 64 bits, which the decoder cannot."""
+    for name in _NUMBERS:
+        value = getattr(nvext, name)
+        if value is not None and value > _LARGEST:
+            raise InvalidArgument(f"nvext.{name} must be at most {_LARGEST}, got {shorten(value)}")
+    for value in nvext.allowed_worker_ids or ():
+        if value > _LARGEST:
+            text = f"nvext.allowed_worker_ids must be at most {_LARGEST}, got {shorten(value)}"
+            raise InvalidArgument(text)
+
+
+def _response_schema(form: dict[str, Any]) -> Any:
+    kind = form.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    described = form.get("json_schema")
+    if kind == "json_schema" and isinstance(described, dict) and "schema" in described:
+        return described["schema"]
+    raise InvalidArgument(
+        "Validation: 'response_format' must be of type text, json_object, or json_schema with a "
+        f"`json_schema.schema`, got type `{shorten(kind)}`"
+    )
+
+
+def _choice(request: PreprocessedRequest, number: int) -> PreprocessedRequest:
+    """A copy for choice ``number`` with another seed: with one seed all choices are the same."""
+    sampling = request.sampling_options
+    seed = sampling.seed
+    if number and seed is not None:
+        # Seeds are 64 bits with a sign; the one after the largest is the smallest.
+        wrapped = (seed + number + 2**63) % 2**64 - 2**63
+        sampling = msgspec.structs.replace(sampling, seed=wrapped)
+    return msgspec.structs.replace(request, sampling_options=sampling)

@@ -1,0 +1,31 @@
+"""Every metric that the package declares, found by importing all its modules."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+import dynamo
+from dynamo.observability.metrics import MetricSpec
+
+__all__ = ["AnySpec", "declarations", "declared_in", "kind_of"]
+
+AnySpec = MetricSpec  # type: ignore[type-arg]
+
+
+def declared_in(*modules: ModuleType) -> list[AnySpec]:
+    """The metrics of these modules, imported ones included."""
+    return [v for module in modules for v in vars(module).values() if isinstance(v, MetricSpec)]
+
+
+def declarations() -> list[AnySpec]:
+    """Each declaration of the package once."""
+    names = [one.name for one in pkgutil.walk_packages(dynamo.__path__, "dynamo.")]
+    modules = [importlib.import_module(one) for one in names if not one.endswith("__main__")]
+    return list({id(spec): spec for spec in declared_in(*modules)}.values())
+
+
+def kind_of(spec: AnySpec) -> str:
+    """``counter``, ``gauge`` or ``histogram``."""
+    return str(spec.kind.__name__).lower()
