@@ -92,10 +92,12 @@ async def test_a_late_subscriber_sees_no_gap_until_it_loses_an_event(tmp_path: P
     await listener.joined(publisher)
     order: list[str] = []
     listener.subscriber._on_gap = lambda *gap: order.append(f"gap {gap}")
-    listener.subscriber._on_event = lambda *event: (
-        order.append("event"),
-        listener.on_event(*event),
-    )
+
+    def on_event(publisher_id: int, sequence: int, payload: bytes) -> None:
+        order.append("event")
+        listener.on_event(publisher_id, sequence, payload)
+
+    listener.subscriber._on_event = on_event
     expected = publisher._sequence
     publisher._sequence += 5
     publisher.publish(b"x")
@@ -301,7 +303,8 @@ async def test_a_callback_may_close_the_subscriber(tmp_path: Path) -> None:
 
 async def test_the_wire_is_the_documented_one(tmp_path: Path) -> None:
     publisher = ZmqPublisher(TOPIC, 258, ipc(tmp_path))
-    with zmq.Context.instance().socket(zmq.SUB) as raw:
+    raw: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+    with raw:
         raw.setsockopt(zmq.LINGER, 0)
         raw.setsockopt(zmq.SUBSCRIBE, b"")
         raw.connect(publisher.address)
