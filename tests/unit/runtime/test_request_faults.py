@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 from request_kit import ENDPOINT, TIMEOUT_S, Recorder, pair, until
@@ -417,9 +418,10 @@ class CuttingProxy(asyncio.Protocol):
 
         class Upstream(asyncio.Protocol):
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                proxy.worker = transport  # type: ignore[assignment]
+                worker = cast(asyncio.Transport, transport)
+                proxy.worker = worker
                 for data in proxy.early:
-                    proxy.worker.write(data)
+                    worker.write(data)
 
             def data_received(self, data: bytes) -> None:
                 proxy.forward(data)
