@@ -86,19 +86,6 @@ BAD = [
 ]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-async def store(root: Path) -> AsyncIterator[FileDiscovery]:
-    one = FileDiscovery(root)
-    await one.start()
-    yield one
-    await one.close()
-
-
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -111,7 +98,7 @@ async def test_a_bad_file_is_reported_once_and_nothing_else_is_lost(
     name: str,
     make: Callable[[Path], None],
     problem: str,
-):
+) -> None:
     """Three ways to meet it: in a batch of file events, at the start, after lost events."""
     own = await store.grant(10)
     assert await store.list("v1/") == {}
@@ -129,9 +116,9 @@ async def test_a_bad_file_is_reported_once_and_nothing_else_is_lost(
     assert not [one for one in reports(caplog) if "failed" in one]
 
 
-async def test_a_bad_file_that_goes_is_not_reported_again(
+async def test_a_removed_bad_file_is_not_reported_again(
     store: FileDiscovery, root: Path, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     for name in ("v1/mdc/a b", "v1/mdc/ab", "leases/zz"):
         (root / name).mkdir()
     assert await store.list("v1/") == {}
@@ -142,7 +129,9 @@ async def test_a_bad_file_that_goes_is_not_reported_again(
     assert len(reports(caplog)) == 3
 
 
-async def test_another_spelling_of_a_lease_does_not_end_it(store: FileDiscovery, root: Path):
+async def test_another_spelling_of_a_lease_does_not_end_it(
+    store: FileDiscovery, root: Path
+) -> None:
     own = await store.grant(10, 0x10)
     await store.put(KEY, b"good", own.id)
     assert await store.list("v1/") == {KEY: b"good"}
@@ -153,7 +142,7 @@ async def test_another_spelling_of_a_lease_does_not_end_it(store: FileDiscovery,
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
-async def test_a_value_that_no_store_holds_is_refused(root: Path, kind: str):
+async def test_a_value_that_no_store_holds_is_refused(root: Path, kind: str) -> None:
     one = FileDiscovery(root) if kind == "file" else MemoryDiscovery()
     await one.start()
     own = await one.grant(10)
@@ -181,7 +170,7 @@ class FakeLink:
         await asyncio.Event().wait()
 
 
-async def test_the_same_checks_for_etcd(caplog: pytest.LogCaptureFixture):
+async def test_the_same_checks_for_etcd(caplog: pytest.LogCaptureFixture) -> None:
     big = bytes(layout.LARGEST_VALUE_BYTES + 1)
     link = FakeLink(
         {"v1/mdc/big": big, "v1/mdc/": b"x", KEY: b"good", "v1/mdc/other": b"1"},
@@ -229,7 +218,7 @@ CARD = {
         ("runtime_config.bootstrap_port", 65536),
     ],
 )
-def test_a_card_out_of_range_names_the_field(field: str, value: int):
+def test_a_card_out_of_range_names_the_field(field: str, value: int) -> None:
     assert decode_card(msgspec.json.encode(CARD)).instance_id == 1
     name, _, inner = field.partition(".")
     raw = json.dumps({**CARD, name: {inner: value} if inner else value}).encode()
@@ -241,12 +230,14 @@ def test_a_card_out_of_range_names_the_field(field: str, value: int):
 @pytest.mark.parametrize(
     "data", [b"", b"\xff", b'{"a":"\xff"}', b"[" * 100_000, b'{"user_data":' * 100_000]
 )
-def test_whatever_it_is_decoding_raises_value_error(kind: type, data: bytes):
+def test_whatever_it_is_decoding_raises_value_error(kind: type, data: bytes) -> None:
     with pytest.raises(ValueError):
         record_decoder(kind)(data)
 
 
-async def test_a_bad_event_channel_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_a_bad_event_channel_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = RuntimeSettings(discovery_backend="mem", state_dir=str(tmp_path))
     runtime = DistributedRuntime(None, settings)
     own = await runtime.granted()
@@ -277,7 +268,7 @@ async def test_a_bad_event_channel_is_skipped(tmp_path: Path, caplog: pytest.Log
     await runtime.close()
 
 
-async def test_a_worker_cannot_register_a_card_out_of_range(tmp_path: Path):
+async def test_a_worker_cannot_register_a_card_out_of_range(tmp_path: Path) -> None:
     settings = RuntimeSettings(discovery_backend="mem", state_dir=str(tmp_path))
     runtime = DistributedRuntime(None, settings)
     endpoint = runtime.endpoint("ns.comp.generate")

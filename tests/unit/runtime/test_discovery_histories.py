@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from dynamo.errors import WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
-from dynamo.runtime.discovery import FileDiscovery, KeyEvent, layout
+from dynamo.runtime.discovery import FileDiscovery, KeyEvent, Lease, layout
 from dynamo.runtime.discovery.process import host_id, start_ticks
 
 KEYS = [f"v1/{bucket}/ns/c/e/1" for bucket in layout.BUCKETS]
@@ -66,7 +66,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(target=leases, store=stores)
     def grant(self, store: int) -> int:
-        lease = self.run(self.stores[store].grant(1000, self._new_id()))
+        lease: Lease = self.run(self.stores[store].grant(1000, self._new_id()))
         self.live.add(lease.id)
         return lease.id
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import msgspec
 import pytest
 
 from dynamo.protocols.control import LeaseRecord
-from dynamo.runtime.discovery import leases
 from dynamo.runtime.discovery.leases import LeaseTable
 
 TTL_S = 10.0
@@ -49,23 +49,26 @@ class Listener:
     """Records what happened to the lease, and when."""
 
     def __init__(self, clock: Clock) -> None:
-        self.told: list[tuple[str, float]] = []
+        self.events: list[tuple[str, float]] = []
         self._clock = clock
 
-    def _tell(self, what: str) -> None:
-        self.told.append((what, round(self._clock.now_s - START_S, 3)))
+    def _record(self, event: str) -> None:
+        self.events.append((event, round(self._clock.now_s - START_S, 3)))
 
     def lease_alive(self, lease_id: int) -> None:
-        self._tell("alive")
+        self._record("alive")
 
     def lease_silent(self, lease_id: int) -> None:
-        self._tell("silent")
+        self._record("silent")
 
     def lease_ended(self, lease_id: int) -> None:
-        self._tell("ended")
+        self._record("ended")
 
     def holder_died(self, lease_id: int) -> None:
-        self._tell("died")
+        self._record("died")
+
+    def no_file(self, path: Path) -> None:
+        """Ignore a missing file: ``lease_ended`` reports it."""
 
     def bad_file(self, path: Path, problem: str) -> None:
         raise AssertionError(problem)
@@ -92,37 +95,37 @@ class Site:
 @pytest.fixture
 async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     clock = Clock()
-    monkeypatch.setattr(leases.time, "time", clock.time)
+    monkeypatch.setattr(time, "time", clock.time)
     await asyncio.sleep(0)
     return Site(tmp_path, clock)
 
 
-async def test_a_hung_holder_is_silent_one_ttl_after_its_last_touch(site: Site):
+async def test_a_hung_holder_is_silent_one_ttl_after_its_last_touch(site: Site) -> None:
     for seconds in (3.0, 6.0, 9.0):
         site.clock.move_to(seconds)
         site.touch()
         site.table.touched("7")
     site.clock.move_to(30)
-    assert site.listener.told == [("alive", 0), ("silent", 19)]
+    assert site.listener.events == [("alive", 0), ("silent", 19)]
 
 
-async def test_a_touch_that_is_read_late_counts_from_when_it_was_made(site: Site):
+async def test_a_touch_that_is_read_late_counts_from_when_it_was_made(site: Site) -> None:
     site.clock.move_to(3)
     site.touch()
     site.clock.move_to(8)
     site.table.touched("7")
     site.clock.move_to(30)
-    assert site.listener.told == [("alive", 0), ("silent", 13)]
+    assert site.listener.events == [("alive", 0), ("silent", 13)]
 
 
-async def test_other_changes_of_the_file_are_no_sign_of_life(site: Site):
+async def test_other_changes_of_the_file_do_not_count_as_touches(site: Site) -> None:
     site.clock.move_to(8)
     site.path.chmod(0o600)
     site.table.touched("7")
     site.clock.move_to(12)
     site.table.touched("7")
-    assert site.listener.told == [("alive", 0), ("silent", 10)]
+    assert site.listener.events == [("alive", 0), ("silent", 10)]
     site.touch()
     site.table.touched("7")
     site.clock.move_to(30)
-    assert site.listener.told[2:] == [("alive", 12), ("silent", 22)]
+    assert site.listener.events[2:] == [("alive", 12), ("silent", 22)]
