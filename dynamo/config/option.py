@@ -11,18 +11,18 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from dynamo.config.parser import Parser
 from dynamo.errors import ConfigError
 
 __all__ = [
     "Option",
+    "build",
     "deprecations",
     "environ",
+    "fields",
     "from_env",
-    "load",
     "option",
     "preset",
     "to_env",
@@ -80,37 +80,15 @@ def preset(variable: str, value: str) -> None:
     os.environ.setdefault(variable, value)
 
 
-def load(  # noqa: PLR0913 - the last three are optional
-    prog: str,
-    description: str,
-    groups: Sequence[type[Any]],
-    argv: Sequence[str] | None = None,
-    env: Mapping[str, str] | None = None,
-    epilog: str | None = None,
-) -> tuple[Any, ...]:
-    """Build one instance of each group, in order, from ``argv`` over ``env`` over defaults.
-
-    Exits with status 2 and a one-line message for a bad flag or variable, 0 after ``--help``.
-    """
-    parser = Parser(prog, description, epilog)
-    for group in groups:
-        parser.add_settings((group.__doc__ or group.__name__).split("\n")[0], _fields(group))
-    given = vars(parser.parse_args(argv))
-    try:
-        return tuple(_build(group, given, os.environ if env is None else env) for group in groups)
-    except ConfigError as error:
-        parser.error(error.message)
-
-
 def from_env(group: type[T], env: Mapping[str, str] | None = None, **given: Any) -> T:
     """Build ``group`` from ``given`` over variables over defaults. Raises ConfigError."""
-    return _build(group, given, os.environ if env is None else env)
+    return build(group, given, os.environ if env is None else env)
 
 
 def to_env(settings: Any) -> dict[str, str]:
     """Return the variables from which :func:`from_env` rebuilds ``settings`` in a child process."""
     out: dict[str, str] = {}
-    for field in _fields(type(settings)):
+    for field in fields(type(settings)):
         value = getattr(settings, field.name)
         spec: Option = field.metadata["option"]
         if spec.env and value is not None:
@@ -122,7 +100,7 @@ def deprecations(settings: Any) -> list[str]:
     """Return a warning for each deprecated field of ``settings`` that is not at its default."""
     return [
         f"{(*spec.flags, *spec.env)[0]} is deprecated: {spec.deprecated}"
-        for field in _fields(type(settings))
+        for field in fields(type(settings))
         if (spec := field.metadata["option"]).deprecated
         and getattr(settings, field.name) != field.default
     ]
@@ -134,7 +112,8 @@ def _text(value: Any) -> str:
     return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _fields(group: type[Any]) -> list[dataclasses.Field[Any]]:
+def fields(group: type[Any]) -> list[dataclasses.Field[Any]]:
+    """Return the fields of ``group`` that are options."""
     return [field for field in dataclasses.fields(group) if "option" in field.metadata]
 
 
@@ -149,9 +128,10 @@ def _types(group: type[Any], name: str) -> tuple[type[Any], bool]:
     return (typing.get_origin(hint) or hint), nullable
 
 
-def _build(group: type[T], given: Mapping[str, Any], env: Mapping[str, str]) -> T:
+def build(group: type[T], given: Mapping[str, Any], env: Mapping[str, str]) -> T:
+    """Build ``group`` from flags ``given`` over ``env`` over defaults. Raises ConfigError."""
     values: dict[str, Any] = {}
-    for field in _fields(group):
+    for field in fields(group):
         spec: Option = field.metadata["option"]
         kind, nullable = _types(group, field.name)
         name, raw = _source(field, spec, given, env)

@@ -6,15 +6,37 @@ import argparse
 import dataclasses
 import shutil
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from dynamo.config.option import Option
+from dynamo.config.option import Option, build, environ, fields
+from dynamo.errors import ConfigError
 
-__all__ = ["Parser", "range_text"]
+__all__ = ["Parser", "load", "range_text"]
 
 _WIDEST = 100
+
+
+def load(  # noqa: PLR0913 - the last three are optional
+    prog: str,
+    description: str,
+    groups: Sequence[type[Any]],
+    argv: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    epilog: str | None = None,
+) -> tuple[Any, ...]:
+    """Build one instance of each group, in order, from ``argv`` over ``env`` over defaults.
+
+    Exits with status 2 and a one-line message for a bad flag or variable, 0 after ``--help``.
+    """
+    parser = Parser(prog, description, epilog)
+    for group in groups:
+        parser.add_settings((group.__doc__ or group.__name__).split("\n")[0], fields(group))
+    given = vars(parser.parse_args(argv))
+    try:
+        return tuple(build(group, given, environ() if env is None else env) for group in groups)
+    except ConfigError as error:
+        parser.error(error.message)
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,10 +53,10 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
-    def add_settings(self, title: str, fields: Sequence[dataclasses.Field[Any]]) -> None:
+    def add_settings(self, title: str, options: Sequence[dataclasses.Field[Any]]) -> None:
         """Add an argument for each field with a flag, under ``title`` or the latest ``heading``."""
         section = self.add_argument_group(title)
-        for field in fields:
+        for field in options:
             spec: Option = field.metadata["option"]
             if spec.heading:
                 section = self.add_argument_group(spec.heading)

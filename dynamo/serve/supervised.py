@@ -21,7 +21,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import psutil
 from circus.exc import MessageError
@@ -32,10 +32,39 @@ from dynamo.serve.output import OutputPipe
 from dynamo.serve.processes import die_with_parent, end_group, stat
 from dynamo.serve.restarts import RestartPolicy, Restarts
 
-if TYPE_CHECKING:
-    from dynamo.serve.arbiter import SupervisingArbiter
-
 __all__ = ["SupervisedProcess", "SupervisedWatcher"]
+
+
+class WatcherArbiter(Protocol):
+    """The arbiter as its watchers call it."""
+
+    watchers: list[SupervisedWatcher]
+    killing: bool
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the deployment stops."""
+
+    def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
+        """Record a new process."""
+
+    def reap_processes(self) -> None:
+        """Reap the processes of all watchers."""
+
+    def died(self, watcher: SupervisedWatcher, process: SupervisedProcess, delay_s: float) -> None:
+        """Report that a process died and is started again after ``delay_s``."""
+
+    def respawn_in(self, delay_s: float, watcher: SupervisedWatcher) -> None:
+        """Start the missing processes of ``watcher`` after ``delay_s``."""
+
+    def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
+        """Report that ``watcher`` is not started again."""
+
+    def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
+        """Report a process that did not exit in time."""
+
+    def is_draining(self, watcher: SupervisedWatcher, status: int) -> bool:
+        """Return whether the exit was requested by a scale-down."""
 
 
 class SupervisedProcess(Process):  # type: ignore[misc]
@@ -131,7 +160,7 @@ def _words(cmd: str, args: str | Sequence[str] | None) -> list[str]:
 class SupervisedWatcher(Watcher):  # type: ignore[misc]
     """One watcher. ``on_line`` gets its output; ``single_because``: why it has one process only."""
 
-    arbiter: SupervisingArbiter
+    arbiter: WatcherArbiter
 
     def __init__(  # noqa: PLR0913 - all but the command by name
         self,

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from dynamo.config.option import load
+from dynamo.config.parser import load
 from dynamo.config.router import RouterSettings
 from dynamo.errors import Overloaded
 from dynamo.protocols.card import RuntimeConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.config.option import load
+from dynamo.config.parser import load
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
 from dynamo.router.cost import (
