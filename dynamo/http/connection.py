@@ -220,7 +220,9 @@ class HttpConnection(asyncio.Protocol):
         self._advancing = True
         try:
             for _ in range(_REQUESTS_PER_TURN):
-                if not (self._buffer and self._may_read() and self._step()):
+                if self._exchange is not None or not self._buffer:
+                    break
+                if not (self._may_read() and self._step()):
                     break
             else:
                 self._pause()
@@ -278,8 +280,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _may_read(self) -> bool:
         return (
-            self._exchange is None
-            and self._head is None
+            self._head is None
             and not self.above_high_water
             and not self._lingering
             and self._transport is not None

@@ -174,8 +174,10 @@ class Exchange:
         head = transport.heads.get(status, content_type, framing)
         extra = encode_headers(headers) if headers else b""
         shown = b"" if self._bodiless else body
+        self.done = True
+        self.on_disconnect = self.on_drain = self.on_expired = None
         transport.send(b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, shown))
-        self._finish()
+        transport.finished(self)
 
     def refuse(self, status: int, message: str, kind: str | None = None) -> None:
         """Respond with an error body. Spec 5.4."""

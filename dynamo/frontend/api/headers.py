@@ -1,4 +1,4 @@
-"""What a client says in HTTP headers: its request id, and where the request should go. Spec 5.7."""
+"""HTTP headers of a request: its id, and constraints on its routing. Spec 5.7."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.protocols.engine import Routing
 
-__all__ = ["new_request_id", "request_id", "routed"]
+__all__ = ["ROUTING_HEADERS", "new_request_id", "request_id", "routed"]
 
 _RANDOM = random.Random()
 _IDS_A_PREFIX = 1 << 16
@@ -33,7 +33,7 @@ _PRIORITIES = {
     "x-dynamo-request-strict-priority": "strict_priority",
 }
 _TEXTS = {"x-dynamo-session-id": "session_id"}
-_ROUTING = frozenset((*_INTEGERS, *_PRIORITIES, *_TEXTS))
+ROUTING_HEADERS = frozenset((*_INTEGERS, *_PRIORITIES, *_TEXTS))
 
 
 def _new_request_ids() -> Iterator[str]:
@@ -45,14 +45,14 @@ def _new_request_ids() -> Iterator[str]:
 
 
 new_request_id = _new_request_ids().__next__
-"""A new UUID (version 4), no secret: random, but 65,536 in a row differ in their last digits only,
-which is ten times as fast as drawing each."""
+"""Return a new UUID (version 4). Not a secret: 65,536 in a row differ only in their last digits,
+which is ten times as fast as a random one each."""
 
 
 def request_id(headers: Mapping[str, str]) -> tuple[str, str | None]:
-    """The internal id, and what the client gave as its own (to be echoed), if anything.
+    """Return the internal id, and the client's id, if any, which the response echoes.
 
-    The client's becomes the internal one if it is a UUID.
+    The client's id becomes the internal one if it is a UUID.
     """
     given = headers.get("x-request-id")
     if given is None:
@@ -64,11 +64,11 @@ def request_id(headers: Mapping[str, str]) -> tuple[str, str | None]:
 
 
 def routed(routing: Routing | None, headers: Mapping[str, str]) -> Routing | None:
-    """``routing`` with what the headers say on top; the same object if they say nothing.
+    """Return ``routing`` overridden by the ``ROUTING_HEADERS`` among the headers.
 
     Raises InvalidArgument naming the header.
     """
-    if _ROUTING.isdisjoint(headers):
+    if ROUTING_HEADERS.isdisjoint(headers):
         return routing
     changes: dict[str, int | str] = {}
     for name, field in _INTEGERS.items():
@@ -95,7 +95,7 @@ def _integer(name: str, text: str) -> int:
 
 
 def _priority(name: str, text: str) -> int:
-    """As ``nvext.agent_hints`` takes it: 32 bits with a sign."""
+    """Parse a priority as in ``nvext.agent_hints``: 32 bits with a sign."""
     digits = text.removeprefix("-")
     if digits.isascii() and digits.isdecimal() and len(digits) <= _PRIORITY_DIGITS:
         value = int(text)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from dynamo.errors import DynamoError
 from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
-from dynamo.frontend.api.headers import request_id, routed
+from dynamo.frontend.api.headers import ROUTING_HEADERS, request_id, routed
 from dynamo.frontend.api.nvext import location, location_phase, worker_id_field
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
@@ -169,8 +169,8 @@ class OpenAIRoutes:
         """Respond to a request that has not reached a model."""
         metrics = self._registry.metrics
         found = labels(error)
-        metrics.failures.labels(found.failure_class, found.reason).value += 1
-        metrics.outcomes(model).ended(api.endpoint, "unary", found.error_type)
+        metrics.failures[found.failure_class, found.reason].value += 1
+        metrics.outcomes(model).failed(api.endpoint, "unary", found.error_type)
         echoed = exchange.headers.get("x-request-id")
         headers = [] if echoed is None else [("x-request-id", echoed)]
         if error.status == 503:
@@ -197,7 +197,9 @@ class OpenAIRoutes:
             int(time.time()),
             force_usage=registry.settings.force_usage,
         )
-        routing = routed(prepared.requests[0].routing, request.exchange.headers)
+        routing, headers = prepared.requests[0].routing, request.exchange.headers
+        if not ROUTING_HEADERS.isdisjoint(headers):
+            routing = routed(routing, headers)
         if parsed.nvext is not None:
             # A bound method of the metrics: one of the request would make a cycle.
             generation.timing = request.metrics.timing
@@ -208,12 +210,11 @@ class OpenAIRoutes:
                 found = location(dispatch, tokens, routing, phase, self._models.kv_mode)
                 request.respond_location(found)
                 return
-        engine_id = request.engine_id = registry.claim_id(info.request_id)
         engine_requests = request.engine_requests = []
         for index, preprocessed in enumerate(prepared.requests):
             preprocessed.routing = routing
             # Engines identify requests by id, so each choice has an id of its own.
-            choice_id = f"{engine_id}-{index}" if index else engine_id
+            choice_id = f"{request.engine_id}-{index}" if index else request.engine_id
             engine_requests.append(EngineRequest(request, index, dispatch, choice_id, preprocessed))
         prompt_tokens = prepared.prompt_tokens
         at_once = 1

@@ -114,7 +114,7 @@ class PrefillMetrics:
 
     def last_of(self, worker_id: int, dp_rank: int, prompt_tokens: int, seconds: float) -> None:
         """Show the latest prompt of a registered worker."""
-        last = self._metrics.worker(worker_id, dp_rank, "prefill")
+        last = self._metrics.workers[worker_id, dp_rank, "prefill"]
         last.isl.value = prompt_tokens
         last.ttft.value = seconds
 

@@ -212,7 +212,7 @@ class _Active:
     def _changed(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for worker_id in removed:
             self._router.remove_worker(worker_id)
-            self._metrics.forget_worker(worker_id)
+            self._metrics.workers.forget(worker_id)
         for record in added:
             self._add(record.instance_id)
 

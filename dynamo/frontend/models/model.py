@@ -169,4 +169,4 @@ class ModelEntry:
 
     def _workers_changed(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for worker_id in removed:
-            self._all_metrics.forget_worker(worker_id)
+            self._all_metrics.workers.forget(worker_id)

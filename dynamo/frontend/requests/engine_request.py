@@ -94,6 +94,7 @@ class EngineRequest:
     __slots__ = (
         "_dispatch",
         "_reported",
+        "_text_complete",
         "counted",
         "decision",
         "first_token_s",
@@ -140,6 +141,7 @@ class EngineRequest:
         self.last_token_s = _NEVER
         self.tokens = 0
         self._reported = 0
+        self._text_complete = False
 
     def on_data(self, payload: bytes) -> None:
         """Convert one engine output to text and count its tokens."""
@@ -150,7 +152,7 @@ class EngineRequest:
         request.last_activity_s = now
         try:
             output = _decode(payload)
-            text_complete = request.generation.push(self.index, output)
+            text_complete = self._text_complete = request.generation.push(self.index, output)
         except DynamoError as error:
             request.fail(error, by_worker=True)
             return
@@ -177,13 +179,19 @@ class EngineRequest:
             # A stop string ended the text before the engine ended its output.
             if self.stream is not None:
                 self.stream.kill()
-            self._finish()
+            self.open = False
+            self.release()
+            request.engine_request_done()
 
     def on_end(self) -> None:
         """The engine has ended its output."""
-        if self.open and not self.request.closed:
-            self.request.generation.close(self.index)
-            self._finish()
+        request = self.request
+        if self.open and not request.closed:
+            if not self._text_complete:
+                request.generation.close(self.index)
+            self.open = False
+            self.release()
+            request.engine_request_done()
 
     def on_error(self, error: DynamoError) -> None:
         """Reroute if no worker has seen the request, else fail it."""
@@ -219,8 +227,3 @@ class EngineRequest:
         if count:
             self._reported = self.tokens
             self.picker.add_output_tokens(self.id, count)
-
-    def _finish(self) -> None:
-        self.open = False
-        self.release()
-        self.request.engine_request_done()

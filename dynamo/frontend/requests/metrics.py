@@ -196,6 +196,27 @@ class WorkerLast(NamedTuple):
     itl: Gauge
 
 
+class _WorkersLast(dict[tuple[int, int, str], WorkerLast]):
+    """The gauges by worker, rank and type (prefill, decode); indexing makes them on first use."""
+
+    def __init__(self, *families: Family[Gauge]) -> None:
+        super().__init__()
+        self._families = families
+
+    def __missing__(self, key: tuple[int, int, str]) -> WorkerLast:
+        worker_id, dp_rank, worker_type = key
+        labels = (str(dp_rank), str(worker_id), worker_type)
+        found = self[key] = WorkerLast(*(family[labels] for family in self._families))
+        return found
+
+    def forget(self, worker_id: int) -> None:
+        """Remove the gauges of a worker and all its ranks."""
+        for key in [key for key in self if key[0] == worker_id]:
+            del self[key]
+            for family in self._families:
+                family.remove(str(key[1]), str(worker_id), key[2])
+
+
 class FrontendMetrics:
     """All metrics of the frontend, on ``registry``, with names that begin with ``prefix``."""
 
@@ -229,12 +250,11 @@ class FrontendMetrics:
         self.plane_queue = self.child(_PLANE_QUEUE)
         self.plane_send = self.child(_PLANE_SEND)
         self.plane_roundtrip = self.child(_PLANE_ROUNDTRIP)
-        self._last = (
+        self.workers = _WorkersLast(
             self.family(_WORKER_LAST_ISL),
             self.family(_WORKER_LAST_TTFT),
             self.family(_WORKER_LAST_ITL),
         )
-        self._workers: dict[tuple[int, int, str], WorkerLast] = {}
         self._unknown = Outcomes(self, UNKNOWN_MODEL)
 
     def family(self, spec: MetricSpec[C]) -> Family[C]:
@@ -270,22 +290,6 @@ class FrontendMetrics:
         """The outcomes of ``name`` if it is or was served, else of all unknown models together."""
         return self._models.get(name) or self._unknown
 
-    def worker(self, worker_id: int, dp_rank: int, worker_type: str = "decode") -> WorkerLast:
-        """The gauges of a worker's latest request."""
-        found = self._workers.get((worker_id, dp_rank, worker_type))
-        if found is None:
-            labels = (str(dp_rank), str(worker_id), worker_type)
-            found = WorkerLast(*(family[labels] for family in self._last))
-            self._workers[worker_id, dp_rank, worker_type] = found
-        return found
-
-    def forget_worker(self, worker_id: int) -> None:
-        """Remove the gauges of a worker and all its ranks."""
-        for key in [key for key in self._workers if key[0] == worker_id]:
-            del self._workers[key]
-            for family in self._last:
-                family.remove(str(key[1]), str(worker_id), key[2])
-
     def show_card(self, card: ModelCard, ready: bool) -> None:
         """Set the model's gauges from its card."""
         config = card.runtime_config
@@ -304,23 +308,21 @@ class FrontendMetrics:
 
 
 class Outcomes:
-    """How the requests for one model begin and end."""
+    """How the requests for one model begin and end.
+
+    ``started`` and ``requests`` are public because indexing a family costs no Python call.
+    """
 
     def __init__(self, metrics: FrontendMetrics, name: str) -> None:
         self.name = name
-        self._started = metrics.family(_STARTED)
-        self._requests = metrics.family(_REQUESTS)
+        self.started = metrics.family(_STARTED)
+        self.requests = metrics.family(_REQUESTS)
         self._rejection = metrics.family(_REJECTION)
         self._cancellation = metrics.family(_CANCELLATION)
 
-    def started(self, endpoint: str, request_type: str) -> None:
-        """Count a request that was accepted for processing."""
-        self._started[endpoint, self.name, request_type].value += 1
-
-    def ended(self, endpoint: str, request_type: str, error_type: str) -> None:
-        """Count a request that has ended; ``error_type`` is "" for success. Spec 6."""
-        status = "error" if error_type else "success"
-        self._requests[endpoint, error_type, self.name, request_type, status].value += 1
+    def failed(self, endpoint: str, request_type: str, error_type: str) -> None:
+        """Count a request that has failed. Spec 6."""
+        self.requests[endpoint, error_type, self.name, request_type, "error"].value += 1
         if error_type == "cancelled":
             self._cancellation[self.name, endpoint, request_type].value += 1
         elif error_type == "overload":

@@ -94,27 +94,28 @@ class RequestRegistry:
 
     # -- active requests
 
-    def add(self, request: ActiveRequest) -> None:
-        """Admit and register ``request``."""
+    def add(self, request: ActiveRequest) -> str:
+        """Admit and register ``request``; return an id for the engine, which no other one has.
+
+        This is the request's own id, or with a suffix while another request of that id is active:
+        clients may use one id for two requests at once, and engines refuse an id that they already
+        serve.
+        """
         self.admitted += 1
         self._active.add(request)
+        engine_id = request.info.request_id
+        if engine_id in self._engine_ids:
+            engine_id = f"{engine_id}.{next(self._duplicates)}"
+        self._engine_ids.add(engine_id)
+        return engine_id
 
     def remove(self, request: ActiveRequest) -> None:
         """Forget ``request``, which has ended, and release its engine id."""
         self._active.discard(request)
         self._engine_ids.discard(request.engine_id)
-        self.leave()
-
-    def claim_id(self, request_id: str) -> str:
-        """Return an id for the engine that no other active request has.
-
-        ``request_id`` itself, or with a suffix while another request of that id runs: clients may
-        use one id for two requests at once, and engines refuse an id that they already serve.
-        """
-        if request_id in self._engine_ids:
-            request_id = f"{request_id}.{next(self._duplicates)}"
-        self._engine_ids.add(request_id)
-        return request_id
+        self.admitted -= 1
+        if not self.admitted and self._drained is not None:
+            self._drained.set()
 
     def fail_all(self, error: DynamoError) -> None:
         """End every request with ``error``: the drain timeout has passed."""

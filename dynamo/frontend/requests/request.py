@@ -49,8 +49,8 @@ class Shared(Protocol):
     overload_status: int
     held_limit_bytes: int
 
-    def add(self, request: ActiveRequest) -> None:
-        """Register a request that begins."""
+    def add(self, request: ActiveRequest) -> str:
+        """Register a request that begins; return its id for the engine."""
 
     def remove(self, request: ActiveRequest) -> None:
         """Forget a request that has ended, and its engine id."""
@@ -62,10 +62,11 @@ class ActiveRequest:
     ``last_activity_s`` is when an engine last sent anything, infinite while none computes;
     ``detokenize_s`` the time spent on converting outputs to text; ``metrics`` counts the rest.
     ``worker_id_field``, if set, makes ``nvext.worker_id`` of the first decision. ``engine_id`` is
-    the id of the first engine request, empty until dispatch.
+    the id of the first engine request.
     """
 
     __slots__ = (
+        "_headers",
         "_held_bytes",
         "_open",
         "_output_deferred",
@@ -102,10 +103,11 @@ class ActiveRequest:
         self.streaming = stream
         self.engine_requests: Sequence[EngineRequest] = ()
         self.closed = False
-        self.engine_id = ""
         self.last_activity_s = _NEVER
         self.detokenize_s = 0.0
         self.worker_id_field: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
+        echoed = info.echoed_id
+        self._headers = () if echoed is None else (("x-request-id", echoed),)
         self._shared = shared
         self._started = False  # the streamed response has begun
         self._output_deferred = False
@@ -114,17 +116,11 @@ class ActiveRequest:
         self._working = 0
         exchange.on_disconnect = self._client_disconnected
         exchange.on_expired = self._expired
-        shared.add(self)
+        self.engine_id = shared.add(self)
         kind = "stream" if stream else "unary"
         self.metrics = RequestMetrics(
             shared.metrics, model, info.endpoint, kind, exchange.received_at
         )
-
-    @property
-    def headers(self) -> list[tuple[str, str]]:
-        """Response headers of every outcome."""
-        echoed = self.info.echoed_id
-        return [] if echoed is None else [("x-request-id", echoed)]
 
     @property
     def idle_since(self) -> float:
@@ -153,7 +149,8 @@ class ActiveRequest:
     ) -> None:
         """``engine_request`` went to its worker, chosen at ``chosen_s`` (monotonic seconds) with
         ``queued`` others left in the router's queue."""
-        now_s = self.engine_started()
+        self._working += 1
+        now_s = self.last_activity_s = time.monotonic()
         shown = engine_request is self.engine_requests[0]  # after a reroute, the new worker
         if not engine_request.counted:
             engine_request.counted = True
@@ -194,7 +191,9 @@ class ActiveRequest:
     def engine_request_done(self) -> None:
         """An engine request has ended without an error; after the last one, complete the answer."""
         self._open -= 1
-        self.engine_stopped()
+        self._working -= 1
+        if not self._working:
+            self.last_activity_s = _NEVER
         if self.closed or self._open:
             return
         if self.streaming:
@@ -202,7 +201,7 @@ class ActiveRequest:
                 self._start()
             self.exchange.end(self.generation.end())
         else:
-            self.exchange.respond(200, self.generation.unary(), headers=self.headers)
+            self.exchange.respond(200, self.generation.unary(), headers=self._headers)
         self._close(None)
 
     # -- called by the write batch and the registry
@@ -245,7 +244,7 @@ class ActiveRequest:
             self.exchange.end(self.generation.error(error))
         else:
             status, body = error_response(error, self._shared.overload_status)
-            self.exchange.respond(status, body, headers=self.headers)
+            self.exchange.respond(status, body, headers=self._headers)
         self._close(found)
 
     def crashed(self, error: BaseException) -> None:
@@ -266,7 +265,7 @@ class ActiveRequest:
         self._started = True
         exchange = self.exchange
         exchange.on_drain = self.flush
-        exchange.start(200, "text/event-stream", [_NO_CACHE, *self.headers])
+        exchange.start(200, "text/event-stream", [_NO_CACHE, *self._headers])
         exchange.write(self.generation.opening())
 
     def _client_disconnected(self) -> None:
@@ -284,9 +283,9 @@ class ActiveRequest:
         for one in engine_requests:
             if not one.released:
                 one.release()
-        if metrics.generated:
+        if metrics.accepted and metrics.engine_requests:
             usage = self.generation.usage()
-            metrics.generation(usage, engine_requests, self.detokenize_s)
+            metrics.output(usage, engine_requests, self.detokenize_s)
         metrics.ended(failure)
         self.engine_requests = ()  # they refer to the request: a cycle would need the collector
         self._shared.remove(self)

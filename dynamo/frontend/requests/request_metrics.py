@@ -44,7 +44,8 @@ class RequestMetrics:
     """Of one request to ``endpoint``; ``kind`` is ``stream`` or ``unary``.
 
     ``prepared_s`` is set when the engine requests are ready; ``accepted`` once each of them is sent
-    or queued; ``prefilled`` if a prefill worker computed the prompt. Times are monotonic seconds.
+    or queued; ``prefilled`` if a prefill worker computed the prompt; ``engine_requests`` is those
+    that a worker has received. Times are monotonic seconds.
     """
 
     __slots__ = (
@@ -59,10 +60,10 @@ class RequestMetrics:
         "_prompt_tokens",
         "_queue_depth",
         "_received_s",
-        "_sent",
         "_sent_s",
         "_stage",
         "accepted",
+        "engine_requests",
         "prefilled",
         "prepared_s",
     )
@@ -83,7 +84,7 @@ class RequestMetrics:
         self._sent_s = 0.0
         self._first_token_s = 0.0
         self._phase = "aggregated"
-        self._sent = 0
+        self.engine_requests = 0
         self._overlap_blocks = 0
         self._prompt_blocks = 0
         self._prompt_tokens = 0
@@ -92,24 +93,19 @@ class RequestMetrics:
         self.prefilled: Prefilled | None = None
         self.prepared_s = 0.0
         model.active.value += 1
-        model.started(endpoint, kind)
+        model.started[endpoint, model.name, kind].value += 1
         self._stage: Gauge | None = metrics.preprocessing
         metrics.preprocessing.value += 1
-
-    @property
-    def generated(self) -> bool:
-        """Whether an engine was asked for an answer."""
-        return self.accepted and self._sent > 0
 
     def routed(self, phase: str) -> None:
         """Count the request as being routed for ``phase``, one of ``PHASES``."""
         self._phase = phase
-        if not self._sent:
+        if not self.engine_requests:
             self._enter(self._metrics.routing[phase])
 
     def prefilling(self) -> None:
         """Count the request as dispatched to a prefill worker."""
-        if not self._sent:
+        if not self.engine_requests:
             self._enter(self._metrics.dispatching["prefill"])
 
     def dispatched(self, prompt_tokens: int) -> None:
@@ -129,18 +125,21 @@ class RequestMetrics:
         metrics.plane_inflight.value += 1
         metrics.dispatch_stage.observe(send_seconds)
         metrics.plane_send.observe(send_seconds)
-        self._sent += 1
+        self.engine_requests += 1
         self._overlap_blocks += decision.overlap_blocks
         self._prompt_blocks += decision.prompt_blocks
         if queued > self._queue_depth:
             self._queue_depth = queued
-        if self._sent > 1:
+        if self.engine_requests > 1:
             return False
         self._sent_s = chosen_s
         metrics.route_stage.observe(chosen_s - self.prepared_s)
         metrics.plane_queue.observe(chosen_s - self._received_s)
         self._model.inflight.value += 1
-        self._enter(metrics.dispatching[self._phase])
+        if self._stage is not None:
+            self._stage.value -= 1
+        self._stage = metrics.dispatching[self._phase]
+        self._stage.value += 1
         return True
 
     def first_token(self, now: float) -> None:
@@ -178,9 +177,7 @@ class RequestMetrics:
             "router_queue_depth": self._queue_depth,
         }
 
-    def generation(
-        self, usage: Usage, choices: Iterable[ServedChoice], detokenize_s: float
-    ) -> None:
+    def output(self, usage: Usage, choices: Iterable[ServedChoice], detokenize_s: float) -> None:
         """Count the output, complete or partial; converting it to text took ``detokenize_s``."""
         model, metrics = self._model, self._metrics
         tokens = usage.completion_tokens
@@ -199,7 +196,7 @@ class RequestMetrics:
                 cached_tokens = None  # the usage is that of the whole request
             if decision is None or decision.worker_id not in picker.worker_pool.members:
                 continue  # the rows of a removed worker stay removed
-            last = metrics.worker(decision.worker_id, decision.dp_rank)
+            last = metrics.workers[decision.worker_id, decision.dp_rank, "decode"]
             last.isl.value = self._prompt_tokens
             if choice.tokens:
                 last.ttft.value = choice.first_token_s - self._received_s
@@ -211,18 +208,20 @@ class RequestMetrics:
         model, metrics = self._model, self._metrics
         if self.prepared_s:
             metrics.preprocess_stage.observe(self.prepared_s - self._received_s)
-        if self._sent:
+        if self.engine_requests:
             model.inflight.value -= 1
-            metrics.plane_inflight.value -= self._sent
+            metrics.plane_inflight.value -= self.engine_requests
         if self.accepted and not self._first_token_s:
             model.queued.value -= 1
         if self._stage is not None:
             self._stage.value -= 1
             self._stage = None
-        if failure is not None:
-            metrics.failures.labels(failure.failure_class, failure.reason).value += 1
+        if failure is None:
+            model.requests[self._endpoint, "", model.name, self._kind, "success"].value += 1
+        else:
+            metrics.failures[failure.failure_class, failure.reason].value += 1
+            model.failed(self._endpoint, self._kind, failure.error_type)
         model.active.value -= 1
-        model.ended(self._endpoint, self._kind, "" if failure is None else failure.error_type)
         model.duration.observe(time.monotonic() - self._received_s)
 
     def _enter(self, stage: Gauge) -> None:

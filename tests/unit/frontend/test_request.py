@@ -289,7 +289,7 @@ async def test_a_worker_that_has_left_gets_no_rows(site: Site) -> None:
     stream.say(ids(site, "good "))
     await turn()
     site.worker_pool.members.clear()
-    site.metrics.forget_worker(7)
+    site.metrics.workers.forget(7)
     stream.say(ids(site, "day"), finish_reason="stop")
     stream.sink.on_end()
     await turn()
