@@ -1,4 +1,4 @@
-"""The distributed runtime: how processes find each other and stream answers. Spec 7."""
+"""The distributed runtime: discovery, request plane and event plane. Spec 7."""
 
 from dynamo.runtime.annotated import Annotated, InvalidRequest
 from dynamo.runtime.client import Client

@@ -1,4 +1,4 @@
-"""What a caller reads: response items with their annotations, and errors as Dynamo words them."""
+"""The items and errors of a response as Dynamo's callers read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Annotated", "InvalidRequest", "Responses"]
 
 
 class InvalidRequest(InvalidArgument, ValueError):
-    """The worker's handler raised ValueError; its text is in the message. Spec 7.10."""
+    """The worker's handler raised ValueError; the message quotes it. Spec 7.10."""
 
 
 class Annotated:
@@ -23,23 +23,23 @@ class Annotated:
         self._data = data
 
     def data(self) -> Any:
-        """The value that the handler yielded."""
+        """Return the value that the handler yielded."""
         return self._data
 
     def id(self) -> str | None:
-        """Always None: items have no ids of their own here."""
+        """Return None: items have no ids here."""
         return None
 
     def event(self) -> str | None:
-        """Always None: a stream carries data only, an error is raised."""
+        """Return None: a stream carries data only, errors are raised."""
         return None
 
     def comments(self) -> list[str]:
-        """Always empty."""
+        """Return an empty list."""
         return []
 
     def is_error(self) -> bool:
-        """Always False: an error is raised by the iteration."""
+        """Return False: the iteration raises errors."""
         return False
 
     def __repr__(self) -> str:
@@ -65,5 +65,5 @@ class Responses:
         return Annotated(item) if self._annotated else item
 
     async def aclose(self) -> None:
-        """Kill the request unless it is over. Idempotent."""
+        """Kill the request unless it has ended. Idempotent."""
         await self._stream.aclose()

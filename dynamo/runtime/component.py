@@ -1,4 +1,4 @@
-"""Names of what is served: namespace, component, endpoint. Spec 7.1, 7.10."""
+"""The names of endpoints (namespace, component, endpoint), and serving them. Spec 7.1, 7.10."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SCHEME = "dyn://"
 
 
 class BadEndpointPath(InvalidArgument, ValueError):
-    """The text names no endpoint."""
+    """The text is not the path of an endpoint."""
 
 
 def parse_endpoint(text: str) -> EndpointPath:
-    """``ns.component.endpoint``, with or without ``dyn://``. Raises BadEndpointPath."""
+    """Parse ``ns.component.endpoint``, with or without ``dyn://``. Raises BadEndpointPath."""
     parts = text.removeprefix(_SCHEME).split(".")
     if len(parts) != 3 or not all(map(_is_name, parts)):
         raise BadEndpointPath(
@@ -43,7 +43,7 @@ class Namespace:
         self._runtime = runtime
 
     def component(self, name: str) -> Component:
-        """A component in this namespace."""
+        """Return a component in this namespace."""
         return Component(self._runtime, self.name, name)
 
 
@@ -56,15 +56,15 @@ class Component:
         self._runtime = runtime
 
     async def create_service(self) -> None:
-        """Nothing to do; kept for workers written for older versions."""
+        """Do nothing; kept for workers written for older versions."""
 
     def endpoint(self, name: str) -> Endpoint:
-        """An endpoint of this component."""
+        """Return an endpoint of this component."""
         return Endpoint(self._runtime, (self.namespace, self.name, name))
 
 
 class Endpoint:
-    """Something that can be served by this process, or called. Raises BadEndpointPath."""
+    """An endpoint to serve in this process or to call. Raises BadEndpointPath."""
 
     def __init__(self, runtime: DistributedRuntime, path: EndpointPath) -> None:
         if not all(map(_is_name, path)):
@@ -93,7 +93,7 @@ class Endpoint:
         return self.runtime.metrics
 
     def connection_id(self) -> int:
-        """The instance id under which this process serves."""
+        """Return the instance id of this process."""
         return self.runtime.instance_id
 
     async def serve_endpoint(
@@ -105,11 +105,11 @@ class Endpoint:
     ) -> None:
         """Serve ``async def handler(request[, context])``, an async generator of plain values.
 
-        Returns when the process has left: its lease was revoked, ``shutdown()`` or a signal came,
-        and the streams in flight have ended. ``graceful_shutdown=False`` cuts them instead.
-        A cancelled caller does not wait: the endpoint is taken down and its streams are cut.
-        ``metrics_labels`` are added to those of the endpoint's metrics. ValueError: served already,
-        or they are no labels. ``health_check_payload`` is accepted and has no effect yet.
+        Returns after a shutdown (revoked lease, ``shutdown()`` or signal) when the streams in
+        flight have ended. ``graceful_shutdown=False`` aborts them instead. Cancelling this call
+        removes the endpoint and aborts its streams. ``metrics_labels`` are added to those of the
+        endpoint's metrics. ValueError: served already, or an invalid label.
+        ``health_check_payload`` is accepted and has no effect yet.
         """
         push = generator_handler(handler, self.runtime.tasks)
         await self.serve_push(push, graceful_shutdown, metrics_labels)
@@ -131,7 +131,7 @@ class Endpoint:
             raise
 
     async def client(self, router_mode: Any = None) -> Client:
-        """Follow the instances of this endpoint; those that exist are known on return.
+        """Return a client that follows the instances of this endpoint, the existing ones included.
 
         ``router_mode`` is accepted for compatibility; the caller chooses with each call.
         """
@@ -141,7 +141,7 @@ class Endpoint:
         return client
 
     async def unregister_endpoint_instance(self) -> None:
-        """Leave discovery, go on serving those who know the address."""
+        """Remove the instance from discovery; clients that have its address may still call it."""
         await self.runtime.serving.withdraw(self.path)
 
     async def register_endpoint_instance(self) -> None:

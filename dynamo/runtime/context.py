@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class Context:
-    """Says whether a request should stop, and tells everything linked to it, in link order.
+    """The cancellation state of a request; notifies its listeners and children in link order.
 
-    ``stop`` asks for an early but orderly end (items already made may still be read), ``kill`` ends
-    the request; a kill implies a stop and nothing undoes either. Use it from the loop's thread.
+    ``stop`` asks for an early but orderly end (items already produced may still be read), ``kill``
+    ends the request. A kill implies a stop; neither can be undone. Use it on the loop's thread.
     """
 
     __slots__ = ("_id", "_level", "_listeners", "_waiters", "metadata")
@@ -32,7 +32,7 @@ class Context:
         self.metadata: dict[str, Any] = {} if metadata is None else metadata
 
     def id(self) -> str:
-        """The request id; made up on first use if none was given."""
+        """Return the request id; generate one on first use if none was given."""
         if self._id is None:
             self._id = str(uuid.uuid4())
         return self._id
@@ -48,11 +48,11 @@ class Context:
         return self._traceparent(2, 16)
 
     def is_stopped(self) -> bool:
-        """Whether the request should end soon; true after a kill, too."""
+        """Return whether the request should end soon; true after a kill, too."""
         return self._level > 0
 
     def is_killed(self) -> bool:
-        """Whether nobody listens any more."""
+        """Return whether the caller dropped the request."""
         return self._level == _LEVEL["kill"]
 
     def stop_generating(self) -> None:
@@ -78,15 +78,15 @@ class Context:
         return True
 
     def link_child(self, child: Context) -> None:
-        """Forward every later stop and kill to ``child``; one that already happened, at once."""
+        """Forward every stop and kill to ``child``; a past one at once."""
         self.on_cancel(child._cancel)
 
     def unlink_child(self, child: Context) -> None:
-        """Forget ``child``; one that was never linked is ignored."""
+        """Stop forwarding to ``child``; ignore one that is not linked."""
         self.off_cancel(child._cancel)
 
     def on_cancel(self, callback: Callable[[CancelKind], None]) -> None:
-        """Call ``callback("stop" | "kill")`` for each level once, at once if already reached."""
+        """Call ``callback("stop" | "kill")`` once for each level; at once for a past one."""
         if self._listeners is None:
             self._listeners = []
         self._listeners.append(callback)
@@ -94,7 +94,7 @@ class Context:
             callback("kill" if self.is_killed() else "stop")
 
     def off_cancel(self, callback: Callable[[CancelKind], None]) -> None:
-        """Forget ``callback``; an unknown one is ignored."""
+        """Remove ``callback``; ignore an unknown one."""
         if self._listeners is not None and callback in self._listeners:
             self._listeners.remove(callback)
 
@@ -109,7 +109,7 @@ class Context:
         for callback in tuple(self._listeners or ()):
             try:
                 callback(kind)
-            except Exception:  # one listener must not rob the others
+            except Exception:  # the other listeners must be notified
                 log.exception("%s of request %s: a listener failed", kind, self.id())
 
     def _traceparent(self, field: int, digits: int) -> str | None:

@@ -1,8 +1,9 @@
-"""The runtime of one process: discovery, the request plane, the event plane, and its end."""
+"""The runtime of one process: discovery, request plane, event plane, shutdown."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import secrets
 from collections.abc import Mapping
@@ -14,13 +15,13 @@ from dynamo.config.etcd import EtcdSettings
 from dynamo.config.nats import NatsSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
+from dynamo.errors import ConfigError
 from dynamo.observability.metrics import Registry
 from dynamo.runtime.component import Endpoint, Namespace, parse_endpoint
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
 from dynamo.runtime.discovery.stale_sockets import StaleSockets
 from dynamo.runtime.events import EventPlane, EventPublisher, EventSubscriber
 from dynamo.runtime.events.channels import OnEvent, OnGap, OnPublisher, Publishers, Subscription
-from dynamo.runtime.extras import extra
 from dynamo.runtime.paths import release_sockets, socket_dirs, store_dir
 from dynamo.runtime.requests import RequestClient, RequestServer
 from dynamo.runtime.serving import Serving
@@ -34,24 +35,24 @@ log = logging.getLogger(__name__)
 
 
 class _Follower(Protocol):
-    """Lives no longer than the runtime."""
+    """An object that the runtime closes."""
 
     def close(self) -> None:
-        """End. Idempotent."""
+        """Close. Idempotent."""
 
 
 class DistributedRuntime:
-    """Everything a process needs to serve endpoints and to call those of others. Spec 7.10.
+    """The services that a process needs to serve endpoints and to call others. Spec 7.10.
 
     ``DistributedRuntime(loop)`` reads the environment; ``settings`` may also be the name of a
     discovery backend, as in ``DistributedRuntime(loop, "file", "tcp")``. ``event_loop``,
     ``enable_nats`` and ``response_plane`` are accepted and not used: the running loop serves, and
-    there is one response plane. Nothing is opened before it is needed. Raises ConfigError.
+    there is one response plane. Connections open on first use. Raises ConfigError.
 
     Use it on one loop; end it with ``await close()``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - Dynamo's signature
         self,
         event_loop: asyncio.AbstractEventLoop | None = None,
         settings: RuntimeSettings | str | None = None,
@@ -87,7 +88,7 @@ class DistributedRuntime:
 
     @classmethod
     def detached(cls) -> DistributedRuntime:
-        """A runtime from the environment (older API)."""
+        """Create a runtime from the environment (older API)."""
         return cls()
 
     @property
@@ -97,16 +98,16 @@ class DistributedRuntime:
 
     @property
     def lease(self) -> Lease | None:
-        """The lease of this process, once there is one."""
+        """The lease of this process, None before it is granted."""
         return self.serving.lease
 
     async def granted(self) -> Lease:
-        """The lease of this process, granted on first use. EngineShutdown if it is leaving."""
+        """Return the lease of this process, granted on first use. EngineShutdown: it stops."""
         await self.start()
         return await self.serving.granted()
 
     async def start(self) -> None:
-        """Open discovery. Done by whatever needs it first; idempotent. Raises ConfigError."""
+        """Open discovery and NATS. Called by every first use; idempotent. Raises ConfigError."""
         if not self._started:
             self._started = True
             planes = (
@@ -118,7 +119,7 @@ class DistributedRuntime:
                 log.info("discovery %s, requests over %s, events over %s", *planes)
             if self.settings.discovery_backend == "etcd" and self.settings.request_plane == "uds":
                 log.warning(
-                    "etcd discovery with UNIX sockets: workers of other boxes cannot be reached; "
+                    "etcd discovery with UNIX sockets: workers on other boxes are unreachable; "
                     "set DYN_REQUEST_PLANE=tcp and DYN_TCP_RPC_HOST=0.0.0.0"
                 )
             await self.discovery.start()
@@ -126,29 +127,29 @@ class DistributedRuntime:
                 await self._nats.start()
 
     async def start_serving(self) -> Serving:
-        """Open discovery and, if it is wanted, the status server."""
+        """Open discovery and, if configured, the status server."""
         await self.start()
         await self.status.start()
         return self.serving
 
     def endpoint(self, path: str) -> Endpoint:
-        """``ns.component.endpoint`` or ``dyn://ns.component.endpoint``. Raises ValueError."""
+        """Return the endpoint ``[dyn://]ns.component.endpoint``. Raises ValueError."""
         return Endpoint(self, parse_endpoint(path))
 
     def namespace(self, name: str) -> Namespace:
-        """The namespace ``name``."""
+        """Return the namespace ``name``."""
         return Namespace(self, name)
 
     def register_engine_route(self, name: str, callback: EngineRoute) -> None:
-        """Answer ``POST /engine/<name>`` of the status server by ``await callback(body)``."""
+        """Answer ``POST /engine/<name>`` of the status server with ``await callback(body)``."""
         self.status.routes[name.strip("/")] = callback
 
     async def publisher(self, namespace: str, component: str, topic: str) -> EventPublisher:
-        """This process's publisher on the topic, found by subscribers through discovery."""
+        """Return the publisher of this process on the topic; register it in discovery."""
         await self.start()
         return await self._publishers.get((namespace, component, topic))
 
-    def subscribe(
+    def subscribe(  # noqa: PLR0913 - one callback per kind of event
         self,
         namespace: str,
         component: str,
@@ -158,7 +159,7 @@ class DistributedRuntime:
         on_publisher: OnPublisher | None = None,
         over: Mapping[str, EventSubscriber] | None = None,
     ) -> Subscription:
-        """Hear every publisher of the topic, those of today and those to come."""
+        """Subscribe to every present and future publisher of the topic."""
         channel = (namespace, component, topic)
         return self.track(
             Subscription(self.discovery, channel, on_event, on_gap, on_publisher, self._nats, over)
@@ -170,13 +171,13 @@ class DistributedRuntime:
         return follower
 
     def shutdown(self) -> None:
-        """Begin to leave: out of discovery, finish what is in flight. ``serve_endpoint`` returns
-        when that is done. Idempotent."""
+        """Start the shutdown: leave discovery, finish requests in flight. ``serve_endpoint``
+        returns at its end. Idempotent."""
         self.serving.begin_shutdown()
 
     async def close(self) -> None:
-        """Leave gracefully, then close everything. Idempotent. When it is cancelled it waits for
-        no stream any more, but still revokes the lease and closes everything."""
+        """Shut down gracefully, then close everything. Idempotent. Cancelling this call aborts the
+        streams, but still revokes the lease and closes everything."""
         if self._closed:
             return
         self._closed = True
@@ -209,8 +210,8 @@ def _discovery(settings: RuntimeSettings) -> Discovery:
     if settings.discovery_backend == "mem":
         return MemoryDiscovery()
     if settings.discovery_backend == "etcd":
-        room = extra("etcd", "dynamo.runtime.discovery.etcd")
-        etcd: Discovery = room.EtcdDiscovery(from_env(EtcdSettings))
+        module = _import_extra("etcd", "dynamo.runtime.discovery.etcd")
+        etcd: Discovery = module.EtcdDiscovery(from_env(EtcdSettings))
         return etcd
     return FileDiscovery(store_dir(settings), StaleSockets(lambda: socket_dirs(settings)))
 
@@ -218,7 +219,21 @@ def _discovery(settings: RuntimeSettings) -> Discovery:
 def _nats(settings: RuntimeSettings) -> EventPlane | None:
     if settings.event_plane != "nats":
         return None
-    plane: EventPlane = extra("nats", "dynamo.runtime.events.nats").NatsPlane(
+    plane: EventPlane = _import_extra("nats", "dynamo.runtime.events.nats").NatsPlane(
         from_env(NatsSettings)
     )
     return plane
+
+
+def _import_extra(name: str, module: str) -> Any:
+    """Import ``module``, which needs the optional dependencies ``name``. Raises ConfigError."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing == "dynamo":  # our own mistake, not a missing package
+            raise
+        raise ConfigError(
+            f"{name} needs a package that is not installed ({missing or error}): "
+            f"pip install 'dynamo-appliance[{name}]'"
+        ) from error

@@ -1,4 +1,4 @@
-"""Whether this process is ready: which endpoints it serves, and which of them matter. Spec 7.7."""
+"""The readiness of this process, from the state of its endpoints. Spec 7.7."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ __all__ = ["SystemHealth"]
 
 
 class SystemHealth:
-    """Readiness by endpoint name. Ready means: all required endpoints are, or, with none required,
-    at least one is served and all that are served are ready."""
+    """Readiness by endpoint name.
+
+    Ready means that all required endpoints are ready; with none required, that at least one is
+    served and all served ones are ready.
+    """
 
     def __init__(self, settings: SystemSettings) -> None:
         self._required = _names(settings.use_endpoint_health_status)
@@ -25,24 +28,24 @@ class SystemHealth:
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since the start."""
+        """The seconds since the start."""
         return time.monotonic() - self._started
 
     def set(self, endpoint: str, ready: bool) -> None:
-        """The endpoint takes requests, or does not (any more)."""
+        """Set whether the endpoint accepts requests."""
         self._ready[endpoint] = ready
 
     def forget(self, endpoint: str) -> None:
-        """The endpoint is not served any more."""
+        """Remove an endpoint that is no longer served."""
         self._ready.pop(endpoint, None)
 
     def stop(self) -> None:
-        """The process is leaving: not ready from now on."""
+        """Report not ready from now on: the process is shutting down."""
         self._stopping = True
         self._ready = dict.fromkeys(self._ready, False)
 
     def is_ready(self) -> bool:
-        """The answer of the health path."""
+        """Return the readiness that the health path reports."""
         if self._stopping:
             return False
         if self._required:
@@ -52,16 +55,16 @@ class SystemHealth:
         return all(self._ready.values())
 
     def report(self) -> dict[str, Any]:
-        """The JSON body of the health path."""
+        """Return the JSON body of the health path."""
         uptime_ns = int(self.uptime_s * 1e9)
         return {
-            "status": _word(self.is_ready()),
+            "status": _status(self.is_ready()),
             "uptime": {"secs": uptime_ns // 10**9, "nanos": uptime_ns % 10**9},
-            "endpoints": {name: _word(ready) for name, ready in sorted(self._ready.items())},
+            "endpoints": {name: _status(ready) for name, ready in sorted(self._ready.items())},
         }
 
 
-def _word(ready: bool) -> str:
+def _status(ready: bool) -> str:
     return "ready" if ready else "notready"
 
 

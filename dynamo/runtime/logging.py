@@ -1,4 +1,4 @@
-"""``configure_dynamo_logging`` under the name that workers written for Dynamo import."""
+"""``configure_dynamo_logging`` at the path from which workers written for Dynamo import it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ __all__ = ["configure_dynamo_logging"]
 
 
 def configure_dynamo_logging(service_name: str | None = None, worker_id: int | None = None) -> None:
-    """Log to stderr as the environment asks (``DYN_LOG``, ``DYN_LOGGING_JSONL``)."""
+    """Log to stderr as configured in the environment (``DYN_LOG``, ``DYN_LOGGING_JSONL``)."""
     settings = from_env(LogSettings)
     setup_logging(service_name or "worker", settings.level, settings.jsonl)

@@ -1,7 +1,7 @@
-"""Where a deployment keeps its state: statefiles, run directories, the discovery store, sockets.
+"""The paths of a deployment: statefiles, run directories, the discovery store, sockets.
 
-A directory that is created here has mode 0700. One that exists keeps its mode, and is refused if
-other users own it or may write to it. Two namespaces never share a run directory.
+Directories are created with mode 0700. An existing one keeps its mode, and is an error if other
+users own it or may write to it. Two namespaces never share a run directory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def owner_only() -> Iterator[None]:
 
 
 def private_dir(path: Path) -> Path:
-    """``path`` as a directory that no other user can write to.
+    """Return ``path`` as a directory that no other user can write to.
 
     Created with mode 0700, missing parents too; the mode of an existing directory is not changed.
     Raises ConfigError if it is not a directory, belongs to another user or is writable by others.
@@ -74,40 +74,40 @@ def private_dir(path: Path) -> Path:
 
 
 def state_dir(settings: RuntimeSettings) -> Path:
-    """The root of statefiles and run directories: ``DYN_LOCAL_STATE_DIR``, ~/.dynamo/state."""
+    """Return the root of statefiles and run directories, created if need be."""
     return private_dir(state_path(settings))
 
 
 def state_path(settings: RuntimeSettings) -> Path:
-    """Where :func:`state_dir` is; nothing is created."""
+    """Return ``DYN_LOCAL_STATE_DIR``, else ~/.dynamo/state; create nothing."""
     given = settings.state_dir
     root = Path(given).expanduser() if given else Path.home() / ".dynamo" / "state"
     return root.absolute()
 
 
 def run_dir(settings: RuntimeSettings, namespace: str | None = None) -> Path:
-    """The run directory of ``namespace`` (default: the settings' own)."""
+    """Return the run directory of ``namespace`` (default: that of the settings)."""
     path = _run_path(settings, namespace)
     state_dir(settings)
     return private_dir(path)
 
 
 def store_dir(settings: RuntimeSettings) -> Path:
-    """The directory of file discovery: ``DYN_FILE_KV``, else ``store/`` in the run directory."""
+    """Return the store of file discovery: ``DYN_FILE_KV``, else ``store/`` in the run directory."""
     if not settings.file_kv:
         run_dir(settings)
     return private_dir(store_path(settings))
 
 
 def store_path(settings: RuntimeSettings) -> Path:
-    """Where :func:`store_dir` is; nothing is created."""
+    """Return the path of :func:`store_dir`; create nothing."""
     if settings.file_kv:
         return Path(settings.file_kv).expanduser().absolute()
     return _run_path(settings) / "store"
 
 
 def planned_socket_path(settings: RuntimeSettings, name: str) -> str:
-    """The path that :func:`socket_path` would give; nothing is created. Raises ConfigError."""
+    """Return the path that :func:`socket_path` would return; create nothing. Raises ConfigError."""
     home = _run_path(settings)
     path = str(home / name)
     if not _fits(path):
@@ -144,23 +144,22 @@ def socket_path(settings: RuntimeSettings, name: str) -> str:
 
 
 def release_sockets(settings: RuntimeSettings) -> None:
-    """This process binds no more sockets: what :func:`socket_path` made for them beside the run
-    directory goes with its last user. Idempotent."""
+    """Stop using the fallback directory of :func:`socket_path`; its last user removes it."""
     home = state_path(settings) / settings.namespace
     release(_short(home), home / _FALLBACK_RECORD)
 
 
 def socket_dirs(settings: RuntimeSettings) -> list[Path]:
-    """Where :func:`socket_path` has put sockets: the run directory, and its fallback if any."""
+    """Return the directories of :func:`socket_path`: the run directory and its fallback, if any."""
     home = run_dir(settings)
     fallback = fallback_dir(home)
     return [home] if fallback is None else [home, fallback]
 
 
 def fallback_dir(home: Path) -> Path | None:
-    """The directory that holds the sockets of the run directory ``home`` whose path is too long.
+    """Return the directory for the sockets of the run directory ``home`` whose path is too long.
 
-    None if there is none, or if the record of it does not name a directory made for ``home``.
+    None without a record of it, or if the record names a directory that is not made for ``home``.
     """
     try:
         recorded = Path(os.fsdecode((home / _FALLBACK_RECORD).read_bytes().strip()))

@@ -1,8 +1,8 @@
-"""What this process serves: its lease, its listener, its instances, and how it leaves. Spec 7.9.
+"""The serving side of one process: its lease, listener, instances and shutdown. Spec 7.9.
 
-Leaving (signal, ``shutdown()``, or a lease that someone revoked) is the same walk for all: out of
-discovery at once, a short grace for requests already under way to us, then nothing new is taken,
-streams in flight finish or are cut at the deadline, and ``stopped`` is set.
+A signal, ``shutdown()`` and a revoked lease all cause the same shutdown: revoke the lease, accept
+requests for a short grace period, because clients may not have seen the change yet, then reject new
+ones, let streams finish or abort them at the deadline, and set ``stopped``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Serving:
-    """The serving side of one process. Nothing is opened before the first lease or endpoint."""
+    """The serving side of one process. Opens nothing before the first lease or endpoint."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class Serving:
         export_uptime(metrics, instance_id, self.health)
 
     def is_serving(self) -> bool:
-        """Whether any endpoint is served."""
+        """Return whether any endpoint is served."""
         return bool(self._served)
 
     async def granted(self) -> Lease:
-        """The lease of this process. EngineShutdown if it is leaving."""
+        """Return the lease of this process, granted on first use. EngineShutdown: it stops."""
         async with self._lock:
             if self._shutting_down:
                 raise EngineShutdown("this process is shutting down")
@@ -91,8 +91,11 @@ class Serving:
         graceful: bool,
         metrics_labels: MetricsLabels = (),
     ) -> None:
-        """Serve ``path`` and register this process as an instance. ValueError: served already, or
-        ``metrics_labels`` (added to those of its metrics) are no labels."""
+        """Serve ``path`` and register this process as an instance.
+
+        ``metrics_labels`` are added to those of its metrics. ValueError: ``path`` is served
+        already, or a label is invalid.
+        """
         stats = endpoint_stats(self._metrics, path, self._instance_id, metrics_labels)
         await self.granted()
         await self._listen()
@@ -111,7 +114,7 @@ class Serving:
             raise
 
     async def publish(self, path: EndpointPath) -> None:
-        """Put the instance of a served endpoint into discovery."""
+        """Register the instance of a served endpoint in discovery."""
         lease = await self.granted()
         record = EndpointRecord(
             namespace=path[0],
@@ -126,14 +129,16 @@ class Serving:
         self.health.set(path[2], True)
 
     async def withdraw(self, path: EndpointPath) -> None:
-        """Take the instance out of discovery; who knows the address may still call it."""
+        """Remove the instance from discovery; clients that have the address may still call it."""
         self.health.set(path[2], False)
         self._published.discard(path)
         await self._discovery.delete(self._key(path))
 
     async def remove(self, path: EndpointPath, abort: bool = False) -> None:
-        """Stop serving ``path``: withdraw it, let its streams finish or ``abort`` them. Idempotent;
-        when it is cancelled the endpoint is down and its streams are cut all the same."""
+        """Stop serving ``path``: withdraw it, let its streams finish or ``abort`` them. Idempotent.
+
+        Cancelling this call aborts the streams and still removes the endpoint.
+        """
         if path not in self._served:
             return
         self._served.discard(path)
@@ -146,15 +151,14 @@ class Serving:
             self._forget(path)
 
     def begin_shutdown(self) -> None:
-        """Begin to leave; ``stopped`` is set when it is done. Idempotent."""
+        """Start the shutdown; it sets ``stopped`` at its end. Idempotent."""
         if not self._shutting_down:
             self._shutting_down = True
             self.health.stop()
-            self._tasks.spawn(self._shut_down(), name="retire")
+            self._tasks.spawn(self._shut_down(), name="shutdown")
 
     async def close(self) -> None:
-        """Leave, wait for it, close the listener. When it is cancelled it waits no longer and cuts
-        what is in flight."""
+        """Shut down, wait for it, close the listener. Cancelling this call aborts the streams."""
         self.begin_shutdown()
         try:
             await self.stopped.wait()
@@ -166,7 +170,7 @@ class Serving:
             await self._tasks.close()
 
     def abort(self) -> None:
-        """Stop waiting: whatever is in flight is cut by :meth:`close`."""
+        """Stop waiting for streams; :meth:`close` aborts them."""
         self._shutting_down = True
         for path in tuple(self._served):
             self._forget(path)
@@ -177,7 +181,7 @@ class Serving:
             async with self._lock:
                 lease = self.lease
             if lease is not None:
-                await lease.revoke()
+                await lease.revoke()  # first, so that clients stop choosing this worker
             if self._served:
                 await asyncio.sleep(self._system.grace_period_s)
                 aborted = await self.server.drain(self._system.shutdown_timeout_s)
@@ -191,7 +195,7 @@ class Serving:
     async def _watch_lease(self, lease: Lease) -> None:
         await lease.lost.wait()
         if not self._shutting_down:
-            log.info("lease %x was revoked: finishing what is in flight, then leaving", lease.id)
+            log.info("lease %x was revoked: finishing requests in flight, then exiting", lease.id)
             self.begin_shutdown()
 
     async def _listen(self) -> None:
@@ -216,7 +220,7 @@ class Serving:
             self._published.discard(path)
             name, instance_id = "/".join(path), self._instance_id
             log.error(
-                "%s: the engine shut down; instance %x leaves routing until it registers again",
+                "%s: the engine shut down; instance %x is withdrawn until it registers again",
                 name,
                 instance_id,
             )

@@ -1,7 +1,7 @@
-"""Directories for sockets whose own place has too long a path: shared, and gone with the last user.
+"""Shared directories for sockets whose usual path is too long, removed with their last user.
 
-Whoever uses one holds a shared lock on it, which the kernel drops even after SIGKILL; it is removed
-only under an exclusive one, so never between somebody's look and his bind.
+Each user holds a shared lock on the directory, which the kernel drops even after SIGKILL. Removal
+needs an exclusive lock, so it never happens between the check and the bind of another user.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ __all__ = ["hold", "release"]
 _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 _held: dict[Path, int] = {}
-"""The open directory of each that this process uses."""
+"""The open descriptor of each directory that this process uses."""
 
 
 def hold(directory: Path) -> os.stat_result:
-    """Create ``directory`` (mode 0700) if need be and keep it from being removed; its status.
+    """Create ``directory`` (mode 0700) if need be, protect it from removal, return its status.
 
-    Its parent may be writable by others: a symbolic link in its place is refused, with OSError.
+    Its parent may be writable by other users, so a symbolic link in its place is an OSError.
     Idempotent; O(1).
     """
     before = _held.pop(directory, None)
     if before is not None:
-        if _is(before, directory):
+        if _is_same(before, directory):
             _held[directory] = before
             return os.fstat(before)
         os.close(before)
@@ -37,36 +37,37 @@ def hold(directory: Path) -> os.stat_result:
         except FileNotFoundError:
             continue
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if _is(descriptor, directory):
+        # Another user may have removed and recreated it before we had the lock: try again then.
+        if _is_same(descriptor, directory):
             _held[directory] = descriptor
             return os.fstat(descriptor)
         os.close(descriptor)
 
 
 def release(directory: Path, record: Path) -> None:
-    """Use ``directory`` no more; remove it, and the file ``record`` that names it, if it is empty
-    and nobody else holds it. Idempotent."""
+    """Stop using ``directory``; remove it, and the file ``record`` that names it, if it is empty
+    and has no other user. Idempotent."""
     before = _held.pop(directory, None)
     if before is not None:
         os.close(before)
     try:
         descriptor = os.open(directory, _OPEN_FLAGS)
     except OSError:
-        return  # gone, or never ours
+        return  # removed already, or not ours
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not any(directory.iterdir()):
             record.unlink(missing_ok=True)
             directory.rmdir()
     except OSError:
-        return  # others use it, and the last of them removes it
+        return  # the last of its other users removes it
     finally:
         os.close(descriptor)
 
 
-def _is(descriptor: int, directory: Path) -> bool:
+def _is_same(descriptor: int, directory: Path) -> bool:
     try:
-        there = directory.lstat()
+        found = directory.lstat()
     except FileNotFoundError:
         return False
-    return os.path.samestat(os.fstat(descriptor), there)
+    return os.path.samestat(os.fstat(descriptor), found)

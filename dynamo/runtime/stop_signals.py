@@ -1,4 +1,4 @@
-"""Which of the stop signals that a process receives are requests of their own."""
+"""Stop signals: separate a second stop request from a copy of the first."""
 
 from __future__ import annotations
 

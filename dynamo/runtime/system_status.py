@@ -1,4 +1,4 @@
-"""The status server of a worker: readiness, liveness, metrics, routes of the engine. Spec 7.7."""
+"""The status server of a worker: readiness, liveness, metrics, engine routes. Spec 7.7."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynamo.runtime.tasks import Tasks
 __all__ = ["EngineRoute", "StatusServer"]
 
 EngineRoute = Callable[[Any], Awaitable[Any]]
-"""``await route(body)``: decoded JSON in (None without a body), JSON-able answer out."""
+"""``await route(body)``: takes decoded JSON (None without a body), returns a JSON value."""
 
 _LIMITS = HttpLimits(body_bytes=1 << 20, bodies_bytes=16 << 20, connections=256, backlog=64)
 _ENGINE = "/engine/"
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class StatusServer:
-    """Answers probes and Prometheus, and runs the commands that the engine offers."""
+    """Answers probes and Prometheus, and runs the routes of the engine."""
 
     def __init__(self, settings: SystemSettings, health: SystemHealth, metrics: Registry) -> None:
         self.routes: dict[str, EngineRoute] = {}
@@ -38,7 +38,7 @@ class StatusServer:
         self._server = HttpServer(self._handle, _LIMITS)
 
     async def start(self) -> None:
-        """Listen if the settings ask for it. Raises ConfigError if the address is taken."""
+        """Listen if the settings name a port. ConfigError: the address is taken."""
         settings = self._settings
         if settings.port < 0 or self.port >= 0:
             return
@@ -81,10 +81,12 @@ class StatusServer:
             exchange.respond(404, b"Route not found", _TEXT)
         elif exchange.method != "POST":
             exchange.respond(405, b"Method not allowed", _TEXT, [("allow", "POST")])
-        elif "origin" in exchange.headers:  # every browser sends it with a POST
+        elif (
+            "origin" in exchange.headers
+        ):  # every browser sends it with a POST: refuse requests of web pages
             exchange.respond(403, _problem("engine routes are not for web pages"))
         else:
-            exchange.lift_deadline()  # to sleep or to wake up takes an engine minutes
+            exchange.lift_deadline()  # an engine may take minutes, for example to sleep or wake up
             self._tasks.spawn(_run(exchange, route, name), name=exchange.path)
 
 
@@ -96,7 +98,7 @@ async def _run(exchange: Exchange, route: EngineRoute, name: str) -> None:
         return
     try:
         answer = json.dumps(await route(request)).encode()
-    except Exception as error:  # the engine's failure is this route's answer
+    except Exception as error:  # the route responds with the error of the engine
         log.exception("engine route %s failed", name)
         exchange.respond(500, _problem(f"{type(error).__name__}: {error}"))
     else:

@@ -1,4 +1,4 @@
-"""Tasks that synchronous callbacks may start, with a parent that ends them."""
+"""Tasks started from synchronous callbacks, with a parent that cancels them."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class Tasks:
         return task
 
     async def close(self) -> None:
-        """Cancel every task and wait for all; may be called again, and from one of the tasks."""
+        """Cancel every task and wait for all. Idempotent; one of the tasks may call it."""
         self._closed = True
-        me = asyncio.current_task()
-        while waiting := [task for task in self._running if task is not me]:
+        current = asyncio.current_task()
+        # Again and again: a task that is being cancelled may spawn others until it ends.
+        while waiting := [task for task in self._running if task is not current]:
             for task in waiting:
                 task.cancel()
             await asyncio.wait(waiting)

@@ -27,12 +27,11 @@ log = logging.getLogger(__name__)
 def dynamo_worker(
     enable_nats: bool | None = None, static: bool | None = None
 ) -> Callable[[Callable[..., Awaitable[R]]], Callable[..., Coroutine[Any, Any, R | None]]]:
-    """``@dynamo_worker()`` gives ``async def main(runtime, …)`` its runtime, made from the
-    environment, and ends it.
+    """Decorate ``async def main(runtime, …)``: create its runtime from the environment, close it.
 
-    SIGTERM and SIGINT end the process gracefully with status 0: discovery is left, streams in
-    flight finish, ``serve_endpoint`` returns. A second SIGINT cuts them. A function that serves
-    nothing is cancelled at the first. A ConfigError is one line on stderr and
+    SIGTERM and SIGINT end the process gracefully with status 0: it leaves discovery, streams in
+    flight finish, ``serve_endpoint`` returns. A second SIGINT aborts them. A function that serves
+    nothing is cancelled by the first signal. A ConfigError prints one line on stderr and exits with
     status 1. The arguments are accepted for compatibility.
     """
 
@@ -66,7 +65,7 @@ async def run_until_signalled(runtime: DistributedRuntime, work: Awaitable[R]) -
 
 
 class _Main(Generic[R]):
-    """A main function under signals. It runs in the caller's own task, so its failure is his."""
+    """A main function under stop signals. It runs in the task of the caller."""
 
     def __init__(self, runtime: DistributedRuntime, work: Awaitable[R]) -> None:
         self._runtime = runtime
@@ -75,7 +74,7 @@ class _Main(Generic[R]):
         self._cancelled = False
 
     async def run(self) -> R | None:
-        """The result of the work; None if a signal ended it."""
+        """Return the result of the work; None if a signal ended it."""
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
@@ -95,32 +94,36 @@ class _Main(Generic[R]):
         count = self._signals.received(number, asyncio.get_running_loop().time())
         serving = self._runtime.serving
         if count > 1:
-            log.warning("%s again: cutting what is in flight", signal.Signals(number).name)
+            log.warning("%s again: aborting requests in flight", signal.Signals(number).name)
             serving.abort()
             self._cancel(task)
         elif count and serving.is_serving() and is_supervised():
-            self._runtime.tasks.spawn(self._leave_in_turn(task, number), name="leave in turn")
+            self._runtime.tasks.spawn(
+                self._shut_down_in_order(task, number), name="shut down in order"
+            )
         elif count:
-            self._leave(task, number)
+            self._shut_down(task, number)
 
-    async def _leave_in_turn(self, task: asyncio.Task[object], number: int) -> None:
+    async def _shut_down_in_order(self, task: asyncio.Task[object], number: int) -> None:
         await wait_for_frontends(self._runtime.system.shutdown_timeout_s)
-        self._leave(task, number)
+        self._shut_down(task, number)
 
-    def _leave(self, task: asyncio.Task[object], number: int) -> None:
-        log.info("%s: leaving", signal.Signals(number).name)
+    def _shut_down(self, task: asyncio.Task[object], number: int) -> None:
+        log.info("%s: shutting down", signal.Signals(number).name)
         idle = not self._runtime.serving.is_serving()
         self._runtime.shutdown()
         if idle:
             self._cancel(task)
         else:
-            self._runtime.tasks.spawn(self._insist(task), name="insist")
+            self._runtime.tasks.spawn(self._enforce_return(task), name="enforce return")
 
-    async def _insist(self, task: asyncio.Task[object]) -> None:
-        """Cancel a main function that goes on although nothing is served any more."""
+    async def _enforce_return(self, task: asyncio.Task[object]) -> None:
+        """Cancel a main function that still runs some time after the shutdown."""
         await self._runtime.serving.stopped.wait()
         await asyncio.sleep(_RETURN_TIMEOUT_S)
-        log.warning("the main function still runs %g s after the end", _RETURN_TIMEOUT_S)
+        log.warning(
+            "the main function still runs %g s after the shutdown: cancelling it", _RETURN_TIMEOUT_S
+        )
         self._cancel(task)
 
     def _cancel(self, task: asyncio.Task[object]) -> None:
@@ -135,8 +138,8 @@ def dynamo_endpoint(
     """Validate requests and items of a handler by pydantic models (older API).
 
     The request may be a mapping, JSON text or a model. A bad request raises ValueError, which the
-    caller sees as an invalid request. A type that is no such model, as ``str``, checks nothing:
-    requests and items pass as they are.
+    caller receives as an invalid request. A type that is not a model, such as ``str``, disables
+    validation.
     """
 
     def decorate(

@@ -89,7 +89,7 @@ def test_kill_9_of_the_guard_at_any_moment(serving: Serving, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_kill_9_of_workers_again_and_again(serving: Serving, seed: int) -> None:
-    """Each restarts, with new children; the children of the dead are gone."""
+    """Each restarts, with new children; the old children have ended."""
     dice = random.Random(300 + seed)
     serving.start(GRAPH, DYN_SERVE_RESTART_BURST="1000")
     for _ in range(6):

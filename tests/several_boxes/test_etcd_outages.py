@@ -105,7 +105,7 @@ def end(log: Log) -> None:
     assert log.live == {KEY: b"instance", CARD: b"card"}
 
 
-async def test_a_process_that_dies_is_gone_after_its_ttl(etcd: Etcd, make: Make) -> None:
+async def test_the_keys_of_a_dead_process_are_removed_after_its_ttl(etcd: Etcd, make: Make) -> None:
     one, two = make(), make()
     lease = await registered(one)
     log = await watched(two)
@@ -165,7 +165,7 @@ async def test_etcd_restarts(etcd: Etcd, make: Make, wiped: bool) -> None:
     assert lease.grants == (2 if wiped else lease.grants)
 
 
-async def test_a_worker_that_died_in_the_outage_goes(etcd: Etcd, make: Make) -> None:
+async def test_a_worker_that_died_in_the_outage_is_removed(etcd: Etcd, make: Make) -> None:
     one, two, three = make(), make(), make()
     lease = await registered(one)
     await three.put("v1/mdc/ns/comp/ep/3f", b"stays", (await three.grant(TTL_S)).id)
@@ -177,7 +177,7 @@ async def test_a_worker_that_died_in_the_outage_goes(etcd: Etcd, make: Make) -> 
     await log.until(lambda: log.live == {"v1/mdc/ns/comp/ep/3f": b"stays"})
 
 
-async def test_forgotten_history_becomes_a_difference(etcd: Etcd, make: Make) -> None:
+async def test_after_a_compaction_only_differences_are_delivered(etcd: Etcd, make: Make) -> None:
     """A watch that resumes before a compaction lists again: no event twice, none missed."""
     one, two = make(), make()
     lease = await registered(one)
@@ -271,7 +271,7 @@ async def test_cut_off_for_longer_than_the_lease(etcd: Etcd, make: Make) -> None
     await gate.close()
 
 
-async def test_a_frontend_notices_a_silent_cut_and_catches_up(etcd: Etcd, make: Make) -> None:
+async def test_a_frontend_detects_a_silent_cut_and_catches_up(etcd: Etcd, make: Make) -> None:
     """Only an unanswered ping reveals the cut; the connections from before stay dead."""
     (port,) = free_ports(1)
     gate = await Gate.open(port, etcd.port)

@@ -87,7 +87,7 @@ def test_two_frontends_see_the_same_caches_and_outlive_etcd(fleet: Fleet, etcd: 
         fleet.wait_for_workers(2)
 
 
-async def test_a_worker_whose_lease_is_revoked_leaves(
+async def test_a_worker_whose_lease_is_revoked_exits(
     tmp_path: Path, etcd: Etcd, nats_server: Nats
 ) -> None:
     fleet = Fleet(tmp_path, etcd.url, nats_server.url, lease_ttl_s=10)

@@ -22,17 +22,15 @@ OnKeyEvent = Callable[[KeyEvent], None]
 
 
 class Lease(Protocol):
-    """The liveness of one process: every key put under it lives as long as it does.
-
-    ``id`` is a positive 63-bit integer. ``lost`` is set when the lease ends for any reason: its
-    owner or anyone else revoked it.
-    """
+    """The liveness of one process: every key put under it exists as long as the lease."""
 
     @property
-    def id(self) -> int: ...
+    def id(self) -> int:
+        """A positive 63-bit integer."""
 
     @property
-    def lost(self) -> asyncio.Event: ...
+    def lost(self) -> asyncio.Event:
+        """Set when the lease ends for any reason: its owner or anyone else revoked it."""
 
     async def revoke(self) -> None:
         """End the lease and remove its keys. Idempotent."""

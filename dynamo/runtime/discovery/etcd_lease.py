@@ -91,7 +91,7 @@ class EtcdLease:
         """End the lease; if etcd is unavailable, it expires after its ttl."""
         if self.lost.is_set():
             return
-        await self._tasks.close()
+        await self._tasks.close()  # first: a renewal would grant the revoked lease again
         try:
             async with asyncio.timeout(REVOKE_TIMEOUT_S):
                 await self._link.revoke(self.id)

@@ -124,6 +124,7 @@ class EtcdLink:
     async def write(self, values: Mapping[str, bytes | None], lease_id: int) -> None:
         """Put (or, with None, delete) keys. NoLease: the lease of the puts has ended."""
         operations = [_operation(key, value, lease_id) for key, value in values.items()]
+        # Keys are independent of each other, so a write need not be atomic across transactions.
         for start in range(0, len(operations), OPS_PER_TXN):
             request = rpc.TxnRequest(success=operations[start : start + OPS_PER_TXN])
             await self._call(lambda channel: rpc.KVStub(channel).Txn, request)
@@ -199,6 +200,7 @@ class EtcdLink:
             await asyncio.wait({reading}, timeout=PROBE_S)
             if reading.done():
                 break
+            # Another call failed on this channel: an event may have been lost with it.
             if index != self._current or self._channels.get(self.endpoints[index]) is not channel:
                 raise Unreachable("the connection was replaced")
             await self.exists(key)
@@ -227,7 +229,7 @@ class EtcdLink:
     async def _call(
         self, method: Callable[[Any], Any], request: Any, timeout_s: float = CALL_TIMEOUT_S
     ) -> Any:
-        for attempt in range(2):
+        for attempt in range(2):  # the second one with a new token, if the first had expired
             index = self._current
             channel = self._channel(index)
             try:

@@ -61,7 +61,7 @@ class EtcdWatcher:
                     for change in step.changes:
                         self._apply(change)
                     self._revision = step.revision or self._revision
-            except Compacted as error:
+            except Compacted as error:  # revisions are missing: only a new listing is complete
                 log.info("etcd cannot resume the watch (%s): listing again", error)
                 self._revision = 0
             except (Unreachable, ConfigError) as error:

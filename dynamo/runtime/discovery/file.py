@@ -77,9 +77,8 @@ class FileDiscovery:
             raise InvalidArgument(f"lease {chosen:x} exists")
         pid = os.getpid()
         record = LeaseRecord(chosen, pid, start_ticks(pid) or 0, ttl_s, host_id())
-        data = msgspec.json.encode(record)
-        write_atomic(path, data)
-        lease = OwnedLease(path, chosen, ttl_s, data, inotify, self._forget)
+        write_atomic(path, msgspec.json.encode(record))
+        lease = OwnedLease(path, record, inotify, self._forget)
         self._owned[chosen] = lease
         return lease
 

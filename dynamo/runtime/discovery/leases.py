@@ -127,7 +127,7 @@ class LeaseTable:
             self._end(lease_id)
             return
         lease = self._tracked.get(lease_id)
-        if lease is not None and lease.record != record:
+        if lease is not None and lease.record != record:  # another process took over the id
             self._end(lease_id, unlink=False)
             lease = None
         if lease is None:
@@ -152,6 +152,7 @@ class LeaseTable:
     def _add(self, record: LeaseRecord, modified_ns: int) -> None:
         touched_at_s = self._loop_time(modified_ns)
         lease = _TrackedLease(record, touched_at_s, modified_ns)
+        # The holder may have died before anyone watched it: then the lease ends here.
         if record.host == self._host and not self._watch_process(lease):
             self._unlink(record.lease_id)
             self._listener.holder_died(record.lease_id)
@@ -227,6 +228,7 @@ class LeaseTable:
         self._arm()
 
     def _expire(self, lease_id: int, lease: _TrackedLease) -> None:
+        # Read the file once more: an inotify event of a touch may have been lost.
         touched_at_s = lease.touched_at_s
         self.observe(f"{lease_id:x}")
         if self._tracked.get(lease_id) is not lease or lease.touched_at_s != touched_at_s:

@@ -12,8 +12,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 from asyncinotify import Mask
 
+from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.inotify import Inotify
 from dynamo.runtime.discovery.layout import (
     BadRecord,
@@ -32,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class OwnedLease:
-    """Touches ``path``, which holds ``record``, every ``ttl_s`` / 3. ``keys`` maps the key files
+    """Touches ``path``, which contains ``record``, every ``ttl_s`` / 3. ``keys`` maps the key files
     that this process wrote under the lease to their content.
 
     A missing lease file is never written again: unlinking it is how any process revokes the lease,
@@ -42,23 +44,21 @@ class OwnedLease:
     def __init__(
         self,
         path: Path,
-        lease_id: int,
-        ttl_s: float,
-        record: bytes,
+        record: LeaseRecord,
         inotify: Inotify,
         on_end: Callable[[OwnedLease], None],
     ) -> None:
-        self.id = lease_id
-        self.ttl_s = ttl_s
+        self.id = record.lease_id
+        self.ttl_s = record.ttl_s
         self.lost = asyncio.Event()
         self.keys: dict[Path, bytes] = {}
         self._path = path
-        self._record = record
+        self._record = msgspec.json.encode(record)
         self._inotify = inotify
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._descriptor = inotify.add(path, _MASK, self._on_file)
-        self._timer = self._loop.call_later(ttl_s / _TOUCHES_PER_TTL, self._touch)
+        self._timer = self._loop.call_later(self.ttl_s / _TOUCHES_PER_TTL, self._touch)
 
     async def revoke(self) -> None:
         """Unlink the lease and its keys. Idempotent."""

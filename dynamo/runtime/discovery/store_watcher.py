@@ -120,6 +120,7 @@ class StoreWatcher:
 
     def lease_ended(self, lease_id: int) -> None:
         """Hide the keys of the lease at once, then remove their files."""
+        # Hide all keys before the slower file operations, so that no request is routed to them.
         keys = list(self._keys_of.get(lease_id, ()))
         for key in keys:
             self._replace(key, None)
@@ -144,7 +145,7 @@ class StoreWatcher:
             log.warning("skipping %s: %s", shown(path), problem)
 
     def no_file(self, path: Path) -> None:
-        """Forget the report of a file that is gone or valid."""
+        """Forget the report of a file that was removed or repaired."""
         self._bad.pop(path, None)
 
     def _watch_directories(self) -> None:
@@ -242,5 +243,6 @@ class StoreWatcher:
         self._cache.set(key, stored.value if stored is not None and shown else None)
 
     def _remove_orphan(self, key: str, lease_id: int) -> None:
+        # A lease file that exists but cannot be read may be repaired by its owner: keep its keys.
         if not (self._root / "leases" / f"{lease_id:x}").exists():
             remove_if_lease(key_path(self._root, key), lease_id)

@@ -1,4 +1,4 @@
-"""Event channels: publishers found through discovery, subscriptions that follow them. Spec 7.6."""
+"""Event channels: publishers registered in discovery, subscriptions to them. Spec 7.6."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ OnGap = Callable[[int, int, int], None]
 """(publisher id, expected sequence, received sequence)."""
 
 OnPublisher = Callable[[int, bool], None]
-"""(publisher id, whether it came or went)."""
+"""(publisher id, True: added; False: removed)."""
 
 ZMQ, NATS = "Zmq", "Nats"
-"""What a record's transport may be."""
+"""The kinds of transport in a record."""
 
 _decode = record_decoder(EventChannelRecord)
 _ADDRESS = re.compile(r"ipc:///[^\0]{1,106}|tcp://[^\0]{1,255}:[0-9]{1,5}")
@@ -65,19 +65,19 @@ class Publishers:
         self._made: dict[Channel, EventPublisher] = {}
 
     async def get(self, channel: Channel) -> EventPublisher:
-        """The publisher of ``channel``, registered under this process's lease."""
+        """Return the publisher of ``channel``, registered under the lease of this process."""
         publisher = self._made.get(channel)
         if publisher is not None:
             return publisher
         lease = await self._serving.granted()
-        publisher = self._made.get(channel)
+        publisher = self._made.get(channel)  # another task may have made it during the await
         if publisher is None:
             publisher = self._make(channel)
             await self._register(channel, publisher, lease.id)
         return publisher
 
     def close(self) -> None:
-        """Release all addresses."""
+        """Close all publishers."""
         for publisher in self._made.values():
             publisher.close()
         self._made.clear()
@@ -118,13 +118,13 @@ class Publishers:
 
 
 class Subscription:
-    """Hears all publishers of ``channel``, those of today and those to come.
+    """A subscription to all present and future publishers of ``channel``.
 
-    Each is followed over its own transport; one that needs NATS is skipped, with a warning, by a
-    process without it. ``over``: the subscriber to use instead of our own, by transport.
+    Each publisher has its transport; a process without NATS skips those that need it, with a
+    warning. ``over`` maps transports to the subscribers to use in place of new ones.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one callback per kind of event
         self,
         discovery: Discovery,
         channel: Channel,
@@ -144,15 +144,15 @@ class Subscription:
         self._watch = discovery.watch(_prefix(channel), self._on_key)
 
     def publishers(self) -> list[int]:
-        """The ids of the publishers that are known now."""
+        """Return the ids of the known publishers."""
         return [followed.publisher_id for followed in self._followed.values()]
 
     async def ready(self) -> None:
-        """Wait until the publishers that exist already are being connected."""
+        """Wait until the subscription connects to the existing publishers."""
         await self._watch.ready()
 
     def close(self) -> None:
-        """Stop listening; no callback comes after this."""
+        """Stop receiving; no callback runs after this."""
         self._watch.close()
         for subscriber in self._subscribers.values():
             subscriber.close()
@@ -175,7 +175,7 @@ class Subscription:
         subscriber = self._subscriber(kind)
         if subscriber is None:
             log.warning(
-                "worker %x publishes %s over %s, which this process does not speak: start both "
+                "worker %x publishes %s over %s, which this process does not support: start both "
                 "with the same --event-plane",
                 record.instance_id,
                 self.channel[2],
@@ -225,7 +225,7 @@ def _prefix(channel: Channel) -> str:
 
 
 def _transport(record: EventChannelRecord, key: str) -> tuple[str, str]:
-    """(kind, address) of the publisher at ``key``. ValueError: the record is bad."""
+    """Return (kind, address) of the publisher at ``key``. ValueError: the record is bad."""
     if key.rpartition("/")[2] != f"{record.instance_id:x}":
         raise ValueError(f"it is the record of publisher {record.instance_id:x}")
     kind, address = record.transport.get("kind"), record.transport.get("endpoint")

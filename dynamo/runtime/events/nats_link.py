@@ -1,8 +1,8 @@
 """One connection to NATS for all publishers and subscribers of a process.
 
-A connection that breaks, or leaves a ping unanswered, is given up and a new one made, with the
-same subscriptions: the library's own reconnecting waits for the dead socket to drain, which a
-silently cut link keeps it from for a quarter of an hour.
+A connection that breaks or does not answer a ping is replaced by a new one with the same
+subscriptions. The library's own reconnection first waits for the dead socket to drain, which takes
+a quarter of an hour on a silently broken link.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 
 class NatsLink:
-    """Sends without waiting and hands on what arrives. Use it from the loop's thread.
+    """Sends without waiting and delivers to callbacks. Use it on the loop's thread.
 
-    ``connected`` counts the connections made; ``lost`` the messages dropped on either side because
-    a queue was full. Messages sent while NATS is away wait, up to the high-water marks.
+    ``connected`` counts connections; ``lost`` counts messages dropped on either side because a
+    queue was full. Messages sent during an outage are queued, up to the high-water marks.
     """
 
     def __init__(self, settings: NatsSettings) -> None:
@@ -60,7 +60,7 @@ class NatsLink:
         self._wanted: dict[str, OnMessage] = {}
         self._changed = asyncio.Event()
         self._client: Any = None
-        self._taken = 0
+        self._delivered = 0
 
     async def start(self) -> None:
         """Connect; tries for ``DYN_NATS_START_TIMEOUT`` seconds. Raises ConfigError."""
@@ -87,7 +87,7 @@ class NatsLink:
         self._tasks.spawn(self._run(connection), name="connection")
 
     async def close(self) -> None:
-        """Send what waits, if NATS takes it, and close. Idempotent."""
+        """Send what is queued, if NATS accepts it in time, and close. Idempotent."""
         client = self._client
         if client is not None and self._queue:
             try:
@@ -95,11 +95,11 @@ class NatsLink:
                     await self._empty(client)
                     await client.flush()
             except _FAILURES as error:
-                log.debug("events are lost at the end: %s", _text(error))
+                log.debug("queued events are lost at close: %s", _text(error))
         await self._tasks.close()
 
     def send(self, subject: str, data: bytes) -> bool:
-        """Queue one message; False: the queue is full and the message lost."""
+        """Queue one message. Return False if the queue is full and the message is lost."""
         full = len(self._queue) >= HIGH_WATER_MESSAGES
         if full or self._queued_bytes + len(data) > HIGH_WATER_BYTES:
             self.lost += 1
@@ -110,12 +110,12 @@ class NatsLink:
         return True
 
     def subscribe(self, subject: str, on_message: OnMessage) -> None:
-        """Hand on what is sent to ``subject`` from soon on."""
+        """Deliver messages of ``subject`` to ``on_message`` from the next loop turns on."""
         self._wanted[subject] = on_message
         self._changed.set()
 
     def unsubscribe(self, subject: str) -> None:
-        """The reverse of :meth:`subscribe`; nothing is handed on after this."""
+        """Reverse :meth:`subscribe`; no message is delivered after this."""
         self._wanted.pop(subject, None)
         self._changed.set()
 
@@ -130,12 +130,12 @@ class NatsLink:
                 connection = await self._connect()
             except _FAILURES as error:
                 if not warned:
-                    log.warning("NATS is away: %s", _text(error))
+                    log.warning("NATS unavailable: %s", _text(error))
                     warned = True
                 await asyncio.sleep(RETRY_S)
 
     async def _connect(self) -> tuple[Any, asyncio.Event]:
-        """A connection, and what is set when the other side ends it."""
+        """Return a connection, and an event that is set when the server ends it."""
         client = nats.NATS()
         ended = asyncio.Event()
 
@@ -174,14 +174,14 @@ class NatsLink:
         self._client = client
         self.connected += 1
         if self.connected > 1:
-            log.info("NATS is back")
+            log.info("NATS available again")
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._subscribe(client))
                 group.create_task(self._pump(client))
                 group.create_task(self._ping(client))
                 await ended.wait()
-                raise ConnectionError("NATS ended it")
+                raise ConnectionError("the server closed it")
         except* _FAILURES as errors:
             log.warning("the connection to NATS broke: %s", _text(errors.exceptions[0]))
         finally:
@@ -197,23 +197,25 @@ class NatsLink:
             for subject in [one for one in self._wanted if one not in held]:
                 held[subject] = await client.subscribe(
                     subject,
-                    cb=self._taker(client, subject),
+                    cb=self._callback(client, subject),
                     pending_msgs_limit=HIGH_WATER_MESSAGES,
                     pending_bytes_limit=HIGH_WATER_BYTES,
                 )
             await self._changed.wait()
 
-    def _taker(self, client: Any, subject: str) -> Callable[[Any], Any]:
-        async def take(message: Any) -> None:
+    def _callback(self, client: Any, subject: str) -> Callable[[Any], Any]:
+        async def deliver(message: Any) -> None:
             on_message = self._wanted.get(subject)
+            # Unsubscribed, or a late message of a replaced connection.
             if on_message is None or client is not self._client:
                 return
             on_message(message.data)
-            self._taken += 1
-            if self._taken % MESSAGES_PER_TURN == 0:
+            # The library calls back in a loop of its own that never yields while its queue is full.
+            self._delivered += 1
+            if self._delivered % MESSAGES_PER_TURN == 0:
                 await asyncio.sleep(0)
 
-        return take
+        return deliver
 
     async def _pump(self, client: Any) -> None:
         while True:
@@ -231,7 +233,7 @@ class NatsLink:
             except nats.errors.MaxPayloadError:
                 self.lost += 1
                 log.warning(
-                    "an event of %d bytes for %s is more than NATS takes (max_payload)",
+                    "dropped an event of %d bytes for %s: it exceeds max_payload of NATS",
                     len(data),
                     subject,
                 )
@@ -251,7 +253,9 @@ class NatsLink:
     def _slow(self, error: Any) -> None:
         self.lost += 1
         if self.lost & (self.lost - 1) == 0:
-            log.warning("%d events lost, this process is too slow: %s", self.lost, _text(error))
+            log.warning(
+                "%d events lost, this process reads too slowly: %s", self.lost, _text(error)
+            )
 
 
 def _text(error: BaseException) -> str:
@@ -259,7 +263,7 @@ def _text(error: BaseException) -> str:
 
 
 def _check(server: str) -> None:
-    """Raises ConfigError for an address that no client could use."""
+    """Raise ConfigError for an invalid address."""
     try:
         parts = urlsplit(server if "://" in server else f"nats://{server}")
         usable = bool(parts.hostname) and parts.port != 0
@@ -271,7 +275,7 @@ def _check(server: str) -> None:
 
 
 def _options(settings: NatsSettings) -> dict[str, Any]:
-    """What the library calls our settings. Raises ConfigError."""
+    """Return the settings as options of the library. Raises ConfigError."""
     options = {
         "user": settings.username,
         "password": settings.password,

@@ -2,7 +2,7 @@
 
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.client_connection import ClientStream, StreamSink
-from dynamo.runtime.requests.generator import ResponseStream, generator_handler, open_stream
+from dynamo.runtime.requests.generator import ResponseStream, generator_handler
 from dynamo.runtime.requests.server import RequestServer
 from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServerStream
 
@@ -16,5 +16,4 @@ __all__ = [
     "ServerStream",
     "StreamSink",
     "generator_handler",
-    "open_stream",
 ]

@@ -29,7 +29,7 @@ class RequestClient:
         """Return the number of streams in flight."""
         return sum(len(connection.streams) for connection in self._connections.values())
 
-    def open(
+    def open(  # noqa: PLR0913 - the parts of one request
         self,
         address: str,
         endpoint: str,
@@ -52,12 +52,6 @@ class RequestClient:
         """
         connection = self._connections.get(address)
         return self._connect(address) if connection is None else connection
-
-    def drop(self, address: str) -> None:
-        """Fail all streams of a dead worker with Disconnected at once."""
-        connection = self._connections.get(address)
-        if connection is not None:
-            connection.lose(Disconnected(f"the worker at {address} is gone"))
 
     def release(self, address: str) -> None:
         """Close the connection of a draining worker after its last stream."""

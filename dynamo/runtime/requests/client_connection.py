@@ -239,11 +239,12 @@ class ClientConnection(FramedConnection):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        # Detach the streams first: a sink may open a new stream, on another connection, from here.
         streams = list(self.streams.values())
         self.streams.clear()
         if not self.closed:
             self.abort()
-        for stream in streams:
+        for stream in streams:  # each gets its own error: a traceback belongs to one raise
             stream.fail(type(error)(error.message))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -321,6 +322,7 @@ class ClientConnection(FramedConnection):
         self._timer = None
         if not self.streams:
             return
+        # While it connects, connect_timeout_s applies instead.
         if self._received_any or self._transport is None:
             self._watch()
             return
@@ -335,6 +337,7 @@ class ClientConnection(FramedConnection):
     def _give_up(self, timeout_s: float) -> None:
         text = f"the worker at {self.address} has not answered for {timeout_s:g} s"
         log.warning("request plane: %s", text)
+        # A stream without any response gets the error that allows a retry on another worker.
         unanswered = [stream for stream in self.streams.values() if not stream.received_any]
         for stream in unanswered:
             stream.fail(ConnectionTimeout(text))

@@ -31,7 +31,7 @@ class FramedConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._splitter = Splitter(settings.max_message_size_bytes, PREAMBLE, LAST_KIND)
         self._out: list[bytes] = [PREAMBLE]
-        self._corked = True
+        self._corked = True  # until connection_made flushes
         self._peer = "?"
 
     def on_frames(self, frames: list[tuple[int, int, bytes]]) -> None:
@@ -84,6 +84,7 @@ class FramedConnection(asyncio.Protocol):
         self._peer = str(transport.get_extra_info("peername") or transport)
         _tune(transport.get_extra_info("socket"), self.settings.tcp_user_timeout_s)
         high = self.settings.high_water_bytes
+        # A low mark well below the high one: a slow peer would otherwise toggle with each write.
         self._transport.set_write_buffer_limits(high=high, low=high // 4)
         self._flush()
 

@@ -11,13 +11,11 @@ from typing import Any
 from dynamo.errors import Cancelled, DynamoError, EngineShutdown, Overloaded
 from dynamo.protocols import codec
 from dynamo.protocols.engine import with_every_key
-from dynamo.runtime.context import Context
-from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.client_connection import ClientStream
 from dynamo.runtime.requests.stream import PushHandler, ServerStream
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["ResponseStream", "generator_handler", "open_stream"]
+__all__ = ["ResponseStream", "generator_handler"]
 
 PAUSE_BYTES = 1024 * 1024
 PAUSE_ITEMS = 1024
@@ -143,23 +141,6 @@ class BufferSink:
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-
-def open_stream(
-    client: RequestClient,
-    address: str,
-    endpoint: str,
-    request: Any,
-    *,
-    headers: dict[str, str] | None = None,
-    context: Context | None = None,
-) -> ResponseStream:
-    """Send ``request`` (plain values) and iterate over the response."""
-    answer = ResponseStream()
-    payload = codec.encode(request)
-    return answer.attach(
-        client.open(address, endpoint, headers or {}, payload, answer.sink, context)
-    )
 
 
 async def _serve(

@@ -234,6 +234,7 @@ def _listen_unix(path: str) -> socket.socket:
         try:
             sock.bind(path)
         except OSError as error:
+            # The file of a killed worker stays behind and makes bind fail: only a probe can tell.
             if error.errno != errno.EADDRINUSE or _has_listener(path):
                 raise
             Path(path).unlink()

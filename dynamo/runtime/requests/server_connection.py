@@ -71,6 +71,7 @@ class ServerConnection(FramedConnection):
     def on_full(self) -> None:
         """Close the connection of a client that stopped reading while handlers keep sending."""
         cap = self.settings.hard_cap_bytes
+        # Handlers that wait in drained() stop at the high-water mark; only others get this far.
         if self.unsent_bytes() > cap:
             self.fail(f"more than {cap} bytes are queued for a client that does not read")
 

@@ -76,40 +76,21 @@ class Carrier(Protocol):
         """Queue one frame; never blocks."""
 
 
+@dataclass(slots=True, eq=False)
 class ServedEndpoint:
-    """One registered endpoint: its handler, its counters, its streams in flight.
+    """One registered endpoint: its handler, its metrics, its streams in flight.
 
     ``on_engine_shutdown`` is called when a handler raises EngineShutdown.
     """
 
-    __slots__ = (
-        "active",
-        "draining",
-        "graceful",
-        "handler",
-        "name",
-        "on_ended",
-        "on_engine_shutdown",
-        "stats",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        handler: PushHandler,
-        stats: EndpointStats,
-        graceful: bool,
-        on_ended: Callable[[], None],
-        on_engine_shutdown: Callable[[], None] | None = None,
-    ) -> None:
-        self.name = name
-        self.handler = handler
-        self.stats = stats
-        self.graceful = graceful
-        self.draining = False
-        self.on_ended = on_ended
-        self.on_engine_shutdown = on_engine_shutdown
-        self.active: set[ServerStream] = set()
+    name: str
+    handler: PushHandler
+    stats: EndpointStats
+    graceful: bool
+    on_ended: Callable[[], None]
+    on_engine_shutdown: Callable[[], None] | None = None
+    draining: bool = False
+    active: set[ServerStream] = field(default_factory=set)
 
 
 class ServerStream:
@@ -276,7 +257,7 @@ class ServerStream:
     def _finish(self) -> None:
         if self.closed:
             return
-        self.closed = True
+        self.closed = True  # first: the callbacks below must not end the stream again
         self._connection.streams.pop(self._number, None)
         self._connection.waiting.discard(self)
         served = self._served
@@ -295,7 +276,7 @@ def _as_error(error: BaseException) -> DynamoError:
         return HttpFailure(error.message, error.code)
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001 - the caller still needs an end frame
+    except Exception:  # noqa: BLE001 - the caller needs an end frame
         text = "(no text: its __str__ failed)"
     if isinstance(error, ValueError):
         return InvalidArgument(text)

@@ -1,4 +1,4 @@
-"""Ends of the request plane for tests: a sink that remembers, a pair of server and client."""
+"""The request plane for tests: a recording sink, a pair of server and client."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import DynamoError
+from dynamo.protocols import codec
 from dynamo.runtime.context import Context
-from dynamo.runtime.requests import ClientStream, RequestClient, RequestServer, ServerStream
+from dynamo.runtime.requests import (
+    ClientStream,
+    RequestClient,
+    RequestServer,
+    ResponseStream,
+    ServerStream,
+)
 
 TIMEOUT_S = 20.0
 ENDPOINT = "ns/worker/generate"
 
 
 class Recorder:
-    """A sink that remembers everything and lets a test wait for it."""
+    """A sink that records everything and lets a test wait for it."""
 
     def __init__(self) -> None:
         self.items: list[bytes] = []
@@ -43,7 +51,7 @@ class Recorder:
         return self.ends + len(self.errors) == 1
 
     async def finish(self) -> Recorder:
-        """Until end or error."""
+        """Wait for the end or error."""
         async with asyncio.timeout(TIMEOUT_S):
             while not self.over:
                 self.changed.clear()
@@ -51,7 +59,7 @@ class Recorder:
         return self
 
     async def have(self, count: int) -> None:
-        """Until ``count`` items are here."""
+        """Wait for ``count`` items."""
         async with asyncio.timeout(TIMEOUT_S):
             while len(self.items) < count:
                 self.changed.clear()
@@ -75,7 +83,7 @@ class Pair:
         self.arrived.set()
 
     async def held(self, count: int = 1) -> ServerStream:
-        """Until ``count`` streams have arrived; the last one."""
+        """Wait for ``count`` streams; return the last one."""
         async with asyncio.timeout(TIMEOUT_S):
             while len(self.streams) < count:
                 self.arrived.clear()
@@ -91,17 +99,17 @@ class Pair:
         context: Context | None = None,
         sink: Recorder | None = None,
     ) -> tuple[ClientStream, Recorder]:
-        """One request."""
+        """Open one request."""
         sink = sink or Recorder()
         return self.client.open(self.address, endpoint, headers or {}, payload, sink, context), sink
 
     async def quiet(self) -> None:
-        """Until both ends have handled everything that was written before."""
-        _, sink = self.open(endpoint="nobody/serves/this")
+        """Wait until both ends have handled everything written before."""
+        _, sink = self.open(endpoint="not/served/here")
         await sink.finish()
 
     def tables(self) -> tuple[int, int, int, int]:
-        """Entries in flight: client, server, server's connections' tables, waiting handlers."""
+        """Count streams: client, server, tables of the server's connections, waiting handlers."""
         connections = self.server._connections
         return (
             len(self.client),
@@ -109,6 +117,13 @@ class Pair:
             sum(len(connection.streams) for connection in connections),
             sum(len(connection.waiting) for connection in connections),
         )
+
+
+def open_stream(client: RequestClient, address: str, request: Any) -> ResponseStream:
+    """Send ``request`` (plain values) to ``ENDPOINT`` and iterate over the response."""
+    response = ResponseStream()
+    payload = codec.encode(request)
+    return response.attach(client.open(address, ENDPOINT, {}, payload, response.sink))
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Which address a listener on all addresses tells the others."""
+"""The address that a listener on all interfaces advertises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo.runtime import addresses
 from dynamo.runtime.addresses import advertised_host, bracketed
 
 
-def test_an_address_is_told_as_it_is() -> None:
+def test_an_explicit_address_is_advertised_unchanged() -> None:
     settings = RuntimeSettings(discovery_backend="etcd")
     assert advertised_host("192.0.2.7", settings) == "192.0.2.7"
     assert advertised_host("127.0.0.1", settings) == "127.0.0.1"
@@ -36,7 +36,7 @@ def test_a_wildcard_becomes_the_source_address_of_the_route_to_etcd_or_nats(
     assert advertised_host("0.0.0.0", RuntimeSettings(event_plane="nats")) == "10.8.8.8"
 
 
-def test_without_them_and_without_a_route_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_servers_and_without_a_route_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "_source_address", lambda family, host: None)
     found = advertised_host("0.0.0.0", RuntimeSettings())
     known = [one.address for group in psutil.net_if_addrs().values() for one in group]
@@ -46,7 +46,7 @@ def test_without_them_and_without_a_route_an_interface(monkeypatch: pytest.Monke
     assert advertised_host("::", RuntimeSettings()) == "::1"
 
 
-def test_a_server_on_this_box_says_nothing_of_the_way_to_others(
+def test_a_server_on_this_box_does_not_decide_the_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ETCD_ENDPOINTS", "127.0.0.1:2379")

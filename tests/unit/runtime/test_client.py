@@ -80,7 +80,7 @@ async def test_a_bad_record_is_skipped(
     assert client.instance_ids() == [3] and "failed" not in caplog.text
 
 
-async def test_a_failing_listener_does_not_rob_the_next(
+async def test_a_failing_listener_does_not_stop_the_next(
     runtime: DistributedRuntime, client: Client, caplog: pytest.LogCaptureFixture
 ):
     def fail(added: list[EndpointRecord], removed: list[int]) -> None:
@@ -95,7 +95,7 @@ async def test_a_failing_listener_does_not_rob_the_next(
 
 
 class Sink:
-    """Remembers what it is told."""
+    """A sink that records its error."""
 
     def __init__(self) -> None:
         self.error: DynamoError | None = None
@@ -125,56 +125,56 @@ async def test_which_errors_inhibit(
     await put(runtime, 1, {"uds": "/a"})
     await put(runtime, 2, {"uds": "/b"})
     sink = Sink()
-    told: list[tuple[int, bool]] = []
-    client.on_inhibited(lambda instance_id, avoided: told.append((instance_id, avoided)))
+    events: list[tuple[int, bool]] = []
+    client.on_inhibited(lambda instance_id, avoided: events.append((instance_id, avoided)))
     for _ in range(2):
         client.open(1, b"", sink).fail(error)
     assert sink.error is error
     assert client.is_inhibited(1) is inhibits
     assert client._usable() == ([2] if inhibits else [1, 2])
-    assert told == ([(1, True)] if inhibits else [])
+    assert events == ([(1, True)] if inhibits else [])
     await put(runtime, 1, {"uds": "/c"})
     assert not client.is_inhibited(1)
-    assert told == ([(1, True), (1, False)] if inhibits else [])
+    assert events == ([(1, True), (1, False)] if inhibits else [])
 
 
 async def test_an_inhibition_ends_by_itself_and_with_the_instance():
     settings = RuntimeSettings(discovery_backend="mem")
     runtime = DistributedRuntime(None, settings, system=SystemSettings(inhibited_duration_s=0.01))
     client = await runtime.endpoint("ns.comp.gen").client()
-    told: list[bool] = []
+    events: list[bool] = []
     over = asyncio.Event()
 
-    def heard(instance_id: int, avoided: bool) -> None:
-        told.append(avoided)
+    def on_inhibited(instance_id: int, avoided: bool) -> None:
+        events.append(avoided)
         if not avoided:
             over.set()
 
-    client.on_inhibited(heard)
+    client.on_inhibited(on_inhibited)
     client.inhibit(1)
-    assert told == []
+    assert events == []
     await put(runtime, 1, {"uds": "/a"})
     client.inhibit(1)
     async with asyncio.timeout(5):
         await over.wait()
-    assert told == [True, False] and not client.is_inhibited(1)
+    assert events == [True, False] and not client.is_inhibited(1)
     client.inhibit(1)
     await runtime.discovery.delete(PREFIX + "1")
-    assert told == [True, False, True, False] and not client.is_inhibited(1)
+    assert events == [True, False, True, False] and not client.is_inhibited(1)
     await runtime.close()
 
 
-async def test_a_removal_is_told_before_the_inhibition_ends(
+async def test_a_removal_is_reported_before_the_inhibition_ends(
     runtime: DistributedRuntime, client: Client
 ):
     """Otherwise a router would send to a dead worker what it finds waiting in that moment."""
-    told: list[tuple[str, object]] = []
+    events: list[tuple[str, object]] = []
     await put(runtime, 1, {"uds": "/a"})
-    client.on_change(lambda _added, gone: told.append(("gone", gone)))
-    client.on_inhibited(lambda _instance_id, avoided: told.append(("avoided", avoided)))
+    client.on_change(lambda _added, gone: events.append(("gone", gone)))
+    client.on_inhibited(lambda _instance_id, avoided: events.append(("avoided", avoided)))
     client.inhibit(1)
     await runtime.discovery.delete(PREFIX + "1")
-    assert told[-3:] == [("avoided", True), ("gone", [1]), ("avoided", False)]
+    assert events[-3:] == [("avoided", True), ("gone", [1]), ("avoided", False)]
 
 
 async def test_waiting_ends_with_the_first_instance(runtime: DistributedRuntime, client: Client):

@@ -10,8 +10,8 @@ from dynamo.runtime.context import Context
 
 
 def test_levels_rise_and_never_fall() -> None:
-    context, heard = Context("r1"), []
-    context.on_cancel(heard.append)
+    context, received = Context("r1"), []
+    context.on_cancel(received.append)
     assert not context.is_stopped() and not context.is_killed()
     context.stop_generating()
     context.stop_generating()
@@ -19,17 +19,17 @@ def test_levels_rise_and_never_fall() -> None:
     context.kill()
     context.stop_generating()
     assert context.is_stopped() and context.is_killed()
-    assert heard == ["stop", "kill"]
+    assert received == ["stop", "kill"]
 
 
 def test_a_kill_without_a_stop_is_both() -> None:
-    context, heard = Context(), []
-    context.on_cancel(heard.append)
+    context, received = Context(), []
+    context.on_cancel(received.append)
     context.kill()
-    assert context.is_stopped() and context.is_killed() and heard == ["kill"]
+    assert context.is_stopped() and context.is_killed() and received == ["kill"]
 
 
-def test_children_hear_in_link_order_and_late_ones_at_once() -> None:
+def test_children_are_notified_in_link_order_and_late_ones_at_once() -> None:
     parent, order = Context(), []
     children = [Context(str(i)) for i in range(3)]
     for child in children:
@@ -67,16 +67,16 @@ def test_a_ring_of_contexts_ends() -> None:
     assert two.is_killed()
 
 
-def test_a_failing_listener_does_not_rob_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    context, heard = Context("r9"), []
+def test_a_failing_listener_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    context, received = Context("r9"), []
 
     def fail(kind: str) -> None:
         raise RuntimeError("no")
 
     context.on_cancel(fail)
-    context.on_cancel(heard.append)
+    context.on_cancel(received.append)
     context.kill()
-    assert heard == ["kill"] and "kill of request r9" in caplog.text
+    assert received == ["kill"] and "kill of request r9" in caplog.text
 
 
 async def test_waiting_returns_true_for_stop_and_for_kill() -> None:

@@ -86,19 +86,6 @@ BAD = [
 ]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-async def store(root: Path) -> AsyncIterator[FileDiscovery]:
-    one = FileDiscovery(root)
-    await one.start()
-    yield one
-    await one.close()
-
-
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -129,7 +116,7 @@ async def test_a_bad_file_is_reported_once_and_nothing_else_is_lost(
     assert not [one for one in reports(caplog) if "failed" in one]
 
 
-async def test_a_bad_file_that_goes_is_not_reported_again(
+async def test_a_removed_bad_file_is_not_reported_again(
     store: FileDiscovery, root: Path, caplog: pytest.LogCaptureFixture
 ):
     for name in ("v1/mdc/a b", "v1/mdc/ab", "leases/zz"):

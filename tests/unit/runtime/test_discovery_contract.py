@@ -75,7 +75,7 @@ async def test_put_list_delete(make: Make):
     assert await one.list("v1/instances/") == {}
 
 
-async def test_watch_tells_existing_then_live_each_once(make: Make):
+async def test_a_watch_delivers_existing_then_live_keys_once(make: Make):
     one, two = make(), make()
     lease = await one.grant(10)
     await one.put(KEY, b"1", lease.id)
@@ -96,7 +96,7 @@ async def test_watch_tells_existing_then_live_each_once(make: Make):
     assert len(log.events) == 3
 
 
-async def test_revoked_by_anyone_owner_is_told_and_keys_go(make: Make):
+async def test_a_revocation_by_any_process_sets_lost_and_removes_keys(make: Make):
     one, two, three = make(), make(), make()
     lease = await one.grant(10)
     other = await one.grant(10)

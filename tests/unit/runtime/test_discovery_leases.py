@@ -115,7 +115,7 @@ async def test_a_touch_that_is_read_late_counts_from_when_it_was_made(site: Site
     assert site.listener.told == [("alive", 0), ("silent", 13)]
 
 
-async def test_other_changes_of_the_file_are_no_sign_of_life(site: Site):
+async def test_other_changes_of_the_file_do_not_count_as_touches(site: Site):
     site.clock.move_to(8)
     site.path.chmod(0o600)
     site.table.touched("7")

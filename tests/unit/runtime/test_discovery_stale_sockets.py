@@ -1,4 +1,4 @@
-"""Sockets that killed processes leave: removed by who sees the death, and nothing else is."""
+"""Sockets of killed processes: every process that sees the death removes them, and only them."""
 
 import asyncio
 import os
@@ -74,7 +74,7 @@ def test_only_the_sockets_of_the_dead_are_removed(
     assert "b.sock" in names(tmp_path)
 
 
-def test_a_sweep_takes_what_is_old_unknown_and_deaf(
+def test_a_sweep_removes_old_sockets_without_lease_or_listener(
     tmp_path: Path, sockets: list[socket.socket]
 ) -> None:
     sockets += [
@@ -164,13 +164,13 @@ async def test_kills_in_a_row_leave_no_socket(fleet: Fleet):
     await late.close()
 
 
-async def test_who_was_revoked_but_lives_keeps_its_sockets(fleet: Fleet):
+async def test_a_revoked_but_running_process_keeps_its_sockets(fleet: Fleet):
     watching = DistributedRuntime(None, fleet.settings)
     client = await watching.endpoint("ns.comp.gen").client()
     process = await fleet.start()
     async with asyncio.timeout(5):
         (instance_id,) = await client.wait_for_instances()
-    # Its answer says that it has finished registering, which fails if the lease goes meanwhile.
+    # Its answer proves that it has registered: registration fails without the lease.
     assert [item async for item in await client.random("x", annotated=False)] == ["x"]
     process.send_signal(signal.SIGSTOP)
     await watching.discovery.revoke(instance_id)

@@ -166,7 +166,7 @@ async def test_errors_arrive_as_they_are_named(deployment: Deployment):
 
 
 @pytest.mark.parametrize("error", [EngineShutdown("gone"), GeneratorExit("gone")])
-async def test_an_instance_whose_engine_shut_down_leaves_until_it_registers_again(
+async def test_an_instance_whose_engine_shut_down_is_withdrawn_until_it_registers_again(
     deployment: Deployment, error: BaseException
 ):
     async def fail_once(request: Any) -> AsyncIterator[str]:
@@ -213,7 +213,7 @@ async def test_an_engine_shutdown_that_is_passed_on_leaves_the_relay_in_routing(
 
 
 class Endless:
-    """Yields until told otherwise, and remembers how it ended."""
+    """Yields until it is stopped, and records how it ended."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -348,7 +348,7 @@ async def test_a_revoked_lease_is_the_same_walk(deployment: Deployment):
     assert worker.serving.stopped.is_set()
 
 
-async def test_an_ungraceful_endpoint_and_the_deadline_cut(deployment: Deployment):
+async def test_an_ungraceful_endpoint_and_the_deadline_abort_streams(deployment: Deployment):
     async def hang(request: Any) -> AsyncIterator[str]:
         yield "begun"
         await asyncio.Event().wait()
@@ -388,7 +388,7 @@ async def test_unregister_and_register_again(deployment: Deployment):
     assert [item async for item in await client.random({"text": "x"})]
 
 
-async def test_cancelling_serve_endpoint_takes_it_down(deployment: Deployment):
+async def test_cancelling_serve_endpoint_removes_the_endpoint(deployment: Deployment):
     worker = deployment.runtime()
     served = deployment.serve(worker, "ns.comp.gen", echo)
     client = await deployment.client("ns.comp.gen")
@@ -521,7 +521,7 @@ async def test_events_reach_subscribers_through_discovery(deployment: Deployment
     subscription.close()
 
 
-async def test_counters_tell_what_was_served(deployment: Deployment):
+async def test_counters_count_what_was_served(deployment: Deployment):
     worker = deployment.runtime()
     deployment.serve(worker, "ns.comp.gen", echo)
     client = await deployment.client("ns.comp.gen")

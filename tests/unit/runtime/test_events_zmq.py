@@ -34,9 +34,9 @@ class Listener:
         self.events: list[tuple[int, int, bytes]] = []
         self.gaps: list[tuple[int, int, int]] = []
         self.changed = asyncio.Event()
-        self.subscriber = ZmqSubscriber(topic, self.take, lambda *gap: self.gaps.append(gap))
+        self.subscriber = ZmqSubscriber(topic, self.on_event, lambda *gap: self.gaps.append(gap))
 
-    def take(self, publisher_id: int, sequence: int, payload: bytes) -> None:
+    def on_event(self, publisher_id: int, sequence: int, payload: bytes) -> None:
         self.events.append((publisher_id, sequence, payload))
         self.changed.set()
 
@@ -47,7 +47,7 @@ class Listener:
                 await self.changed.wait()
 
     async def joined(self, publisher: ZmqPublisher) -> None:
-        """Publish until something arrives, then forget it all."""
+        """Publish until something arrives, then clear the record."""
         async with asyncio.timeout(TIMEOUT_S):
             while not self.events:
                 publisher.publish(b"hello?")
@@ -78,10 +78,10 @@ async def test_events_arrive_in_order_with_numbers(tmp_path: Path, kind: str) ->
     publisher.close()
 
 
-async def test_to_join_late_is_no_gap_but_a_loss_afterwards_is(tmp_path: Path) -> None:
+async def test_a_late_subscriber_sees_no_gap_until_it_loses_an_event(tmp_path: Path) -> None:
     publisher, listener = ZmqPublisher(TOPIC, 7, ipc(tmp_path)), Listener()
     for _ in range(10):
-        publisher.publish(b"before anyone listened")
+        publisher.publish(b"before the subscription")
     listener.subscriber.connect(publisher.address, 7)
     async with asyncio.timeout(TIMEOUT_S):
         while not listener.events:
@@ -92,7 +92,10 @@ async def test_to_join_late_is_no_gap_but_a_loss_afterwards_is(tmp_path: Path) -
     await listener.joined(publisher)
     order: list[str] = []
     listener.subscriber._on_gap = lambda *gap: order.append(f"gap {gap}")
-    listener.subscriber._on_event = lambda *event: (order.append("event"), listener.take(*event))
+    listener.subscriber._on_event = lambda *event: (
+        order.append("event"),
+        listener.on_event(*event),
+    )
     expected = publisher._sequence
     publisher._sequence += 5
     publisher.publish(b"x")
@@ -104,17 +107,17 @@ async def test_to_join_late_is_no_gap_but_a_loss_afterwards_is(tmp_path: Path) -
     publisher.close()
 
 
-async def test_a_lost_event_is_a_gap_and_a_new_life_too(tmp_path: Path) -> None:
+async def test_a_lost_event_and_a_restart_are_gaps(tmp_path: Path) -> None:
     publisher, listener = ZmqPublisher(TOPIC, 7, ipc(tmp_path)), Listener()
     listener.subscriber.connect(publisher.address)
     await listener.joined(publisher)
     expected = publisher._sequence
     publisher._sequence += 3
-    publisher.publish(b"after the hole")
+    publisher.publish(b"after the gap")
     await listener.have(1)
     assert listener.gaps == [(7, expected, expected + 3)]
     publisher._sequence = FIRST_SEQUENCE
-    publisher.publish(b"born again")
+    publisher.publish(b"restarted")
     await listener.have(2)
     assert listener.gaps[1:] == [(7, expected + 4, FIRST_SEQUENCE)]
     assert listener.subscriber.gaps >= 2
@@ -159,7 +162,7 @@ async def test_the_subscriber_may_come_first_and_the_publisher_again(tmp_path: P
     listener.subscriber.close()
 
 
-async def test_a_burst_is_handed_out_in_turns(tmp_path: Path) -> None:
+async def test_a_burst_is_delivered_in_several_loop_turns(tmp_path: Path) -> None:
     publisher, listener = ZmqPublisher(TOPIC, 1, ipc(tmp_path)), Listener()
     listener.subscriber.connect(publisher.address)
     await listener.joined(publisher)
@@ -175,15 +178,15 @@ async def test_a_burst_is_handed_out_in_turns(tmp_path: Path) -> None:
     publisher.close()
 
 
-async def test_a_full_queue_loses_for_one_and_is_counted(
+async def test_a_full_queue_drops_events_of_one_subscriber_and_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plane, "HIGH_WATER_MESSAGES", 1000)
-    publisher, quick, deaf = ZmqPublisher(TOPIC, 1, ipc(tmp_path)), Listener(), Listener()
-    for listener in (quick, deaf):
+    publisher, quick, stalled = ZmqPublisher(TOPIC, 1, ipc(tmp_path)), Listener(), Listener()
+    for listener in (quick, stalled):
         listener.subscriber.connect(publisher.address)
         await listener.joined(publisher)
-    asyncio.get_running_loop().remove_reader(deaf.subscriber._descriptor)
+    asyncio.get_running_loop().remove_reader(stalled.subscriber._descriptor)
     async with asyncio.timeout(TIMEOUT_S):
         sent = 0
         while not publisher.dropped or sent < 5000:
@@ -193,15 +196,15 @@ async def test_a_full_queue_loses_for_one_and_is_counted(
                 sent += 1
             await quick.have(100)
     assert quick.gaps == [] and publisher.dropped > 0
-    deaf.subscriber._schedule_drain()
-    await deaf.have(1000)
-    asyncio.get_running_loop().add_reader(deaf.subscriber._descriptor, deaf.subscriber._drain)
+    stalled.subscriber._schedule_drain()
+    await stalled.have(1000)
+    asyncio.get_running_loop().add_reader(stalled.subscriber._descriptor, stalled.subscriber._drain)
     async with asyncio.timeout(TIMEOUT_S):
-        while not deaf.gaps:
+        while not stalled.gaps:
             publisher.publish(b"again")
             await asyncio.sleep(0.005)
     publisher.close()
-    for listener in (quick, deaf):
+    for listener in (quick, stalled):
         listener.subscriber.close()
 
 
@@ -233,7 +236,7 @@ async def test_foreign_messages_are_counted_not_fatal(
     publisher.close()
 
 
-async def test_a_longer_topic_is_not_ours(tmp_path: Path) -> None:
+async def test_a_longer_topic_is_ignored(tmp_path: Path) -> None:
     ours, other = (
         ZmqPublisher(TOPIC, 1, ipc(tmp_path)),
         ZmqPublisher("kv-events-2", 2, ipc(tmp_path, "2")),
@@ -338,7 +341,7 @@ from dynamo.runtime.events import ZmqPublisher, ZmqSubscriber
 async def main():
     publisher = ZmqPublisher("t", 1, "ipc://{tmp_path}/a")
     subscriber = ZmqSubscriber("t", print)
-    subscriber.connect("ipc://{tmp_path}/nobody")
+    subscriber.connect("ipc://{tmp_path}/missing")
     subscriber.connect(publisher.address)
     await asyncio.sleep(0.05)
     for _ in range(100):

@@ -8,7 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +57,6 @@ class Log:
                 self._changed.clear()
                 await self._changed.wait()
         return self.events
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-async def store(root: Path) -> AsyncIterator[FileDiscovery]:
-    one = FileDiscovery(root)
-    await one.start()
-    yield one
-    await one.close()
 
 
 @pytest.fixture
@@ -179,7 +166,7 @@ async def test_unlinking_the_lease_ends_the_owner(
     assert files(root) == set()
 
 
-async def test_a_stopped_process_is_hidden_and_comes_back(
+async def test_keys_of_a_stopped_process_are_hidden_until_it_continues(
     store: FileDiscovery, root: Path, holders: Holders
 ):
     process = await holders.start(7, ttl_s=0.9)
@@ -247,7 +234,9 @@ async def test_a_foreign_host_lives_by_its_ttl(store: FileDiscovery, root: Path)
     assert len(log.events) == 4
 
 
-async def test_a_long_silent_foreign_lease_is_removed_at_sight(store: FileDiscovery, root: Path):
+async def test_a_long_silent_foreign_lease_is_removed_at_the_first_scan(
+    store: FileDiscovery, root: Path
+):
     path = _foreign_lease(root, 5, 1)
     os.utime(path, (1, 1))
     assert await store.list("v1/") == {}
@@ -270,7 +259,7 @@ async def test_our_own_stall_does_not_make_others_silent(
     assert [event.kind for event in log.events] == ["put"]
 
 
-async def test_pid_reuse_is_not_mistaken_for_life(store: FileDiscovery, root: Path):
+async def test_a_reused_pid_does_not_keep_a_lease_alive(store: FileDiscovery, root: Path):
     ticks = start_ticks(os.getpid())
     assert ticks is not None
     record = LeaseRecord(9, os.getpid(), ticks - 1, 10, host_id())
@@ -319,7 +308,7 @@ async def test_a_torn_or_foreign_file_is_reported_once(
     assert await store.list("v1/") == {KEY: b"1"}
 
 
-async def test_a_torn_key_is_gone_until_it_is_whole(store: FileDiscovery, root: Path):
+async def test_an_incomplete_key_is_hidden_until_it_is_complete(store: FileDiscovery, root: Path):
     lease = await store.grant(10)
     await store.put(KEY, b"12345", lease.id)
     log = Log()
@@ -431,7 +420,7 @@ async def test_lost_events_are_made_good_by_reading_again(store: FileDiscovery, 
     await other.close()
 
 
-async def test_a_removed_store_is_made_anew(store: FileDiscovery, root: Path):
+async def test_a_removed_store_is_created_again(store: FileDiscovery, root: Path):
     import shutil
 
     lease = await store.grant(10)

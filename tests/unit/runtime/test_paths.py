@@ -187,7 +187,7 @@ sys.stdin.readline()
 """
 
 
-def test_the_directory_of_short_sockets_goes_with_its_last_user(
+def test_the_fallback_directory_is_removed_with_its_last_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with tempfile.TemporaryDirectory(prefix="x") as short:
@@ -198,7 +198,7 @@ def test_the_directory_of_short_sockets_goes_with_its_last_user(
         path = Path(paths.socket_path(settings, "worker.sock"))
         path.touch()
         paths.release_sockets(settings)
-        assert path.exists() and record.exists(), "somebody's socket is there"
+        assert path.exists() and record.exists(), "the socket of another process"
         path.unlink()
         command = [sys.executable, "-c", HOLDER, str(deep)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

@@ -207,7 +207,7 @@ async def test_a_hung_worker_that_discovery_dropped_is_given_up_sooner(
     await client.close()
 
 
-async def test_a_stream_on_a_released_connection_takes_it_back(tmp_path: Path) -> None:
+async def test_a_stream_on_a_released_connection_keeps_it_open(tmp_path: Path) -> None:
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, plane.hold)
         plane.open()
@@ -221,7 +221,7 @@ async def test_a_stream_on_a_released_connection_takes_it_back(tmp_path: Path) -
         assert len(plane.client._connections) == 1
 
 
-async def test_a_silent_but_living_worker_is_left_in_peace(tmp_path: Path) -> None:
+async def test_a_silent_worker_that_answers_pings_keeps_its_connection(tmp_path: Path) -> None:
     settings = RequestPlaneSettings(request_timeout_s=0.05)
     async with pair(tmp_path, settings=settings) as plane:
         plane.server.register(ENDPOINT, plane.hold)
@@ -478,7 +478,7 @@ async def test_the_limit_counts_endpoint_and_headers_too(tmp_path: Path) -> None
         assert isinstance(error, InvalidArgument)
 
 
-async def test_close_does_not_wait_for_a_deaf_client(tmp_path: Path) -> None:
+async def test_close_does_not_wait_for_a_client_that_does_not_read(tmp_path: Path) -> None:
     server = RequestServer(RequestPlaneSettings(high_water_bytes=64_000))
     arrived = asyncio.Event()
     streams: list[ServerStream] = []

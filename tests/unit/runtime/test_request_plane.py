@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from request_kit import ENDPOINT, Pair, Recorder, pair, until
+from request_kit import ENDPOINT, Pair, Recorder, open_stream, pair, until
 
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import (
@@ -30,7 +30,6 @@ from dynamo.runtime.requests import (
     RequestServer,
     ServerStream,
     generator_handler,
-    open_stream,
 )
 from dynamo.runtime.tasks import Tasks
 
@@ -152,7 +151,7 @@ async def test_kill_silences_the_sink_and_closes_the_stream(tmp_path: Path) -> N
         call.kill()
         await stream.context.async_killed_or_stopped()
         assert stream.context.is_killed() and stream.closed
-        stream.send(b"nobody hears this")
+        stream.send(b"dropped")
         stream.end()
         await plane.quiet()
         assert sink.items == [] and not sink.over
@@ -199,7 +198,7 @@ async def test_cancellation_races_change_nothing_after_the_end(tmp_path: Path) -
         assert plane.tables() == (0, 0, 0, 0)
 
 
-async def test_a_client_that_leaves_kills_its_streams_and_counts_once(tmp_path: Path) -> None:
+async def test_a_disconnected_client_kills_its_streams_and_counts_once(tmp_path: Path) -> None:
     async with pair(tmp_path) as plane:
         stats = plane.server.register(ENDPOINT, plane.hold)
         call, _ = plane.open()
@@ -290,13 +289,14 @@ async def test_connect_failures(tmp_path: Path) -> None:
     await client.close()
 
 
-async def test_drop_fails_streams_at_once_and_the_next_open_connects_anew(tmp_path: Path) -> None:
+async def test_a_lost_connection_fails_its_streams_and_the_next_open_connects_again(
+    tmp_path: Path,
+) -> None:
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, plane.hold)
         _, sink = plane.open()
         stream = await plane.held()
-        plane.client.drop(plane.address)
-        plane.client.drop("uds:/unknown")
+        plane.client.connection(plane.address).lose(Disconnected("lost"))
         assert isinstance(sink.errors[0], Disconnected)
         _, again = plane.open()
         (await plane.held(2)).end()
@@ -316,7 +316,7 @@ async def test_release_waits_for_the_last_stream(tmp_path: Path) -> None:
         assert plane.address not in plane.client._connections
 
 
-async def test_drain_lets_graceful_streams_finish_and_cuts_the_others(tmp_path: Path) -> None:
+async def test_drain_lets_graceful_streams_finish_and_aborts_the_others(tmp_path: Path) -> None:
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, plane.hold)
         plane.server.register("ns/worker/cut", plane.hold, graceful_shutdown=False)
@@ -337,7 +337,7 @@ async def test_drain_lets_graceful_streams_finish_and_cuts_the_others(tmp_path: 
         assert draining.result() == 1
 
 
-async def test_drain_cuts_at_its_deadline_and_knows_unregistered_streams(tmp_path: Path) -> None:
+async def test_drain_aborts_at_its_deadline_unregistered_streams_included(tmp_path: Path) -> None:
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, plane.hold)
         plane.server.register("a/b/echo", echo)
@@ -443,7 +443,7 @@ async def test_generators_on_both_ends(tmp_path: Path) -> None:
     tasks = Tasks("handlers")
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, generator_handler(_numbers, tasks))
-        answer = open_stream(plane.client, plane.address, ENDPOINT, {"n": 3})
+        answer = open_stream(plane.client, plane.address, {"n": 3})
         assert [item async for item in answer] == [{"i": 0}, {"i": 1}, {"i": 2}]
         with pytest.raises(StopAsyncIteration):
             await anext(answer)
@@ -471,7 +471,7 @@ async def test_what_generators_raise(tmp_path: Path) -> None:
             "overload": Overloaded,
             "else": EngineFailure,
         }.items():
-            answer = open_stream(plane.client, plane.address, ENDPOINT, request)
+            answer = open_stream(plane.client, plane.address, request)
             assert await anext(answer) == "first"
             with pytest.raises(kind):
                 await anext(answer)
@@ -499,7 +499,7 @@ async def test_a_dropped_iterator_kills_and_the_generator_is_closed(tmp_path: Pa
     tasks = Tasks("handlers")
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, generator_handler(deaf, tasks))
-        answer = open_stream(plane.client, plane.address, ENDPOINT, None)
+        answer = open_stream(plane.client, plane.address, None)
         assert await anext(answer) == 1
         del answer
         gc.collect()
@@ -518,7 +518,7 @@ async def test_closing_the_handlers_hands_requests_back(tmp_path: Path) -> None:
     tasks = Tasks("handlers")
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, generator_handler(endless, tasks))
-        answer = open_stream(plane.client, plane.address, ENDPOINT, None)
+        answer = open_stream(plane.client, plane.address, None)
         assert await anext(answer) == 1
         await tasks.close()
         with pytest.raises(EngineShutdown):
@@ -539,7 +539,7 @@ async def test_a_slow_reader_pauses_its_generator_and_no_other_stream(tmp_path: 
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, generator_handler(flood, tasks))
         plane.server.register("a/b/echo", echo)
-        slow = open_stream(plane.client, plane.address, ENDPOINT, 20_000)
+        slow = open_stream(plane.client, plane.address, 20_000)
         assert await anext(slow) == b"x" * 100
         while not slow.sink._paused:
             await plane.quiet()
@@ -554,7 +554,7 @@ async def test_a_slow_reader_pauses_its_generator_and_no_other_stream(tmp_path: 
 async def test_a_handler_that_ignores_the_pause_is_killed_at_the_cap(tmp_path: Path) -> None:
     async with pair(tmp_path) as plane:
         plane.server.register(ENDPOINT, plane.hold)
-        answer = open_stream(plane.client, plane.address, ENDPOINT, None)
+        answer = open_stream(plane.client, plane.address, None)
         stream = await plane.held()
         while not stream.closed:
             for _ in range(500):

@@ -177,7 +177,7 @@ async def test_pipelined_requests_are_answered_in_order(make: Make):
 
 
 async def test_web_pages_get_nothing(make: Make):
-    """A page may reach a loopback port, by a name of its own (DNS rebinding) or as it is."""
+    """A page may reach a loopback port, by its own host name (DNS rebinding) or by number."""
     parts = await make()
     called: list[Any] = []
 
@@ -197,7 +197,7 @@ async def test_web_pages_get_nothing(make: Make):
     assert called == [None]
 
 
-async def test_off_by_default_and_a_taken_port_is_named(make: Make):
+async def test_off_by_default_and_a_used_port_is_a_config_error(make: Make):
     off = await make(port=-1)
     assert off.server.port == -1
     parts = await make()
@@ -222,7 +222,7 @@ async def test_the_runtime_serves_it():
     await runtime.close()
 
 
-async def test_other_hosts_are_let_in_only_when_asked() -> None:
+async def test_other_hosts_are_allowed_only_by_configuration() -> None:
     """Its engine routes take commands without authentication."""
     settings = SystemSettings(port=0)
     server = StatusServer(settings, SystemHealth(settings), Registry())
@@ -234,7 +234,7 @@ async def test_other_hosts_are_let_in_only_when_asked() -> None:
 
 
 @pytest.mark.parametrize("extra", ["", "Connection: Upgrade, HTTP2-Settings\r\n"])
-async def test_an_upgrade_is_not_taken_and_the_request_is_answered(
+async def test_an_upgrade_is_ignored_and_the_request_answered(
     make: Make, caplog: pytest.LogCaptureFixture, extra: str
 ):
     parts = await make()
