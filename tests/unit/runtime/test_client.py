@@ -43,7 +43,7 @@ async def put(runtime: DistributedRuntime, instance_id: int, transport: dict[str
 
 async def test_changes_are_pushed_and_a_new_address_replaces(
     runtime: DistributedRuntime, client: Client
-):
+) -> None:
     seen: list[tuple[list[int], list[int]]] = []
     client.on_change(lambda added, gone: seen.append(([one.instance_id for one in added], gone)))
     await put(runtime, 1, {"uds": "/a"})
@@ -61,7 +61,7 @@ async def test_changes_are_pushed_and_a_new_address_replaces(
 
 async def test_a_bad_record_is_skipped(
     runtime: DistributedRuntime, client: Client, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     lease = await runtime.granted()
     with caplog.at_level(logging.WARNING):
         await runtime.discovery.put(PREFIX + "1", b"{}", lease.id)
@@ -82,7 +82,7 @@ async def test_a_bad_record_is_skipped(
 
 async def test_a_failing_listener_does_not_stop_the_next(
     runtime: DistributedRuntime, client: Client, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     def fail(added: list[EndpointRecord], removed: list[int]) -> None:
         raise RuntimeError("listener")
 
@@ -121,7 +121,7 @@ class Sink:
 )
 async def test_which_errors_inhibit(
     runtime: DistributedRuntime, client: Client, error: DynamoError, inhibits: bool
-):
+) -> None:
     await put(runtime, 1, {"uds": "/a"})
     await put(runtime, 2, {"uds": "/b"})
     sink = Sink()
@@ -138,7 +138,7 @@ async def test_which_errors_inhibit(
     assert events == ([(1, True), (1, False)] if inhibits else [])
 
 
-async def test_an_inhibition_ends_by_itself_and_with_the_instance():
+async def test_an_inhibition_ends_by_itself_and_with_the_instance() -> None:
     settings = RuntimeSettings(discovery_backend="mem")
     runtime = DistributedRuntime(None, settings, system=SystemSettings(inhibited_duration_s=0.01))
     client = await runtime.endpoint("ns.comp.gen").client()
@@ -166,7 +166,7 @@ async def test_an_inhibition_ends_by_itself_and_with_the_instance():
 
 async def test_a_removal_is_reported_before_the_inhibition_ends(
     runtime: DistributedRuntime, client: Client
-):
+) -> None:
     """Otherwise a router would send to a dead worker what it finds waiting in that moment."""
     events: list[tuple[str, object]] = []
     await put(runtime, 1, {"uds": "/a"})
@@ -177,7 +177,9 @@ async def test_a_removal_is_reported_before_the_inhibition_ends(
     assert events[-3:] == [("avoided", True), ("gone", [1]), ("avoided", False)]
 
 
-async def test_waiting_ends_with_the_first_instance(runtime: DistributedRuntime, client: Client):
+async def test_waiting_ends_with_the_first_instance(
+    runtime: DistributedRuntime, client: Client
+) -> None:
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:
         waiting = group.create_task(client.wait_for_instances())
         await asyncio.sleep(0)

@@ -98,7 +98,7 @@ async def test_a_bad_file_is_reported_once_and_nothing_else_is_lost(
     name: str,
     make: Callable[[Path], None],
     problem: str,
-):
+) -> None:
     """Three ways to meet it: in a batch of file events, at the start, after lost events."""
     own = await store.grant(10)
     assert await store.list("v1/") == {}
@@ -118,7 +118,7 @@ async def test_a_bad_file_is_reported_once_and_nothing_else_is_lost(
 
 async def test_a_removed_bad_file_is_not_reported_again(
     store: FileDiscovery, root: Path, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     for name in ("v1/mdc/a b", "v1/mdc/ab", "leases/zz"):
         (root / name).mkdir()
     assert await store.list("v1/") == {}
@@ -129,7 +129,9 @@ async def test_a_removed_bad_file_is_not_reported_again(
     assert len(reports(caplog)) == 3
 
 
-async def test_another_spelling_of_a_lease_does_not_end_it(store: FileDiscovery, root: Path):
+async def test_another_spelling_of_a_lease_does_not_end_it(
+    store: FileDiscovery, root: Path
+) -> None:
     own = await store.grant(10, 0x10)
     await store.put(KEY, b"good", own.id)
     assert await store.list("v1/") == {KEY: b"good"}
@@ -140,7 +142,7 @@ async def test_another_spelling_of_a_lease_does_not_end_it(store: FileDiscovery,
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
-async def test_a_value_that_no_store_holds_is_refused(root: Path, kind: str):
+async def test_a_value_that_no_store_holds_is_refused(root: Path, kind: str) -> None:
     one = FileDiscovery(root) if kind == "file" else MemoryDiscovery()
     await one.start()
     own = await one.grant(10)
@@ -168,7 +170,7 @@ class FakeLink:
         await asyncio.Event().wait()
 
 
-async def test_the_same_checks_for_etcd(caplog: pytest.LogCaptureFixture):
+async def test_the_same_checks_for_etcd(caplog: pytest.LogCaptureFixture) -> None:
     big = bytes(layout.LARGEST_VALUE_BYTES + 1)
     link = FakeLink(
         {"v1/mdc/big": big, "v1/mdc/": b"x", KEY: b"good", "v1/mdc/other": b"1"},
@@ -216,7 +218,7 @@ CARD = {
         ("runtime_config.bootstrap_port", 65536),
     ],
 )
-def test_a_card_out_of_range_names_the_field(field: str, value: int):
+def test_a_card_out_of_range_names_the_field(field: str, value: int) -> None:
     assert decode_card(msgspec.json.encode(CARD)).instance_id == 1
     name, _, inner = field.partition(".")
     raw = json.dumps({**CARD, name: {inner: value} if inner else value}).encode()
@@ -228,12 +230,14 @@ def test_a_card_out_of_range_names_the_field(field: str, value: int):
 @pytest.mark.parametrize(
     "data", [b"", b"\xff", b'{"a":"\xff"}', b"[" * 100_000, b'{"user_data":' * 100_000]
 )
-def test_whatever_it_is_decoding_raises_value_error(kind: type, data: bytes):
+def test_whatever_it_is_decoding_raises_value_error(kind: type, data: bytes) -> None:
     with pytest.raises(ValueError):
         record_decoder(kind)(data)
 
 
-async def test_a_bad_event_channel_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_a_bad_event_channel_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = RuntimeSettings(discovery_backend="mem", state_dir=str(tmp_path))
     runtime = DistributedRuntime(None, settings)
     own = await runtime.granted()
@@ -264,7 +268,7 @@ async def test_a_bad_event_channel_is_skipped(tmp_path: Path, caplog: pytest.Log
     await runtime.close()
 
 
-async def test_a_worker_cannot_register_a_card_out_of_range(tmp_path: Path):
+async def test_a_worker_cannot_register_a_card_out_of_range(tmp_path: Path) -> None:
     settings = RuntimeSettings(discovery_backend="mem", state_dir=str(tmp_path))
     runtime = DistributedRuntime(None, settings)
     endpoint = runtime.endpoint("ns.comp.generate")

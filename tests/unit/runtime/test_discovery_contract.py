@@ -59,7 +59,7 @@ class Log:
         return self.events
 
 
-async def test_put_list_delete(make: Make):
+async def test_put_list_delete(make: Make) -> None:
     one, two = make(), make()
     await one.start()
     lease = await one.grant(10)
@@ -75,7 +75,7 @@ async def test_put_list_delete(make: Make):
     assert await one.list("v1/instances/") == {}
 
 
-async def test_a_watch_delivers_existing_then_live_keys_once(make: Make):
+async def test_a_watch_delivers_existing_then_live_keys_once(make: Make) -> None:
     one, two = make(), make()
     lease = await one.grant(10)
     await one.put(KEY, b"1", lease.id)
@@ -96,7 +96,7 @@ async def test_a_watch_delivers_existing_then_live_keys_once(make: Make):
     assert len(log.events) == 3
 
 
-async def test_a_revocation_by_any_process_sets_lost_and_removes_keys(make: Make):
+async def test_a_revocation_by_any_process_sets_lost_and_removes_keys(make: Make) -> None:
     one, two, three = make(), make(), make()
     lease = await one.grant(10)
     other = await one.grant(10)
@@ -119,7 +119,7 @@ async def test_a_revocation_by_any_process_sets_lost_and_removes_keys(make: Make
     assert not other.lost.is_set()
 
 
-async def test_close_revokes_what_was_granted(make: Make):
+async def test_close_revokes_what_was_granted(make: Make) -> None:
     one, two = make(), make()
     lease = await one.grant(10)
     await one.put(KEY, b"1", lease.id)
@@ -135,14 +135,14 @@ async def test_close_revokes_what_was_granted(make: Make):
 @pytest.mark.parametrize(
     "key", ["", "v1", "v1/instances", "v1/instances/", "v2/instances/a", "v1/other/a", "a/b/c"]
 )
-async def test_a_key_that_is_none_is_refused(make: Make, key: str):
+async def test_a_key_that_is_none_is_refused(make: Make, key: str) -> None:
     one = make()
     lease = await one.grant(10)
     with pytest.raises(InvalidArgument):
         await one.put(key, b"", lease.id)
 
 
-async def test_a_chosen_lease_id_must_be_unused(make: Make):
+async def test_a_chosen_lease_id_must_be_unused(make: Make) -> None:
     one = make()
     lease = await one.grant(10, 0xABC)
     assert lease.id == 0xABC
@@ -153,7 +153,7 @@ async def test_a_chosen_lease_id_must_be_unused(make: Make):
 
 async def test_one_failing_callback_does_not_starve_the_next(
     make: Make, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     one = make()
     lease = await one.grant(10)
 
@@ -168,7 +168,7 @@ async def test_one_failing_callback_does_not_starve_the_next(
     assert "bad subscriber" in caplog.text
 
 
-async def test_memory_is_shared_within_a_loop():
+async def test_memory_is_shared_within_a_loop() -> None:
     one, two = MemoryDiscovery(), MemoryDiscovery()
     lease = await one.grant(10)
     await one.put(KEY, b"1", lease.id)

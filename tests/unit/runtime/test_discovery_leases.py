@@ -97,7 +97,7 @@ async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return Site(tmp_path, clock)
 
 
-async def test_a_hung_holder_is_silent_one_ttl_after_its_last_touch(site: Site):
+async def test_a_hung_holder_is_silent_one_ttl_after_its_last_touch(site: Site) -> None:
     for seconds in (3.0, 6.0, 9.0):
         site.clock.move_to(seconds)
         site.touch()
@@ -106,7 +106,7 @@ async def test_a_hung_holder_is_silent_one_ttl_after_its_last_touch(site: Site):
     assert site.listener.told == [("alive", 0), ("silent", 19)]
 
 
-async def test_a_touch_that_is_read_late_counts_from_when_it_was_made(site: Site):
+async def test_a_touch_that_is_read_late_counts_from_when_it_was_made(site: Site) -> None:
     site.clock.move_to(3)
     site.touch()
     site.clock.move_to(8)
@@ -115,7 +115,7 @@ async def test_a_touch_that_is_read_late_counts_from_when_it_was_made(site: Site
     assert site.listener.told == [("alive", 0), ("silent", 13)]
 
 
-async def test_other_changes_of_the_file_do_not_count_as_touches(site: Site):
+async def test_other_changes_of_the_file_do_not_count_as_touches(site: Site) -> None:
     site.clock.move_to(8)
     site.path.chmod(0o600)
     site.table.touched("7")

@@ -132,7 +132,7 @@ def fleet(
         made.close()
 
 
-async def test_kills_in_a_row_leave_no_socket(fleet: Fleet):
+async def test_kills_in_a_row_leave_no_socket(fleet: Fleet) -> None:
     watching = DistributedRuntime(None, fleet.settings)
     client = await watching.endpoint("ns.comp.gen").client()
     changed = asyncio.Event()
@@ -164,7 +164,7 @@ async def test_kills_in_a_row_leave_no_socket(fleet: Fleet):
     await late.close()
 
 
-async def test_a_revoked_but_running_process_keeps_its_sockets(fleet: Fleet):
+async def test_a_revoked_but_running_process_keeps_its_sockets(fleet: Fleet) -> None:
     watching = DistributedRuntime(None, fleet.settings)
     client = await watching.endpoint("ns.comp.gen").client()
     process = await fleet.start()

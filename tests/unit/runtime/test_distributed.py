@@ -92,7 +92,7 @@ async def echo(request: dict[str, Any], context: Context) -> AsyncIterator[dict[
         yield {"word": word, "id": context.id(), "user": context.metadata.get("user")}
 
 
-async def test_stream_round_trip(deployment: Deployment):
+async def test_stream_round_trip(deployment: Deployment) -> None:
     worker = deployment.runtime()
     deployment.serve(worker, "ns.comp.gen", echo)
     client = await deployment.client("dyn://ns.comp.gen")
@@ -112,7 +112,7 @@ async def test_stream_round_trip(deployment: Deployment):
     assert [item["word"] async for item in stream] == ["d"]
 
 
-async def test_errors_arrive_as_they_are_named(deployment: Deployment):
+async def test_errors_arrive_as_they_are_named(deployment: Deployment) -> None:
     async def fail(request: dict[str, Any]) -> AsyncIterator[int]:
         yield 1
         if request["how"] == "value":
@@ -168,7 +168,7 @@ async def test_errors_arrive_as_they_are_named(deployment: Deployment):
 @pytest.mark.parametrize("error", [EngineShutdown("gone"), GeneratorExit("gone")])
 async def test_an_instance_whose_engine_shut_down_is_withdrawn_until_it_registers_again(
     deployment: Deployment, error: BaseException
-):
+) -> None:
     async def fail_once(request: Any) -> AsyncIterator[str]:
         if failing:
             raise failing.pop()
@@ -190,7 +190,7 @@ async def test_an_instance_whose_engine_shut_down_is_withdrawn_until_it_register
 
 async def test_an_engine_shutdown_that_is_passed_on_leaves_the_relay_in_routing(
     deployment: Deployment,
-):
+) -> None:
     async def down(request: Any) -> AsyncIterator[str]:
         raise EngineShutdown("gone")
         yield ""
@@ -237,7 +237,7 @@ class Endless:
         return self.context.is_stopped(), self.context.is_killed()
 
 
-async def test_stop_is_orderly_and_dropping_kills(deployment: Deployment):
+async def test_stop_is_orderly_and_dropping_kills(deployment: Deployment) -> None:
     first, second = Endless(), Endless()
     deployment.serve(deployment.runtime(), "ns.comp.one", first.__call__)
     deployment.serve(deployment.runtime(), "ns.comp.two", second.__call__)
@@ -259,7 +259,7 @@ async def test_stop_is_orderly_and_dropping_kills(deployment: Deployment):
     assert await second.seen() == (True, True)
 
 
-async def test_an_incoming_context_links_the_outgoing_call(deployment: Deployment):
+async def test_an_incoming_context_links_the_outgoing_call(deployment: Deployment) -> None:
     inner = Endless()
     deployment.serve(deployment.runtime(), "ns.comp.inner", inner.__call__)
     middle = deployment.runtime()
@@ -281,7 +281,7 @@ async def test_an_incoming_context_links_the_outgoing_call(deployment: Deploymen
     assert inner.context.id() == "outer-1"
 
 
-async def test_round_robin_takes_turns_and_push_handlers_serve(deployment: Deployment):
+async def test_round_robin_takes_turns_and_push_handlers_serve(deployment: Deployment) -> None:
     workers = [deployment.runtime() for _ in range(3)]
     for worker in workers:
 
@@ -299,7 +299,7 @@ async def test_round_robin_takes_turns_and_push_handlers_serve(deployment: Deplo
     assert set(seen[:3]) == set(seen[3:])
 
 
-async def test_shutdown_finishes_streams_and_refuses_new_ones(deployment: Deployment):
+async def test_shutdown_finishes_streams_and_refuses_new_ones(deployment: Deployment) -> None:
     worker = deployment.runtime()
     go = asyncio.Event()
 
@@ -336,7 +336,7 @@ async def test_shutdown_finishes_streams_and_refuses_new_ones(deployment: Deploy
         await served
 
 
-async def test_a_revoked_lease_is_the_same_walk(deployment: Deployment):
+async def test_a_revoked_lease_is_the_same_walk(deployment: Deployment) -> None:
     worker = deployment.runtime()
     served = deployment.serve(worker, "ns.comp.gen", echo)
     client = await deployment.client("ns.comp.gen")
@@ -348,7 +348,9 @@ async def test_a_revoked_lease_is_the_same_walk(deployment: Deployment):
     assert worker.serving.stopped.is_set()
 
 
-async def test_an_ungraceful_endpoint_and_the_deadline_abort_streams(deployment: Deployment):
+async def test_an_ungraceful_endpoint_and_the_deadline_abort_streams(
+    deployment: Deployment,
+) -> None:
     async def hang(request: Any) -> AsyncIterator[str]:
         yield "begun"
         await asyncio.Event().wait()
@@ -371,7 +373,7 @@ async def test_an_ungraceful_endpoint_and_the_deadline_abort_streams(deployment:
         await worker.close()
 
 
-async def test_unregister_and_register_again(deployment: Deployment):
+async def test_unregister_and_register_again(deployment: Deployment) -> None:
     worker = deployment.runtime()
     deployment.serve(worker, "ns.comp.gen", echo)
     client = await deployment.client("ns.comp.gen")
@@ -388,7 +390,7 @@ async def test_unregister_and_register_again(deployment: Deployment):
     assert [item async for item in await client.random({"text": "x"})]
 
 
-async def test_cancelling_serve_endpoint_removes_the_endpoint(deployment: Deployment):
+async def test_cancelling_serve_endpoint_removes_the_endpoint(deployment: Deployment) -> None:
     worker = deployment.runtime()
     served = deployment.serve(worker, "ns.comp.gen", echo)
     client = await deployment.client("ns.comp.gen")
@@ -410,7 +412,9 @@ async def hanging(request: Any) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("leaving", [False, True])
-async def test_a_cancelled_worker_task_waits_for_no_stream(deployment: Deployment, leaving: bool):
+async def test_a_cancelled_worker_task_waits_for_no_stream(
+    deployment: Deployment, leaving: bool
+) -> None:
     worker = deployment.runtime(shutdown_timeout_s=900.0)
     served = deployment.serve(worker, "ns.comp.gen", hanging)
     client = await deployment.client("ns.comp.gen")
@@ -429,7 +433,7 @@ async def test_a_cancelled_worker_task_waits_for_no_stream(deployment: Deploymen
         await worker.close()
 
 
-async def test_a_close_that_is_cancelled_still_closes(deployment: Deployment):
+async def test_a_close_that_is_cancelled_still_closes(deployment: Deployment) -> None:
     worker = deployment.runtime(shutdown_timeout_s=900.0)
     deployment.serve(worker, "ns.comp.gen", hanging)
     client = await deployment.client("ns.comp.gen")
@@ -450,7 +454,7 @@ async def test_a_close_that_is_cancelled_still_closes(deployment: Deployment):
         worker.tasks.spawn(asyncio.sleep(0))
 
 
-async def test_a_close_cancelled_before_its_first_step(deployment: Deployment):
+async def test_a_close_cancelled_before_its_first_step(deployment: Deployment) -> None:
     worker = deployment.runtime(grace_period_s=900.0)
     deployment.serve(worker, "ns.comp.gen", echo)
     await deployment.client("ns.comp.gen")
@@ -465,7 +469,7 @@ async def test_a_close_cancelled_before_its_first_step(deployment: Deployment):
     assert closing.cancelled()
 
 
-async def test_a_failed_connection_inhibits(deployment: Deployment):
+async def test_a_failed_connection_inhibits(deployment: Deployment) -> None:
     if deployment.settings.request_plane != "uds":
         pytest.skip("the socket file is taken away")
     bad, good = deployment.runtime(), deployment.runtime()
@@ -486,7 +490,7 @@ async def test_a_failed_connection_inhibits(deployment: Deployment):
     assert set(client._usable()) == {bad.instance_id, good.instance_id}
 
 
-async def test_events_reach_subscribers_through_discovery(deployment: Deployment):
+async def test_events_reach_subscribers_through_discovery(deployment: Deployment) -> None:
     one, two, listener = (deployment.runtime() for _ in range(3))
     got: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
     publishers: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()
@@ -521,7 +525,7 @@ async def test_events_reach_subscribers_through_discovery(deployment: Deployment
     subscription.close()
 
 
-async def test_counters_count_what_was_served(deployment: Deployment):
+async def test_counters_count_what_was_served(deployment: Deployment) -> None:
     worker = deployment.runtime()
     deployment.serve(worker, "ns.comp.gen", echo)
     client = await deployment.client("ns.comp.gen")
@@ -542,7 +546,7 @@ async def test_counters_count_what_was_served(deployment: Deployment):
     assert "work_handler" not in client._runtime.metrics.render().decode()
 
 
-async def test_labels_of_ones_own_and_failures_are_counted(deployment: Deployment):
+async def test_labels_of_ones_own_and_failures_are_counted(deployment: Deployment) -> None:
     async def fail(request: Any) -> AsyncIterator[int]:
         raise KeyError(request)
         yield 0
@@ -566,7 +570,7 @@ async def test_labels_of_ones_own_and_failures_are_counted(deployment: Deploymen
 @pytest.mark.parametrize(
     "labels", [[("a-b", "x")], [("le", "x")], [("worker_id", "x")], [("a", "x"), ("a", "y")]]
 )
-async def test_what_is_no_label_is_refused(labels: list[tuple[str, str]]):
+async def test_what_is_no_label_is_refused(labels: list[tuple[str, str]]) -> None:
     runtime = DistributedRuntime(None, RuntimeSettings(discovery_backend="mem"))
     with pytest.raises(ValueError, match="metrics_labels"):
         await runtime.endpoint("ns.comp.gen").serve_endpoint(echo, metrics_labels=labels)
@@ -574,7 +578,7 @@ async def test_what_is_no_label_is_refused(labels: list[tuple[str, str]]):
 
 
 @pytest.mark.parametrize("path", ["bad", "a.b", "a.b.c.d", "a..c", "", "dyn://a.b", "a/x.b.c"])
-async def test_a_bad_path_is_a_value_error(tmp_path: Path, path: str):
+async def test_a_bad_path_is_a_value_error(tmp_path: Path, path: str) -> None:
     runtime = DistributedRuntime(None, RuntimeSettings(discovery_backend="mem"))
     with pytest.raises(ValueError) as found:
         runtime.endpoint(path)
@@ -587,7 +591,7 @@ async def test_a_bad_path_is_a_value_error(tmp_path: Path, path: str):
     await runtime.close()
 
 
-async def test_the_public_constructor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+async def test_the_public_constructor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DYN_LOCAL_STATE_DIR", str(tmp_path))
     monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "mem")
     loop = asyncio.get_running_loop()
@@ -626,7 +630,7 @@ class _Model:
         return self.fields
 
 
-async def test_dynamo_endpoint_of_other_types_checks_nothing(deployment: Deployment):
+async def test_dynamo_endpoint_of_other_types_checks_nothing(deployment: Deployment) -> None:
     class Service:
         @dynamo_endpoint(str, str)
         async def generate(self, request: str) -> AsyncIterator[Any]:
@@ -639,7 +643,7 @@ async def test_dynamo_endpoint_of_other_types_checks_nothing(deployment: Deploym
     assert items == ["plain text", {"any": 1}]
 
 
-async def test_a_preprocessed_request_has_every_key(deployment: Deployment):
+async def test_a_preprocessed_request_has_every_key(deployment: Deployment) -> None:
     seen: list[Any] = []
 
     async def remember(request: Any) -> AsyncIterator[int]:
@@ -665,7 +669,7 @@ async def test_a_preprocessed_request_has_every_key(deployment: Deployment):
     assert seen[1:] == [{"token_ids": [1]}, {"text": "x"}, None]
 
 
-async def test_dynamo_endpoint_validates(deployment: Deployment):
+async def test_dynamo_endpoint_validates(deployment: Deployment) -> None:
     class Handler:
         @dynamo_endpoint(_Model, _Model)
         async def generate(self, request: _Model) -> AsyncIterator[Any]:

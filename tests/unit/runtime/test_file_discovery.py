@@ -100,7 +100,7 @@ def files(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
-async def test_everything_is_private_and_named_by_key(store: FileDiscovery, root: Path):
+async def test_everything_is_private_and_named_by_key(store: FileDiscovery, root: Path) -> None:
     lease = await store.grant(10, 0xAB)
     await store.put("v1/instances/n s/c%/.e/1f", b"x", lease.id)
     await store.put("v1/mdc/.hidden/é", b"y", lease.id)
@@ -121,7 +121,7 @@ async def test_everything_is_private_and_named_by_key(store: FileDiscovery, root
 
 async def test_a_killed_process_is_noticed_at_once_and_cleaned_up(
     store: FileDiscovery, root: Path, holders: Holders
-):
+) -> None:
     first = await holders.start(1)
     log = Log()
     await store.watch("v1/instances/", log).ready()
@@ -141,7 +141,7 @@ async def test_a_killed_process_is_noticed_at_once_and_cleaned_up(
     assert files(root) == set()
 
 
-async def test_what_died_before_we_looked_is_not_shown(root: Path, holders: Holders):
+async def test_what_died_before_we_looked_is_not_shown(root: Path, holders: Holders) -> None:
     process = await holders.start(1)
     process.kill()
     process.wait()
@@ -154,7 +154,7 @@ async def test_what_died_before_we_looked_is_not_shown(root: Path, holders: Hold
 
 async def test_unlinking_the_lease_ends_the_owner(
     store: FileDiscovery, root: Path, holders: Holders
-):
+) -> None:
     process = await holders.start(7)
     log = Log()
     await store.watch("v1/", log).ready()
@@ -168,7 +168,7 @@ async def test_unlinking_the_lease_ends_the_owner(
 
 async def test_keys_of_a_stopped_process_are_hidden_until_it_continues(
     store: FileDiscovery, root: Path, holders: Holders
-):
+) -> None:
     process = await holders.start(7, ttl_s=0.9)
     log = Log()
     await store.watch("v1/instances/", log).ready()
@@ -192,7 +192,7 @@ async def test_keys_of_a_stopped_process_are_hidden_until_it_continues(
 
 async def test_revoked_while_stopped_it_exits_when_it_wakes(
     store: FileDiscovery, root: Path, holders: Holders
-):
+) -> None:
     process = await holders.start(7, ttl_s=0.9)
     process.send_signal(signal.SIGSTOP)
     await store.revoke(7)
@@ -213,7 +213,7 @@ def _foreign_lease(root: Path, lease_id: int, ttl_s: float) -> Path:
     return path
 
 
-async def test_a_foreign_host_lives_by_its_ttl(store: FileDiscovery, root: Path):
+async def test_a_foreign_host_lives_by_its_ttl(store: FileDiscovery, root: Path) -> None:
     path = _foreign_lease(root, 5, 0.3)
     log = Log()
     await store.watch("v1/", log).ready()
@@ -236,7 +236,7 @@ async def test_a_foreign_host_lives_by_its_ttl(store: FileDiscovery, root: Path)
 
 async def test_a_long_silent_foreign_lease_is_removed_at_the_first_scan(
     store: FileDiscovery, root: Path
-):
+) -> None:
     path = _foreign_lease(root, 5, 1)
     os.utime(path, (1, 1))
     assert await store.list("v1/") == {}
@@ -247,7 +247,7 @@ async def test_a_long_silent_foreign_lease_is_removed_at_the_first_scan(
 
 async def test_our_own_stall_does_not_make_others_silent(
     store: FileDiscovery, root: Path, holders: Holders
-):
+) -> None:
     await holders.start(7, ttl_s=0.6)
     log = Log()
     await store.watch("v1/instances/", log).ready()
@@ -259,7 +259,7 @@ async def test_our_own_stall_does_not_make_others_silent(
     assert [event.kind for event in log.events] == ["put"]
 
 
-async def test_a_reused_pid_does_not_keep_a_lease_alive(store: FileDiscovery, root: Path):
+async def test_a_reused_pid_does_not_keep_a_lease_alive(store: FileDiscovery, root: Path) -> None:
     ticks = start_ticks(os.getpid())
     assert ticks is not None
     record = LeaseRecord(9, os.getpid(), ticks - 1, 10, host_id())
@@ -291,7 +291,7 @@ async def test_a_torn_or_foreign_file_is_reported_once(
     name: str,
     content: bytes,
     problem: str,
-):
+) -> None:
     lease = await store.grant(10)
     await store.put(KEY, b"1", lease.id)
     assert len(await store.list("v1/")) == 1
@@ -308,7 +308,9 @@ async def test_a_torn_or_foreign_file_is_reported_once(
     assert await store.list("v1/") == {KEY: b"1"}
 
 
-async def test_an_incomplete_key_is_hidden_until_it_is_complete(store: FileDiscovery, root: Path):
+async def test_an_incomplete_key_is_hidden_until_it_is_complete(
+    store: FileDiscovery, root: Path
+) -> None:
     lease = await store.grant(10)
     await store.put(KEY, b"12345", lease.id)
     log = Log()
@@ -322,7 +324,7 @@ async def test_an_incomplete_key_is_hidden_until_it_is_complete(store: FileDisco
     assert [event.kind for event in log.events] == ["put", "delete", "put"]
 
 
-async def test_files_being_written_are_ignored(store: FileDiscovery, root: Path):
+async def test_files_being_written_are_ignored(store: FileDiscovery, root: Path) -> None:
     log = Log()
     await store.watch("v1/", log).ready()
     (root / "v1/mdc/.half").write_bytes(b"1f 1\nx")
@@ -333,7 +335,7 @@ async def test_files_being_written_are_ignored(store: FileDiscovery, root: Path)
 
 async def test_old_half_written_files_are_swept(
     store: FileDiscovery, root: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     (root / "v1/mdc/.1.2").write_bytes(b"")
     (root / "leases/.1.3").write_bytes(b"")
     monkeypatch.setattr(layout, "_ABANDONED_AFTER_S", -1.0)
@@ -341,7 +343,7 @@ async def test_old_half_written_files_are_swept(
     assert files(root) == set()
 
 
-def test_removal_spares_a_newer_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_removal_spares_a_newer_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "key"
     path.write_bytes(layout.encode_stored(2, b"new"))
     assert layout.remove_if_lease(path, 1) is False
@@ -362,7 +364,9 @@ def test_removal_spares_a_newer_lease(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [entry.name for entry in tmp_path.iterdir()] == ["key"]
 
 
-async def test_a_key_put_again_survives_the_end_of_its_old_lease(store: FileDiscovery, root: Path):
+async def test_a_key_put_again_survives_the_end_of_its_old_lease(
+    store: FileDiscovery, root: Path
+) -> None:
     old, new = await store.grant(10), await store.grant(10)
     other = FileDiscovery(root)
     log = Log()
@@ -378,7 +382,7 @@ async def test_a_key_put_again_survives_the_end_of_its_old_lease(store: FileDisc
 
 async def test_a_put_that_races_a_revocation_leaves_nothing(
     store: FileDiscovery, root: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     lease = await store.grant(10)
     real = layout.write_atomic
 
@@ -392,7 +396,7 @@ async def test_a_put_that_races_a_revocation_leaves_nothing(
     assert files(root) == set()
 
 
-async def test_lost_events_are_made_good_by_reading_again(store: FileDiscovery, root: Path):
+async def test_lost_events_are_made_good_by_reading_again(store: FileDiscovery, root: Path) -> None:
     lease, doomed = await store.grant(10), await store.grant(10)
     await store.put(KEY, b"1", lease.id)
     await store.put("v1/mdc/changes", b"1", lease.id)
@@ -420,7 +424,7 @@ async def test_lost_events_are_made_good_by_reading_again(store: FileDiscovery, 
     await other.close()
 
 
-async def test_a_removed_store_is_created_again(store: FileDiscovery, root: Path):
+async def test_a_removed_store_is_created_again(store: FileDiscovery, root: Path) -> None:
     import shutil
 
     lease = await store.grant(10)
@@ -443,7 +447,7 @@ async def test_a_removed_store_is_created_again(store: FileDiscovery, root: Path
 @pytest.mark.parametrize("way", ["remove", "move", "remove again and again"])
 async def test_a_store_that_vanishes_does_not_blind_its_watchers(
     store: FileDiscovery, root: Path, way: str
-):
+) -> None:
     import shutil
 
     log = Log()
@@ -468,7 +472,9 @@ async def test_a_store_that_vanishes_does_not_blind_its_watchers(
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"1 5")])
-async def test_a_damaged_record_is_written_again(store: FileDiscovery, root: Path, damage: Any):
+async def test_a_damaged_record_is_written_again(
+    store: FileDiscovery, root: Path, damage: Any
+) -> None:
     lease, other = await store.grant(0.3), await store.grant(0.3)
     await store.put(KEY, b"1", lease.id)
     await store.put("v1/mdc/moved", b"1", lease.id)
@@ -492,7 +498,7 @@ async def test_a_damaged_record_is_written_again(store: FileDiscovery, root: Pat
     assert files(root) == set()
 
 
-async def test_a_truncated_lease_is_written_again(store: FileDiscovery, root: Path):
+async def test_a_truncated_lease_is_written_again(store: FileDiscovery, root: Path) -> None:
     lease = await store.grant(0.3, 7)
     await store.put(KEY, b"1", lease.id)
     whole = (root / "leases/7").read_bytes()
@@ -506,7 +512,9 @@ async def test_a_truncated_lease_is_written_again(store: FileDiscovery, root: Pa
     await late.close()
 
 
-async def test_a_process_that_only_registers_watches_one_file(store: FileDiscovery, root: Path):
+async def test_a_process_that_only_registers_watches_one_file(
+    store: FileDiscovery, root: Path
+) -> None:
     await store.grant(10)
     other = FileDiscovery(root)
     await other.grant(10)
@@ -521,7 +529,7 @@ async def test_without_descriptors_for_processes_the_ttl_decides(
     holders: Holders,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-):
+) -> None:
     def none_left(pid: int) -> int:
         raise OSError(24, "Too many open files")
 
@@ -538,7 +546,7 @@ async def test_without_descriptors_for_processes_the_ttl_decides(
 
 async def test_no_inotify_instance_left_is_a_clear_error(
     root: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     def none_left() -> None:
         raise OSError(24, "Too many open files")
 

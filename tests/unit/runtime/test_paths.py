@@ -18,7 +18,7 @@ def _mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_directories_are_private_and_nested(tmp_path: Path):
+def test_directories_are_private_and_nested(tmp_path: Path) -> None:
     settings = RuntimeSettings(state_dir=str(tmp_path / "state"), namespace="ns")
     assert paths.state_dir(settings) == tmp_path / "state"
     assert paths.run_dir(settings) == tmp_path / "state" / "ns"
@@ -28,7 +28,7 @@ def test_directories_are_private_and_nested(tmp_path: Path):
         assert _mode(path) == 0o700
 
 
-def test_file_kv_wins_and_an_existing_directory_keeps_its_mode(tmp_path: Path):
+def test_file_kv_wins_and_an_existing_directory_keeps_its_mode(tmp_path: Path) -> None:
     given = tmp_path / "kv"
     given.mkdir()
     given.chmod(0o755)
@@ -38,7 +38,7 @@ def test_file_kv_wins_and_an_existing_directory_keeps_its_mode(tmp_path: Path):
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o775, 0o707])
-def test_a_directory_that_others_write_to_is_refused_untouched(tmp_path: Path, mode: int):
+def test_a_directory_that_others_write_to_is_refused_untouched(tmp_path: Path, mode: int) -> None:
     """As the system's temporary directory: its mode belongs to everybody who uses it."""
     shared = tmp_path / "shared"
     shared.mkdir()
@@ -53,7 +53,7 @@ def test_a_directory_that_others_write_to_is_refused_untouched(tmp_path: Path, m
     assert _mode(shared) == mode
 
 
-def test_missing_parents_are_private_whatever_the_umask(tmp_path: Path):
+def test_missing_parents_are_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         paths.private_dir(tmp_path / "a" / "b" / "c")
@@ -64,26 +64,26 @@ def test_missing_parents_are_private_whatever_the_umask(tmp_path: Path):
         assert _mode(tmp_path / path) == 0o700
 
 
-def test_default_is_under_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_default_is_under_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert paths.state_dir(RuntimeSettings()) == tmp_path / ".dynamo" / "state"
 
 
 @pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "a\0b", "a b", "-x", "x" * 129])
-def test_a_namespace_cannot_leave_its_directory(tmp_path: Path, name: str):
+def test_a_namespace_cannot_leave_its_directory(tmp_path: Path, name: str) -> None:
     settings = RuntimeSettings(state_dir=str(tmp_path), namespace=name)
     with pytest.raises(ConfigError, match="namespace"):
         paths.run_dir(settings)
 
 
-def test_a_file_in_the_way_is_a_clear_error(tmp_path: Path):
+def test_a_file_in_the_way_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("")
     with pytest.raises(ConfigError, match="cannot use"):
         paths.state_dir(RuntimeSettings(state_dir=str(tmp_path / "state")))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a directory of another user")
-def test_another_users_directory_is_refused(tmp_path: Path):
+def test_another_users_directory_is_refused(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     os.chown(theirs, 12345, 12345)
@@ -91,7 +91,7 @@ def test_another_users_directory_is_refused(tmp_path: Path):
         paths.private_dir(theirs)
 
 
-def test_short_socket_stays_in_the_run_directory():
+def test_short_socket_stays_in_the_run_directory() -> None:
     with tempfile.TemporaryDirectory(prefix="d") as root:
         settings = RuntimeSettings(state_dir=root)
         assert paths.socket_path(settings, "a.sock") == f"{root}/dynamo/a.sock"
@@ -99,7 +99,7 @@ def test_short_socket_stays_in_the_run_directory():
 
 def test_a_planned_path_is_the_one_that_is_made_and_creates_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     with tempfile.TemporaryDirectory(prefix="x") as short:
         monkeypatch.setenv("XDG_RUNTIME_DIR", short)
         for root in (Path(short) / "s", tmp_path / ("d" * 100)):
@@ -112,7 +112,9 @@ def test_a_planned_path_is_the_one_that_is_made_and_creates_nothing(
             paths.release_sockets(settings)
 
 
-def test_long_socket_falls_back_and_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_long_socket_falls_back_and_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with tempfile.TemporaryDirectory(prefix="x") as short:
         monkeypatch.setenv("XDG_RUNTIME_DIR", short)
         deep = tmp_path / ("d" * 100)
@@ -135,7 +137,7 @@ def _fallback(settings: RuntimeSettings) -> Path:
 
 def test_a_planted_fallback_is_refused_and_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     with tempfile.TemporaryDirectory(prefix="x") as short:
         monkeypatch.setenv("XDG_RUNTIME_DIR", short)
         settings = RuntimeSettings(state_dir=str(tmp_path / ("d" * 100)))
@@ -158,7 +160,9 @@ def test_a_planted_fallback_is_refused_and_not_followed(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a directory of another user")
-def test_the_fallback_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_fallback_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with tempfile.TemporaryDirectory(prefix="x") as short:
         monkeypatch.setenv("XDG_RUNTIME_DIR", short)
         settings = RuntimeSettings(state_dir=str(tmp_path / ("d" * 100)))
@@ -172,7 +176,7 @@ def test_the_fallback_of_another_user_is_refused(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("text", ["/", "/etc\n", "", "relative", "\0"])
-def test_a_record_that_names_no_fallback_of_ours_is_ignored(tmp_path: Path, text: str):
+def test_a_record_that_names_no_fallback_of_ours_is_ignored(tmp_path: Path, text: str) -> None:
     """Clean-up removes the directory that the record names."""
     (tmp_path / "sockets.path").write_text(text)
     assert paths.fallback_dir(tmp_path) is None
@@ -189,7 +193,7 @@ sys.stdin.readline()
 
 def test_the_fallback_directory_is_removed_with_its_last_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     with tempfile.TemporaryDirectory(prefix="x") as short:
         monkeypatch.setenv("XDG_RUNTIME_DIR", short)
         deep = tmp_path / ("d" * 100)
@@ -216,7 +220,9 @@ def test_the_fallback_directory_is_removed_with_its_last_user(
         assert list(Path(short).iterdir()) == []
 
 
-async def test_a_runtime_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_runtime_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with tempfile.TemporaryDirectory(prefix="x") as short:
         monkeypatch.setenv("XDG_RUNTIME_DIR", short)
         settings = RuntimeSettings(state_dir=str(tmp_path / ("d" * 100)))

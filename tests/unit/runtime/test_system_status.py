@@ -64,7 +64,7 @@ async def make() -> AsyncIterator[Callable[..., Awaitable[Parts]]]:
 Make = Callable[..., Awaitable[Parts]]
 
 
-async def test_health_follows_the_endpoints(make: Make, caplog: pytest.LogCaptureFixture):
+async def test_health_follows_the_endpoints(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         parts = await make()
     assert str(parts.server.port) in caplog.text
@@ -87,7 +87,7 @@ async def test_health_follows_the_endpoints(make: Make, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("names", ['["generate"]', "generate", " generate ,"])
-async def test_required_endpoints_alone_decide(make: Make, names: str):
+async def test_required_endpoints_alone_decide(make: Make, names: str) -> None:
     parts = await make(use_endpoint_health_status=names, starting_health_status="ready")
     parts.health.set("other", True)
     assert (await parts.get("/health"))[0] == 503
@@ -96,7 +96,7 @@ async def test_required_endpoints_alone_decide(make: Make, names: str):
     assert (await parts.get("/health"))[0] == 200
 
 
-async def test_paths_and_starting_status_are_knobs(make: Make):
+async def test_paths_and_starting_status_are_knobs(make: Make) -> None:
     parts = await make(health_path="/h", live_path="/l", starting_health_status="ready")
     assert (await parts.get("/h"))[0] == 200
     assert (await parts.get("/l"))[0] == 200
@@ -104,13 +104,13 @@ async def test_paths_and_starting_status_are_knobs(make: Make):
 
 
 @pytest.mark.parametrize("text", ["[1]", "[", '{"a": 1}]', "[null]"])
-def test_a_bad_list_of_endpoints_is_named(text: str):
+def test_a_bad_list_of_endpoints_is_named(text: str) -> None:
     if text.startswith("["):
         with pytest.raises(ConfigError, match="USE_ENDPOINT_HEALTH_STATUS"):
             SystemHealth(SystemSettings(use_endpoint_health_status=text))
 
 
-async def test_metrics_are_rendered(make: Make):
+async def test_metrics_are_rendered(make: Make) -> None:
     parts = await make()
     parts.metrics.child(counter("a_total", "help")).value += 3
     status, body = await parts.get("/metrics")
@@ -120,7 +120,7 @@ async def test_metrics_are_rendered(make: Make):
     assert await parts.get("/metrics", "HEAD") == (200, b"")
 
 
-async def test_engine_routes(make: Make):
+async def test_engine_routes(make: Make) -> None:
     parts = await make()
 
     async def sleep(body: Any) -> Any:
@@ -139,7 +139,7 @@ async def test_engine_routes(make: Make):
     assert (status, json.loads(body)) == (500, {"error": "RuntimeError: no"})
 
 
-async def test_a_connection_is_kept_for_the_next_request(make: Make):
+async def test_a_connection_is_kept_for_the_next_request(make: Make) -> None:
     parts = await make()
     reader, writer = await asyncio.open_connection("127.0.0.1", parts.server.port)
     async with asyncio.timeout(5):
@@ -163,20 +163,22 @@ async def test_a_connection_is_kept_for_the_next_request(make: Make):
         ),
     ],
 )
-async def test_what_is_not_http_or_too_large_is_refused(make: Make, data: bytes, status: bytes):
+async def test_what_is_not_http_or_too_large_is_refused(
+    make: Make, data: bytes, status: bytes
+) -> None:
     parts = await make()
     answer = await parts.ask(data)
     assert answer.split()[1] == status
 
 
-async def test_pipelined_requests_are_answered_in_order(make: Make):
+async def test_pipelined_requests_are_answered_in_order(make: Make) -> None:
     parts = await make()
     one = b"GET /%b HTTP/1.1\r\nHost: localhost\r\n%b\r\n"
     answer = await parts.ask(one % (b"live", b"") + one % (b"none", b"Connection: close\r\n"))
     assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404"]
 
 
-async def test_web_pages_get_nothing(make: Make):
+async def test_web_pages_get_nothing(make: Make) -> None:
     """A page may reach a loopback port, by its own host name (DNS rebinding) or by number."""
     parts = await make()
     called: list[Any] = []
@@ -197,7 +199,7 @@ async def test_web_pages_get_nothing(make: Make):
     assert called == [None]
 
 
-async def test_off_by_default_and_a_used_port_is_a_config_error(make: Make):
+async def test_off_by_default_and_a_used_port_is_a_config_error(make: Make) -> None:
     off = await make(port=-1)
     assert off.server.port == -1
     parts = await make()
@@ -205,7 +207,7 @@ async def test_off_by_default_and_a_used_port_is_a_config_error(make: Make):
         await make(port=parts.server.port)
 
 
-async def test_the_runtime_serves_it():
+async def test_the_runtime_serves_it() -> None:
     runtime = DistributedRuntime(
         None,
         RuntimeSettings(discovery_backend="mem"),
@@ -236,7 +238,7 @@ async def test_other_hosts_are_allowed_only_by_configuration() -> None:
 @pytest.mark.parametrize("extra", ["", "Connection: Upgrade, HTTP2-Settings\r\n"])
 async def test_an_upgrade_is_ignored_and_the_request_answered(
     make: Make, caplog: pytest.LogCaptureFixture, extra: str
-):
+) -> None:
     parts = await make()
     connection = extra or "Connection: Upgrade\r\n"
     head = f"GET /live HTTP/1.1\r\nHost: localhost\r\n{connection}Upgrade: h2c\r\n\r\n"
@@ -245,7 +247,7 @@ async def test_an_upgrade_is_ignored_and_the_request_answered(
     assert not caplog.records
 
 
-async def test_whatever_fails_the_client_gets_an_answer(make: Make):
+async def test_whatever_fails_the_client_gets_an_answer(make: Make) -> None:
     parts = await make()
 
     async def route(body: Any) -> Any:

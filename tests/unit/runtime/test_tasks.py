@@ -8,7 +8,7 @@ import pytest
 from dynamo.runtime.tasks import Tasks
 
 
-async def test_a_finished_task_leaves_and_gives_its_result():
+async def test_a_finished_task_leaves_and_gives_its_result() -> None:
     tasks = Tasks("t")
 
     async def work() -> int:
@@ -20,7 +20,7 @@ async def test_a_finished_task_leaves_and_gives_its_result():
     await tasks.close()
 
 
-async def test_close_cancels_and_waits_for_clean_up():
+async def test_close_cancels_and_waits_for_clean_up() -> None:
     tasks = Tasks("t")
     started, cleaned = asyncio.Event(), []
 
@@ -41,7 +41,7 @@ async def test_close_cancels_and_waits_for_clean_up():
     await tasks.close()
 
 
-async def test_a_failure_is_logged(caplog: pytest.LogCaptureFixture):
+async def test_a_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     tasks = Tasks("owner")
 
     async def work() -> None:
@@ -55,7 +55,7 @@ async def test_a_failure_is_logged(caplog: pytest.LogCaptureFixture):
     assert "boom" in caplog.text
 
 
-async def test_a_task_may_close_its_parent():
+async def test_a_task_may_close_its_parent() -> None:
     tasks = Tasks("t")
     other = asyncio.Event()
 
