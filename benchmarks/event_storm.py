@@ -41,7 +41,8 @@ from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import instance_key
 from dynamo.protocols.kv import KV_EVENTS, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
-from dynamo.router.discovery.router import ConnectedRouter
+from dynamo.router.discovery.kv_router import ConnectedKvRouter
+from dynamo.router.discovery.router import RoutedWorkers
 from dynamo.runtime import DistributedRuntime
 
 BLOCK = 16
@@ -144,7 +145,7 @@ async def running(state_dir: str) -> AsyncIterator[DistributedRuntime]:
 class Heartbeats:
     """Datagrams from another process, each with its send time; each triggers a pick."""
 
-    def __init__(self, live: ConnectedRouter, source: socket.socket) -> None:
+    def __init__(self, live: ConnectedKvRouter, source: socket.socket) -> None:
         self.late_us: list[float] = []
         self.pick_us: list[float] = []
         self._live = live
@@ -189,7 +190,7 @@ async def measure(state_dir: str, threads: int, rate: int, args: argparse.Namesp
     async with running(state_dir) as runtime:
         client = await runtime.endpoint(".".join(PATH)).client()
         chosen = RouterSettings(mode="kv", event_threads=threads)
-        live = ConnectedRouter(runtime, *PATH, BLOCK, chosen, client)
+        live = ConnectedKvRouter(runtime, RoutedWorkers(*PATH, BLOCK), chosen, client)
         await live.start()
         while len(live.picker.worker_pool.members) < args.publishers:  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(0.01)

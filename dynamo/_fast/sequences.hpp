@@ -8,9 +8,9 @@
 
 namespace dynamo {
 
-// How often each of a set of 64-bit hashes is held, and by whom if only once: the XOR of all
-// holders' numbers is that of the only one. Open addressing, linear probing, 16 bytes an
-// entry; deletion shifts back, so there are no tombstones. The multiplier is random per process:
+// Counts the owners of each hash, and names the owner of a hash that has only one: the XOR of all
+// owners' numbers is then that owner's. Open addressing, linear probing, 16 bytes an entry;
+// deletion shifts entries back, so no tombstones remain. The multiplier is random per process:
 // clients choose the tokens, but cannot aim at one bucket.
 class HashCounts {
   public:
@@ -26,12 +26,12 @@ class HashCounts {
         if (capacity != entries_.size()) rebuild(capacity);
     }
 
-    // How often a hash is held, and an owner: with 1 the only one.
+    // The number of owners of a hash, and with 1 its owner.
     struct Held {
         uint32_t count = 0, owner = 0;
     };
 
-    // As it was before.
+    // Returns the entry as it was before.
     Held add(uint64_t hash, uint32_t owner) noexcept {
         Entry &entry = entries_[find(hash)];
         Held before{entry.count, entry.owners};
@@ -45,7 +45,7 @@ class HashCounts {
         return before;
     }
 
-    // As it is afterwards.
+    // Returns the entry as it is afterwards.
     Held drop(uint64_t hash, uint32_t owner) noexcept {
         if (size_ == 0) return {};
         size_t at = find(hash);
@@ -110,7 +110,7 @@ class HashCounts {
 };
 
 // Running requests by handle and their sums by slot. A handle is (generation << 32 | place), so
-// that one of a request that has ended never reaches the request that took its place.
+// that the handle of an ended request never matches a later request in the same place.
 class Sequences {
   public:
     static constexpr uint32_t kMaxSlots = 65536;
@@ -285,7 +285,7 @@ class Sequences {
         return request.live && request.generation == handle >> 32 ? &request : nullptr;
     }
 
-    // A hash came into (1) or out of (-1) the request's only ownership.
+    // Count a hash that the request now owns alone (1), or no longer owns alone (-1).
     void share(Slot &slot, Request &request, int64_t change) noexcept {
         request.single += change;
         slot.faded += change * request.faded;

@@ -103,7 +103,7 @@ public:
     }
 
     // Hashes of `count` windows of `size` bytes that start `stride` bytes apart. Block sizes that
-    // engines really use get a copy of the loop in which the compiler knows the size.
+    // engines use get a copy of the loop in which the compiler knows the size.
     void windows(const uint8_t *data, size_t count, size_t size, size_t stride, uint64_t *out) const {
         switch (size) {
         case 64: return windows_of<64>(data, count, stride, out);     // 16 tokens
@@ -239,7 +239,7 @@ private:
     alignas(64) uint8_t secret_[SECRET_BYTES];
 };
 
-// The faces Cython calls: plain functions, one Hasher per call.
+// The functions that Cython calls, with one Hasher per call.
 
 inline uint64_t hash(const void *data, size_t size, uint64_t seed) {
     return Hasher(seed)(data, size);

@@ -28,7 +28,7 @@ from dynamo.http import HttpLimits, HttpServer, WriteBatch
 from dynamo.http.routes import Routes
 from dynamo.observability.loop_delay import LoopDelay
 from dynamo.router.load.prefill_model import prefill_model
-from dynamo.router.summary import in_words, without_effect
+from dynamo.router.summary import ineffective_settings, summarize
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.stop_signals import StopSignals
 from dynamo.runtime.tasks import Tasks
@@ -91,8 +91,8 @@ class Frontend:
         except OSError as error:
             raise self._cannot_listen(error) from None
         self._delay.start()
-        log.info("router: %s", in_words(self._router))
-        for line in without_effect(self._router):
+        log.info("router: %s", summarize(self._router))
+        for line in ineffective_settings(self._router):
             log.warning("%s", line)
         await self.models.start()
         await self._load_models()

@@ -153,9 +153,7 @@ class KvRouter:
         async with self._connecting:
             if self._picker is None:
                 await self._routed.start()
-                picker = self._routed.picker
-                assert isinstance(picker, KvPicker), "KvRouterConfig.settings() sets the mode kv"
-                self._picker = picker
+                self._picker = self._routed.picker
             return self._picker
 
 

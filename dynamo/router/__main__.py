@@ -18,7 +18,7 @@ from dynamo.errors import DynamoError
 from dynamo.observability.logs import setup_logging
 from dynamo.router.routed import RoutedEndpoint
 from dynamo.router.service import RouterService
-from dynamo.router.summary import in_words, without_effect
+from dynamo.router.summary import ineffective_settings, summarize
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.component import parse_endpoint
 from dynamo.runtime.worker_main import run_until_signalled
@@ -27,20 +27,20 @@ __all__ = ["main"]
 
 log = logging.getLogger("dynamo.router")
 _DESCRIPTION = (
-    "A KV-aware router for the workers of one endpoint; it is asked, or passes requests on."
+    "A KV-aware router for the workers of one endpoint: chooses workers, or forwards requests."
 )
 _GROUPS = (RouterProcessSettings, RouterSettings, RuntimeSettings, LogSettings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status."""
+    """Serve until SIGTERM or SIGINT; return the exit status."""
     process, router, runtime, logs = load("python -m dynamo.router", _DESCRIPTION, _GROUPS, argv)
     setup_logging("router", logs.level, logs.jsonl)
     for line in deprecations(router):
         log.warning("%s", line)
     try:
         if process.endpoint is None:
-            raise DynamoError("--endpoint (or DYN_ROUTER_ENDPOINT) is needed")
+            raise DynamoError("--endpoint (or DYN_ROUTER_ENDPOINT) is required")
         path = parse_endpoint(process.endpoint)
     except DynamoError as error:
         print(f"python -m dynamo.router: error: {error.message}", file=sys.stderr)
@@ -68,8 +68,8 @@ async def _serve(
     try:
         await runtime.start()
         await routed.start()
-        log.info("router: %s", in_words(settings))
-        for line in without_effect(settings):
+        log.info("router: %s", summarize(settings))
+        for line in ineffective_settings(settings):
             log.warning("%s", line)
         log.info("routing to dyn://%s as dyn://%s.router.generate", ".".join(path), path[0])
         await run_until_signalled(runtime, RouterService(runtime, routed).serve())

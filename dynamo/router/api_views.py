@@ -88,6 +88,5 @@ def events_of(index: RadixTree) -> str:
 
 
 def _owners(picker: KvPicker) -> list[tuple[int, int, int]]:
-    owners = picker.worker_pool.owners
-    found = [(owners[slot], slot) for slot in picker.worker_pool.candidates]
-    return sorted((*owner, slot) for owner, slot in found if owner is not None)
+    pool = picker.worker_pool
+    return sorted((*pool.owners[slot], slot) for slot in pool.candidates)

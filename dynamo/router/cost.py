@@ -1,6 +1,6 @@
-"""What a router weighs: the terms of the cost, per-request overrides, and how to explain it.
+"""The parameters of the cost, the overrides of a request, and the cost split into its terms.
 
-Pure. The arithmetic itself is ``dynamo._fast.scoring``. Spec 3.1-3.4.
+Pure. ``dynamo._fast.scoring`` computes the cost. Spec 3.1-3.4.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
 ]
 
 _LARGEST = 1e12
-"""Beyond this a cost could overflow and stop being comparable."""
+"""Above this a cost could become infinite, and infinite costs cannot be compared."""
 
 
 @dataclass(frozen=True)
 class CostParams:
-    """Everything that shapes one decision; ``request_weight`` blocks for each running request."""
+    """The parameters of one decision. ``request_weight`` is in blocks for each running request."""
 
     weights: Weights
     temperature: float = 0.0
@@ -46,7 +46,8 @@ class CostParams:
 
 
 def cost_params(settings: RouterSettings, block_size: int) -> CostParams:
-    """The terms that the settings ask for; weight 0 takes the credit away too. Spec 3.2."""
+    """Return the parameters in the settings. Spec 3.2."""
+    # The legacy weight 0 means "ignore caches": it removes the credit, not only the prefill cost.
     ignores_overlap = settings.overlap_score_weight == 0
     weights = Weights(
         block_size,
@@ -68,7 +69,7 @@ def cost_params(settings: RouterSettings, block_size: int) -> CostParams:
 
 
 def overridden(params: CostParams, override: Mapping[str, Any]) -> CostParams:
-    """``params`` with a request's ``router_config_override``; unknown keys are ignored.
+    """Return ``params`` with a request's ``router_config_override``; unknown keys are ignored.
 
     Raises InvalidArgument that names the key when a value cannot be used.
     """
@@ -108,8 +109,9 @@ def overridden(params: CostParams, override: Mapping[str, Any]) -> CostParams:
 
 
 class TierCounts(NamedTuple):
-    """Blocks of a prompt that one rank can use: on the device from the prompt's begin, further ones
-    in host memory, further ones on disk; ``shared`` ones beyond the device's, wherever they lie."""
+    """The blocks of a prompt that one rank can use. ``device`` counts from the start of the prompt,
+    ``host`` continues behind it, and ``disk`` behind both; ``shared`` are all shared blocks that
+    the device does not have, at any position."""
 
     device: int
     host: int = 0
@@ -118,8 +120,8 @@ class TierCounts(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What runs on one rank. ``excess_tokens`` of its active prefill are beyond the least loaded
-    candidate's; ``decode_blocks`` has the prompt added."""
+    """The load of one rank. ``excess_tokens`` of its active prefill exceed that of the least loaded
+    candidate; ``decode_blocks`` includes the prompt."""
 
     prefill_tokens: int
     excess_tokens: int
@@ -128,8 +130,8 @@ class Load(NamedTuple):
 
 
 class CostBreakdown(NamedTuple):
-    """Of what a cost consists: ``prefill_scale * prefill_blocks + decode_blocks +
-    request_blocks``, times the factor of preferred taints. All in blocks."""
+    """The terms of a cost: ``prefill_scale * prefill_blocks + decode_blocks + request_blocks``,
+    times the factor of preferred taints. All in blocks."""
 
     raw_prefill_blocks: float
     credit_decay: float
@@ -171,9 +173,9 @@ def effective_blocks(weights: Weights, tiers: TierCounts) -> float:
 
 
 def cached_tokens(weights: Weights, blocks: float) -> int:
-    """Tokens of a prompt that are no prefill load, for effective ``blocks``. Halves round up.
+    """Return the prompt tokens in effective ``blocks``: they are no prefill load. Spec 3.5.
 
-    Spec 3.5.
+    Rounds half up, as Dynamo does: ``round`` would round half to even.
     """
     return int(blocks * weights.block_size + 0.5)
 
@@ -192,9 +194,9 @@ def add_requests(
 def formula(
     worker_id: int, scale: float, cost: float, found: CostBreakdown, cached_blocks: float
 ) -> str:
-    """One candidate's cost as the router guide shows it. Spec 3.4.
+    """Return one candidate's cost as the router guide shows it. Spec 3.4.
 
-    Running requests and the factor of taints stand there only where they play a part.
+    Running requests and the factor of taints appear only where they change the cost.
     """
     summed = f"{scale:.1f} * {found.prefill_blocks:.3f} + {found.decode_blocks:.1f}"
     plain = scale * found.prefill_blocks + found.decode_blocks + found.request_blocks

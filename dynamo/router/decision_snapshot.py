@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dynamo.errors import DynamoError
 from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.cost import CostBreakdown, CostParams, Load, breakdown
-from dynamo.router.duplicates import duplicate_blocks
+from dynamo.router.duplicates import duplicate_price
 from dynamo.router.prompt import HashedPrompt
 
 __all__ = ["DecisionSnapshot"]
@@ -49,7 +49,13 @@ class DecisionSnapshot(NamedTuple):
         plain = breakdown(self.params, self.prompt.isl_tokens, cached.of(slot), load)
         if not self.params.duplicate_cost or not self.slots:
             return plain
-        copies = duplicate_blocks(
-            self.params, self.slots, cached, self.prompt.blocks, slot, slot == self.free_copy
+        weights = self.params.weights
+        best = cached.best_overlap(weights, self.slots)
+        lacking = max(best - cached.effective(weights, slot), 0.0)
+        # A free copy counts as if the slot had the prefix already.
+        copies = (
+            -lacking
+            if slot == self.free_copy
+            else lacking * duplicate_price(self.params, best, self.prompt.blocks)
         )
         return plain._replace(prefill_blocks=plain.prefill_blocks + copies)

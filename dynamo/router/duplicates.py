@@ -1,10 +1,10 @@
-"""The price of computing again what another worker has: it pushes something else out of a cache.
+"""The price of a duplicate: computing a prefix that another worker has cached evicts other blocks.
 
-A block that is cached twice leaves room for one less, as long as it stays. The cost of spec 3.1
-sees only what this prompt has to compute now. The price grows with the prefix, demand does not
+A block that is cached twice takes the space of another one for as long as it stays. The cost of
+spec 3.1 includes only the work of this prompt. The price grows with the prefix, and demand does not
 lower it: alone, it would queue thousands of prompts of one hot document at a single worker. So
-copies follow the ski-rental rule: queueing is the rent, the copy is the purchase, and once enough
-rent has been paid the next prompt makes a copy.
+copies follow the ski-rental rule. Queueing is the rent, the copy is the purchase: once the prompts
+of a prefix have paid enough rent, the next one makes a copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.cost import CostParams
 from dynamo.router.prompt import HashedPrompt
 
-__all__ = ["CopyOffer", "CopyPolicy", "duplicate_blocks"]
+__all__ = ["CopyOffer", "CopyPolicy", "duplicate_price"]
 
 _LOSS_PER_PRICE = 0.25
 """Share of a copy's price that the prompts of a prefix must have lost before a copy is free.
@@ -28,22 +28,21 @@ Less than 1 because the queue keeps growing while the copy is computed. 0.1 to 0
 """
 
 _LOSS_HALF_LIFE_S = 10.0
-"""A loss counts for half after this time: a copy pays only for a prefix that is in demand now."""
+"""A loss counts half after this time: a copy pays off only for a prefix that is in demand now."""
 
 _MAX_PREFIXES = 4096
-"""Prefixes with a recorded loss, about 250 bytes each; beyond, the least recently used is dropped.
-"""
+"""Prefixes with a recorded loss, about 250 bytes each. The least recently used one is dropped."""
 
 _MAX_COPIES_IN_PROGRESS = 64
-"""Bounds what each decision has to look through; no free copy is offered beyond."""
+"""Bounds the search of each decision; no free copy is offered above it."""
 
 
 class CopyOffer(NamedTuple):
     """The best place for another copy of a prompt's cached prefix of ``depth`` blocks.
 
-    ``loss``: what this prompt and, fading, those before it lose by queueing instead of running on
-    slot ``target`` as if it had the prefix, in units of cost. ``free``: those before it have lost
-    enough, the copy has no price.
+    ``loss``: the cost of queueing instead of running on slot ``target`` as if it had the prefix,
+    summed over this prompt and, decayed, those before it. ``free``: those before it have lost
+    enough, so the copy has no price.
     """
 
     prefix: int
@@ -54,9 +53,9 @@ class CopyOffer(NamedTuple):
 
 
 class CopyPolicy:
-    """Prices the copies of cached prefixes, and waives the price for prefixes that are in demand.
+    """Prices copies of cached prefixes, and waives the price for prefixes that are in demand.
 
-    Deterministic; time is handed in. Holds at most ``_MAX_PREFIXES`` losses.
+    Deterministic; time is a parameter. Stores at most ``_MAX_PREFIXES`` losses.
     """
 
     def __init__(self) -> None:
@@ -67,28 +66,29 @@ class CopyPolicy:
         self,
         params: CostParams,
         slots: array[int],
-        held: CachedBlocks,
-        best_overlap: float,
+        cached: CachedBlocks,
         prompt: HashedPrompt,
         costs: array[float],
-        now_s: float,
     ) -> CopyOffer | None:
-        """Raise ``costs[i]`` of ``slots[i]`` by what it lacks of ``best_overlap``.
+        """Raise ``costs[i]`` by the blocks that ``slots[i]`` lacks of the prompt's best overlap.
 
         Each such block costs ``duplicate_cost`` blocks of prefill, times the share of the prompt
-        that is cached there: a prompt that is mostly new goes where there is time. Where a copy is
-        free, its target gets the cost that it would have with the prefix. Returns None where no
-        other worker would be cheaper even with a copy. Records nothing. O(slots).
+        that is cached at best: a prompt that is mostly new goes where the load is least. A free
+        copy gives its target the cost that it would have with the prefix. Returns None where no
+        other slot would be cheaper even with a copy. Records nothing. O(slots).
         """
+        best_overlap, now_s = prompt.best_overlap, prompt.begun_s
         weights = params.weights
-        price = weights.prefill_scale * _price(params, best_overlap, prompt.blocks)
+        price = weights.prefill_scale * duplicate_price(params, best_overlap, prompt.blocks)
         if not price:
             return None
+        # ``least`` is the cost of the cheapest slot, ``unpriced`` the same without its price;
+        # ``with_copy`` is the least cost that a slot without the prefix would have with it.
         least = unpriced = with_copy = inf
         target, lacking = -1, 0.0
         for place, slot in enumerate(slots):
             cost = priced = costs[place]
-            missing = best_overlap - held.effective(weights, slot)
+            missing = best_overlap - cached.effective(weights, slot)
             if missing > 0:
                 priced = costs[place] = cost + price * missing
                 if cost - weights.prefill_scale * missing < with_copy:
@@ -108,7 +108,7 @@ class CopyPolicy:
         return CopyOffer(prefix, depth, slots[target], lost + unpriced - with_copy, free)
 
     def routed(self, request_id: str, slot: int, offer: CopyOffer, now_s: float) -> None:
-        """Record where a prompt went that had an ``offer``. O(1)."""
+        """Record the chosen slot of a prompt with an ``offer``. O(1)."""
         losses = self._losses
         if slot == offer.target:
             losses.pop(offer.prefix, None)
@@ -121,9 +121,9 @@ class CopyPolicy:
             losses.popitem(last=False)
 
     def in_progress(self, chained: array[int]) -> list[tuple[int, int]]:
-        """Slot and blocks of each copy of this prompt's beginning that is being computed.
+        """Slot and blocks of each copy of a prefix of this prompt that is being computed.
 
-        Its worker counts as a holder: the next prompts queue there or make a copy elsewhere.
+        These slots count as having the prefix: the next prompts queue there, or make another copy.
         """
         if not self._in_progress:
             return []
@@ -135,11 +135,11 @@ class CopyPolicy:
         ]
 
     def ended(self, request_id: str) -> None:
-        """The prefill of the request has ended, or the request has; unknown ids are ignored."""
+        """Forget the copy of a request whose prefill, or which itself, has ended."""
         self._in_progress.pop(request_id, None)
 
     def drop_slot(self, slot: int) -> None:
-        """The slot's worker is gone."""
+        """Forget the copies on the slot of a removed worker."""
         copies = self._in_progress
         self._in_progress = {name: copy for name, copy in copies.items() if copy[2] != slot}
 
@@ -147,22 +147,6 @@ class CopyPolicy:
         return len(self._in_progress) < _MAX_COPIES_IN_PROGRESS
 
 
-def duplicate_blocks(
-    params: CostParams,
-    slots: array[int],
-    held: CachedBlocks,
-    prompt_blocks: int,
-    slot: int,
-    free: bool,
-) -> float:
-    """What :meth:`CopyPolicy.add_prices` adds for one of ``slots``, as blocks of prefill. O(slots).
-
-    Negative where the copy is ``free``: the slot counts as if it had the prefix.
-    """
-    best_overlap = held.best_overlap(params.weights, slots)
-    lacking = max(best_overlap - held.effective(params.weights, slot), 0.0)
-    return -lacking if free else _price(params, best_overlap, prompt_blocks) * lacking
-
-
-def _price(params: CostParams, best_overlap: float, prompt_blocks: int) -> float:
+def duplicate_price(params: CostParams, best_overlap: float, prompt_blocks: int) -> float:
+    """The price of each duplicated block, in blocks of prefill."""
     return params.duplicate_cost * best_overlap / max(prompt_blocks, 1)

@@ -1,6 +1,6 @@
-"""Why a prompt goes where it goes: one row per (worker, dp_rank), also for those left out.
+"""The explanation of a decision: one row per (worker, dp_rank), also for excluded ones.
 
-Pure; nothing is booked. Spec 3.1, 3.10.
+Pure; books nothing. Spec 3.1, 3.10.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Candidate", "Explanation", "explain", "table"]
 
 
 class Candidate(msgspec.Struct, kw_only=True):
-    """One rank. The load is what runs there without the prompt; ``decode_blocks`` has it added.
+    """One rank. The load excludes the prompt, except that ``decode_blocks`` includes it.
 
-    ``overlap_blocks`` lie on the device from the prompt's begin, ``host_pinned_blocks`` and then
-    ``disk_blocks`` go on behind; ``shared_blocks`` are those of the shared cache behind the
-    device's.
+    ``overlap_blocks`` are on the device from the start of the prompt; ``host_pinned_blocks`` and
+    then ``disk_blocks`` continue behind them; ``shared_blocks`` are those of the shared cache that
+    the device does not have.
 
-    ``cost`` is None for a rank that may not be chosen; ``excluded`` says why.
+    ``cost`` is None for a rank that may not be chosen; ``excluded`` is the reason.
     """
 
     worker_id: int
@@ -52,11 +52,12 @@ class Candidate(msgspec.Struct, kw_only=True):
 
 
 class Explanation(msgspec.Struct, kw_only=True):
-    """The candidates, cheapest first, then those left out; ``error`` if none could be chosen.
+    """The candidates, cheapest first, then the excluded ranks; ``error`` if none can be chosen.
 
-    The prompt would wait behind ``queued_requests`` or overtake them. ``prefill`` is the table of
-    the prefill workers if one of them would compute the prompt first; ``stays`` says why none would
-    although there are some: the prompt is ``short``, ``cached``, or their ``queue`` is long.
+    The prompt would be queued with ``queued_requests``. ``prefill`` is the table of the prefill
+    workers if one of them would compute the prompt first; ``stays`` is the reason why the decode
+    worker computes it although prefill workers exist: the prompt is ``short`` or ``cached``, or
+    their ``queue`` is long.
     """
 
     isl_tokens: int
@@ -107,9 +108,9 @@ def explain(
 
 
 def table(explanation: Explanation) -> str:
-    """The rows as text for people; columns of lower tiers only where they hold something.
+    """Return the rows as text; columns of lower tiers only where a rank has blocks there.
 
-    With prefill workers: their rows first, then those of the decode workers.
+    With prefill workers, their rows precede those of the decode workers.
     """
     found = explanation
     if found.prefill is not None:
@@ -133,7 +134,7 @@ def _lines(found: Explanation) -> list[str]:
         note = ", ".join(filter(None, ["chosen" if row.chosen else "", row.excluded]))
         lines.append(f"{'->' if row.chosen else '':2}{cells}  {note}")
     if found.queued_requests:
-        lines.append(f"{found.queued_requests} requests wait in the queue")
+        lines.append(f"{found.queued_requests} requests are queued")
     if found.stays:
         lines.append(f"no prefill worker: {_STAYS.get(found.stays, found.stays)}")
     if found.error:
@@ -144,7 +145,7 @@ def _lines(found: Explanation) -> list[str]:
 _STAYS = {
     "short": "the prompt is short",
     "cached": "the decode worker has most of it cached",
-    "queue": "too many wait for one",
+    "queue": "too many requests are queued for one",
 }
 
 
@@ -161,7 +162,7 @@ class _Column(NamedTuple):
 
 
 _COLUMNS = (
-    _Column("worker", 20, attrgetter("worker_id")),
+    _Column("worker", 20, attrgetter("worker_id"), "x"),
     _Column("rank", 5, attrgetter("dp_rank")),
     _Column("overlap", 8, attrgetter("overlap_blocks")),
     _Column("host", 6, attrgetter("host_pinned_blocks"), always=False),
@@ -182,7 +183,9 @@ def _formula(found: Explanation) -> str:
     if found.decode_active_request_weight:
         text += f" + {found.decode_active_request_weight:g} * requests"
     if found.duplicate_cost:
-        text += f"; a block that another worker holds counts as {found.duplicate_cost:g} more, "
+        text += (
+            f"; a block that another worker has cached counts as {found.duplicate_cost:g} more, "
+        )
         text += "times the cached share"
     return text
 
@@ -195,7 +198,6 @@ def _row(
     slot: int,
 ) -> Candidate:
     owner = worker_pool.owners[slot]
-    assert owner is not None, "a candidate slot has an owner"
     _, blocks, requests = active.load(slot)
     tiers = snapshot.cached_blocks.of(slot)
     terms = snapshot.breakdown(slot, requests)

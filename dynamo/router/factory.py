@@ -1,4 +1,4 @@
-"""From the settings to the picker of the mode they name."""
+"""Makes the picker of the mode in the settings."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dynamo.router.metrics import DecisionMetrics
 from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Picker
 
-__all__ = ["make_index", "make_picker", "make_predicted"]
+__all__ = ["make_index", "make_kv_picker", "make_picker", "make_predicted"]
 
 
 def make_index(settings: RouterSettings) -> RadixTree | None:
-    """The prefix index, or None where overlap must not matter (spec 3.2: weight 0, no index).
+    """Return the prefix index, or None where overlap must not matter (spec 3.2: weight 0).
 
-    An index of predictions has no cap of its own: :class:`PredictedCache` keeps it in bounds.
+    An index of predictions needs no cap: :class:`PredictedCache` bounds it.
     """
     if not settings.uses_index:
         return None
@@ -26,12 +26,24 @@ def make_index(settings: RouterSettings) -> RadixTree | None:
 
 
 def make_predicted(settings: RouterSettings, index: RadixTree | None) -> PredictedCache | None:
-    """What predicts caches where the workers' events are not followed; None where they are."""
+    """Return the prediction of caches where events are not followed, else None."""
     if index is None or not settings.predicts:
         return None
     lru = settings.approximate_cache_policy == "lru"
     limit = settings.max_index_blocks if lru else settings.max_tree_size
     return PredictedCache(index, settings.ttl_s, limit, settings.prune_target_ratio, lru)
+
+
+def make_kv_picker(
+    settings: RouterSettings,
+    block_size: int,
+    index: RadixTree | None,
+    metrics: DecisionMetrics | None = None,
+    random: Random | None = None,
+) -> KvPicker:
+    """Return the picker of the kv mode; ``index`` as made by :func:`make_index`."""
+    predicted = make_predicted(settings, index)
+    return KvPicker(settings, block_size, index, metrics, random, predicted=predicted)
 
 
 def make_picker(
@@ -42,8 +54,7 @@ def make_picker(
     metrics: DecisionMetrics | None = None,
     random: Random | None = None,
 ) -> Picker:
-    """The picker of ``settings.mode``; ``index`` as made by :func:`make_index` (kv mode)."""
+    """Return the picker of ``settings.mode``; ``index`` and ``metrics`` are for the kv mode."""
     if settings.mode == "kv":
-        predicted = make_predicted(settings, index)
-        return KvPicker(settings, block_size, index, metrics, random, predicted=predicted)
+        return make_kv_picker(settings, block_size, index, metrics, random)
     return InflightPicker(settings.mode, random, settings)

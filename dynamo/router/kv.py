@@ -24,7 +24,7 @@ from dynamo.router.caches.cached_blocks import CachedBlocks
 from dynamo.router.caches.predicted import PredictedCache, make_optimistic_cache
 from dynamo.router.cost import CostParams, add_requests, cached_tokens, cost_params, overridden
 from dynamo.router.decision_log import log as decision_log
-from dynamo.router.decision_log import log_decision
+from dynamo.router.decision_log import log_candidates, log_selected
 from dynamo.router.decision_snapshot import DecisionSnapshot
 from dynamo.router.duplicates import CopyOffer, CopyPolicy
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
@@ -50,7 +50,7 @@ class KvPicker:
     differences count. A decision is O(prompt + slots × log prompt).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the last four are for tests and replays
         self,
         settings: RouterSettings,
         block_size: int,
@@ -69,6 +69,7 @@ class KvPicker:
             prefill_model(settings),
             clock,
         )
+        self.add_output_tokens = self.active.add_output_tokens  # called for each token: no layer
         self.eligibility = EligibilityFilter(self.worker_pool, settings, self._booked_prefill)
         self.index = index
         self.weighs_overlap = index is not None
@@ -108,18 +109,16 @@ class KvPicker:
         slots = self.worker_pool.all_eligible if routing is None else None
         if slots is None:
             slots = self.eligibility.slots(routing, now_s)
-        prompt, best_overlap, offer = self._weigh(tokens, routing, params, slots, now_s)
+        prompt, offer = self._weigh(tokens, routing, params, slots, now_s)
         slot = self._choose(slots, params, routing)
-        owner = self.worker_pool.owners[slot]
-        assert owner is not None, "a candidate slot has an owner"
-        decision = Decision(*owner, self._cached_blocks.device[slot], prompt.blocks)
+        worker_id, dp_rank = self.worker_pool.owners[slot]
+        overlap_blocks = self._cached_blocks.device[slot]
+        decision = Decision(worker_id, dp_rank, overlap_blocks, prompt.blocks)
         if decision_log.isEnabledFor(logging.INFO):
-            snapshot = self._snapshot(prompt, params, slots, slot, offer)
-            log_decision(
-                request_id, decision, snapshot, self.worker_pool, self.active, self._metrics
-            )
+            snapshot = self._snapshot(prompt, params, slots, offer)._replace(chosen=slot)
+            self._log(request_id, decision, snapshot)
         if request_id is not None:
-            self._book(request_id, slot, decision, prompt, routing, params, best_overlap)
+            self._book(request_id, slot, prompt, routing, params)
             if offer is not None and self._copies is not None:
                 self._copies.routed(request_id, slot, offer, now_s)
         return decision
@@ -141,13 +140,16 @@ class KvPicker:
             slots = self.eligibility.slots(routing, now_s)
         except DynamoError as failure:
             error = failure
-        prompt, _, offer = self._weigh(tokens, routing, params, slots, now_s)
+        prompt, offer = self._weigh(tokens, routing, params, slots, now_s)
         if error is None:
             try:
                 chosen = self._choose(slots, params, routing)
             except DynamoError as failure:
                 error = failure
-        return self._snapshot(prompt, params, slots, chosen, offer, error)
+        snapshot = self._snapshot(prompt, params, slots, offer)
+        if error is not None:
+            return snapshot._replace(costs={}, error=error)
+        return snapshot._replace(chosen=chosen)
 
     def explain(
         self,
@@ -208,10 +210,6 @@ class KvPicker:
         if self._metrics is not None:
             self._metrics.ttft.observe(now_s - reservation.booked_at_s)
 
-    def add_output_tokens(self, request_id: str, count: int) -> None:
-        """Count ``count`` more generated tokens."""
-        self.active.add_output_tokens(request_id, count)
-
     def add_reused_tokens(self, tokens: int) -> None:
         """Count prompt ``tokens`` that an engine reported as served from its cache."""
         if self._metrics is not None:
@@ -260,11 +258,10 @@ class KvPicker:
         params: CostParams,
         slots: array[int],
         now_s: float,
-    ) -> tuple[HashedPrompt, float, CopyOffer | None]:
+    ) -> tuple[HashedPrompt, CopyOffer | None]:
         """Fill the columns and the costs of ``slots`` for a prompt.
 
-        Returns the prompt, the most effective blocks that one of the slots has of it, and the best
-        place for another copy of these.
+        Returns the prompt and the best place for another copy of its cached blocks.
         """
         prompt = self._hasher.hash(tokens, routing, params.assume_kv_reuse, now_s)
         if self.predicted is not None:
@@ -274,7 +271,7 @@ class KvPicker:
         cached.match(prompt.hashes, now_s, copies)
         prompt.matched_s = self._clock()
         self.active.project_into(prompt.shared, prompt.unique_blocks, prefill, decode)
-        best_overlap = costs(
+        prompt.best_overlap = costs(
             params.weights,
             prompt.isl_tokens,
             slots,
@@ -289,11 +286,8 @@ class KvPicker:
         if params.request_weight:
             add_requests(params.request_weight, slots, self._costs, self.active.load)
         if self._copies is None:
-            return prompt, best_overlap, None
-        offer = self._copies.add_prices(
-            params, slots, cached, best_overlap, prompt, self._costs, now_s
-        )
-        return prompt, best_overlap, offer
+            return prompt, None
+        return prompt, self._copies.add_prices(params, slots, cached, prompt, self._costs)
 
     def _choose(self, slots: array[int], params: CostParams, routing: Routing | None) -> int:
         """The chosen one of the weighed ``slots``."""
@@ -306,15 +300,14 @@ class KvPicker:
         self,
         request_id: str,
         slot: int,
-        decision: Decision,
         prompt: HashedPrompt,
         routing: Routing | None,
         params: CostParams,
-        best_overlap: float,
     ) -> None:
         """Add the request to the load of the chosen slot."""
-        worker_id, dp_rank, overlap_blocks, blocks = decision
+        worker_id, dp_rank = self.worker_pool.owners[slot]
         cached, now_s = self._cached_blocks, prompt.matched_s
+        overlap_blocks = cached.device[slot]
         overlap: float = overlap_blocks
         cached_prompt_tokens = overlap_blocks * self.block_size
         if cached.tiered:
@@ -337,9 +330,9 @@ class KvPicker:
         if self.predicts:
             self.predict_blocks(request_id, slot, prompt.chained, prompt.hashes, now_s)
         if self._metrics is not None:
-            self._metrics.decided(prompt, self._clock(), overlap, best_overlap, self.block_size)
+            self._metrics.decided(prompt, self._clock(), overlap, self.block_size)
             if cached.shares:
-                self._metrics.shared(cached.shared_blocks, cached.of(slot).shared, blocks)
+                self._metrics.shared(cached.shared_blocks, cached.of(slot).shared, prompt.blocks)
 
     def _end(self, request_id: str) -> Reservation | None:
         """Release everything booked for the request; return its reservation, if it had one."""
@@ -373,14 +366,20 @@ class KvPicker:
         prompt: HashedPrompt,
         params: CostParams,
         slots: array[int],
-        chosen: int | None,
         offer: CopyOffer | None,
-        error: DynamoError | None = None,
     ) -> DecisionSnapshot:
-        costs = {} if error else dict(zip(slots, self._costs, strict=False))
+        """Copy the columns of the decision that :meth:`_weigh` has just prepared."""
+        costs = dict(zip(slots, self._costs, strict=False))
         columns = self._cached_blocks.copy(), self._prefill[:], self._decode[:]
         free_copy = offer.target if offer is not None and offer.free else None
-        return DecisionSnapshot(prompt, params, slots, *columns, costs, chosen, error, free_copy)
+        return DecisionSnapshot(prompt, params, slots, *columns, costs, free_copy=free_copy)
+
+    def _log(self, request_id: str | None, decision: Decision, snapshot: DecisionSnapshot) -> None:
+        if decision_log.isEnabledFor(logging.DEBUG):
+            log_candidates(decision, snapshot, self.worker_pool, self.active)
+        if request_id is not None:
+            worker_type = "decode" if self._metrics is None else self._metrics.worker_type
+            log_selected(request_id, decision, snapshot, worker_type)
 
 
 def _ignore(worker_id: int) -> None:

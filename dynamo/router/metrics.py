@@ -219,13 +219,10 @@ class DecisionMetrics:
         prompt: HashedPrompt,
         booked_s: float,
         found: float,
-        best: float,
         block_size: int,
     ) -> None:
-        """Count a request booked at ``booked_s``.
-
-        Its worker has ``found`` effective blocks of the prompt, the best eligible worker ``best``.
-        """
+        """Count a request booked at ``booked_s``; its worker has ``found`` effective blocks."""
+        best = prompt.best_overlap
         begun_s, hashed_s, chained_s = prompt.begun_s, prompt.hashed_s, prompt.chained_s
         self._hashing.observe((hashed_s - begun_s) * 1e3)
         self._chaining.observe((chained_s - hashed_s) * 1e3)
@@ -269,8 +266,6 @@ class WorkerMetrics:
         """Export the worker and its load."""
         for rank, slot in member.slots.items():
             self._registered.labels(*self._registration(member, rank)).value = 1
-            if active is None:
-                continue
             for part, family in enumerate(self._loads):
                 child = family.labels(str(rank), str(member.worker_id), self._place.worker_type)
                 child.function = _reader(active, slot, part)

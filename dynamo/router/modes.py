@@ -1,7 +1,7 @@
-"""The modes that look at no KV cache: round-robin, random, by requests in flight, direct.
+"""The modes that ignore KV caches: round-robin, random, by requests in flight, direct. Spec 3.12.
 
-Spec 3.12. A slot is one (worker, dp_rank); each is served in turn, so that a worker with two ranks
-gets twice the requests of a worker with one.
+A slot is one (worker, dp_rank). Modes choose among slots, so that a worker with two ranks gets
+twice the requests of a worker with one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Choice = Callable[[Tokens], int]
 
 
 class InflightPicker:
-    """Chooses by ``mode`` among the eligible slots and counts requests in flight on each.
+    """Chooses among the eligible slots by ``mode``, and counts requests in flight on each.
 
-    ``mode`` is one of :data:`MODES`. O(1) without constraints, except by load: O(slots).
+    ``mode`` is one of :data:`MODES`. O(1) without constraints; O(slots) by load.
     """
 
     weighs_overlap = False
@@ -64,7 +64,7 @@ class InflightPicker:
         routing: Routing | None = None,
         override: Mapping[str, Any] | None = None,
     ) -> Decision:
-        """See :class:`dynamo.router.picker.Picker`; ``tokens`` and ``override`` don't matter."""
+        """See :meth:`dynamo.router.picker.Picker.pick`; ``tokens`` and ``override`` are ignored."""
         if self._direct and (routing is None or pinned_worker(routing) is None):
             raise InvalidArgument("router mode direct needs nvext.backend_instance_id")
         if request_id is not None and request_id in self._slot_of:
@@ -72,7 +72,6 @@ class InflightPicker:
         now_s = self._clock()
         slot = self._choose(self.eligibility.slots(routing, now_s))
         owner = self.worker_pool.owners[slot]
-        assert owner is not None, "a candidate slot has an owner"
         if request_id is not None:
             self._slot_of[request_id] = slot
             self._inflight[slot] += 1
@@ -91,28 +90,28 @@ class InflightPicker:
         raise InvalidArgument("only --router-mode kv weighs candidates, so there is no table")
 
     def mark_prefill_complete(self, request_id: str) -> None:
-        """Nothing to do: a request weighs the same from start to end."""
+        """Do nothing: a request has the same weight from start to end."""
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def add_reused_tokens(self, tokens: int) -> None:
-        """Caches don't matter here."""
+        """Do nothing: caches are ignored."""
 
     def free(self, request_id: str) -> None:
-        """The request has ended."""
+        """Count the request as ended."""
         slot = self._slot_of.pop(request_id, None)
         if slot is not None:
             self._inflight[slot] -= 1
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
-        """A worker appeared, or its configuration changed."""
+        """Add a worker, or replace its configuration."""
         self.worker_pool.add(worker_id, config, device_type)
         self._inflight.extend([0] * (self.worker_pool.width - len(self._inflight)))
         self.eligibility.load_changed(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
-        """A worker is gone, and with it what it had in flight."""
+        """Remove a worker and its requests in flight."""
         self.eligibility.forget(worker_id)
         slots = set(self.worker_pool.remove(worker_id))
         for request_id in [key for key, slot in self._slot_of.items() if slot in slots]:
@@ -122,7 +121,7 @@ class InflightPicker:
         self._next += 1
         return slots[(self._next - 1) % len(slots)]
 
-    def _any(self, slots: array[int]) -> int:
+    def _random_slot(self, slots: array[int]) -> int:
         return self._random.choice(slots)
 
     def _power_of_two(self, slots: array[int]) -> int:
@@ -136,12 +135,11 @@ class InflightPicker:
         return self._random.choice([slot for slot in slots if self._inflight[slot] == least])
 
     def _device_aware(self, slots: array[int]) -> int:
-        """The device class with less in flight for what it can do, and the least loaded of it."""
+        """The least loaded slot of the device class with less in flight for its capacity."""
         cpu: list[int] = []
         other: list[int] = []
         for slot in slots:
             owner = self.worker_pool.owners[slot]
-            assert owner is not None, "a candidate slot has an owner"
             (cpu if self.worker_pool.members[owner[0]].device_type == "cpu" else other).append(slot)
         if not cpu or not other:
             return self._least_loaded(slots)
@@ -152,10 +150,10 @@ class InflightPicker:
 
 MODES: dict[str, str] = {
     "round-robin": "_round_robin",
-    "random": "_any",
+    "random": "_random_slot",
     "power-of-two": "_power_of_two",
     "least-loaded": "_least_loaded",
     "device-aware-weighted": "_device_aware",
     "direct": "_least_loaded",
 }
-"""Mode to the method that makes its choice; direct chooses among the ranks of the named worker."""
+"""The method that makes the choice of each mode; direct chooses among the pinned worker's ranks."""

@@ -21,8 +21,11 @@ class HashedPrompt(msgspec.Struct, gc=False):
     """``blocks`` counts the full ones; ``hashes`` and ``chained`` are empty where not needed.
 
     As active load the prompt has ``shared`` blocks, chained hashes that other requests may have in
-    common with it, or ``unique_blocks`` without a hash. ``*_s`` are the ends of the steps, in
-    seconds.
+    common with it, or ``unique_blocks`` without a hash.
+
+    ``*_s`` are the ends of the steps of the decision, in seconds. The last two fields are set
+    after the search: ``best_overlap`` are the most effective blocks that one of the eligible slots
+    has cached.
     """
 
     isl_tokens: int
@@ -35,6 +38,7 @@ class HashedPrompt(msgspec.Struct, gc=False):
     hashed_s: float = 0.0
     chained_s: float = 0.0
     matched_s: float = 0.0
+    best_overlap: float = 0.0
 
 
 class Hasher(NamedTuple):

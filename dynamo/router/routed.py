@@ -1,4 +1,4 @@
-"""Requests to one endpoint through a router of their own: wait, pick, send, account, free."""
+"""Requests to one endpoint through a router of the kv mode: wait, pick, send, count, free."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import msgspec
 from dynamo.config.router import RouterSettings
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
-from dynamo.router.discovery.router import ConnectedRouter
-from dynamo.router.picker import Decision, Picker
+from dynamo.router.discovery.kv_router import ConnectedKvRouter
+from dynamo.router.discovery.router import RoutedWorkers
+from dynamo.router.kv import KvPicker
+from dynamo.router.picker import Decision
 from dynamo.router.queue.request_queue import RequestQueue
 from dynamo.router.queue.wait import wait_for_decision
 from dynamo.runtime import Client, Context, DistributedRuntime
@@ -22,12 +24,12 @@ __all__ = ["RoutedEndpoint"]
 
 
 class RoutedEndpoint:
-    """The workers of ``path`` behind a :class:`ConnectedRouter`: :meth:`start`, :meth:`generate`.
+    """The workers of ``path`` behind a :class:`ConnectedKvRouter`.
 
-    ``picker`` and ``client`` are there after :meth:`start`.
+    ``picker`` and ``client`` exist after :meth:`start`.
     """
 
-    picker: Picker
+    picker: KvPicker
     client: Client
 
     def __init__(
@@ -41,35 +43,34 @@ class RoutedEndpoint:
         self.block_size = block_size
         self._runtime = runtime
         self._settings = settings
-        self._live: ConnectedRouter | None = None
+        self._router: ConnectedKvRouter | None = None
         self._numbers = itertools.count(1)
 
     @property
     def queue(self) -> RequestQueue | None:
-        """Where requests wait, if they may have to."""
-        return None if self._live is None else self._live.queue
+        """The queue before the router; None without a queue threshold."""
+        return None if self._router is None else self._router.queue
 
     async def start(self) -> None:
         """Follow the workers; those that exist can be picked on return."""
         self.client = await self._runtime.endpoint(".".join(self.path)).client()
-        self._live = ConnectedRouter(
-            self._runtime, *self.path, self.block_size, self._settings, self.client
-        )
-        self.picker = self._live.picker
+        workers = RoutedWorkers(*self.path, self.block_size)
+        self._router = ConnectedKvRouter(self._runtime, workers, self._settings, self.client)
+        self.picker = self._router.picker
         self.client.on_inhibited(self.picker.worker_pool.avoid)
-        await self._live.start()
+        await self._router.start()
 
     async def close(self) -> None:
         """Stop following. Idempotent."""
-        live, self._live = self._live, None
-        if live is not None:
-            await live.close()
+        router, self._router = self._router, None
+        if router is not None:
+            await router.close()
             self.client.close()
 
     async def generate(
         self, request: PreprocessedRequest, context: Context | None = None
     ) -> AsyncIterator[dict[str, Any]]:
-        """The chosen worker's items, as plain values; load is freed however it ends.
+        """Yield the chosen worker's items as plain values; free the load at the end.
 
         The first item carries ``routing_data.worker_id``, the one with the finish reason
         ``routing_data.timing``. Raises what :meth:`place` raises, and the worker's errors.
@@ -83,17 +84,17 @@ class RoutedEndpoint:
             request.router_config_override,
             context,
         )
-        told = False
+        placed = False
         first_s: float | None = None
         try:
             items = await self.client.direct(
-                _instructed(request, decision), decision.worker_id, False, context
+                _with_decision(request, decision), decision.worker_id, False, context
             )
             try:
                 async for item in items:
                     data: dict[str, Any] = {}
-                    if not told:
-                        told, data["worker_id"] = True, _place(decision)
+                    if not placed:
+                        placed, data["worker_id"] = True, _place(decision)
                     if count := len(item.get("token_ids") or ()):
                         first_s = first_s or self._first_token(reservation_id)
                         self.picker.add_output_tokens(reservation_id, count)
@@ -129,8 +130,8 @@ class RoutedEndpoint:
         return time.monotonic()
 
 
-def _instructed(request: PreprocessedRequest, decision: Decision) -> PreprocessedRequest:
-    """Tell the worker what the router decided. Spec 7.4."""
+def _with_decision(request: PreprocessedRequest, decision: Decision) -> PreprocessedRequest:
+    """Return the request with the decision in it, for the worker. Spec 7.4."""
     routing = msgspec.structs.replace(request.routing or Routing(), dp_rank=decision.dp_rank)
     return msgspec.structs.replace(
         request,
@@ -140,7 +141,7 @@ def _instructed(request: PreprocessedRequest, decision: Decision) -> Preprocesse
 
 
 def _reused(item: Mapping[str, Any]) -> int:
-    """Prompt tokens that the engine took from its cache, as far as it says."""
+    """Prompt tokens that the engine reports as served from its cache."""
     details = (item.get("completion_usage") or {}).get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)
 

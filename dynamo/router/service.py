@@ -1,4 +1,4 @@
-"""The standalone router: other processes ask it for workers, or send their requests through it."""
+"""The endpoints of the standalone router: choose a worker for a caller, or send its request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dynamo.errors import InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.router.api_views import overlap_scores
-from dynamo.router.kv import KvPicker
 from dynamo.router.routed import RoutedEndpoint
 from dynamo.runtime import Context, DistributedRuntime
 
@@ -25,18 +24,17 @@ class RouterService:
     """Serves ``generate``, ``best_worker_id``, ``get_overlap_scores`` and ``explain`` of component
     ``router`` in the namespace of the workers that ``routed`` follows. Spec 7.11.
 
-    The three that only ask take a list of token ids, or ``{"token_ids": …,
-    "router_config_override": …}``, and answer one item.
+    All but ``generate`` take a list of token ids, or ``{"token_ids": …, "router_config_override":
+    …}``, and return one item.
     """
 
     def __init__(self, runtime: DistributedRuntime, routed: RoutedEndpoint) -> None:
         self._runtime = runtime
         self._routed = routed
-        assert isinstance(routed.picker, KvPicker), "a standalone router is in kv mode"
         self._picker = routed.picker
 
     async def serve(self) -> None:
-        """Until the process has left."""
+        """Serve until the process shuts down."""
         handlers: dict[str, Callable[..., Any]] = {
             "generate": self.generate,
             "best_worker_id": self.best_worker_id,
@@ -50,39 +48,39 @@ class RouterService:
                 group.create_task(endpoint.serve_endpoint(handler))
 
     async def generate(self, request: Any, context: Context) -> AsyncIterator[dict[str, Any]]:
-        """Route a preprocessed request and pass on what the worker answers."""
+        """Route a preprocessed request and yield the worker's items."""
         if not isinstance(request, dict) or "token_ids" not in request:
             raise InvalidArgument("generate needs a preprocessed request with token_ids")
-        tokens, _ = _asked(request)
-        decoded = _decoded({**request, "token_ids": tokens})
+        tokens, _ = _parse(request)
+        decoded = _decode({**request, "token_ids": tokens})
         async for item in self._routed.generate(decoded, context):
             yield item
 
     async def best_worker_id(self, request: Any) -> AsyncIterator[int]:
-        """The worker that such a prompt would go to; nothing is booked."""
-        tokens, override = _asked(request)
+        """The worker that would be chosen for the prompt. Books nothing."""
+        tokens, override = _parse(request)
         yield self._picker.pick(None, tokens, override=override).worker_id
 
     async def get_overlap_scores(self, request: Any) -> AsyncIterator[dict[str, Any]]:
-        """What each worker holds of the prompt. Spec 3.7."""
-        yield overlap_scores(self._picker, _asked(request)[0])
+        """The cached blocks of the prompt by worker. Spec 3.7."""
+        yield overlap_scores(self._picker, _parse(request)[0])
 
     async def explain(self, request: Any) -> AsyncIterator[Any]:
         """The candidates' table; see :class:`dynamo.router.explain.Explanation`."""
-        tokens, override = _asked(request)
+        tokens, override = _parse(request)
         queued = self._routed.queue or ()
         yield self._picker.explain(tokens, override=override, queued=queued)
 
 
-def _decoded(request: dict[str, Any]) -> PreprocessedRequest:
+def _decode(request: dict[str, Any]) -> PreprocessedRequest:
     try:
         return _request(codec.encode({"model": "", **request}))
     except msgspec.MsgspecError as error:
         raise InvalidArgument(f"not a preprocessed request: {error}") from None
 
 
-def _asked(request: Any) -> tuple[codec.Tokens, dict[str, Any] | None]:
-    """Raises InvalidArgument, which reaches the caller as such."""
+def _parse(request: Any) -> tuple[codec.Tokens, dict[str, Any] | None]:
+    """Return token ids and override. Raises InvalidArgument, which the caller receives."""
     override = None
     if isinstance(request, dict):
         request, override = request.get("token_ids"), request.get("router_config_override")

@@ -1,10 +1,10 @@
-"""What the log says at the start: which router this is, and which settings have no effect in it."""
+"""The summary of a router for the log at its start, and the settings without effect in it."""
 
 from __future__ import annotations
 
 from dynamo.config.router import RouterSettings
 
-__all__ = ["in_words", "without_effect"]
+__all__ = ["ineffective_settings", "summarize"]
 
 _KV_ONLY = (
     ("--router-replica-sync", "replica_sync"),
@@ -14,8 +14,8 @@ _KV_ONLY = (
 )
 
 
-def in_words(settings: RouterSettings) -> str:
-    """The mode and every feature that is on, in one line."""
+def summarize(settings: RouterSettings) -> str:
+    """Return the mode and the enabled features in one line."""
     parts = [f"mode {settings.mode}"]
     if settings.mode == "kv":
         parts += [_caches(settings), *_kv_features(settings)]
@@ -27,12 +27,12 @@ def in_words(settings: RouterSettings) -> str:
     if settings.enforce_disagg:
         parts.append("prefill workers enforced")
     if settings.conditional_disagg:
-        parts.append("prefill workers for prompts that are worth it")
+        parts.append("prefill workers where they pay off")
     return ", ".join(parts)
 
 
-def without_effect(settings: RouterSettings) -> list[str]:
-    """A line for each setting that was given and does nothing beside the others."""
+def ineffective_settings(settings: RouterSettings) -> list[str]:
+    """Return a warning for each given setting that has no effect with the others."""
     lines = []
     if settings.mode != "kv":
         given = [flag for flag, name in _KV_ONLY if getattr(settings, name)]
@@ -63,11 +63,11 @@ def _caches(settings: RouterSettings) -> str:
     if settings.predicts:
         policy = settings.approximate_cache_policy
         age = f" {settings.ttl_s:g} s" if policy == "ttl" else ""
-        return f"caches known by own decisions ({policy}{age})"
+        return f"caches predicted from decisions ({policy}{age})"
     more = f" on {settings.event_threads} threads" if settings.event_threads > 1 else ""
     if settings.predicted_ttl_s is not None:
-        more += f" and own decisions for {settings.predicted_ttl_s:g} s"
-    return f"caches known by KV events{more}"
+        more += f" and predicted for {settings.predicted_ttl_s:g} s"
+    return f"caches known from KV events{more}"
 
 
 def _kv_features(settings: RouterSettings) -> list[str]:
@@ -75,7 +75,7 @@ def _kv_features(settings: RouterSettings) -> list[str]:
     if settings.queue_threshold is not None:
         parts.append(f"queue above {settings.queue_threshold:g} batches ({settings.queue_policy})")
     if settings.replica_sync:
-        parts.append("synced with other routers")
+        parts.append("synchronized with other routers")
     if settings.shared_cache_type != "none":
         parts.append(f"shared cache {settings.shared_cache_type}")
     if settings.prefill_load_predictor is not None:

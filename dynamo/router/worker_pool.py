@@ -11,6 +11,10 @@ from dynamo.protocols.card import RuntimeConfig
 __all__ = ["DenseSlots", "Member", "SlotSource", "WorkerPool"]
 
 
+_NO_OWNER = (-1, -1)
+"""The entry of a slot that no worker has; never that of a candidate."""
+
+
 class SlotSource(Protocol):
     """Assigns dense small integers. The prefix index is one, so that its columns fit."""
 
@@ -38,7 +42,7 @@ class DenseSlots:
         return self._slots[key]
 
     def remove_worker(self, worker: int) -> int:
-        """Free the worker's slots; always 0, since there are no blocks here."""
+        """Free the worker's slots; return the number of dropped blocks, always 0."""
         for key in [key for key in self._slots if key[0] == worker]:
             self._free.append(self._slots.pop(key))
         return 0
@@ -68,7 +72,7 @@ class WorkerPool:
         self._source = source
         self._slots: dict[int, dict[int, int]] = {}
         self.members: dict[int, Member] = {}
-        self.owners: list[tuple[int, int] | None] = []
+        self.owners: list[tuple[int, int]] = []
         self.candidates = array("I")
         self.busy: set[int] = set()
         self.avoided: set[int] = set()
@@ -125,7 +129,7 @@ class WorkerPool:
         }
         self.candidates.extend(pairs)
         self.width = max(pairs, default=-1) + 1
-        self.owners = [pairs.get(slot) for slot in range(self.width)]
+        self.owners = [pairs.get(slot, _NO_OWNER) for slot in range(self.width)]
         self._update_eligible()
 
     def _update_eligible(self) -> None:

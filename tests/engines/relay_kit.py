@@ -18,7 +18,8 @@ from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.protocols.control import EventChannelRecord
-from dynamo.router.discovery.router import ConnectedRouter
+from dynamo.router.discovery.kv_router import ConnectedKvRouter
+from dynamo.router.discovery.router import RoutedWorkers
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import Discovery, FileDiscovery, KeyEvent
 from dynamo.runtime.paths import store_dir
@@ -107,7 +108,7 @@ class RelayedDiscovery:
 @asynccontextmanager
 async def relayed_router(
     deployment: Deployment, block_size: int, directory: Path, seed: int
-) -> AsyncIterator[tuple[ConnectedRouter, RelayedDiscovery]]:
+) -> AsyncIterator[tuple[ConnectedKvRouter, RelayedDiscovery]]:
     """Yield a router in this process whose KV events pass relays."""
     settings = RuntimeSettings(namespace=deployment.namespace, state_dir=str(deployment.state_dir))
     detour = RelayedDiscovery(FileDiscovery(store_dir(settings)), directory, seed)
@@ -115,7 +116,8 @@ async def relayed_router(
     await runtime.start()
     path = deployment.namespace, "backend", "generate"
     client = await runtime.endpoint(".".join(path)).client()
-    live = ConnectedRouter(runtime, *path, block_size, RouterSettings(mode="kv"), client)
+    workers = RoutedWorkers(*path, block_size)
+    live = ConnectedKvRouter(runtime, workers, RouterSettings(mode="kv"), client)
     await live.start()
     try:
         yield live, detour

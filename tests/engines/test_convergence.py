@@ -22,7 +22,7 @@ from dynamo._fast.hashing import block_hashes
 from dynamo.errors import DynamoError
 from dynamo.protocols.kv import KvQuery
 from dynamo.router.discovery import maintenance as upkeep
-from dynamo.router.discovery.router import ConnectedRouter
+from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.kv import KvPicker
 
 BLOCK = 4
@@ -32,7 +32,7 @@ Held = dict[int, tuple[int, ...]]
 """Block → its path of token hashes."""
 
 
-def indexed(live: ConnectedRouter, worker_id: int) -> Held:
+def indexed(live: ConnectedKvRouter, worker_id: int) -> Held:
     """Return the blocks of the worker in the router's index."""
     assert isinstance(live.picker, KvPicker) and live.picker.index is not None
     held: Held = {}

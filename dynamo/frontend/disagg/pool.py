@@ -14,7 +14,8 @@ from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard, RuntimeConfig
 from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.load import PREFILL_QUEUE
-from dynamo.router.discovery.router import ConnectedRouter
+from dynamo.router.discovery.kv_router import make_router
+from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.tasks import Tasks
@@ -177,15 +178,8 @@ class _Active:
         workers = self._workers = AdmittedWorkers(client)
         for worker_id in self._cards:
             workers.admit(worker_id)
-        live = self._live = ConnectedRouter(
-            runtime,
-            *endpoint,
-            router.block_size,
-            prefill_settings(settings),
-            workers,
-            model,
-            "prefill",
-        )
+        routed = RoutedWorkers(*endpoint, router.block_size, model, "prefill")
+        live = self._live = make_router(runtime, routed, prefill_settings(settings), workers)
         await live.start()
         publisher = await runtime.publisher(*endpoint[:2], PREFILL_QUEUE)
         self._publisher = QueueStatePublisher(model, router.queue, publisher.publish)

@@ -16,7 +16,8 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
-from dynamo.router.discovery.router import ConnectedRouter
+from dynamo.router.discovery.kv_router import make_router
+from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.router.picker import Picker
 from dynamo.runtime import Client, DistributedRuntime
@@ -154,16 +155,9 @@ class ModelEntry:
         self, runtime: DistributedRuntime, settings: RouterSettings, workers: AdmittedWorkers
     ) -> ConnectedRouter:
         card = self.card
-        router = ConnectedRouter(
-            runtime,
-            card.namespace,
-            card.component,
-            card.endpoint,
-            settings.kv_cache_block_size or card.kv_cache_block_size,
-            settings,
-            workers,
-            self.name,
-        )
+        block_size = settings.kv_cache_block_size or card.kv_cache_block_size
+        routed = RoutedWorkers(card.namespace, card.component, card.endpoint, block_size, self.name)
+        router = make_router(runtime, routed, settings, workers)
         await router.start()
         return router
 

@@ -1,4 +1,4 @@
-"""What the workers' model cards tell a router: capacity, ranks, taints, size of a KV block."""
+"""The fields of model cards that a router uses: capacity, ranks, taints, block size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class CardPart(msgspec.Struct):
-    """What the router reads of a model card; defaults are those of the whole card."""
+    """The fields that the router reads. The defaults are those of the model card."""
 
     instance_id: Id
     kv_cache_block_size: BlockSize = DEFAULT_BLOCK_SIZE
@@ -29,8 +29,11 @@ _decode = record_decoder(CardPart)
 
 
 class WorkerCards:
-    """The cards of one endpoint's workers, by worker. A worker may have several (one an adapter):
-    the last one told counts. ``on_change`` hears of each that came or changed."""
+    """The model cards of one endpoint, by worker.
+
+    A worker may have several, one for each adapter: the last one received counts. ``on_change`` is
+    called with the worker of each new or changed card.
+    """
 
     def __init__(self, on_change: Callable[[int], None]) -> None:
         self._on_change = on_change
@@ -38,7 +41,7 @@ class WorkerCards:
         self._watch: Watch | None = None
 
     async def start(self, discovery: Discovery, path: tuple[str, str, str]) -> None:
-        """Follow the cards; those that exist are known on return."""
+        """Follow the cards; existing ones are known on return."""
         self._watch = discovery.watch(MODEL_CARDS + "/".join(path) + "/", self._on_key)
         await self._watch.ready()
 

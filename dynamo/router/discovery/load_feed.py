@@ -1,4 +1,4 @@
-"""The load that workers report, followed once it matters to somebody. Spec 7.6."""
+"""The load that workers report, followed once a threshold depends on it. Spec 7.6."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _decode = codec.decoder(list[KvMetrics]).decode
 
 
 class LoadFeed:
-    """Hands each report of the workers of ``namespace`` and ``component`` to ``report``."""
+    """Calls ``report`` with each load report of the workers of a component."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class LoadFeed:
         self._subscription: Subscription | None = None
 
     async def start(self) -> None:
-        """Follow them from now on. Idempotent."""
+        """Subscribe. Idempotent."""
         if self._subscription is None:
             self._subscription = self._runtime.subscribe(*self._channel, self._on_loads)
             await self._subscription.ready()
@@ -49,7 +49,7 @@ class LoadFeed:
         try:
             states = _decode(payload)
         except msgspec.MsgspecError as error:
-            log.warning("the load of publisher %x cannot be read: %s", publisher_id, error)
+            log.warning("invalid load report of publisher %x: %s", publisher_id, error)
             return
         for state in states:
             self._report(state)

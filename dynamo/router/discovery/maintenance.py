@@ -1,4 +1,4 @@
-"""What a live router does by the clock: stale load goes, predictions age, the silent are named."""
+"""The timers of a connected router: drop stale load, expire predictions, name silent workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Maintenance"]
 
 SWEEP_S = 30.0
 SILENCE_S = 2.0
-"""After the first token of its first prompt: by then a worker has published what it stored."""
+"""From the first token of a worker's first prompt: by then it has published the stored blocks."""
 
 log = logging.getLogger(__name__)
 
@@ -55,59 +55,59 @@ class Maintenance:
             timer.cancel()
 
     def forget(self, worker_id: int) -> None:
-        """The worker is gone."""
+        """Forget a removed worker."""
         self._silent.discard(worker_id)
         self._unusable.discard(worker_id)
         self._exempt.discard(worker_id)
 
     def exempt(self, worker_id: int) -> None:
-        """The worker decodes what others have computed: nobody expects it to publish."""
+        """Expect no KV events of a worker that decodes prompts which others have computed."""
         self._exempt.add(worker_id)
 
-    def unusable(self, worker_id: int) -> None:
-        """What the worker publishes cannot be used; somebody else has said why."""
+    def mark_unusable(self, worker_id: int) -> None:
+        """Count a worker whose KV events cannot be used; the caller has logged the reason."""
         self._unusable.add(worker_id)
 
     def sweep(self) -> None:
-        """Drop forgotten load, look for lost last events, name workers that publish nothing."""
+        """Drop stale load, check for lost last events, name workers that publish nothing."""
         expired = self._picker.expire(self._expiry_s)
         if expired:
             log.warning("dropped the load of %d requests that never ended", len(expired))
         if self._indexer is not None:
             self._indexer.verify()
-            self.look(self._indexer)
+            self.check_silence(self._indexer)
 
-    def look(self, indexer: Indexer) -> None:
-        """Name, once, each worker that has served prompts and published nothing."""
+    def check_silence(self, indexer: Indexer) -> None:
+        """Log, once each, the workers that have served prompts and published nothing."""
         for worker_id in self._picker.worker_pool.members:
             if not self._picker.served.get(worker_id) or not indexer.silent(worker_id):
                 self._silent.discard(worker_id)
             elif worker_id not in self._silent | self._unusable | self._exempt:
                 self._silent.add(worker_id)
                 log.warning(
-                    "worker %d has served prompts but published no KV event: "
+                    "worker %x has served prompts but published no KV event: "
                     "its cache stays unknown (does its engine publish them?)",
                     worker_id,
                 )
 
     def _arm(self, name: str, delay_s: float) -> None:
-        timer = asyncio.get_running_loop().call_later(delay_s, self._ring, name)
+        timer = asyncio.get_running_loop().call_later(delay_s, self._fire, name)
         self._timers[name] = timer
 
-    def _ring(self, name: str) -> None:
+    def _fire(self, name: str) -> None:
         if name == "sweep":
             self._arm("sweep", SWEEP_S)
             self.sweep()
         elif self._indexer is not None:
             del self._timers[name]
-            self.look(self._indexer)
+            self.check_silence(self._indexer)
 
     def _on_first_served(self, worker_id: int) -> None:
         if not self._closed:
             self._arm(f"silence of {worker_id}", SILENCE_S)
 
     def _age(self, predicted: PredictedCache) -> None:
-        """Forget old predictions also while nobody asks, a step at a time."""
+        """Expire old predictions also without requests, a bounded step at a time."""
         more = predicted.expire(time.perf_counter()) >= STEP_BLOCKS
         pause_s = 0.01 if more else 1.0
         loop = asyncio.get_running_loop()

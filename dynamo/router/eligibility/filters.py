@@ -116,7 +116,6 @@ def apply_preferred_taints(
         raise InvalidArgument("the weights of preferred taints must be finite")
     for place, slot in enumerate(slots):
         owner = worker_pool.owners[slot]
-        assert owner is not None, "a candidate slot has an owner"
         costs[place] *= multiplier(preferred, worker_pool.members[owner[0]].config.taints)
 
 

@@ -1,6 +1,6 @@
-"""Session affinity: requests of one session stay with the worker of the first. Spec 4.
+"""Session affinity: requests of one session go to the worker of its first request. Spec 4.
 
-Pure: time is handed in. Bounded: beyond the limit the session that was idle longest is forgotten.
+Pure: time is a parameter. Bounded: above the limit the session that was idle longest is dropped.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dynamo.router.worker_pool import WorkerPool
 __all__ = ["Sessions"]
 
 
-class _Bond(NamedTuple):
-    """Where a session lives, and when it was last heard of."""
+class _Binding(NamedTuple):
+    """The rank of a session, and the time of its last request."""
 
     worker_id: int
     dp_rank: int
@@ -29,67 +29,69 @@ class _Bond(NamedTuple):
 
 
 class Sessions:
-    """Which worker each session belongs to, for ``ttl_s`` after its last request.
+    """The worker of each session, for ``ttl_s`` after its last request.
 
-    ``hard``: an overloaded worker refuses its sessions' requests. Soft: they go elsewhere, and the
-    session with them. Either way a session moves when its worker is gone or shunned, or when the
-    request's own constraints exclude it; a pin in the request beats the bond. All calls O(1)
-    amortised.
+    ``hard``: requests are refused while the session's worker is overloaded. Soft: they go to
+    another worker, and the session moves there. In both modes a session moves when its worker was
+    removed or is avoided, or when the constraints of a request exclude it; a pin in the request
+    takes precedence. All calls are O(1) amortized.
     """
 
     def __init__(self, ttl_s: float, limit: int, hard: bool = True) -> None:
         self._ttl_s = ttl_s
         self._limit = limit
         self._hard = hard
-        self._bonds: OrderedDict[str, _Bond] = OrderedDict()
+        self._bindings: OrderedDict[str, _Binding] = OrderedDict()
         self.kept = Counter()
         self.moved = Counter()
         self.dropped = Counter()
 
     def __len__(self) -> int:
-        return len(self._bonds)
+        return len(self._bindings)
 
     def eligible(self, worker_pool: WorkerPool, routing: Routing, now_s: float) -> array[int]:
-        """Candidate slots: the bound one if it can be had. Raises as :func:`eligible`."""
-        bond = self._bond(routing.session_id, now_s)
+        """Candidate slots: the bound one if it is eligible. Raises as :func:`filters.eligible`."""
+        binding = self._binding(routing.session_id, now_s)
         if (
-            bond is None
-            or bond.worker_id in worker_pool.avoided
+            binding is None
+            or binding.worker_id in worker_pool.avoided
             or pinned_worker(routing) is not None
         ):
             return eligible(worker_pool, routing)
-        rank = bond.dp_rank if routing.dp_rank is None else routing.dp_rank
-        bound = msgspec.structs.replace(routing, backend_instance_id=bond.worker_id, dp_rank=rank)
+        rank = binding.dp_rank if routing.dp_rank is None else routing.dp_rank
+        bound = msgspec.structs.replace(
+            routing, backend_instance_id=binding.worker_id, dp_rank=rank
+        )
         try:
             return eligible(worker_pool, bound)
         except Overloaded:
             if self._hard:
                 raise
         except (InvalidArgument, NoInstances):
-            pass  # gone, or not what this request may use: choose anew
+            pass  # removed, or excluded by this request: choose another worker
         return eligible(worker_pool, routing)
 
     def bind(self, session_id: str, worker_id: int, dp_rank: int, now_s: float) -> None:
-        """The session's request went there; its time starts anew."""
-        before = self._bonds.get(session_id)
+        """Bind the session to the rank of its last request, and restart its ttl."""
+        before = self._bindings.get(session_id)
         if before is not None:
             same = (before.worker_id, before.dp_rank) == (worker_id, dp_rank)
             (self.kept if same else self.moved).value += 1
-        self._bonds[session_id] = _Bond(worker_id, dp_rank, now_s)
-        self._bonds.move_to_end(session_id)
+        self._bindings[session_id] = _Binding(worker_id, dp_rank, now_s)
+        self._bindings.move_to_end(session_id)
         self._expire(now_s)
-        if len(self._bonds) > self._limit:
-            self._bonds.popitem(last=False)
+        if len(self._bindings) > self._limit:
+            self._bindings.popitem(last=False)
             self.dropped.value += 1
 
-    def _bond(self, session_id: str | None, now_s: float) -> _Bond | None:
+    def _binding(self, session_id: str | None, now_s: float) -> _Binding | None:
         self._expire(now_s)
-        return None if session_id is None else self._bonds.get(session_id)
+        return None if session_id is None else self._bindings.get(session_id)
 
     def _expire(self, now_s: float) -> None:
         before_s = now_s - self._ttl_s
-        while self._bonds:
-            oldest = next(iter(self._bonds.values()))
+        while self._bindings:
+            oldest = next(iter(self._bindings.values()))
             if oldest.used_s > before_s:
                 return
-            self._bonds.popitem(last=False)
+            self._bindings.popitem(last=False)

@@ -23,7 +23,7 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.cost import cached_tokens
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
-from dynamo.router.picker import Decision, Picker
+from dynamo.router.picker import Decision
 from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.waiting import QueueEntry, WaitingQueue, priority_of
 
@@ -170,7 +170,6 @@ class RequestQueue:
         owners, members = picker.worker_pool.owners, picker.worker_pool.members
         for slot in picker.eligibility.slots(routing, self._clock()):
             owner = owners[slot]
-            assert owner is not None, "a candidate slot has an owner"
             batch = members[owner[0]].config.max_num_batched_tokens or UNKNOWN_BATCH_TOKENS
             if load(slot)[0] <= threshold * batch:
                 return True
@@ -283,14 +282,11 @@ class RequestQueue:
 
 
 def make_queue(
-    settings: RouterSettings, picker: Picker, registry: Registry, place: RouterLabels
+    settings: RouterSettings, picker: KvPicker, registry: Registry, place: RouterLabels
 ) -> RequestQueue | None:
     """Return the queue before ``picker``, or None: without a threshold, before prefill workers
     (the prefill router has its own), and, with a warning, where prefill load is not tracked."""
     if settings.queue_threshold is None or place.worker_type == "prefill":
-        return None
-    if not isinstance(picker, KvPicker):
-        log.warning("--router-queue-threshold has no effect in mode %s, only in kv", settings.mode)
         return None
     if not settings.track_prefill_tokens:
         log.warning("--router-queue-threshold has no effect with --no-router-track-prefill-tokens")

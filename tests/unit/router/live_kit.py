@@ -22,13 +22,15 @@ from dynamo.protocols.kv import (
     KvQuery,
     KvQueryAnswer,
 )
-from dynamo.router.discovery.router import ConnectedRouter
+from dynamo.router.discovery.kv_router import ConnectedKvRouter, make_router
+from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
 
 __all__ = ["BLOCK", "CHAINED", "PROMPT", "Box", "Worker", "stored", "until"]
 
 BLOCK = 4
+WORKERS = RoutedWorkers("ns", "backend", "generate", BLOCK, "tiny")
 PROMPT = array("I", range(16))
 LOCAL = block_hashes(PROMPT, BLOCK)
 CHAINED = sequence_hashes(LOCAL)
@@ -110,12 +112,18 @@ class Box:
         await worker.start(config, answers)
         return worker
 
-    async def route(self, **settings: object) -> ConnectedRouter:
+    async def route(self, **settings: object) -> ConnectedKvRouter:
         chosen = RouterSettings(**{"mode": "kv", **settings})  # type: ignore[arg-type]
         client = await self.runtime.endpoint("ns.backend.generate").client()
-        self.live = ConnectedRouter(
-            self.runtime, "ns", "backend", "generate", BLOCK, chosen, client, "tiny"
-        )
+        live = self.live = ConnectedKvRouter(self.runtime, WORKERS, chosen, client)
+        await live.start()
+        return live
+
+    async def route_by_mode(self, **settings: object) -> ConnectedRouter:
+        """A router of any mode; closed with the box."""
+        chosen = RouterSettings(**settings)  # type: ignore[arg-type]
+        client = await self.runtime.endpoint("ns.backend.generate").client()
+        self.live = make_router(self.runtime, WORKERS, chosen, client)
         await self.live.start()
         return self.live
 

@@ -1,4 +1,4 @@
-"""The life of a booking: prefill until the first token, blocks until the end. Spec 3.5."""
+"""The load of a request: prefill until the first token, blocks until the end. Spec 3.5."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_requests_are_found_by_slot() -> None:
     load._check()
 
 
-def test_forgotten_requests_are_named_oldest_first() -> None:
+def test_stale_requests_are_returned_oldest_first() -> None:
     load = ActiveLoad(4)
     for name in "abc":
         book(load, name, 12)

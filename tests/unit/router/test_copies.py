@@ -1,4 +1,4 @@
-"""A hot prefix gets copies, once its prompts have lost by queueing what a copy costs."""
+"""A hot prefix is copied once its prompts have lost the price of a copy by queueing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_same_load_gives_the_same_copies() -> None:
 
 
 class Box:
-    """A picker over three workers, of which the first holds a document of 40 blocks."""
+    """A picker over three workers; the first has a document of 40 blocks cached."""
 
     def __init__(self, **settings: Any) -> None:
         self.now_s = 100.0
@@ -64,18 +64,18 @@ class Box:
         self.hold(1)
 
     def hold(self, worker_id: int) -> None:
-        """An event: the worker has computed the document."""
+        """Apply the event of a worker that has computed the document."""
         assert self.index is not None
         local = block_hashes(array("I", self.document), BLOCK)
         slot = self.picker.worker_pool.members[worker_id].slots[0]
         self.index.store(slot, None, sequence_hashes(local), local)
 
     def question(self, number: int) -> array[int]:
-        """The document and two blocks more."""
+        """The document followed by two blocks."""
         return array("I", [*self.document, *[10_000 + number] * (2 * BLOCK)])
 
     def ask(self, *numbers: int) -> list[int]:
-        """Workers of these questions, which go on running."""
+        """The workers of these questions, which keep running."""
         return [self.picker.pick(str(one), self.question(one)).worker_id for one in numbers]
 
 
@@ -115,7 +115,7 @@ def test_a_copy_whose_request_ends_or_whose_worker_exits_is_forgotten() -> None:
         assert box.picker.snapshot(box.question(99)).cached_blocks.device[slot] == 0
 
 
-def test_losses_fade() -> None:
+def test_losses_decay() -> None:
     box = Box()
     for number in range(400):
         box.now_s += 20.0
@@ -123,7 +123,7 @@ def test_losses_fade() -> None:
         box.picker.free(str(number - 5))
 
 
-def test_asking_records_nothing_and_the_parts_add_up() -> None:
+def test_a_snapshot_records_nothing_and_its_terms_add_up() -> None:
     box = Box()
     running = 0
     while (seen := box.picker.snapshot(box.question(99))).free_copy is None:

@@ -15,15 +15,15 @@ from test_live_router import (
     overlap,
     test_a_dump_on_discovery_then_live_events,
     test_a_gap_is_recovered_from_the_worker,
+    test_a_late_subscriber_counts_no_gap,
     test_a_lost_last_event_is_found_by_the_sweep,
-    test_a_publisher_that_counts_anew_is_asked_for_everything,
+    test_a_publisher_that_restarts_is_asked_for_a_dump,
     test_a_silent_worker_is_named_once,
     test_foreign_payloads_are_counted,
     test_ranks_come_from_the_card,
     test_the_loop_runs_while_a_dump_is_applied,
-    test_to_join_late_counts_no_gap,
-    test_without_local_indexer_nobody_is_asked,
-    test_workers_come_and_go,
+    test_without_local_indexer_no_dump_is_requested,
+    test_workers_are_added_and_removed,
 )
 
 from dynamo.config.option import from_env
@@ -32,40 +32,40 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
 from dynamo.protocols import codec
 from dynamo.protocols.kv import BlocksRemoved, KvEvent, KvEventBatch
-from dynamo.router.discovery.router import ConnectedRouter
+from dynamo.router.discovery.kv_router import ConnectedKvRouter
 
 __all__ = [
     "test_a_dump_on_discovery_then_live_events",
     "test_a_gap_is_recovered_from_the_worker",
+    "test_a_late_subscriber_counts_no_gap",
     "test_a_lost_last_event_is_found_by_the_sweep",
-    "test_a_publisher_that_counts_anew_is_asked_for_everything",
+    "test_a_publisher_that_restarts_is_asked_for_a_dump",
     "test_a_silent_worker_is_named_once",
     "test_foreign_payloads_are_counted",
     "test_ranks_come_from_the_card",
     "test_the_loop_runs_while_a_dump_is_applied",
-    "test_to_join_late_counts_no_gap",
-    "test_without_local_indexer_nobody_is_asked",
-    "test_workers_come_and_go",
+    "test_without_local_indexer_no_dump_is_requested",
+    "test_workers_are_added_and_removed",
 ]
 
 
 class ThreadedBox(Box):
     """A box whose router has three threads for events."""
 
-    async def route(self, **settings: object) -> ConnectedRouter:
+    async def route(self, **settings: object) -> ConnectedKvRouter:
         return await super().route(**{"event_threads": 3, **settings})
 
 
 @pytest_asyncio.fixture
 async def box(tmp_path: Path) -> AsyncIterator[Box]:
-    """A box on file discovery in a directory of its own; leaves no thread behind."""
+    """A box on file discovery in its own directory; leaves no thread behind."""
     made = ThreadedBox(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
     yield made
     await made.close()
     assert not [one for one in threading.enumerate() if one.name.startswith("kv-events")]
 
 
-def counted(live: ConnectedRouter, name: str) -> float:
+def counted(live: ConnectedKvRouter, name: str) -> float:
     """The sum of a metric's rows that mention ``name``."""
     text = live._runtime.metrics.render().decode()
     return sum(
@@ -78,15 +78,15 @@ def counted(live: ConnectedRouter, name: str) -> float:
 async def test_events_are_applied_by_a_thread_and_counted(box: Box) -> None:
     worker = await box.worker()
     live = await box.route()
-    await until(lambda: live.indexer is not None and not live.indexer.recovering())
+    await until(lambda: live.events is not None and not live.events.indexer.recovering())
     worker.publish(stored(1, 0, 2), stored(2, 2, 3))
     worker.publish(KvEvent(3, BlocksRemoved(CHAINED[2:3].tobytes())))
     await until(lambda: overlap(live) == 2)
-    assert live._threads is not None
+    assert live.events is not None and live.events.threads is not None
     await until(
         lambda: (
-            live._threads is not None
-            and live._threads.ingest.applied() == {("stored", "ok"): 2, ("removed", "ok"): 1}
+            live.events.threads is not None
+            and live.events.threads.ingest.applied() == {("stored", "ok"): 2, ("removed", "ok"): 1}
         )
     )
     assert counted(live, 'event_type="stored"') == 2
@@ -96,9 +96,9 @@ async def test_each_publisher_keeps_its_thread_and_all_are_used(box: Box) -> Non
     live = await box.route()
     workers = [await box.worker() for _ in range(4)]
     await until(lambda: len(live.picker.worker_pool.members) == 4 and overlap(live) == 0)
-    assert live._threads is not None and live.indexer is not None
-    await until(lambda: live.indexer is not None and not live.indexer.recovering())
-    threads, numbers = live._threads, itertools.count(1)
+    assert live.events is not None and live.events.threads is not None
+    await until(lambda: live.events is not None and not live.events.indexer.recovering())
+    threads, numbers = live.events.threads, itertools.count(1)
 
     def told() -> bool:
         """One more event of everyone, for who is not connected yet misses some."""
@@ -117,17 +117,17 @@ async def test_each_publisher_keeps_its_thread_and_all_are_used(box: Box) -> Non
 async def test_events_over_another_transport_are_pushed(box: Box) -> None:
     worker = await box.worker()
     live = await box.route()
-    await until(lambda: live.indexer is not None and not live.indexer.recovering())
-    assert live._threads is not None
+    await until(lambda: live.events is not None and not live.events.indexer.recovering())
+    assert live.events is not None and live.events.threads is not None
     batch = KvEventBatch(worker.id, [stored(1, 0, 3)])
-    live._threads.push(worker.id, 0, codec.encode(batch))
+    live.events.threads.push(worker.id, 0, codec.encode(batch))
     await until(lambda: overlap(live) == 3)
 
 
 async def test_a_worker_that_dies_in_a_storm_leaves_nothing(box: Box) -> None:
     worker = await box.worker()
     live = await box.route()
-    await until(lambda: live.indexer is not None and not live.indexer.recovering())
+    await until(lambda: live.events is not None and not live.events.indexer.recovering())
     for event_id in range(1, 2000, 2):
         worker.publish(stored(event_id, 0, 4))
         worker.publish(KvEvent(event_id + 1, BlocksRemoved(CHAINED[1:].tobytes())))
@@ -145,7 +145,7 @@ async def test_a_worker_that_dies_in_a_storm_leaves_nothing(box: Box) -> None:
 
 async def test_predictions_need_no_threads(box: Box, caplog: pytest.LogCaptureFixture) -> None:
     live = await box.route(kv_events=False)
-    assert live._threads is None
+    assert live.events is None
     assert "--router-event-threads" in caplog.text
 
 

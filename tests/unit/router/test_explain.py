@@ -1,4 +1,4 @@
-"""The candidates' table says what the pick does, and why others were left out. Spec 3.1, 3.10."""
+"""The table of candidates agrees with the pick, with the reason of each exclusion. Spec 3.1."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = array("I", range(100, 114))
 
 
 def make(workers: int = 3, **given: object) -> KvPicker:
-    """A picker over workers 1..workers; the last holds the prompt."""
+    """A picker over workers 1..workers; the last has the prompt cached."""
     settings = RouterSettings(mode="kv", **given)  # type: ignore[arg-type]
     picker = make_picker(settings, BLOCK, index=make_index(settings), random=Random(1))
     assert isinstance(picker, KvPicker)
@@ -52,20 +52,20 @@ def test_the_table_of_a_decision() -> None:
     assert len(picker.active) == 1
     assert "queue" not in table(found)
     found = picker.explain(PROMPT, queued=["one", "another"])
-    assert found.queued_requests == 2 and "2 requests wait in the queue" in table(found)
+    assert found.queued_requests == 2 and "2 requests are queued" in table(found)
 
 
-def test_the_price_of_copies_is_named_where_it_counts() -> None:
+def test_the_price_of_copies_is_shown_where_it_is_set() -> None:
     found = make(duplicate_cost=2.0).explain(PROMPT)
     assert found.duplicate_cost == 2.0
-    assert "another worker holds counts as 2 more" in table(found)
+    assert "another worker has cached counts as 2 more" in table(found)
     assert "another worker" not in table(make().explain(PROMPT))
     assert [row.cost for row in found.candidates] == [
         pytest.approx(row.prefill_blocks + row.decode_blocks) for row in found.candidates
     ]
 
 
-def test_why_the_others_were_left_out() -> None:
+def test_reasons_of_exclusion() -> None:
     picker = make(5)
     picker.add_worker(5, RuntimeConfig(data_parallel_size=2, taints=["a"]))
     picker.worker_pool.set_busy(1, True)
@@ -84,7 +84,7 @@ def test_why_the_others_were_left_out() -> None:
     assert text.count("chosen") == 1 and "lacks the taints: a" in text
 
 
-def test_a_worker_that_just_failed_is_left_out_while_there_are_others() -> None:
+def test_an_avoided_worker_is_excluded_while_others_remain() -> None:
     picker = make(2)
     picker.worker_pool.avoid(2, True)
     found = picker.explain(PROMPT)
@@ -96,7 +96,7 @@ def test_a_worker_that_just_failed_is_left_out_while_there_are_others() -> None:
     assert all(row.cost is not None for row in picker.explain(PROMPT).candidates)
 
 
-def test_a_pin_leaves_one() -> None:
+def test_a_pin_excludes_the_others() -> None:
     found = make().explain(PROMPT, Routing(backend_instance_id=2))
     assert [row.excluded for row in found.candidates] == ["", "pinned to worker 2"] * 1 + [
         "pinned to worker 2"

@@ -22,7 +22,7 @@ def worker_pool() -> WorkerPool:
 
 
 def owners(worker_pool: WorkerPool, routing: Routing | None) -> list[tuple[int, int]]:
-    """Who the candidates are."""
+    """The (worker, rank) of each eligible slot."""
     found = [worker_pool.owners[slot] for slot in eligible(worker_pool, routing)]
     return sorted(owner for owner in found if owner is not None)
 
@@ -30,7 +30,7 @@ def owners(worker_pool: WorkerPool, routing: Routing | None) -> list[tuple[int, 
 EVERYONE = [(1, 0), (2, 0), (2, 1), (3, 4), (3, 5)]
 
 
-def test_nothing_asked_for_gives_the_fleets_own_column(worker_pool: WorkerPool) -> None:
+def test_without_constraints_the_column_of_the_pool_is_returned(worker_pool: WorkerPool) -> None:
     assert eligible(worker_pool, None) is worker_pool.candidates
     assert eligible(worker_pool, Routing(priority=3)) is worker_pool.candidates
     assert owners(worker_pool, None) == EVERYONE
@@ -85,13 +85,13 @@ def test_constraints(
         ),
     ],
 )
-def test_the_callers_faults(worker_pool: WorkerPool, routing: Routing, message: str) -> None:
+def test_errors_of_the_request(worker_pool: WorkerPool, routing: Routing, message: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         eligible(worker_pool, routing)
     assert caught.value.message == message
 
 
-def test_busy_workers_are_left_out_until_none_is_left(worker_pool: WorkerPool) -> None:
+def test_busy_workers_are_excluded_until_none_remains(worker_pool: WorkerPool) -> None:
     worker_pool.set_busy(2, True)
     worker_pool.set_busy(99, True)
     assert owners(worker_pool, None) == [(1, 0), (3, 4), (3, 5)]
@@ -110,12 +110,12 @@ def test_no_worker_at_all() -> None:
         eligible(WorkerPool(DenseSlots()), Routing(backend_instance_id=1))
 
 
-def test_an_allow_list_of_strangers(worker_pool: WorkerPool) -> None:
+def test_an_allow_list_of_unknown_workers(worker_pool: WorkerPool) -> None:
     with pytest.raises(NoInstances, match="allowed"):
         eligible(worker_pool, Routing(allowed_worker_ids=[8, 9]))
 
 
-def test_slots_are_dense_and_used_again(worker_pool: WorkerPool) -> None:
+def test_slots_are_dense_and_reused(worker_pool: WorkerPool) -> None:
     assert sorted(worker_pool.candidates) == list(range(5))
     freed = worker_pool.remove(2)
     assert worker_pool.remove(2) == []
@@ -131,7 +131,7 @@ def test_slots_are_dense_and_used_again(worker_pool: WorkerPool) -> None:
     assert worker_pool.width == 6
 
 
-def test_a_shunned_worker_is_the_last_resort(worker_pool: WorkerPool) -> None:
+def test_an_avoided_worker_is_the_last_resort(worker_pool: WorkerPool) -> None:
     worker_pool.avoid(99, True)
     assert eligible(worker_pool, None) is worker_pool.candidates
     worker_pool.avoid(2, True)

@@ -323,7 +323,7 @@ def test_an_answer_that_cannot_be_read_to_its_end_is_no_answer() -> None:
 def test_steps_of_an_answer_end_with_its_question() -> None:
     bench = Bench()
     dump = [stored(block, block) for block in range(1, 2000)]
-    for leave in (bench.indexer.renew, bench.indexer.remove):
+    for leave in (bench.indexer.publisher_restarted, bench.indexer.remove):
         steps = bench.indexer.recovery_steps(bench.asked[-1], KvQueryAnswer("tree_dump", dump, 7))
         next(steps)
         leave(7)

@@ -29,7 +29,7 @@ BLOCK = 4
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that the test sets."""
 
     now = 100.0
 
@@ -48,7 +48,7 @@ def make(workers: int = 3, clock: Clock | None = None, **settings: Any) -> KvPic
 
 
 def cache(picker: KvPicker, worker_id: int, tokens: array[int], blocks: int, **seed: str) -> None:
-    """Let the worker hold the first ``blocks`` blocks of the prompt."""
+    """Store the first ``blocks`` blocks of the prompt on the worker."""
     index = picker.index
     assert isinstance(index, RadixTree)
     hashes = block_hashes(tokens, BLOCK, seed=seed_for(**seed))[:blocks]
@@ -85,7 +85,7 @@ def test_measured_costs(tokens: int, block_size: int, cached: int, cost: float) 
     assert list(picker.snapshot(prompt).costs.values()) == [cost]
 
 
-def test_running_requests_weigh_where_asked_for() -> None:
+def test_running_requests_cost_with_a_weight() -> None:
     picker = make(2, decode_active_request_weight=2.0)
     for number in range(3):
         routing = Routing(backend_instance_id=1)
@@ -123,7 +123,7 @@ def test_observed_example_of_booked_load() -> None:
     assert (picker._prefill[0] + len(query), picker._decode[0]) == (8, 2)
 
 
-def test_without_asking_nothing_is_booked() -> None:
+def test_a_pick_without_an_id_books_nothing() -> None:
     picker = make()
     picker.pick(None, PROMPT)
     assert len(picker.active) == 0
@@ -174,7 +174,7 @@ def test_untracked_prefill_leaves_only_blocks() -> None:
     assert (picker.active.load(0), picker._costs[0]) == ((0, 3, 1), 3.0)
 
 
-def test_without_kv_reuse_every_request_counts_whole() -> None:
+def test_without_kv_reuse_every_request_counts_in_full() -> None:
     picker = make(1, assume_kv_reuse=False)
     picker.pick("a", PROMPT)
     picker.pick("b", PROMPT)
@@ -195,7 +195,7 @@ def test_short_and_empty_prompts() -> None:
     assert picker.pick("b", array("I", [1, 2])) == (1, 0, 0, 0)
 
 
-def test_ranks_are_candidates_of_their_own() -> None:
+def test_each_rank_is_a_candidate() -> None:
     picker = make(0)
     picker.add_worker(5, RuntimeConfig(data_parallel_size=40, data_parallel_start_rank=2))
     ranks = [picker.pick(str(i), array("I", range(i * 50, i * 50 + 14))) for i in range(40)]
@@ -228,7 +228,7 @@ def test_a_new_worker_in_an_old_slot_starts_empty() -> None:
     assert picker.active.load(0) == (0, 0, 0)
 
 
-def test_forgotten_requests_expire() -> None:
+def test_requests_that_were_never_freed_expire() -> None:
     clock = Clock()
     picker = make(1, clock)
     picker.pick("a", PROMPT)
@@ -306,7 +306,7 @@ def test_requests_of_a_removed_worker_have_ended() -> None:
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_a_rank_that_is_gone_leaves_nothing_in_its_slot(indexed: bool) -> None:
+def test_a_removed_rank_leaves_no_load_in_its_slot(indexed: bool) -> None:
     """A worker has fewer ranks after a change of its configuration; later it exits."""
     settings = RouterSettings(mode="kv", **({} if indexed else {"overlap_score_weight": 0.0}))
     picker = KvPicker(settings, BLOCK, make_index(settings), None, Random(1), Clock())
@@ -325,7 +325,7 @@ def test_a_rank_that_is_gone_leaves_nothing_in_its_slot(indexed: bool) -> None:
     assert {picker.active.load(slot) for slot in picker.worker_pool.candidates} == {(0, 0, 0)}
 
 
-def test_what_a_choice_leaves_lying_is_counted() -> None:
+def test_lost_overlap_is_counted() -> None:
     registry = Registry()
     settings = RouterSettings(mode="kv")
     place = RouterLabels("ns", "backend", "tiny", "7", "prefill", "prefill")

@@ -31,14 +31,14 @@ from dynamo.runtime import distributed as distributed_module
 
 @pytest_asyncio.fixture
 async def box(tmp_path: Path) -> AsyncIterator[Box]:
-    """A box on file discovery in a directory of its own."""
+    """A box on file discovery in its own directory."""
     made = Box(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
     yield made
     await made.close()
 
 
 def overlap(live: ConnectedRouter) -> int:
-    """Blocks of the prompt that the best worker holds; -1 without workers."""
+    """Blocks of the prompt cached on the best worker; -1 without workers."""
     try:
         return live.picker.pick(None, PROMPT).overlap_blocks
     except NoInstances:
@@ -61,7 +61,7 @@ async def test_a_gap_is_recovered_from_the_worker(box: Box) -> None:
     worker = await box.worker()
     live = await box.route()
     await until(lambda: overlap(live) == 0 and len(worker.queries) == 1)
-    await until(lambda: live.indexer is not None and not live.indexer.recovering())
+    await until(lambda: live.events is not None and not live.events.indexer.recovering())
     worker.answers = [KvQueryAnswer("events", [stored(1, 0, 1), stored(2, 1, 2)], 2)]
     worker.publish(stored(3, 2, 4))
     await until(lambda: overlap(live) == 4)
@@ -71,17 +71,17 @@ async def test_a_gap_is_recovered_from_the_worker(box: Box) -> None:
 async def test_a_lost_last_event_is_found_by_the_sweep(box: Box) -> None:
     worker = await box.worker()
     live = await box.route()
-    indexer = live.indexer
+    assert live.events is not None
+    indexer = live.events.indexer
     assert indexer is not None
     await until(lambda: bool(worker.queries) and not indexer.recovering())
     worker.answers = [
         KvQueryAnswer("events", [stored(1, 0, 2)], 1),
         KvQueryAnswer("too_new", newest_available=1),
     ]
-    assert live._maintenance is not None
-    live._maintenance.sweep()
+    live.maintenance.sweep()
     await until(lambda: overlap(live) == 2)
-    live._maintenance.sweep()
+    live.maintenance.sweep()
     await until(lambda: len(worker.queries) == 3 and not indexer.recovering())
     assert worker.queries[1:] == [KvQuery(0, 1, None), KvQuery(0, 2, None)]
     assert overlap(live) == 2
@@ -93,7 +93,8 @@ async def test_the_loop_runs_while_a_dump_is_applied(
     monkeypatch.setattr(indexer_module, "STEP_BLOCKS", 1)
     worker = await box.worker()
     live = await box.route()
-    index, indexer = live.picker.index, live.indexer  # type: ignore[attr-defined]
+    assert live.events is not None
+    index, indexer = live.picker.index, live.events.indexer
     assert indexer is not None
     await until(lambda: bool(worker.queries) and not indexer.recovering())
     worker.answers = [KvQueryAnswer("tree_dump", [stored(n, n, n + 1) for n in range(4)], 4)]
@@ -108,7 +109,7 @@ async def test_the_loop_runs_while_a_dump_is_applied(
     await until(lambda: overlap(live) == 4)
 
 
-async def test_workers_come_and_go(box: Box) -> None:
+async def test_workers_are_added_and_removed(box: Box) -> None:
     live = await box.route()
     assert overlap(live) == -1
     first = await box.worker()
@@ -134,13 +135,14 @@ async def test_ranks_come_from_the_card(box: Box) -> None:
     assert {live.picker.pick(str(i), PROMPT).dp_rank for i in range(2)} == {2, 3}
 
 
-async def test_a_worker_that_answers_nothing_is_followed_all_the_same(
+async def test_events_of_a_worker_without_answers_are_applied(
     box: Box, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recovery_module, "BACKOFF_S", (0.01, 0.01))
     worker = await box.worker(answers=False)
     live = await box.route()
-    indexer = live.indexer
+    assert live.events is not None
+    indexer = live.events.indexer
     assert indexer is not None
     await until(lambda: overlap(live) == 0 and not indexer.recovering())
     assert "did not report its KV blocks" in caplog.text
@@ -148,20 +150,22 @@ async def test_a_worker_that_answers_nothing_is_followed_all_the_same(
     await until(lambda: overlap(live) == 3)
 
 
-async def test_without_local_indexer_nobody_is_asked(box: Box) -> None:
+async def test_without_local_indexer_no_dump_is_requested(box: Box) -> None:
     worker = await box.worker(RuntimeConfig(enable_local_indexer=False))
     live = await box.route()
     await until(lambda: overlap(live) == 0)
-    await until(lambda: bool(live._events and live._events.publishers()))
+    feed = live.events
+    assert feed is not None
+    await until(lambda: bool(feed._subscription and feed._subscription.publishers()))
     event_id = 0
 
-    def heard() -> bool:
+    def is_cached() -> bool:
         nonlocal event_id
         event_id += 1
-        worker.publish(stored(event_id, 0, 3))  # until the subscription is through
+        worker.publish(stored(event_id, 0, 3))  # until the subscription receives it
         return overlap(live) == 3
 
-    await until(heard)
+    await until(is_cached)
     assert worker.queries == []
 
 
@@ -191,15 +195,14 @@ async def test_a_silent_worker_is_named_once(
     picker.mark_prefill_complete("a")
     picker.free("a")
     await until(lambda: "published no KV event" in caplog.text)  # soon after its first token
-    assert live._maintenance is not None
-    live._maintenance.sweep()
+    live.maintenance.sweep()
     assert caplog.text.count("published no KV event") == 1
     name = "dynamo_component_router_kv_event_source_mismatch_workers"
     page = box.runtime.metrics.render().decode()
     assert [line[-2:] for line in page.splitlines() if line.startswith(name)] == [" 1"]
     worker.publish(stored(1, 0, 1))
     await until(lambda: overlap(live) == 1)
-    live._maintenance.sweep()
+    live.maintenance.sweep()
     page = box.runtime.metrics.render().decode()
     assert [line[-2:] for line in page.splitlines() if line.startswith(name)] == [" 0"]
 
@@ -213,17 +216,18 @@ async def test_a_decode_worker_is_not_expected_to_publish(
     await until(lambda: bool(worker.queries) and overlap(live) == 0)
     live.picker.pick("a", PROMPT)
     live.picker.mark_prefill_complete("a")
-    assert live._maintenance is not None
-    live._maintenance.sweep()
+    live.maintenance.sweep()
     assert "published no KV event" not in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["round-robin", "random"])
-async def test_other_modes_need_no_events(box: Box, mode: str) -> None:
+async def test_other_modes_need_no_events(
+    box: Box, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = await box.worker()
-    live = await box.route(mode=mode)
+    live = await box.route_by_mode(mode=mode, queue_threshold=1.0)
     await until(lambda: overlap(live) == 0)
-    assert live.indexer is None
+    assert f"--router-queue-threshold has no effect in mode {mode}" in caplog.text
     assert worker.queries == []
     assert live.picker.pick("a", PROMPT).worker_id == worker.id
 
@@ -232,7 +236,7 @@ async def test_without_events_caches_are_predicted(box: Box) -> None:
     worker = await box.worker(RuntimeConfig(total_kv_blocks=100))
     live = await box.route(kv_events=False, ttl_s=1.0)
     await until(lambda: overlap(live) == 0)
-    assert live.indexer is None
+    assert live.events is None
     live.picker.pick("a", PROMPT)
     assert overlap(live) == 4
     assert worker.queries == []
@@ -243,7 +247,7 @@ async def test_without_events_caches_are_predicted(box: Box) -> None:
     assert "dynamo_component_router_predicted_blocks_expired_total{" in page
 
 
-async def test_what_is_believed_beside_the_events_shows_its_size(box: Box) -> None:
+async def test_the_optimistic_cache_exports_its_size(box: Box) -> None:
     await box.worker()
     live = await box.route(predicted_ttl_s=60.0)
     await until(lambda: overlap(live) == 0)
@@ -257,7 +261,7 @@ async def test_what_is_believed_beside_the_events_shows_its_size(box: Box) -> No
 @pytest.mark.parametrize("mode", ["kv", "round-robin"])
 async def test_reported_load_makes_workers_busy(box: Box, mode: str) -> None:
     busy, free = await box.worker(), await box.worker()
-    live = await box.route(
+    live = await box.route_by_mode(
         mode=mode, admission_control="token-capacity", active_decode_blocks_threshold=0.8
     )
     await until(lambda: len(live.picker.worker_pool.members) == 2)
@@ -267,11 +271,11 @@ async def test_reported_load_makes_workers_busy(box: Box, mode: str) -> None:
         state = KvMetrics(busy.id, active_decode_blocks=used, kv_total_blocks=100)
         loads.publish(codec.encode([state]))
 
-    def heard() -> bool:
-        report(90)  # until the subscription is through
+    def is_busy() -> bool:
+        report(90)  # until the subscription receives it
         return live.picker.worker_pool.busy == {busy.id}
 
-    await until(heard)
+    await until(is_busy)
     assert {live.picker.pick(None, PROMPT).worker_id for _ in range(9)} == {free.id}
     page = box.runtime.metrics.render().decode()
     assert "dynamo_component_router_busy_workers{" in page
@@ -288,7 +292,7 @@ async def test_reported_load_makes_workers_busy(box: Box, mode: str) -> None:
 
 
 def mismatched(box: Box) -> list[str]:
-    """The gauge of workers whose events are of no use."""
+    """The gauge of workers whose events cannot be used."""
     name = "dynamo_component_router_kv_event_source_mismatch_workers"
     page = box.runtime.metrics.render().decode()
     return [line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(name)]
@@ -315,9 +319,7 @@ async def test_a_worker_with_other_blocks_is_refused(
 
 
 @pytest.mark.parametrize("settings", [{"kv_events": False}, {"overlap_score_weight": 0.0}])
-async def test_where_no_events_are_followed_blocks_may_differ(
-    box: Box, settings: dict[str, object]
-) -> None:
+async def test_without_events_block_sizes_may_differ(box: Box, settings: dict[str, object]) -> None:
     live = await box.route(**settings)
     worker = Worker(box.settings)
     box.workers.append(worker)
@@ -326,7 +328,7 @@ async def test_where_no_events_are_followed_blocks_may_differ(
     await until(lambda: list(live.picker.worker_pool.members) == [worker.id])
 
 
-async def test_events_of_other_blocks_than_registered_are_not_used(
+async def test_events_of_another_block_size_are_ignored(
     box: Box, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = await box.worker(RuntimeConfig())
@@ -338,7 +340,7 @@ async def test_events_of_other_blocks_than_registered_are_not_used(
     assert overlap(live) == 0 and mismatched(box) == ["1"]
 
 
-async def test_a_worker_that_begins_anew_under_its_id(
+async def test_a_worker_that_restarts_under_its_id(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distributed_module.secrets, "randbits", lambda bits: 0xABC)
@@ -359,7 +361,7 @@ async def test_a_worker_that_begins_anew_under_its_id(
     await until(lambda: overlap(live) == 2)
 
 
-async def test_to_join_late_counts_no_gap(box: Box) -> None:
+async def test_a_late_subscriber_counts_no_gap(box: Box) -> None:
     worker = await box.worker()
     for number in range(3):
         worker.publish(stored(1 + number, number, number + 1))
@@ -379,11 +381,12 @@ async def test_to_join_late_counts_no_gap(box: Box) -> None:
     await until(lambda: gaps() == ["7"])
 
 
-async def test_a_publisher_that_counts_anew_is_asked_for_everything(box: Box) -> None:
+async def test_a_publisher_that_restarts_is_asked_for_a_dump(box: Box) -> None:
     """As when a death and a start under the same id are so close that discovery shows neither."""
     worker = await box.worker()
     live = await box.route()
-    indexer = live.indexer
+    assert live.events is not None
+    indexer = live.events.indexer
     assert indexer is not None
     await until(lambda: bool(worker.queries) and not indexer.recovering())
     for number in range(3):

@@ -32,7 +32,7 @@ def test_round_robin_takes_turns_over_ranks_too() -> None:
     assert turns == [(1, 0), (2, 0), (3, 0), (3, 1)] * 2
 
 
-def test_round_robin_survives_a_change_of_the_fleet() -> None:
+def test_round_robin_survives_a_change_of_the_workers() -> None:
     made = picker("round-robin")
     for _ in range(5):
         made.pick(None, TOKENS)
@@ -93,8 +93,8 @@ def test_common_life(mode: str) -> None:
         made.pick("c", TOKENS, routing=routing)
 
 
-def test_devices_get_work_by_what_they_can_do() -> None:
-    """Spec 3.12: in flight / (workers × weight), weight 8 for what is not a CPU."""
+def test_devices_get_requests_by_capacity() -> None:
+    """Spec 3.12: in flight / (workers × weight), weight 8 for a device other than a CPU."""
     made = InflightPicker("device-aware-weighted", Random(3))
     made.add_worker(1, RuntimeConfig(), "cuda")
     made.add_worker(2, RuntimeConfig(), "cpu")
@@ -114,7 +114,7 @@ def test_the_ratio_of_devices_is_a_setting() -> None:
     assert counts == {1: 30, 2: 10}
 
 
-def test_a_rank_that_is_gone_leaves_nothing_in_its_slot() -> None:
+def test_a_removed_rank_leaves_no_load_in_its_slot() -> None:
     made = picker("least-loaded", 0)
     made.add_worker(1, RuntimeConfig(data_parallel_size=3))
     for number in range(3):

@@ -32,7 +32,6 @@ from dynamo.protocols.engine import Routing
 from dynamo.router.factory import make_index
 from dynamo.router.kv import KvPicker
 from dynamo.router.metrics import RouterLabels
-from dynamo.router.modes import InflightPicker
 from dynamo.router.picker import Decision
 from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.request_queue import TICK_S, QueuedRequest, RequestQueue, make_queue
@@ -398,9 +397,6 @@ def test_only_the_kv_mode_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
     kv = RouterSettings(mode="kv")
     registry, place = Registry(), RouterLabels("n", "c")
     assert make_queue(kv, KvPicker(kv, BLOCK, None), registry, place) is None
-    other = RouterSettings(queue_threshold=1.0)
-    assert make_queue(other, InflightPicker("random"), registry, place) is None
-    assert "no effect in mode round-robin" in caplog.text
     blind = RouterSettings(mode="kv", queue_threshold=1.0, track_prefill_tokens=False)
     assert make_queue(blind, KvPicker(blind, BLOCK, None), registry, place) is None
     assert "--no-router-track-prefill-tokens" in caplog.text

@@ -9,8 +9,8 @@ from metric_specs import AnySpec, declared_in
 
 from dynamo.router import metrics
 from dynamo.router.caches import metrics as caches
-from dynamo.router.eligibility import metrics as eligibility
-from dynamo.router.sync import metrics as sync
+from dynamo.router.eligibility import eligibility_filter as eligibility
+from dynamo.router.sync import replicas as sync
 
 PAGE = Path(__file__).parents[3] / "docs/router-metrics.md"
 SPECS = declared_in(metrics, caches, eligibility, sync)

@@ -1,4 +1,4 @@
-"""Every metric of the router is on the page, with what real workers and requests did."""
+"""Every metric of the router is exported, with the values of real workers and requests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dynamo.protocols.kv import KvQueryAnswer
 from dynamo.router import metrics
 from dynamo.router.api_views import overlap_scores
 from dynamo.router.caches import metrics as caches
-from dynamo.router.discovery.router import ConnectedRouter
-from dynamo.router.eligibility import metrics as eligibility
+from dynamo.router.discovery.kv_router import ConnectedKvRouter
+from dynamo.router.eligibility import eligibility_filter
 from dynamo.router.kv import KvPicker
 
 
@@ -35,12 +35,12 @@ async def box(tmp_path: Path) -> AsyncIterator[Box]:
 
 ROUTER = "dynamo_component_router"
 OVERHEAD = "dynamo_router_overhead"
-SPECS = {spec.name: spec for spec in declared_in(metrics, caches, eligibility)}
+SPECS = {spec.name: spec for spec in declared_in(metrics, caches, eligibility_filter)}
 PREDICTED = [name for name in SPECS if re.search("_predicted_|_approximate_", name)]
 
 
 class Page:
-    """What a scrape sees."""
+    """The samples of a scrape."""
 
     def __init__(self, box: Box) -> None:
         self._lines = box.runtime.metrics.render().decode().splitlines()
@@ -55,7 +55,7 @@ class Page:
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
-def served(live: ConnectedRouter, name: str, **asked: Any) -> None:
+def served(live: ConnectedKvRouter, name: str, **asked: Any) -> None:
     """One request from the choice to the end."""
     picker = live.picker
     picker.pick(name, PROMPT, routing=Routing(**asked))
@@ -136,7 +136,7 @@ async def test_with_predictions(box: Box, policy: str) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 async def test_tiers_survive_a_new_router(box: Box, threads: int) -> None:
-    """A real worker's journal rebuilds them, live events go on."""
+    """A real worker's event log restores them, and live events follow."""
     worker = await box.worker(answers=False)
     publisher = KvEventPublisher(worker.runtime.endpoint("ns.backend.generate"), kv_block_size=4)
     publisher.publish_stored(PROMPT, [4] * 4, [11, 12, 13, 14])

@@ -69,13 +69,13 @@ def test_without_a_session_nothing_is_bound() -> None:
     assert len(made.eligibility.sessions) == 0
 
 
-def test_without_the_flag_sessions_roam() -> None:
+def test_without_the_flag_sessions_are_not_bound() -> None:
     made = picker(session_affinity_ttl_s=None)
     assert made.eligibility.sessions is None
     assert {where(made) for _ in range(4)} == {1, 2, 3}
 
 
-def test_a_session_moves_when_its_worker_is_gone() -> None:
+def test_a_session_moves_when_its_worker_is_removed() -> None:
     made = picker()
     home = where(made)
     made.remove_worker(home)
@@ -85,7 +85,7 @@ def test_a_session_moves_when_its_worker_is_gone() -> None:
     assert made.eligibility.sessions is not None and made.eligibility.sessions.moved.value == 1
 
 
-def test_the_request_itself_has_the_last_word() -> None:
+def test_the_constraints_of_a_request_take_precedence() -> None:
     made = picker()
     assert where(made, backend_instance_id=2) == 2
     assert where(made) == 2
@@ -112,7 +112,7 @@ def test_idle_sessions_are_forgotten() -> None:
     sessions.bind("b", 1, 0, 5.0)
     sessions.bind("a", 1, 0, 8.0)
     sessions.bind("c", 1, 0, 15.0)
-    assert sorted(sessions._bonds) == ["a", "c"]
+    assert sorted(sessions._bindings) == ["a", "c"]
     assert sessions.kept.value == 1
 
 

@@ -1,27 +1,30 @@
-"""The start of the log says which router this is and what was given in vain."""
+"""The summary of the router in the log, and the warnings about settings without effect."""
 
 from __future__ import annotations
 
 import pytest
 
 from dynamo.config.router import RouterSettings
-from dynamo.router.summary import in_words, without_effect
+from dynamo.router.summary import ineffective_settings, summarize
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({}, "mode round-robin"),
-        ({"mode": "kv"}, "mode kv, caches known by KV events"),
+        ({"mode": "kv"}, "mode kv, caches known from KV events"),
         (
             {"mode": "kv", "event_threads": 2, "predicted_ttl_s": 5.0, "replica_sync": True},
-            "mode kv, caches known by KV events on 2 threads and own decisions for 5 s, "
-            "synced with other routers",
+            "mode kv, caches known from KV events on 2 threads and predicted for 5 s, "
+            "synchronized with other routers",
         ),
-        ({"mode": "kv", "kv_events": False}, "mode kv, caches known by own decisions (ttl 120 s)"),
+        (
+            {"mode": "kv", "kv_events": False},
+            "mode kv, caches predicted from decisions (ttl 120 s)",
+        ),
         (
             {"mode": "kv", "kv_events": False, "approximate_cache_policy": "lru"},
-            "mode kv, caches known by own decisions (lru)",
+            "mode kv, caches predicted from decisions (lru)",
         ),
         (
             {"mode": "kv", "overlap_score_weight": 0.0, "queue_threshold": 2.0},
@@ -29,7 +32,7 @@ from dynamo.router.summary import in_words, without_effect
         ),
         (
             {"mode": "kv", "shared_cache_type": "hicache", "prefill_load_model": "fitted"},
-            "mode kv, caches known by KV events, shared cache hicache, prefill load fitted",
+            "mode kv, caches known from KV events, shared cache hicache, prefill load fitted",
         ),
         (
             {"session_affinity_ttl_s": 60.0, "admission_control": "token-capacity"},
@@ -37,15 +40,14 @@ from dynamo.router.summary import in_words, without_effect
         ),
         (
             {"enforce_disagg": True, "conditional_disagg": True},
-            "mode round-robin, prefill workers enforced, "
-            "prefill workers for prompts that are worth it",
+            "mode round-robin, prefill workers enforced, prefill workers where they pay off",
         ),
     ],
 )
 def test_every_feature_that_is_on_is_named(given: dict[str, object], words: str) -> None:
     settings = RouterSettings(**given)  # type: ignore[arg-type]
-    assert in_words(settings) == words
-    assert without_effect(settings) == []
+    assert summarize(settings) == words
+    assert ineffective_settings(settings) == []
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,6 @@ def test_every_feature_that_is_on_is_named(given: dict[str, object], words: str)
         ({"conditional_disagg_config": "{}"}, "--router-conditional-disagg-config"),
     ],
 )
-def test_what_does_nothing_is_named(given: dict[str, object], flag: str) -> None:
-    (line,) = without_effect(RouterSettings(**given))  # type: ignore[arg-type]
+def test_settings_without_effect_are_named(given: dict[str, object], flag: str) -> None:
+    (line,) = ineffective_settings(RouterSettings(**given))  # type: ignore[arg-type]
     assert flag in line and "no effect" in line

@@ -15,7 +15,7 @@ from live_kit import BLOCK, PROMPT, Box, Worker, until
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.sync import ACTIVE_SEQUENCES
-from dynamo.router.discovery.router import ConnectedRouter
+from dynamo.router.discovery.kv_router import ConnectedKvRouter
 from dynamo.router.kv import KvPicker
 from dynamo.router.sync import replicas as sync
 from dynamo.runtime import DistributedRuntime
@@ -37,7 +37,7 @@ class Replicas:
         await worker.start(config or RuntimeConfig())
         return worker
 
-    async def router(self, workers: int = 1, **settings: object) -> ConnectedRouter:
+    async def router(self, workers: int = 1, **settings: object) -> ConnectedKvRouter:
         box = Box(self.settings)
         self.boxes.append(box)
         live = await box.route(replica_sync=True, **settings)
@@ -63,17 +63,17 @@ async def replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     await made.close()
 
 
-def kv(live: ConnectedRouter) -> KvPicker:
+def kv(live: ConnectedKvRouter) -> KvPicker:
     assert isinstance(live.picker, KvPicker)
     return live.picker
 
 
-def load(live: ConnectedRouter, worker: Worker) -> Load:
+def load(live: ConnectedKvRouter, worker: Worker) -> Load:
     picker = kv(live)
     return picker.active.load(picker.worker_pool.members[worker.id].slots[0])
 
 
-async def wait_until_in_sync(*lives: ConnectedRouter) -> None:
+async def wait_until_in_sync(*lives: ConnectedKvRouter) -> None:
     """Wait until all routers have discovered each other and have no gap."""
     remotes = [live._sync.remote for live in lives if live._sync is not None]
     assert len(remotes) == len(lives)

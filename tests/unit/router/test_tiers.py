@@ -1,4 +1,4 @@
-"""Blocks below the device in decisions: what counts where, what it saves, what is booked."""
+"""Blocks below the device in decisions: their credit, and the load that is booked."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Box:
         self.indexer.apply(KvEventBatch(worker_id, [KvEvent(number, data, 0, tier)]))
 
     def store(self, worker_id: int, begin: int, end: int, tier: str = "device") -> None:
-        """Blocks ``begin`` to ``end`` of the prompt now lie there."""
+        """Store blocks ``begin`` to ``end`` of the prompt there."""
         parent = IDS[begin - 1] if begin else None
         data = BlocksStored(IDS[begin:end].tobytes(), LOCAL[begin:end].tobytes(), parent)
         self.tell(worker_id, data, tier)
@@ -67,7 +67,7 @@ class Box:
         return {row.worker_id: row.cost for row in self.picker.explain(PROMPT).candidates}
 
 
-def test_lower_tiers_go_on_where_the_device_ends() -> None:
+def test_lower_tiers_continue_behind_the_device() -> None:
     box = Box()
     box.store(1, 0, 2)
     box.store(1, 0, 4, "host_pinned")
@@ -87,7 +87,7 @@ def test_lower_tiers_go_on_where_the_device_ends() -> None:
     }
 
 
-def test_a_hole_ends_what_a_tier_adds() -> None:
+def test_a_gap_ends_the_blocks_of_a_tier() -> None:
     box = Box(1)
     box.store(1, 0, 1)
     box.store(1, 1, 6, "host_pinned")
@@ -109,7 +109,7 @@ def test_blocks_that_moved_down_still_count_for_less() -> None:
     assert box.costs()[1] == 6.5 - 0.75 * 6 + 6
 
 
-def test_what_an_engine_offloads_by_id_alone_is_found() -> None:
+def test_blocks_offloaded_by_id_alone_are_found() -> None:
     box = Box(1)
     box.store(1, 0, 6)
     box.tell(1, BlocksStored(IDS[:3].tobytes(), b""), "host_pinned")
@@ -128,7 +128,7 @@ def test_clearing_the_device_clears_everything() -> None:
 
 
 @pytest.mark.parametrize(("given", "counts"), [("none", False), ("hicache", True)])
-def test_shared_blocks_count_for_everybody(given: str, counts: bool) -> None:
+def test_shared_blocks_count_for_every_worker(given: str, counts: bool) -> None:
     box = Box(shared_cache_type=given, shared_cache_multiplier=0.5)
     box.store(1, 0, 2)
     box.store(2, 0, 4, "external")
@@ -147,7 +147,7 @@ def test_shared_blocks_count_for_everybody(given: str, counts: bool) -> None:
     }
 
 
-def test_what_the_shared_cache_gives_is_counted() -> None:
+def test_shared_cache_hits_are_counted() -> None:
     registry = Registry()
     settings = RouterSettings(mode="kv", shared_cache_type="hicache")
     metrics = DecisionMetrics(registry, RouterLabels("ns", "backend", "tiny", "7"))
@@ -163,14 +163,14 @@ def test_what_the_shared_cache_gives_is_counted() -> None:
     assert f"dynamo_component_router_shared_cache_hit_rate_sum{{{labels}}} 0.5" in page
 
 
-def test_a_tier_goes_on_behind_what_is_believed_of_the_device() -> None:
+def test_a_tier_continues_behind_predicted_blocks() -> None:
     box = Box(1, predicted_ttl_s=60.0)
     box.picker.pick("a", PROMPT[: 3 * BLOCK])
     box.store(1, 0, 5, "host_pinned")
     assert box.picker.snapshot(PROMPT).cached_blocks.of(0) == (3, 2, 0, 0)
 
 
-def test_shared_blocks_go_with_the_worker_that_told_of_them() -> None:
+def test_shared_blocks_end_with_the_worker_that_reported_them() -> None:
     box = Box(shared_cache_type="hicache", shared_cache_multiplier=1.0)
     box.store(2, 0, 4, "external")
     assert box.costs()[1] == 8.5
@@ -188,7 +188,7 @@ def test_the_multiplier_of_one_request() -> None:
     assert found.candidates[0].cost == 12.5 - 0.25 * 6
 
 
-def test_what_is_booked_is_what_must_be_computed() -> None:
+def test_only_uncached_tokens_are_booked() -> None:
     """26 tokens; 2 + 0.75 * 1 + 0.25 * 2 blocks of 4 tokens are 13 tokens that are not."""
     box = Box(1)
     box.store(1, 0, 2)

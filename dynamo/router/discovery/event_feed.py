@@ -1,0 +1,149 @@
+"""Follow the KV events of a router's workers: apply them to the index, recover after gaps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from dynamo._fast.radix import RadixTree
+from dynamo.protocols import codec
+from dynamo.protocols.kv import KV_EVENTS, KV_QUERY, KvEventBatch
+from dynamo.router.caches.event_threads import EventThreads
+from dynamo.router.caches.indexer import Indexer, Recovery
+from dynamo.router.caches.metrics import (
+    EventMetrics,
+)
+from dynamo.router.caches.recovery import RecoveryClient
+from dynamo.router.metrics import RouterLabels
+from dynamo.router.worker_pool import Member
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.events.channels import ZMQ, Subscription
+
+__all__ = ["EventFeed"]
+
+log = logging.getLogger(__name__)
+_decode_batch = codec.decoder(KvEventBatch).decode
+
+
+class EventFeed:
+    """Keeps ``index`` up to date with the events of one component's workers.
+
+    ``indexer`` applies them, or ``threads`` where ``event_threads`` is above 1.
+    ``on_unusable`` is called with each worker whose KV blocks have another size.
+    """
+
+    def __init__(
+        self,
+        runtime: DistributedRuntime,
+        labels: RouterLabels,
+        block_size: int,
+        index: RadixTree,
+        event_threads: int,
+    ) -> None:
+        self.block_size = block_size
+        self.on_unusable: Callable[[int], None] | None = None
+        self._runtime = runtime
+        self._component = labels.namespace, labels.component
+        self._counts = EventMetrics(runtime.metrics, labels, index)
+        self.threads: EventThreads | None = None
+        if event_threads > 1:
+            self.threads = EventThreads(index, event_threads, KV_EVENTS, self._counts)
+        ingest = None if self.threads is None else self.threads.ingest
+        self.indexer = Indexer(index, self._on_recovery, self._counts, ingest)
+        self._recovery: RecoveryClient | None = None
+        self._subscription: Subscription | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """Subscribe. Events that arrive before their worker is added are kept by the indexer."""
+        namespace, component = self._component
+        query = await self._runtime.endpoint(f"{namespace}.{component}.{KV_QUERY}").client()
+        self._recovery = RecoveryClient(
+            query, self.indexer, self.block_size, self._on_foreign_blocks
+        )
+        on_events, over = self._on_events, None
+        if self.threads is not None:
+            self.threads.start(self.indexer)
+            self._runtime.metrics.before_render.append(self.threads.flush)
+            on_events, over = self.threads.push, {ZMQ: self.threads.subscriber}
+        self._subscription = self._runtime.subscribe(
+            namespace, component, KV_EVENTS, on_events, self._on_gap, over=over
+        )
+        await self._subscription.ready()
+
+    async def close(self) -> None:
+        """Stop following. Idempotent."""
+        self._closed = True
+        if self._subscription is not None:
+            self._subscription.close()
+        if self.threads is not None:
+            self.threads.close()
+            before_render = self._runtime.metrics.before_render
+            if self.threads.flush in before_render:
+                before_render.remove(self.threads.flush)
+        if self._recovery is not None:
+            await self._recovery.close()
+
+    def add(self, member: Member) -> None:
+        """Apply the worker's events, and ask it for the blocks that it has cached already."""
+        for rank, slot in member.slots.items():
+            self.indexer.add(member.worker_id, rank, slot, member.config.enable_local_indexer)
+
+    def remove(self, worker_id: int) -> None:
+        """Ignore the worker's events."""
+        self.indexer.remove(worker_id)
+
+    def reject(self, worker_id: int, worker_tokens: int) -> None:
+        """Report a worker whose model card names another block size: no prefix could match."""
+        self._mark_unusable(worker_id)
+        log.error(
+            "worker %x has KV blocks of %d tokens, this router hashes blocks of %d: it gets no "
+            "requests. Start the router with --kv-cache-block-size %d, or the worker with blocks "
+            "of %d tokens",
+            worker_id,
+            worker_tokens,
+            self.block_size,
+            worker_tokens,
+            self.block_size,
+        )
+
+    def _on_foreign_blocks(self, worker_id: int, events_tokens: int) -> None:
+        """Ignore the cache of a worker whose events have another block size than its card."""
+        self.indexer.remove(worker_id)
+        self._mark_unusable(worker_id)
+        log.error(
+            "worker %x publishes KV blocks of %d tokens, but is registered with blocks of %d: its "
+            "cache stays unknown. Give its KvEventPublisher and register_model the same size",
+            worker_id,
+            events_tokens,
+            self.block_size,
+        )
+
+    def _mark_unusable(self, worker_id: int) -> None:
+        self._counts.warning("block_size")
+        if self.on_unusable is not None:
+            self.on_unusable(worker_id)
+
+    def _on_events(self, publisher_id: int, sequence: int, payload: bytes) -> None:
+        try:
+            batch = _decode_batch(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self._counts.warning("malformed")
+            log.warning("invalid KV events of publisher %x: %s", publisher_id, error)
+            return
+        self.indexer.apply(batch)
+
+    def _on_gap(self, publisher_id: int, expected: int, got: int) -> None:
+        """Count lost messages; the ids of the events show which events were lost.
+
+        A publisher that counts from an earlier number has restarted, and so have its event ids.
+        """
+        if got < expected:
+            self.indexer.publisher_restarted(publisher_id)
+        self._counts.warning("sequence_gap", max(got - expected, 1))
+
+    def _on_recovery(self, recovery: Recovery) -> None:
+        if self._recovery is not None and not self._closed:
+            self._recovery.send(recovery)
