@@ -35,7 +35,7 @@ def serve(local: LocalRequests, numbers: Any) -> list[bytes]:
     for _ in range(PER_ITERATION):
         number = next(numbers)
         hashes = HASHES[number % len(HASHES)]
-        prompt = HashedPrompt(BLOCK * BLOCKS, BLOCKS, hashes, hashes, 0)
+        prompt = HashedPrompt(BLOCK * BLOCKS, BLOCKS, hashes, hashes, hashes)
         reservation = Reservation(0, number % WORKERS, 0, BLOCK * BLOCKS, 0, 0.0)
         local.booked(str(number), reservation, prompt, BLOCK * BLOCKS)
         local.prefill_completed(str(number))

@@ -90,7 +90,7 @@ def streaming(preprocessor: Preprocessor) -> None:
         write(each)
 
     def five(_: EngineOutput) -> bytes:
-        for _ in range(5):
+        for _step in range(5):
             merged.push(0, token)
         return merged.flush()
 

@@ -37,7 +37,7 @@ def test_pack_equals_the_reference(kind: int, stream: int, payload: bytes) -> No
 
 @given(
     st.integers(0, 2**32 - 1),
-    st.text(st.characters(exclude_categories=("Cs",)), max_size=40),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
     st.binary(max_size=50),
     st.binary(max_size=300),
 )

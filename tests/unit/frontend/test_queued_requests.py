@@ -202,7 +202,7 @@ async def test_a_worker_that_is_gone_when_it_is_its_turn(site: Queued) -> None:
     def gone(*args: Any) -> Any:
         raise Unavailable("instance_id=7 not found")
 
-    site.open = gone  # type: ignore[method-assign]
+    site.open = gone  # type: ignore[method-assign, assignment]
     site.finish(0)
     await later()
     assert site.status == 503

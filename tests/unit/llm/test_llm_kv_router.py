@@ -44,7 +44,7 @@ class TwoWorkers:
         client = await self.runtime.endpoint("ns.backend.generate").client()
         while len(client.instance_ids()) < 2:
             arrived = asyncio.Event()
-            client.on_change(lambda added, removed, arrived=arrived: arrived.set())
+            client.on_change(lambda added, removed, arrived=arrived: arrived.set())  # type: ignore[misc]
             await arrived.wait()
 
     async def close(self) -> None:

@@ -63,7 +63,7 @@ class Subscriber:
                     await self.wait_until(lambda: bool(self.events))
             except TimeoutError:
                 continue
-            await self.wait_until(lambda last=last: self.events[-1].event_id == last)
+            await self.wait_until(lambda last=last: self.events[-1].event_id == last)  # type: ignore[misc]
             self.batches.clear()
             return last
         raise AssertionError("no event arrives")

@@ -116,7 +116,7 @@ NONSENSE = (
     msgspec.msgpack.encode([1.0, [], "0"]),
     b"\x91" * 100_000,
 )
-MALFORMED = (
+MALFORMED: tuple[Any, ...] = (
     7,
     [],
     [[]],

@@ -85,8 +85,8 @@ async def test_events_are_applied_by_a_thread_and_counted(box: Box) -> None:
     assert live.events is not None and live.events.threads is not None
     await until(
         lambda: (
-            live.events.threads is not None
-            and live.events.threads.ingest.applied() == {("stored", "ok"): 2, ("removed", "ok"): 1}
+            live.events.threads is not None  # type: ignore[union-attr]
+            and live.events.threads.ingest.applied() == {("stored", "ok"): 2, ("removed", "ok"): 1}  # type: ignore[union-attr]
         )
     )
     assert counted(live, 'event_type="stored"') == 2
@@ -108,8 +108,8 @@ async def test_each_publisher_keeps_its_thread_and_all_are_used(box: Box) -> Non
         return min(threads.ingest.received()) > 0
 
     await until(told)
-    index = live.picker.index  # type: ignore[attr-defined]
-    await until(lambda: index.blocks() == 4)
+    index = live.picker.index
+    await until(lambda: index.blocks() == 4)  # type: ignore[union-attr]
     placed = Counter(threads.thread_of(worker.id) for worker in workers)
     assert sorted(placed.values()) == [1, 1, 2]
 
@@ -133,14 +133,14 @@ async def test_a_worker_that_dies_in_a_storm_leaves_nothing(box: Box) -> None:
         worker.publish(KvEvent(event_id + 1, BlocksRemoved(CHAINED[1:].tobytes())))
     await until(lambda: overlap(live) >= 1)
     live._on_instances([], [worker.id])
-    index = live.picker.index  # type: ignore[attr-defined]
-    assert index.blocks() == 0
+    index = live.picker.index
+    assert index.blocks() == 0  # type: ignore[union-attr]
     other = await box.worker()
     await until(lambda: bool(other.queries) and overlap(live) == 0)
     other.publish(stored(1, 0, 2))
     await until(lambda: overlap(live) == 2)
-    assert index.blocks() == 2
-    index._check()
+    assert index.blocks() == 2  # type: ignore[union-attr]
+    index._check()  # type: ignore[union-attr]
 
 
 async def test_predictions_need_no_threads(box: Box, caplog: pytest.LogCaptureFixture) -> None:

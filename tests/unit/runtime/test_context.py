@@ -10,7 +10,8 @@ from dynamo.runtime.context import Context
 
 
 def test_levels_rise_and_never_fall() -> None:
-    context, received = Context("r1"), []
+    received: list[str] = []
+    context = Context("r1")
     context.on_cancel(received.append)
     assert not context.is_stopped() and not context.is_killed()
     context.stop_generating()
@@ -23,7 +24,8 @@ def test_levels_rise_and_never_fall() -> None:
 
 
 def test_a_kill_without_a_stop_is_both() -> None:
-    context, received = Context(), []
+    received: list[str] = []
+    context = Context()
     context.on_cancel(received.append)
     context.kill()
     assert context.is_stopped() and context.is_killed() and received == ["kill"]
@@ -33,7 +35,7 @@ def test_children_are_notified_in_link_order_and_late_ones_at_once() -> None:
     parent, order = Context(), []
     children = [Context(str(i)) for i in range(3)]
     for child in children:
-        child.on_cancel(lambda kind, child=child: order.append((child.id(), kind)))
+        child.on_cancel(lambda kind, child=child: order.append((child.id(), kind)))  # type: ignore[misc]
         parent.link_child(child)
     parent.stop_generating()
     assert order == [("0", "stop"), ("1", "stop"), ("2", "stop")]
@@ -68,7 +70,7 @@ def test_a_ring_of_contexts_ends() -> None:
 
 
 def test_a_failing_listener_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    context, received = Context("r9"), []
+    context, received = Context("r9"), []  # type: ignore[var-annotated]
 
     def fail(kind: str) -> None:
         raise RuntimeError("no")

@@ -68,7 +68,7 @@ class Histories(RuleBasedStateMachine):
     def grant(self, store: int) -> int:
         lease = self.run(self.stores[store].grant(1000, self._new_id()))
         self.live.add(lease.id)
-        return lease.id
+        return lease.id  # type: ignore[no-any-return]
 
     @rule(target=leases)
     def grant_in_another_process(self) -> int:

@@ -79,7 +79,7 @@ class Site:
         self.listener = Listener(clock)
         self.path = directory / "7"
         self.path.write_bytes(msgspec.json.encode(LeaseRecord(7, 1, 1, TTL_S, "elsewhere")))
-        self.table = LeaseTable(directory, self.listener, lambda: None)
+        self.table = LeaseTable(directory, self.listener, lambda: None)  # type: ignore[arg-type]
         self.table._loop = clock  # type: ignore[assignment]
         self.touch()
         self.table.observe("7")
@@ -92,7 +92,7 @@ class Site:
 @pytest.fixture
 async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     clock = Clock()
-    monkeypatch.setattr(leases.time, "time", clock.time)
+    monkeypatch.setattr(leases.time, "time", clock.time)  # type: ignore[attr-defined]
     await asyncio.sleep(0)
     return Site(tmp_path, clock)
 

@@ -405,14 +405,14 @@ async def test_lost_events_are_made_good_by_reading_again(store: FileDiscovery, 
     log = Log()
     await other.watch("v1/", log).ready()
     assert other._inotify is not None
-    deliver, other._inotify._deliver = other._inotify._deliver, lambda data: None
+    deliver, other._inotify._deliver = other._inotify._deliver, lambda data: None  # type: ignore[method-assign]
     await store.delete(KEY)
     await store.put("v1/mdc/changes", b"2", lease.id)
     await store.put("v1/mdc/new", b"1", lease.id)
     await doomed.revoke()
     other._inotify.drain()
     assert len(log.events) == 3
-    other._inotify._deliver = deliver
+    other._inotify._deliver = deliver  # type: ignore[method-assign]
     overflow = (-1).to_bytes(4, "little", signed=True) + (0x4000).to_bytes(4, "little")
     other._inotify._deliver(overflow + bytes(8))
     assert sorted((event.kind, event.key, event.value) for event in log.events[3:]) == [

@@ -419,7 +419,7 @@ class CuttingProxy(asyncio.Protocol):
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
                 proxy.worker = transport  # type: ignore[assignment]
                 for data in proxy.early:
-                    proxy.worker.write(data)
+                    proxy.worker.write(data)  # type: ignore[union-attr]
 
             def data_received(self, data: bytes) -> None:
                 proxy.forward(data)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dynamo.errors import DynamoError, EngineShutdown, Overloaded
 from dynamo.runtime.requests import frames
 
-TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
 def body(frame: bytes) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from dynamo.errors import Overloaded
@@ -57,6 +59,6 @@ def test_a_request_that_ends_while_starting_starts_the_next() -> None:
 
     admission.submit(lambda: None)
     for number in range(3):
-        admission.submit(lambda number=number: start(number))
+        admission.submit(partial(start, number))
     admission.release()
     assert seen == [0, 1, 2] and (admission.running, admission.waiting) == (0, 0)
