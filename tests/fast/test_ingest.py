@@ -298,7 +298,7 @@ def depth(query: list[int], held: set[tuple[int, ...]]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_threads_end_where_the_twin_does(seed: int) -> None:
+def test_threads_end_where_the_reference_does(seed: int) -> None:
     storm = Storm(seed)
     for _ in range(5):
         running = storm.start()

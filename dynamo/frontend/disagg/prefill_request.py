@@ -31,7 +31,7 @@ DECODE_OVERRIDE: dict[str, Any] = {
 the prompt is no prefill load, and no other request shares the blocks that arrive. Spec 7.5."""
 
 
-class Owner(Protocol):
+class PrefillOwner(Protocol):
     """Reacts to the end of a prefill request; see :class:`PrefillRouter`."""
 
     def cancelled(self, prefill: PrefillRequest) -> None:
@@ -67,7 +67,7 @@ class PrefillRequest:
     )
 
     def __init__(
-        self, owner: Owner, engine_request: EngineRequest, pin: int | None, arrived_s: float
+        self, owner: PrefillOwner, engine_request: EngineRequest, pin: int | None, arrived_s: float
     ) -> None:
         self._owner = owner
         self.engine_request = engine_request

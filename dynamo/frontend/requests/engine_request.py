@@ -85,7 +85,7 @@ class Owner(Protocol):
 class EngineRequest:
     """Choice ``index`` of ``request``: ``preprocessed`` is sent under ``id`` with ``routing``.
 
-    ``id`` is unique among the active requests: the engine knows the request by it, and the picker
+    ``id`` is unique among the active requests: it names the request in the engine, and the picker
     its reservation. ``pending`` is set while it waits in a queue; ``decision`` and ``stream`` once
     a worker has it. ``tried`` are workers that could not be reached, ``last_error`` is the error of
     the last of them. Times are monotonic seconds.

@@ -164,7 +164,10 @@ class RequestQueue:
             self._reject(request, Unavailable("Service is shutting down"))
 
     def _admits(self, routing: Routing | None) -> bool:
-        """Return whether an eligible slot is below the threshold. Raises as :meth:`EligibilityFilter.slots`."""
+        """Return whether an eligible slot is below the threshold.
+
+        Raises as :meth:`EligibilityFilter.slots`.
+        """
         picker = self.picker
         load, threshold = picker.active.load, self._threshold
         owners, members = picker.worker_pool.owners, picker.worker_pool.members

@@ -112,7 +112,7 @@ async def box(tmp_path: Path) -> AsyncIterator[Box]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait, in loop turns, until a condition holds; models tell nobody when they change."""
+    """Wait, in loop turns, until a condition holds; models have no change event."""
     async with asyncio.timeout(10):
         while not _holds(condition):  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The prefill line against a readable twin: nothing is lost, order and slots hold."""
+"""The prefill queue against a plain model: no request is lost, order and slots hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKERS = (1, 2, 3)
 
 
 def served(queue: PrefillQueue[str], tokens: int = 10) -> list[tuple[str, int]]:
-    """Send whoever there is a slot for, to the first worker allowed."""
+    """Send each request that has a slot to the first allowed worker."""
     sent = []
     while (turn := queue.next()) is not None:
         worker = (turn.workers or queue.workers)[0]
@@ -66,10 +66,10 @@ def test_what_a_dead_worker_had_is_at_the_head_in_order_before_any_priority() ->
     served(queue)
     queue.add("c", 2.0, strict=9)
     assert queue.remove_worker(1) == []
-    for ticket in queue.running_at(1):
-        queue.requeue(ticket)
+    for request in queue.running_at(1):
+        queue.requeue(request)
     queue.set_worker(2, Capacity(10**6, 5))
-    assert [ticket for ticket, _ in served(queue)] == ["a", "b", "c"]
+    assert [request for request, _ in served(queue)] == ["a", "b", "c"]
 
 
 def test_the_pinned_wait_for_their_worker_and_others_overtake_them() -> None:
@@ -92,7 +92,7 @@ def test_the_bound_keep_their_place_when_they_are_unbound() -> None:
     for number, name in enumerate("abc"):
         queue.add(name, float(number))
     queue.bind("a", 2)
-    queue.bind("nobody", 2)
+    queue.bind("unknown", 2)
     queue.start("b", 2, 1)
     assert queue.next() == ("c", [1]), "the head is bound to who has no slot"
     assert queue.waiting_for(2) == ["a"]
@@ -134,7 +134,7 @@ class LineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: PrefillQueue[int] = PrefillQueue(LIMIT, lambda ticket: ticket + 7)
+        self.queue: PrefillQueue[int] = PrefillQueue(LIMIT, lambda request: request + 7)
         self.busy: set[int] = set()
         self.queue.busy = self.busy
         self.slots: dict[int, Capacity] = {}
@@ -161,15 +161,15 @@ class LineMachine(RuleBasedStateMachine):
                 self.queue.remove(one)
                 self.waiting.remove(one)
         self.slots.pop(worker, None)
-        left = [ticket for ticket, (at, _) in self.running.items() if at == worker]
+        left = [request for request, (at, _) in self.running.items() if at == worker]
         assert self.queue.running_at(worker) == left
-        for ticket in left:
-            del self.running[ticket]
-            if self.pins[ticket] is None:
-                self.queue.requeue(ticket)
+        for request in left:
+            del self.running[request]
+            if self.pins[request] is None:
+                self.queue.requeue(request)
             else:
-                self.queue.remove(ticket)
-        back = [ticket for ticket in left if self.pins[ticket] is None]
+                self.queue.remove(request)
+        back = [request for request in left if self.pins[request] is None]
         self.returned = [one for one in self.returned if one in self.waiting]
         front = len(self.returned)
         self.waiting[front:front] = back
@@ -198,26 +198,26 @@ class LineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def bind(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(self.waiting))
-        self.pins[ticket] = data.draw(st.sampled_from([None, *self.slots]))
-        self.queue.bind(ticket, self.pins[ticket])
+        request = data.draw(st.sampled_from(self.waiting))
+        self.pins[request] = data.draw(st.sampled_from([None, *self.slots]))
+        self.queue.bind(request, self.pins[request])
 
     @precondition(lambda self: self.waiting or self.running)
     @rule(data=st.data())
     def depart(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from([*self.waiting, *self.running]))
-        self.queue.remove(ticket)
-        self.running.pop(ticket, None)
-        if ticket in self.waiting:
-            self.waiting.remove(ticket)
+        request = data.draw(st.sampled_from([*self.waiting, *self.running]))
+        self.queue.remove(request)
+        self.running.pop(request, None)
+        if request in self.waiting:
+            self.waiting.remove(request)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from([*self.running]))
-        self.queue.finish(ticket)
-        self.queue.finish(ticket)
-        del self.running[ticket]
+        request = data.draw(st.sampled_from([*self.running]))
+        self.queue.finish(request)
+        self.queue.finish(request)
+        del self.running[request]
 
     @rule(tokens=st.integers(1, 60), last=st.booleans())
     def send(self, tokens: int, last: bool) -> None:

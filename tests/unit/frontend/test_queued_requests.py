@@ -217,7 +217,9 @@ async def test_silence_while_queued_is_not_the_engines() -> None:
     for _ in range(20):
         await asyncio.sleep(0.02)
         running.say([])
-    assert waiting.transport.out.count(b": keep-alive\n\n") > 2, "its client hears that it lives"
+    assert waiting.transport.out.count(b": keep-alive\n\n") > 2, (
+        "its client receives keep-alive comments"
+    )
     site.finish(0)
     await later()
     ended = asyncio.Event()

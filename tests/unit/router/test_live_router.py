@@ -242,7 +242,7 @@ async def test_without_events_caches_are_predicted(box: Box) -> None:
     assert worker.queries == []
     assert isinstance(live.picker, KvPicker) and live.picker.predicted is not None
     predicted = live.picker.predicted
-    await until(lambda: predicted.blocks() == 0)  # by the timer: nobody asks
+    await until(lambda: predicted.blocks() == 0)  # by the timer alone
     page = box.runtime.metrics.render().decode()
     assert "dynamo_component_router_predicted_blocks_expired_total{" in page
 

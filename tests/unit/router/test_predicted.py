@@ -187,7 +187,7 @@ Step = tuple[int, list[int], float]
     st.integers(3, 12),
 )
 def test_histories_agree_with_a_table_of_expiries(steps: list[Step], max_blocks: int) -> None:
-    """The twin: (slot, prefix) → expiry; oldest expiry first, deeper first."""
+    """The plain model: (slot, prefix) → expiry; oldest expiry first, deeper first."""
     box, table, now_s = Box(max_blocks, 0.5), dict[tuple[int, tuple[int, ...]], float](), 0.0
     for slot, ids, pause_s in steps:
         now_s += pause_s + 0.001

@@ -256,7 +256,7 @@ def test_who_leaves_is_not_booked() -> None:
     assert world.order == ["fill 1", "b"] and "a" not in world.picker.active
     world.queued["b"].cancel()
     assert "b" in world.picker.active, "it is the caller's by now"
-    assert not world.timers, "nothing ticks while nobody waits"
+    assert not world.timers, "no timer while the queue is empty"
 
 
 def test_a_pinned_head_holds_up_the_line() -> None:
@@ -320,7 +320,7 @@ def test_what_cannot_be_served_is_told_at_its_turn() -> None:
     world.turn()
     assert isinstance(world.outcomes["pinned"], InvalidArgument)
     assert "any" not in world.outcomes
-    world.picker.worker_pool.set_busy(2, True)  # nobody tells the line of it
+    world.picker.worker_pool.set_busy(2, True)  # without an event for the queue
     world.turn(TICK_S)
     assert isinstance(world.outcomes["any"], Overloaded)
     assert world.sample("admission_rejected_total", reason="overloaded") == 1
@@ -470,7 +470,7 @@ async def test_a_cancelled_context_leaves_the_line() -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Whatever happens: nobody is lost, nobody is booked twice, the line is short and in order."""
+    """No request is lost or reserved twice; the queue is bounded and in order."""
 
     names: list[str]
 
@@ -560,7 +560,7 @@ class Machine(RuleBasedStateMachine):
         for name in self.waiting() | self.left:
             assert name not in world.picker.active
         ticking = [one for one in world.timers if not one.cancelled]
-        assert bool(ticking) >= bool(self.waiting()), "somebody will look"
+        assert bool(ticking) >= bool(self.waiting()), "a timer checks the queue"
         world.picker.active._check()
 
     def teardown(self) -> None:
