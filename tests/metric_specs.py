@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from types import ModuleType
+from typing import Any
 
 import dynamo
 from dynamo.observability.metrics import MetricSpec
 
 __all__ = ["AnySpec", "declarations", "declared_in", "kind_of"]
 
-AnySpec = MetricSpec  # type: ignore[type-arg]
+AnySpec = MetricSpec[Any]
 
 
 def declared_in(*modules: ModuleType) -> list[AnySpec]:

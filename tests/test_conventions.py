@@ -54,8 +54,13 @@ WORDS = {
 WORD_RULES = [(re.compile(rf"\b(?:{word})\b", re.IGNORECASE), why) for word, why in WORDS.items()]
 BANNED_IDENTIFIERS = {"knob", "twin", "ticket", "desk", "house", "anew", "tidings"}
 
-# Ids are printed in hexadecimal; these formats are Dynamo's own.
-DECIMAL_IDS_ALLOWED = {"dynamo/router/decision_log.py"}
+# Ids are printed in hexadecimal; the texts of these modules are Dynamo's.
+DECIMAL_IDS_ALLOWED = {
+    "dynamo/router/decision_log.py",
+    "dynamo/router/eligibility/filters.py",
+    "dynamo/router/load/active.py",
+    "dynamo/runtime/client.py",
+}
 ID_NAME = re.compile(r"(?:^|_)(?:worker|instance|lease|publisher|router)_id$")
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 FORMAT_FIELD = re.compile(r"%(?:%|[-#0 +]*[\d.*]*([a-zA-Z]))")

@@ -12,6 +12,7 @@ from functools import partial
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import Registry
 from dynamo.protocols.card import RuntimeConfig
+from dynamo.router.load.active import ActiveLoad
 from dynamo.router.metrics import DecisionMetrics, RouterLabels, WorkerMetrics
 from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.worker_pool import Member
@@ -30,10 +31,10 @@ def registry(models: int) -> Registry:
         labels = RouterLabels("dynamo", f"backend{number}", name, f"{number:016x}")
         DecisionMetrics(made, labels)
         QueueMetrics(made, name)
-        rows = WorkerMetrics(made, labels)
+        rows, load = WorkerMetrics(made, labels), ActiveLoad(16)
         for worker in range(WORKERS):
             worker_id = 1000 * number + worker
-            rows.added(Member(worker_id, RuntimeConfig(), "cuda", {0: worker}), None)
+            rows.added(Member(worker_id, RuntimeConfig(), "cuda", {0: worker}), load)
             frontend.workers[worker_id, 0, "decode"].ttft.value = 0.1234
     return made
 

@@ -26,7 +26,7 @@ class ActiveSequences:
     def grow(self, handle: int, blocks: int, faded: float = 0.0) -> bool:
         """Add output blocks; from now on ``faded`` (0..1) of its single-owner blocks don't count.
 
-        False for a handle that has ended. O(1); the next projection sums the slot anew.
+        False for a handle that has ended. O(1); the next projection sums the slot again.
         """
     def release(self, handle: int) -> bool:
         """End the request: prefill and blocks. False for a handle that has ended. O(blocks)."""

@@ -130,7 +130,7 @@ class Frontend:
         self._stop.set()
 
     def stop_on_signals(self) -> Callable[[], None]:
-        """Stop at SIGTERM or SIGINT, at once at a second SIGINT; return a function that undoes this."""
+        """Stop at SIGTERM or SIGINT, at once at a second SIGINT. The result undoes this."""
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGTERM, signal.SIGINT)
         requests = StopSignals()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -16,7 +16,7 @@ from dynamo.protocols.openai import RoutingConstraints
 from dynamo.router.api_views import events_of, overlap_scores, potential_loads
 from dynamo.router.kv import KvPicker
 from dynamo.router.routed import RoutedEndpoint
-from dynamo.runtime import Endpoint
+from dynamo.runtime import DistributedRuntime, Endpoint
 
 __all__ = ["KvRouter"]
 
@@ -38,9 +38,9 @@ class KvRouter:
         **accepted: Any,
     ) -> None:
         config = kv_router_config or KvRouterConfig()
-        self._routed = RoutedEndpoint(
-            endpoint.runtime, endpoint.path, block_size, config.settings()
-        )
+        # An endpoint names only the services that it uses; its runtime has all of them.
+        runtime = cast(DistributedRuntime, endpoint.runtime)
+        self._routed = RoutedEndpoint(runtime, endpoint.path, block_size, config.settings())
         self._connecting = asyncio.Lock()
         self._picker: KvPicker | None = None
 

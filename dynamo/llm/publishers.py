@@ -21,7 +21,8 @@ from dynamo.llm.vllm_events import EngineEvent, EngineRemoved, EngineStored, tie
 from dynamo.observability.metrics import counter
 from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics
-from dynamo.runtime import Component, DistributedRuntime, Endpoint
+from dynamo.runtime import Component, Endpoint
+from dynamo.runtime.client import RuntimeServices
 from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
 
 __all__ = ["KvEventPublisher", "WorkerMetricsPublisher"]
@@ -33,7 +34,7 @@ _DROPPED = counter(
 )
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 log = logging.getLogger(__name__)
-_senders: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], KvEventSender]] = (
+_senders: WeakKeyDictionary[RuntimeServices, dict[tuple[str, str], KvEventSender]] = (
     WeakKeyDictionary()
 )
 

@@ -16,14 +16,15 @@ from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
 from dynamo.protocols.card import ModelCard, RuntimeConfig, decode_card
 from dynamo.protocols.control import MODEL_CARDS, instance_key
-from dynamo.runtime import DistributedRuntime, Endpoint
+from dynamo.runtime import Endpoint
+from dynamo.runtime.client import RuntimeServices
 
 __all__ = ["note_block_size", "register_llm", "register_model", "slug_of", "unregister_model"]
 
 _DEFAULT_BLOCK_SIZE = 16
 log = logging.getLogger(__name__)
 
-_block_sizes: WeakKeyDictionary[DistributedRuntime, dict[tuple[str, str], dict[str, int]]] = (
+_block_sizes: WeakKeyDictionary[RuntimeServices, dict[tuple[str, str], dict[str, int]]] = (
     WeakKeyDictionary()
 )
 """Per runtime and (namespace, component): block size in tokens, by the call that gave it."""

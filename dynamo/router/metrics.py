@@ -131,7 +131,7 @@ _SHARED_HIT_RATE = histogram(
 # The workers.
 _WORKER_REGISTERED = gauge(
     "dynamo_component_router_worker_registered",
-    "1 for each worker the router knows",
+    "1 for each worker of the router",
     "dp_rank dynamo_component dynamo_namespace router_worker_id worker_id worker_type",
 )
 _DECODE_BLOCKS = gauge(

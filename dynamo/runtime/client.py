@@ -7,8 +7,9 @@ import logging
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
+from dynamo.config.system import SystemSettings
 from dynamo.errors import (
     CannotConnect,
     ConnectionTimeout,
@@ -19,19 +20,20 @@ from dynamo.errors import (
     InvalidArgument,
     NoInstances,
 )
+from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
 from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key, record_decoder
 from dynamo.runtime.addresses import parse_address
 from dynamo.runtime.annotated import Responses
 from dynamo.runtime.context import Context
-from dynamo.runtime.discovery import KeyEvent
-from dynamo.runtime.requests import ClientStream, ResponseStream, StreamSink
+from dynamo.runtime.discovery import Discovery, KeyEvent, Lease
+from dynamo.runtime.events import EventPublisher
+from dynamo.runtime.requests import ClientStream, RequestClient, ResponseStream, StreamSink
 from dynamo.runtime.requests.client_connection import ClientConnection
+from dynamo.runtime.serving import Serving
+from dynamo.runtime.tasks import Tasks
 
-if TYPE_CHECKING:
-    from dynamo.runtime.distributed import DistributedRuntime
-
-__all__ = ["Client", "OnInhibited", "OnInstances"]
+__all__ = ["Client", "Follower", "OnInhibited", "OnInstances", "RuntimeServices"]
 
 OnInhibited = Callable[[int, bool], None]
 """(instance id, True: avoided from now on; False: no longer)."""
@@ -39,9 +41,44 @@ OnInhibited = Callable[[int, bool], None]
 OnInstances = Callable[[list[EndpointRecord], list[int]], None]
 """(new and changed records, removed ids), called on the loop."""
 
+F = TypeVar("F", bound="Follower")
 _decode = record_decoder(EndpointRecord)
 _AVOIDED = (CannotConnect, ConnectionTimeout, Disconnected, EngineShutdown)
 log = logging.getLogger(__name__)
+
+
+class Follower(Protocol):
+    """An object that the runtime closes."""
+
+    def close(self) -> None:
+        """Close. Idempotent."""
+
+
+class RuntimeServices(Protocol):
+    """The part of ``DistributedRuntime`` that its endpoints and clients use."""
+
+    instance_id: int
+    discovery: Discovery
+    metrics: Registry
+    requests: RequestClient
+    serving: Serving
+    system: SystemSettings
+    tasks: Tasks
+
+    async def start(self) -> None:
+        """Open discovery."""
+
+    async def start_serving(self) -> Serving:
+        """Open discovery and the status server."""
+
+    async def granted(self) -> Lease:
+        """Return the lease of this process."""
+
+    async def publisher(self, namespace: str, component: str, topic: str) -> EventPublisher:
+        """Return the publisher of this process on the topic."""
+
+    def track(self, follower: F) -> F:
+        """Close ``follower`` with the runtime."""
 
 
 class Client:
@@ -53,7 +90,7 @@ class Client:
     subscribe with :meth:`on_inhibited`. Spec 8.2.
     """
 
-    def __init__(self, runtime: DistributedRuntime, path: str) -> None:
+    def __init__(self, runtime: RuntimeServices, path: str) -> None:
         self.path = path
         self._runtime = runtime
         self._requests = runtime.requests

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dynamo.errors import InvalidArgument
 from dynamo.observability.metrics import Registry
-from dynamo.runtime.client import Client
+from dynamo.runtime.client import Client, RuntimeServices
 from dynamo.runtime.endpoint_metrics import MetricsLabels
 from dynamo.runtime.requests import PushHandler, generator_handler
 from dynamo.runtime.serving import EndpointPath
-
-if TYPE_CHECKING:
-    from dynamo.runtime.distributed import DistributedRuntime
 
 __all__ = ["BadEndpointPath", "Component", "Endpoint", "Namespace", "parse_endpoint"]
 
@@ -38,7 +35,7 @@ def parse_endpoint(text: str) -> EndpointPath:
 class Namespace:
     """The first part of a path."""
 
-    def __init__(self, runtime: DistributedRuntime, name: str) -> None:
+    def __init__(self, runtime: RuntimeServices, name: str) -> None:
         self.name = name
         self._runtime = runtime
 
@@ -50,7 +47,7 @@ class Namespace:
 class Component:
     """The first two parts of a path."""
 
-    def __init__(self, runtime: DistributedRuntime, namespace: str, name: str) -> None:
+    def __init__(self, runtime: RuntimeServices, namespace: str, name: str) -> None:
         self.namespace = namespace
         self.name = name
         self._runtime = runtime
@@ -66,7 +63,7 @@ class Component:
 class Endpoint:
     """An endpoint to serve in this process or to call. Raises BadEndpointPath."""
 
-    def __init__(self, runtime: DistributedRuntime, path: EndpointPath) -> None:
+    def __init__(self, runtime: RuntimeServices, path: EndpointPath) -> None:
         if not all(map(_is_name, path)):
             parse_endpoint(".".join(path))
         self.runtime = runtime

@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dynamo.config import from_env
 from dynamo.config.etcd import EtcdSettings
@@ -17,6 +17,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.errors import ConfigError
 from dynamo.observability.metrics import Registry
+from dynamo.runtime.client import Follower
 from dynamo.runtime.component import Endpoint, Namespace, parse_endpoint
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
 from dynamo.runtime.discovery.stale_sockets import StaleSockets
@@ -30,15 +31,8 @@ from dynamo.runtime.tasks import Tasks
 
 __all__ = ["DistributedRuntime"]
 
-F = TypeVar("F", bound="_Follower")
+F = TypeVar("F", bound=Follower)
 log = logging.getLogger(__name__)
-
-
-class _Follower(Protocol):
-    """An object that the runtime closes."""
-
-    def close(self) -> None:
-        """Close. Idempotent."""
 
 
 class DistributedRuntime:
@@ -82,7 +76,7 @@ class DistributedRuntime:
         self._publishers = Publishers(
             settings, self.discovery, self.serving, self.instance_id, self._nats
         )
-        self._followers: list[_Follower] = []
+        self._followers: list[Follower] = []
         self._started = False
         self._closed = False
 

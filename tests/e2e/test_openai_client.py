@@ -101,7 +101,7 @@ def test_bad_input_names_the_field(
 ) -> None:
     request = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, **fields}
     with pytest.raises(openai.APIStatusError) as error:
-        client.chat.completions.create(**request)  # type: ignore[call-overload]
+        client.chat.completions.create(**request)
     assert error.value.status_code == status
     assert words in error.value.response.text
 

@@ -86,9 +86,9 @@ class EngineRequest:
     """Choice ``index`` of ``request``: ``preprocessed`` is sent under ``id`` with ``routing``.
 
     ``id`` is unique among the active requests: the engine identifies the request by it, and the
-    picker its reservation. ``pending`` is set while it waits in a queue; ``decision`` and ``stream`` once
-    a worker has it. ``tried`` are workers that could not be reached, ``last_error`` is the error of
-    the last of them. Times are monotonic seconds.
+    picker its reservation. ``pending`` is set while it waits in a queue; ``decision`` and
+    ``stream`` once a worker has it. ``tried`` are workers that could not be reached, ``last_error``
+    is the error of the last of them. Times are monotonic seconds.
     """
 
     __slots__ = (

@@ -134,7 +134,7 @@ class ActiveLoad:
                 self._sequences.grow(reservation.handle, crossed, _faded(reservation))
 
     def free(self, request_id: str, output_tokens: int = 0) -> Reservation | None:
-        """End the request, which generated ``output_tokens`` more; return its reservation, if any."""
+        """End the request after ``output_tokens`` more; return its reservation, if any."""
         reservation = self._reservations.pop(request_id, None)
         if reservation is not None:
             reservation.output_tokens += output_tokens

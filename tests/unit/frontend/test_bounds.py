@@ -56,7 +56,7 @@ def refuse_to_tokenize(site: Site) -> None:
     def encode(*_: object) -> Any:
         raise AssertionError("tokenized")
 
-    site.preprocessor.tokenizer.encode = encode  # type: ignore[assignment,method-assign]
+    site.preprocessor.tokenizer.encode = encode  # type: ignore[method-assign, assignment]
 
 
 def nested(depth: int) -> bytes:
@@ -330,7 +330,7 @@ async def test_large_bodies_are_worked_on_in_threads(site: Site) -> None:
         assert go_on.wait(30)
         return encode(*words)
 
-    site.preprocessor.tokenizer.encode = watched  # type: ignore[assignment,method-assign]
+    site.preprocessor.tokenizer.encode = watched  # type: ignore[method-assign, assignment]
     messages = [{"role": "user", "content": "a"}] * 10 + [{"role": "user", "content": "b " * 10}]
     site.post({"model": "tiny", "messages": messages, "metadata": "x" * LARGE})
     async with asyncio.timeout(30):

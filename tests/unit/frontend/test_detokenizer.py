@@ -47,8 +47,8 @@ def other_model(family: str) -> tuple[Tokenizer, Reference]:
 
 def byte_ids(reference: Reference, text: str) -> list[int]:
     """``text`` in byte tokens alone, as for characters that no token has."""
-    vocab = reference.get_vocab()
-    return [vocab[f"<0x{byte:02X}>"] for byte in text.encode()]
+    found = [reference.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+    return [one for one in found if one is not None]
 
 
 @st.composite
@@ -137,7 +137,7 @@ def test_a_broken_character_costs_its_own_bytes_only() -> None:
     ids = byte_ids(reference, "good 你")[:-1]
     assert tokenizer.decode(ids) == "good \ufffd"
     assert stream(make_detokenizer(tokenizer), ids, [3]) == ["goo", "d ", "", "\ufffd"]
-    assert tokenizer.token_text(reference.get_vocab()["▁"]) == " "
+    assert tokenizer.token_text(reference.token_to_id("▁")) == " "  # type: ignore[arg-type]
 
 
 def test_a_character_in_three_tokens_is_held_back() -> None:

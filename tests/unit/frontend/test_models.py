@@ -16,6 +16,7 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ModelNotFound, NoInstances
+from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard, RuntimeConfig
@@ -111,7 +112,7 @@ async def box(tmp_path: Path) -> AsyncIterator[Box]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait, in loop turns, until a condition holds; models tell nobody when they change."""
+    """Wait, in loop turns, until a condition holds; models have no change event."""
     async with asyncio.timeout(10):
         while not _holds(condition):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -220,7 +221,7 @@ async def test_prefill_workers_join_their_model_whoever_comes_first(box: Box) ->
     await until(lambda: "tiny" in box.names)
     entry = box.models.find("tiny", "Chat")
     router = entry.dispatch.prefill
-    assert router is not None
+    assert isinstance(router, PrefillRouter)
     await until(lambda: router.queue.workers == [early.id])
     assert set(entry.picker.worker_pool.members) == {decode.id}
     late = await box.worker("prefill", model_type="Prefill")

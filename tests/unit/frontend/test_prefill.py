@@ -248,7 +248,7 @@ async def test_without_prefill_workers_decode_workers_do_both() -> None:
     caller = box.send()
     assert box.decoders.streams[0].request.prefill_result is None
     assert caller.stages == [], "the phase is aggregated from the beginning"
-    assert box.counted("fallbacks_total") == {}, "nobody ever wanted it otherwise"
+    assert box.counted("fallbacks_total") == {}, "no fallback is counted"
     box.join(PREFILL)
     box.part(PREFILL)
     box.send()

@@ -58,7 +58,7 @@ def report(box: Box, worker: int, used_blocks: int) -> None:
 
 
 async def test_while_all_prefill_workers_are_busy_requests_wait() -> None:
-    """Nobody tells that one is busy no longer: the line looks."""
+    """No event reports the end of the busy state: the queue polls."""
     box = busy_box()
     report(box, PREFILL, 60)
     report(box, SPARE, 60)
@@ -98,7 +98,7 @@ async def test_the_line_before_busy_workers_is_bounded() -> None:
         box.send()
     box.part(PREFILL)
     box.part(SPARE)
-    assert len(box.decoders.streams) == 1, "the last worker has left: who waited goes without"
+    assert len(box.decoders.streams) == 1, "the last worker has left: decode-only"
     waiting.leave()
     assert box.nothing_left()
 

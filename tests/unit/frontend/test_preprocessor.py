@@ -54,8 +54,7 @@ def test_stop_conditions_and_eos() -> None:
     assert conditions.stop_token_ids_hidden == request.eos_token_ids == [4098, 4096]
     (request,) = chat(ignore_eos=True, stop=[]).requests
     assert request.stop_conditions.ignore_eos
-    assert request.stop_conditions.stop is None
-    assert request.stop_conditions.stop_token_ids_hidden is None
+    assert request.stop_conditions.stop is request.stop_conditions.stop_token_ids_hidden is None  # type: ignore[comparison-overlap]
 
 
 def test_max_tokens_defaults_to_the_rest_of_the_context() -> None:

@@ -202,7 +202,7 @@ async def test_a_worker_that_is_gone_when_it_is_its_turn(site: Queued) -> None:
     def gone(*args: Any) -> Any:
         raise Unavailable("instance_id=7 not found")
 
-    site.open = gone  # type: ignore[method-assign]
+    site.open = gone  # type: ignore[method-assign, assignment]
     site.finish(0)
     await later()
     assert site.status == 503
@@ -217,7 +217,7 @@ async def test_silence_while_queued_is_not_the_engines() -> None:
     for _ in range(20):
         await asyncio.sleep(0.02)
         running.say([])
-    assert waiting.transport.out.count(b": keep-alive\n\n") > 2, "its client hears that it lives"
+    assert waiting.transport.out.count(b": keep-alive\n\n") > 2, "keep-alive"
     site.finish(0)
     await later()
     ended = asyncio.Event()

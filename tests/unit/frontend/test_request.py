@@ -95,7 +95,7 @@ class Site:
             metrics=self.metrics.model("tiny"),
             picker=self,
             client=self,
-            dispatch=Dispatch(self, self),
+            dispatch=Dispatch(self, self),  # type: ignore[arg-type, arg-type]
             prefill=SimpleNamespace(router=None),
         )
         self.kv_mode = True
@@ -250,7 +250,7 @@ async def test_a_unary_answer(site: Site) -> None:
     site.chat(max_tokens=5)
     (stream,) = site.streams
     assert stream.request.stop_conditions.max_tokens == 5
-    assert stream.request.routing.dp_rank == 1
+    assert stream.request.routing.dp_rank == 1  # type: ignore[union-attr]
     assert stream.request.estimated_prefix_hit_num_blocks == 2
     stream.say(ids(site, "good "))
     usage = CompletionUsage(prompt_tokens=9, prompt_tokens_details=PromptTokensDetails(4))

@@ -76,7 +76,7 @@ def test_a_request_that_ends_early_is_in_no_stage(steps: int) -> None:
         metrics.prefilling,
         lambda: metrics.routed("decode"),
     )[:steps]:
-        step()
+        step()  # type: ignore[no-untyped-call]
     assert len(page.stages) == 1
     metrics.ended(None, None)
     assert page.stages == {}

@@ -51,7 +51,7 @@ class Fleet(Site):
 
     @property
     def live(self) -> set[str]:
-        return self.__dict__.setdefault("_live", set())
+        return self.__dict__.setdefault("_live", set())  # type: ignore[no-any-return]
 
     def free(self, request_id: str, output_tokens: int = 0) -> None:
         self.live.remove(request_id)

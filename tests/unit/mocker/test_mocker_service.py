@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dynamo.config.mocker import MockerSettings
-from dynamo.errors import DynamoError, InvalidArgument, Overloaded
+from dynamo.errors import Disconnected, DynamoError, InvalidArgument, Overloaded
 from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.engine import EngineRank, EngineShape
 from dynamo.mocker.metrics import MockerMetrics
@@ -203,7 +203,7 @@ async def test_cancellation_frees_the_blocks(tmp_path: Path, kind: str) -> None:
         pool = here.ranks[0].pool
         assert pool.used
         if kind == "disconnect":
-            here.client.drop(here.address)
+            here.client.connection(here.address).lose(Disconnected("lost"))
         else:
             getattr(stream, kind)()
         await wait_until(lambda: not pool.used and not here.ranks[0].load)

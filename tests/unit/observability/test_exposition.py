@@ -91,7 +91,7 @@ def test_openmetrics(registry: Registry, accept: str) -> None:
     assert content_type.startswith("application/openmetrics-text; version=1.0.0; charset=utf-8")
     text = body.decode()
     assert text.endswith("# EOF\n") and "# TYPE tokens_count unknown\n" in text
-    families = {family.name: family for family in openmetrics(text)}
+    families = {family.name: family for family in openmetrics(text)}  # type: ignore[no-untyped-call]
     assert families["ended"].type == "counter" and "process_cpu_seconds" in families
     [ended] = families["ended"].samples
     assert ended.labels == {"model": 'a"\\\n', "endpoint": "chat"} and ended.value == 2

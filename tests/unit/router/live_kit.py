@@ -139,5 +139,5 @@ class Box:
 async def until(condition: Callable[[], bool]) -> None:
     """Wait, in loop turns, until a condition holds; there is no event for index content."""
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - the index tells nobody when it changes
+        while not condition():  # noqa: ASYNC110 - the index has no change event
             await asyncio.sleep(0.005)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from dynamo.router.load.active import ActiveLoad, Reservation
 
 
 def book(
-    load: ActiveLoad, request_id: str, isl: int, overlap: int = 0, slot: int = 0, **more: int
+    load: ActiveLoad, request_id: str, isl: int, overlap: int = 0, slot: int = 0, **more: Any
 ) -> array[int]:
     """Book ``isl`` tokens (all different per request length) with ``overlap`` blocks cached."""
     chained = sequence_hashes(block_hashes(array("I", range(isl)), load.block_size))

@@ -83,12 +83,8 @@ async def test_events_are_applied_by_a_thread_and_counted(box: Box) -> None:
     worker.publish(KvEvent(3, BlocksRemoved(CHAINED[2:3].tobytes())))
     await until(lambda: overlap(live) == 2)
     assert live.events is not None and live.events.threads is not None
-    await until(
-        lambda: (
-            live.events.threads is not None
-            and live.events.threads.ingest.applied() == {("stored", "ok"): 2, ("removed", "ok"): 1}
-        )
-    )
+    ingest = live.events.threads.ingest
+    await until(lambda: ingest.applied() == {("stored", "ok"): 2, ("removed", "ok"): 1})
     assert counted(live, 'event_type="stored"') == 2
 
 
@@ -108,7 +104,8 @@ async def test_each_publisher_keeps_its_thread_and_all_are_used(box: Box) -> Non
         return min(threads.ingest.received()) > 0
 
     await until(all_received)
-    index = live.picker.index  # type: ignore[attr-defined]
+    index = live.picker.index
+    assert index is not None
     await until(lambda: index.blocks() == 4)
     placed = Counter(threads.thread_of(worker.id) for worker in workers)
     assert sorted(placed.values()) == [1, 1, 2]
@@ -133,7 +130,8 @@ async def test_a_worker_that_dies_in_a_storm_leaves_nothing(box: Box) -> None:
         worker.publish(KvEvent(event_id + 1, BlocksRemoved(CHAINED[1:].tobytes())))
     await until(lambda: overlap(live) >= 1)
     live._on_instances([], [worker.id])
-    index = live.picker.index  # type: ignore[attr-defined]
+    index = live.picker.index
+    assert index is not None
     assert index.blocks() == 0
     other = await box.worker()
     await until(lambda: bool(other.queries) and overlap(live) == 0)

@@ -308,7 +308,7 @@ def test_requests_of_a_removed_worker_have_ended() -> None:
 @pytest.mark.parametrize("indexed", [True, False])
 def test_a_removed_rank_leaves_no_load_in_its_slot(indexed: bool) -> None:
     """A worker has fewer ranks after a change of its configuration; later it exits."""
-    settings = RouterSettings(mode="kv", **({} if indexed else {"overlap_score_weight": 0.0}))
+    settings = RouterSettings(mode="kv", overlap_score_weight=None if indexed else 0.0)
     picker = KvPicker(settings, BLOCK, make_index(settings), None, Random(1), Clock())
     picker.add_worker(1, RuntimeConfig(data_parallel_size=4))
     for number in range(4):

@@ -102,7 +102,7 @@ async def test_the_loop_runs_while_a_dump_is_applied(
     sizes = set()
     async with asyncio.timeout(10):
         while indexer.recovering():
-            sizes.add(index.blocks())
+            sizes.add(index.blocks())  # type: ignore[union-attr]
             await asyncio.sleep(0)
     assert {0, 1, 2, 3} <= sizes
     worker.publish(stored(5, 0, 1))
@@ -242,7 +242,7 @@ async def test_without_events_caches_are_predicted(box: Box) -> None:
     assert worker.queries == []
     assert isinstance(live.picker, KvPicker) and live.picker.predicted is not None
     predicted = live.picker.predicted
-    await until(lambda: predicted.blocks() == 0)  # by the timer: nobody asks
+    await until(lambda: predicted.blocks() == 0)  # by the timer alone
     page = box.runtime.metrics.render().decode()
     assert "dynamo_component_router_predicted_blocks_expired_total{" in page
 
@@ -343,7 +343,7 @@ async def test_events_of_another_block_size_are_ignored(
 async def test_a_worker_that_restarts_under_its_id(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed_module.secrets, "randbits", lambda bits: 0xABC)
+    monkeypatch.setattr(distributed_module.secrets, "randbits", lambda bits: 0xABC)  # type: ignore[attr-defined]
     first = await box.worker()
     monkeypatch.undo()
     live = await box.route()
@@ -352,7 +352,7 @@ async def test_a_worker_that_restarts_under_its_id(
         first.publish(stored(1 + number, number, number + 1))
     await until(lambda: overlap(live) == 4)
     await first.runtime.close()
-    monkeypatch.setattr(distributed_module.secrets, "randbits", lambda bits: 0xABC)
+    monkeypatch.setattr(distributed_module.secrets, "randbits", lambda bits: 0xABC)  # type: ignore[attr-defined]
     second = await box.worker()
     monkeypatch.undo()
     assert second.id == first.id

@@ -44,7 +44,7 @@ class Box:
         index = make_index(chosen)
         assert index is not None
         self.picker = KvPicker(chosen, BLOCK, index, None, Random(1))
-        self.indexer = Indexer(index, lambda recovery: None, Nobody())
+        self.indexer = Indexer(index, lambda recovery: None, Nobody())  # type: ignore[arg-type]
         self.told: dict[int, int] = {}
         for worker_id in range(1, workers + 1):
             self.picker.add_worker(worker_id, RuntimeConfig())
