@@ -32,7 +32,7 @@ import uvloop
 
 import dynamo
 from dynamo.config.frontend import FrontendSettings
-from dynamo.config.parser import load
+from dynamo.config.option import load
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.frontend.service import Frontend

@@ -10,6 +10,7 @@ from http import HTTPStatus
 from typing import ClassVar
 
 __all__ = [
+    "MESSAGE_LIMIT",
     "Cancelled",
     "CannotConnect",
     "ConfigError",
@@ -36,7 +37,8 @@ __all__ = [
     "shorten",
 ]
 
-_MESSAGE_LIMIT = 8192
+MESSAGE_LIMIT = 8192
+"""Characters of an error message that a client receives."""
 
 
 class DynamoError(Exception):
@@ -229,8 +231,7 @@ class HttpError(Exception):
             raise ValueError(f"code must be an integer from 0 to 599, got {code!r}")
         if not isinstance(message, str):
             raise ValueError(f"message must be a string, got {type(message).__name__}")
-        if len(message) > _MESSAGE_LIMIT:
-            message = message[: _MESSAGE_LIMIT - 3] + "..."
+        message = shorten(message, MESSAGE_LIMIT)
         super().__init__(code, message)
         self.code = code
         self.message = message

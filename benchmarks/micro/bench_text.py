@@ -83,20 +83,20 @@ def streaming(preprocessor: Preprocessor) -> None:
     stopping = make(parse_chat(_body(60, 0, stop=["STOP", "\n\nUser:"])))
 
     def write(answer: ChatStream) -> bytes:
-        answer.push(0, token)
+        answer.choices[0].push(token)
         return answer.flush()
 
     for each in (stream, merged, stopping):
         write(each)
 
     def five(_: EngineOutput) -> bytes:
-        for _step in range(5):
-            merged.push(0, token)
+        for _turn in range(5):
+            merged.choices[0].push(token)
         return merged.flush()
 
     def unary(_: EngineOutput) -> bytes:
         answer = make()
-        answer.push(0, last)
+        answer.choices[0].push(last)
         return answer.unary()
 
     many = [token] * 2000

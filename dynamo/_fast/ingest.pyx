@@ -86,8 +86,8 @@ cdef class Ingest:
     """Streams of KV events and the ``threads`` that apply them to ``tree``.
 
     The loop owns a stream until it delegates it: then threads apply its events as long as each is
-    the next in order. The first that is not returns the stream to the loop; that event and all later
-    ones are handed off (:meth:`next_handoff`). ``fileno()`` is readable while handoffs are pending.
+    the next in order. The first that is not returns the stream to the loop; that event and all
+    later ones are handed off (:meth:`next_handoff`). ``fileno()`` is readable while one is pending.
     """
 
     cdef object _tree

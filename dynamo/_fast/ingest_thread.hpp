@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <exception>
 #include <mutex>
@@ -42,19 +43,10 @@ struct Zmq {
 
     static constexpr int DONT_WAIT = 1, IPV6 = 42;
 
-    // `addresses`: of the functions in the order above.
+    // `addresses` of the functions, in the order of the members above.
     void load(const uintptr_t *addresses) noexcept {
-        poll = reinterpret_cast<decltype(poll)>(addresses[0]);
-        connect = reinterpret_cast<decltype(connect)>(addresses[1]);
-        disconnect = reinterpret_cast<decltype(disconnect)>(addresses[2]);
-        init = reinterpret_cast<decltype(init)>(addresses[3]);
-        receive = reinterpret_cast<decltype(receive)>(addresses[4]);
-        data = reinterpret_cast<decltype(data)>(addresses[5]);
-        size = reinterpret_cast<decltype(size)>(addresses[6]);
-        more = reinterpret_cast<decltype(more)>(addresses[7]);
-        close = reinterpret_cast<decltype(close)>(addresses[8]);
-        error = reinterpret_cast<decltype(error)>(addresses[9]);
-        set = reinterpret_cast<decltype(set)>(addresses[10]);
+        static_assert(sizeof(Zmq) == 11 * sizeof(uintptr_t), "one address for each function");
+        std::memcpy(this, addresses, sizeof *this);
     }
 };
 

@@ -203,7 +203,7 @@ cdef class RadixTree:
         return self._index.clear_all(slot & ((1 << TIER_SHIFT) - 1))
 
     def remove_worker(self, worker):
-        """Remove all blocks of ``worker`` in all ranks and tiers, free its slots; return how many."""
+        """Remove all blocks of ``worker``, all ranks and tiers; free its slots; return how many."""
         cdef size_t removed = 0
         for owner in [owner for owner in self._slots if owner[0] == worker]:
             slot = self._slots.pop(owner)

@@ -81,16 +81,16 @@ def read_answer(outcome: Outcome, body: bytes) -> None:
         outcome.error = f"the answer has no choices: {_shown(body)}"
 
 
-def error_message(body: bytes) -> str:
+def error_message(body: bytes, characters: int = _SHOWN_CHARS) -> str:
     """Return the message in the body of an error, else the start of the body."""
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError):
         return _shown(body)
     if isinstance(decoded, dict):
-        message = _message(decoded.get("error")) or decoded.get("message")
+        message = _message(decoded.get("error"), characters) or decoded.get("message")
         if isinstance(message, str):
-            return message[:_SHOWN_CHARS]
+            return message[:characters]
     return _shown(body)
 
 
@@ -115,10 +115,10 @@ def _read(outcome: Outcome, data: bytes) -> _Completion | None:
     return answer
 
 
-def _message(error: object) -> str:
+def _message(error: object, characters: int = _SHOWN_CHARS) -> str:
     """Return the text of an ``error`` member: an object with a message, or a string."""
     message = error.get("message") if isinstance(error, dict) else error
-    return message[:_SHOWN_CHARS] if isinstance(message, str) else ""
+    return message[:characters] if isinstance(message, str) else ""
 
 
 def _shown(data: bytes) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from dynamo.bench.answers import error_message
 from dynamo.config import load
 from dynamo.config.route import RouteSettings
 from dynamo.errors import ConfigError, DynamoError, Unavailable
@@ -30,12 +31,6 @@ EPILOG = """examples:
 
 _SHOWN = 500
 _T = TypeVar("_T")
-
-
-class _ErrorBody(msgspec.Struct):
-    """The body of an error."""
-
-    message: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,16 +119,8 @@ def _fetch(settings: RouteSettings, path: str, body: bytes | None) -> bytes:
             return content
     except urllib.error.HTTPError as error:
         with error:
-            text = error.read().decode(errors="replace")
-        raise DynamoError(f"{url} answered {error.code}: {_message(text)}") from None
+            message = error_message(error.read(), _SHOWN)
+        raise DynamoError(f"{url} answered {error.code}: {message}") from None
     except (OSError, ValueError, HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise Unavailable(f"can't reach {url}: {reason}; name a frontend with --url") from None
-
-
-def _message(text: str) -> str:
-    """Return the message in the body of an error, else the start of the body."""
-    try:
-        return msgspec.json.decode(text, type=_ErrorBody).message
-    except msgspec.MsgspecError:
-        return text[:_SHOWN]

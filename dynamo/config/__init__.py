@@ -5,11 +5,11 @@ from dynamo.config.option import (
     deprecations,
     environ,
     from_env,
+    load,
     option,
     preset,
     to_env,
 )
-from dynamo.config.parser import load
 
 __all__ = [
     "Option",

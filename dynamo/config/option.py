@@ -11,18 +11,18 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from dynamo.config.parser import Option, Parser
 from dynamo.errors import ConfigError
 
 __all__ = [
     "Option",
-    "build",
     "deprecations",
     "environ",
-    "fields",
     "from_env",
+    "load",
     "option",
     "preset",
     "to_env",
@@ -31,29 +31,6 @@ __all__ = [
 T = TypeVar("T")
 _TRUE = frozenset(("true", "1", "yes", "on"))
 _UNSET = ("", "None")
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """How a field is read from a command line and an environment.
-
-    ``flags`` may be empty (variable only), ``env`` may be empty (flag only). ``minimum`` and
-    ``maximum`` are inclusive unless ``exclusive_minimum``. ``aliases`` maps accepted spellings to
-    the canonical choice. ``heading`` starts a section of ``--help`` at this field.
-    """
-
-    flags: tuple[str, ...]
-    env: tuple[str, ...]
-    help: str
-    choices: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    minimum: float | None = None
-    maximum: float | None = None
-    exclusive_minimum: bool = False
-    metavar: str | None = None
-    deprecated: str = ""
-    repeat: bool = False
-    heading: str = ""
 
 
 def option(
@@ -80,15 +57,37 @@ def preset(variable: str, value: str) -> None:
     os.environ.setdefault(variable, value)
 
 
+def load(  # noqa: PLR0913 - the last three are optional
+    prog: str,
+    description: str,
+    groups: Sequence[type[Any]],
+    argv: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    epilog: str | None = None,
+) -> tuple[Any, ...]:
+    """Build one instance of each group, in order, from ``argv`` over ``env`` over defaults.
+
+    Exits with status 2 and a one-line message for a bad flag or variable, 0 after ``--help``.
+    """
+    parser = Parser(prog, description, epilog)
+    for group in groups:
+        parser.add_settings((group.__doc__ or group.__name__).split("\n")[0], _fields(group))
+    given = vars(parser.parse_args(argv))
+    try:
+        return tuple(_build(group, given, os.environ if env is None else env) for group in groups)
+    except ConfigError as error:
+        parser.error(error.message)
+
+
 def from_env(group: type[T], env: Mapping[str, str] | None = None, **given: Any) -> T:
     """Build ``group`` from ``given`` over variables over defaults. Raises ConfigError."""
-    return build(group, given, os.environ if env is None else env)
+    return _build(group, given, os.environ if env is None else env)
 
 
 def to_env(settings: Any) -> dict[str, str]:
     """Return the variables from which :func:`from_env` rebuilds ``settings`` in a child process."""
     out: dict[str, str] = {}
-    for field in fields(type(settings)):
+    for field in _fields(type(settings)):
         value = getattr(settings, field.name)
         spec: Option = field.metadata["option"]
         if spec.env and value is not None:
@@ -100,7 +99,7 @@ def deprecations(settings: Any) -> list[str]:
     """Return a warning for each deprecated field of ``settings`` that is not at its default."""
     return [
         f"{(*spec.flags, *spec.env)[0]} is deprecated: {spec.deprecated}"
-        for field in fields(type(settings))
+        for field in _fields(type(settings))
         if (spec := field.metadata["option"]).deprecated
         and getattr(settings, field.name) != field.default
     ]
@@ -112,8 +111,7 @@ def _text(value: Any) -> str:
     return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def fields(group: type[Any]) -> list[dataclasses.Field[Any]]:
-    """Return the fields of ``group`` that are options."""
+def _fields(group: type[Any]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(group) if "option" in field.metadata]
 
 
@@ -128,10 +126,9 @@ def _types(group: type[Any], name: str) -> tuple[type[Any], bool]:
     return (typing.get_origin(hint) or hint), nullable
 
 
-def build(group: type[T], given: Mapping[str, Any], env: Mapping[str, str]) -> T:
-    """Build ``group`` from flags ``given`` over ``env`` over defaults. Raises ConfigError."""
+def _build(group: type[T], given: Mapping[str, Any], env: Mapping[str, str]) -> T:
     values: dict[str, Any] = {}
-    for field in fields(group):
+    for field in _fields(group):
         spec: Option = field.metadata["option"]
         kind, nullable = _types(group, field.name)
         name, raw = _source(field, spec, given, env)

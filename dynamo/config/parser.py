@@ -9,34 +9,32 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from dynamo.config.option import Option, build, environ, fields
-from dynamo.errors import ConfigError
-
-__all__ = ["Parser", "load", "range_text"]
+__all__ = ["Option", "Parser", "range_text"]
 
 _WIDEST = 100
 
 
-def load(  # noqa: PLR0913 - the last three are optional
-    prog: str,
-    description: str,
-    groups: Sequence[type[Any]],
-    argv: Sequence[str] | None = None,
-    env: Mapping[str, str] | None = None,
-    epilog: str | None = None,
-) -> tuple[Any, ...]:
-    """Build one instance of each group, in order, from ``argv`` over ``env`` over defaults.
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """How a field is read from a command line and an environment.
 
-    Exits with status 2 and a one-line message for a bad flag or variable, 0 after ``--help``.
+    ``flags`` may be empty (variable only), ``env`` may be empty (flag only). ``minimum`` and
+    ``maximum`` are inclusive unless ``exclusive_minimum``. ``aliases`` maps accepted spellings to
+    the canonical choice. ``heading`` starts a section of ``--help`` at this field.
     """
-    parser = Parser(prog, description, epilog)
-    for group in groups:
-        parser.add_settings((group.__doc__ or group.__name__).split("\n")[0], fields(group))
-    given = vars(parser.parse_args(argv))
-    try:
-        return tuple(build(group, given, environ() if env is None else env) for group in groups)
-    except ConfigError as error:
-        parser.error(error.message)
+
+    flags: tuple[str, ...]
+    env: tuple[str, ...]
+    help: str
+    choices: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    minimum: float | None = None
+    maximum: float | None = None
+    exclusive_minimum: bool = False
+    metavar: str | None = None
+    deprecated: str = ""
+    repeat: bool = False
+    heading: str = ""
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,10 +51,10 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
-    def add_settings(self, title: str, options: Sequence[dataclasses.Field[Any]]) -> None:
+    def add_settings(self, title: str, fields: Sequence[dataclasses.Field[Any]]) -> None:
         """Add an argument for each field with a flag, under ``title`` or the latest ``heading``."""
         section = self.add_argument_group(title)
-        for field in options:
+        for field in fields:
             spec: Option = field.metadata["option"]
             if spec.heading:
                 section = self.add_argument_group(spec.heading)

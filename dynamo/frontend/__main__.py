@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import uvloop
 
 from dynamo.config.frontend import FrontendSettings
-from dynamo.config.option import deprecations
-from dynamo.config.parser import load
+from dynamo.config.option import deprecations, load
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings

@@ -1,6 +1,6 @@
 """HTTP/1.1 without tasks: httptools reads heads, the rules and limits are ours."""
 
-from dynamo.http.errors import HttpError, error_body, reason_phrase
+from dynamo.http.errors import HttpStatusError, error_body, reason_phrase
 from dynamo.http.exchange import Exchange
 from dynamo.http.limits import HttpLimits
 from dynamo.http.server import HttpServer
@@ -8,9 +8,9 @@ from dynamo.http.write_batch import WriteBatch
 
 __all__ = [
     "Exchange",
-    "HttpError",
     "HttpLimits",
     "HttpServer",
+    "HttpStatusError",
     "WriteBatch",
     "error_body",
     "reason_phrase",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from io import BytesIO
 
-from dynamo.http.errors import HttpError
+from dynamo.http.errors import HttpStatusError
 
 __all__ = ["ChunkedBody", "SizedBody"]
 
@@ -124,14 +124,14 @@ class ChunkedBody:
             return -1
         match = _SIZE_LINE.fullmatch(line)
         if match is None:
-            raise HttpError(400, "Malformed chunk size")
+            raise HttpStatusError(400, "Malformed chunk size")
         self._remaining = int(match[1], 16)
         content_bytes = self._parts.tell() + self._remaining
         if content_bytes > self._limit_bytes:
-            raise HttpError(413, f"Request body exceeds {self._limit_bytes} bytes")
+            raise HttpStatusError(413, f"Request body exceeds {self._limit_bytes} bytes")
         self._framing_bytes += after - position + 2
         if self._framing_bytes > content_bytes + _FRAMING_BYTES:
-            raise HttpError(
+            raise HttpStatusError(
                 400,
                 f"Chunk framing takes {self._framing_bytes} bytes for {content_bytes} bytes of "
                 "content; send larger chunks",
@@ -151,7 +151,7 @@ class ChunkedBody:
     def _content_end(self, data: bytes, position: int) -> int:
         mark = data[position : position + 2]
         if not b"\r\n".startswith(mark):
-            raise HttpError(400, "Chunk is longer than its size says")
+            raise HttpStatusError(400, "Chunk is longer than its size says")
         if len(mark) < 2:
             return -1
         self._at = self._size_line
@@ -163,15 +163,15 @@ class ChunkedBody:
             return -1
         self._trailer_bytes += after - position
         if self._trailer_bytes > _TRAILER_BYTES:
-            raise HttpError(431, f"Trailers exceed {_TRAILER_BYTES} bytes")
+            raise HttpStatusError(431, f"Trailers exceed {_TRAILER_BYTES} bytes")
         if not line:
             self._complete = True
             return after
         match = _TRAILER.fullmatch(line)
         if match is None:
-            raise HttpError(400, "Malformed trailer")
+            raise HttpStatusError(400, "Malformed trailer")
         if match[1].lower() in _NOT_IN_TRAILERS:
-            raise HttpError(400, f"Header '{match[1].decode('ascii').lower()}' in trailers")
+            raise HttpStatusError(400, f"Header '{match[1].decode('ascii').lower()}' in trailers")
         return after
 
 
@@ -180,5 +180,5 @@ def _line(data: bytes, position: int, limit_bytes: int) -> tuple[bytes | None, i
     if end >= 0:
         return data[position:end], end + 2
     if len(data) - position > limit_bytes or b"\n" in data[position:]:
-        raise HttpError(400, "Malformed or overlong line in chunked body")
+        raise HttpStatusError(400, "Malformed or overlong line in chunked body")
     return None, -1

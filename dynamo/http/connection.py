@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from dynamo.http.body import ChunkedBody, SizedBody
-from dynamo.http.errors import HttpError, error_body
+from dynamo.http.errors import HttpStatusError, error_body
 from dynamo.http.exchange import CLOSE, NEVER, Exchange, ResponseHeads
 from dynamo.http.head import CHUNKED, Head, HeadReader
 from dynamo.http.limits import HttpLimits
@@ -122,7 +122,7 @@ class HttpConnection(asyncio.Protocol):
         if server.admit(self):
             self.deadline = server.clock + server.limits.header_timeout_s
         else:
-            self._refuse(HttpError(503, "Too many connections", retry_after_s=1))
+            self._refuse(HttpStatusError(503, "Too many connections", retry_after_s=1))
 
     def data_received(self, data: bytes) -> None:
         """Handle bytes from the client."""
@@ -180,8 +180,12 @@ class HttpConnection(asyncio.Protocol):
         if len(out) == 1 and not self._advancing:
             self._server.write_batch.flush_later(self)
 
-    def finished(self, exchange: Exchange) -> None:
-        """The response is complete: close, or take the next request."""
+    def finish(self, exchange: Exchange, data: bytes) -> None:
+        """Write the last bytes of a response, then close, or read the next request."""
+        if data:
+            self._out.append(data)
+            if len(self._out) == 1 and not self._advancing:
+                self._server.write_batch.flush_later(self)
         if exchange is not self._exchange:
             return
         self._exchange = None
@@ -228,11 +232,11 @@ class HttpConnection(asyncio.Protocol):
                 self._pause()
                 self._server.advance_later(self)
                 return
-        except HttpError as refusal:
+        except HttpStatusError as refusal:
             self._refuse(refusal)
         except Exception:
             log.exception("reading a request head failed")
-            self._refuse(HttpError(500, "Internal server error"))
+            self._refuse(HttpStatusError(500, "Internal server error"))
         finally:
             self._advancing = False
             if self._out:
@@ -246,11 +250,11 @@ class HttpConnection(asyncio.Protocol):
             return
         try:
             self._feed(data)
-        except HttpError as refusal:
+        except HttpStatusError as refusal:
             self._refuse(refusal)
         except Exception:
             log.exception("reading a request body failed")
-            self._refuse(HttpError(500, "Internal server error"))
+            self._refuse(HttpStatusError(500, "Internal server error"))
         else:
             if self._body is None:
                 self.advance()
@@ -265,9 +269,9 @@ class HttpConnection(asyncio.Protocol):
         elif self._exchange is not None:
             self._exchange.expire()
         elif self._head is not None:
-            self._refuse(HttpError(408, "Request body did not arrive in time"))
+            self._refuse(HttpStatusError(408, "Request body did not arrive in time"))
         elif self._buffer:
-            self._refuse(HttpError(408, "Request head did not arrive in time"))
+            self._refuse(HttpStatusError(408, "Request head did not arrive in time"))
         else:
             self._close()
 
@@ -309,7 +313,7 @@ class HttpConnection(asyncio.Protocol):
         """No complete head yet. An empty line before it is skipped (RFC 9112 2.2), but only one."""
         if self._buffer.startswith(b"\r\n"):
             if self._skipped_line:
-                raise HttpError(400, "Empty lines instead of a request")
+                raise HttpStatusError(400, "Empty lines instead of a request")
             self._skipped_line = True
             self._buffer = self._buffer[2:]
             return True
@@ -322,7 +326,7 @@ class HttpConnection(asyncio.Protocol):
     def _open_body(self, head: Head, first: bytes) -> None:
         limits = self._server.limits
         if head.body_bytes > limits.body_bytes:
-            raise HttpError(413, f"Request body exceeds {limits.body_bytes} bytes")
+            raise HttpStatusError(413, f"Request body exceeds {limits.body_bytes} bytes")
         self._check_budget(head.body_bytes - _FREE_BODY_BYTES)
         self._head = head
         self._timing_head = False
@@ -362,7 +366,7 @@ class HttpConnection(asyncio.Protocol):
         limit_bytes = max(limits.bodies_bytes, limits.body_bytes)
         if more_bytes > 0 and self._server.bodies_bytes + more_bytes > limit_bytes:
             text = f"Unfinished request bodies exceed {limit_bytes} bytes in total, retry later"
-            raise HttpError(503, text, retry_after_s=1)
+            raise HttpStatusError(503, text, retry_after_s=1)
 
     def _forget_body(self) -> None:
         self._head = self._body = None
@@ -390,7 +394,7 @@ class HttpConnection(asyncio.Protocol):
             log.exception("%s %s failed", exchange.method, exchange.path)
             exchange.crashed(error)
 
-    def _refuse(self, refusal: HttpError) -> None:
+    def _refuse(self, refusal: HttpStatusError) -> None:
         """Reply with the error and read no more requests.
 
         The socket stays open for a moment, reading and discarding: closing it with unread bytes

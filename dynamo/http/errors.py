@@ -6,18 +6,16 @@ from http import HTTPStatus
 
 import orjson
 
-from dynamo.errors import shorten
+from dynamo.errors import MESSAGE_LIMIT, shorten
 
-__all__ = ["HttpError", "error_body", "reason_phrase"]
-
-_MESSAGE_LIMIT = 8192  # as much as an engine's HttpError may say
+__all__ = ["HttpStatusError", "error_body", "reason_phrase"]
 
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 _REASONS.update({413: "Payload Too Large", 414: "URI Too Long", 499: "Client Closed Request"})
 _REASONS[529] = "Overloaded"
 
 
-class HttpError(Exception):
+class HttpStatusError(Exception):
     """The request breaks a rule or a bound; ``status`` and ``message`` go to the client.
 
     ``retry_after_s``, unless 0, is the value of the Retry-After header.
@@ -40,5 +38,5 @@ def error_body(status: int, message: str, kind: str | None = None) -> bytes:
 
     Messages may quote input, so a long one is cut to 8192 characters that end in three dots.
     """
-    message = shorten(message, _MESSAGE_LIMIT)
+    message = shorten(message, MESSAGE_LIMIT)
     return orjson.dumps({"message": message, "type": kind or reason_phrase(status), "code": status})

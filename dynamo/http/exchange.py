@@ -38,8 +38,8 @@ class Transport(Protocol):
     def send(self, data: bytes) -> None:
         """Write to the socket at the end of the loop turn."""
 
-    def finished(self, exchange: Exchange) -> None:
-        """The response is complete."""
+    def finish(self, exchange: Exchange, data: bytes) -> None:
+        """Write the last bytes of the response; the exchange is complete."""
 
     def abort(self) -> None:
         """Close the connection at once; unsent bytes are lost."""
@@ -176,8 +176,7 @@ class Exchange:
         shown = b"" if self._bodiless else body
         self.done = True
         self.on_disconnect = self.on_drain = self.on_expired = None
-        transport.send(b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, shown))
-        transport.finished(self)
+        transport.finish(self, b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, shown))
 
     def refuse(self, status: int, message: str, kind: str | None = None) -> None:
         """Respond with an error body. Spec 5.4."""
@@ -213,13 +212,13 @@ class Exchange:
         if self.gone or self.done:
             self.done = True
             return
-        if self._raw or self._bodiless:
-            self.write(data)
-        elif data:
-            self._transport.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
-        else:
-            self._transport.send(b"0\r\n\r\n")
-        self._finish()
+        if self._bodiless:
+            data = b""
+        elif not self._raw:
+            data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
+        self.done = True
+        self.on_disconnect = self.on_drain = self.on_expired = None
+        self._transport.finish(self, data)
 
     def abort(self) -> None:
         """Close the connection in mid-response, so that it can't look complete to the client.
@@ -281,8 +280,3 @@ class Exchange:
         if not self.keep_alive:
             return framing | CLOSE
         return framing | OLD_KEEP_ALIVE if self.minor == 0 else framing
-
-    def _finish(self) -> None:
-        self.done = True
-        self.on_disconnect = self.on_drain = self.on_expired = None
-        self._transport.finished(self)

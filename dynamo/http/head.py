@@ -20,7 +20,7 @@ from httptools import (
 )
 
 from dynamo.errors import shorten
-from dynamo.http.errors import HttpError
+from dynamo.http.errors import HttpStatusError
 from dynamo.http.limits import HttpLimits
 
 __all__ = ["CHUNKED", "Head", "HeadReader"]
@@ -112,13 +112,13 @@ class HeadReader:
         limits = self._limits
         line_end = data.find(b"\r\n")
         if line_end > limits.request_line_bytes:
-            raise HttpError(414, f"Request line exceeds {limits.request_line_bytes} bytes")
+            raise HttpStatusError(414, f"Request line exceeds {limits.request_line_bytes} bytes")
         if len(data) - line_end - 2 > limits.header_bytes:
-            raise HttpError(431, f"Request headers exceed {limits.header_bytes} bytes")
+            raise HttpStatusError(431, f"Request headers exceed {limits.header_bytes} bytes")
         if data.count(b"\n") != data.count(b"\r\n"):
-            raise HttpError(400, "Line ends without CR")
+            raise HttpStatusError(400, "Line ends without CR")
         if data.count(b"\r\n", line_end, -4) > limits.header_count:
-            raise HttpError(431, f"Request has more than {limits.header_count} headers")
+            raise HttpStatusError(431, f"Request has more than {limits.header_count} headers")
         method, target, minor = _request_line(data[:line_end])
         if not target.startswith("/"):
             authority, target = _absolute_form(target)
@@ -132,11 +132,11 @@ class HeadReader:
         limits = self._limits
         line_end = data.find(b"\r\n")
         if (len(data) if line_end < 0 else line_end) > limits.request_line_bytes:
-            raise HttpError(414, f"Request line exceeds {limits.request_line_bytes} bytes")
+            raise HttpStatusError(414, f"Request line exceeds {limits.request_line_bytes} bytes")
         if line_end >= 0 and len(data) - line_end - 2 > limits.header_bytes:
-            raise HttpError(431, f"Request headers exceed {limits.header_bytes} bytes")
+            raise HttpStatusError(431, f"Request headers exceed {limits.header_bytes} bytes")
         if _BARE_LF.search(data):
-            raise HttpError(400, "Line ends without CR")
+            raise HttpStatusError(400, "Line ends without CR")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Called by httptools for each field."""
@@ -162,11 +162,11 @@ class HeadReader:
         except HttpParserUpgrade:
             pass  # RFC 9110 7.8: a server may ignore Upgrade
         except HttpParserInvalidMethodError:
-            raise HttpError(501, "Method not implemented") from None
+            raise HttpStatusError(501, "Method not implemented") from None
         except HttpParserError as error:
-            raise HttpError(400, f"Malformed request: {error}") from None
+            raise HttpStatusError(400, f"Malformed request: {error}") from None
         if self._repeated is not None:
-            raise HttpError(400, f"Header '{self._repeated}' given more than once")
+            raise HttpStatusError(400, f"Header '{self._repeated}' given more than once")
         return headers
 
     def _check(self, head: Head) -> None:
@@ -174,7 +174,7 @@ class HeadReader:
         host = headers.get("host")
         if host is None:
             if head.minor:
-                raise HttpError(400, "Header 'host' is missing")
+                raise HttpStatusError(400, "Header 'host' is missing")
         elif host not in self._hosts:
             self._check_host(host)
         connection = headers.get("connection")
@@ -184,22 +184,22 @@ class HeadReader:
         length = headers.get("content-length")
         if length is not None:
             if len(length) > _LENGTH_DIGITS:
-                raise HttpError(400, f"Header 'content-length' has {len(length)} digits")
+                raise HttpStatusError(400, f"Header 'content-length' has {len(length)} digits")
             head.body_bytes = int(length)
         if "transfer-encoding" in headers:
             _check_transfer_encoding(head)
         if "expect" in headers and head.minor:
             if headers["expect"].lower() != "100-continue":
-                raise HttpError(417, "Only the expectation 100-continue is understood")
+                raise HttpStatusError(417, "Only the expectation 100-continue is understood")
             head.expects_continue = True
 
     def _check_host(self, host: str) -> None:
         match = _HOST.fullmatch(host)
         if match is None:
-            raise HttpError(400, "Header 'host' is malformed")
+            raise HttpStatusError(400, "Header 'host' is malformed")
         names = self._served_names
         if names is not None and not (_plain_name(match[1]) in names or _is_address(match[1])):
-            raise HttpError(
+            raise HttpStatusError(
                 403,
                 f"Host '{shorten(match[1], _SHOWN_CHARACTERS)}' is not served here; "
                 f"use localhost or an IP address{self._remedy}",
@@ -213,16 +213,16 @@ def _request_line(line: bytes) -> tuple[str, str, int]:
     if len(parts) != 3 or not _METHOD.fullmatch(
         parts[0]
     ):  # llhttp skips a line feed before the method
-        raise HttpError(400, "Malformed request line")
+        raise HttpStatusError(400, "Malformed request line")
     minor = _VERSIONS.get(parts[2])
     if minor is None:
         if _OTHER_VERSION.fullmatch(parts[2]):
-            raise HttpError(505, "Only HTTP/1.1 and HTTP/1.0 are spoken here")
-        raise HttpError(400, "Malformed request line")
+            raise HttpStatusError(505, "Only HTTP/1.1 and HTTP/1.0 are spoken here")
+        raise HttpStatusError(400, "Malformed request line")
     if not parts[1].isascii():
-        raise HttpError(400, "Request target is not ASCII")
+        raise HttpStatusError(400, "Request target is not ASCII")
     if b"#" in parts[1]:
-        raise HttpError(400, "Request target has a fragment")
+        raise HttpStatusError(400, "Request target has a fragment")
     return parts[0].decode("ascii"), parts[1].decode("ascii"), minor
 
 
@@ -230,7 +230,7 @@ def _absolute_form(target: str) -> tuple[str, str]:
     """Authority, and path with query, of ``http://authority/path?query``."""
     match = _ABSOLUTE.match(target)
     if match is None:
-        raise HttpError(400, "Request target must be a path")
+        raise HttpStatusError(400, "Request target must be a path")
     rest = target[match.end() :]
     return match[1], rest if rest.startswith("/") else "/" + rest
 
@@ -249,9 +249,9 @@ def _is_address(host: str) -> bool:
 
 def _check_transfer_encoding(head: Head) -> None:
     if head.minor == 0:
-        raise HttpError(400, "Transfer-Encoding on HTTP/1.0")
+        raise HttpStatusError(400, "Transfer-Encoding on HTTP/1.0")
     if "content-length" in head.headers:
-        raise HttpError(400, "Content-Length together with Transfer-Encoding")
+        raise HttpStatusError(400, "Content-Length together with Transfer-Encoding")
     if head.headers["transfer-encoding"].lower() != "chunked":
-        raise HttpError(501, "Only the transfer coding 'chunked' is understood")
+        raise HttpStatusError(501, "Only the transfer coding 'chunked' is understood")
     head.body_bytes = CHUNKED

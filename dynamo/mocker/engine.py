@@ -163,7 +163,7 @@ class EngineRank:
             usage = pool.used / pool.capacity
             spent_s = timing.iteration_s(batch.prefill_tokens, batch.decodes, usage)
             # From the last due time, not from now: late wake-ups must not slow the engine down.
-            # After a long stall the lag is forgotten, rather than made up in a burst.
+            # Only up to the limit: after a long stall a burst would follow.
             due = max(due, time.monotonic() - _LAG_LIMIT_S) + spent_s
             if spent_s:
                 await timer.sleep_until(due)

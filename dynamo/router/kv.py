@@ -215,9 +215,9 @@ class KvPicker:
         if self._metrics is not None:
             self._metrics.reused.value += tokens
 
-    def free(self, request_id: str) -> None:
+    def free(self, request_id: str, output_tokens: int = 0) -> None:
         """Drop the load of a request that has ended, in whatever way."""
-        reservation = self._end(request_id)
+        reservation = self._end(request_id, output_tokens)
         if reservation is not None and self.eligibility.follows_load:
             self.eligibility.load_changed(reservation.worker_id)
 
@@ -334,11 +334,11 @@ class KvPicker:
             if cached.shares:
                 self._metrics.shared(cached.shared_blocks, cached.of(slot).shared, prompt.blocks)
 
-    def _end(self, request_id: str) -> Reservation | None:
+    def _end(self, request_id: str, output_tokens: int = 0) -> Reservation | None:
         """Release everything booked for the request; return its reservation, if it had one."""
         if self._copies is not None:
             self._copies.ended(request_id)
-        reservation = self.active.free(request_id)
+        reservation = self.active.free(request_id, output_tokens)
         if self.local_requests is not None:
             self.local_requests.freed(request_id)
         if self.predicted is not None:

@@ -98,8 +98,8 @@ class InflightPicker:
     def add_reused_tokens(self, tokens: int) -> None:
         """Do nothing: caches are ignored."""
 
-    def free(self, request_id: str) -> None:
-        """Count the request as ended."""
+    def free(self, request_id: str, output_tokens: int = 0) -> None:
+        """The request has ended."""
         slot = self._slot_of.pop(request_id, None)
         if slot is not None:
             self._inflight[slot] -= 1

@@ -76,8 +76,11 @@ class Picker(Protocol):
         """Count prompt ``tokens`` that an engine reported as served from its cache."""
         ...
 
-    def free(self, request_id: str) -> None:
-        """Drop the load of a request that has ended, in whatever way."""
+    def free(self, request_id: str, output_tokens: int = 0) -> None:
+        """Drop the load of a request that has ended, in whatever way.
+
+        ``output_tokens`` are those not reported by :meth:`add_output_tokens`.
+        """
         ...
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:

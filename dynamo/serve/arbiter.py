@@ -20,7 +20,8 @@ from dynamo.runtime.paths import owner_only
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.output import Announcer
 from dynamo.serve.processes import children, environment
-from dynamo.serve.supervised import SupervisedProcess, SupervisedWatcher
+from dynamo.serve.supervised import SupervisedWatcher
+from dynamo.serve.supervised_process import SupervisedProcess
 
 __all__ = ["SupervisingArbiter", "WatcherEvents", "describe_exit", "quote_program"]
 

@@ -1,6 +1,6 @@
-"""The circus Process and Watcher of a deployment.
+"""The circus Watcher of a deployment.
 
-Differences from circus, and why:
+Differences of watcher and process from circus, and why:
 
 * a command is a list of words that is never formatted and never passed to a shell;
 * every process leads its own session and dies with the arbiter (PR_SET_PDEATHSIG);
@@ -14,153 +14,55 @@ Differences from circus, and why:
 from __future__ import annotations
 
 import asyncio
-import os
-import shlex
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
-import psutil
 from circus.exc import MessageError
-from circus.process import Process
 from circus.watcher import Watcher
 
-from dynamo.serve.output import OutputPipe
-from dynamo.serve.processes import die_with_parent, end_group, stat
 from dynamo.serve.restarts import RestartPolicy, Restarts
+from dynamo.serve.supervised_process import SupervisedProcess, command_words
 
-__all__ = ["SupervisedProcess", "SupervisedWatcher"]
+__all__ = ["SupervisedWatcher", "Supervisor"]
 
 
-class WatcherArbiter(Protocol):
-    """The arbiter as its watchers call it."""
+class Supervisor(Protocol):
+    """The arbiter, as its watchers use it."""
 
-    watchers: list[SupervisedWatcher]
     killing: bool
+    watchers: Sequence[SupervisedWatcher]
 
     @property
     def stopping(self) -> bool:
-        """Whether the deployment stops."""
+        """Whether no process may be started."""
 
     def spawned(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
-        """Record a new process."""
+        """A process started."""
 
     def reap_processes(self) -> None:
-        """Reap the processes of all watchers."""
+        """Reap the exited processes of all watchers."""
+
+    def is_draining(self, watcher: SupervisedWatcher, status: int) -> bool:
+        """Whether an exit with ``status`` is intended."""
 
     def died(self, watcher: SupervisedWatcher, process: SupervisedProcess, delay_s: float) -> None:
-        """Report that a process died and is started again after ``delay_s``."""
+        """A process exited by itself; its restart follows after ``delay_s``."""
 
     def respawn_in(self, delay_s: float, watcher: SupervisedWatcher) -> None:
         """Start the missing processes of ``watcher`` after ``delay_s``."""
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
-        """Report that ``watcher`` is not started again."""
+        """A watcher failed and is not restarted."""
 
     def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
-        """Report a process that did not exit in time."""
-
-    def is_draining(self, watcher: SupervisedWatcher, status: int) -> bool:
-        """Return whether the exit was requested by a scale-down."""
-
-
-class SupervisedProcess(Process):  # type: ignore[misc]
-    """One process: a session leader whose output arrives through an OutputPipe."""
-
-    exited: asyncio.Event
-    exit_status: int | None = None
-    start_ticks = 0
-
-    def format_args(self, sockets_fds: object = None) -> list[str]:
-        """Return the words of the command unchanged."""
-        return _words(self.cmd, self.args)
-
-    def spawn(self) -> None:
-        """Start the process. Raises OSError or ValueError."""
-        self.started = time.time()
-        self.exited = asyncio.Event()
-        self.output = OutputPipe(self.watcher.on_line)
-        try:
-            self._popen = subprocess.Popen(
-                self.format_args(),
-                cwd=self.working_dir,
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=self.output.write_fd,
-                stderr=self.output.write_fd,  # the same pipe keeps both in order
-                start_new_session=True,
-                preexec_fn=partial(_before_exec, os.getpid()),
-            )
-        except BaseException:
-            self.output.close()
-            raise
-        self.output.close_write_end()
-        # circus reads name, memory and children from it. Never poll it: that would reap it.
-        self._worker = psutil.Process(self._popen.pid)
-        found = stat(self._popen.pid)
-        self.start_ticks = found.start_ticks if found else 0
-
-    def reaped(self, status: int) -> None:
-        """Record that the arbiter reaped the process; ``status`` is negative for a signal."""
-        self.exit_status = status
-        self._popen.returncode = status
-        self.output.close()
-        self.exited.set()
-
-    def poll(self) -> int | None:
-        """The exit status, None while it runs."""
-        return self.exit_status
-
-    def is_alive(self) -> bool:
-        """Whether it has not been reaped."""
-        return not self.exited.is_set()
-
-    def returncode(self) -> int | None:
-        """The exit status, None while it runs."""
-        return self.exit_status
-
-    def send_signal(self, sig: int) -> None:
-        """Signal the process, unless it has exited."""
-        if self.is_alive():
-            os.kill(self.pid, sig)
-
-    def is_listening(self, port: int) -> bool:
-        """Whether the process listens on TCP ``port``; True for a living one that denies access."""
-        try:
-            found = self._worker.net_connections("tcp")
-        except psutil.AccessDenied:
-            return self.is_alive()
-        except psutil.Error:
-            return False
-        return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in found)
-
-    def kill_session(self) -> None:
-        """SIGKILL the process and its group."""
-        if self.is_alive():
-            end_group(self.pid)
-
-    def stop(self) -> None:
-        """Do nothing: circus calls it after the end, and all is released already."""
-
-
-def _before_exec(arbiter: int) -> None:
-    """Run in the child between fork and exec."""
-    if not die_with_parent(signal.SIGKILL, arbiter):
-        os._exit(128 + signal.SIGKILL)
-
-
-def _words(cmd: str, args: str | Sequence[str] | None) -> list[str]:
-    """Return the command as a list; ``circusctl set`` gives ``args`` as text. Raises ValueError."""
-    return [*shlex.split(cmd), *(shlex.split(args) if isinstance(args, str) else args or ())]
+        """A process did not exit in time."""
 
 
 class SupervisedWatcher(Watcher):  # type: ignore[misc]
     """One watcher. ``on_line`` gets its output; ``single_because``: why it has one process only."""
 
-    arbiter: WatcherArbiter
+    arbiter: Supervisor
 
     def __init__(  # noqa: PLR0913 - all but the command by name
         self,
@@ -314,7 +216,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
     def command_words(self) -> list[str]:
         """Return the words of the next start; one word if the command has an open quote."""
         try:
-            return _words(self.cmd, self.args)
+            return command_words(self.cmd, self.args)
         except ValueError:
             return [self.cmd]
 

@@ -15,20 +15,19 @@ __all__ = ["AdmissionQueue"]
 _UNLIMITED = (10_000, 40_000)
 """(limit, queue limit) if none is set: bounds on memory, not on load."""
 
-
 _ENGINE_REQUEST = gauge("dynamo_engine_request", "Requests in the engine")
-_REQUEST_QUEUE = gauge("dynamo_request_queue", "Requests in line behind the next one")
-_REJECTIONS = counter("dynamo_rejection_request_total", "Requests refused by a full worker")
-_QUEUE_DEPTH = gauge("dynamo_work_handler_queue_depth", "Requests in line behind the next one")
+_REQUEST_QUEUE = gauge("dynamo_request_queue", "Queued requests behind the next one")
+_REJECTIONS = counter("dynamo_rejection_request_total", "Requests rejected by a full worker")
+_QUEUE_DEPTH = gauge("dynamo_work_handler_queue_depth", "Queued requests behind the next one")
 _ENQUEUE_REJECTED = counter(
-    "dynamo_work_handler_enqueue_rejected_total", "Requests that found the line full"
+    "dynamo_work_handler_enqueue_rejected_total", "Requests rejected by a full queue"
 )
 _PERMIT_WAIT = histogram(
     "dynamo_work_handler_permit_wait_seconds",
-    "Seconds in line",
+    "Seconds in the queue",
     (0.0001, 0.001, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60),
 )
-_QUEUE_CAPACITY = gauge("dynamo_work_handler_queue_capacity", "Places in the line")
+_QUEUE_CAPACITY = gauge("dynamo_work_handler_queue_capacity", "Capacity of the queue")
 
 
 class AdmissionQueue:

@@ -25,7 +25,7 @@ _ANSWER = codec.decoder(KvQueryAnswer).decode
 
 
 class Caller:
-    """A runtime of its own in the deployment, with a client of the workers' generate endpoint."""
+    """A runtime with a client of the workers' generate endpoint."""
 
     def __init__(self, runtime: DistributedRuntime, namespace: str, component: str) -> None:
         self.runtime = runtime

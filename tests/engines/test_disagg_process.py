@@ -237,7 +237,7 @@ def test_queued_prefills_are_served_during_the_drain(
     deployment: Deployment,
 ) -> None:
     """SIGTERM while one prompt is computed and two are queued: all three are answered."""
-    prefiller(deployment, "--speedup-ratio", "0.3")
+    prefiller(deployment, "--speedup-ratio", "0.05")
     decoder(deployment, "--speedup-ratio", "10")
     frontend = deployment.frontend("--router-mode", "kv", "--router-prefill-slots", "1")
     deployment.wait_for_workers(2)

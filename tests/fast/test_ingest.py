@@ -35,7 +35,7 @@ def column(*values: int) -> bytes:
 
 
 class Helped(Alone):
-    """A thread does what it can: here its turns are taken by hand."""
+    """The same with a thread, whose iterations the test runs."""
 
     def make(self) -> Indexer:
         self.ingest = Ingest(self.tree, 1, "kv-events")
@@ -155,7 +155,7 @@ def event(
     return codec.encode(KvEventBatch(worker, [KvEvent(event_id, data)]))
 
 
-def test_a_gap_makes_the_stream_the_loops_until_it_is_settled() -> None:
+def test_a_gap_returns_the_stream_to_the_loop() -> None:
     asked: list[Any] = []
     tree, counts = RadixTree(), Counts()
     threads = Ingest(tree, 1, "kv-events")
@@ -173,7 +173,7 @@ def test_a_gap_makes_the_stream_the_loops_until_it_is_settled() -> None:
     assert threads.reclaim(8, 0) is None
 
 
-def test_a_stream_is_given_only_when_nothing_waits() -> None:
+def test_a_stream_is_delegated_only_without_pending_handoffs() -> None:
     tree = RadixTree()
     threads = Ingest(tree, 1, "kv-events")
     threads.add(7, 0, tree.slot(7, 0))
@@ -265,7 +265,7 @@ class Storm:
         self.look()
 
     def die(self, worker: int) -> None:
-        """And another takes its place, maybe its slot, while its last events are on the way."""
+        """Replace a worker, possibly in its slot, while its last events are in flight."""
         self.indexer.remove(worker)
         self.tree.remove_worker(worker)
         self.alive.remove(worker)
@@ -281,7 +281,7 @@ class Storm:
             assert tuple(query[:depth]) in self.ever[worker]
 
     def compare(self) -> None:
-        """At rest: exactly what was sent."""
+        """At rest the index holds exactly what was sent."""
         self.tree._check()
         assert self.tree.blocks() == sum(map(len, self.held.values()))
         paths = {worker: set(held.values()) for worker, held in self.held.items()}
@@ -298,7 +298,7 @@ def depth(query: list[int], held: set[tuple[int, ...]]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_threads_end_where_the_reference_does(seed: int) -> None:
+def test_threads_end_with_the_reference_result(seed: int) -> None:
     storm = Storm(seed)
     for _ in range(5):
         running = storm.start()

@@ -1,4 +1,4 @@
-"""A slot that changes hands: what its first owner's events would still do must not happen."""
+"""A reused slot: pending events of its former owner must not change it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dynamo.protocols.kv import BlocksStored, KvEvent, KvEventBatch, KvQueryAnsw
 from dynamo.router.caches.event_threads import apply_handoff
 from dynamo.router.caches.indexer import Indexer, Recovery
 
-GONE, HEIR = 1, 2
+GONE, NEXT = 1, 2
 
 
 class Box:
-    """An index, one thread whose turns are taken by hand, and the loop's side of it."""
+    """An index, one thread whose iterations the test runs, and the loop's indexer."""
 
     def __init__(self, answers: bool = False) -> None:
         self.tree = RadixTree()
@@ -33,7 +33,7 @@ class Box:
         return slot
 
     def remove(self, worker: int) -> None:
-        """In the order of the live router."""
+        """Remove a worker in the order of the router."""
         self.indexer.remove(worker)
         self.tree.remove_worker(worker)
 
@@ -51,7 +51,7 @@ class Box:
             apply_handoff(handoff, self.indexer, self.counts)
 
 
-def test_events_in_an_inbox_do_not_reach_the_slots_heir() -> None:
+def test_events_in_an_inbox_do_not_change_the_reused_slot() -> None:
     box = Box()
     slot = box.add(GONE)
     box.push(GONE, 1)
@@ -60,25 +60,25 @@ def test_events_in_an_inbox_do_not_reach_the_slots_heir() -> None:
     for tier in ("device", "host_pinned"):
         box.push(GONE, 2, tier)
     box.remove(GONE)
-    assert box.add(HEIR) == slot
-    box.push(HEIR, 7)
+    assert box.add(NEXT) == slot
+    box.push(NEXT, 7)
     box.run()
     box.settle()
     assert box.tree.match(array("Q", [20, 21])) == {}
-    assert box.tree.match(array("Q", [70, 71])) == {(HEIR, 0): 2}
+    assert box.tree.match(array("Q", [70, 71])) == {(NEXT, 0): 2}
     assert box.tree.blocks() == 2
     assert box.ingest.warnings()["unknown_worker"] == 2
     box.tree._check()
 
 
-def test_events_left_to_the_loop_do_not_reach_the_slots_heir() -> None:
+def test_handed_off_events_do_not_change_the_reused_slot() -> None:
     box = Box()
     slot = box.add(GONE)
     for event_id in (1, 5):
         box.push(GONE, event_id)
     box.run()
     box.remove(GONE)
-    assert box.add(HEIR) == slot
+    assert box.add(NEXT) == slot
     box.settle()
     assert box.tree.blocks() == 0
     assert box.counts.seen["unknown_worker"] == 1
@@ -90,7 +90,7 @@ def test_an_answer_for_the_first_owner_does_not_reach_the_slots_heir() -> None:
     box.push(GONE, 2)
     box.run()
     box.remove(GONE)
-    assert box.add(HEIR) == slot
+    assert box.add(NEXT) == slot
     blocks = array("Q", [10, 11]).tobytes()
     dump = [KvEvent(1, BlocksStored(blocks, blocks))]
     first, second = box.asked
@@ -99,7 +99,7 @@ def test_an_answer_for_the_first_owner_does_not_reach_the_slots_heir() -> None:
     assert box.tree.blocks() == 0 and box.indexer.is_pending(second)
 
 
-def test_a_worker_that_comes_back_under_its_id_begins_with_nothing() -> None:
+def test_a_worker_that_returns_under_its_id_starts_empty() -> None:
     box = Box(answers=True)
     box.add(GONE)
     box.indexer.recovered(box.asked[-1], KvQueryAnswer("tree_dump", [], 0))

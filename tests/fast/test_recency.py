@@ -23,7 +23,7 @@ def chain(path: list[int]) -> array[int]:
 
 
 class History(RuleBasedStateMachine):
-    """Touch, pin, release, forget and close in any order; both must forget the same, in order."""
+    """Touch, pin, release, drop and close in any order; both must drop the same, in order."""
 
     slots = st.integers(0, SLOTS - 1)
     paths = st.lists(st.integers(0, 1), max_size=8)
@@ -103,7 +103,7 @@ TestHistory = History.TestCase
 TestHistory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def test_leaves_go_before_their_parents_and_shared_prefixes_last() -> None:
+def test_leaves_are_dropped_before_parents_and_shared_prefixes_last() -> None:
     recency = Recency()
     recency.open(0, True)
     recency.touch(0, array("Q", [1, 2, 3]), 0.0)
@@ -111,7 +111,7 @@ def test_leaves_go_before_their_parents_and_shared_prefixes_last() -> None:
     assert recency.evict(0, 9) == [(0, array("Q", [3, 2, 4, 1]))]
 
 
-def test_what_runs_stays_until_the_last_one_that_holds_it_ends() -> None:
+def test_pinned_blocks_stay_until_their_last_lease_ends() -> None:
     recency = Recency()
     recency.open(0, True)
     first = recency.pin(0, array("Q", [1, 2]), 0.0)
@@ -138,7 +138,7 @@ def test_bad_arguments_change_nothing() -> None:
     blocks = array("Q", [1])
     with pytest.raises(ValueError, match="slot 0 is unknown"):
         recency.touch(0, blocks, 0.0)
-    with pytest.raises(ValueError, match="slot 7 is not known"):
+    with pytest.raises(ValueError, match="slot 7 is unknown"):
         recency.pin(7, blocks, 0.0)
     with pytest.raises(IndexError, match="slot 65536 is beyond 65535"):
         recency.open(65536, False)
@@ -150,7 +150,7 @@ def test_bad_arguments_change_nothing() -> None:
     assert recency.blocks() == 0
 
 
-def test_memory_is_counted_and_given_back() -> None:
+def test_memory_is_counted_and_freed() -> None:
     recency = Recency()
     recency.open(0, True)
     empty = recency.memory_bytes()

@@ -6,7 +6,7 @@ __all__ = ["cut_at_stop"]
 
 
 def cut_at_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """What is shown of ``text``, and the stop string that ended it."""
+    """The part of ``text`` that is shown, and the stop string that ended it."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

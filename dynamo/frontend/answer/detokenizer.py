@@ -93,8 +93,9 @@ class TableDetokenizer:
 class PrefixDetokenizer:
     """Any other model: decode a short window with and without a new id, and take the difference.
 
-    A window that ends in a broken character is held back, up to 16 tokens: more than any character
-    needs. O(window) a token.
+    The window, because some decoders look at the tokens before: a space may depend on them. A
+    window that ends in a broken character is held back, up to 16 tokens, more than a character
+    has. O(window) a token.
     """
 
     __slots__ = ("_decode", "_ids", "_read", "_skip")
@@ -132,7 +133,7 @@ class PrefixDetokenizer:
         """Return what ``text`` adds to ``before``, the text of the ids already read."""
         if len(text) <= len(before):
             return ""
-        # The tokens just read are the context in which the next ones are decoded.
+        # The tokens read last are the context for the next ones; older ones leave the window.
         del self._ids[: self._read]
         self._read = len(self._ids)
         return text[len(before) :]

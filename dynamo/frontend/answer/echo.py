@@ -1,4 +1,4 @@
-"""Prompts that are repeated before the answer: ``echo`` of /v1/completions."""
+"""Prompts repeated before the answer: ``echo`` of /v1/completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["EchoedPrompt", "echoed_prompts"]
 
 
 class EchoedPrompt(NamedTuple):
-    """A prompt as the answer repeats it: its text and, for ``logprobs``, its tokens."""
+    """The text of a prompt and, for ``logprobs``, its tokens."""
 
     text: str
     rows: list[CompletionToken]
@@ -25,12 +25,10 @@ class EchoedPrompt(NamedTuple):
 def echoed_prompts(
     request: CompletionRequest, prepared: Prepared, tokenizer: Tokenizer
 ) -> list[EchoedPrompt]:
-    """The prompts to repeat, shared by the choices; none without ``echo``.
+    """Return the prompts to repeat, shared by the choices.
 
     Raises InvalidArgument for more than an answer may repeat. O(tokens).
     """
-    if not request.echo:
-        return []
     n, prompts = prepared.n, prepared.prompts
     texts = [
         tokenizer.decode(each.token_ids) if each.text is None else each.text for each in prompts
@@ -56,10 +54,10 @@ def echoed_prompts(
 
 
 def _rows(tokenizer: Tokenizer, ids: Iterable[int], text: str) -> list[CompletionToken]:
-    """The tokens of a prompt that is echoed as ``text``. O(tokens).
+    """The tokens of a prompt echoed as ``text``. O(tokens).
 
     Log probabilities are None, because engines do not report those of the prompt. A special token
-    that is not in the text (``<s>`` at the beginning) has no characters in it.
+    that the tokenizer added (``<s>`` at the beginning) takes no characters of the text.
     """
     rows, offset = [], 0
     detokenizer = make_detokenizer(tokenizer, skip_special_tokens=False)

@@ -33,7 +33,6 @@ from dynamo.frontend.answer.sse import (
 )
 from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.prompt.tokenizer import Tokenizer
-from dynamo.protocols.engine import EngineOutput
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 __all__ = ["ChatStream", "CompletionStream", "GenerationStream"]
@@ -44,7 +43,7 @@ _NOTHING: frozenset[str] = frozenset()
 class GenerationStream:
     """The answer to one request with its ``n`` choices for each prompt.
 
-    The owner sets ``worker_id`` (a dict as in spec 5.6) and ``timing`` (called at the end); they
+    Its user sets ``worker_id`` (a dict as in spec 5.6) and ``timing`` (called at the end), which
     are shown if the request asks for them in ``nvext.extra_fields``.
     """
 
@@ -69,7 +68,7 @@ class GenerationStream:
         self._response_id = response_id
         self._created = created
         self._model = request.model
-        self._choices = self._make_choices(request, prepared, tokenizer)
+        self.choices = self._make_choices(request, prepared, tokenizer)
         # Made with the first chunk: an answer in one body needs none.
         self._writers: list[ChoiceChunks] = []
         self._final_usage: Usage | None = None
@@ -77,17 +76,6 @@ class GenerationStream:
         self.timing: Callable[[], dict[str, Any]] | None = None
 
     # --- from the engines
-
-    def push(self, index: int, output: EngineOutput) -> bool:
-        """Add one engine output of choice ``index``, write nothing; return whether the choice is
-        finished. Raises EngineFailure."""
-        return self._choices[index].push(output)
-
-    def close(self, index: int) -> None:
-        """End choice ``index`` after the last output of its engine. Idempotent."""
-        choice = self._choices[index]
-        if choice.finish_reason is None:
-            choice.close()
 
     # --- streaming
 
@@ -109,12 +97,12 @@ class GenerationStream:
         """SSE bytes of everything pushed since the last time: one chunk a choice at most."""
         writers = self._writers or self._start_writers()
         if len(writers) == 1:
-            return self._chunk(self._choices[0], writers[0])
-        return b"".join(map(self._chunk, self._choices, writers))
+            return self._chunk(self.choices[0], writers[0])
+        return b"".join(map(self._chunk, self.choices, writers))
 
     def end(self) -> bytes:
         """The last bytes of the stream: the rest of the text, usage if asked for, ``[DONE]``."""
-        for choice in self._choices:
+        for choice in self.choices:
             choice.close()
         last = self.flush()
         if self._with_usage:
@@ -136,7 +124,7 @@ class GenerationStream:
     def unary(self) -> bytes:
         """The whole answer as one JSON body."""
         parts = []
-        for index, choice in enumerate(self._choices):
+        for index, choice in enumerate(self.choices):
             if choice.finish_reason is None:
                 choice.close()
             texts = choice.pending
@@ -154,7 +142,7 @@ class GenerationStream:
             "usage": orjson.Fragment(usage.to_json()),
         }
         if self._extra:
-            nvext = self._nvext(self._choices[0], first=True, last=True)
+            nvext = self._nvext(self.choices[0], first=True, last=True)
             if nvext is not None:
                 body["nvext"] = nvext
         return json_bytes(body)
@@ -168,9 +156,9 @@ class GenerationStream:
             return self._final_usage
         prompt_tokens = completion_tokens = 0
         cached_tokens: int | None = None
-        choices, n = self._choices, self._prepared.n
+        choices, n = self.choices, self._prepared.n
         for place, prompt in enumerate(self._prepared.prompts):
-            reported = choices[place * n].usage  # the choices of a prompt share it
+            reported = choices[place * n].usage  # that of its first choice
             if reported is None:
                 prompt_tokens += len(prompt.token_ids)
                 continue
@@ -200,7 +188,7 @@ class GenerationStream:
     def _collectors(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> Sequence[LogprobsCollector]:
-        """A collector of log probabilities for each choice, none if they are not wanted."""
+        """A collector of log probabilities for each choice; empty if not asked for."""
         raise NotImplementedError
 
     def _part(self, index: int, text: str) -> dict[str, Any]:
@@ -236,7 +224,7 @@ class GenerationStream:
     def _start_writers(self) -> list[ChoiceChunks]:
         head = self._stream_head()
         null = b',"usage":null' if self._with_usage else b""
-        self._writers = [self._chunks(head, each, null) for each in range(len(self._choices))]
+        self._writers = [self._chunks(head, each, null) for each in range(len(self.choices))]
         return self._writers
 
     def _stream_head(self) -> bytes:

@@ -50,7 +50,7 @@ class ChatLogprobs:
 
 
 class CompletionToken(NamedTuple):
-    """A token of a completion: its text, what the engine reported of it, and where it begins."""
+    """A token of a completion: text, log probability, alternatives, offset in the text."""
 
     token: str
     logprob: float | None

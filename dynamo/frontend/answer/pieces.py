@@ -1,9 +1,8 @@
-"""The bytes of every token of a model, ready for streaming.
+"""The text or bytes of every token of a model, for streaming.
 
 Byte-level BPE writes each byte as one printable character (the GPT-2 alphabet); SentencePiece BPE
-with byte fallback writes words as text and a byte that is in no word as ``<0xE4>``. Either way a
-token is whole characters, and then its text is ready, or part of one, and then its bytes wait for
-the rest.
+with byte fallback writes words as text and a byte that is in no word as ``<0xE4>``. In both, a
+token is either complete characters, with a text, or part of one, with bytes only.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from typing import Any
 
 from dynamo.frontend.prompt.tokenizer_file import TokenizerFile
 
-__all__ = ["PieceTable", "byte_alphabet"]
+__all__ = ["PieceTable"]
 
 _FALLBACK_STEPS = ["Replace", "ByteFallback", "Fuse", "Strip"]
 _ONE_SPACE = {"content": " ", "start": 1, "stop": 0}
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
-def byte_alphabet() -> dict[int, int]:
-    """Code point of the printable stand-in to byte: printable bytes stand for themselves."""
+def _byte_alphabet() -> dict[int, int]:
+    """The GPT-2 alphabet, code point to byte: a printable byte is itself, others follow U+00FF."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {byte: byte for byte in printable}
     others = (byte for byte in range(256) if byte not in table)
@@ -57,7 +56,7 @@ class PieceTable:
 
     @classmethod
     def of(cls, parsed: TokenizerFile) -> PieceTable | None:
-        """The table of a tokenizer.json, None if its decoder is of neither kind. O(vocabulary)."""
+        """The table of a tokenizer.json, None for other decoders. O(vocabulary)."""
         decoder = parsed.decoder or {}
         steps = decoder.get("decoders", [decoder])
         vocab = parsed.model.vocab
@@ -87,14 +86,14 @@ class PieceTable:
 
 
 def _byte_level(steps: list[dict[str, Any]]) -> Callable[[str], bytes] | None:
-    """Token to bytes for a decoder that is ByteLevel alone."""
+    """A function from token to bytes, if the decoder is ByteLevel alone."""
     if [step.get("type") for step in steps] != ["ByteLevel"]:
         return None
-    alphabet = {code: chr(byte) for code, byte in byte_alphabet().items()}
+    alphabet = {code: chr(byte) for code, byte in _byte_alphabet().items()}
     known = set(map(chr, alphabet))
 
     def to_bytes(token: str) -> bytes:
-        # A token with a character outside the alphabet is taken as it is written.
+        # A token with a character outside the alphabet is plain text.
         if known.issuperset(token):
             return token.translate(alphabet).encode("latin-1")
         return token.encode()
@@ -103,9 +102,9 @@ def _byte_level(steps: list[dict[str, Any]]) -> Callable[[str], bytes] | None:
 
 
 def _byte_fallback(steps: list[dict[str, Any]]) -> Callable[[str], bytes] | None:
-    """Token to bytes for the decoder of Llama 2 and Mistral 7B, or Gemma's without the last step.
+    """The same for the decoder of Llama 2 and Mistral 7B, or Gemma's without the last step.
 
-    A broken character costs its own bytes only; ``tokenizers`` gives up all bytes in a row.
+    A broken character loses its own bytes only; ``tokenizers`` replaces all bytes in a row.
     """
     kinds = [step.get("type") for step in steps]
     if kinds not in (_FALLBACK_STEPS, _FALLBACK_STEPS[:-1]):

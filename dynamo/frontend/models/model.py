@@ -101,8 +101,7 @@ class ModelEntry:
         begun = time.monotonic()
         try:
             self.preprocessor = await asyncio.to_thread(Preprocessor, card)
-            self.preprocessor.on_rendered = self._all_metrics.template.observe
-            self.preprocessor.on_tokenized = self._all_metrics.tokenized
+            self.preprocessor.metrics = self._all_metrics
             path = f"{card.namespace}.{card.component}.{card.endpoint}"
             self.client = await runtime.endpoint(path).client()
             self._admitted = AdmittedWorkers(self.client)

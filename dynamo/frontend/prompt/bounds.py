@@ -1,4 +1,4 @@
-"""What one request may ask of the frontend: bounds on its JSON, its lists and its choices.
+"""Bounds on one request: its JSON, its lists and its choices.
 
 Each bound is checked before the work that it bounds; docs/limits.md has them all.
 """
@@ -35,7 +35,7 @@ MAX_CHOICES = 1_024
 """Prompts times ``n``."""
 
 MAX_ENGINE_BYTES = 80 << 20
-"""What all choices together send to engines: 128 choices of a prompt of 128 Ki tokens fit."""
+"""Sent to engines for all choices together: 128 choices of a prompt of 128 Ki tokens fit."""
 
 MAX_BODY_BYTES = 45 << 20
 _BODY_BASE_BYTES = 4 << 20

@@ -1,6 +1,6 @@
-"""Options that few requests have, as engines and routers read them. Spec 5.6, 7.4.
+"""Options that few requests have, in the form of engines and routers. Spec 5.6, 7.4.
 
-The common ones are sorted in ``preprocessor``.
+``preprocessor`` translates the common ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Chat messages as clients send them to messages as templates want them.
+"""Convert chat messages from the form of the API to the form of the template.
 
-A message whose content is a text is passed as it is; only what a template would stumble over is
-copied and changed: missing content, content in parts, arguments of tool calls in JSON.
+A message whose content is a text stays as it is. Copied and changed are those that a template
+would fail on: missing content, content in parts, arguments of tool calls as JSON text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Message = Mapping[str, Any]
 
 
 class ContentForm(enum.Enum):
-    """What a template can read as the content of a message."""
+    """The kind of message content that a template can print."""
 
     TEXT = "text"
     PARTS = "parts"
@@ -29,7 +29,7 @@ class ContentForm(enum.Enum):
 
 
 def template_messages(messages: Sequence[Message], form: ContentForm) -> list[Message]:
-    """``messages`` in the form a template wants. Raises InvalidArgument for parts without text."""
+    """Convert ``messages`` to ``form``. Raises InvalidArgument for parts without text."""
     return [
         message
         if type(message.get("content")) is str
@@ -41,7 +41,7 @@ def template_messages(messages: Sequence[Message], form: ContentForm) -> list[Me
 
 
 def message_text(position: int, message: Message) -> str:
-    """The text of one message; parts are put on lines of their own."""
+    """The text of one message, with a line for each part."""
     content = message.get("content")
     if isinstance(content, list):
         return "\n".join(_part_text(position, number, part) for number, part in enumerate(content))
@@ -65,7 +65,7 @@ def _convert(position: int, message: Message, form: ContentForm) -> Message:
     if calls:
         changed["tool_calls"] = [_call(position, each) for each in calls]
     elif "tool_calls" in changed:
-        del changed["tool_calls"]  # null and [] mean none, but templates ask whether it is there
+        del changed["tool_calls"]  # null and [] mean none, but templates test for the key
     return changed
 
 
@@ -80,7 +80,7 @@ def _part_text(position: int, number: int, part: Mapping[str, Any]) -> str:
 
 
 def _call(position: int, call: Any) -> Any:
-    """Templates print ``arguments`` with ``tojson``: give them the object, not its text."""
+    """Parse ``arguments``, because templates print the object with ``tojson``."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise InvalidArgument(f"Validation: messages[{position}].tool_calls: missing `function`")

@@ -1,4 +1,4 @@
-"""Work on large requests, in threads beside the event loop."""
+"""Threads that decode and tokenize large requests beside the event loop."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LIMIT_BYTES = 256 << 20
 
 
 class OffLoop:
-    """A few threads, and a bound on the bodies of the requests that need them.
+    """A few threads, and a bound on the bodies that wait for them.
 
-    Few, because each decodes or tokenizes one body at a time: their number bounds the memory that
-    large requests take together. ``held_bytes`` are the bodies in work or waiting.
+    Each thread works on one body at a time: their number bounds the memory that large requests
+    take together. ``held_bytes`` is the size of the bodies in work or waiting.
     """
 
     def __init__(self, limit_bytes: int = _LIMIT_BYTES) -> None:
@@ -35,7 +35,7 @@ class OffLoop:
 
     @contextmanager
     def hold(self, size_bytes: int) -> Iterator[None]:
-        """Account for a body while it is worked on. Raises Unavailable above the limit.
+        """Count a body while it is worked on. Raises Unavailable above the limit.
 
         One body is always accepted, however large.
         """
@@ -56,5 +56,5 @@ class OffLoop:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
-        """Drop what has not begun; does not wait for what has."""
+        """Drop queued work; running work ends on its own."""
         self._threads.shutdown(wait=False, cancel_futures=True)

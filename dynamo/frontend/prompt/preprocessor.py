@@ -1,4 +1,4 @@
-"""From a typed request to what engines take: prompt text, token ids, limits, sampling, routing.
+"""From a typed request to engine requests: prompt text, token ids, limits, sampling, routing.
 
 Spec 5.6, 7.4. ``n`` choices and lists of prompts become one engine request each.
 """
@@ -6,9 +6,9 @@ Spec 5.6, 7.4. ``n`` choices and lists of prompts become one engine request each
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -22,9 +22,10 @@ from dynamo.frontend.prompt.engine_options import (
 )
 from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.prompt.off_loop import OffLoop
-from dynamo.frontend.prompt.template import load_template
+from dynamo.frontend.prompt.template import load_template, template_variables
 from dynamo.frontend.prompt.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
 from dynamo.llm.model_directory import ModelDirectory
+from dynamo.observability.metrics import Histogram
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.codec import Tokens, tokens
 from dynamo.protocols.engine import (
@@ -39,7 +40,7 @@ __all__ = ["Prepared", "Preprocessor", "TokenizedPrompt"]
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
-    """One prompt: its ids, and its text where there was one (or it is needed for ``echo``)."""
+    """One prompt: its ids, and its text if the client sent text or asked for ``echo``."""
 
     token_ids: Tokens
     text: str | None
@@ -61,14 +62,22 @@ class Prepared(msgspec.Struct, frozen=True):
     tokenized_s: Sequence[float] = ()
 
 
+class PromptMetrics(Protocol):
+    """The histograms of rendering and tokenization; see :class:`FrontendMetrics`."""
+
+    template: Histogram
+    tokenize: Histogram
+    tokenize_ms: Histogram
+
+
 class Preprocessor:
-    """Everything about one model that turns requests into engine requests.
+    """Tokenizer, chat template and limits of one model.
 
     ``card`` names the model directory in ``source_path`` unless ``model_dir`` is given. Raises
     ConfigError naming the file and the remedy. Loading is O(vocabulary): do it off the event loop.
     Bodies up to ``inline_limit_bytes`` go through :meth:`chat` and :meth:`completion`, larger ones
-    through :meth:`chat_off_loop` and :meth:`completion_off_loop`. ``on_rendered`` and
-    ``on_tokenized``, where set, are called with the seconds that each prompt took.
+    through :meth:`chat_off_loop` and :meth:`completion_off_loop`. ``metrics``, where
+    set, observe the seconds that each prompt took.
     """
 
     def __init__(
@@ -84,8 +93,7 @@ class Preprocessor:
         self._checksum = card.checksum or None
         self.tokenizer: Tokenizer = load_tokenizer(directory, cache_bytes)
         self.inline_limit_bytes = min(self.tokenizer.inline_limit_bytes, INLINE_BODY_BYTES)
-        self.on_rendered: Callable[[float], None] | None = None
-        self.on_tokenized: Callable[[float], None] | None = None
+        self.metrics: PromptMetrics | None = None
         self.template = load_template(directory, custom_template_path or card.custom_template_path)
         self.context_length = (
             card.context_length or card.runtime_config.context_length or directory.context_length
@@ -109,11 +117,13 @@ class Preprocessor:
 
     def _report(self, prepared: Prepared) -> Prepared:
         """Report the times of a request, on the event loop: the counters are not locked."""
-        if self.on_rendered is not None and prepared.rendered_s is not None:
-            self.on_rendered(prepared.rendered_s)
-        if self.on_tokenized is not None:
+        metrics = self.metrics
+        if metrics is not None:
+            if prepared.rendered_s is not None:
+                metrics.template.observe(prepared.rendered_s)
             for seconds in prepared.tokenized_s:
-                self.on_tokenized(seconds)
+                metrics.tokenize.observe(seconds)
+                metrics.tokenize_ms.observe(seconds * 1e3)
         return prepared
 
     def _chat(self, request: ChatCompletionRequest) -> Prepared:
@@ -124,7 +134,8 @@ class Preprocessor:
         begun = time.perf_counter()
         text = self._render(request)
         rendered = time.perf_counter()
-        self._check_size(text)
+        if self.context_length is not None and 4 * len(text) > self.context_length:
+            self._check_size(text)
         ids = self.tokenizer.encode(text, request.add_special_tokens is True)
         tokenized_s = time.perf_counter() - rendered
         prompts = [TokenizedPrompt(ids, text)]
@@ -160,13 +171,13 @@ class Preprocessor:
         max_tokens: int | None,
         logprobs: int | None,
     ) -> Prepared:
-        """Prepare ``nvext.token_data``, which is taken instead of messages or prompts."""
+        """Prepare ``nvext.token_data``, which replaces messages and prompts."""
         prompt = self._from_ids(token_data)
         requests = self._engine_requests(request, [prompt], max_tokens, logprobs)
         return Prepared(requests, [prompt], request.n or 1, len(prompt.token_ids))
 
     def _check_size(self, prompt: str | list[int]) -> None:
-        """Refuse, before it is tokenized, a prompt that no context can hold."""
+        """Refuse a prompt that cannot fit into the context, before it is tokenized."""
         context = self.context_length
         if context is None or 4 * len(prompt) <= context:  # not even with a token for each byte
             return
@@ -188,7 +199,7 @@ class Preprocessor:
             None if request.tool_choice == "none" else request.tools,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=request.continue_final_message is True,
-            variables=_template_variables(request),
+            variables=template_variables(request),
         )
 
     def _from_ids(self, given: list[int], with_text: bool = False) -> TokenizedPrompt:
@@ -242,7 +253,7 @@ class Preprocessor:
         return expand_choices(requests, n) if n > 1 or len(requests) > 1 else requests
 
     def _limit(self, prompt_tokens: int, max_tokens: int | None) -> int | None:
-        """``max_tokens`` if it fits, or what the context leaves. Raises InvalidArgument."""
+        """Return ``max_tokens`` if it fits, by default the rest of the context."""
         if not prompt_tokens:
             raise InvalidArgument("Validation: the prompt has no tokens")
         context = self.context_length
@@ -285,7 +296,7 @@ def _stop_conditions(
 
 
 def _sampling_options(request: GenerationRequest) -> SamplingOptions:
-    """How to draw. ``n`` is 1 for the engine, which gets a request for each choice; ``best_of``,
+    """How to sample. ``n`` is 1 for the engine, which gets a request for each choice; ``best_of``,
     which equals the client's ``n``, is left out."""
     greedy = request.nvext is not None and request.nvext.greed_sampling
     constrained = (
@@ -311,23 +322,6 @@ def _sampling_options(request: GenerationRequest) -> SamplingOptions:
         logit_bias=request.logit_bias,
         guided_decoding=guided_decoding(request) if constrained else None,
     )
-
-
-def _template_variables(request: ChatCompletionRequest) -> dict[str, Any]:
-    """The variables that the request adds to those of every template."""
-    variables: dict[str, Any] = {}
-    if request.chat_template_args:
-        variables.update(request.chat_template_args)
-    if request.chat_template_kwargs:
-        variables.update(request.chat_template_kwargs)
-    if request.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
-    if request.documents is not None:
-        variables["documents"] = request.documents
-    if variables:
-        for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
-            variables.pop(name, None)
-    return variables
 
 
 def _prompts(request: CompletionRequest) -> list[Any]:

@@ -1,8 +1,8 @@
-"""A cache of the texts between special tokens, for a tokenizer that is slow.
+"""A cache of token ids by segment, the text between special tokens, for slow tokenizers.
 
-A chat prompt is a row of segments set apart by special tokens, and the next request of the same
-chat repeats all but the last. Where nothing crosses a special token, ids of the whole are the ids
-of its segments in a row, so each can be kept.
+A chat prompt is a sequence of segments separated by special tokens, and the next request of the
+same chat repeats all but the last. If no token crosses a special token, the ids of a text are those
+of its segments, one after the other, so each segment can be cached.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _ENTRY_BYTES = 300
 
 
 class SegmentCache:
-    """Least recently used segments up to ``max_bytes`` (texts, ids and an allowance per entry).
+    """An LRU cache of up to ``max_bytes`` (texts, ids and an allowance per entry).
 
-    ``hits`` and ``misses`` count segments, ``size_bytes`` is what is held.
+    ``hits`` and ``misses`` count segments, ``size_bytes`` is the size of all entries.
     """
 
     def __init__(
         self, special: dict[str, int], encode: Callable[[str], Tokens], max_bytes: int
     ) -> None:
-        # Longest first: at one place the longest token wins, as in the tokenizer itself.
+        # Longest first: at one place the longest token wins, as in the tokenizer.
         ordered = sorted(special, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, ordered)) + ")").split
         self._special = special
@@ -47,7 +47,7 @@ class SegmentCache:
     def of(
         cls, parsed: TokenizerFile, encode: Callable[[str], Tokens], max_bytes: int
     ) -> SegmentCache | None:
-        """A cache for this tokenizer, None where a segment's ids depend on its surroundings."""
+        """A cache for this tokenizer, None if the ids of a segment depend on the text around it."""
         tokens = parsed.added_tokens
         plain = all(
             not (token.normalized or token.lstrip or token.rstrip or token.single_word)
@@ -58,7 +58,7 @@ class SegmentCache:
         return cls({token.content: token.id for token in tokens}, encode, max_bytes)
 
     def encode(self, text: str) -> Tokens:
-        """Ids of ``text`` without added prefix or suffix. O(text) plus the unknown segments."""
+        """Ids of ``text`` without added special tokens. O(text) plus the unknown segments."""
         ids: Tokens = array("I")
         parts = self._split(text)
         for position, part in enumerate(parts):
@@ -69,7 +69,7 @@ class SegmentCache:
         return ids
 
     def clear(self) -> None:
-        """Forget everything, counters included."""
+        """Drop all entries and reset the counters."""
         with self._lock:
             self._entries.clear()
             self.size_bytes = self.hits = self.misses = 0
@@ -82,6 +82,8 @@ class SegmentCache:
                 self._entries.move_to_end(text)
                 return found
             self.misses += 1
+        # Not under the lock, which would make long prompts wait for each other: two threads may
+        # encode the same segment, and the first result stays.
         found = self._encode(text)
         with self._lock:
             self._keep(text, found)

@@ -19,8 +19,9 @@ import jinja2.sandbox
 from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.frontend.prompt.messages import ContentForm, template_messages
 from dynamo.llm.model_directory import ModelDirectory
+from dynamo.protocols.openai import ChatCompletionRequest
 
-__all__ = ["ChatTemplate", "load_template"]
+__all__ = ["ChatTemplate", "load_template", "template_variables"]
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -43,8 +44,8 @@ _PROBE = "\x02probe\x03"
 class ChatTemplate:
     """One model's chat template.
 
-    ``named`` are the sources by name: ``default``, and perhaps ``tool_use``, which is taken when
-    the request has tools. ``specials`` are ``bos_token`` and the like. Raises ConfigError if a
+    ``named`` are the sources by name: ``default``, and perhaps ``tool_use`` for requests with
+    tools. ``specials`` are ``bos_token`` and the like. Raises ConfigError if a
     source does not compile.
     """
 
@@ -74,10 +75,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. Raises InvalidArgument with the template's own message.
+        """Return the prompt. Raises InvalidArgument with the template's own message.
 
-        ``continue_final_message`` leaves the last message open, so that the model goes on with it.
-        ``variables`` are seen by the template (chat_template_kwargs). O(messages).
+        ``continue_final_message`` leaves the last message open, for the model to continue.
+        ``variables`` are more names for the template (chat_template_kwargs). O(messages).
         """
         ready = messages
         for message in messages:
@@ -112,28 +113,29 @@ class ChatTemplate:
             raise InvalidArgument(f"Chat template: {shorten(error, _SHOWN)}") from None
 
     def _content_form(self) -> ContentForm:
-        as_text = self._shows(_PROBE)
-        as_parts = self._shows([{"type": "text", "text": _PROBE}])
+        """Find out which content this template can print, by rendering a probe as both."""
+        as_text = self._prints(_PROBE)
+        as_parts = self._prints([{"type": "text", "text": _PROBE}])
         if as_parts:
             return ContentForm.EITHER if as_text else ContentForm.PARTS
         return ContentForm.TEXT
 
-    def _shows(self, content: Any) -> bool:
+    def _prints(self, content: Any) -> bool:
         try:
             prompt = self._render([{"role": "user", "content": content}], None, True)
         except InvalidArgument:
             return False
-        # A template that knows no parts prints the list as Python would.
+        # A template for text alone prints the list as Python does.
         return _PROBE in prompt and "'type'" not in prompt and '"type"' not in prompt
 
 
 def load_template(
     model: str | Path | ModelDirectory, custom_path: str | Path | None = None
 ) -> ChatTemplate | None:
-    """The template of a model directory, or the one in ``custom_path``; None if there is none.
+    """Return the template in ``custom_path`` or of a model directory, None if it has none.
 
-    Looked for in the order custom file, chat_template.jinja, chat_template.json,
-    tokenizer_config.json. Raises ConfigError.
+    The first of custom file, chat_template.jinja, chat_template.json and tokenizer_config.json
+    wins. Raises ConfigError.
     """
     directory = model if isinstance(model, ModelDirectory) else ModelDirectory(model)
     found = directory.chat_templates(custom_path)
@@ -143,7 +145,26 @@ def load_template(
     return ChatTemplate(named, directory.special_tokens, str(origin))
 
 
+def template_variables(request: ChatCompletionRequest) -> dict[str, Any]:
+    """The variables that the request adds to those of every template."""
+    variables: dict[str, Any] = {}
+    if request.chat_template_args:
+        variables.update(request.chat_template_args)
+    if request.chat_template_kwargs:
+        variables.update(request.chat_template_kwargs)
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    if variables:
+        # What the client sends in other fields cannot be overridden.
+        for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+            variables.pop(name, None)
+    return variables
+
+
 def _open_last(prompt: str, message: Message) -> str:
+    """``prompt`` up to the end of the text of ``message``, which is the last one."""
     content = message.get("content")
     if isinstance(content, list):
         texts = [part["text"] for part in content if isinstance(part.get("text"), str)]
@@ -159,9 +180,9 @@ def _open_last(prompt: str, message: Message) -> str:
 
 
 class _Context(jinja2.runtime.Context):
-    """The names that one rendering sees, in ``names``, which it may change.
+    """The context of one rendering, which may change ``names``.
 
-    The constructor of jinja2 costs as much as a short template: it copies, and makes objects that
+    The constructor of jinja2 takes as long as a short template: it copies, and makes objects that
     chat templates do not use.
     """
 
@@ -169,7 +190,8 @@ class _Context(jinja2.runtime.Context):
         self.environment = template.environment
         self.name = template.name
         self.blocks = {name: [block] for name, block in template.blocks.items()}
-        # What a template sets goes where it looks first, so one dict serves as both.
+        # Names that a template sets hide the given ones, and nothing reads those afterwards:
+        # one dict serves as both.
         self.parent = self.vars = names
         self.exported_vars = set()
         self.globals_keys = set()
@@ -180,7 +202,11 @@ class _Context(jinja2.runtime.Context):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox with the functions that templates expect."""
+    """The sandbox, with the functions that templates expect.
+
+    Templates come with a model, from anywhere: they must not reach attributes of Python objects
+    nor change the request.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -193,8 +219,11 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As the sandbox does, without its detour for ``message.role`` on a dict and
-        ``loop.first``."""
+        """As in the sandbox, but fast for ``message.role`` and ``loop.first``.
+
+        The sandbox first tries the attribute, which for a key of a dict raises an exception, and
+        checks the result. A key of a plain dict and these attributes of a loop are safe.
+        """
         kind = type(obj)
         if kind is dict and attribute not in _DICT_NAMES:
             try:
@@ -212,7 +241,7 @@ class _GenerationTag(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja2's own interface
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The body of the block."""
+        """Return the body of the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

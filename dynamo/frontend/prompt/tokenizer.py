@@ -1,9 +1,9 @@
 """Text to token ids and back: ``fastokens`` where it is exact for the model, else ``tokenizers``.
 
-``fastokens`` is taken when it loads the model's tokenizer.json and agrees with ``tokenizers`` on
-a probe text; it is some fifty times faster, so that even long prompts are encoded on the spot.
-Both keep a bounded cache of the segments between special tokens: the turns of a chat that were
-there before are not tokenized again, and the ids are the same as without it.
+``fastokens`` is used if it loads the model's tokenizer.json and agrees with ``tokenizers`` on a
+probe text; it is some fifty times faster, so that even long prompts are encoded on the event loop.
+Both keep a bounded cache of the segments between special tokens, so that the earlier messages of a
+chat are not tokenized again; the ids are the same as without it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CACHE_BYTES = 16 << 20
 _FAST_INLINE_BYTES = 256 << 10
 _SLOW_INLINE_BYTES = 4 << 10
 _SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 4}
-"""Bytes of UTF-8 that a normalizer makes one, at most: four of U+1D400, a bold A, become ``A``."""
+"""The most bytes of UTF-8 that a normalizer turns into one: U+1D400, a bold A, becomes ``A``."""
 
 _PROBE = (
     "The quick brown fox can't jump over 1234567890 lazy dogs!!  \n\n\t"
@@ -42,7 +42,7 @@ _PROBE = (
 
 
 class CacheStats(NamedTuple):
-    """Segments found and not found since the start, and bytes held now."""
+    """Segments found and not found since the start, and the size of the cache now."""
 
     hits: int
     misses: int
@@ -87,13 +87,8 @@ class Tokenizer:
         self._reference = None if self.pieces and self._encoder.name == "fastokens" else reference
 
     @property
-    def backend(self) -> str:
-        """``fastokens`` or ``tokenizers``."""
-        return self._encoder.name
-
-    @property
     def inline_limit_bytes(self) -> int:
-        """Longer texts belong off the event loop."""
+        """The longest text to encode on the event loop."""
         return self._encoder.inline_limit_bytes
 
     def encode(self, text: str, add_special_tokens: bool = False) -> Tokens:
@@ -101,21 +96,21 @@ class Tokenizer:
         return self._encoder.encode(text, add_special_tokens)
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound on the number of tokens, without encoding ``text``.
+        """A lower bound on the number of tokens, without encoding ``text``. O(characters).
 
-        The bytes of UTF-8 over those of the longest token. 0 where a token may stand for any text:
-        unknown words, unigrams, normalizers that drop characters. White space that a special token
-        takes with it (``lstrip``, ``rstrip``) counts as if it were encoded.
+        It is the bytes of UTF-8 divided by those of the longest token; 0 where one token may cover
+        any text: unknown words, unigrams, normalizers that drop characters. White space that a
+        special token absorbs (``lstrip``, ``rstrip``) counts as if it were encoded.
         """
         longest_bytes = self._longest_token_bytes * self._shrinks_by
         if not longest_bytes:
             return 0
-        if text.isascii():  # which Unicode normalizers leave as it is
+        if text.isascii():  # Unicode normalizers do not change it
             return -(-len(text) // self._longest_token_bytes)
         return -(-len(text.encode()) // longest_bytes)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text of all ``ids`` at once; ids without an entry are nothing."""
+        """Text of all ``ids`` at once; unknown ids have none."""
         if self.pieces is not None:
             return self.pieces.decode(ids, skip_special_tokens)
         assert self._reference is not None
@@ -145,25 +140,25 @@ def load_tokenizer(model: str | Path | ModelDirectory, cache_bytes: int = CACHE_
 
 
 class _FastEncoder:
-    """``fastokens``, which brings its own segment cache."""
+    """``fastokens`` with its own segment cache."""
 
     name = "fastokens"
     inline_limit_bytes = _FAST_INLINE_BYTES
 
     def __init__(self, path: Path) -> None:
-        # A long prompt on several threads is a little sooner done and costs 15 % more CPU.
+        # Several threads encode a long prompt little faster and take 15 % more CPU.
         preset("FASTOKENS_BPE_THREADS", "1")
         self._native = fastokens.Tokenizer.from_file(str(path))
         self._native.no_truncation()
         self._native.no_padding()
 
-    def remember(self, cache_bytes: int) -> None:
-        """Start with an empty segment cache of this size; 0 is none."""
+    def reset_cache(self, cache_bytes: int) -> None:
+        """Make a new segment cache of this size; 0 for none."""
         self._native.enable_segment_cache(cache_bytes)
 
     def encode(self, text: str, add_special_tokens: bool) -> Tokens:
         ids: Tokens = array("I")
-        # The flat form makes no object per token.
+        # The flat form is one bytes object: no object per token.
         ids.frombytes(self._native.encode_batch_flat([text], add_special_tokens)[0])
         return ids
 
@@ -175,7 +170,7 @@ class _FastEncoder:
 
 
 class _SlowEncoder:
-    """``tokenizers``, with a segment cache of our own where the segments are independent."""
+    """``tokenizers``, with a :class:`SegmentCache` where the segments are independent."""
 
     name = "tokenizers"
     inline_limit_bytes = _SLOW_INLINE_BYTES
@@ -227,7 +222,7 @@ def _choose_encoder(
 ) -> Encoder:
     try:
         fast = _FastEncoder(path)
-        fast.remember(cache_bytes)
+        fast.reset_cache(cache_bytes)
         probe = _probe(parsed)
         exact = all(
             fast.encode(text, special).tolist()
@@ -239,7 +234,7 @@ def _choose_encoder(
         exact = False
     if not exact:
         return _SlowEncoder(reference, parsed, cache_bytes)
-    fast.remember(cache_bytes)
+    fast.reset_cache(cache_bytes)  # without the probes and their counts
     return fast
 
 
@@ -249,10 +244,11 @@ def _probe(parsed: TokenizerFile) -> str:
 
 
 def _longest_token_bytes(parsed: TokenizerFile, pieces: PieceTable | None) -> int:
-    """Bytes of text that the longest token stands for; 0 if there is no bound."""
+    """The most bytes of text that one token covers; 0 without a bound."""
     vocab = parsed.model.vocab
     if parsed.model.byte_fallback and isinstance(vocab, dict):
-        # Not the pieces: "▁" in the vocabulary is a space, but also itself, which is longer.
+        # Not the pieces: "▁" decodes to a space, but a "▁" in the text is encoded by it too, and
+        # that is three bytes.
         texts = [*vocab, *(token.content for token in parsed.added_tokens)]
         return max(len(text.encode()) for text in texts)
     if pieces is None:
@@ -261,7 +257,7 @@ def _longest_token_bytes(parsed: TokenizerFile, pieces: PieceTable | None) -> in
 
 
 def _most_shrunk_by(normalizer: dict[str, Any] | None) -> int:
-    """How many bytes may become one; 0 if there is no bound."""
+    """The most bytes that the normalizer turns into one; 0 without a bound."""
     if normalizer is None:
         return 1
     kind = normalizer.get("type")

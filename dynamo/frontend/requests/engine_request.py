@@ -19,7 +19,7 @@ from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
 
-__all__ = ["EngineRequest", "Owner", "Pending", "Rerouter"]
+__all__ = ["EngineRequest", "Pending", "RequestOwner", "Rerouter"]
 
 _decode = decoder(EngineOutput).decode
 _NEVER = 0.0
@@ -44,7 +44,7 @@ class Rerouter(Protocol):
         ...
 
 
-class Owner(Protocol):
+class RequestOwner(Protocol):
     """The active request that an engine request belongs to; see :class:`ActiveRequest`."""
 
     closed: bool
@@ -92,6 +92,7 @@ class EngineRequest:
     """
 
     __slots__ = (
+        "_choice",
         "_dispatch",
         "_reported",
         "_text_complete",
@@ -116,7 +117,7 @@ class EngineRequest:
 
     def __init__(
         self,
-        request: Owner,
+        request: RequestOwner,
         index: int,
         dispatch: Rerouter,
         engine_id: str,
@@ -124,6 +125,7 @@ class EngineRequest:
     ) -> None:
         self.request = request
         self.index = index
+        self._choice = request.generation.choices[index]
         self.id = engine_id
         self.preprocessed = preprocessed
         self.routing: Routing | None = preprocessed.routing
@@ -152,7 +154,7 @@ class EngineRequest:
         request.last_activity_s = now
         try:
             output = _decode(payload)
-            text_complete = self._text_complete = request.generation.push(self.index, output)
+            text_complete = self._text_complete = self._choice.push(output)
         except DynamoError as error:
             request.fail(error, by_worker=True)
             return
@@ -171,8 +173,9 @@ class EngineRequest:
                 request.metrics.first_token(now)
             self.tokens += count
             self.last_token_s = now
-            if self._dispatch.tracks_output:
-                self._report_tokens()
+            if self._dispatch.tracks_output:  # tokens count as load as they arrive
+                self._reported = self.tokens
+                self.picker.add_output_tokens(self.id, count)
         if request.streaming:
             request.output_ready(len(payload))
         if text_complete and output.finish_reason is None:
@@ -188,7 +191,7 @@ class EngineRequest:
         request = self.request
         if self.open and not request.closed:
             if not self._text_complete:
-                request.generation.close(self.index)
+                self._choice.close()
             self.open = False
             self.release()
             request.engine_request_done()
@@ -218,12 +221,4 @@ class EngineRequest:
             stream.kill()
         self.open = False
         if self.decision is not None:
-            self._report_tokens()
-            self.picker.free(self.id)
-
-    def _report_tokens(self) -> None:
-        """Report the tokens since the last report to the picker, where they count as load."""
-        count = self.tokens - self._reported
-        if count:
-            self._reported = self.tokens
-            self.picker.add_output_tokens(self.id, count)
+            self.picker.free(self.id, self.tokens - self._reported)

@@ -265,11 +265,6 @@ class FrontendMetrics:
         """The child of ``spec`` for these label values."""
         return self.registry.family(spec, self.prefix)[values]
 
-    def tokenized(self, seconds: float) -> None:
-        """Count the tokenization of a prompt."""
-        self.tokenize.observe(seconds)
-        self.tokenize_ms.observe(seconds * 1e3)
-
     def tokenizer_cache(self, hits: int, misses: int) -> None:
         """Show the prompt segments found and not found tokenized, all models, since the start."""
         self.child(_CACHE_HITS).value = hits

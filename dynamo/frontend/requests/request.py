@@ -21,7 +21,7 @@ from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import Labels, SlowClient, error_response, explained, labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics
+from dynamo.frontend.requests.request_metrics import Output, Prefilled, RequestMetrics
 from dynamo.http import Exchange, WriteBatch
 from dynamo.router.picker import Decision
 
@@ -283,9 +283,9 @@ class ActiveRequest:
         for one in engine_requests:
             if not one.released:
                 one.release()
+        output = None
         if metrics.accepted and metrics.engine_requests:
-            usage = self.generation.usage()
-            metrics.output(usage, engine_requests, self.detokenize_s)
-        metrics.ended(failure)
+            output = Output(self.generation.usage(), engine_requests, self.detokenize_s)
+        metrics.ended(failure, output)
         self.engine_requests = ()  # they refer to the request: a cycle would need the collector
         self._shared.remove(self)

@@ -6,7 +6,7 @@ Every gauge that goes up here goes down in :meth:`RequestMetrics.ended`, however
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from dynamo.frontend.answer.choice import Usage
@@ -15,7 +15,7 @@ from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.observability.metrics import Gauge
 from dynamo.router.picker import Decision, Picker
 
-__all__ = ["Prefilled", "RequestMetrics", "ServedChoice"]
+__all__ = ["Output", "Prefilled", "RequestMetrics", "ServedChoice"]
 
 
 class Prefilled(NamedTuple):
@@ -38,6 +38,14 @@ class ServedChoice(Protocol):
     tokens: int
     first_token_s: float
     last_token_s: float
+
+
+class Output(NamedTuple):
+    """The output of a request, complete or partial; ``detokenize_s`` went into its text."""
+
+    usage: Usage
+    choices: Sequence[ServedChoice]
+    detokenize_s: float
 
 
 class RequestMetrics:
@@ -177,8 +185,34 @@ class RequestMetrics:
             "router_queue_depth": self._queue_depth,
         }
 
-    def output(self, usage: Usage, choices: Iterable[ServedChoice], detokenize_s: float) -> None:
-        """Count the output, complete or partial; converting it to text took ``detokenize_s``."""
+    def ended(self, failure: Labels | None, output: Output | None) -> None:
+        """Count the end of the request and its output, if an engine was asked for any.
+
+        ``failure`` is None if it succeeded; then the output is complete.
+        """
+        model, metrics = self._model, self._metrics
+        if output is not None:
+            self._count_output(output)
+        if self.prepared_s:
+            metrics.preprocess_stage.observe(self.prepared_s - self._received_s)
+        if self.engine_requests:
+            model.inflight.value -= 1
+            metrics.plane_inflight.value -= self.engine_requests
+        if self.accepted and not self._first_token_s:
+            model.queued.value -= 1
+        if self._stage is not None:
+            self._stage.value -= 1
+            self._stage = None
+        if failure is None:
+            model.requests[self._endpoint, "", model.name, self._kind, "success"].value += 1
+        else:
+            metrics.failures[failure.failure_class, failure.reason].value += 1
+            model.failed(self._endpoint, self._kind, failure.error_type)
+        model.active.value -= 1
+        model.duration.observe(time.monotonic() - self._received_s)
+
+    def _count_output(self, output: Output) -> None:
+        usage, choices, detokenize_s = output
         model, metrics = self._model, self._metrics
         tokens = usage.completion_tokens
         model.osl.observe(tokens)
@@ -202,27 +236,6 @@ class RequestMetrics:
                 last.ttft.value = choice.first_token_s - self._received_s
             if choice.tokens > 1:
                 last.itl.value = (choice.last_token_s - choice.first_token_s) / (choice.tokens - 1)
-
-    def ended(self, failure: Labels | None) -> None:
-        """Count the end of the request, with ``failure`` unless it succeeded."""
-        model, metrics = self._model, self._metrics
-        if self.prepared_s:
-            metrics.preprocess_stage.observe(self.prepared_s - self._received_s)
-        if self.engine_requests:
-            model.inflight.value -= 1
-            metrics.plane_inflight.value -= self.engine_requests
-        if self.accepted and not self._first_token_s:
-            model.queued.value -= 1
-        if self._stage is not None:
-            self._stage.value -= 1
-            self._stage = None
-        if failure is None:
-            model.requests[self._endpoint, "", model.name, self._kind, "success"].value += 1
-        else:
-            metrics.failures[failure.failure_class, failure.reason].value += 1
-            model.failed(self._endpoint, self._kind, failure.error_type)
-        model.active.value -= 1
-        model.duration.observe(time.monotonic() - self._received_s)
 
     def _enter(self, stage: Gauge) -> None:
         """Count the request in this stage and no other."""

@@ -133,10 +133,11 @@ class ActiveLoad:
             if crossed:
                 self._sequences.grow(reservation.handle, crossed, _faded(reservation))
 
-    def free(self, request_id: str) -> Reservation | None:
-        """End the request; return its reservation, or None without one."""
+    def free(self, request_id: str, output_tokens: int = 0) -> Reservation | None:
+        """End the request, which generated ``output_tokens`` more; return its reservation."""
         reservation = self._reservations.pop(request_id, None)
         if reservation is not None:
+            reservation.output_tokens += output_tokens
             self._sequences.release(reservation.handle)
             if self._prefills is not None and reservation.first_token_at_s is None:
                 self._prefills.abandon(reservation.slot, request_id, self._clock())

@@ -38,9 +38,7 @@ HEARTBEAT_S = 1.0
 REPEAT_QUERY_S = 0.2
 """Minimum time between two snapshot requests to the same router."""
 
-_KNOWN = gauge(
-    "dynamo_component_router_replicas", "Other routers that tell of their load", COMPONENT
-)
+_KNOWN = gauge("dynamo_component_router_replicas", "Other routers that share their load", COMPONENT)
 _REQUESTS = gauge(
     "dynamo_component_router_replica_requests",
     "Running requests of other routers that are counted as load",

@@ -1,4 +1,4 @@
-"""What one request may ask for: each bound is checked before the work that it bounds."""
+"""Bounds on one request: each is checked before the work that it bounds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def refuse_to_tokenize(site: Site) -> None:
     def encode(*_: object) -> Any:
         raise AssertionError("tokenized")
 
-    site.preprocessor.tokenizer.encode = encode  # type: ignore[method-assign, assignment]
+    site.preprocessor.tokenizer.encode = encode  # type: ignore[assignment,method-assign]
 
 
 def nested(depth: int) -> bytes:
@@ -104,7 +104,7 @@ def test_a_prompt_of_a_million_ids_passes() -> None:
     assert parse_completion(completion_body(prompt=ids)).prompt == ids
 
 
-def test_arguments_of_tool_calls_are_bounded_too() -> None:
+def test_arguments_of_tool_calls_are_bounded() -> None:
     calls = [{"function": {"name": "f", "arguments": nested(5000).decode()}}]
     body = chat_body(messages=[{"role": "assistant", "content": "", "tool_calls": calls}])
     with pytest.raises(InvalidArgument, match=r"messages\[0\].tool_calls: `arguments` is nested"):
@@ -112,7 +112,7 @@ def test_arguments_of_tool_calls_are_bounded_too() -> None:
 
 
 @pytest.mark.parametrize("calls", [5, 0, {}, {"a": 1}, "x", "", True])
-def test_tool_calls_that_are_no_list(calls: object) -> None:
+def test_tool_calls_must_be_a_list(calls: object) -> None:
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -146,7 +146,7 @@ def test_the_schema_of_a_response_format_is_checked() -> None:
         parse_chat(with_field("response_format", text.encode()))
 
 
-def test_what_is_quoted_is_cut() -> None:
+def test_quoted_values_are_shortened() -> None:
     for fields, start in (
         ({"x" * 5000: 1}, "Unsupported parameter(s): `xxx"),
         ({f"x{number}": 1 for number in range(1000)}, "Unsupported parameter(s): `x0`"),
@@ -202,7 +202,7 @@ def test_lists_have_bounds(name: str) -> None:
         parse_chat(chat_body(**{name: [item] * (limit + 1)}))
 
 
-def test_what_all_choices_send_is_bounded() -> None:
+def test_bytes_of_all_choices_are_bounded() -> None:
     bias = {str(number): 1 for number in range(40_000)}
     request = parse_completion(completion_body(prompt=["a"] * 1000, logit_bias=bias))
     with pytest.raises(InvalidArgument, match=r"1000 choices .* bytes for the engines, at most"):
@@ -299,7 +299,7 @@ PIECES = [
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=60).map("".join))
 @settings(deadline=None)
-def test_the_least_tokens_are_never_too_many(text: str) -> None:
+def test_the_least_tokens_are_a_lower_bound(text: str) -> None:
     for tokenizer in families():
         assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text)), ascii(text)
 
@@ -330,7 +330,7 @@ async def test_large_bodies_are_worked_on_in_threads(site: Site) -> None:
         assert go_on.wait(30)
         return encode(*words)
 
-    site.preprocessor.tokenizer.encode = watched  # type: ignore[method-assign, assignment]
+    site.preprocessor.tokenizer.encode = watched  # type: ignore[assignment,method-assign]
     messages = [{"role": "user", "content": "a"}] * 10 + [{"role": "user", "content": "b " * 10}]
     site.post({"model": "tiny", "messages": messages, "metadata": "x" * LARGE})
     async with asyncio.timeout(30):

@@ -1,4 +1,4 @@
-"""Stop strings are found however the text is cut, and no more is held back than needed."""
+"""Stop strings are found for any cutting of the text, and no more is held back than needed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_agrees_with_the_reference(
 
 
 @given(letters, stop_lists)
-def test_holds_back_the_least(text: str, stops: list[str]) -> None:
+def test_holds_back_as_little_as_possible(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(StopStrings(stops))
     shown = stream(matcher, text, [1])
     if matcher.hit is None:

@@ -1,4 +1,4 @@
-"""Answers as clients read them, checked with the models of the `openai` package. Spec 5.4-5.8."""
+"""Answers, checked with the models of the `openai` package. Spec 5.4-5.8."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def chat_chunks(stream: bytes) -> list[ChatCompletionChunk]:
 
 
 def write(stream: GenerationStream, index: int, output: EngineOutput) -> bytes:
-    stream.push(index, output)
+    stream.choices[index].push(output)
     return stream.flush()
 
 
@@ -86,7 +86,7 @@ def test_usage_chunk() -> None:
 
 def test_unary_chat() -> None:
     stream = chat()
-    done = [stream.push(0, each) for each in outputs("Hello 😀", "length")]
+    done = [stream.choices[0].push(each) for each in outputs("Hello 😀", "length")]
     assert done == [False] * (len(done) - 1) + [True]
     answer = ChatCompletion.model_validate_json(stream.unary(), strict=True)
     assert answer.choices[0].message.content == "Hello 😀"
@@ -96,17 +96,17 @@ def test_unary_chat() -> None:
     assert answer.usage.prompt_tokens_details is None
 
 
-def test_tokens_that_arrive_together_leave_as_one_delta() -> None:
+def test_tokens_that_arrive_together_become_one_delta() -> None:
     stream = chat(stream=True)
     first, *middle, last = outputs("one two three four", "stop")
     assert stream.flush() == b""
     head = write(stream, 0, first)
     for each in middle:
-        stream.push(0, each)
+        stream.choices[0].push(each)
     merged = stream.flush()
     assert merged.count(b"data:") == 1
     assert stream.flush() == b""
-    stream.push(0, last)
+    stream.choices[0].push(last)
     chunks = chat_chunks(head + merged + stream.end())
     texts = [chunk.choices[0].delta.content for chunk in chunks]
     assert "".join(text or "" for text in texts) == "one two three four"
@@ -126,7 +126,7 @@ def test_stop_string_ends_the_choice_before_the_engine_does() -> None:
     stream = chat(stream=True, stop=["STOP"])
     raw = b""
     for each in outputs("one ST two STOP three", None):
-        done = stream.push(0, each)
+        done = stream.choices[0].push(each)
         raw += stream.flush()
         if done:
             break
@@ -148,13 +148,13 @@ def test_stop_string_ends_the_choice_before_the_engine_does() -> None:
 def test_stop_strings_unary(fields: dict[str, Any], text: str) -> None:
     stream = chat(**({"stop": ["XY"]} | fields))
     for each in outputs("aXYb", "stop"):
-        stream.push(0, each)
+        stream.choices[0].push(each)
     assert json.loads(stream.unary())["choices"][0]["message"]["content"] == text
 
 
-def test_choices_share_what_ends_them() -> None:
+def test_choices_share_their_rules() -> None:
     stream = chat(n=3, stop=["STOP", "END"], stop_token_ids=list(range(1000)))
-    first, *others = stream._choices
+    first, *others = stream.choices
     for other in others:
         assert other._rules is first._rules
         assert other._stops is not None and first._stops is not None
@@ -165,7 +165,7 @@ def test_held_back_text_is_shown_when_the_engine_ends() -> None:
     stream = chat(stop=["XYZ"])
     feed_ids = outputs("a XY", "length")
     for each in feed_ids:
-        stream.push(0, each)
+        stream.choices[0].push(each)
     choice = json.loads(stream.unary())["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("a XY", "length")
 
@@ -184,7 +184,7 @@ def test_stop_ids(fields: dict[str, Any], content: str, tokens: int, reason: str
     a, b = ids_of("a")[0], ids_of("b")[0]
     fields = {name: [a] if name == "stop_token_ids" else value for name, value in fields.items()}
     stream = chat(**fields)
-    stream.push(0, EngineOutput(token_ids=[a, 4098, b], finish_reason="length"))
+    stream.choices[0].push(EngineOutput(token_ids=[a, 4098, b], finish_reason="length"))
     choice = json.loads(stream.unary())["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == (content, reason)
     assert stream.usage().completion_tokens == tokens
@@ -221,15 +221,15 @@ def test_engine_errors() -> None:
     }
 
 
-def test_a_stream_without_a_finish_reason_just_ends() -> None:
+def test_a_stream_may_end_without_a_finish_reason() -> None:
     stream = chat(stream=True, stop=["xyz"])
     raw = feed(stream, "a x", None)
-    stream.close(0)
+    stream.choices[0].close()
     chunks = chat_chunks(raw + stream.end())
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "a x"
     assert all(chunk.choices[0].finish_reason is None for chunk in chunks)
     unary = chat()
-    unary.push(0, outputs("a", None)[0])
+    unary.choices[0].push(outputs("a", None)[0])
     assert json.loads(unary.unary())["choices"][0]["finish_reason"] is None
 
 
@@ -246,7 +246,7 @@ def test_chat_logprobs() -> None:
         finish_reason="length",
     )
     stream = chat(logprobs=True, top_logprobs=2)
-    stream.push(0, given)
+    stream.choices[0].push(given)
     answer = ChatCompletion.model_validate_json(stream.unary(), strict=True)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
@@ -260,15 +260,14 @@ def test_chat_logprobs() -> None:
     assert chunk.choices[0].logprobs.content is not None
     assert chunk.choices[0].logprobs.content[0].top_logprobs == []
     without = chat(logprobs=True)
-    without.push(0, EngineOutput(token_ids=[a], finish_reason="stop"))
+    without.choices[0].push(EngineOutput(token_ids=[a], finish_reason="stop"))
     assert json.loads(without.unary())["choices"][0]["logprobs"] is None
 
 
 def test_completion_logprobs_and_echo() -> None:
     a, b = ids_of("a")[0], ids_of(" b")[0]
     stream = completion(prompt="Say:", echo=True, logprobs=1)
-    stream.push(
-        0,
+    stream.choices[0].push(
         EngineOutput(
             token_ids=[a, b],
             log_probs=[-1.0, -2.0],
@@ -289,10 +288,10 @@ def test_completion_logprobs_and_echo() -> None:
 @pytest.mark.parametrize(
     ("prompt", "text"), [("a ☃ <s>b", "a ☃ <s>b"), ("<|im_end|>x", "<|im_end|>x"), (None, "☃x")]
 )
-def test_echoed_tokens_lie_where_the_text_has_them(prompt: str | None, text: str) -> None:
+def test_offsets_of_echoed_tokens_match_the_text(prompt: str | None, text: str) -> None:
     stream = completion(prompt=prompt or [4098, *ids_of("☃x")], echo=True, logprobs=0, n=2)
     for index in (0, 1):
-        stream.push(index, outputs("y", "length")[0])
+        stream.choices[index].push(outputs("y", "length")[0])
     for choice in json.loads(stream.unary())["choices"]:
         assert choice["text"] == f"{text}y"
         logprobs = choice["logprobs"]
@@ -326,7 +325,7 @@ def test_completion_stream_of_several_prompts() -> None:
         output = EngineOutput(
             token_ids=[ids_of("a")[0]], finish_reason="stop", completion_usage=usage
         )
-        stream.push(index, output)
+        stream.choices[index].push(output)
     raw = stream.flush()
     chunks = [Completion.model_validate(each, strict=True) for each in events(raw + stream.end())]
     texts = [(chunk.choices[0].index, chunk.choices[0].text) for chunk in chunks[:-1]]
@@ -372,6 +371,8 @@ def test_located_answer() -> None:
 
 def test_text_of_an_engine_that_detokenizes_itself() -> None:
     stream = chat()
-    stream.push(0, EngineOutput(token_ids=[1, 2], text="own", finish_reason="content_filter"))
+    stream.choices[0].push(
+        EngineOutput(token_ids=[1, 2], text="own", finish_reason="content_filter")
+    )
     choice = json.loads(stream.unary())["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("own", "content_filter")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,7 @@ class Caller:
         self.closed = False
         self.working = 0
         self.metrics = self
+        self.generation = SimpleNamespace(choices=[None])
         self.stages: list[str] = []
         self.done: Any = None
         self.error: DynamoError | None = None

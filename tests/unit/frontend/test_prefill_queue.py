@@ -1,4 +1,4 @@
-"""The prefill queue against a plain model: no request is lost, order and slots hold."""
+"""The prefill queue against a plain list: no request is lost, order and slots hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKERS = (1, 2, 3)
 
 
 def served(queue: PrefillQueue[str], tokens: int = 10) -> list[tuple[str, int]]:
-    """Send each request that has a slot to the first allowed worker."""
+    """Start every request that has a free slot, at the first worker allowed."""
     sent = []
     while (turn := queue.next()) is not None:
         worker = (turn.workers or queue.workers)[0]
@@ -45,7 +45,7 @@ def test_tokens_are_slots_too_and_an_idle_worker_takes_any_prompt() -> None:
     assert served(queue, 60) == [("b", 1), ("c", 1)], "60 of 100: there is room for one more"
 
 
-def test_priority_goes_before_a_head_start_goes_before_arrival() -> None:
+def test_strict_priority_then_boost_then_arrival() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     queue.add("old", 0.0)
     queue.add("hinted", 5.0, priority_boost_s=6.0)
@@ -58,7 +58,7 @@ def test_priority_goes_before_a_head_start_goes_before_arrival() -> None:
     assert order == ["strict", "hinted", "old"]
 
 
-def test_what_a_dead_worker_had_is_at_the_head_in_order_before_any_priority() -> None:
+def test_requeued_requests_go_first_in_order_whatever_the_priority() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     queue.set_worker(1, Capacity(10**6, 2))
     for number, name in enumerate("ab"):
@@ -66,13 +66,13 @@ def test_what_a_dead_worker_had_is_at_the_head_in_order_before_any_priority() ->
     served(queue)
     queue.add("c", 2.0, strict=9)
     assert queue.remove_worker(1) == []
-    for request in queue.running_at(1):
-        queue.requeue(request)
+    for ticket in queue.running_at(1):
+        queue.requeue(ticket)
     queue.set_worker(2, Capacity(10**6, 5))
-    assert [request for request, _ in served(queue)] == ["a", "b", "c"]
+    assert [ticket for ticket, _ in served(queue)] == ["a", "b", "c"]
 
 
-def test_the_pinned_wait_for_their_worker_and_others_overtake_them() -> None:
+def test_others_overtake_pinned_requests() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     for worker in (1, 2):
         queue.set_worker(worker, Capacity(10**6, 1))
@@ -85,22 +85,22 @@ def test_the_pinned_wait_for_their_worker_and_others_overtake_them() -> None:
     assert len(queue) == 0
 
 
-def test_the_bound_keep_their_place_when_they_are_unbound() -> None:
+def test_unbound_requests_keep_their_rank() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     for worker in (1, 2):
         queue.set_worker(worker, Capacity(10**6, 1))
     for number, name in enumerate("abc"):
         queue.add(name, float(number))
     queue.bind("a", 2)
-    queue.bind("unknown", 2)
+    queue.bind("nothing fits", 2)
     queue.start("b", 2, 1)
-    assert queue.next() == ("c", [1]), "the head is bound to who has no slot"
+    assert queue.next() == ("c", [1]), "the head is bound to a worker without a slot"
     assert queue.waiting_for(2) == ["a"]
     queue.bind("a", None)
     assert queue.next() == ("a", [1])
 
 
-def test_a_full_line_refuses_but_not_who_can_go_at_once() -> None:
+def test_a_full_queue_rejects_unless_a_request_can_start_at_once() -> None:
     queue: PrefillQueue[str] = PrefillQueue(0)
     with pytest.raises(Overloaded, match="0 requests wait"):
         queue.add("a", 0.0)
@@ -111,7 +111,7 @@ def test_a_full_line_refuses_but_not_who_can_go_at_once() -> None:
         queue.add("b", 1.0)
 
 
-def test_the_suspended_get_nothing_until_they_are_back() -> None:
+def test_suspended_workers_get_nothing() -> None:
     queue: PrefillQueue[str] = PrefillQueue(LIMIT)
     queue.set_worker(1, Capacity(10, 1))
     queue.suspend(1)
@@ -121,7 +121,7 @@ def test_the_suspended_get_nothing_until_they_are_back() -> None:
     assert served(queue) == [("a", 1)]
 
 
-def test_who_leaves_in_masses_leaves_no_memory_behind() -> None:
+def test_removed_requests_leave_no_memory_behind() -> None:
     queue: PrefillQueue[int] = PrefillQueue(10)
     for number in range(5000):
         queue.add(number, float(number))
@@ -129,12 +129,12 @@ def test_who_leaves_in_masses_leaves_no_memory_behind() -> None:
     assert sum(len(heap._heap) for heap in queue._heaps.values()) < 200
 
 
-class LineMachine(RuleBasedStateMachine):
+class QueueMachine(RuleBasedStateMachine):
     """Any history of arrivals, departures, deaths, busy workers and answers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: PrefillQueue[int] = PrefillQueue(LIMIT, lambda request: request + 7)
+        self.queue: PrefillQueue[int] = PrefillQueue(LIMIT, lambda ticket: ticket + 7)
         self.busy: set[int] = set()
         self.queue.busy = self.busy
         self.slots: dict[int, Capacity] = {}
@@ -161,15 +161,15 @@ class LineMachine(RuleBasedStateMachine):
                 self.queue.remove(one)
                 self.waiting.remove(one)
         self.slots.pop(worker, None)
-        left = [request for request, (at, _) in self.running.items() if at == worker]
+        left = [ticket for ticket, (at, _) in self.running.items() if at == worker]
         assert self.queue.running_at(worker) == left
-        for request in left:
-            del self.running[request]
-            if self.pins[request] is None:
-                self.queue.requeue(request)
+        for ticket in left:
+            del self.running[ticket]
+            if self.pins[ticket] is None:
+                self.queue.requeue(ticket)
             else:
-                self.queue.remove(request)
-        back = [request for request in left if self.pins[request] is None]
+                self.queue.remove(ticket)
+        back = [ticket for ticket in left if self.pins[ticket] is None]
         self.returned = [one for one in self.returned if one in self.waiting]
         front = len(self.returned)
         self.waiting[front:front] = back
@@ -198,26 +198,26 @@ class LineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def bind(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.waiting))
-        self.pins[request] = data.draw(st.sampled_from([None, *self.slots]))
-        self.queue.bind(request, self.pins[request])
+        ticket = data.draw(st.sampled_from(self.waiting))
+        self.pins[ticket] = data.draw(st.sampled_from([None, *self.slots]))
+        self.queue.bind(ticket, self.pins[ticket])
 
     @precondition(lambda self: self.waiting or self.running)
     @rule(data=st.data())
     def depart(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from([*self.waiting, *self.running]))
-        self.queue.remove(request)
-        self.running.pop(request, None)
-        if request in self.waiting:
-            self.waiting.remove(request)
+        ticket = data.draw(st.sampled_from([*self.waiting, *self.running]))
+        self.queue.remove(ticket)
+        self.running.pop(ticket, None)
+        if ticket in self.waiting:
+            self.waiting.remove(ticket)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from([*self.running]))
-        self.queue.finish(request)
-        self.queue.finish(request)
-        del self.running[request]
+        ticket = data.draw(st.sampled_from([*self.running]))
+        self.queue.finish(ticket)
+        self.queue.finish(ticket)
+        del self.running[ticket]
 
     @rule(tokens=st.integers(1, 60), last=st.booleans())
     def send(self, tokens: int, last: bool) -> None:
@@ -255,5 +255,5 @@ class LineMachine(RuleBasedStateMachine):
         assert self.queue.pop_all() == self.waiting
 
 
-LineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestLine = LineMachine.TestCase
+QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueue = QueueMachine.TestCase

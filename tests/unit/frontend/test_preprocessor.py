@@ -1,4 +1,4 @@
-"""What engines get for what clients ask. Spec 5.6, 7.4."""
+"""Engine requests made from client requests. Spec 5.6, 7.4."""
 
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ def test_stop_conditions_and_eos() -> None:
     assert conditions.stop_token_ids_hidden == request.eos_token_ids == [4098, 4096]
     (request,) = chat(ignore_eos=True, stop=[]).requests
     assert request.stop_conditions.ignore_eos
-    assert request.stop_conditions.stop is request.stop_conditions.stop_token_ids_hidden is None  # type: ignore[comparison-overlap]
+    assert request.stop_conditions.stop is None
+    assert request.stop_conditions.stop_token_ids_hidden is None
 
 
-def test_max_tokens_defaults_to_what_the_context_leaves() -> None:
+def test_max_tokens_defaults_to_the_rest_of_the_context() -> None:
     length = len(ids_of(CHAT))
     assert chat().requests[0].stop_conditions.max_tokens == 131072 - length
     given = chat(max_tokens=5, max_completion_tokens=9).requests[0]
@@ -105,7 +106,7 @@ def test_sampling_and_output_options() -> None:
     assert (greedy.temperature, greedy.top_p) == (0.0, None)
 
 
-def test_choices_are_requests_of_their_own() -> None:
+def test_each_choice_is_a_request() -> None:
     prepared = completion(prompt=["a b", "c"], n=2, seed=10)
     assert [each.sampling_options.seed for each in prepared.requests] == [10, 11, 10, 11]
     assert [each.token_ids.tolist() for each in prepared.requests] == [

@@ -146,8 +146,8 @@ class Site:
     def add_reused_tokens(self, tokens: int) -> None:
         self.reused_tokens += tokens
 
-    def free(self, request_id: str) -> None:
-        assert request_id in self.booked
+    def free(self, request_id: str, output_tokens: int = 0) -> None:
+        self.booked[request_id] += output_tokens
         self.freed.append(request_id)
 
     def open(self, worker_id: int, payload: bytes, sink: Any, headers: Any) -> Any:
@@ -788,7 +788,7 @@ async def test_a_silent_engine_ends_the_request() -> None:
     site = Site(backend_stream_timeout_s=0.05)
     site.chat()
     ended = asyncio.Event()
-    site.free = lambda request_id: (site.freed.append(request_id), ended.set())  # type: ignore
+    site.free = lambda request_id, tokens: (site.freed.append(request_id), ended.set())  # type: ignore
     await asyncio.wait_for(ended.wait(), 2)
     await turn()
     assert site.status == 503 and site.streams[0].killed == 1

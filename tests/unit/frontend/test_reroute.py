@@ -53,7 +53,7 @@ class Fleet(Site):
     def live(self) -> set[str]:
         return self.__dict__.setdefault("_live", set())  # type: ignore[no-any-return]
 
-    def free(self, request_id: str) -> None:
+    def free(self, request_id: str, output_tokens: int = 0) -> None:
         self.live.remove(request_id)
 
     def open(self, worker_id: int, payload: bytes, sink: Any, headers: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Chat templates behave as they do under Hugging Face, and can't do harm."""
+"""Chat templates behave as under Hugging Face, inside a sandbox."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_example_chat() -> None:
 
 def test_example_tools() -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
-    messages: list[Any] = [
+    messages: list[dict[str, Any]] = [
         *USER,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "rain"},
@@ -60,7 +60,7 @@ def test_example_tools() -> None:
     assert messages[1]["tool_calls"] == [call]
 
 
-def test_errors_of_the_template_are_the_clients() -> None:
+def test_errors_of_the_template_reach_the_client() -> None:
     with pytest.raises(InvalidArgument, match=r"^Chat template: Unknown role: clown$"):
         example().render([{"role": "clown", "content": "x"}])
     with pytest.raises(InvalidArgument, match=r"^Chat template: "):
@@ -114,7 +114,7 @@ def test_content_form_is_found(source: str, form: ContentForm) -> None:
     ("source", "text", "parts"),
     [(LOOP, "[user]a", "[user]a\nb"), (PARTS, "<a>", "<a><b>"), (EITHER, "a", "<a><b>")],
 )
-def test_content_is_given_as_the_template_wants_it(source: str, text: str, parts: str) -> None:
+def test_content_is_converted_for_the_template(source: str, text: str, parts: str) -> None:
     made = template(source)
     both = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert made.render([{"role": "user", "content": "a"}]) == text
@@ -130,8 +130,11 @@ def test_pictures_are_refused(source: str) -> None:
 
 def test_missing_content_is_empty_and_null_tool_calls_are_none() -> None:
     source = "{% for m in messages %}{{ m.content + '.' }}{{ 'tool_calls' in m }}{% endfor %}"
-    messages = [{"role": "assistant", "content": None, "tool_calls": None}, {"role": "assistant"}]
-    assert template(source).render(messages) == ".False.False"  # type: ignore[arg-type]
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "content": None, "tool_calls": None},
+        {"role": "assistant"},
+    ]
+    assert template(source).render(messages) == ".False.False"
 
 
 def test_continue_final_message() -> None:

@@ -1,4 +1,4 @@
-"""Ids are those of `tokenizers`, whichever way they are made."""
+"""Both encoders give the ids of `tokenizers`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ texts = st.lists(pieces, max_size=8).map("".join)
 @settings(deadline=None)
 def test_fast_path_is_exact(text: str) -> None:
     tokenizer = example_preprocessor().tokenizer
-    assert tokenizer.backend == "fastokens"
+    assert tokenizer._encoder.name == "fastokens"
     ids = tokenizer.encode(text)
     assert ids.typecode == "I"
     assert ids.tolist() == example_reference().encode(text, add_special_tokens=False).ids
@@ -56,7 +56,7 @@ def test_example_model_has_what_the_mocker_needs() -> None:
     assert example_preprocessor().context_length == 131072
 
 
-def test_counters_see_only_requests() -> None:
+def test_counters_count_only_requests() -> None:
     tokenizer = load_tokenizer(EXAMPLE)
     assert tokenizer.cache_stats() == CacheStats(0, 0, 0)
     tokenizer.encode("<|im_start|>one<|im_end|>")
@@ -70,7 +70,7 @@ def test_unknown_pre_tokenizer_falls_back(tmp_path: Path) -> None:
     write_metaspace(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     reference = Reference.from_file(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.backend == "tokenizers"
+    assert tokenizer._encoder.name == "tokenizers"
     assert tokenizer.pieces is None
     assert tokenizer.eos_ids == [2]
     for text in ("hello world", " a", "<s>hello world</s>  many words", "", "Grüße"):

@@ -1,4 +1,4 @@
-"""What a client reads when its request is wrong. Spec 5.5."""
+"""Error texts for invalid requests. Spec 5.5."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_types_are_named_with_their_place(body: bytes, text: str) -> None:
     assert text in message
 
 
-def test_unknown_fields_are_listed_or_let_pass() -> None:
+def test_unknown_fields_are_listed_or_ignored() -> None:
     body = chat_body(foo_bar=1, abc=None)
     assert chat_error(body) == "Unsupported parameter(s): `abc`, `foo_bar`"
     assert parse_chat(body, ignore_unsupported=True).model == "m"
@@ -165,7 +165,7 @@ def test_content_may_be_null_or_parts() -> None:
     assert parse_chat(chat_body(messages=messages)).messages == messages
 
 
-def test_what_changes_nothing_passes() -> None:
+def test_options_without_effect_pass() -> None:
     assert parse_chat(chat_body(best_of=2, n=2, tool_choice="auto", function_call="none"))
     assert parse_chat(chat_body(best_of=None, tool_choice="none", stream_options=None))
     assert parse_chat(chat_body(stream=True, stream_options={}))

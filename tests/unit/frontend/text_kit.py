@@ -1,4 +1,4 @@
-"""What the text tests share: the example model, models of other families, requests, outputs."""
+"""Shared by the text tests: the example model, models of other families, requests, outputs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def write_llama_like(directory: Path, strip: bool = True) -> None:
 
 
 def write_metaspace(directory: Path, byte_fallback: bool = False) -> None:
-    """Unigram with Metaspace, which `fastokens` does not know."""
+    """Unigram with Metaspace, which `fastokens` does not support."""
     model = Reference(models.Unigram())
     model.pre_tokenizer = pre_tokenizers.Metaspace()
     steps = [decoders.ByteFallback()] if byte_fallback else []

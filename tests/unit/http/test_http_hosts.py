@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from dynamo.http import HttpServer
-from dynamo.http.errors import HttpError
+from dynamo.http.errors import HttpStatusError
 from dynamo.http.head import HeadReader
 from dynamo.http.limits import HttpLimits
 
@@ -18,7 +18,7 @@ def status(reader: HeadReader, host: str | None, target: str = "/x", version: st
     head = (line + ("" if host is None else f"Host: {host}\r\n") + "\r\n").encode()
     try:
         reader.read(head, len(head) - 4)
-    except HttpError as refusal:
+    except HttpStatusError as refusal:
         return refusal.status
     return 200
 
@@ -45,7 +45,7 @@ def test_only_names_of_its_own_and_addresses_are_served() -> None:
 def test_a_refused_host_is_told_the_remedy() -> None:
     reader = HeadReader(HttpLimits())
     reader.serve_only([], "; ask the operator")
-    with pytest.raises(HttpError) as caught:
+    with pytest.raises(HttpStatusError) as caught:
         reader.read(b"GET / HTTP/1.1\r\nHost: %b\r\n\r\n" % (b"x" * 5000), 5026)
     assert (
         caught.value.message.endswith("an IP address; ask the operator")

@@ -42,10 +42,11 @@ class TwoWorkers:
             endpoint = worker.endpoint("ns.backend.generate")
             worker.tasks.spawn(endpoint.serve_endpoint(self._generate), name="worker")
         client = await self.runtime.endpoint("ns.backend.generate").client()
+        changed = asyncio.Event()
+        client.on_change(lambda added, removed: changed.set())
         while len(client.instance_ids()) < 2:
-            arrived = asyncio.Event()
-            client.on_change(lambda added, removed, arrived=arrived: arrived.set())  # type: ignore[misc]
-            await arrived.wait()
+            changed.clear()
+            await changed.wait()
 
     async def close(self) -> None:
         self.proceed.set()

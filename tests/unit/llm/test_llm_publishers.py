@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from array import array
 from collections.abc import AsyncIterator, Callable
@@ -56,17 +57,16 @@ class Subscriber:
 
     async def connect(self, publisher: KvEventPublisher) -> int:
         """Wait until events of ``publisher`` arrive; return the number of the last one."""
-        for last in range(1, 1000):
+        last = 0
+        while not self.events:
             publisher.publish_all_cleared()
-            try:
+            last += 1
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.05):
                     await self.wait_until(lambda: bool(self.events))
-            except TimeoutError:
-                continue
-            await self.wait_until(lambda last=last: self.events[-1].event_id == last)  # type: ignore[misc]
-            self.batches.clear()
-            return last
-        raise AssertionError("no event arrives")
+        await self.wait_until(lambda: self.events[-1].event_id == last)
+        self.batches.clear()
+        return last
 
     async def query(self, query: KvQuery) -> KvQueryAnswer:
         client = await self.runtime.endpoint("ns.comp.kv_query").client()

@@ -36,7 +36,7 @@ def stored(event_id: int, *blocks: int, parent: int | None = None) -> KvEvent:
 
 
 def removed(event_id: int, *blocks: int) -> KvEvent:
-    """Blocks gone."""
+    """Removed blocks."""
     return KvEvent(event_id, BlocksRemoved(column(*blocks)))
 
 
@@ -77,7 +77,7 @@ class Bench:
         return self._next_id
 
     def depth(self, *blocks: int) -> int:
-        """How deep the worker holds this chain."""
+        """Return how many leading blocks of the chain the worker holds."""
         depths = array("I", bytes(64))
         self.index.match_into(array("Q", [block + 1000 for block in blocks]), depths)
         return depths[self.slot]
@@ -85,7 +85,7 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Bench:
-    """A stream that has been told of an empty cache."""
+    """A stream after the dump of an empty cache."""
     made = Bench()
     made.answer(KvQueryAnswer("tree_dump"))
     return made
@@ -119,7 +119,7 @@ def test_old_events_are_ignored(bench: Bench) -> None:
     assert bench.counts.seen["duplicate"] == 1
 
 
-def test_a_gap_is_asked_for_and_live_events_wait_their_turn(bench: Bench) -> None:
+def test_a_gap_is_queried_and_live_events_are_held(bench: Bench) -> None:
     bench.live(stored(1, 1))
     bench.live(stored(4, 4, parent=3))
     bench.live(stored(5, 5, parent=4))
@@ -138,7 +138,7 @@ def test_a_second_gap_behind_the_first(bench: Bench) -> None:
     assert bench.depth(1, 2, 3, 4) == 4
 
 
-def test_of_an_answer_only_what_is_next_in_order_is_taken(bench: Bench) -> None:
+def test_only_events_of_an_answer_that_are_next_in_order_are_applied(bench: Bench) -> None:
     bench.live(stored(1, 1), stored(2, 2, parent=1), removed(3, 2))
     bench.live(stored(7, 7, parent=6))
     old, next_one, beyond = stored(2, 2, parent=1), stored(4, 4, parent=1), stored(6, 6, parent=4)
@@ -171,7 +171,7 @@ def test_a_useless_answer_leads_to_a_dump_and_then_to_a_fresh_start(
     assert bench.depth(5, 6) == 2
 
 
-def test_no_answer_at_all_forgets_the_blocks_and_goes_on(bench: Bench) -> None:
+def test_without_an_answer_the_blocks_are_forgotten(bench: Bench) -> None:
     bench.live(stored(1, 1, 2))
     bench.live(stored(5, 5))
     bench.live(stored(6, 3, parent=2))
@@ -181,7 +181,7 @@ def test_no_answer_at_all_forgets_the_blocks_and_goes_on(bench: Bench) -> None:
     assert bench.counts.seen["stored parent_block_not_found"] == 1
 
 
-def test_answers_to_questions_that_no_longer_stand_are_ignored(bench: Bench) -> None:
+def test_answers_to_old_queries_are_ignored(bench: Bench) -> None:
     bench.live(stored(3, 3))
     old = bench.asked[-1]
     bench.indexer.remove(7)
@@ -193,7 +193,7 @@ def test_answers_to_questions_that_no_longer_stand_are_ignored(bench: Bench) -> 
     assert bench.indexer.recovering() == 1
 
 
-def test_a_worker_without_a_local_indexer_is_taken_as_it_comes() -> None:
+def test_a_worker_without_a_local_indexer_is_never_queried() -> None:
     bench = Bench(answers=False)
     assert bench.asked == []
     bench.live(stored(40, 1, 2))
@@ -204,7 +204,7 @@ def test_a_worker_without_a_local_indexer_is_taken_as_it_comes() -> None:
     assert bench.asked == []
 
 
-def test_events_of_strangers_are_counted_and_dropped(bench: Bench) -> None:
+def test_events_of_unknown_workers_are_counted_and_dropped(bench: Bench) -> None:
     bench.indexer.apply(KvEventBatch(8, [stored(1, 1)]))
     assert bench.counts.seen == {"unknown_worker": 1}
 
@@ -258,7 +258,7 @@ def test_held_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, KvQueryAnswer("too_new"), KvQueryAnswer("what?")])
-def test_a_worker_that_gave_no_dump_is_asked_again(answer: KvQueryAnswer | None) -> None:
+def test_a_worker_without_a_dump_is_queried_again(answer: KvQueryAnswer | None) -> None:
     bench = Bench()
     while bench.indexer.recovering():
         bench.answer(answer)  # type: ignore[arg-type]
@@ -278,7 +278,7 @@ def test_a_worker_that_gave_no_dump_is_asked_again(answer: KvQueryAnswer | None)
     assert bench.asked[-1] == Recovery(7, 0, 47)
 
 
-def test_a_dump_older_than_a_held_event_is_not_asked_for_without_end() -> None:
+def test_dumps_older_than_a_held_event_are_not_queried_forever() -> None:
     bench = Bench()
     old = KvQueryAnswer("tree_dump", [stored(0, 1, 2)], 5)
     bench.live(stored(9, 9))
@@ -305,7 +305,7 @@ def test_a_large_answer_is_applied_in_steps() -> None:
     assert max(after - before for before, after in pairwise(sizes)) < 500
 
 
-def test_an_answer_that_cannot_be_read_to_its_end_is_no_answer() -> None:
+def test_an_answer_with_an_invalid_event_is_no_answer() -> None:
     def events() -> Iterator[KvEvent]:
         yield stored(0, 1)
         raise ValueError("torn")
@@ -320,7 +320,7 @@ def test_an_answer_that_cannot_be_read_to_its_end_is_no_answer() -> None:
     assert (bench.depth(1), bench.depth(2, 3, 4)) == (0, 3)
 
 
-def test_steps_of_an_answer_end_with_its_question() -> None:
+def test_steps_of_an_answer_end_with_its_query() -> None:
     bench = Bench()
     dump = [stored(block, block) for block in range(1, 2000)]
     for leave in (bench.indexer.publisher_restarted, bench.indexer.remove):
@@ -332,7 +332,7 @@ def test_steps_of_an_answer_end_with_its_question() -> None:
         assert bench.index.blocks() == held < 1999
 
 
-def test_silence_is_seen(bench: Bench) -> None:
+def test_silent_workers(bench: Bench) -> None:
     assert bench.indexer.silent(7)
     assert not bench.indexer.silent(8)
     bench.live(stored(1, 1))

@@ -1,4 +1,4 @@
-"""Prompts of a moment ago beside the events, and the price of computing twice."""
+"""Predictions beside KV events, and the price of a second copy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_burst_before_any_event_stays_together() -> None:
     assert len(Box(**CACHE_FIRST).burst(12)) == 4
 
 
-def test_what_was_believed_counts_no_more_after_the_time() -> None:
+def test_predictions_end_after_the_ttl() -> None:
     box = Box(predicted_ttl_s=5.0)
     prompt = array("I", range(40))
     box.picker.pick("a", prompt)
@@ -80,7 +80,7 @@ def test_the_greater_of_both_counts() -> None:
     assert box.picker.pick(None, prompt).overlap_blocks == 10
 
 
-def test_a_worker_that_is_gone_is_forgotten() -> None:
+def test_a_removed_worker_is_forgotten() -> None:
     box = Box(predicted_ttl_s=5.0)
     prompt = array("I", range(40))
     box.picker.remove_worker(box.picker.pick("a", prompt).worker_id)
@@ -89,7 +89,7 @@ def test_a_worker_that_is_gone_is_forgotten() -> None:
     assert box.picker.pick(None, prompt).overlap_blocks == 0
 
 
-def test_slots_are_the_fleets_and_the_table_is_bounded() -> None:
+def test_slots_are_those_of_the_pool_and_the_table_is_bounded() -> None:
     optimistic = OptimisticCache(5.0, 100, 0.8)
     optimistic.add_slot(2)
     depths = array("I", [9, 0, 1, 7])
@@ -143,7 +143,7 @@ def test_the_parts_of_a_cost_have_the_price_in_them() -> None:
         assert cost == pytest.approx(3 * found.prefill_blocks + found.decode_blocks)
 
 
-def test_what_nobody_holds_has_none() -> None:
+def test_uncached_prompts_have_no_price() -> None:
     box = Box(duplicate_cost=5.0)
     assert set(box.picker.snapshot(array("I", range(40))).costs.values()) == {20.0}
 

@@ -15,7 +15,7 @@ def test_exactly_n_plus_q_are_admitted() -> None:
     registry = Registry()
     admission = AdmissionQueue(2, 2, registry)
     started: list[int] = []
-    starts = [lambda n=n: started.append(n) for n in range(5)]
+    starts = [partial(started.append, n) for n in range(5)]
     for start in starts[:4]:
         admission.submit(start)
     with pytest.raises(Overloaded, match="worker at capacity"):

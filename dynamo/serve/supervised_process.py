@@ -1,0 +1,110 @@
+"""The circus Process of a deployment: a session leader whose exit is an event."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import psutil
+from circus.process import Process
+
+from dynamo.serve.output import OutputPipe
+from dynamo.serve.processes import die_with_parent, end_group, stat
+
+__all__ = ["SupervisedProcess", "command_words"]
+
+
+class SupervisedProcess(Process):  # type: ignore[misc]
+    """One process: a session leader whose output arrives through an OutputPipe."""
+
+    exited: asyncio.Event
+    exit_status: int | None = None
+    start_ticks = 0
+
+    def format_args(self, sockets_fds: object = None) -> list[str]:
+        """Return the words of the command unchanged."""
+        return command_words(self.cmd, self.args)
+
+    def spawn(self) -> None:
+        """Start the process. Raises OSError or ValueError."""
+        self.started = time.time()
+        self.exited = asyncio.Event()
+        self.output = OutputPipe(self.watcher.on_line)
+        try:
+            self._popen = subprocess.Popen(
+                self.format_args(),
+                cwd=self.working_dir,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=self.output.write_fd,
+                stderr=self.output.write_fd,  # the same pipe keeps both in order
+                start_new_session=True,
+                preexec_fn=partial(_before_exec, os.getpid()),
+            )
+        except BaseException:
+            self.output.close()
+            raise
+        self.output.close_write_end()
+        # circus reads name, memory and children from it. Never poll it: that would reap it.
+        self._worker = psutil.Process(self._popen.pid)
+        found = stat(self._popen.pid)
+        self.start_ticks = found.start_ticks if found else 0
+
+    def reaped(self, status: int) -> None:
+        """Record that the arbiter reaped the process; ``status`` is negative for a signal."""
+        self.exit_status = status
+        self._popen.returncode = status
+        self.output.close()
+        self.exited.set()
+
+    def poll(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self.exit_status
+
+    def is_alive(self) -> bool:
+        """Whether it has not been reaped."""
+        return not self.exited.is_set()
+
+    def returncode(self) -> int | None:
+        """The exit status, None while it runs."""
+        return self.exit_status
+
+    def send_signal(self, sig: int) -> None:
+        """Signal the process, unless it has exited."""
+        if self.is_alive():
+            os.kill(self.pid, sig)
+
+    def is_listening(self, port: int) -> bool:
+        """Whether the process listens on TCP ``port``; True for a living one that denies access."""
+        try:
+            found = self._worker.net_connections("tcp")
+        except psutil.AccessDenied:
+            return self.is_alive()
+        except psutil.Error:
+            return False
+        return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in found)
+
+    def kill_session(self) -> None:
+        """SIGKILL the process and its group."""
+        if self.is_alive():
+            end_group(self.pid)
+
+    def stop(self) -> None:
+        """Do nothing: circus calls it after the end, and all is released already."""
+
+
+def _before_exec(arbiter: int) -> None:
+    """Run in the child between fork and exec."""
+    if not die_with_parent(signal.SIGKILL, arbiter):
+        os._exit(128 + signal.SIGKILL)
+
+
+def command_words(cmd: str, args: str | Sequence[str] | None) -> list[str]:
+    """Return the command as a list; ``circusctl set`` gives ``args`` as text. Raises ValueError."""
+    return [*shlex.split(cmd), *(shlex.split(args) if isinstance(args, str) else args or ())]
