@@ -103,7 +103,7 @@ def test_thresholds_count_only_with_admission_control() -> None:
     assert eligibility.thresholds == eligibility.busy.thresholds == Thresholds(0.5, 7, None)
 
 
-def test_without_admission_control_thresholds_have_no_effect() -> None:
+def test_without_admission_control_thresholds_are_kept_only() -> None:
     eligibility = EligibilityFilter(one_worker(), RouterSettings(mode="kv"), lambda slot: 100)
     eligibility.thresholds = Thresholds(prefill_tokens=5)
     assert eligibility.thresholds.any and not eligibility.busy.thresholds.any
@@ -111,7 +111,7 @@ def test_without_admission_control_thresholds_have_no_effect() -> None:
     assert not eligibility.worker_pool.busy
 
 
-def test_thresholds_have_an_effect_at_once() -> None:
+def test_thresholds_are_in_force_at_once() -> None:
     settings = RouterSettings(mode="kv", admission_control="token-capacity")
     eligibility = EligibilityFilter(one_worker(), settings, lambda slot: 100)
     eligibility.thresholds = Thresholds(prefill_tokens=99)
@@ -148,7 +148,7 @@ def test_bad_values_end_the_start(
     assert message in capsys.readouterr().err
 
 
-def test_booked_requests_make_a_worker_busy_until_the_first_token() -> None:
+def test_own_bookings_make_a_worker_busy_until_the_first_token() -> None:
     settings = RouterSettings(
         mode="kv", admission_control="token-capacity", active_prefill_tokens_threshold=10
     )

@@ -1,4 +1,4 @@
-"""Cost parameters from settings and overrides; the formula in the log. Spec 3.1-3.4."""
+"""Settings and overrides to terms; the explanation in the log. Spec 3.1-3.4."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_legacy_weight_is_the_prefill_scale() -> None:
     assert (params.weights.prefill_scale, params.weights.credit) == (2.5, 1.0)
 
 
-def test_weight_zero_removes_credit_and_index() -> None:
+def test_weight_zero_takes_the_credit_and_the_index_away() -> None:
     settings = RouterSettings(mode="kv", overlap_score_weight=0.0)
     assert not settings.uses_index
     params = cost_params(settings, 16)
@@ -115,7 +115,7 @@ def test_legacy_override() -> None:
     assert overridden(base, {"overlap_score_weight": 4}).weights.prefill_scale == 4.0
 
 
-def test_untracked_prefill_costs_nothing() -> None:
+def test_untracked_prefill_weighs_nothing() -> None:
     params = overridden(cost_params(RouterSettings(), 16), {"track_prefill_tokens": False})
     assert params.weights.prefill_scale == 0.0
     assert not params.track_prefill_tokens
@@ -148,7 +148,7 @@ def test_bad_overrides(override: dict[str, Any], message: str) -> None:
     assert caught.value.message.startswith(message)
 
 
-def test_formula_as_in_the_router_guide() -> None:
+def test_formula_reads_as_in_the_router_guide() -> None:
     found = CostBreakdown(115.5, 1.0, 15.0, 100.5, 25, 0.0)
     assert formula(1, 1.0, 125.5, found, 15) == (
         "Formula for worker_1: 125.500 = 1.0 * 100.500 + 25.0 (cached_blocks: 15)"

@@ -1,4 +1,4 @@
-"""KV events on threads: the tests of the loop also pass with threads."""
+"""KV events on threads: what the router promises on the loop holds there, too."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ async def test_each_publisher_keeps_its_thread_and_all_are_used(box: Box) -> Non
     await until(lambda: live.events is not None and not live.events.indexer.recovering())
     threads, numbers = live.events.threads, itertools.count(1)
 
-    def all_received() -> bool:
-        """Publish one more event from each worker: unconnected subscribers miss some."""
+    def told() -> bool:
+        """One more event of everyone, for who is not connected yet misses some."""
         number = next(numbers)
         for worker in workers:
             worker.publish(stored(number, 0, 1))
@@ -147,6 +147,6 @@ async def test_predictions_need_no_threads(box: Box, caplog: pytest.LogCaptureFi
     assert "--router-event-threads" in caplog.text
 
 
-def test_at_least_one_thread() -> None:
+def test_there_is_a_thread_at_least() -> None:
     with pytest.raises(ConfigError, match="DYN_ROUTER_EVENT_THREADS"):
         from_env(RouterSettings, {"DYN_ROUTER_EVENT_THREADS": "0"})

@@ -45,11 +45,11 @@ class Box:
         self.cache._check()
 
     def depth(self, ids: Sequence[int], slot: int = 0) -> int:
-        """Return the leading blocks predicted on the slot."""
+        """Leading blocks that the slot is believed to hold."""
         return self.index.match(array("Q", ids)).get((slot + 1, 0), 0)
 
 
-def test_routed_blocks_are_predicted_for_the_ttl() -> None:
+def test_what_was_routed_is_expected_there_for_the_ttl() -> None:
     box = Box()
     box.route([1, 2, 3], 0.0)
     assert (box.depth([1, 2, 9]), box.depth([1, 2, 3], slot=1)) == (2, 0)
@@ -102,7 +102,7 @@ def test_a_dropped_slot_takes_no_more_blocks() -> None:
     assert box.index.blocks() == 0
 
 
-def test_lru_drops_by_capacity_not_by_age() -> None:
+def test_lru_forgets_by_capacity_not_by_age() -> None:
     box = Box(capacity=4)
     box.route([1, 2, 3], 0.0)
     box.cache.expire(1e6)
@@ -112,7 +112,7 @@ def test_lru_drops_by_capacity_not_by_age() -> None:
     assert (box.cache.counts.evicted.value, box.cache.counts.evictions.value) == (1, 1)
 
 
-def test_lru_keeps_blocks_of_running_requests() -> None:
+def test_lru_keeps_what_runs() -> None:
     box = Box(capacity=4)
     box.route([1, 2, 3], 0.0, request_id="a")
     box.route([5, 6, 7], 1.0, request_id="b")
@@ -156,7 +156,7 @@ def test_the_same_prompt_for_ever_stays_small(capacity: int | None) -> None:
     assert box.cache.blocks() == (20 if capacity else 0)
 
 
-def test_a_call_drops_a_limited_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_call_forgets_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predicted_module, "STEP_BLOCKS", 10)
     box = Box(max_blocks=200, ratio=0.5)
     for number in range(40):
@@ -254,7 +254,7 @@ def test_a_second_request_follows_the_first(policy: str, reuse: bool) -> None:
     assert picker.pick("c", PROMPT).overlap_blocks == 0
 
 
-def test_a_pick_without_a_request_predicts_nothing() -> None:
+def test_asking_alone_predicts_nothing() -> None:
     picker = make_kv()
     picker.pick(None, PROMPT)
     assert picker.pick("a", PROMPT).overlap_blocks == 0

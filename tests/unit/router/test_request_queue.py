@@ -1,4 +1,4 @@
-"""The queue before the workers, with a clock and a loop that the test controls."""
+"""The line before the workers, with a clock and a loop that the test moves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BLOCK, BATCH = 4, 100
 
 
 class Timer:
-    """A scheduled callback."""
+    """A call to come."""
 
     def __init__(self, at: float, callback: Callable[[], None]) -> None:
         self.at, self.callback = at, callback
@@ -53,7 +53,7 @@ class Timer:
 
 
 class World:
-    """A picker of workers with a batch of 100 tokens, its queue, and all outcomes."""
+    """A picker of workers with a batch of 100 tokens, its line, and everybody's outcome."""
 
     def __init__(self, workers: int = 2, **more: Any) -> None:
         chosen: dict[str, Any] = {"queue_threshold": 0.5, **more}
@@ -82,7 +82,7 @@ class World:
         self.picker.add_worker(worker_id, RuntimeConfig(max_num_batched_tokens=batch))
 
     def turn(self, seconds: float = 0.0) -> None:
-        """Advance the clock and run the timers that are due."""
+        """Let time pass, and the loop run what is due."""
         end = self.now + seconds
         while due := [one for one in self.timers if not one.cancelled and one.at <= end]:
             first = min(due, key=lambda one: one.at)
@@ -93,7 +93,7 @@ class World:
         self.timers = [one for one in self.timers if not one.cancelled]
 
     def ask(self, name: str, tokens: int = 60, first: int = 0, **hints: Any) -> bool:
-        """Submit a request; return whether it was routed at once."""
+        """Whether it went at once."""
         prompt = array("I", range(first, first + tokens))
 
         def settled(outcome: Decision | DynamoError) -> None:
@@ -124,14 +124,14 @@ class World:
 
 
 def fill(world: World, tokens: int = 60) -> None:
-    """Load every worker with more than half a batch."""
+    """Give every worker more than half a batch."""
     for worker_id in world.picker.worker_pool.members:
         assert world.ask(
             f"fill {worker_id}", tokens, 5000 * worker_id, backend_instance_id=worker_id
         )
 
 
-def test_requests_pass_while_one_worker_is_below_the_threshold() -> None:
+def test_at_once_while_one_worker_has_room() -> None:
     world = World()
     assert world.ask("a", 50) and world.ask("b", 51, 1000)
     assert world.ask("c", 60, 2000), "50 of 100 tokens are not more than half"
@@ -144,7 +144,7 @@ def test_requests_pass_while_one_worker_is_below_the_threshold() -> None:
 
 
 @pytest.mark.parametrize("event", ["first token", "end", "new worker", "new config"])
-def test_events_that_release_the_head(event: str) -> None:
+def test_what_lets_the_head_go(event: str) -> None:
     world = World()
     fill(world)
     assert not world.ask("waits") and not world.ask("behind", 60, 2000)
@@ -176,7 +176,7 @@ def test_an_unknown_batch_is_ten_million_tokens() -> None:
         assert world.ask(str(number), 60, number * 100)
 
 
-def test_the_order_with_later_arrivals() -> None:
+def test_order_of_the_line_and_who_comes_meanwhile() -> None:
     world = World(1)
     fill(world)
     world.ask("first", 60, 0)
@@ -191,7 +191,7 @@ def test_the_order_with_later_arrivals() -> None:
     assert world.order[1:] == ["strict", "jumps", "first", "second"]
 
 
-def test_the_shortest_work_goes_first_and_is_refreshed() -> None:
+def test_the_shortest_work_goes_first_and_is_looked_at_again() -> None:
     world = World(1, queue_policy="wspt")
     fill(world)
     world.ask("long", 80, 0)
@@ -212,7 +212,7 @@ def test_the_shortest_work_goes_first_and_is_refreshed() -> None:
     assert isinstance(decision, Decision) and decision.overlap_blocks == 15
 
 
-def test_lower_tiers_count_as_cached() -> None:
+def test_what_lies_below_the_device_is_less_work_too() -> None:
     world = World(1, queue_policy="wspt")
     fill(world)
     hashes = block_hashes(array("I", range(80)), BLOCK)
@@ -227,7 +227,7 @@ def test_lower_tiers_count_as_cached() -> None:
     assert world.order[1] == "long"
 
 
-def test_the_decision_uses_the_caches_of_its_time() -> None:
+def test_the_overlap_of_the_decision_is_that_of_its_time() -> None:
     world = World(1, overlap_refresh_after_s=0)
     fill(world)
     world.ask("a", 40, 0)
@@ -243,7 +243,7 @@ def test_the_decision_uses_the_caches_of_its_time() -> None:
     assert isinstance(decision, Decision) and decision.overlap_blocks == 10
 
 
-def test_a_cancelled_request_is_not_booked() -> None:
+def test_who_leaves_is_not_booked() -> None:
     world = World(1)
     fill(world)
     world.ask("a")
@@ -259,7 +259,7 @@ def test_a_cancelled_request_is_not_booked() -> None:
     assert not world.timers, "no timer while the queue is empty"
 
 
-def test_a_pinned_head_blocks_the_queue() -> None:
+def test_a_pinned_head_holds_up_the_line() -> None:
     world = World()
     fill(world)
     world.ask("pinned", 60, 0, backend_instance_id=1)
@@ -273,7 +273,7 @@ def test_a_pinned_head_blocks_the_queue() -> None:
     assert world.outcomes["pinned"].worker_id == 1  # type: ignore[union-attr]
 
 
-def test_a_cancelled_head_lets_the_next_pass_at_once() -> None:
+def test_a_head_that_leaves_makes_room_at_once() -> None:
     world = World()
     fill(world)
     world.ask("pinned", 60, 0, backend_instance_id=1)
@@ -285,7 +285,7 @@ def test_a_cancelled_head_lets_the_next_pass_at_once() -> None:
     assert world.order[2:] == ["any"], "without waiting for a tick"
 
 
-def test_all_long_waiting_requests_are_refreshed() -> None:
+def test_all_that_wait_long_are_looked_at_again_however_many() -> None:
     world = World(1, queue_policy="wspt")
     fill(world)
     for number in range(100):
@@ -300,7 +300,7 @@ def test_all_long_waiting_requests_are_refreshed() -> None:
     assert world.sample("queue_pending_cached_tokens") == 100 * 40
 
 
-def test_a_new_head_may_use_other_workers_than_the_old_one() -> None:
+def test_a_newcomer_that_is_first_goes_where_the_head_may_not() -> None:
     world = World()
     fill(world)
     world.ask("pinned", 60, 0, backend_instance_id=1)
@@ -311,7 +311,7 @@ def test_a_new_head_may_use_other_workers_than_the_old_one() -> None:
     assert world.order[2:] == ["strict"]
 
 
-def test_an_unservable_request_is_rejected_at_the_head() -> None:
+def test_what_cannot_be_served_is_told_at_its_turn() -> None:
     world = World()
     fill(world)
     world.ask("pinned", 60, 0, backend_instance_id=1)
@@ -334,7 +334,7 @@ def test_an_unservable_request_is_rejected_at_the_head() -> None:
     assert not world.timers
 
 
-def test_an_unservable_request_is_rejected_on_arrival() -> None:
+def test_what_cannot_be_served_at_all_is_told_at_once() -> None:
     world = World()
     fill(world)
     with pytest.raises(InvalidArgument, match="does not identify"):
@@ -348,7 +348,7 @@ def test_an_unservable_request_is_rejected_on_arrival() -> None:
     assert len(world.queue) == 1
 
 
-def test_the_limit_and_closing() -> None:
+def test_the_bound_and_the_end() -> None:
     world = World(1, queue_limit=2)
     fill(world)
     world.ask("a")
@@ -365,9 +365,7 @@ def test_the_limit_and_closing() -> None:
     assert not [one for one in world.timers if not one.cancelled]
 
 
-def test_a_failing_decision_callback_frees_the_reservation(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_one_that_fails_to_take_its_decision_is_freed(caplog: pytest.LogCaptureFixture) -> None:
     world = World(1)
     fill(world)
 
@@ -383,7 +381,7 @@ def test_a_failing_decision_callback_frees_the_reservation(
     assert "the decision callback failed" in caplog.text
 
 
-def test_a_long_queue_drains_in_batches() -> None:
+def test_a_long_line_goes_in_turns_of_the_loop() -> None:
     world = World(1)
     fill(world)
     for number in range(100):
@@ -395,7 +393,7 @@ def test_a_long_queue_drains_in_batches() -> None:
     assert len(world.queue) == 0 and world.order[1:] == [str(number) for number in range(100)]
 
 
-def test_only_the_kv_mode_has_a_queue(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_kv_mode_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
     kv = RouterSettings(mode="kv")
     registry, place = Registry(), RouterLabels("n", "c")
     assert make_queue(kv, KvPicker(kv, BLOCK, None), registry, place) is None
@@ -415,7 +413,7 @@ async def placed(world: World, name: str, context: Context | None = None) -> Dec
     return await wait_for_decision(world.queue, name, prompt, context=context)
 
 
-async def test_a_task_waits_for_its_decision() -> None:
+async def test_a_task_waits_for_its_turn() -> None:
     world = World(1)
     fill(world)
     task = asyncio.create_task(placed(world, "a"))
@@ -443,7 +441,7 @@ async def test_a_cancelled_task_leaves_nothing(decided: bool) -> None:
 
 
 @pytest.mark.parametrize("first", ["cancel", "turn"])
-async def test_a_task_cancelled_in_the_iteration_of_its_decision(first: str) -> None:
+async def test_a_task_that_is_cancelled_in_the_turn_of_its_decision(first: str) -> None:
     world = World(1)
     fill(world)
     task = asyncio.create_task(placed(world, "a"))
@@ -456,7 +454,7 @@ async def test_a_task_cancelled_in_the_iteration_of_its_decision(first: str) -> 
     assert len(world.queue) == 0 and "a" not in world.picker.active
 
 
-async def test_a_cancelled_context_leaves_the_queue() -> None:
+async def test_a_cancelled_context_leaves_the_line() -> None:
     world = World(1)
     fill(world)
     context = Context("a")
@@ -575,7 +573,7 @@ class Machine(RuleBasedStateMachine):
                 self.world.picker.free(name)
                 self.ended.add(name)
             self.world.turn(TICK_S)
-        assert not self.waiting(), "every request has an outcome"
+        assert not self.waiting(), "in the end everybody is told"
         assert len(self.world.picker.active) == 0
 
 
