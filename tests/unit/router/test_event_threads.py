@@ -96,8 +96,8 @@ async def test_each_publisher_keeps_its_thread_and_all_are_used(box: Box) -> Non
     await until(lambda: live.events is not None and not live.events.indexer.recovering())
     threads, numbers = live.events.threads, itertools.count(1)
 
-    def told() -> bool:
-        """One more event of everyone, for who is not connected yet misses some."""
+    def all_received() -> bool:
+        """Publish one more event from each worker: unconnected subscribers miss some."""
         number = next(numbers)
         for worker in workers:
             worker.publish(stored(number, 0, 1))
