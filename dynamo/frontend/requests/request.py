@@ -21,7 +21,7 @@ from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import Labels, SlowClient, error_response, explained, labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.requests.request_metrics import Output, Prefilled, RequestMetrics
+from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics, RequestOutput
 from dynamo.http import Exchange, WriteBatch
 from dynamo.router.picker import Decision
 
@@ -285,7 +285,7 @@ class ActiveRequest:
                 one.release()
         output = None
         if metrics.accepted and metrics.engine_requests:
-            output = Output(self.generation.usage(), engine_requests, self.detokenize_s)
+            output = RequestOutput(self.generation.usage(), engine_requests, self.detokenize_s)
         metrics.ended(failure, output)
         self.engine_requests = ()  # they refer to the request: a cycle would need the collector
         self._shared.remove(self)

@@ -15,7 +15,7 @@ from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.observability.metrics import Gauge
 from dynamo.router.picker import Decision, Picker
 
-__all__ = ["Output", "Prefilled", "RequestMetrics", "ServedChoice"]
+__all__ = ["Prefilled", "RequestMetrics", "RequestOutput", "ServedChoice"]
 
 
 class Prefilled(NamedTuple):
@@ -40,7 +40,7 @@ class ServedChoice(Protocol):
     last_token_s: float
 
 
-class Output(NamedTuple):
+class RequestOutput(NamedTuple):
     """The output of a request, complete or partial; ``detokenize_s`` went into its text."""
 
     usage: Usage
@@ -185,7 +185,7 @@ class RequestMetrics:
             "router_queue_depth": self._queue_depth,
         }
 
-    def ended(self, failure: Labels | None, output: Output | None) -> None:
+    def ended(self, failure: Labels | None, output: RequestOutput | None) -> None:
         """Count the end of the request and its output, if an engine was asked for any.
 
         ``failure`` is None if it succeeded; then the output is complete.
@@ -211,7 +211,7 @@ class RequestMetrics:
         model.active.value -= 1
         model.duration.observe(time.monotonic() - self._received_s)
 
-    def _count_output(self, output: Output) -> None:
+    def _count_output(self, output: RequestOutput) -> None:
         usage, choices, detokenize_s = output
         model, metrics = self._model, self._metrics
         tokens = usage.completion_tokens
