@@ -66,10 +66,10 @@ def test_requeued_requests_go_first_in_order_whatever_the_priority() -> None:
     served(queue)
     queue.add("c", 2.0, strict=9)
     assert queue.remove_worker(1) == []
-    for ticket in queue.running_at(1):
-        queue.requeue(ticket)
+    for request in queue.running_at(1):
+        queue.requeue(request)
     queue.set_worker(2, Capacity(10**6, 5))
-    assert [ticket for ticket, _ in served(queue)] == ["a", "b", "c"]
+    assert [request for request, _ in served(queue)] == ["a", "b", "c"]
 
 
 def test_others_overtake_pinned_requests() -> None:
@@ -134,7 +134,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: PrefillQueue[int] = PrefillQueue(LIMIT, lambda ticket: ticket + 7)
+        self.queue: PrefillQueue[int] = PrefillQueue(LIMIT, lambda request: request + 7)
         self.busy: set[int] = set()
         self.queue.busy = self.busy
         self.slots: dict[int, Capacity] = {}
@@ -161,15 +161,15 @@ class QueueMachine(RuleBasedStateMachine):
                 self.queue.remove(one)
                 self.waiting.remove(one)
         self.slots.pop(worker, None)
-        left = [ticket for ticket, (at, _) in self.running.items() if at == worker]
+        left = [request for request, (at, _) in self.running.items() if at == worker]
         assert self.queue.running_at(worker) == left
-        for ticket in left:
-            del self.running[ticket]
-            if self.pins[ticket] is None:
-                self.queue.requeue(ticket)
+        for request in left:
+            del self.running[request]
+            if self.pins[request] is None:
+                self.queue.requeue(request)
             else:
-                self.queue.remove(ticket)
-        back = [ticket for ticket in left if self.pins[ticket] is None]
+                self.queue.remove(request)
+        back = [request for request in left if self.pins[request] is None]
         self.returned = [one for one in self.returned if one in self.waiting]
         front = len(self.returned)
         self.waiting[front:front] = back
@@ -198,26 +198,26 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def bind(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(self.waiting))
-        self.pins[ticket] = data.draw(st.sampled_from([None, *self.slots]))
-        self.queue.bind(ticket, self.pins[ticket])
+        request = data.draw(st.sampled_from(self.waiting))
+        self.pins[request] = data.draw(st.sampled_from([None, *self.slots]))
+        self.queue.bind(request, self.pins[request])
 
     @precondition(lambda self: self.waiting or self.running)
     @rule(data=st.data())
     def depart(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from([*self.waiting, *self.running]))
-        self.queue.remove(ticket)
-        self.running.pop(ticket, None)
-        if ticket in self.waiting:
-            self.waiting.remove(ticket)
+        request = data.draw(st.sampled_from([*self.waiting, *self.running]))
+        self.queue.remove(request)
+        self.running.pop(request, None)
+        if request in self.waiting:
+            self.waiting.remove(request)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from([*self.running]))
-        self.queue.finish(ticket)
-        self.queue.finish(ticket)
-        del self.running[ticket]
+        request = data.draw(st.sampled_from([*self.running]))
+        self.queue.finish(request)
+        self.queue.finish(request)
+        del self.running[request]
 
     @rule(tokens=st.integers(1, 60), last=st.booleans())
     def send(self, tokens: int, last: bool) -> None:
