@@ -339,7 +339,7 @@ async def test_no_etcd_at_start_is_said_soon_and_clearly() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"endpoints": " , "}, "names no etcd"),
+        ({"endpoints": " , "}, "ETCD_ENDPOINTS is empty"),
         ({"endpoints": "ftp://x:1"}, "is not host:port"),
         ({"endpoints": "host:port"}, "host:port"),
         ({"endpoints": "http://me:secret@host:1"}, "takes no user"),
