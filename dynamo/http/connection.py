@@ -267,7 +267,8 @@ class HttpConnection(asyncio.Protocol):
         if self._lingering or self.above_high_water:
             self._transport.abort()
         elif self._exchange is not None:
-            self._exchange.expire()
+            if self._exchange.deadline <= self._server.clock:  # else its route has removed it
+                self._exchange.expire()
         elif self._head is not None:
             self._refuse(HttpStatusError(408, "Request body did not arrive in time"))
         elif self._buffer:

@@ -101,9 +101,9 @@ class Exchange:
     ``on_drain`` is called when it has caught up. ``received_at`` is time.monotonic().
 
     Every exchange has a ``deadline`` (monotonic seconds), so that it ends even if its route never
-    responds. A route with timeouts of its own lifts it. At the deadline ``on_expired`` is called
-    and must respond. The default is a 504, or an abort once the response has started, and then
-    ``on_disconnect``.
+    responds. A route with its own timeouts sets it to ``NEVER``. At the deadline ``on_expired`` is
+    called and must respond. The default is a 504, or an abort once the response has started, and
+    then ``on_disconnect``.
     """
 
     __slots__ = (
@@ -227,12 +227,6 @@ class Exchange:
         """
         self.on_disconnect = None
         self._transport.abort()
-
-    def lift_deadline(self) -> None:
-        """Remove the deadline: from now on the route enforces its own timeouts."""
-        self.deadline = NEVER
-        if not self._transport.above_high_water:
-            self._transport.deadline = NEVER
 
     def crashed(self, error: BaseException) -> None:
         """Respond 500 after an unexpected ``error``, or abort if the response has started.

@@ -17,6 +17,7 @@ from dynamo._fast.radix import RadixTree
 from dynamo._fast.scoring import choose, costs
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError
+from dynamo.observability.metrics import Counter
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
@@ -90,6 +91,7 @@ class KvPicker:
             index, settings.shared_cache_type != "none", self.optimistic
         )
         self._metrics = metrics
+        self.reused_tokens = Counter() if metrics is None else metrics.reused
         self._uniform = (random or Random()).random
         self._clock = clock
         self._resize()
@@ -209,11 +211,6 @@ class KvPicker:
                 self.on_first_served(worker_id)
         if self._metrics is not None:
             self._metrics.ttft.observe(now_s - reservation.booked_at_s)
-
-    def add_reused_tokens(self, tokens: int) -> None:
-        """Count prompt ``tokens`` that an engine reported as served from its cache."""
-        if self._metrics is not None:
-            self._metrics.reused.value += tokens
 
     def free(self, request_id: str, output_tokens: int = 0) -> None:
         """Drop the load of a request that has ended, in whatever way."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from dynamo.config.router import RouterSettings
 from dynamo.errors import InvalidArgument
+from dynamo.observability.metrics import Counter
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
@@ -47,6 +48,7 @@ class InflightPicker:
         settings = settings or RouterSettings(mode=mode)
         self.worker_pool = WorkerPool(DenseSlots())
         self.eligibility = EligibilityFilter(self.worker_pool, settings)
+        self.reused_tokens = Counter()  # not exported: caches do not matter to these modes
         self._clock = clock
         self._gpu_weight = settings.encoder_cuda_to_cpu_ratio
         self._random = random or Random()
@@ -94,9 +96,6 @@ class InflightPicker:
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
         """Do nothing."""
-
-    def add_reused_tokens(self, tokens: int) -> None:
-        """Do nothing: caches are ignored."""
 
     def free(self, request_id: str, output_tokens: int = 0) -> None:
         """Count the request as ended."""

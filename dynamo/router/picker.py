@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sized
 from typing import Any, NamedTuple, Protocol
 
+from dynamo.observability.metrics import Counter
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
@@ -29,11 +30,12 @@ class Picker(Protocol):
 
     Everything but ``pick`` may be repeated and ignores unknown ids. ``weighs_overlap``: decisions
     depend on what workers have cached. ``tracks_output``: :meth:`add_output_tokens` changes the
-    load.
+    load. ``reused_tokens`` counts the prompt tokens that engines report as cached.
     """
 
     worker_pool: WorkerPool
     eligibility: EligibilityFilter
+    reused_tokens: Counter
     weighs_overlap: bool
     tracks_output: bool
 
@@ -70,10 +72,6 @@ class Picker(Protocol):
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
         """Count ``count`` more generated tokens."""
-        ...
-
-    def add_reused_tokens(self, tokens: int) -> None:
-        """Count prompt ``tokens`` that an engine reported as served from its cache."""
         ...
 
     def free(self, request_id: str, output_tokens: int = 0) -> None:

@@ -100,7 +100,7 @@ class RoutedEndpoint:
                         self.picker.add_output_tokens(reservation_id, count)
                     if item.get("finish_reason"):
                         data["timing"] = _timing(decision, begun_s, first_s)
-                        self.picker.add_reused_tokens(_reused(item))
+                        self.picker.reused_tokens.value += _reused(item)
                     yield {**item, "routing_data": data} if data else item
             finally:
                 await items.aclose()

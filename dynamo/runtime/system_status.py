@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamo.config.system import SystemSettings
 from dynamo.errors import ConfigError
-from dynamo.http import Exchange, HttpLimits, HttpServer
+from dynamo.http import NEVER, Exchange, HttpLimits, HttpServer
 from dynamo.observability.metrics import Registry
 from dynamo.runtime.health import SystemHealth
 from dynamo.runtime.tasks import Tasks
@@ -89,7 +89,7 @@ class StatusServer:
         ):  # every browser sends it with a POST: refuse requests of web pages
             exchange.respond(403, _problem("engine routes are not for web pages"))
         else:
-            exchange.lift_deadline()  # an engine may take minutes, for example to sleep or wake up
+            exchange.deadline = NEVER  # an engine may take minutes, for example to sleep or wake up
             self._tasks.spawn(_run(exchange, route, name), name=exchange.path)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from dynamo.errors import EngineFailure
 from dynamo.frontend.answer.detokenizer import make_detokenizer
 from dynamo.frontend.answer.logprobs import LogprobsCollector
@@ -12,7 +10,7 @@ from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.protocols.engine import CompletionUsage, EngineOutput, StopConditions
 from dynamo.protocols.openai import GenerationRequest
 
-__all__ = ["Choice", "ChoiceRules", "Usage"]
+__all__ = ["Choice", "ChoiceRules"]
 
 _FINISH_REASONS = {
     "eos": "stop",
@@ -151,22 +149,3 @@ class Choice:
                 text += self._stops.finish()
         if text:
             self.pending.append(text)
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Tokens of all prompts (each counted once), of all choices, and those of the prompts that the
-    engines did not have to compute (None if no engine reported it)."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int | None
-
-    def to_json(self) -> bytes:
-        """The ``usage`` object. Formatted here: a sum of counts may exceed orjson's 64 bits."""
-        prompt, completion, cached = self.prompt_tokens, self.completion_tokens, self.cached_tokens
-        return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d%b}' % (
-            prompt,
-            completion,
-            prompt + completion,
-            b"" if cached is None else b',"prompt_tokens_details":{"cached_tokens":%d}' % cached,
-        )

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import orjson
 
 from dynamo.errors import DynamoError
-from dynamo.frontend.answer.choice import Choice, ChoiceRules, Usage
+from dynamo.frontend.answer.choice import Choice, ChoiceRules
 from dynamo.frontend.answer.echo import EchoedPrompt, echoed_prompts
 from dynamo.frontend.answer.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
 from dynamo.frontend.answer.sse import (
@@ -35,9 +36,28 @@ from dynamo.frontend.prompt.preprocessor import Prepared
 from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
-__all__ = ["ChatStream", "CompletionStream", "GenerationStream"]
+__all__ = ["ChatStream", "CompletionStream", "GenerationStream", "Usage"]
 
 _NOTHING: frozenset[str] = frozenset()
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of all prompts (each counted once), of all choices, and those of the prompts that the
+    engines did not have to compute (None if no engine reported it)."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+
+    def to_json(self) -> bytes:
+        """The ``usage`` object. Formatted here: a sum of counts may exceed orjson's 64 bits."""
+        prompt, completion, cached = self.prompt_tokens, self.completion_tokens, self.cached_tokens
+        return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d%b}' % (
+            prompt,
+            completion,
+            prompt + completion,
+            b"" if cached is None else b',"prompt_tokens_details":{"cached_tokens":%d}' % cached,
+        )
 
 
 class GenerationStream:
@@ -71,7 +91,7 @@ class GenerationStream:
         self.choices = self._make_choices(request, prepared, tokenizer)
         # Made with the first chunk: an answer in one body needs none.
         self._writers: list[ChoiceChunks] = []
-        self._final_usage: Usage | None = None
+        self.final_usage: Usage | None = None
         self.worker_id: dict[str, Any] | None = None
         self.timing: Callable[[], dict[str, Any]] | None = None
 
@@ -132,7 +152,7 @@ class GenerationStream:
             part["logprobs"] = None if choice.logprobs is None else choice.logprobs.drain()
             part["finish_reason"] = choice.finish_reason
             parts.append(part)
-        usage = self._final_usage = self.usage()
+        usage = self.final_usage = self.usage()
         body = {
             "id": self._response_id,
             "object": self._body_object,
@@ -152,8 +172,8 @@ class GenerationStream:
     def usage(self) -> Usage:
         """Tokens so far. A prompt's tokens are the engine's count where it gave one, else ours;
         generated tokens are always counted here. Spec 5.8."""
-        if self._final_usage is not None:
-            return self._final_usage
+        if self.final_usage is not None:
+            return self.final_usage
         prompt_tokens = completion_tokens = 0
         cached_tokens: int | None = None
         choices, n = self.choices, self._prepared.n

@@ -82,6 +82,7 @@ class OpenAIRoutes:
         self._models = models
         self._tasks = tasks
         self._lenient = registry.settings.ignore_unsupported_fields
+        self._ignores_nvext = registry.settings.disable_nvext
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
@@ -90,6 +91,7 @@ class OpenAIRoutes:
 
     def _serve(self, api: _Api, exchange: Exchange) -> None:
         registry, size_bytes = self._registry, len(exchange.body)
+        model = "unknown"
         try:
             if registry.draining:
                 registry.check()
@@ -97,14 +99,16 @@ class OpenAIRoutes:
                 self._tasks.spawn(self._serve_large(api, exchange), name="large body")
                 return
             parsed = api.parse(exchange.body, ignore_unsupported=self._lenient)
+            model = parsed.model
+            entry = self._models.find(model, api.model_type)
         except DynamoError as error:
-            self._refuse(exchange, api, error, "unknown")
+            self._refuse(exchange, api, error, model)
             return
-        accepted = self._accept(api, exchange, parsed)
-        if accepted is None:
-            return
-        request, entry = accepted
+        if self._ignores_nvext:
+            parsed.nvext = None
         exchange.body = b""
+        info = RequestInfo(api.endpoint, *request_id(exchange.headers))
+        request = ActiveRequest(registry, exchange, info, entry.metrics, bool(parsed.stream))
         preprocessor = entry.preprocessor
         if size_bytes > preprocessor.inline_limit_bytes:
             later = self._prepare_off_loop(request, entry, api, parsed)
@@ -119,17 +123,25 @@ class OpenAIRoutes:
         """As :meth:`_serve`, with all work on the body in a thread."""
         registry = self._registry
         threads = registry.off_loop
+        model = "unknown"
         registry.enter()
         try:
             with threads.hold(len(exchange.body)):
                 body, exchange.body = exchange.body, b""
                 parsed = await threads.run(api.parse, body, ignore_unsupported=self._lenient)
                 del body
-                accepted = None if exchange.gone else self._accept(api, exchange, parsed)
-                if accepted is not None:
-                    await self._prepare_off_loop(*accepted, api, parsed)
+                if exchange.gone:
+                    return
+                model = parsed.model
+                entry = self._models.find(model, api.model_type)
+                if self._ignores_nvext:
+                    parsed.nvext = None
+                info = RequestInfo(api.endpoint, *request_id(exchange.headers))
+                streams = bool(parsed.stream)
+                request = ActiveRequest(registry, exchange, info, entry.metrics, streams)
+                await self._prepare_off_loop(request, entry, api, parsed)
         except DynamoError as error:
-            self._refuse(exchange, api, error, "unknown")
+            self._refuse(exchange, api, error, model)
         except asyncio.CancelledError:
             raise
         except BaseException:  # also panics in Rust
@@ -137,22 +149,6 @@ class OpenAIRoutes:
             self._refuse(exchange, api, DynamoError("Internal server error"), "unknown")
         finally:
             registry.leave()
-
-    def _accept(
-        self, api: _Api, exchange: Exchange, parsed: GenerationRequest
-    ) -> tuple[ActiveRequest, ModelEntry] | None:
-        """Find the model and register the request; None if it was refused."""
-        try:
-            entry = self._models.find(parsed.model, api.model_type)
-        except DynamoError as error:
-            self._refuse(exchange, api, error, parsed.model)
-            return None
-        registry = self._registry
-        info = RequestInfo(api.endpoint, *request_id(exchange.headers))
-        request = ActiveRequest(registry, exchange, info, entry.metrics, bool(parsed.stream))
-        if registry.settings.disable_nvext:
-            parsed.nvext = None
-        return request, entry
 
     async def _prepare_off_loop(
         self, request: ActiveRequest, entry: ModelEntry, api: _Api, parsed: GenerationRequest

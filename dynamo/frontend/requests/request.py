@@ -22,13 +22,12 @@ from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import Labels, SlowClient, error_response, explained, labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics, RequestOutput
-from dynamo.http import Exchange, WriteBatch
+from dynamo.http import NEVER, Exchange, WriteBatch
 from dynamo.router.picker import Decision
 
 __all__ = ["ActiveRequest", "RequestInfo"]
 
 log = logging.getLogger(__name__)
-_NEVER = float("inf")
 _NO_CACHE = ("cache-control", "no-cache")
 
 
@@ -103,7 +102,7 @@ class ActiveRequest:
         self.streaming = stream
         self.engine_requests: Sequence[EngineRequest] = ()
         self.closed = False
-        self.last_activity_s = _NEVER
+        self.last_activity_s = NEVER
         self.detokenize_s = 0.0
         self.worker_id_field: Callable[[Decision, Prefilled | None], dict[str, Any]] | None = None
         echoed = info.echoed_id
@@ -126,13 +125,13 @@ class ActiveRequest:
     def idle_since(self) -> float:
         """When an engine last sent anything, or the request began to wait for one; infinite
         before dispatch."""
-        waiting = self.metrics.accepted and self.last_activity_s == _NEVER
+        waiting = self.metrics.accepted and self.last_activity_s == NEVER
         return self.exchange.received_at if waiting else self.last_activity_s
 
     def dispatched(self, prompt_tokens: int) -> None:
         """Every engine request has been sent, or waits for a worker."""
         self._open = len(self.engine_requests)
-        self.exchange.lift_deadline()
+        self.exchange.deadline = NEVER  # from now on the timeouts of the registry apply
         self.metrics.dispatched(prompt_tokens)
 
     def respond_location(self, location: dict[str, Any]) -> None:
@@ -168,7 +167,7 @@ class ActiveRequest:
         """A worker computes no longer; while none does, the request cannot be silent."""
         self._working -= 1
         if not self._working:
-            self.last_activity_s = _NEVER
+            self.last_activity_s = NEVER
 
     def prefilled(self, done: Prefilled) -> None:
         """A prefill worker has computed a prompt; the first one is shown to the client."""
@@ -193,7 +192,7 @@ class ActiveRequest:
         self._open -= 1
         self._working -= 1
         if not self._working:
-            self.last_activity_s = _NEVER
+            self.last_activity_s = NEVER
         if self.closed or self._open:
             return
         if self.streaming:
@@ -285,7 +284,8 @@ class ActiveRequest:
                 one.release()
         output = None
         if metrics.accepted and metrics.engine_requests:
-            output = RequestOutput(self.generation.usage(), engine_requests, self.detokenize_s)
+            usage = self.generation.final_usage or self.generation.usage()
+            output = RequestOutput(usage, engine_requests, self.detokenize_s)
         metrics.ended(failure, output)
         self.engine_requests = ()  # they refer to the request: a cycle would need the collector
         self._shared.remove(self)

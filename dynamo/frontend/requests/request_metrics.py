@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from dynamo.frontend.answer.choice import Usage
+from dynamo.frontend.answer.generation import Usage
 from dynamo.frontend.requests.errors import Labels
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.observability.metrics import Gauge
@@ -226,7 +226,7 @@ class RequestMetrics:
         for choice in choices:
             decision, picker = choice.decision, choice.picker
             if cached_tokens is not None:
-                picker.add_reused_tokens(cached_tokens)
+                picker.reused_tokens.value += cached_tokens
                 cached_tokens = None  # the usage is that of the whole request
             if decision is None or decision.worker_id not in picker.worker_pool.members:
                 continue  # the rows of a removed worker stay removed

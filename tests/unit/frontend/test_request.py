@@ -35,7 +35,7 @@ from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http.routes import Routes
-from dynamo.observability.metrics import Registry
+from dynamo.observability.metrics import Counter, Registry
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.codec import decoder, encode
 from dynamo.protocols.engine import (
@@ -104,7 +104,7 @@ class Site:
         self.streams: list[Stream] = []
         self.booked: dict[str, int] = {}
         self.freed: list[str] = []
-        self.reused_tokens = 0
+        self.reused_tokens = Counter()
         self.prefilled: list[str] = []
         self.routings: list[Any] = []
         self.pick_error: DynamoError | None = None
@@ -142,9 +142,6 @@ class Site:
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
         self.booked[request_id] += count
-
-    def add_reused_tokens(self, tokens: int) -> None:
-        self.reused_tokens += tokens
 
     def free(self, request_id: str, output_tokens: int = 0) -> None:
         self.booked[request_id] += output_tokens
@@ -264,7 +261,7 @@ async def test_a_unary_answer(site: Site) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["prompt_tokens"] == 9
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
-    assert site.reused_tokens == 4
+    assert site.reused_tokens.value == 4
     assert re.fullmatch(r"chatcmpl-[0-9a-f-]{36}", answer["id"])
     assert "x-request-id" not in site.head
     assert stream.killed == 0

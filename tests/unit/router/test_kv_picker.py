@@ -264,7 +264,7 @@ def test_metrics_follow_a_request() -> None:
     picker.mark_prefill_complete("a")
     picker.add_output_tokens("a", 11)
     clock.now += 1.0
-    picker.add_reused_tokens(11)
+    picker.reused_tokens.value += 11
     picker.free("a")
     page = registry.render().decode()
     router = 'dynamo_component="backend",dynamo_namespace="ns",router_id="7",worker_id="7"'

@@ -61,7 +61,7 @@ def served(live: ConnectedKvRouter, name: str, **asked: Any) -> None:
     picker.pick(name, PROMPT, routing=Routing(**asked))
     picker.mark_prefill_complete(name)
     picker.add_output_tokens(name, 5)
-    picker.add_reused_tokens(7)
+    picker.reused_tokens.value += 7
     picker.free(name)
 
 
