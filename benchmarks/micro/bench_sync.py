@@ -1,8 +1,8 @@
 """Cost per request of sharing load with a replica: sent by one router, received by another.
 
 4,096 tokens in blocks of 16, 16 workers; 16 requests a loop iteration, as under load. ``send``
-encodes booking, first token and end of a request, ``receive`` decodes and books them; the socket
-costs about 10 µs a message, shared by the requests of an iteration.
+encodes reservation, first token and end of a request, ``receive`` decodes and applies them; the
+socket costs about 10 µs a message, shared by the requests of an iteration.
 
     python -m pytest benchmarks/micro/bench_sync.py --benchmark-enable
 """

@@ -133,7 +133,7 @@ class GenerationStream:
         """The last bytes of a stream that failed: the text so far, the error object, ``[DONE]``."""
         return self.flush() + error_event(error) + DONE
 
-    def located(self) -> bytes:
+    def location(self) -> bytes:
         """The whole stream of a ``query_instance_id`` request: where it would go. Spec 5.6."""
         ids = self._prepared.prompts[0].token_ids.tolist()
         nvext = {"worker_id": self.worker_id or {}, "token_ids": ids}

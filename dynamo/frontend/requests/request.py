@@ -138,7 +138,7 @@ class ActiveRequest:
         """Respond with ``location`` alone: the client only asked where the request would go."""
         self.generation.worker_id = location
         self._start()
-        self.exchange.end(self.generation.located())
+        self.exchange.end(self.generation.location())
         self._close(None)
 
     # -- called by engine requests

@@ -151,7 +151,7 @@ class ActiveLoad:
     def stale(self, before_s: float) -> list[str]:
         """The requests booked before ``before_s``. O(their number)."""
         found = []
-        # A dict iterates in the order of insertion, which is that of booking.
+        # A dict iterates in the order of insertion, which is that of reservation.
         for request_id, reservation in self._reservations.items():
             if reservation.booked_at_s >= before_s:
                 break

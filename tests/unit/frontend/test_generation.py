@@ -364,7 +364,7 @@ def test_nvext_and_annotations() -> None:
 def test_located_answer() -> None:
     stream = chat(nvext={"annotations": ["query_instance_id:"]})
     stream.worker_id = {"decode_worker_id": 7}
-    (found,) = events(stream.located())
+    (found,) = events(stream.location())
     assert found["nvext"]["worker_id"] == {"decode_worker_id": 7}
     assert len(found["nvext"]["token_ids"]) == PROMPT_TOKENS
 
