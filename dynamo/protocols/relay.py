@@ -1,0 +1,39 @@
+"""An HTTP request relayed to a worker in front of another OpenAI-compatible server.
+
+The payload of a relayed request is one MessagePack ``HttpRequest``. The stream of its response has
+one MessagePack ``HttpResponseHead`` first, then parts of the body: raw bytes, cut anywhere, never
+empty. The end frame follows the last byte; an error frame means that the server is unreachable
+(before the head) or broke off (after it). An error status of the server is a normal response.
+
+The card of such a model has ``model_input: "Http"``, and ``user_data["routes"]`` lists the paths
+that the server answers, e.g. ``["/v1/chat/completions", "/v1/embeddings"]``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["HTTP_INPUT", "ROUTES", "HttpRequest", "HttpResponseHead"]
+
+HTTP_INPUT = "Http"
+"""``model_input`` of a card whose worker takes ``HttpRequest``."""
+
+ROUTES = "routes"
+"""Key of the card's ``user_data`` with the paths that the server answers."""
+
+
+class HttpRequest(msgspec.Struct, omit_defaults=True):
+    """One client request. ``path`` has no host; ``headers`` are those worth relaying, in lower
+    case; ``body`` is the client's, unchanged."""
+
+    method: str
+    path: str
+    headers: list[tuple[str, str]] = []
+    body: bytes = b""
+
+
+class HttpResponseHead(msgspec.Struct, omit_defaults=True):
+    """Status and headers of the server's response, without those of the connection."""
+
+    status: int
+    headers: list[tuple[str, str]] = []
