@@ -93,8 +93,10 @@ def _engine_config(arguments: VllmArguments, plan: VllmPlan) -> Any:
 def _engine(plan: VllmPlan, config: Any, worker_id: int) -> Any:
     """Start the engine; blocks until the model is loaded."""
     from dynamo.vllm.core import CoreEngine
+    from dynamo.vllm.engine_args import set_event_socket
     from dynamo.vllm.params import ParamsBuilder
 
+    set_event_socket(config, plan.arguments.runtime, worker_id)
     params = ParamsBuilder(config, worker_id, plan.mode == "prefill")
     return CoreEngine.start(config, params, plan.arguments.vllm.core_addresses)
 

@@ -245,5 +245,7 @@ def _info(config: Any, client: Any) -> EngineInfo:
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         context_length=config.model_config.max_model_len,
         data_parallel_size=ranks,
-        event_endpoints={rank: source.endpoint for rank, source in sources.items()},
+        event_endpoints={
+            rank: source.endpoint.replace("*", "127.0.0.1") for rank, source in sources.items()
+        },
     )

@@ -9,13 +9,16 @@ from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import ConfigError
+from dynamo.runtime.discovery.stale_sockets import engine_socket_name
+from dynamo.runtime.paths import socket_path
 from dynamo.vllm.arguments import PROG, VllmArguments
 
-__all__ = ["engine_config", "engine_help"]
+__all__ = ["engine_config", "engine_help", "set_event_socket"]
 
-_EVENTS_ENDPOINT = "tcp://127.0.0.1:0"
-"""Each rank binds a free port and reports it when it is ready."""
+_UNSET_ENDPOINT = "ipc://to-be-set"
+"""Until the id of the worker is known; see :func:`set_event_socket`."""
 
 
 def engine_help() -> str:
@@ -38,6 +41,13 @@ def engine_config(arguments: VllmArguments, model_path: str, name: str) -> Any:
         raise ConfigError(f"vLLM refuses this configuration: {error}") from error
 
 
+def set_event_socket(config: Any, runtime: RuntimeSettings, worker_id: int) -> None:
+    """Let the engine publish its KV events on a private socket, unless flags name an endpoint."""
+    events = config.kv_events_config
+    if events is not None and events.endpoint == _UNSET_ENDPOINT:
+        events.endpoint = f"ipc://{socket_path(runtime, engine_socket_name(worker_id))}"
+
+
 def _set_defaults(args: Any, mode: str) -> None:
     """Turn on KV events, and the connector of a disaggregated worker, unless flags say otherwise.
 
@@ -46,7 +56,7 @@ def _set_defaults(args: Any, mode: str) -> None:
     caching = args.enable_prefix_caching is not False and mode != "decode"
     if caching and args.kv_events_config is None:
         args.kv_events_config = KVEventsConfig(
-            enable_kv_cache_events=True, publisher="zmq", endpoint=_EVENTS_ENDPOINT
+            enable_kv_cache_events=True, publisher="zmq", endpoint=_UNSET_ENDPOINT
         )
     if mode != "agg" and args.kv_transfer_config is None:
         args.kv_transfer_config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
