@@ -36,8 +36,11 @@ class CallForm(NamedTuple):
     null_content: bool = False
 
 
+_PLAIN_CALLS = CallForm()
+
+
 def template_messages(
-    messages: Sequence[Message], form: ContentForm, calls: CallForm = CallForm()
+    messages: Sequence[Message], form: ContentForm, calls: CallForm = _PLAIN_CALLS
 ) -> list[Message]:
     """Convert ``messages`` to ``form``. Raises InvalidArgument for parts without text."""
     return [
@@ -58,7 +61,7 @@ def message_text(position: int, message: Message) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _convert(position: int, message: Message, form: ContentForm, text_arguments: bool) -> Message:
+def _convert(position: int, message: Message, form: ContentForm, call_form: CallForm) -> Message:
     changed = dict(message)
     content = message.get("content")
     text = message_text(position, message)

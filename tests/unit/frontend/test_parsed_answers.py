@@ -294,7 +294,8 @@ def test_arguments_as_text_for_templates_that_append_them(tmp_path: Path) -> Non
     template.write_text(
         "{% for m in messages %}{% if m.content is not none %}{{ m.content }}{% endif %}"
         "{% if m.content is none %}{% for call in m.tool_calls or [] %}"
-        "{{ '```json\\n' + call['function']['arguments'] + '```' }}{% endfor %}{% endif %}{% endfor %}"
+        "{{ '```json\\n' + call['function']['arguments'] + '```' }}"
+        "{% endfor %}{% endif %}{% endfor %}"
     )
     model = Preprocessor(card(custom_template_path=str(template)))
     call = {"function": {"name": "f", "arguments": '{"a":  1}'}}
