@@ -17,13 +17,15 @@ class WorkerSettings:
         None,
         "--model-path",
         "--model",
-        help="directory with tokenizer.json, tokenizer_config.json and config.json",
+        metavar="MODEL",
+        help="directory with tokenizer.json, tokenizer_config.json and config.json, or id of a "
+        "model on Hugging Face such as Qwen/Qwen3-0.6B",
     )
     model_name: str | None = option(
         None,
         "--model-name",
         "--served-model-name",
-        help="name in the API; default: the name of the directory",
+        help="name in the API; default: the name of the directory, or the id",
     )
     endpoint: str | None = option(
         None,

@@ -11,6 +11,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.worker import WorkerSettings
 from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
+from dynamo.llm.model_source import resolve_model
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
 from dynamo.mocker.engine import EngineRank, EngineShape
@@ -60,8 +61,8 @@ def make_plan(
 ) -> WorkerPlan:
     """Check all settings before any worker starts. Raises ConfigError."""
     if settings.model_path is None:
-        raise ConfigError("--model-path is missing; give the directory of a model's tokenizer")
-    model = ModelDirectory(settings.model_path)
+        raise ConfigError("--model-path is missing; give a directory or an id on Hugging Face")
+    model = resolve_model(settings.model_path).directory()
     model.require_worker_files()
     if mocker.kv_bytes_per_token is None and model.kv_bytes_per_token is not None:
         transfer = replace(shape.transfer, bytes_per_token=model.kv_bytes_per_token)
