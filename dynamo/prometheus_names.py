@@ -256,7 +256,9 @@ class router:
     INPUT_SEQUENCE_TOKENS = "router_input_sequence_tokens"
     OUTPUT_SEQUENCE_TOKENS = "router_output_sequence_tokens"
     KV_HIT_RATE = "router_kv_hit_rate"
-    KV_BEST_ELIGIBLE_CACHED_PREFIX_TOKENS_TOTAL = "router_kv_best_eligible_cached_prefix_tokens_total"
+    KV_BEST_ELIGIBLE_CACHED_PREFIX_TOKENS_TOTAL = (
+        "router_kv_best_eligible_cached_prefix_tokens_total"
+    )
     KV_SELECTED_CACHED_PREFIX_TOKENS_TOTAL = "router_kv_selected_cached_prefix_tokens_total"
     KV_WORKER_REUSED_TOKENS_TOTAL = "router_kv_worker_reused_tokens_total"
     SHARED_CACHE_HIT_RATE = "router_shared_cache_hit_rate"

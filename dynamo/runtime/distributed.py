@@ -219,7 +219,7 @@ class DistributedRuntime:
 def warn_enable_nats() -> None:
     """Warn about the deprecated argument ``enable_nats``."""
     warnings.warn(
-        "enable_nats is deprecated and has no effect; set DYN_EVENT_PLANE=nats for events over NATS",
+        "enable_nats is deprecated and has no effect; for events over NATS set DYN_EVENT_PLANE",
         DeprecationWarning,
         stacklevel=3,
     )

@@ -148,7 +148,7 @@ class ServerStream:
 
     @property
     def context(self) -> Context:
-        """Cancellation and metadata (the caller's headers) of this request, created on first use."""
+        """Cancellation and metadata (headers) of this request, created on first use."""
         context = self._context
         if context is None:
             headers = self.headers
