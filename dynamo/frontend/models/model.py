@@ -104,6 +104,7 @@ class ModelEntry:
     async def load(self, runtime: DistributedRuntime, settings: RouterSettings) -> None:
         """Load tokenizer and template in a thread, connect to the workers. Raises DynamoError."""
         card = self.card
+        settings = settings.overridden(card.router_config) if card.router_config else settings
         begun = time.monotonic()
         try:
             self.preprocessor = await asyncio.to_thread(Preprocessor, card)
