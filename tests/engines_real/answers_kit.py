@@ -125,6 +125,7 @@ def _joined(server: EngineDeployment, index: int, chunks: list[dict[str, Any]]) 
 def _logprobs(server: EngineDeployment, parts: Iterable[dict[str, Any] | None]) -> list[Any]:
     """One entry a token: its text, its log probability, the alternatives by text."""
     found: list[Any] = []
+    tops: list[Any]
     for part in parts:
         if part is None:
             continue
@@ -134,8 +135,8 @@ def _logprobs(server: EngineDeployment, parts: Iterable[dict[str, Any] | None]) 
                 found.append(_token(server, entry["token"], entry["logprob"], tops))
         else:
             tops = [list((each or {}).items()) for each in part["top_logprobs"]]
-            rows = zip(part["tokens"], part["token_logprobs"], tops, strict=True)
-            found += [_token(server, *row) for row in rows]
+            for row in zip(part["tokens"], part["token_logprobs"], tops, strict=True):
+                found.append(_token(server, *row))
     return found
 
 

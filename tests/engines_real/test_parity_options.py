@@ -83,7 +83,7 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "regex": {"structured_outputs": {"regex": "[a-c]{3}-[0-9]{2}"}},
     "choice": {"structured_outputs": {"choice": ["positive", "negative"]}},
 }
-OURS = {
+OURS: dict[str, dict[str, Any]] = {
     "regex": {"guided_regex": "[a-c]{3}-[0-9]{2}"},
     "choice": {"guided_choice": ["positive", "negative"]},
 }
@@ -95,9 +95,10 @@ def test_structured_output(
     path: str, name: str, ours: EngineDeployment, vllm_tiny: EngineDeployment
 ) -> None:
     make = chat if path == CHAT else completion
-    theirs = make(PROMPT, model="tiny", max_tokens=60, **CONSTRAINTS[name])
+    constraint: dict[str, Any] = CONSTRAINTS[name]
+    theirs = make(PROMPT, model="tiny", max_tokens=60, **constraint)
     expected = ask(vllm_tiny, path, theirs)
-    for spelled in (CONSTRAINTS[name], OURS.get(name, CONSTRAINTS[name])):
+    for spelled in (constraint, OURS.get(name, constraint)):
         mine = make(PROMPT, model="tiny", max_tokens=60, **spelled)
         assert_equal(ask(ours, path, mine), expected, str(spelled))
 

@@ -7,6 +7,7 @@ JSON header, the data of all tensors in the order of the header.
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from array import array
@@ -179,7 +180,7 @@ def _write_weights(directory: Path, seed: int, **config: Any) -> None:
 def _scale(name: str, shape: Shape) -> float:
     if name == "model.embed_tokens.weight":
         return 1.0
-    return shape[-1] ** -0.5 * (_LOGIT_SCALE if name == "lm_head.weight" else 1.0)
+    return (_LOGIT_SCALE if name == "lm_head.weight" else 1.0) / math.sqrt(shape[-1])
 
 
 def _llama_shapes(vocabulary: int) -> dict[str, Shape]:
