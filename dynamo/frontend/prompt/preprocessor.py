@@ -246,7 +246,7 @@ class Preprocessor:
         sampling = _sampling_options(request)
         output = OutputOptions(
             logprobs=logprobs,
-            prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs=_prompt_logprobs(request, logprobs),
             skip_special_tokens=request.skip_special_tokens,
         )
         annotations: list[str] = []
@@ -299,6 +299,12 @@ def _too_long(context: int, what: str, remedy: str = "the prompt") -> InvalidArg
         f"This model's maximum context length is {context} tokens. However, {what}. "
         f"Please reduce the length of {remedy}."
     )
+
+
+def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | None:
+    """Those asked for; an echoed prompt has as many as the answer."""
+    echoed = logprobs is not None and isinstance(request, CompletionRequest) and request.echo
+    return logprobs if echoed and request.prompt_logprobs is None else request.prompt_logprobs
 
 
 def _stop_conditions(
