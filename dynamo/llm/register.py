@@ -23,6 +23,8 @@ from dynamo.runtime.client import RuntimeServices
 
 __all__ = [
     "ACCEPTED",
+    "card_key",
+    "encode_card",
     "fetch_llm",
     "fetch_model",
     "note_block_size",
@@ -119,8 +121,8 @@ async def register_model(  # noqa: PLR0913 - Dynamo's signature
         name = await asyncio.to_thread(_add_model, card, not ignore_weights)
     card.display_name = model_name or lora_name or name
     card.slug = slug_of(card.display_name)
-    encoded, lease = _encode(card), await endpoint.runtime.granted()
-    await endpoint.runtime.discovery.put(_key(endpoint, lora_name), encoded, lease.id)
+    encoded, lease = encode_card(card), await endpoint.runtime.granted()
+    await endpoint.runtime.discovery.put(card_key(endpoint, lora_name), encoded, lease.id)
 
 
 ACCEPTED = frozenset({"tensor_model_config", "max_gpu_lora_count", "skip_model_assets"})
@@ -132,7 +134,7 @@ register_llm = register_model
 
 async def unregister_model(endpoint: Endpoint, lora_name: str | None = None) -> None:
     """Delete the card; no effect without one."""
-    await endpoint.runtime.discovery.delete(_key(endpoint, lora_name))
+    await endpoint.runtime.discovery.delete(card_key(endpoint, lora_name))
 
 
 unregister_llm = unregister_model
@@ -142,14 +144,14 @@ unregister_llm = unregister_model
 async def update_model_taints(endpoint: Endpoint, taints: Iterable[str]) -> None:
     """Replace the taints in the card of this worker's model. InvalidArgument: it has none."""
     runtime = endpoint.runtime
-    key = _key(endpoint, None)
+    key = card_key(endpoint, None)
     stored = (await runtime.discovery.list(key)).get(key)
     if stored is None:
         raise InvalidArgument(f"{endpoint} has no model yet: call register_model first")
     card = decode_card(stored)
     card.runtime_config.taints = sorted(taints)
     lease = await runtime.granted()
-    await runtime.discovery.put(key, _encode(card), lease.id)
+    await runtime.discovery.put(key, encode_card(card), lease.id)
 
 
 async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
@@ -237,8 +239,8 @@ def _add_model(card: ModelCard, weights: bool) -> str:
     return found.name
 
 
-def _encode(card: ModelCard) -> bytes:
-    """Encode ``card``; reject values that every frontend would reject."""
+def encode_card(card: ModelCard) -> bytes:
+    """Encode ``card``. InvalidArgument: values that every frontend would reject."""
     try:
         encoded = msgspec.json.encode(card)
         decode_card(encoded)
@@ -248,7 +250,8 @@ def _encode(card: ModelCard) -> bytes:
     return encoded
 
 
-def _key(endpoint: Endpoint, lora_name: str | None) -> str:
+def card_key(endpoint: Endpoint, lora_name: str | None) -> str:
+    """Return the discovery key of the card of this process, or of its adapter ``lora_name``."""
     tail = instance_key(*endpoint.path, endpoint.runtime.instance_id)
     return f"{MODEL_CARDS}{tail}" + (f"/{slug_of(lora_name)}" if lora_name else "")
 
