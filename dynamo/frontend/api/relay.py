@@ -30,10 +30,10 @@ from dynamo.frontend.prompt.relayed_body import (
 from dynamo.frontend.prompt.relayed_message import http_message, text_message
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.relayed import (
+    RelayedActiveRequest,
     RelayedAnswer,
     RelayedEngineRequest,
     RelayedHttpRequest,
-    RelayedRequest,
 )
 from dynamo.frontend.requests.request import RequestInfo
 from dynamo.http import Exchange
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 class _Relay(NamedTuple):
     """A request on its way to its model."""
 
-    request: RelayedRequest
+    request: RelayedActiveRequest
     answer: RelayedAnswer
     entry: ModelEntry
     asked: RelayedBody
@@ -166,7 +166,7 @@ class RelayRoutes:
     def _begin(self, exchange: Exchange, entry: ModelEntry, asked: RelayedBody) -> _Relay:
         """Admit the request: from here on it ends through its :class:`ActiveRequest`."""
         text = entry.card.model_input == TEXT_INPUT
-        kind = RelayedRequest if text else RelayedHttpRequest
+        kind = RelayedActiveRequest if text else RelayedHttpRequest
         streams = asked.streams and exchange.path != EMBEDDINGS
         answer: RelayedAnswer = TextAnswer(streams) if text else HttpAnswer()
         body, exchange.body = exchange.body, b""

@@ -18,7 +18,7 @@ from dynamo.frontend.requests.request import ActiveRequest, RequestInfo, Shared
 from dynamo.http import NEVER, Exchange
 from dynamo.protocols.engine import PreprocessedRequest
 
-__all__ = ["RelayedAnswer", "RelayedEngineRequest", "RelayedHttpRequest", "RelayedRequest"]
+__all__ = ["RelayedActiveRequest", "RelayedAnswer", "RelayedEngineRequest", "RelayedHttpRequest"]
 
 _LOST_WORKERS = 1
 """A request that a lost worker may have received is sent again this often: if it is what ends
@@ -42,7 +42,7 @@ class RelayedAnswer(Answer, Protocol):
         """The worker has sent the last item."""
 
 
-class RelayedRequest(ActiveRequest):
+class RelayedActiveRequest(ActiveRequest):
     """An active request whose worker pauses while the client reads too slowly."""
 
     __slots__ = ("_paused",)
@@ -74,7 +74,7 @@ class RelayedRequest(ActiveRequest):
         self.last_activity_s = NEVER if behind else time.monotonic()
 
 
-class RelayedHttpRequest(RelayedRequest):
+class RelayedHttpRequest(RelayedActiveRequest):
     """A request to another HTTP server: its response has the server's status and headers."""
 
     __slots__ = ()
@@ -127,7 +127,7 @@ class RelayedEngineRequest(EngineRequest):
 
     def __init__(
         self,
-        request: RelayedRequest,
+        request: RelayedActiveRequest,
         answer: RelayedAnswer,
         dispatch: Rerouter,
         preprocessed: PreprocessedRequest,
