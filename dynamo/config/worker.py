@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from dynamo.config.option import option
 
-__all__ = ["WorkerSettings"]
+__all__ = ["EndpointSettings", "WorkerSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
-    """worker: model, endpoint, admission"""
+class EndpointSettings:
+    """endpoint: model, address, admission"""
 
     model_path: str | None = option(
         None,
@@ -32,6 +32,25 @@ class WorkerSettings:
         metavar="NS.COMPONENT.ENDPOINT",
         help="where to serve; default: <namespace>.backend.generate",
     )
+    engine_request_limit: int | None = option(
+        None,
+        "--engine-request-limit",
+        env="DYN_ENGINE_REQUEST_LIMIT",
+        minimum=1,
+        help="requests in the engine at once; more wait in a bounded queue or are rejected",
+    )
+    request_queue_limit: int = option(
+        16,
+        env="DYN_DYNAMO_REQUEST_QUEUE_LIMIT",
+        minimum=2,
+        help="requests that may wait when --engine-request-limit is reached",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(EndpointSettings):
+    """worker: model, endpoint, admission"""
+
     endpoint_types: str = option(
         "chat,completions",
         "--endpoint-types",
@@ -45,17 +64,4 @@ class WorkerSettings:
         env="DYN_CUSTOM_JINJA_TEMPLATE",
         metavar="FILE",
         help="chat template instead of the model's own",
-    )
-    engine_request_limit: int | None = option(
-        None,
-        "--engine-request-limit",
-        env="DYN_ENGINE_REQUEST_LIMIT",
-        minimum=1,
-        help="requests in the engine at once; more wait in a bounded queue or are rejected",
-    )
-    request_queue_limit: int = option(
-        16,
-        env="DYN_DYNAMO_REQUEST_QUEUE_LIMIT",
-        minimum=2,
-        help="requests that may wait when --engine-request-limit is reached",
     )

@@ -19,7 +19,15 @@ from dynamo.protocols.control import MODEL_CARDS, instance_key
 from dynamo.runtime import Endpoint
 from dynamo.runtime.client import RuntimeServices
 
-__all__ = ["note_block_size", "register_llm", "register_model", "slug_of", "unregister_model"]
+__all__ = [
+    "card_key",
+    "encode_card",
+    "note_block_size",
+    "register_llm",
+    "register_model",
+    "slug_of",
+    "unregister_model",
+]
 
 _DEFAULT_BLOCK_SIZE = 16
 log = logging.getLogger(__name__)
@@ -88,8 +96,8 @@ async def register_model(  # noqa: PLR0913 - Dynamo's signature
         checksum=model.checksum(str(model_input), block_size, _content(custom_template_path)),
         runtime_config=config,
     )
-    encoded, lease = _encode(card), await endpoint.runtime.granted()
-    await endpoint.runtime.discovery.put(_key(endpoint, lora_name), encoded, lease.id)
+    encoded, lease = encode_card(card), await endpoint.runtime.granted()
+    await endpoint.runtime.discovery.put(card_key(endpoint, lora_name), encoded, lease.id)
 
 
 register_llm = register_model
@@ -98,7 +106,7 @@ register_llm = register_model
 
 async def unregister_model(endpoint: Endpoint, lora_name: str | None = None) -> None:
     """Delete the card; no effect without one."""
-    await endpoint.runtime.discovery.delete(_key(endpoint, lora_name))
+    await endpoint.runtime.discovery.delete(card_key(endpoint, lora_name))
 
 
 def note_block_size(endpoint: Endpoint, source: str, block_size: int) -> None:
@@ -144,8 +152,8 @@ def _read_model(path: str, context_length: int | None) -> tuple[ModelDirectory, 
         raise InvalidArgument(error.message) from None
 
 
-def _encode(card: ModelCard) -> bytes:
-    """Encode ``card``; reject values that every frontend would reject."""
+def encode_card(card: ModelCard) -> bytes:
+    """Encode ``card``. InvalidArgument: values that every frontend would reject."""
     try:
         encoded = msgspec.json.encode(card)
         decode_card(encoded)
@@ -155,7 +163,8 @@ def _encode(card: ModelCard) -> bytes:
     return encoded
 
 
-def _key(endpoint: Endpoint, lora_name: str | None) -> str:
+def card_key(endpoint: Endpoint, lora_name: str | None) -> str:
+    """Return the discovery key of the card of this process, or of its adapter ``lora_name``."""
     tail = instance_key(*endpoint.path, endpoint.runtime.instance_id)
     return f"{MODEL_CARDS}{tail}" + (f"/{slug_of(lora_name)}" if lora_name else "")
 
