@@ -1,4 +1,4 @@
-"""Somebody else's OpenAI-compatible server, as a process: ``python openai_server.py PORT``.
+"""An OpenAI-compatible server of another make, as a process: ``python openai_server.py PORT``.
 
 The body of a request says what it does: ``words`` of text, ``pause_s`` before each, ``status``,
 ``break_after`` words. ``GET /seen`` reports what it has received.

@@ -1,4 +1,4 @@
-"""The ``openai`` client, a frontend, ``dynamo.attach`` and somebody else's server, all real."""
+"""The ``openai`` client, a frontend, ``dynamo.attach`` and a server of another make, all real."""
 
 from __future__ import annotations
 
