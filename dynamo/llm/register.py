@@ -86,8 +86,8 @@ async def register_model(  # noqa: PLR0913 - Dynamo's signature
     unknown = set(accepted) - ACCEPTED
     if unknown:
         raise TypeError(f"register_model got unexpected arguments {sorted(unknown)}")
-    if model_input is not ModelInput.Tensor:
-        _check(model_input, lora_name, base_model_path)
+    if (lora_name is None) != (base_model_path is None):
+        raise ValueError("lora_name and base_model_path must be given together")
     _check_roles(model_type, worker_type, needs)
     config = runtime_config or RuntimeConfig()
     source = base_model_path or model_path
@@ -190,16 +190,6 @@ def note_block_size(endpoint: Endpoint, source: str, block_size: int) -> None:
 def slug_of(name: str) -> str:
     """``name`` in lower case with everything but letters, digits, - and _ replaced by _."""
     return re.sub(r"[^a-z0-9_-]", "_", name.lower())
-
-
-def _check(model_input: ModelInput, lora_name: str | None, base_model_path: str | None) -> None:
-    if (lora_name is None) != (base_model_path is None):
-        raise ValueError("lora_name and base_model_path must be given together")
-    if model_input is not ModelInput.Tokens:
-        raise InvalidArgument(
-            f"model_input {model_input} is not supported: the frontend sends token ids; register "
-            "with ModelInput.Tokens and read token_ids of each request"
-        )
 
 
 def _check_roles(
