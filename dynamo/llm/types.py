@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 import json
 
+from dynamo.errors import ConfigError
 from dynamo.protocols.card import RuntimeConfig
 
-__all__ = ["ModelInput", "ModelRuntimeConfig", "ModelType", "WorkerType"]
+__all__ = ["ModelInput", "ModelRuntimeConfig", "ModelType", "WorkerType", "api_types"]
 
 
 class ModelInput(enum.Enum):
@@ -72,3 +73,16 @@ class ModelRuntimeConfig(RuntimeConfig, omit_defaults=True):
         """Set the address from which decode workers fetch KV blocks."""
         self.bootstrap_host = host
         self.bootstrap_port = port
+
+
+def api_types(text: str) -> ModelType:
+    """Return the types that ``--endpoint-types`` names, comma separated. Raises ConfigError."""
+    found = ModelType.Empty
+    for word in text.split(","):
+        if word.strip() not in _API_TYPES:
+            raise ConfigError(f"--endpoint-types must name chat, completions or both, got {text!r}")
+        found |= _API_TYPES[word.strip()]
+    return found
+
+
+_API_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions}

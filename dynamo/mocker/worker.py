@@ -12,7 +12,7 @@ from dynamo.config.worker import WorkerSettings
 from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.register import register_model
-from dynamo.llm.types import ModelInput, ModelType, WorkerType
+from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
 from dynamo.mocker.engine import EngineRank, EngineShape
 from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.service import MockerService
@@ -28,7 +28,6 @@ _WORKER_TYPES = {
     "prefill": WorkerType.Prefill,
     "decode": WorkerType.Decode,
 }
-_API_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions}
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def make_plan(
         shape,
         model,
         settings.model_name or model.name,
-        ModelType.Prefill if shape.prefill_only else _api_types(settings.endpoint_types),
+        ModelType.Prefill if shape.prefill_only else api_types(settings.endpoint_types),
         settings.endpoint or f"{runtime.namespace}{suffix}.{component}.generate",
     )
 
@@ -150,12 +149,3 @@ class MockerWorker:
                 taints=list(plan.mocker.taints),
             ),
         )
-
-
-def _api_types(text: str) -> ModelType:
-    found = ModelType.Empty
-    for word in text.split(","):
-        if word.strip() not in _API_TYPES:
-            raise ConfigError(f"--endpoint-types must name chat, completions or both, got {text!r}")
-        found |= _API_TYPES[word.strip()]
-    return found

@@ -150,6 +150,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     logit_bias: dict[str, Bias] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
+    bad_words: Annotated[list[str], Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

@@ -321,6 +321,7 @@ def _sampling_options(request: GenerationRequest) -> SamplingOptions:
         include_stop_str_in_output=request.include_stop_str_in_output,
         logit_bias=request.logit_bias,
         guided_decoding=guided_decoding(request) if constrained else None,
+        bad_words=request.bad_words,
     )
 
 
