@@ -103,6 +103,9 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None:
         """Stop the request and free its blocks; its sink is not called again."""
 
+    def metrics(self) -> str:
+        """Return vLLM's metrics in Prometheus's format."""
+
     async def run(self) -> None:
         """Move requests and outputs until cancelled. Raises EngineFailure: the engine died."""
 
