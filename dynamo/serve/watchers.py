@@ -55,6 +55,7 @@ class DeploymentPlan:
     gpu_ids: tuple[str, ...]
     endpoint: str
     pubsub_endpoint: str
+    warnings: Sequence[str] = ()
 
 
 def watcher_name(namespace: str, service: str, index: int) -> str:
