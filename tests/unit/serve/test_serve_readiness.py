@@ -58,20 +58,20 @@ async def test_ready_when_all_workers_are_registered(chunked: bool) -> None:
 
     server, address = await serve(answer, chunked)
     async with server, asyncio.timeout(10):
-        assert await wait_until_ready(address, 2) == FrontendHealth(("tiny",), 2)
+        assert await wait_until_ready(address, lambda: 2) == FrontendHealth(("tiny",), 2)
 
 
 async def test_a_frontend_alone_needs_no_model() -> None:
     server, address = await serve(lambda path: (200, {"data": [], "instances": []}))
     async with server, asyncio.timeout(10):
-        assert await wait_until_ready(address, 0) == FrontendHealth((), 0)
+        assert await wait_until_ready(address, lambda: 0) == FrontendHealth((), 0)
 
 
 async def test_another_program_is_not_ready() -> None:
     server, address = await serve(lambda path: (200, {"data": [{"id": "x"}], "instances": []}))
     answers = iter([False, False, True])
     async with server, asyncio.timeout(10):
-        await wait_until_ready(address, 0, lambda: next(answers))
+        await wait_until_ready(address, lambda: 0, lambda: next(answers))
     assert list(answers) == []
 
 
