@@ -6,6 +6,7 @@ variables, and variables override defaults (spec 4, general rules).
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import os
@@ -24,6 +25,7 @@ __all__ = [
     "fields_of",
     "from_env",
     "load",
+    "load_known",
     "option",
     "preset",
     "to_env",
@@ -71,14 +73,24 @@ def load(  # noqa: PLR0913 - the last three are optional
 
     Exits with status 2 and a one-line message for a bad flag or variable, 0 after ``--help``.
     """
-    parser = Parser(prog, description, epilog)
-    for group in groups:
-        parser.add_settings((group.__doc__ or group.__name__).split("\n")[0], fields_of(group))
-    given = vars(parser.parse_args(argv))
-    try:
-        return tuple(_build(group, given, os.environ if env is None else env) for group in groups)
-    except ConfigError as error:
-        parser.error(error.message)
+    parser = _parser(prog, description, groups, epilog)
+    return _build_all(parser, parser.parse_args(argv), groups, env)
+
+
+def load_known(
+    prog: str,
+    description: str,
+    groups: Sequence[type[Any]],
+    argv: Sequence[str] | None = None,
+    epilog: str | None = None,
+) -> tuple[tuple[Any, ...], list[str]]:
+    """Build the groups as :func:`load` does; return them and the arguments of no group, in order.
+
+    For a program that passes flags on. Such a flag may have its value as a separate argument.
+    """
+    parser = _parser(prog, description, groups, epilog)
+    given, rest = parser.parse_known_args(argv)
+    return _build_all(parser, given, groups, None), rest
 
 
 def from_env(group: type[T], env: Mapping[str, str] | None = None, **given: Any) -> T:
@@ -105,6 +117,26 @@ def deprecations(settings: Any) -> list[str]:
         if (spec := field.metadata["option"]).deprecated
         and getattr(settings, field.name) != field.default
     ]
+
+
+def _parser(prog: str, description: str, groups: Sequence[type[Any]], epilog: str | None) -> Parser:
+    parser = Parser(prog, description, epilog)
+    for group in groups:
+        parser.add_settings((group.__doc__ or group.__name__).split("\n")[0], fields_of(group))
+    return parser
+
+
+def _build_all(
+    parser: Parser,
+    given: argparse.Namespace,
+    groups: Sequence[type[Any]],
+    env: Mapping[str, str] | None,
+) -> tuple[Any, ...]:
+    variables = os.environ if env is None else env
+    try:
+        return tuple(_build(group, vars(given), variables) for group in groups)
+    except ConfigError as error:
+        parser.error(error.message)
 
 
 def _text(value: Any) -> str:
