@@ -124,16 +124,20 @@ async def wait_until_ready(
     """
     loop = asyncio.get_running_loop()
     first_s: float | None = None
+    complete_s: float | None = None
     reported = False
     while True:
         health = await probe(address)
         if health is not None and (health.models or not expected()) and is_ours():
-            first_s = loop.time() if first_s is None else first_s
-            overdue = loop.time() - first_s > _ALL_WORKERS_WITHIN_S
+            now_s = loop.time()
+            first_s = now_s if first_s is None else first_s
             names = missing()
+            # The frontend sees the last worker a moment after it is registered.
+            complete_s = now_s if names or complete_s is None else complete_s
+            overdue = now_s - complete_s > _ALL_WORKERS_WITHIN_S
             if not names and (overdue or health.instances >= expected()):
                 return health
-            if names and overdue and not reported:
+            if names and not reported and now_s - first_s > _ALL_WORKERS_WITHIN_S:
                 reported = True
                 on_partial(health, names)
         # HTTP offers no event for "ready", so this polls.

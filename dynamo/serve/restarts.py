@@ -36,6 +36,11 @@ class Restarts:
         self._deaths: deque[float] = deque(maxlen=policy.burst)
         self._unserved = 0
 
+    @property
+    def count(self) -> int:
+        """The deaths that are remembered, at most a burst."""
+        return len(self._deaths)
+
     def died(self, now_s: float, lived_s: float, status: int, served: bool = True) -> float | str:
         """Record a death; return the delay of the restart in seconds, or why to give up.
 

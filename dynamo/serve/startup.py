@@ -99,24 +99,24 @@ class StartupReport:
         """The watchers that are neither given up nor removed."""
         return {watcher.name for watcher in self._arbiter.watchers if not watcher.given_up}
 
-    def _given_up(self) -> list[str]:
-        return [watcher.name for watcher in self._arbiter.watchers if watcher.given_up]
+    def _failures(self) -> list[str]:
+        """The watchers that are given up, and those whose process had to be restarted."""
+        return [
+            f"given up: {watcher.name}"
+            if watcher.given_up
+            else f"restarted: {watcher.name} ({watcher.deaths} exits)"
+            for watcher in self._arbiter.watchers
+            if watcher.given_up or watcher.deaths
+        ]
 
     def _loading(self) -> list[str]:
         """The workers whose model is not registered yet; without those that are given up."""
-        waiting = [spec.name for spec in self._plan.specs if spec.registers_model]
+        kept = self._kept()
+        waiting = [s.name for s in self._plan.specs if s.registers_model and s.name in kept]
         if not waiting:
             return []
-        serving, alive, given_up = (
-            self._leases.with_model(),
-            self._arbiter.alive(),
-            self._given_up(),
-        )
-        return [
-            name
-            for name in waiting
-            if name not in given_up and not any(p.pid in serving for p in alive.get(name, ()))
-        ]
+        serving, alive = self._leases.with_model(), self._arbiter.alive()
+        return [name for name in waiting if not any(p.pid in serving for p in alive[name])]
 
     def _listens(self, name: str, port: int) -> bool:
         processes = self._arbiter.alive().get(name, ())
@@ -171,11 +171,10 @@ class StartupReport:
 
     def _announce_ready(self, what: str) -> None:
         took_s = time.monotonic() - self._started_s
-        given_up = self._given_up()
-        without = f"   given up: {', '.join(given_up)}" if given_up else ""
+        failures = "".join(f"   {failure}" for failure in self._failures())
         self._announcer.announce(
-            f"{what}{without}   ({took_s:.1f} s)\n"
+            f"{what}{failures}   ({took_s:.1f} s)\n"
             f"  stop: Ctrl-C   logs: {self._logs}\n"
             f"  control: circusctl --endpoint {self._plan.endpoint} status",
-            logging.WARNING if given_up else logging.INFO,
+            logging.WARNING if failures else logging.INFO,
         )

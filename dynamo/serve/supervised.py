@@ -217,6 +217,11 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             self.given_up = reason
         self.arbiter.gave_up(self, reason)
 
+    @property
+    def deaths(self) -> int:
+        """The number of recent exits that were not intended."""
+        return self._restarts.count
+
     def command_words(self) -> list[str]:
         """Return the words of the next start; one word if the command has an open quote."""
         try:

@@ -17,6 +17,7 @@ from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.vllm.arguments import VllmArguments
 from dynamo.vllm.engine import Engine
 from dynamo.vllm.load import LoadReporter
+from dynamo.vllm.model import find_model
 from dynamo.vllm.service import VllmService
 from dynamo.worker.admission import AdmissionQueue
 from dynamo.worker.publish import LoadSender, connect_load
@@ -33,13 +34,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VllmPlan:
-    """What the worker serves, checked before the engine starts."""
+    """What the worker serves, checked before the engine starts.
+
+    ``engine_model`` is the directory or GGUF file with the weights, ``model`` what the frontend
+    reads.
+    """
 
     arguments: VllmArguments
     model: ModelDirectory
     model_name: str
     model_type: ModelType
     endpoint: str
+    engine_model: str
 
     @property
     def mode(self) -> str:
@@ -50,8 +56,7 @@ class VllmPlan:
 def make_plan(arguments: VllmArguments, worker_suffix: str | None) -> VllmPlan:
     """Check our settings and the model's files. Raises ConfigError."""
     settings, mode = arguments.worker, arguments.vllm.disaggregation_mode
-    model = ModelDirectory(settings.model_path or "")
-    model.require_worker_files()
+    path, model, name = find_model(settings.model_path or "", arguments.engine_argv)
     template = settings.custom_jinja_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"--custom-jinja-template {template}: no such file")
@@ -60,9 +65,10 @@ def make_plan(arguments: VllmArguments, worker_suffix: str | None) -> VllmPlan:
     return VllmPlan(
         arguments,
         model,
-        settings.model_name or model.name,
+        settings.model_name or name,
         ModelType.Prefill if mode == "prefill" else api_types(settings.endpoint_types),
         settings.endpoint or f"{arguments.runtime.namespace}{suffix}.{component}.generate",
+        path,
     )
 
 
