@@ -36,16 +36,15 @@ log = logging.getLogger(__name__)
 class VllmPlan:
     """What the worker serves, checked before the engine starts.
 
-    ``engine_model`` is the directory or GGUF file with the weights, ``model`` what the frontend
-    reads.
+    ``weights`` is the directory or GGUF file for vLLM, ``model`` what the frontend reads.
     """
 
     arguments: VllmArguments
     model: ModelDirectory
+    weights: str
     model_name: str
     model_type: ModelType
     endpoint: str
-    engine_model: str
 
     @property
     def mode(self) -> str:
@@ -56,7 +55,9 @@ class VllmPlan:
 def make_plan(arguments: VllmArguments, worker_suffix: str | None) -> VllmPlan:
     """Check our settings and the model's files. Raises ConfigError."""
     settings, mode = arguments.worker, arguments.vllm.disaggregation_mode
-    path, model, name = find_model(settings.model_path or "", arguments.engine_argv)
+    if settings.model_path is None:
+        raise ConfigError("--model is missing; give a directory or an id on Hugging Face")
+    weights, model, name = find_model(settings.model_path, arguments.engine_argv)
     template = settings.custom_jinja_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"--custom-jinja-template {template}: no such file")
@@ -65,10 +66,10 @@ def make_plan(arguments: VllmArguments, worker_suffix: str | None) -> VllmPlan:
     return VllmPlan(
         arguments,
         model,
+        weights,
         settings.model_name or name,
         ModelType.Prefill if mode == "prefill" else api_types(settings.endpoint_types),
         settings.endpoint or f"{arguments.runtime.namespace}{suffix}.{component}.generate",
-        path,
     )
 
 
@@ -80,6 +81,7 @@ class VllmWorker:
         self.engine = engine
         self.endpoint: Endpoint = runtime.endpoint(plan.endpoint)
         self.load = LoadSender(runtime.instance_id)
+        runtime.metrics.register_prometheus_expfmt_callback(engine.metrics)
         engine.on_stats = LoadReporter(engine.info.blocks, self.load.report)
         settings = plan.arguments.worker
         admission = AdmissionQueue(
@@ -128,8 +130,8 @@ class VllmWorker:
                 total_kv_blocks=info.blocks,
                 max_num_seqs=info.max_num_seqs,
                 max_num_batched_tokens=info.max_num_batched_tokens,
-                tool_call_parser=plan.arguments.vllm.tool_call_parser,
-                reasoning_parser=plan.arguments.vllm.reasoning_parser,
+                tool_call_parser=plan.arguments.worker.tool_call_parser,
+                reasoning_parser=plan.arguments.worker.reasoning_parser,
                 data_parallel_size=info.data_parallel_size,
                 context_length=info.context_length,
                 enable_local_indexer=bool(info.event_endpoints),
