@@ -168,7 +168,7 @@ def _check_worker(service: Service, settings: Mapping[str, Any], env: Mapping[st
         from dynamo.runtime.component import parse_endpoint
 
         parse_endpoint(worker.endpoint)
-    template = worker.custom_jinja_template
+    template = getattr(worker, "custom_jinja_template", None)  # attach has none
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"custom-jinja-template {template}: no such file in {Path.cwd()}")
     if worker.model_path is None:
