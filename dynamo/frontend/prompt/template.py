@@ -130,7 +130,7 @@ class ChatTemplate:
         function = {"name": "f", "arguments": arguments}
         call = {"id": "callcall1", "type": "function", "function": function}
         content = None if form.null_content else ""
-        messages = [
+        messages: list[Message] = [
             {"role": "user", "content": "q"},
             {"role": "assistant", "content": content, "tool_calls": [call]},
         ]

@@ -104,7 +104,8 @@ def test_a_stream_has_the_same_parts() -> None:
 
 
 def test_without_tools_markup_is_content() -> None:
-    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
+    cases: list[dict[str, Any]] = [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}]
+    for fields in cases:
         choice = body(CALL, **fields)
         assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
     assert prepare(preprocessor(reasoning=None)).answer is None
@@ -160,10 +161,11 @@ def test_reasoning_that_the_template_opens_or_closes(reasoning: str, tmp_path: P
     )
     config = RuntimeConfig(reasoning_parser=reasoning)
     model = Preprocessor(card(runtime_config=config, custom_template_path=str(template)))
-    on, off = ({"chat_template_kwargs": {"enable_thinking": each}} for each in (True, False))
-    message = body("So.\n</think>\n\nHi", model=model, **on)["message"]
+    on, off = {"enable_thinking": True}, {"enable_thinking": False}
+    text = "So.\n</think>\n\nHi"
+    message = body(text, model=model, chat_template_kwargs=on)["message"]
     assert (message["reasoning_content"], message["content"]) == ("So.", "Hi")
-    message = body("Hi </think>", model=model, **off)["message"]
+    message = body("Hi </think>", model=model, chat_template_kwargs=off)["message"]
     assert message["content"] == "Hi </think>" and "reasoning_content" not in message
 
 
