@@ -11,8 +11,9 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.worker import WorkerSettings
 from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
+from dynamo.llm.model_source import resolve_model
 from dynamo.llm.register import register_model
-from dynamo.llm.types import ModelInput, ModelType, WorkerType
+from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
 from dynamo.mocker.engine import EngineRank, EngineShape
 from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.script import ReplyScript
@@ -29,7 +30,6 @@ _WORKER_TYPES = {
     "prefill": WorkerType.Prefill,
     "decode": WorkerType.Decode,
 }
-_API_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions}
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def make_plan(
 ) -> WorkerPlan:
     """Check all settings before any worker starts. Raises ConfigError."""
     if settings.model_path is None:
-        raise ConfigError("--model-path is missing; give the directory of a model's tokenizer")
-    model = ModelDirectory(settings.model_path)
+        raise ConfigError("--model-path is missing; give a directory or an id on Hugging Face")
+    model = resolve_model(settings.model_path).directory()
     model.require_worker_files()
     if mocker.kv_bytes_per_token is None and model.kv_bytes_per_token is not None:
         transfer = replace(shape.transfer, bytes_per_token=model.kv_bytes_per_token)
@@ -79,7 +79,7 @@ def make_plan(
         shape,
         model,
         settings.model_name or model.name,
-        ModelType.Prefill if shape.prefill_only else _api_types(settings.endpoint_types),
+        ModelType.Prefill if shape.prefill_only else api_types(settings.endpoint_types),
         settings.endpoint or f"{runtime.namespace}{suffix}.{component}.generate",
         _script(mocker, model),
     )
@@ -166,12 +166,3 @@ def _script(mocker: MockerSettings, model: ModelDirectory) -> ReplyScript | None
     if mocker.reply_script is None:
         return None
     return ReplyScript(mocker.reply_script, model.tokenizer_path)
-
-
-def _api_types(text: str) -> ModelType:
-    found = ModelType.Empty
-    for word in text.split(","):
-        if word.strip() not in _API_TYPES:
-            raise ConfigError(f"--endpoint-types must name chat, completions or both, got {text!r}")
-        found |= _API_TYPES[word.strip()]
-    return found
