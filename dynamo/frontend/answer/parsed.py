@@ -95,6 +95,9 @@ class ParsedChatStream(ChatStream):
                 return writer.head + json_bytes(content) + writer.tail
             if reasoning is not None:
                 return writer.reasoning_head + json_bytes(reasoning) + writer.tail
+            arguments = message.arguments_alone()
+            if arguments is not None:
+                return writer.arguments_chunk(*arguments)
         if writer.finished or not (message.pending or reason is not None):
             return b""
         logprobs, nvext = self._extras(choice, writer)
