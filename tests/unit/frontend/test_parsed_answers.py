@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,30 @@ def test_arguments_as_text_for_templates_that_append_them(tmp_path: Path) -> Non
     call = {"function": {"name": "f", "arguments": '{"a":  1}'}}
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
     assert prepare(model, messages=messages).prompts[0].text == 'x```json\n{"a":  1}```'
+
+
+def test_reasoning_for_templates_that_call_it_thinking(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "({{ m.thinking }}){{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    model = Preprocessor(card(custom_template_path=str(template)))
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": [call]}
+    assert prepare(model, messages=[message]).prompts[0].text == "(Hm.){}"
+    assert prepare(model, messages=[{**message, "content": "x"}]).prompts[0].text == "x(){}"
+
+
+def test_an_answer_in_one_output_takes_linear_time() -> None:
+    text = "[" + ", ".join(['{"name": "get_time", "parameters": {}}'] * 4000) + "]" + "[" * 50_000
+    for name in ("llama3_json", "mistral"):
+        model = preprocessor(name, None)
+        request = parse_chat(chat_body(tools=TOOLS))
+        made = ParsedChatStream(request, model.chat(request), model.tokenizer, "chatcmpl-1", 17)
+        begun = time.process_time()
+        made.choices[0].push(EngineOutput(text="[TOOL_CALLS]" + text, finish_reason="stop"))
+        assert time.process_time() - begun < 2
 
 
 def test_models_without_parsers_answer_as_before() -> None:
