@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from dynamo.config.mocker import MockerSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.worker import WorkerSettings
 from dynamo.errors import ConfigError, InvalidArgument
+from dynamo.mocker.arguments import engine_shape
 from dynamo.mocker.script import ReplyScript
+from dynamo.mocker.worker import make_plan
 
 TOKENIZER = Path(__file__).parents[3] / "examples/model/tokenizer.json"
 PLAIN = tokenizers.Tokenizer.from_file(str(TOKENIZER))
@@ -56,3 +61,11 @@ def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
         script(tmp_path, text)
     with pytest.raises(ConfigError, match="can't be read"):
         ReplyScript(str(tmp_path / "none"), TOKENIZER)
+
+
+@pytest.mark.parametrize("mocker", [{"reply": "script"}, {"reply_script": "replies.jsonl"}])
+def test_the_file_and_the_flag_belong_together(mocker: dict[str, str]) -> None:
+    settings = MockerSettings(**mocker)  # type: ignore[arg-type]
+    worker = WorkerSettings(model_path=str(TOKENIZER.parent))
+    with pytest.raises(ConfigError, match="give both --reply script and the file"):
+        make_plan(RuntimeSettings(), None, worker, settings, engine_shape(settings))
