@@ -42,7 +42,9 @@ def vllm_tiny(
 ) -> Iterator[EngineDeployment]:
     """VLLM's own server with the model ``tiny``."""
     with closing(EngineDeployment(tmp_path_factory.mktemp("vllm-tiny"))) as made:
-        made.vllm_server(tiny_model, "tiny")
+        made.vllm_server(
+            tiny_model, "tiny", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"
+        )
         made.wait_for_models("tiny")
         yield made
 
@@ -65,7 +67,7 @@ def ours(
     """One frontend with KV routing before two workers: the models ``tiny`` and ``bytes``."""
     with closing(EngineDeployment(tmp_path_factory.mktemp("ours"))) as made:
         made.frontend("--router-mode", "kv")
-        made.worker(tiny_model, "tiny")
+        made.worker(tiny_model, "tiny", "--dyn-tool-call-parser", "hermes")
         made.worker(bytes_model, "bytes")
         made.wait_for_models("tiny", "bytes")
         yield made
