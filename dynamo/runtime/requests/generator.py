@@ -18,7 +18,7 @@ from dynamo.errors import (
 from dynamo.protocols import codec
 from dynamo.protocols.engine import with_every_key
 from dynamo.runtime.requests.client_connection import ClientStream
-from dynamo.runtime.requests.handler_items import ResponseSender, encode_item
+from dynamo.runtime.requests.response_items import ResponseSender, encode_item
 from dynamo.runtime.requests.stream import PushHandler, ServerStream
 from dynamo.runtime.tasks import Tasks
 
