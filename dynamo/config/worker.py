@@ -11,6 +11,7 @@ __all__ = [
     "REASONING_PARSERS",
     "TOOL_CALL_ALIASES",
     "TOOL_CALL_PARSERS",
+    "EndpointSettings",
     "WorkerSettings",
 ]
 
@@ -50,8 +51,8 @@ REASONING_ALIASES = _dashed(REASONING_PARSERS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
-    """worker: model, endpoint, admission"""
+class EndpointSettings:
+    """endpoint: model, address, admission"""
 
     model_path: str | None = option(
         None,
@@ -74,6 +75,25 @@ class WorkerSettings:
         metavar="NS.COMPONENT.ENDPOINT",
         help="where to serve; default: <namespace>.backend.generate",
     )
+    engine_request_limit: int | None = option(
+        None,
+        "--engine-request-limit",
+        env="DYN_ENGINE_REQUEST_LIMIT",
+        minimum=1,
+        help="requests in the engine at once; more wait in a bounded queue or are rejected",
+    )
+    request_queue_limit: int = option(
+        16,
+        env="DYN_DYNAMO_REQUEST_QUEUE_LIMIT",
+        minimum=2,
+        help="requests that may wait when --engine-request-limit is reached",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(EndpointSettings):
+    """worker: model, endpoint, admission"""
+
     endpoint_types: str = option(
         "chat,completions",
         "--endpoint-types",
@@ -105,17 +125,4 @@ class WorkerSettings:
         aliases=REASONING_ALIASES,
         metavar="NAME",
         help=f"format of the model's reasoning: {', '.join(REASONING_PARSERS)}",
-    )
-    engine_request_limit: int | None = option(
-        None,
-        "--engine-request-limit",
-        env="DYN_ENGINE_REQUEST_LIMIT",
-        minimum=1,
-        help="requests in the engine at once; more wait in a bounded queue or are rejected",
-    )
-    request_queue_limit: int = option(
-        16,
-        env="DYN_DYNAMO_REQUEST_QUEUE_LIMIT",
-        minimum=2,
-        help="requests that may wait when --engine-request-limit is reached",
     )

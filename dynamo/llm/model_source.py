@@ -14,12 +14,13 @@ from pathlib import Path
 from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
 
-__all__ = ["ResolvedModel", "resolve_model"]
+__all__ = ["ResolvedModel", "is_hub_id", "resolve_model"]
 
-PREFIX = "hf://"
+_PREFIX = "hf://"
 _GGUF = ".gguf"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
-_ID = re.compile(rf"({_NAME}/)?{_NAME}")
+_ID = re.compile(rf"{_NAME}/{_NAME}")
+_OLD_ID = re.compile(_NAME)
 _GGUF_IN_ID = re.compile(rf"({_NAME}/{_NAME})/(.+{re.escape(_GGUF)})")
 _PROMPT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 
@@ -67,34 +68,38 @@ def resolve_model(
     """Return the model that ``source`` names on this machine; download it if necessary.
 
     ``source`` is a directory, a GGUF file, an id on Hugging Face (``org/name``, ``hf://org/name``)
-    or a GGUF file there (``org/name/file.gguf``). Without ``weights`` only the files that make
-    prompts are downloaded: configuration, tokenizer, chat template. ``revision`` is a branch, a tag
-    or a commit on Hugging Face. With ``download`` false only the cache is read.
+    or a GGUF file there (``org/name/file.gguf``). A name whose first part is a directory here is
+    a path; ids without an organization need the prefix ``hf://``. Without ``weights`` only the
+    files that make prompts are downloaded: configuration, tokenizer, chat template. ``revision``
+    is a branch, a tag or a commit on Hugging Face. With ``download`` false only the cache is read.
 
     Blocking, with progress in the log, or as a bar on a terminal. Raises ConfigError.
     """
-    text = str(source)
-    if not text.startswith(PREFIX):
-        path = Path(text).expanduser()
-        if path.is_dir():
-            return ResolvedModel(path.resolve(), ModelDirectory(path).name)
-        if path.is_file():
-            return _local_file(path)
-    found = _split(text.removeprefix(PREFIX))
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return ResolvedModel(path.resolve(), ModelDirectory(path).name)
+    if path.is_file():
+        return _local_file(path)
+    found = _split(str(source))
     if found is None:
         raise ConfigError(
-            f"no such directory: the model {text!r}; give a local directory, a GGUF file, or an id "
-            "on Hugging Face such as Qwen/Qwen3-0.6B"
+            f"no such directory: the model {str(source)!r}; give a local directory, a GGUF file, "
+            "or an id on Hugging Face such as Qwen/Qwen3-0.6B"
         )
     repository, file = found
     # Imported here: it takes 0.2 s, and a local directory does not need it.
     from dynamo.llm.model_download import HubModel
 
-    model = HubModel(repository, revision, text)
+    model = HubModel(repository, revision, str(source))
     if file is not None:
         return ResolvedModel(model.fetch_file(file, download), Path(file).stem)
     patterns = None if weights else _PROMPT_FILES
     return ResolvedModel(model.fetch(patterns, download), repository)
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether ``source`` would be looked up on Hugging Face: it is no local path."""
+    return not Path(source).expanduser().exists() and _split(source) is not None
 
 
 def _local_file(path: Path) -> ResolvedModel:
@@ -105,8 +110,14 @@ def _local_file(path: Path) -> ResolvedModel:
     return ResolvedModel(path.resolve(), path.stem)
 
 
-def _split(text: str) -> tuple[str, str | None] | None:
-    """Return the id of a repository, and of a GGUF file in it; None if ``text`` is no id."""
+def _split(source: str) -> tuple[str, str | None] | None:
+    """Return the id of a repository, and of a GGUF file in it; None if ``source`` is no id."""
+    text = source.removeprefix(_PREFIX)
+    prefixed = text != source
+    if prefixed and _OLD_ID.fullmatch(text):
+        return text, None
+    if not prefixed and Path(text.partition("/")[0]).is_dir():
+        return None
     if _ID.fullmatch(text) and not text.endswith(_GGUF):
         return text, None
     found = _GGUF_IN_ID.fullmatch(text)

@@ -23,6 +23,8 @@ from dynamo.runtime.client import RuntimeServices
 
 __all__ = [
     "ACCEPTED",
+    "card_key",
+    "encode_card",
     "fetch_llm",
     "fetch_model",
     "note_block_size",
@@ -83,8 +85,8 @@ async def register_model(  # noqa: PLR0913 - Dynamo's signature
     """
     if unknown := set(accepted) - ACCEPTED:
         raise TypeError(f"register_model got unexpected arguments {sorted(unknown)}")
-    if model_input is not ModelInput.Tensor:
-        _check(model_input, lora_name, base_model_path)
+    if (lora_name is None) != (base_model_path is None):
+        raise ValueError("lora_name and base_model_path must be given together")
     _check_roles(model_type, worker_type, needs)
     config = runtime_config or RuntimeConfig()
     card = _card(endpoint, base_model_path or model_path)
@@ -111,7 +113,7 @@ register_llm = register_model
 
 async def unregister_model(endpoint: Endpoint, lora_name: str | None = None) -> None:
     """Delete the card; no effect without one."""
-    await endpoint.runtime.discovery.delete(_key(endpoint, lora_name))
+    await endpoint.runtime.discovery.delete(card_key(endpoint, lora_name))
 
 
 unregister_llm = unregister_model
@@ -121,14 +123,14 @@ unregister_llm = unregister_model
 async def update_model_taints(endpoint: Endpoint, taints: Iterable[str]) -> None:
     """Replace the taints in the card of this worker's model. InvalidArgument: it has none."""
     runtime = endpoint.runtime
-    key = _key(endpoint, None)
+    key = card_key(endpoint, None)
     stored = (await runtime.discovery.list(key)).get(key)
     if stored is None:
         raise InvalidArgument(f"{endpoint} has no model yet: call register_model first")
     card = decode_card(stored)
     card.runtime_config.taints = sorted(taints)
     lease = await runtime.granted()
-    await runtime.discovery.put(key, _encode(card), lease.id)
+    await runtime.discovery.put(key, encode_card(card), lease.id)
 
 
 async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
@@ -169,16 +171,6 @@ def slug_of(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "_", name.lower())
 
 
-def _check(model_input: ModelInput, lora_name: str | None, base_model_path: str | None) -> None:
-    if (lora_name is None) != (base_model_path is None):
-        raise ValueError("lora_name and base_model_path must be given together")
-    if model_input is not ModelInput.Tokens:
-        raise InvalidArgument(
-            f"model_input {model_input} is not supported: the frontend sends token ids; register "
-            "with ModelInput.Tokens and read token_ids of each request"
-        )
-
-
 def _card(endpoint: Endpoint, source: str) -> ModelCard:
     """Return a card of this worker without a name."""
     return ModelCard(
@@ -201,8 +193,8 @@ async def _publish(endpoint: Endpoint, card: ModelCard, name: str | None, weight
         own_name = await asyncio.to_thread(_add_model, card, weights)
     card.display_name = name or own_name
     card.slug = slug_of(card.display_name)
-    encoded, lease = _encode(card), await endpoint.runtime.granted()
-    await endpoint.runtime.discovery.put(_key(endpoint, card.lora_name), encoded, lease.id)
+    encoded, lease = encode_card(card), await endpoint.runtime.granted()
+    await endpoint.runtime.discovery.put(card_key(endpoint, card.lora_name), encoded, lease.id)
 
 
 def _check_roles(
@@ -242,8 +234,8 @@ def _add_model(card: ModelCard, weights: bool) -> str:
     return found.name
 
 
-def _encode(card: ModelCard) -> bytes:
-    """Encode ``card``; reject values that every frontend would reject."""
+def encode_card(card: ModelCard) -> bytes:
+    """Encode ``card``. InvalidArgument: values that every frontend would reject."""
     try:
         encoded = msgspec.json.encode(card)
         decode_card(encoded)
@@ -253,7 +245,8 @@ def _encode(card: ModelCard) -> bytes:
     return encoded
 
 
-def _key(endpoint: Endpoint, lora_name: str | None) -> str:
+def card_key(endpoint: Endpoint, lora_name: str | None) -> str:
+    """Return the discovery key of the card of this process, or of its adapter ``lora_name``."""
     tail = instance_key(*endpoint.path, endpoint.runtime.instance_id)
     return f"{MODEL_CARDS}{tail}" + (f"/{slug_of(lora_name)}" if lora_name else "")
 

@@ -6,6 +6,7 @@ import enum
 import json
 from typing import Any
 
+from dynamo.errors import ConfigError
 from dynamo.protocols.card import RuntimeConfig
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "ModelRuntimeConfig",
     "ModelType",
     "WorkerType",
+    "api_types",
 ]
 
 
@@ -183,3 +185,16 @@ class MediaFetcher:
     def timeout_ms(self, timeout_ms: int) -> None:
         """Keep the timeout in milliseconds."""
         self.options["timeout_ms"] = timeout_ms
+
+
+def api_types(text: str) -> ModelType:
+    """Return the types that ``--endpoint-types`` names, comma separated. Raises ConfigError."""
+    found = ModelType.Empty
+    for word in text.split(","):
+        if word.strip() not in _API_TYPES:
+            raise ConfigError(f"--endpoint-types must name chat, completions or both, got {text!r}")
+        found |= _API_TYPES[word.strip()]
+    return found
+
+
+_API_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions}

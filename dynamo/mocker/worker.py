@@ -13,7 +13,7 @@ from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
 from dynamo.llm.register import register_model
-from dynamo.llm.types import ModelInput, ModelType, WorkerType
+from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
 from dynamo.mocker.engine import EngineRank, EngineShape
 from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.script import ReplyScript
@@ -30,7 +30,6 @@ _WORKER_TYPES = {
     "prefill": WorkerType.Prefill,
     "decode": WorkerType.Decode,
 }
-_API_TYPES = {"chat": ModelType.Chat, "completions": ModelType.Completions}
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def make_plan(
         shape,
         model,
         settings.model_name or model.name,
-        ModelType.Prefill if shape.prefill_only else _api_types(settings.endpoint_types),
+        ModelType.Prefill if shape.prefill_only else api_types(settings.endpoint_types),
         settings.endpoint or f"{runtime.namespace}{suffix}.{component}.generate",
         _script(mocker, model),
     )
@@ -167,12 +166,3 @@ def _script(mocker: MockerSettings, model: ModelDirectory) -> ReplyScript | None
     if mocker.reply_script is None:
         return None
     return ReplyScript(mocker.reply_script, model.tokenizer_path)
-
-
-def _api_types(text: str) -> ModelType:
-    found = ModelType.Empty
-    for word in text.split(","):
-        if word.strip() not in _API_TYPES:
-            raise ConfigError(f"--endpoint-types must name chat, completions or both, got {text!r}")
-        found |= _API_TYPES[word.strip()]
-    return found

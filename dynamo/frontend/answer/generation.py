@@ -22,6 +22,7 @@ from dynamo.errors import DynamoError
 from dynamo.frontend.answer.choice import Choice, ChoiceRules
 from dynamo.frontend.answer.echo import EchoedPrompt, echoed_prompts
 from dynamo.frontend.answer.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
+from dynamo.frontend.answer.prompt_logprobs import PromptLogprobs, collect_prompt_logprobs
 from dynamo.frontend.answer.sse import (
     DONE,
     ChatChunks,
@@ -88,6 +89,7 @@ class GenerationStream:
         self._response_id = response_id
         self._created = created
         self._model = request.model
+        self._shows_prompt = request.prompt_logprobs is not None
         self.choices = self._make_choices(request, prepared, tokenizer)
         # Made with the first chunk: an answer in one body needs none.
         self._writers: list[ChoiceChunks] = []
@@ -161,6 +163,8 @@ class GenerationStream:
             "choices": parts,
             "usage": orjson.Fragment(usage.to_json()),
         }
+        if self._shows_prompt:
+            self._add_prompt_logprobs(body, parts)
         if self._extra:
             nvext = self._nvext(self.choices[0], first=True, last=True)
             if nvext is not None:
@@ -195,7 +199,9 @@ class GenerationStream:
     def _make_choices(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> list[Choice]:
-        collectors = self._collectors(request, prepared, tokenizer)
+        collectors = collect_prompt_logprobs(
+            prepared, tokenizer, self._collectors(request, prepared, tokenizer)
+        )
         # The choices differ in max_tokens at most, which the engine counts.
         conditions = prepared.requests[0].stop_conditions
         rules = ChoiceRules(request, conditions)
@@ -223,6 +229,11 @@ class GenerationStream:
     def _part(self, index: int, text: str) -> dict[str, Any]:
         """The beginning of one element of ``choices`` in a unary body."""
         raise NotImplementedError
+
+    def _add_prompt_logprobs(self, body: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        """Add ``prompt_logprobs`` where vLLM's server has it: here to each choice."""
+        for part, choice in zip(parts, self.choices, strict=True):
+            part["prompt_logprobs"] = _prompt_logprobs(choice)
 
     def _chunk(self, choice: Choice, writer: ChoiceChunks) -> bytes:
         if choice.finish_reason is None and choice.logprobs is None and writer.started:
@@ -294,6 +305,9 @@ class ChatStream(GenerationStream):
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message}
 
+    def _add_prompt_logprobs(self, body: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        body["prompt_logprobs"] = _prompt_logprobs(self.choices[0])
+
 
 class CompletionStream(GenerationStream):
     """The answer to POST /v1/completions. With ``echo`` each choice begins with its prompt."""
@@ -327,3 +341,8 @@ class CompletionStream(GenerationStream):
 
     def _part(self, index: int, text: str) -> dict[str, Any]:
         return {"index": index, "text": text}
+
+
+def _prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
+    collector = choice.logprobs
+    return collector.shown() if isinstance(collector, PromptLogprobs) else None

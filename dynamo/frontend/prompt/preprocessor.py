@@ -246,7 +246,7 @@ class Preprocessor:
         sampling = _sampling_options(request)
         output = OutputOptions(
             logprobs=logprobs,
-            prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs=_prompt_logprobs(request, logprobs),
             skip_special_tokens=request.skip_special_tokens,
         )
         annotations: list[str] = []
@@ -301,6 +301,12 @@ def _too_long(context: int, what: str, remedy: str = "the prompt") -> InvalidArg
     )
 
 
+def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | None:
+    """Those asked for; an echoed prompt has as many as the answer."""
+    echoed = logprobs is not None and isinstance(request, CompletionRequest) and request.echo
+    return logprobs if echoed and request.prompt_logprobs is None else request.prompt_logprobs
+
+
 def _stop_conditions(
     request: GenerationRequest, max_tokens: int | None, eos_ids: list[int]
 ) -> StopConditions:
@@ -344,6 +350,7 @@ def _sampling_options(request: GenerationRequest) -> SamplingOptions:
         include_stop_str_in_output=request.include_stop_str_in_output,
         logit_bias=request.logit_bias,
         guided_decoding=guided_decoding(request) if constrained else None,
+        bad_words=request.bad_words,
     )
 
 

@@ -124,10 +124,8 @@ def _check_common(request: GenerationRequest, limit: int | None) -> None:
         )
     if request.best_of is not None:
         _check_best_of(request.best_of, request.n or 1)
-    if request.stream_options is not None and not request.stream:
-        raise InvalidArgument(
-            "Validation: 'stream_options' is only allowed when 'stream' is true; leave it out"
-        )
+    if request.stream_options is not None or request.prompt_logprobs is not None:
+        _check_stream(request)
     if request.logit_bias and not all(key.isdecimal() for key in request.logit_bias):
         raise InvalidArgument("Validation: 'logit_bias' keys must be token ids")
     if request.guided_json is not None:
@@ -136,6 +134,17 @@ def _check_common(request: GenerationRequest, limit: int | None) -> None:
         check_engine_value("response_format", request.response_format)
     if request.nvext is not None and request.nvext.router_config_override is not None:
         check_engine_value("nvext.router_config_override", request.nvext.router_config_override)
+
+
+def _check_stream(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidArgument(
+            "Validation: 'stream_options' is only allowed when 'stream' is true; leave it out"
+        )
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidArgument(
+            "Validation: 'prompt_logprobs' is not available when 'stream' is true; leave one out"
+        )
 
 
 def _check_stop(stop: str | list[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hub_server import COMMIT, Hub, cache_model, run_with_hub
 
 from dynamo.errors import ConfigError
-from dynamo.llm.model_source import resolve_model
+from dynamo.llm.model_source import is_hub_id, resolve_model
 
 NAME = "acme/tiny-1.5B"
 PROMPT_FILES = {
@@ -77,10 +77,22 @@ def test_a_gguf_file_needs_a_tokenizer_beside_it(tmp_path: Path) -> None:
     assert found.directory().path == tmp_path
 
 
-@pytest.mark.parametrize("source", ["./missing", "/no/such/model", "a/b/c", "~/x/y.gguf", "hf://"])
-def test_a_path_is_not_looked_up_on_the_hub(source: str) -> None:
+@pytest.mark.parametrize(
+    "source", ["./missing", "/no/such/model", "a/b/c", "modle", "~/x/y.gguf", "hf://", "here/modle"]
+)
+def test_a_path_is_not_looked_up_on_the_hub(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert not is_hub_id(source)
     with pytest.raises(ConfigError, match=r"no such directory: .*an id on Hugging Face such as"):
         resolve_model(source)
+
+
+@pytest.mark.parametrize("source", ["a/b", "hf://a/b", "hf://gpt2", "a/b/c.gguf"])
+def test_ids_of_the_hub(source: str) -> None:
+    assert is_hub_id(source)
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
