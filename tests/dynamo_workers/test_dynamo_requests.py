@@ -49,6 +49,35 @@ async def test_a_stop_by_the_caller_reaches_the_handler(serve: Serve) -> None:
     assert received[:3] == [0, 1, 2] and handler.states == [(True, False)]
 
 
+async def test_a_handler_can_end_in_its_own_way_after_its_caller_left(serve: Serve) -> None:
+    ends: list[str] = []
+    ended = asyncio.Event()
+
+    async def generate(request: str, context: Context) -> AsyncIterator[int]:
+        try:
+            for number in range(10_000):
+                if request == "checks" and context.is_stopped():
+                    ends.append("stopped")
+                    return
+                await asyncio.sleep(0.01)
+                yield number
+        except GeneratorExit:
+            ends.append("closed")
+            raise
+        finally:
+            ended.set()
+
+    client = await serve(generate)
+    async with asyncio.timeout(5):
+        for request in ("checks", "ignores"):
+            stream = await client.generate(request)
+            await stream.__anext__()
+            await stream.aclose()
+            await ended.wait()
+            ended.clear()
+    assert ends == ["stopped", "closed"]
+
+
 @pytest.mark.parametrize("awaited_first", [False, True])
 async def test_a_context_stopped_before_the_call_gives_no_items(
     serve: Serve, awaited_first: bool
