@@ -87,7 +87,7 @@ async def register_model(  # noqa: PLR0913 - Dynamo's signature
         raise TypeError(f"register_model got unexpected arguments {sorted(unknown)}")
     if (lora_name is None) != (base_model_path is None):
         raise ValueError("lora_name and base_model_path must be given together")
-    _check_roles(model_type, worker_type, needs)
+    _check_roles(model_input, model_type, worker_type, needs)
     config = runtime_config or RuntimeConfig()
     card = _card(endpoint, base_model_path or model_path)
     card.model_type, card.model_input = str(model_type), str(model_input)
@@ -198,12 +198,17 @@ async def _publish(endpoint: Endpoint, card: ModelCard, name: str | None, weight
 
 
 def _check_roles(
+    model_input: ModelInput,
     model_type: ModelType,
     worker_type: WorkerType | None,
     needs: Sequence[Sequence[WorkerType | str]] | None,
 ) -> None:
     if worker_type is not WorkerType.Prefill:
         return
+    if model_input is ModelInput.Text:
+        raise ValueError(
+            "register_model: a prefill worker receives tokens; register it with ModelInput.Tokens"
+        )
     if model_type & ~ModelType.Prefill:
         raise ValueError(
             f"register_model: a worker of WorkerType.Prefill must not expose an OpenAI surface, "

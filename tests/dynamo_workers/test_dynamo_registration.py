@@ -135,6 +135,8 @@ async def test_a_prefill_worker_has_no_api(make_runtime: MakeRuntime) -> None:
     ):
         with pytest.raises(ValueError, match=match):
             await register_model(ModelInput.Tokens, kind, endpoint, "m", needs=needs, **prefill)
+    with pytest.raises(ValueError, match="ModelInput"):
+        await register_model(ModelInput.Text, ModelType.Prefill, endpoint, "m", **prefill)
     with pytest.raises(ValueError, match="together"):
         await register_model(ModelInput.Tokens, ModelType.Chat, endpoint, "m", lora_name="x")
     with pytest.raises(TypeError, match="colour"):

@@ -186,7 +186,7 @@ async def test_a_handler_may_push_its_items(serve: Serve, closes: bool) -> None:
     ) -> AsyncIterator[Any]:
         for frame in FRAMES:
             response_sender.send(frame)
-        response_sender.send({"token_ids": (1, 2)})
+        response_sender.send({"token_ids": (1, 2), "wide": [2**64, -(2**64)]})
         response_sender.send({"_dynamo_annotated": True, "data": "inner"})
         if closes:
             response_sender.close()
@@ -195,8 +195,18 @@ async def test_a_handler_may_push_its_items(serve: Serve, closes: bool) -> None:
 
     client = await serve(push)
     received = [item.data() async for item in await client.generate({})]
-    assert received == [*FRAMES, {"token_ids": [1, 2]}, "inner"]
+    wide = [(2**64).to_bytes(16, "big"), (-(2**64)).to_bytes(16, "big", signed=True)]
+    assert received == [*FRAMES, {"token_ids": [1, 2], "wide": wide}, "inner"]
     assert received[3]["token_ids"][0] is True
+
+
+async def test_an_integer_beyond_128_bits_is_an_error(serve: Serve) -> None:
+    async def huge(request: Any) -> AsyncIterator[Any]:
+        yield {"n": 2**128}
+
+    client = await serve(huge)
+    with pytest.raises(ValueError, match="more than 128 bits"):
+        _ = [item async for item in await client.generate({})]
 
 
 async def test_a_pushing_handler_may_close_with_an_error(serve: Serve) -> None:
