@@ -20,6 +20,7 @@ from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard, RuntimeConfig
+from dynamo.router.kv import KvPicker
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
 from dynamo.runtime.tasks import Tasks
@@ -123,6 +124,17 @@ def _holds(condition: Callable[[], bool]) -> bool:
         return condition()
     except (ModelNotFound, NoInstances):
         return False
+
+
+async def test_a_models_own_router_config_replaces_the_frontends(box: Box) -> None:
+    await box.worker(router_config={"mode": "kv", "temperature": 0.5, "of_a_later_version": 1})
+    await box.worker("other", display_name="plain")
+    await until(lambda: sorted(box.names) == ["plain", "tiny"])
+    kinds = {name: type(box.models.find(name, "Chat").picker) for name in ("tiny", "plain")}
+    assert kinds["tiny"] is KvPicker and kinds["plain"] is not KvPicker
+    await box.worker("third", display_name="bad", router_config={"temperature": -1.0})
+    await until(lambda: box.rejected("bad", "load") == 1)
+    assert "bad" not in box.names
 
 
 async def test_the_first_card_adds_a_model_and_the_last_worker_takes_it_off(box: Box) -> None:
