@@ -110,8 +110,8 @@ class Choice:
             self.stop_reason = output.stop_reason
         else:
             self.stop_reason = None if stop_id in self._rules.hidden else stop_id
-        if self._stops is not None or self._detokenizer.held:
-            self._release()  # the text released may complete a stop string
+        if self._stops is not None:
+            self._release()
         self.finish_reason = self.finish_reason or _FINISH_REASONS.get(reason, reason)
         return True
 
@@ -141,11 +141,7 @@ class Choice:
         return text
 
     def _release(self) -> None:
-        """Show the bytes of a broken character and the beginning of a stop string."""
-        text = self._detokenizer.finish()
-        if self._stops is not None:
-            text = self._match(text)
-            if self._stops.hit is None:
-                text += self._stops.finish()
+        """Show the beginning of a stop string that was held back."""
+        text = "" if self._stops is None or self._stops.hit is not None else self._stops.finish()
         if text:
             self.pending.append(text)
