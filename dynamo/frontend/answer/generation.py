@@ -208,8 +208,17 @@ class GenerationStream:
         choices = []
         for index in range(len(prepared.requests)):
             collector = collectors[index] if collectors else None
-            choices.append(Choice(tokenizer, rules, collector))
+            choices.append(self._make_choice(prepared, tokenizer, rules, collector))
         return choices
+
+    def _make_choice(
+        self,
+        prepared: Prepared,
+        tokenizer: Tokenizer,
+        rules: ChoiceRules,
+        collector: LogprobsCollector | None,
+    ) -> Choice:
+        return Choice(tokenizer, rules, collector)
 
     def _collectors(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
@@ -241,16 +250,23 @@ class GenerationStream:
         reason = choice.finish_reason
         if writer.finished or not (choice.pending or reason is not None):
             return b""
-        logprobs = choice.logprobs.drain() if choice.logprobs is not None else None
-        nvext = None
-        first = not writer.started
-        writer.finished = reason is not None
-        if self._extra and (first or reason is not None):
-            last = all(each.finished for each in self._writers)
-            nvext = self._nvext(choice, first=first, last=last)
+        logprobs, nvext = self._extras(choice, writer)
         text = "".join(choice.pending)
         choice.pending.clear()
         return writer.chunk(text, logprobs, reason, nvext)
+
+    def _extras(
+        self, choice: Choice, writer: ChoiceChunks
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """``logprobs`` and ``nvext`` of the next chunk; note whether that is the last one."""
+        logprobs = choice.logprobs.drain() if choice.logprobs is not None else None
+        nvext = None
+        first, finished = not writer.started, choice.finish_reason is not None
+        writer.finished = finished
+        if self._extra and (first or finished):
+            last = all(each.finished for each in self._writers)
+            nvext = self._nvext(choice, first=first, last=last)
+        return logprobs, nvext
 
     def _start_writers(self) -> list[ChoiceChunks]:
         head = self._stream_head()
