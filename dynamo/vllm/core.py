@@ -1,7 +1,7 @@
 """vLLM's EngineCore, driven below AsyncLLM's output processing: token ids in, token ids out.
 
-The one module, with ``engine_args``, that depends on vLLM's interface; ``TESTED_VERSIONS`` says on
-which versions it was run. EngineCore is a process of its own behind two ZMQ sockets. One message
+This module depends on vLLM's internal interface: ``engine.TESTED_VERSIONS`` says on which versions
+it is tested. EngineCore is a process of its own behind two ZMQ sockets. One message
 has the outputs of one step for all requests; :meth:`CoreEngine._receive` passes them on in one
 turn of the loop, so they leave in one write per connection.
 
@@ -18,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -34,19 +35,11 @@ from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
 from dynamo.vllm.params import CLIENT_ERRORS, ParamsBuilder, priority
 
-__all__ = ["TESTED_VERSIONS", "CoreEngine", "tested"]
-
-TESTED_VERSIONS = ("0.32",)
-"""Versions of vLLM, major and minor, on which this module is tested; others use AsyncLLM."""
+__all__ = ["CoreEngine"]
 
 _CLOSE_TIMEOUT_S = 5.0
 _TASKS = ("generate",)
 log = logging.getLogger(__name__)
-
-
-def tested(version: str) -> bool:
-    """Return whether this module is tested on ``version`` of vLLM."""
-    return version.split("+")[0].rsplit(".", 1)[0] in TESTED_VERSIONS
 
 
 class CoreEngine:
@@ -108,6 +101,9 @@ class CoreEngine:
         """See ``Engine``."""
         await self._tasks.close()
         await asyncio.to_thread(self._client.shutdown, _CLOSE_TIMEOUT_S)
+        for endpoint in self.info.event_endpoints.values():
+            if endpoint.startswith("ipc://"):  # a killed engine leaves its sockets
+                Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     async def sleep(self, level: int = 1) -> None:
         """See ``Engine``."""
