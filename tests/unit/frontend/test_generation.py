@@ -179,7 +179,8 @@ def test_held_back_text_is_shown_when_the_engine_ends() -> None:
         ({"skip_special_tokens": False}, "a", 2, "stop"),
         ({"ignore_eos": True}, "ab", 3, "length"),
         ({"min_tokens": 2}, "ab", 3, "length"),
-        ({"ignore_eos": True, "stop_token_ids": [64]}, "a", 1, "stop"),
+        ({"ignore_eos": True, "stop_token_ids": [64]}, "", 1, "stop"),
+        ({"stop_token_ids": [64], "include_stop_str_in_output": True}, "a", 1, "stop"),
     ],
 )
 def test_stop_ids(fields: dict[str, Any], content: str, tokens: int, reason: str) -> None:
