@@ -85,7 +85,7 @@ def completion_error(body: bytes) -> str:
         ),
         (
             {"stop_token_ids": [1] * 1025},
-            "'stop_token_ids' must have at most 1024 entries",
+            "'stop_token_ids' must have at most 1024 entries, got 1025",
         ),
         ({"logit_bias": {"x": 1}}, "'logit_bias' keys must be token ids"),
         (
