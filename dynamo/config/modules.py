@@ -31,6 +31,11 @@ def settings_groups(module: str) -> tuple[type[Any], ...] | None:
         from dynamo.config.worker import WorkerSettings
 
         return RuntimeSettings, WorkerSettings, MockerSettings
+    if module == "dynamo.vllm":
+        from dynamo.config.vllm import VllmSettings
+        from dynamo.config.worker import WorkerSettings
+
+        return RuntimeSettings, WorkerSettings, VllmSettings
     return None
 
 

@@ -88,7 +88,7 @@ def _engine_config(arguments: VllmArguments, plan: VllmPlan) -> Any:
     from dynamo.vllm.engine_args import engine_config
 
     log.info("imported vLLM in %.1f s", time.monotonic() - begun)
-    return engine_config(arguments, str(plan.model.path), plan.model_name)
+    return engine_config(arguments, plan.weights, plan.model_name)
 
 
 def _engine(plan: VllmPlan, config: Any, worker_id: int) -> Engine:

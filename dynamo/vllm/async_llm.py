@@ -105,6 +105,10 @@ class AsyncLLMEngine:
         if task is not None:
             task.cancel()
 
+    def metrics(self) -> str:
+        """See ``Engine``. Empty: the worker has vLLM's scheduler statistics only."""
+        return ""
+
     async def run(self) -> None:
         """See ``Engine``."""
         while not self._llm.errored:  # noqa: ASYNC110 - it calls nothing when it fails
@@ -118,7 +122,7 @@ class AsyncLLMEngine:
 
     async def sleep(self, level: int = 1) -> None:
         """See ``Engine``."""
-        await self._llm.sleep(level)
+        await self._llm.sleep(level, "wait")
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See ``Engine``."""

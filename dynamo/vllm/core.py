@@ -33,12 +33,14 @@ from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
+from dynamo.vllm.engine_metrics import EngineMetrics
 from dynamo.vllm.params import CLIENT_ERRORS, ParamsBuilder, priority
 
 __all__ = ["CoreEngine"]
 
 _CLOSE_TIMEOUT_S = 5.0
 _TASKS = ("generate",)
+_WAIT = "wait"  # running requests finish first
 log = logging.getLogger(__name__)
 
 
@@ -50,6 +52,7 @@ class CoreEngine:
         self.info = _info(config, client)
         self._params = params
         self._processor = InputProcessor(config)
+        self._metrics = EngineMetrics(config, client.engine_ranks_managed)
         self._client = client
         self._sinks: dict[str, OutputSink] = {}
         self._outbox: deque[EngineCoreRequest | str] = deque()
@@ -88,6 +91,10 @@ class CoreEngine:
             if not self._sinks:
                 self._report_idle()
 
+    def metrics(self) -> str:
+        """See ``Engine``."""
+        return self._metrics.text()
+
     async def run(self) -> None:
         """See ``Engine``."""
         try:
@@ -107,7 +114,7 @@ class CoreEngine:
 
     async def sleep(self, level: int = 1) -> None:
         """See ``Engine``."""
-        await self._client.sleep_async(level)
+        await self._client.sleep_async(level, _WAIT)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See ``Engine``."""
@@ -201,7 +208,11 @@ class CoreEngine:
         client, sinks = self._client, self._sinks
         while True:
             outputs = await client.get_output_async()
+            tokens, prefills = 0, []
             for output in outputs.outputs:
+                tokens += len(output.new_token_ids)
+                if output.prefill_stats is not None:
+                    prefills.append(output.prefill_stats)
                 if output.finish_reason is None:
                     sink = sinks.get(output.request_id)
                 else:
@@ -209,7 +220,10 @@ class CoreEngine:
                 if sink is not None:
                     sink.on_output(output)
             stats = outputs.scheduler_stats
-            if stats is not None and self.on_stats is not None:
+            if stats is None:
+                continue
+            self._metrics.record(outputs.engine_index, stats, tokens, prefills)
+            if self.on_stats is not None:
                 waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
                 self.on_stats(
                     outputs.engine_index, stats.num_running_reqs, waiting, stats.kv_cache_usage

@@ -28,7 +28,7 @@ def test_our_options_are_read_and_the_others_kept_in_order() -> None:
          "--enforce-eager", "--disaggregation-mode=prefill", "-tp=2", "--taint", "slow"]
     )  # fmt: skip
     assert found.worker.model_path == "m"
-    assert found.vllm.tool_call_parser == "hermes"
+    assert found.worker.tool_call_parser == "hermes"
     assert found.vllm.disaggregation_mode == "prefill"
     assert found.vllm.taints == ("slow",)
     assert found.engine_argv == ("--block-size", "32", "--enforce-eager", "-tp=2")
@@ -43,7 +43,7 @@ def test_a_wrong_value_exits_with_status_2(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_model_and_both_addresses_are_required() -> None:
     with pytest.raises(ConfigError, match="--model is missing"):
-        check(parse([]))
+        make_plan(parse([]), None)
     settings = from_env(VllmSettings, {"DYN_VLLM_CORE_ADDRESSES": "ipc://a"})
     given = VllmArguments(RuntimeSettings(), WorkerSettings(model_path="m"), settings, ())
     with pytest.raises(ConfigError, match="must be two addresses"):

@@ -99,6 +99,9 @@ class ScriptedEngine:
                 self.changed.clear()
                 await self.changed.wait()
 
+    def metrics(self) -> str:
+        return ""
+
     async def run(self) -> None: ...
     async def close(self) -> None: ...
     async def sleep(self, level: int = 1) -> None: ...
