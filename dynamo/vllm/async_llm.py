@@ -122,7 +122,7 @@ class AsyncLLMEngine:
 
     async def sleep(self, level: int = 1) -> None:
         """See ``Engine``."""
-        await self._llm.sleep(level)
+        await self._llm.sleep(level, "wait")
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See ``Engine``."""

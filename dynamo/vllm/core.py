@@ -40,6 +40,7 @@ __all__ = ["CoreEngine"]
 
 _CLOSE_TIMEOUT_S = 5.0
 _TASKS = ("generate",)
+_WAIT = "wait"  # running requests finish first
 log = logging.getLogger(__name__)
 
 
@@ -113,7 +114,7 @@ class CoreEngine:
 
     async def sleep(self, level: int = 1) -> None:
         """See ``Engine``."""
-        await self._client.sleep_async(level)
+        await self._client.sleep_async(level, _WAIT)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See ``Engine``."""
