@@ -64,7 +64,7 @@ async def register_model(  # noqa: PLR0913 - Dynamo's signature
     The card is deleted with the worker's lease. ``context_length`` (tokens) defaults to the model's
     own, ``kv_cache_block_size`` to 16, ``model_name`` to the name of the directory.
     ``router_config`` and ``media_decoder`` are accepted and have no effect. Raises InvalidArgument
-    for a bad model directory and any ``model_input`` but Tokens; ValueError for one of
+    for a bad model directory and ``model_input`` Tensor; ValueError for one of
     ``lora_name`` and ``base_model_path`` without the other.
     """
     _check(model_input, lora_name, base_model_path)
@@ -134,10 +134,11 @@ def slug_of(name: str) -> str:
 def _check(model_input: ModelInput, lora_name: str | None, base_model_path: str | None) -> None:
     if (lora_name is None) != (base_model_path is None):
         raise ValueError("lora_name and base_model_path must be given together")
-    if model_input is not ModelInput.Tokens:
+    if model_input is ModelInput.Tensor:
         raise InvalidArgument(
-            f"model_input {model_input} is not supported: the frontend sends token ids; register "
-            "with ModelInput.Tokens and read token_ids of each request"
+            f"model_input {model_input} is not supported: the frontend sends token ids or OpenAI "
+            "bodies; register with ModelInput.Tokens and read token_ids of each request, or with "
+            "ModelInput.Text and yield OpenAI chunks"
         )
 
 
