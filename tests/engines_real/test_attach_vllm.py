@@ -54,7 +54,7 @@ def attached(
         engine.vllm_server(tiny_model, "own", "--kv-events-config", json.dumps(events), *flags)
         made = AttachedEngine(tmp_path_factory.mktemp("attached"), engine)
         stack.enter_context(closing(made))
-        made.frontend("--router-mode", "kv")
+        made.frontend("--router-mode", "kv", "--admission-control", "token-capacity")
         made.attach(
             *("--served-model-name", "tiny=own", "--model-path", str(tiny_model)),
             *("--kv-events-endpoint", f"tcp://127.0.0.1:{port}", "--poll-interval-secs", "0.1"),
