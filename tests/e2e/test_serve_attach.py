@@ -81,4 +81,4 @@ def test_a_killed_deployment_leaves_no_server(serving: Serving, url: str, victim
 def test_the_output_of_the_server_is_in_the_workers_log(serving: Serving, url: str) -> None:
     logs = serving.state_dir / serving.namespace / "logs"
     text = Path(logs / f"{serving.namespace}_Worker.log").read_text()
-    assert "dynamo.attach.server: loading the model" in text and chat(url) == 200
+    assert "server: loading the model" in text and chat(url) == 200

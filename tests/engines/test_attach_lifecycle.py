@@ -71,7 +71,7 @@ async def test_a_started_server_ends_with_the_worker(deployment: Deployment) -> 
         process.send_signal(signal.SIGTERM)
         assert len([item async for item in stream]) == 20  # drained first
     assert await asyncio.to_thread(process.wait, 20) == 0
-    assert "dynamo.attach.server: loading the model" in deployment.tail()
+    assert "server: loading the model" in deployment.tail()
 
 
 @pytest.mark.parametrize("victim", ["worker", "launcher", "server"])

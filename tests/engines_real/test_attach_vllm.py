@@ -32,7 +32,7 @@ class AttachedEngine(EngineDeployment):
         self.start("dynamo.attach", "--url", self.engine.url, *flags)
 
     def overlap(self, body: dict[str, Any]) -> tuple[int, int]:
-        """The blocks of a prompt, and those of them that our router believes to be cached."""
+        """The blocks of a prompt, and those of them that our router takes as cached."""
         found = json.loads(self.request("POST", "/v1/route", body)[2])
         return found["prompt_blocks"], found["candidates"][0]["overlap_blocks"]
 
