@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.attach.load import json_load, prometheus_load, samples
-from dynamo.attach.profiles import PROFILES
+from dynamo.attach.profiles import PROFILES, LoadNames
 
-NAMES = PROFILES["vllm"].load_names
-assert NAMES is not None
+NAMES = PROFILES["vllm"].load_names or LoadNames((), (), ())
 
 
 def test_ranks_and_escaped_labels() -> None:
