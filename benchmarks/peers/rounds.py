@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
-from typing import Any
 
-from load import Load, Prompts, Stopwatch, run_wrk
+from load import Load, Prompts, Stopwatch
 from results import Figure
 from rows import DRIFT_PERCENT, LONG_PROMPT_TOKENS, SOAK_REQUESTS, Row
+from samples import Sampler, check_delivery
 from systems import System
 
-_SETTLE_S = 0.2  # metrics and KV events of the last request
-_LIMIT_S = 240
-_TOKEN_TOLERANCE = 0.01
 _SLICES = 20
-_WARM_UP_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class Measurer:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
         self._prompts = Prompts()
-        self._first = 0
+        self._sampler = Sampler(pair.wrk)
 
     def measure(self, row: Row) -> list[Figure]:
         """The figures of ``row``."""
@@ -65,57 +58,17 @@ class Measurer:
     def _cpu(self, row: Row, load: Load) -> Figure:
         per = "token" if load.stream else "request"
         figure = Figure(row.key, row.title, f"µs/{per}", [], [], row.bar)
-        total = self._calibrate(load)
+        total = self._sampler.calibrate(self._pair.both, load, self._pair.seconds)
         for number in range(self._pair.rounds):
             sides = (figure.ours, figure.theirs)
-            for system, values in zip(self._pair.both, sides, strict=True):
-                sample = self._sample(system, load, total)
+            found = self._sampler.round(self._pair.both, load, total)
+            for sample, values in zip(found, sides, strict=True):
                 sample["round"] = number
                 values.append(sample["cpu_us_per_" + per])
                 figure.samples.append(sample)
-            self._first += total
             self._pair.say(f"{row.key} round {number + 1}: {figure.ratios[-1]:.2f}")
-        _check_delivery(figure, load)
+        check_delivery(figure, load)
         return figure
-
-    def _calibrate(self, load: Load) -> int:
-        """Return the requests that the slower system answers in one round. Warms both up."""
-        rates = []
-        for system in self._pair.both:
-            trial = max(8, 2 * load.connections)
-            served = run_wrk(self._pair.wrk, system.port, load, self._first, trial, _LIMIT_S)
-            trial = max(trial, int(trial / served.wall_s * _WARM_UP_S))
-            first = self._first + 2 * load.connections + 8
-            served = run_wrk(self._pair.wrk, system.port, load, first, trial, _LIMIT_S)
-            rates.append(trial / served.wall_s)
-            self._first = first + trial
-        return max(2 * load.connections, int(min(rates) * self._pair.seconds), 32)
-
-    def _sample(self, system: System, load: Load, total: int) -> dict[str, Any]:
-        machine_s, load_average = _machine_busy_s(), os.getloadavg()[0]
-        counted = system.metrics()
-        cpu_s, mocker_s = system.cpu_s()
-        served = run_wrk(self._pair.wrk, system.port, load, self._first, total, _LIMIT_S)
-        time.sleep(_SETTLE_S)
-        cpu_s, mocker_s = (
-            now - then for now, then in zip(system.cpu_s(), (cpu_s, mocker_s), strict=True)
-        )
-        machine_s = _machine_busy_s() - machine_s
-        others_s = machine_s - cpu_s - mocker_s - served.client_cpu_s
-        counted = {name: now - counted[name] for name, now in system.metrics().items()}
-        wall_s = served.wall_s + _SETTLE_S
-        return {
-            "system": system.name,
-            "cpu_us_per_request": cpu_s / total * 1e6,
-            "cpu_us_per_token": cpu_s / max(counted["tokens"], 1) * 1e6,
-            "mocker_us_per_request": mocker_s / total * 1e6,
-            "tokens_per_request": counted["tokens"] / total,
-            "counted_requests": counted["requests"],
-            "rss_bytes": system.rss_bytes(),
-            "load_average": load_average,
-            "others_cpu_share": max(0.0, others_s) / wall_s / (os.cpu_count() or 1),
-            **asdict(served),
-        }
 
     def _long_prompt_words(self) -> int:
         words = 1000
@@ -185,9 +138,9 @@ class Measurer:
         for number in range(_SLICES):
             for system in self._pair.both:
                 part = total // _SLICES
-                run_wrk(self._pair.wrk, system.port, load, self._first, part, _LIMIT_S)
+                self._sampler.send(system, load, part)
                 seen[system.name].append(system.rss_bytes())
-            self._first += total // _SLICES
+            self._sampler.advance(total // _SLICES)
             self._pair.say(
                 f"rss after {(number + 1) * total // _SLICES:,}: "
                 + ", ".join(f"{name} {sizes[-1] / 1e6:.0f} MB" for name, sizes in seen.items())
@@ -216,21 +169,3 @@ def _add_quantile(figure: Figure, cut: int, timed: list[tuple[list[float], list[
 def _drift_percent(sizes: list[int]) -> float:
     half = sizes[len(sizes) // 2 :]
     return (max(half) / half[0] - 1) * 100
-
-
-def _check_delivery(figure: Figure, load: Load) -> None:
-    """Check that both delivered all tokens of all requests; otherwise a ratio is meaningless."""
-    for sample in figure.samples:
-        delivered = sample["tokens_per_request"]
-        if sample["failed"] or abs(delivered / load.max_tokens - 1) > _TOKEN_TOLERANCE:
-            figure.valid = False
-            figure.notes.append(
-                f"{sample['system']} round {sample['round'] + 1}: {delivered:.2f} of "
-                f"{load.max_tokens} tokens per request, {sample['failed']} failed"
-            )
-
-
-def _machine_busy_s() -> float:
-    """CPU seconds of the whole machine that were not idle."""
-    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")

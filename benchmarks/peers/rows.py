@@ -8,7 +8,7 @@ from typing import Literal
 
 from load import Load
 
-Kind = Literal["cpu", "ttft", "long", "soak", "startup", "decision"]
+Kind = Literal["cpu", "ttft", "long", "soak", "startup", "decision", "core"]
 FAST, TRICKLE = 1000.0, 10.0
 LONG_PROMPT_TOKENS = 22_600
 SOAK_REQUESTS = 200_000  # the bars about memory apply to this number
@@ -20,7 +20,8 @@ class Row:
     """One figure, or several from one measurement.
 
     ``speedup`` is the mocker's; ``best_tokenizer`` runs the peer with its fastest tokenizer.
-    ``bar`` is the highest ratio ours/theirs that passes; None: no bar.
+    ``bar`` is the highest ratio ours/theirs that passes; None: no bar. A row of kind core runs
+    over a mock EngineCore beside several peers; its bar is for ``judged_peer``.
     """
 
     key: str
@@ -30,6 +31,7 @@ class Row:
     speedup: float = FAST
     bar: float | None = None
     best_tokenizer: bool = False
+    judged_peer: str = "vllm-rs"
 
     @property
     def setting(self) -> tuple[float, bool, bool]:
@@ -39,7 +41,7 @@ class Row:
     @property
     def needs_systems(self) -> bool:
         """Return whether both systems run for the row."""
-        return self.kind not in ("startup", "decision")
+        return self.kind not in ("startup", "decision", "core")
 
 
 def default_rows() -> list[Row]:
@@ -65,7 +67,24 @@ def default_rows() -> list[Row]:
         Row("rss", "frontend RSS", "soak", Load(60, 1, 64), bar=0.4),
         Row("startup", "`dynamo serve` to first token of the quickstart", "startup"),
         Row("decision", "router decision", "decision"),
+        *core_rows(),
     ]
+
+
+def core_rows() -> list[Row]:
+    """Return the rows over a mock EngineCore, beside vLLM's and SGLang's frontends."""
+    loads = {
+        Load(60, 1, 128): 0.6,
+        Load(60, 1, 256): 0.6,
+        Load(60, 64, 256, stream=True): 0.6,
+        Load(3000, 1, 32): None,
+    }
+    rows = []
+    for load, bar in loads.items():
+        row = _cpu(load, bar=bar)
+        key = f"core-{row.key.removesuffix('-new')}"
+        rows.append(replace(row, key=key, title=f"over EngineCore, {row.title}", kind="core"))
+    return rows
 
 
 def full_rows() -> list[Row]:

@@ -1,4 +1,4 @@
-"""One serving system: a frontend process and a mock engine process, started, measured, ended."""
+"""One serving system: its processes, started, measured and ended."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Self
 
 from environment import SetupError, clean_environment
 
@@ -36,36 +38,22 @@ class Product:
 
 
 class System:
-    """Both processes run and answer inside ``with System(...) as system``."""
+    """Processes that run and answer inside ``with System(...) as system``.
 
-    def __init__(
-        self, product: Product, directory: Path, model: Path, speedup: float, env: dict[str, str]
-    ) -> None:
-        self.name = product.name
+    A subclass starts them in :meth:`start`; the last one started is the frontend.
+    """
+
+    def __init__(self, name: str, directory: Path, env: dict[str, str]) -> None:
+        self.name = name
         self.port = free_port()
-        self._product = product
         self._directory = directory
-        self._model = model
-        self._speedup = speedup
-        self._env = clean_environment() | product.env | env
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._env = clean_environment() | {"HF_HUB_OFFLINE": "1"} | env
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> System:
-        store = self._directory / "store"
-        store.mkdir(parents=True)
-        self._env |= {
-            "DYN_DISCOVERY_BACKEND": "file",
-            "DYN_FILE_KV": str(store),
-            "DYN_LOCAL_STATE_DIR": str(self._directory / "state"),
-            "DYN_TCP_RPC_HOST": "127.0.0.1",
-            "HF_HUB_OFFLINE": "1",
-        }
+    def __enter__(self) -> Self:
+        (self._directory / "store").mkdir(parents=True)
         try:
-            self._start("mocker", "--model-path", str(self._model), "--model-name", "m",
-                        "--num-workers", "2", "--block-size", "16",
-                        "--speedup-ratio", f"{self._speedup:g}")  # fmt: skip
-            self._start("frontend", "--router-mode", "kv", "--http-host", "127.0.0.1",
-                        "--http-port", str(self.port))  # fmt: skip
+            self.start()
             self._wait_until_ready()
         except BaseException:
             self._end()
@@ -80,26 +68,30 @@ class System:
     ) -> None:
         self._end()
 
+    def start(self) -> None:
+        """Start every process with :meth:`run`."""
+        raise NotImplementedError
+
+    def cpu_s(self) -> tuple[float, float]:
+        """Return the CPU seconds of what is measured and of the mock engine."""
+        raise NotImplementedError
+
+    def metrics(self) -> dict[str, float]:
+        """The counters ``tokens`` and ``requests``, which only grow."""
+        raise NotImplementedError
+
+    def parts_cpu_s(self) -> dict[str, float]:
+        """Return the CPU seconds of the measured processes by name, if there are several."""
+        return {}
+
     @property
     def frontend_pid(self) -> int:
         """The pid, for a profiler."""
-        return self._processes[1].pid
+        return list(self._processes.values())[-1].pid
 
-    def cpu_s(self) -> tuple[float, float]:
-        """Return the CPU seconds of the frontend and of the mocker."""
-        mocker, frontend = self._processes
-        return process_cpu_s(frontend.pid), process_cpu_s(mocker.pid)
-
-    def metrics(self) -> dict[str, float]:
-        """The frontend's counters of tokens and finished requests, summed over labels."""
-        url = f"http://127.0.0.1:{self.port}/metrics"
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            text = answer.read().decode()
-        sums = {}
-        for key, name in _METRICS.items():
-            lines = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-            sums[key] = sum(map(float, lines))
-        return sums
+    def pid(self, name: str) -> int:
+        """Return the pid of the process started as ``name``."""
+        return self._processes[name].pid
 
     def rss_bytes(self) -> int:
         """Resident memory of the frontend."""
@@ -108,6 +100,11 @@ class System:
 
     def ask(self, prompt: str, max_tokens: int, timeout_s: float = 60.0) -> dict[str, int]:
         """Send one unary request and return its ``usage``."""
+        usage: dict[str, int] = self.answer(prompt, max_tokens, timeout_s)["usage"]
+        return usage
+
+    def answer(self, prompt: str, max_tokens: int, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Send one unary request and return the answer."""
         body = {
             "model": "m",
             "messages": [{"role": "user", "content": prompt}],
@@ -119,31 +116,28 @@ class System:
             json.dumps(body).encode(),
             {"content-type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            usage: dict[str, int] = json.load(answer)["usage"]
-        return usage
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            answer: dict[str, Any] = json.load(response)
+        return answer
 
-    def _start(self, module: str, *flags: str) -> None:
-        log = (self._directory / f"{module}.log").open("wb")
-        command = [str(self._product.python), "-m", f"dynamo.{module}", *flags]
-        with log:
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    cwd=self._directory,
-                    env=self._env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+    def run(self, name: str, command: Sequence[str], env: dict[str, str] | None = None) -> None:
+        """Start one process with its log in ``name``.log."""
+        with (self._directory / f"{name}.log").open("wb") as log:
+            self._processes[name] = subprocess.Popen(
+                command,
+                cwd=self._directory,
+                env=self._env | (env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_S
         reason = "no answer yet"
         while time.monotonic() < deadline:
-            for process in self._processes:
+            for process in self._processes.values():
                 if process.poll() is not None:
                     raise SetupError(f"{self.name}: a process ended at once\n{self._last_words()}")
             try:
@@ -164,9 +158,57 @@ class System:
 
     def _end(self) -> None:
         """Stop the frontend, then the engine; kill the process group of one that does not exit."""
-        for process in reversed(self._processes):
+        for process in reversed(self._processes.values()):
             end_process(process, signal.SIGTERM, _END_S)
         self._processes.clear()
+
+
+class MockerSystem(System):
+    """``dynamo.frontend`` over ``dynamo.mocker``, ours or Dynamo's."""
+
+    def __init__(
+        self, product: Product, directory: Path, model: Path, speedup: float, env: dict[str, str]
+    ) -> None:
+        super().__init__(product.name, directory, file_discovery(directory) | product.env | env)
+        self._product = product
+        self._model = model
+        self._speedup = speedup
+
+    def start(self) -> None:
+        """Start the mocker and the frontend."""
+        self._module("mocker", "--model-path", str(self._model), "--model-name", "m",
+                     "--num-workers", "2", "--block-size", "16",
+                     "--speedup-ratio", f"{self._speedup:g}")  # fmt: skip
+        self._module("frontend", "--router-mode", "kv", "--http-host", "127.0.0.1",
+                     "--http-port", str(self.port))  # fmt: skip
+
+    def cpu_s(self) -> tuple[float, float]:
+        """Return the CPU seconds of the frontend and of the mocker."""
+        return process_cpu_s(self.pid("frontend")), process_cpu_s(self.pid("mocker"))
+
+    def metrics(self) -> dict[str, float]:
+        """The frontend's counters of tokens and finished requests, summed over labels."""
+        url = f"http://127.0.0.1:{self.port}/metrics"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            text = answer.read().decode()
+        sums = {}
+        for key, name in _METRICS.items():
+            lines = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+            sums[key] = sum(map(float, lines))
+        return sums
+
+    def _module(self, module: str, *flags: str) -> None:
+        self.run(module, [str(self._product.python), "-m", f"dynamo.{module}", *flags])
+
+
+def file_discovery(directory: Path) -> dict[str, str]:
+    """Return the variables of a deployment of its own, with its files in ``directory``."""
+    return {
+        "DYN_DISCOVERY_BACKEND": "file",
+        "DYN_FILE_KV": str(directory / "store"),
+        "DYN_LOCAL_STATE_DIR": str(directory / "state"),
+        "DYN_TCP_RPC_HOST": "127.0.0.1",
+    }
 
 
 def end_process(process: subprocess.Popen[bytes], sign: signal.Signals, patience_s: float) -> None:

@@ -6,6 +6,7 @@ variables, and variables override defaults (spec 4, general rules).
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import os
@@ -21,11 +22,14 @@ __all__ = [
     "Option",
     "deprecations",
     "environ",
+    "fields_of",
     "from_env",
     "load",
+    "load_known",
     "option",
     "preset",
     "to_env",
+    "try_build",
 ]
 
 T = TypeVar("T")
@@ -69,14 +73,24 @@ def load(  # noqa: PLR0913 - the last three are optional
 
     Exits with status 2 and a one-line message for a bad flag or variable, 0 after ``--help``.
     """
-    parser = Parser(prog, description, epilog)
-    for group in groups:
-        parser.add_settings((group.__doc__ or group.__name__).split("\n")[0], _fields(group))
-    given = vars(parser.parse_args(argv))
-    try:
-        return tuple(_build(group, given, os.environ if env is None else env) for group in groups)
-    except ConfigError as error:
-        parser.error(error.message)
+    parser = _parser(prog, description, groups, epilog)
+    return _build_all(parser, parser.parse_args(argv), groups, env)
+
+
+def load_known(
+    prog: str,
+    description: str,
+    groups: Sequence[type[Any]],
+    argv: Sequence[str] | None = None,
+    epilog: str | None = None,
+) -> tuple[tuple[Any, ...], list[str]]:
+    """Build the groups as :func:`load` does; return them and the arguments of no group, in order.
+
+    For a program that passes flags on. Such a flag may have its value as a separate argument.
+    """
+    parser = _parser(prog, description, groups, epilog)
+    given, rest = parser.parse_known_args(argv)
+    return _build_all(parser, given, groups, None), rest
 
 
 def from_env(group: type[T], env: Mapping[str, str] | None = None, **given: Any) -> T:
@@ -87,7 +101,7 @@ def from_env(group: type[T], env: Mapping[str, str] | None = None, **given: Any)
 def to_env(settings: Any) -> dict[str, str]:
     """Return the variables from which :func:`from_env` rebuilds ``settings`` in a child process."""
     out: dict[str, str] = {}
-    for field in _fields(type(settings)):
+    for field in fields_of(type(settings)):
         value = getattr(settings, field.name)
         spec: Option = field.metadata["option"]
         if spec.env and value is not None:
@@ -99,10 +113,30 @@ def deprecations(settings: Any) -> list[str]:
     """Return a warning for each deprecated field of ``settings`` that is not at its default."""
     return [
         f"{(*spec.flags, *spec.env)[0]} is deprecated: {spec.deprecated}"
-        for field in _fields(type(settings))
+        for field in fields_of(type(settings))
         if (spec := field.metadata["option"]).deprecated
         and getattr(settings, field.name) != field.default
     ]
+
+
+def _parser(prog: str, description: str, groups: Sequence[type[Any]], epilog: str | None) -> Parser:
+    parser = Parser(prog, description, epilog)
+    for group in groups:
+        parser.add_settings((group.__doc__ or group.__name__).split("\n")[0], fields_of(group))
+    return parser
+
+
+def _build_all(
+    parser: Parser,
+    given: argparse.Namespace,
+    groups: Sequence[type[Any]],
+    env: Mapping[str, str] | None,
+) -> tuple[Any, ...]:
+    variables = os.environ if env is None else env
+    try:
+        return tuple(_build(group, vars(given), variables) for group in groups)
+    except ConfigError as error:
+        parser.error(error.message)
 
 
 def _text(value: Any) -> str:
@@ -111,13 +145,13 @@ def _text(value: Any) -> str:
     return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _fields(group: type[Any]) -> list[dataclasses.Field[Any]]:
+def fields_of(group: type[Any]) -> list[dataclasses.Field[Any]]:
+    """Return the fields of ``group`` that are options."""
     return [field for field in dataclasses.fields(group) if "option" in field.metadata]
 
 
-def _types(group: type[Any], name: str) -> tuple[type[Any], bool]:
-    """Return the type of a field and whether it may be None."""
-    hint = typing.get_type_hints(group)[name]
+def _type(hint: Any) -> tuple[type[Any], bool]:
+    """Return the type of a field with this hint, and whether it may be None."""
     nullable = False
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         members = [member for member in typing.get_args(hint) if member is not type(None)]
@@ -127,15 +161,38 @@ def _types(group: type[Any], name: str) -> tuple[type[Any], bool]:
 
 
 def _build(group: type[T], given: Mapping[str, Any], env: Mapping[str, str]) -> T:
+    built, problems = try_build(group, given, env)
+    if built is None:
+        raise ConfigError(next(problem.message for problem in problems.values()))
+    return built
+
+
+def try_build(
+    group: type[T], given: Mapping[str, Any], env: Mapping[str, str]
+) -> tuple[T | None, dict[str, ConfigError]]:
+    """Build ``group`` like :func:`from_env`, or return every problem, by the name of its field.
+
+    The name is "" for settings that contradict each other.
+    """
     values: dict[str, Any] = {}
-    for field in _fields(group):
+    problems: dict[str, ConfigError] = {}
+    hints = typing.get_type_hints(group)
+    for field in fields_of(group):
         spec: Option = field.metadata["option"]
-        kind, nullable = _types(group, field.name)
+        kind, nullable = _type(hints[field.name])
         name, raw = _source(field, spec, given, env)
         if raw is None:
             continue
-        values[field.name] = _convert(name, raw, kind, nullable, spec)
-    return group(**values)
+        try:
+            values[field.name] = _convert(name, raw, kind, nullable, spec)
+        except ConfigError as error:
+            problems[field.name] = error
+    if problems:
+        return None, problems
+    try:
+        return group(**values), {}
+    except ConfigError as error:
+        return None, {"": error}
 
 
 def _source(

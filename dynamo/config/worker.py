@@ -6,7 +6,48 @@ from dataclasses import dataclass
 
 from dynamo.config.option import option
 
-__all__ = ["EndpointSettings", "WorkerSettings"]
+__all__ = [
+    "REASONING_ALIASES",
+    "REASONING_PARSERS",
+    "TOOL_CALL_ALIASES",
+    "TOOL_CALL_PARSERS",
+    "EndpointSettings",
+    "WorkerSettings",
+]
+
+TOOL_CALL_PARSERS = (
+    "deepseek_v3",
+    "deepseek_v3_1",
+    "harmony",
+    "hermes",
+    "jamba",
+    "llama3_json",
+    "mistral",
+    "nemotron_deci",
+    "phi4",
+    "pythonic",
+    "qwen3_coder",
+)
+REASONING_PARSERS = (
+    "basic",
+    "deepseek_r1",
+    "deepseek_v3",
+    "deepseek_v3_1",
+    "glm45",
+    "gpt_oss",
+    "mistral",
+    "nemotron_deci",
+    "qwen3",
+)
+
+
+def _dashed(names: tuple[str, ...]) -> dict[str, str]:
+    return {name.replace("_", "-"): name for name in names if "_" in name}
+
+
+TOOL_CALL_ALIASES = {"qwen25": "hermes", "qwen3": "hermes", **_dashed(TOOL_CALL_PARSERS)}
+REASONING_ALIASES = _dashed(REASONING_PARSERS)
+"""Other spellings, in flags and in the cards of other workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +58,15 @@ class EndpointSettings:
         None,
         "--model-path",
         "--model",
-        help="directory with tokenizer.json, tokenizer_config.json and config.json",
+        metavar="MODEL",
+        help="directory with tokenizer.json, tokenizer_config.json and config.json, or id of a "
+        "model on Hugging Face such as Qwen/Qwen3-0.6B",
     )
     model_name: str | None = option(
         None,
         "--model-name",
         "--served-model-name",
-        help="name in the API; default: the name of the directory",
+        help="name in the API; default: the name of the directory, or the id",
     )
     endpoint: str | None = option(
         None,
@@ -64,4 +107,22 @@ class WorkerSettings(EndpointSettings):
         env="DYN_CUSTOM_JINJA_TEMPLATE",
         metavar="FILE",
         help="chat template instead of the model's own",
+    )
+    tool_call_parser: str | None = option(
+        None,
+        "--dyn-tool-call-parser",
+        env="DYN_TOOL_CALL_PARSER",
+        choices=TOOL_CALL_PARSERS,
+        aliases=TOOL_CALL_ALIASES,
+        metavar="NAME",
+        help=f"format of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)}",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "--dyn-reasoning-parser",
+        env="DYN_REASONING_PARSER",
+        choices=REASONING_PARSERS,
+        aliases=REASONING_ALIASES,
+        metavar="NAME",
+        help=f"format of the model's reasoning: {', '.join(REASONING_PARSERS)}",
     )

@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, Protocol
 
 from dynamo.mocker.metrics import MockerMetrics
 from dynamo.mocker.scheduler import Sequence
 from dynamo.protocols import codec
-from dynamo.protocols.engine import CompletionUsage, EngineOutput, PromptTokensDetails
+from dynamo.protocols.engine import EngineOutput
 from dynamo.runtime.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
+from dynamo.worker.items import token_item, usage
 
-__all__ = ["EngineHooks", "Responder", "token_item"]
-
-# An item with one token differs only in the id at its end. A prefix and a
-# cache cost less than encoding a struct: the mocker must be faster than the frontend it loads.
-_PREFIX = codec.encode({"token_ids": [0]})[:-1]
-_U16 = struct.Struct(">BH")
-_U32 = struct.Struct(">BI")
-
-
-@lru_cache(maxsize=8192)
-def token_item(token_id: int) -> bytes:
-    """Return ``EngineOutput(token_ids=[token_id])`` as MessagePack."""
-    if token_id < 0x80:
-        return _PREFIX + bytes((token_id,))
-    if token_id < 0x10000:
-        return _PREFIX + _U16.pack(0xCD, token_id)
-    return _PREFIX + _U32.pack(0xCE, token_id)
+__all__ = ["EngineHooks", "Responder"]
 
 
 class EngineHooks(Protocol):
@@ -104,22 +87,17 @@ class Responder:
             item = EngineOutput(
                 token_ids=token_ids,
                 finish_reason=reason,
-                completion_usage=self._usage(),
+                completion_usage=usage(
+                    self.sequence.prompt_tokens,
+                    self.sequence.generated,
+                    self.sequence.cached_tokens,
+                ),
                 disaggregated_params=self._engine.transfer_params(self.sequence),
             )
             stream.send(codec.encode(item))
             stream.end()
         self._engine.metrics.finished(self._started)
         self._on_done()
-
-    def _usage(self) -> CompletionUsage:
-        sequence = self.sequence
-        return CompletionUsage(
-            prompt_tokens=sequence.prompt_tokens,
-            completion_tokens=sequence.generated,
-            total_tokens=sequence.prompt_tokens + sequence.generated,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sequence.cached_tokens),
-        )
 
     async def _resume(self) -> None:
         await self.stream.drained()

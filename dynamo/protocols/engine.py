@@ -56,6 +56,7 @@ class SamplingOptions(msgspec.Struct, omit_defaults=True):
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, float] | None = None
     guided_decoding: dict[str, Any] | None = None
+    bad_words: list[str] | None = None
 
 
 class OutputOptions(msgspec.Struct, omit_defaults=True):
@@ -128,6 +129,10 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
 
     ``finish_reason`` is one of eos, length, stop, cancelled, content_filter or ``error: text``.
     Decoding checks that ids are unsigned 32-bit integers and counts are not negative.
+
+    ``top_logprobs`` has one list per token, of objects with ``token_id``, ``logprob`` and ``rank``.
+    ``extra_args["prompt_logprobs"]``, in the first item with tokens, has one entry per token of the
+    prompt: null for the first, for the others such a list, with the prompt's own token first.
     """
 
     token_ids: list[_TokenId] = []

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from dynamo.errors import DynamoError
 from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
+from dynamo.frontend.answer.parsed import ParsedChatStream
 from dynamo.frontend.api.headers import ROUTING_HEADERS, request_id, routed
 from dynamo.frontend.api.nvext import location, location_phase, worker_id_field
 from dynamo.frontend.models.model import ModelEntry
@@ -174,7 +175,8 @@ class OpenAIRoutes:
         """Choose a worker for every choice, reserve its load, send."""
         registry, dispatch, info = self._registry, entry.dispatch, request.info
         request.metrics.prepared_s = time.monotonic()
-        generation = request.generation = api.stream(
+        stream = api.stream if prepared.answer is None else ParsedChatStream
+        generation = request.generation = stream(
             parsed,
             prepared,
             entry.preprocessor.tokenizer,

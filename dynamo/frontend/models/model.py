@@ -68,10 +68,10 @@ class ModelEntry:
         self._closed = False
 
     def agrees_with(self, card: ModelCard) -> str:
-        """Why ``card`` can't be a worker of this model: ``model_input``, ``checksum``, ``endpoint``
-        or ``block_size``; "" if it can.
+        """Why ``card`` can't be a worker of this model: ``model_input``, ``checksum``,
+        ``endpoint``, ``block_size`` or the name of a parser; "" if it can.
 
-        All workers of a model need the same tokenizer, endpoint and block size.
+        All workers of a model need the same tokenizer, endpoint, block size and format of answers.
         """
         mine = self.card
         if mine.model_input != card.model_input:
@@ -84,7 +84,13 @@ class ModelEntry:
             return "endpoint"
         if mine.kv_cache_block_size != card.kv_cache_block_size:
             return "block_size"
-        return "" if mine.checksum == card.checksum else "checksum"
+        if mine.checksum != card.checksum:
+            return "checksum"
+        ours, theirs = mine.runtime_config, card.runtime_config
+        for name in ("tool_call_parser", "reasoning_parser"):
+            if getattr(ours, name) != getattr(theirs, name):
+                return name
+        return ""
 
     def prefill_agrees_with(self, card: ModelCard) -> str:
         """The same for a prefill worker, which may belong to another component."""
@@ -112,6 +118,7 @@ class ModelEntry:
     async def load(self, runtime: DistributedRuntime, settings: RouterSettings) -> None:
         """Load tokenizer and template in a thread, connect to the workers. Raises DynamoError."""
         card = self.card
+        settings = settings.overridden(card.router_config) if card.router_config else settings
         begun = time.monotonic()
         try:
             settings = router_settings(card, settings)

@@ -114,7 +114,7 @@ class Models:
             one
             for entry in self._entries.values()
             if entry.ready
-            for one in (*entry.client.instances(), *entry.prefill.instances())
+            for one in (*entry.client.records(), *entry.prefill.instances())
         ]
 
     def count(self) -> None:

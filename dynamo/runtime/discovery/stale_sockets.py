@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["StaleSockets", "event_socket_name", "request_socket_name"]
+__all__ = ["StaleSockets", "engine_socket_name", "event_socket_name", "request_socket_name"]
 
-_SOCKET = re.compile(r"([0-9a-f]{1,16})(?:\.\d+\.events)?\.sock")
+_SOCKET = re.compile(r"([0-9a-f]{1,16})(?:(?:\.\d+\.events)?\.sock|\.engine-tcp:\d+)")
 _ABANDONED_AFTER_S = 60.0
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,15 @@ def request_socket_name(instance_id: int) -> str:
 def event_socket_name(instance_id: int, number: int) -> str:
     """Return the file name of the ``number``-th event socket of an instance."""
     return f"{instance_id:x}.{number}.events.sock"
+
+
+def engine_socket_name(instance_id: int) -> str:
+    """Return the file name of the socket on which rank 0 of an engine publishes its KV events.
+
+    vLLM numbers the ranks in the name as if it were a port: it adds the rank to the digits after
+    the last colon, if the endpoint contains "tcp".
+    """
+    return f"{instance_id:x}.engine-tcp:1"
 
 
 class StaleSockets:

@@ -1,0 +1,52 @@
+"""Options of ``python -m dynamo.vllm``, beside vLLM's own engine arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.config.option import option
+
+__all__ = ["VllmSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings:
+    """vllm: model formats, disaggregation; every other flag goes to vLLM"""
+
+    tool_call_parser: str | None = option(
+        None,
+        "--dyn-tool-call-parser",
+        env="DYN_TOOL_CALL_PARSER",
+        metavar="FORMAT",
+        help="format of the model's tool calls; the frontend parses them",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "--dyn-reasoning-parser",
+        env="DYN_REASONING_PARSER",
+        metavar="FORMAT",
+        help="format of the model's reasoning; the frontend parses it",
+    )
+    disaggregation_mode: str = option(
+        "agg",
+        "--disaggregation-mode",
+        env="DYN_VLLM_DISAGGREGATION_MODE",
+        choices=("agg", "prefill", "decode"),
+        aliases={"aggregated": "agg"},
+        help="compute prompts and output, prompts alone, or output alone",
+    )
+    taints: tuple[str, ...] = option(
+        (), "--taint", repeat=True, help="taint that requests may require or avoid; may be repeated"
+    )
+    use_async_llm: bool = option(
+        False,
+        "--use-async-llm",
+        env="DYN_VLLM_USE_ASYNC_LLM",
+        help="drive vLLM's AsyncLLM instead of its EngineCore; slower, fewer features",
+    )
+    core_addresses: tuple[str, ...] = option(
+        (),
+        env="DYN_VLLM_CORE_ADDRESSES",
+        repeat=True,
+        help="ZMQ addresses 'INPUT OUTPUT' to bind for an EngineCore that another process runs",
+    )

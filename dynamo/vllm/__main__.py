@@ -1,0 +1,116 @@
+"""``python -m dynamo.vllm``: a vLLM engine behind the router."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import uvloop
+
+from dynamo.config import from_env, preset
+from dynamo.config.system import LogSettings, SystemSettings
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.observability.logs import setup_logging
+from dynamo.observability.metrics import Registry
+from dynamo.runtime import DistributedRuntime
+from dynamo.vllm.arguments import INSTALL, PROG, VllmArguments, check, parse
+from dynamo.vllm.start import start_engine
+from dynamo.vllm.worker import VllmPlan, VllmWorker, make_plan
+from dynamo.worker.lifecycle import WorkerLifecycle, leaf_errors
+from dynamo.worker.tree_guard import TreeGuard
+
+__all__ = ["main"]
+
+log = logging.getLogger("dynamo.vllm")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit status: 0 after a graceful shutdown, 1 after a failure, 2: bad settings."""
+    arguments = parse(argv, _epilog(sys.argv[1:] if argv is None else argv))
+    try:
+        logs, system = from_env(LogSettings), from_env(SystemSettings)
+        setup_logging("vllm", logs.level, logs.jsonl)
+        check(arguments)
+        plan = make_plan(arguments, system.namespace_worker_suffix)
+        config = _engine_config(arguments, plan)
+    except DynamoError as error:
+        print(f"{PROG}: error: {error.message}", file=sys.stderr)
+        return 2
+    try:
+        uvloop.run(_serve(plan, system, config))
+    except ExceptionGroup as failures:
+        for failure in leaf_errors(failures):
+            known = isinstance(failure, DynamoError)
+            log.error("%s", failure, exc_info=None if known else failure)
+        return 1
+    return 0
+
+
+async def _serve(plan: VllmPlan, system: SystemSettings, config: Any) -> None:
+    lifecycle, guard = WorkerLifecycle(), TreeGuard()
+
+    async def worker() -> None:
+        settings = plan.arguments.runtime
+        runtime = DistributedRuntime(settings=settings, system=system, metrics=Registry())
+        async with lifecycle.runtime(runtime):
+            await runtime.start()
+            build = partial(_engine, plan, config, runtime.instance_id)
+            engine = await start_engine(build, guard, lifecycle.stopping)
+            if engine is None:
+                return
+            try:
+                log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,
+                          runtime.instance_id)  # fmt: skip
+                await VllmWorker(plan, runtime, engine).serve()
+            finally:
+                await engine.close()
+
+    try:
+        await lifecycle.run([worker])
+    finally:
+        guard.close()
+    log.info("exited")
+
+
+def _engine_config(arguments: VllmArguments, plan: VllmPlan) -> Any:
+    """Import vLLM and return its configuration. Raises ConfigError."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(INSTALL)
+    begun = time.monotonic()
+    # As vLLM's own server: a child that starts afresh, not a copy of this process.
+    preset("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    from dynamo.vllm.engine_args import engine_config
+
+    log.info("imported vLLM in %.1f s", time.monotonic() - begun)
+    return engine_config(arguments, str(plan.model.path), plan.model_name)
+
+
+def _engine(plan: VllmPlan, config: Any, worker_id: int) -> Any:
+    """Start the engine; blocks until the model is loaded."""
+    from dynamo.vllm.core import CoreEngine
+    from dynamo.vllm.engine_args import set_event_socket
+    from dynamo.vllm.params import ParamsBuilder
+
+    set_event_socket(config, plan.arguments.runtime, worker_id)
+    params = ParamsBuilder(config, worker_id, plan.mode == "prefill")
+    return CoreEngine.start(config, params, plan.arguments.vllm.core_addresses)
+
+
+def _epilog(argv: Sequence[str]) -> str | None:
+    """Return the help of vLLM's arguments, if help is requested."""
+    if not {"-h", "--help"} & set(argv):
+        return None
+    if importlib.util.find_spec("vllm") is None:
+        return f"vLLM's engine arguments are not shown: {INSTALL}"
+    from dynamo.vllm.engine_args import engine_help
+
+    return engine_help()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

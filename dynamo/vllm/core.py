@@ -1,0 +1,251 @@
+"""vLLM's EngineCore, driven below AsyncLLM's output processing: token ids in, token ids out.
+
+The one module, with ``engine_args``, that depends on vLLM's interface; ``TESTED_VERSIONS`` says on
+which versions it was run. EngineCore is a process of its own behind two ZMQ sockets. One message
+has the outputs of one step for all requests; :meth:`CoreEngine._receive` passes them on in one
+turn of the loop, so they leave in one write per connection.
+
+With ``DYN_VLLM_CORE_ADDRESSES='INPUT OUTPUT'`` no process is started: the two addresses are bound
+(ROUTER and PULL), and an EngineCore that another process runs connects to them. It is a DEALER with
+the identity ``00 00`` that sends a MessagePack ``EngineCoreReadyResponse`` first, and a PUSH socket
+for outputs. Benchmarks use it to measure this code without a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.executor import Executor
+from vllm.version import __version__
+
+from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
+from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.runtime.tasks import Tasks
+from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
+from dynamo.vllm.params import CLIENT_ERRORS, ParamsBuilder, priority
+
+__all__ = ["TESTED_VERSIONS", "CoreEngine", "tested"]
+
+TESTED_VERSIONS = ("0.32",)
+"""Versions of vLLM, major and minor, on which this module is tested; others use AsyncLLM."""
+
+_CLOSE_TIMEOUT_S = 5.0
+_TASKS = ("generate",)
+log = logging.getLogger(__name__)
+
+
+def tested(version: str) -> bool:
+    """Return whether this module is tested on ``version`` of vLLM."""
+    return version.split("+")[0].rsplit(".", 1)[0] in TESTED_VERSIONS
+
+
+class CoreEngine:
+    """An engine process and its client; implements ``Engine``."""
+
+    def __init__(self, config: Any, params: ParamsBuilder, client: Any) -> None:
+        self.on_stats: StepStats | None = None
+        self.info = _info(config, client)
+        self._params = params
+        self._processor = InputProcessor(config)
+        self._client = client
+        self._sinks: dict[str, OutputSink] = {}
+        self._outbox: deque[EngineCoreRequest | str] = deque()
+        self._posted = asyncio.Event()
+        self._tasks = Tasks("vllm engine")
+
+    @classmethod
+    def start(cls, config: Any, params: ParamsBuilder, addresses: Sequence[str]) -> CoreEngine:
+        """Start the processes and load the model; blocks for seconds to minutes."""
+        external = None
+        if addresses:
+            external = {"input_address": addresses[0], "output_address": addresses[1]}
+        client = EngineCoreClient.make_async_mp_client(
+            config, Executor.get_class(config), True, external
+        )
+        return cls(config, params, client)
+
+    def submit(self, request: PreprocessedRequest, sink: OutputSink, dp_rank: int | None) -> str:
+        """See ``Engine``."""
+        number = self._params.new_id()
+        params = self._params.sampling(request)
+        if params.structured_outputs is None:
+            made = self._request(request, number, params, dp_rank)
+            self._sinks[number] = sink
+            self._post(made)
+        else:
+            self._sinks[number] = sink
+            work = self._compile(request, number, params, dp_rank)
+            self._tasks.spawn(work, name="compile grammar")
+        return number
+
+    def abort(self, request_id: str) -> None:
+        """See ``Engine``."""
+        if self._sinks.pop(request_id, None) is not None:
+            self._post(request_id)
+            if not self._sinks:
+                self._report_idle()
+
+    async def run(self) -> None:
+        """See ``Engine``."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._send())
+                group.create_task(self._receive())
+        except* EngineDeadError:
+            raise EngineFailure(f"the vLLM engine died: {self._cause()}") from None
+
+    async def close(self) -> None:
+        """See ``Engine``."""
+        await self._tasks.close()
+        await asyncio.to_thread(self._client.shutdown, _CLOSE_TIMEOUT_S)
+
+    async def sleep(self, level: int = 1) -> None:
+        """See ``Engine``."""
+        await self._client.sleep_async(level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See ``Engine``."""
+        await self._client.wake_up_async(None if tags is None else list(tags))
+
+    async def is_sleeping(self) -> bool:
+        """See ``Engine``."""
+        return bool(await self._client.is_sleeping_async())
+
+    async def add_lora(self, name: str, path: str) -> None:
+        """See ``Engine``. Raises EngineFailure if vLLM cannot load it."""
+        made = self._params.new_lora(name, path)
+        try:
+            await self._client.add_lora_async(made)
+        except Exception as error:  # noqa: BLE001 - the engine sends its error as a plain Exception
+            raise EngineFailure(
+                f"the adapter {name!r} in {path} cannot be loaded: {error}"
+            ) from None
+        self._params.loras[name] = made
+
+    async def reset_prefix_cache(self) -> None:
+        """See ``Engine``."""
+        await self._client.reset_prefix_cache_async()
+
+    def _request(
+        self, given: PreprocessedRequest, number: str, params: SamplingParams, rank: int | None
+    ) -> EngineCoreRequest:
+        """Return vLLM's request, checked as its own server does. Raises InvalidArgument.
+
+        A structured output compiles its grammar here, which takes milliseconds.
+        """
+        routing = given.routing
+        prompt = {"type": "token", "prompt_token_ids": given.token_ids.tolist()}
+        if routing is not None and routing.cache_namespace is not None:
+            prompt["cache_salt"] = routing.cache_namespace
+        try:
+            made = self._processor.process_inputs(
+                number,
+                prompt,
+                params,
+                _TASKS,
+                arrival_time=time.time(),
+                lora_request=self._params.lora(routing),
+                priority=priority(routing),
+                data_parallel_rank=rank,
+            )
+        except CLIENT_ERRORS as error:
+            raise InvalidArgument(str(error)) from None
+        made.external_req_id = number
+        return made
+
+    def _post(self, item: EngineCoreRequest | str) -> None:
+        """Queue a request, or the id of one to abort; bounded by the worker's admission."""
+        self._outbox.append(item)
+        self._posted.set()
+
+    async def _compile(
+        self, request: PreprocessedRequest, number: str, params: SamplingParams, rank: int | None
+    ) -> None:
+        try:
+            made = await asyncio.to_thread(self._request, request, number, params, rank)
+        except DynamoError as error:
+            sink = self._sinks.pop(number, None)
+            if sink is not None:
+                sink.on_rejected(error)
+            return
+        if number in self._sinks:
+            self._post(made)
+
+    async def _send(self) -> None:
+        """Send requests and aborts in their order."""
+        client, outbox = self._client, self._outbox
+        while True:
+            await self._posted.wait()
+            self._posted.clear()
+            while outbox:
+                item = outbox.popleft()
+                if isinstance(item, str):
+                    await client.abort_requests_async([item])
+                elif item.request_id in self._sinks:
+                    await self._add(item)
+
+    async def _add(self, item: EngineCoreRequest) -> None:
+        try:
+            await self._client.add_request_async(item)
+        except (TypeError, ValueError, OverflowError) as error:  # a value MessagePack cannot encode
+            sink = self._sinks.pop(item.request_id)
+            sink.on_rejected(InvalidArgument(f"the request cannot be sent to vLLM: {error}"))
+
+    async def _receive(self) -> None:
+        client, sinks = self._client, self._sinks
+        while True:
+            outputs = await client.get_output_async()
+            for output in outputs.outputs:
+                if output.finish_reason is None:
+                    sink = sinks.get(output.request_id)
+                else:
+                    sink = sinks.pop(output.request_id, None)
+                if sink is not None:
+                    sink.on_output(output)
+            stats = outputs.scheduler_stats
+            if stats is not None and self.on_stats is not None:
+                waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+                self.on_stats(
+                    outputs.engine_index, stats.num_running_reqs, waiting, stats.kv_cache_usage
+                )
+
+    def _report_idle(self) -> None:
+        """Report empty ranks: an engine without requests sends no statistics after an abort."""
+        for rank in range(self.info.data_parallel_size):
+            if self.on_stats is not None:
+                self.on_stats(rank, 0, 0, 0.0)
+
+    def _cause(self) -> str:
+        manager = self._client.resources.engine_manager
+        ended = {} if manager is None else manager.finished_procs()
+        found = ", ".join(f"{name} exited with status {code}" for name, code in ended.items())
+        return found or "see the engine's log above"
+
+
+def _info(config: Any, client: Any) -> EngineInfo:
+    """Return the sizes that the started processes reported."""
+    cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
+    sources = client.get_kv_event_sources()
+    return EngineInfo(
+        driver="EngineCore",
+        version=__version__,
+        block_size=cache.effective_attention_block_size or cache.block_size,
+        blocks=(cache.num_gpu_blocks or 0) // ranks,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        context_length=config.model_config.max_model_len,
+        data_parallel_size=ranks,
+        event_endpoints={
+            rank: source.endpoint.replace("*", "127.0.0.1") for rank, source in sources.items()
+        },
+    )

@@ -1,0 +1,109 @@
+"""The interface between the worker and a vLLM engine, free of vLLM's own types.
+
+Two drivers implement :class:`Engine`: ``core`` (vLLM's EngineCore, the tested versions) and
+``async_llm`` (any other version).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dynamo.errors import DynamoError
+from dynamo.protocols.engine import PreprocessedRequest
+
+__all__ = ["Engine", "EngineInfo", "EngineStep", "OutputSink", "StepStats"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """The size of a started engine.
+
+    ``block_size`` is in tokens, ``blocks`` are those of one rank. ``event_endpoints`` are the ZMQ
+    endpoints of its KV events by rank, empty without prefix caching or events.
+    """
+
+    driver: str
+    version: str
+    block_size: int
+    blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    context_length: int
+    data_parallel_size: int = 1
+    event_endpoints: dict[int, str] = field(default_factory=dict)
+
+
+class EngineStep(Protocol):
+    """What one step of the engine produced for one request.
+
+    vLLM's ``EngineCoreOutput`` has these attributes; the driver over AsyncLLM builds its own.
+    ``new_logprobs`` are rows of (token ids, log probabilities, ranks), the sampled token first;
+    ``finish_reason`` is an enumeration whose text is stop, length, abort, error or repetition.
+    """
+
+    new_token_ids: list[int]
+    new_logprobs: Any
+    new_prompt_logprobs_tensors: Any
+    finish_reason: Any
+    stop_reason: int | str | None
+    kv_transfer_params: dict[str, Any] | None
+    prefill_stats: Any
+
+
+class OutputSink(Protocol):
+    """Receives the steps of one request, the last of them with a ``finish_reason``."""
+
+    def on_output(self, output: EngineStep) -> None:
+        """Send what a step produced. Called once per step: its cost is paid for each token."""
+
+    def on_rejected(self, error: DynamoError) -> None:
+        """End the request: the engine did not accept it."""
+
+
+class StepStats(Protocol):
+    """Receives the state of one rank's scheduler after a step."""
+
+    def __call__(self, dp_rank: int, running: int, waiting: int, kv_usage: float) -> None:
+        """Record the state; ``kv_usage`` is the share of blocks in use, 0 to 1."""
+
+
+class Engine(Protocol):
+    """A started vLLM engine. Use it on the loop's thread."""
+
+    info: EngineInfo
+    on_stats: StepStats | None
+
+    def submit(
+        self, request: PreprocessedRequest, sink: OutputSink, dp_rank: int | None
+    ) -> str | None:
+        """Start ``request``; return its id. Raises InvalidArgument with vLLM's text.
+
+        Requests that need a grammar compiled are checked in a thread: a refusal then reaches
+        :meth:`OutputSink.on_rejected`.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """Stop the request and free its blocks; its sink is not called again."""
+
+    async def run(self) -> None:
+        """Move requests and outputs until cancelled. Raises EngineFailure: the engine died."""
+
+    async def close(self) -> None:
+        """End the engine's processes."""
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free the GPU: 1 keeps the weights in CPU memory, 2 discards them."""
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Restore what :meth:`sleep` freed; ``tags`` are weights and kv_cache, default both."""
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps."""
+
+    async def add_lora(self, name: str, path: str) -> None:
+        """Load the adapter in ``path``; requests select it by ``routing.lora_name``."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop all cached blocks that no request uses."""

@@ -1,0 +1,177 @@
+"""The response to one request: the engine's steps become response items.
+
+:meth:`EngineResponse.on_output` is the token path. A step with one token and nothing else is sent
+from a cache of encoded items; all steps of one engine message leave in one write per connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from dynamo.errors import DynamoError
+from dynamo.protocols import codec
+from dynamo.protocols.engine import EngineOutput
+from dynamo.runtime.context import CancelKind
+from dynamo.runtime.requests.stream import ServerStream
+from dynamo.runtime.tasks import Tasks
+from dynamo.vllm.engine import EngineStep
+from dynamo.vllm.logprobs import prompt_rows, sample_rows
+from dynamo.vllm.sampling import KV_TRANSFER
+from dynamo.worker.items import token_item, usage
+
+__all__ = ["EngineResponse", "ResponseOwner"]
+
+_REASONS = {"stop": "stop", "length": "length", "abort": "cancelled"}
+_FAILED = "error"
+
+
+class ResponseOwner(Protocol):
+    """The functions of the service that a response calls."""
+
+    tasks: Tasks
+
+    def abort(self, response: EngineResponse) -> None:
+        """Stop the request in the engine."""
+
+
+class EngineResponse:
+    """Sends the tokens of one request; implements ``OutputSink``.
+
+    Items of a client that does not read are held back, at most one request's output, and are sent
+    when it reads again.
+    """
+
+    __slots__ = (
+        "_cached",
+        "_ended",
+        "_fast",
+        "_held",
+        "_on_done",
+        "_owner",
+        "_prompt",
+        "_prompt_logprobs",
+        "_tokens",
+        "id",
+        "prefill_only",
+        "stream",
+    )
+
+    def __init__(
+        self,
+        stream: ServerStream,
+        owner: ResponseOwner,
+        prompt_tokens: int,
+        on_done: Callable[[], None],
+    ) -> None:
+        self.stream = stream
+        self.id: str | None = None
+        self.prefill_only = False
+        self._owner = owner
+        self._on_done = on_done
+        self._prompt = prompt_tokens
+        self._tokens = 0
+        self._cached = 0
+        self._fast = False  # until the first step, which has the prompt's statistics
+        self._held: list[bytes] | None = None
+        self._prompt_logprobs: list[Any] | None = None
+        self._ended = False
+
+    def on_output(self, output: EngineStep) -> None:
+        """Send what a step produced."""
+        ids = output.new_token_ids
+        if self._fast and output.finish_reason is None and len(ids) == 1:
+            self._tokens += 1
+            stream = self.stream
+            stream.send(token_item(ids[0]))
+            if stream.above_high_water:
+                self._hold()
+            return
+        self._on_item(output, ids)
+
+    def on_rejected(self, error: DynamoError) -> None:
+        """End the request: the engine did not accept it."""
+        if not self._ended:
+            self.stream.error(error)
+            self._end()
+
+    def cancel(self, kind: CancelKind) -> None:
+        """Free the blocks at once: the client stopped the request or disconnected."""
+        if self._ended:
+            return
+        self._owner.abort(self)
+        self._send_last(EngineOutput(finish_reason="cancelled", completion_usage=self._usage()))
+
+    def _on_item(self, output: EngineStep, ids: list[int]) -> None:
+        """Send a step that is more than one plain token."""
+        if self._ended:
+            return
+        self._tokens += len(ids)
+        if output.prefill_stats is not None:
+            self._cached = output.prefill_stats.num_cached_tokens
+        if output.new_prompt_logprobs_tensors is not None:  # a part of the prompt per step
+            rows = self._prompt_logprobs = self._prompt_logprobs or [None]
+            rows += prompt_rows(output.new_prompt_logprobs_tensors)
+        logprobs = output.new_logprobs
+        item = EngineOutput(token_ids=ids)
+        if logprobs is not None:
+            item.log_probs, item.top_logprobs = sample_rows(logprobs)
+        if ids and self._prompt_logprobs is not None:
+            item.extra_args = {"prompt_logprobs": self._prompt_logprobs}
+            self._prompt_logprobs = None
+        if output.finish_reason is not None:
+            self._finish(item, output)
+        elif ids:
+            self._fast = logprobs is None
+            self._send(codec.encode(item))
+
+    def _finish(self, item: EngineOutput, output: EngineStep) -> None:
+        reason = str(output.finish_reason)
+        item.finish_reason = _REASONS.get(reason, reason)
+        if reason == "stop" and output.stop_reason is None:
+            item.finish_reason = "eos"
+        elif reason == _FAILED:
+            item.finish_reason = f"{_FAILED}: the engine failed to compute the request"
+        item.stop_reason = output.stop_reason
+        item.completion_usage = self._usage()
+        if output.kv_transfer_params is not None:
+            item.disaggregated_params = {KV_TRANSFER: output.kv_transfer_params}
+        elif self.prefill_only:
+            item.disaggregated_params = {KV_TRANSFER: {}}
+        self._send_last(item)
+
+    def _send_last(self, item: EngineOutput) -> None:
+        self._send(codec.encode(item))
+        if self._held is None:
+            self.stream.end()
+        self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self.stream.context.off_cancel(self.cancel)  # breaks a reference cycle
+        self._on_done()
+
+    def _usage(self) -> Any:
+        return usage(self._prompt, self._tokens, self._cached)
+
+    def _send(self, payload: bytes) -> None:
+        if self._held is not None:
+            self._held.append(payload)
+            return
+        self.stream.send(payload)
+        if self.stream.above_high_water and not self.stream.closed:
+            self._hold()
+
+    def _hold(self) -> None:
+        """Hold further items back until the client reads again."""
+        self._fast = False
+        self._held = []
+        self._owner.tasks.spawn(self._release(), name="slow reader")
+
+    async def _release(self) -> None:
+        await self.stream.drained()
+        held, self._held = self._held or (), None
+        for payload in held:
+            self.stream.send(payload)
+        if self._ended:
+            self.stream.end()

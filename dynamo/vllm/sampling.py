@@ -1,0 +1,141 @@
+"""The fields of a request as the keyword arguments of vLLM's ``SamplingParams``.
+
+A value that the client did not give comes from the model's generation_config.json, as in vLLM's own
+server. Values are passed on unchecked: vLLM's errors name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo.errors import InvalidArgument
+from dynamo.protocols.engine import PreprocessedRequest, SamplingOptions, StopConditions
+
+__all__ = ["KV_TRANSFER", "SamplingMapping"]
+
+KV_TRANSFER = "kv_transfer_params"
+"""Key of ``disaggregated_params`` and of vLLM's ``extra_args`` for a transfer of KV blocks."""
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+_GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
+_REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class SamplingMapping:
+    """``defaults`` are the values of the model's generation_config.json that vLLM applies.
+
+    ``eos_ids`` end a text in vLLM already; ``vocab_size`` bounds the hidden stop ids, which come
+    from the model's files and must not make vLLM refuse a request.
+    """
+
+    def __init__(
+        self,
+        defaults: Mapping[str, Any],
+        eos_ids: frozenset[int],
+        vocab_size: int,
+        prefill_only: bool = False,
+    ) -> None:
+        names = (*_DEFAULTS, *_PENALTIES)
+        self._defaults = {name: defaults[name] for name in names if name in defaults}
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._prefill_only = prefill_only
+
+    def arguments(self, request: PreprocessedRequest) -> dict[str, Any]:
+        """Return the arguments; those at vLLM's default are left out. Raises InvalidArgument."""
+        sampling, stop = request.sampling_options, request.stop_conditions
+        found: dict[str, Any] = {"detokenize": False, "skip_clone": True, **self._defaults}
+        _add_numbers(found, sampling)
+        self._add_stops(found, stop)
+        output = request.output_options
+        if output.logprobs is not None:
+            found["logprobs"] = output.logprobs
+        if output.prompt_logprobs is not None:
+            found["prompt_logprobs"] = output.prompt_logprobs
+        if sampling.guided_decoding:
+            found["structured_outputs"] = _grammar(sampling.guided_decoding)
+        transfer = self._transfer(request)
+        if transfer is not None:
+            found["extra_args"] = {KV_TRANSFER: transfer}
+        return found
+
+    def _add_stops(self, found: dict[str, Any], stop: StopConditions) -> None:
+        found["max_tokens"] = 1 if self._prefill_only else stop.max_tokens
+        if stop.min_tokens and not self._prefill_only:
+            found["min_tokens"] = stop.min_tokens
+        if stop.ignore_eos:
+            found["ignore_eos"] = True
+        if stop.max_thinking_tokens is not None:
+            found["thinking_token_budget"] = stop.max_thinking_tokens
+        ids = [*(stop.stop_token_ids or ()), *(stop.stop_token_ids_visible or ())]
+        for token_id in stop.stop_token_ids_hidden or ():
+            if token_id not in self._eos_ids and token_id < self._vocab_size:
+                ids.append(token_id)
+        if ids:
+            found["stop_token_ids"] = ids
+
+    def _transfer(self, request: PreprocessedRequest) -> dict[str, Any] | None:
+        """Return what the KV connector needs: a prefill keeps its blocks, a decode fetches them."""
+        if self._prefill_only:
+            return dict(_REMOTE_DECODE)
+        result = request.prefill_result
+        given = result.get("disaggregated_params") if result else None
+        if given is None:
+            return None
+        params = given.get(KV_TRANSFER) if isinstance(given, dict) else None
+        if not isinstance(params, dict):
+            raise InvalidArgument(
+                f"prefill_result.disaggregated_params has no {KV_TRANSFER}: it is not from a vLLM "
+                "prefill worker; use the same engine for prefill and decode"
+            )
+        return params
+
+
+def _add_numbers(found: dict[str, Any], sampling: SamplingOptions) -> None:
+    if sampling.use_beam_search:
+        raise InvalidArgument("use_beam_search is not supported; leave it out and use n")
+    # By name and not in a loop: this is paid for each request.
+    if sampling.temperature is not None:
+        found["temperature"] = sampling.temperature
+    if sampling.top_p is not None:
+        found["top_p"] = sampling.top_p
+    if sampling.top_k is not None:
+        found["top_k"] = sampling.top_k
+    if sampling.min_p is not None:
+        found["min_p"] = sampling.min_p
+    if sampling.seed is not None:
+        found["seed"] = sampling.seed
+    _add_penalties(found, sampling)
+    if sampling.bad_words:
+        found["bad_words"] = sampling.bad_words
+
+
+def _add_penalties(found: dict[str, Any], sampling: SamplingOptions) -> None:
+    if sampling.presence_penalty is not None:
+        found["presence_penalty"] = sampling.presence_penalty
+    if sampling.frequency_penalty is not None:
+        found["frequency_penalty"] = sampling.frequency_penalty
+    if sampling.repetition_penalty is not None:
+        found["repetition_penalty"] = sampling.repetition_penalty
+    if sampling.logit_bias:
+        found["logit_bias"] = sampling.logit_bias
+
+
+def _grammar(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``StructuredOutputsParams``.
+
+    A ``backend`` is ignored, as in vLLM's server: the engine has one.
+    """
+    found = {name: given[name] for name in _GRAMMARS if given.get(name) is not None}
+    if given.get("whitespace_pattern") is not None:
+        found["whitespace_pattern"] = given["whitespace_pattern"]
+    return found

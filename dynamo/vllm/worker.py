@@ -1,0 +1,132 @@
+"""One vLLM worker: its engine, publishers, endpoint and model card."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo.errors import ConfigError
+from dynamo.llm.model_directory import ModelDirectory
+from dynamo.llm.publishers import KvEventPublisher
+from dynamo.llm.register import register_model
+from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
+from dynamo.protocols.card import RuntimeConfig
+from dynamo.runtime import DistributedRuntime, Endpoint
+from dynamo.vllm.arguments import VllmArguments
+from dynamo.vllm.engine import Engine
+from dynamo.vllm.load import LoadReporter
+from dynamo.vllm.service import VllmService
+from dynamo.worker.admission import AdmissionQueue
+from dynamo.worker.publish import LoadSender, connect_load
+
+__all__ = ["VllmPlan", "VllmWorker", "make_plan"]
+
+_WORKER_TYPES = {
+    "agg": WorkerType.Aggregated,
+    "prefill": WorkerType.Prefill,
+    "decode": WorkerType.Decode,
+}
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VllmPlan:
+    """What the worker serves, checked before the engine starts."""
+
+    arguments: VllmArguments
+    model: ModelDirectory
+    model_name: str
+    model_type: ModelType
+    endpoint: str
+
+    @property
+    def mode(self) -> str:
+        """``agg``, ``prefill`` or ``decode``."""
+        return self.arguments.vllm.disaggregation_mode
+
+
+def make_plan(arguments: VllmArguments, worker_suffix: str | None) -> VllmPlan:
+    """Check our settings and the model's files. Raises ConfigError."""
+    settings, mode = arguments.worker, arguments.vllm.disaggregation_mode
+    model = ModelDirectory(settings.model_path or "")
+    model.require_worker_files()
+    template = settings.custom_jinja_template
+    if template is not None and not Path(template).is_file():
+        raise ConfigError(f"--custom-jinja-template {template}: no such file")
+    suffix = f"-{worker_suffix}" if worker_suffix else ""
+    component = "prefill" if mode == "prefill" else "backend"
+    return VllmPlan(
+        arguments,
+        model,
+        settings.model_name or model.name,
+        ModelType.Prefill if mode == "prefill" else api_types(settings.endpoint_types),
+        settings.endpoint or f"{arguments.runtime.namespace}{suffix}.{component}.generate",
+    )
+
+
+class VllmWorker:
+    """The worker of this process, over a started engine."""
+
+    def __init__(self, plan: VllmPlan, runtime: DistributedRuntime, engine: Engine) -> None:
+        self.plan = plan
+        self.engine = engine
+        self.endpoint: Endpoint = runtime.endpoint(plan.endpoint)
+        self.load = LoadSender(runtime.instance_id)
+        engine.on_stats = LoadReporter(engine.info.blocks, self.load.report)
+        settings = plan.arguments.worker
+        admission = AdmissionQueue(
+            settings.engine_request_limit, settings.request_queue_limit, runtime.metrics
+        )
+        self.service = VllmService(engine, admission, runtime.tasks, plan.mode == "prefill")
+
+    async def serve(self) -> None:
+        """Serve until the worker has drained. Raises EngineFailure if the engine dies."""
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(self._run_engine())
+            self._relay_events()
+            await connect_load(self.endpoint, self.load)
+            await self._register()
+            await self.endpoint.serve_push(self.service.handle)
+            running.cancel()
+
+    async def _run_engine(self) -> None:
+        """Run the engine; if it dies, abort all streams, which would never end."""
+        try:
+            await self.engine.run()
+        except Exception:
+            self.endpoint.runtime.serving.abort()
+            raise
+
+    def _relay_events(self) -> None:
+        info = self.engine.info
+        for rank, endpoint in info.event_endpoints.items():
+            KvEventPublisher(
+                self.endpoint, kv_block_size=info.block_size, dp_rank=rank, zmq_endpoint=endpoint
+            )
+
+    async def _register(self) -> None:
+        plan, info = self.plan, self.engine.info
+        await register_model(
+            ModelInput.Tokens,
+            plan.model_type,
+            self.endpoint,
+            str(plan.model.path),
+            plan.model_name,
+            worker_type=_WORKER_TYPES[plan.mode],
+            context_length=info.context_length,
+            kv_cache_block_size=info.block_size,
+            custom_template_path=plan.arguments.worker.custom_jinja_template,
+            runtime_config=RuntimeConfig(
+                total_kv_blocks=info.blocks,
+                max_num_seqs=info.max_num_seqs,
+                max_num_batched_tokens=info.max_num_batched_tokens,
+                tool_call_parser=plan.arguments.vllm.tool_call_parser,
+                reasoning_parser=plan.arguments.vllm.reasoning_parser,
+                data_parallel_size=info.data_parallel_size,
+                context_length=info.context_length,
+                enable_local_indexer=bool(info.event_endpoints),
+                taints=list(plan.arguments.vllm.taints),
+            ),
+        )

@@ -1,0 +1,106 @@
+"""The end of a worker's process tree when the worker is killed.
+
+Engines start processes that do not notice the death of their parent: after ``kill -9`` they would
+keep the GPU. A guard process holds the read end of a pipe. When the worker dies, however it dies,
+the kernel closes the other end, and the guard kills the processes that the worker named. This file
+is also the guard's program: it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["TreeGuard", "descendants"]
+
+_PPID, _START = 1, 19
+"""Places in /proc/PID/stat, counted after the command name."""
+
+Process = tuple[int, int]
+"""(pid, start time in clock ticks since boot): a pid alone may be reused."""
+
+
+class TreeGuard:
+    """Starts the guard process. Call :meth:`update` after each start of a process."""
+
+    def __init__(self) -> None:
+        self._guard = subprocess.Popen(
+            [sys.executable, "-SE", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # signals to the worker's group must not end it
+        )
+        self._sent: list[Process] = []
+
+    def update(self) -> None:
+        """Name all descendants of this process to the guard."""
+        found = [each for each in descendants(os.getpid()) if each[0] != self._guard.pid]
+        if found != self._sent and self._guard.stdin is not None:
+            self._sent = found
+            line = " ".join(f"{pid}:{start}" for pid, start in found)
+            with contextlib.suppress(BrokenPipeError):
+                self._guard.stdin.write(f"{line}\n".encode())
+                self._guard.stdin.flush()
+
+    def kill(self) -> None:
+        """Kill all descendants of this process except the guard."""
+        self.update()
+        _kill(self._sent)
+
+    def close(self) -> None:
+        """End the guard, which kills the processes named last that still run."""
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+        self._guard.wait()
+
+
+def descendants(root: int) -> list[Process]:
+    """Return the processes below ``root``, parents first. O(processes of the machine)."""
+    children: dict[int, list[Process]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _stat(int(entry.name))
+            if fields is not None:
+                process = (int(entry.name), int(fields[_START]))
+                children.setdefault(int(fields[_PPID]), []).append(process)
+    found, next_parents = [], [root]
+    while next_parents:
+        below = [each for parent in next_parents for each in children.get(parent, ())]
+        found += below
+        next_parents = [pid for pid, _ in below]
+    return found
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return text.rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _kill(processes: list[Process]) -> None:
+    """Kill ``processes`` and what they started since."""
+    for pid, start in processes:
+        fields = _stat(pid)
+        if fields is None or int(fields[_START]) != start:
+            continue
+        for each, _ in [*descendants(pid), (pid, start)]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(each, signal.SIGKILL)
+
+
+def _main() -> None:
+    """Read the newest list of processes until the worker closes the pipe, then kill them."""
+    newest = ""
+    for line in sys.stdin:
+        newest = line
+    _kill([(int(pid), int(start)) for pid, _, start in (e.partition(":") for e in newest.split())])
+
+
+if __name__ == "__main__":
+    _main()
