@@ -193,7 +193,8 @@ class RelayRoutes:
         else:
             target = path, exchange.query
             message = http_message(target, exchange.headers, body, relay.request.engine_id)
-        return prompt_ids(preprocessor, path, body, relay.asked), message
+        ids = prompt_ids(preprocessor, path, body, relay.asked, entry.context_length)
+        return ids, message
 
     async def _send_off_loop(self, relay: _Relay) -> None:
         try:

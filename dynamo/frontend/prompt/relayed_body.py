@@ -25,6 +25,8 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 _BYTES_PER_ID = 4
+_MAX_IDS = 1 << 18
+"""Of a model that does not state its context length."""
 
 
 class RelayedBody(msgspec.Struct):
@@ -74,18 +76,25 @@ def peek(body: bytes) -> RelayedBody:
 
 
 def prompt_ids(
-    preprocessor: Preprocessor | None, path: str, body: bytes, asked: RelayedBody
+    preprocessor: Preprocessor | None,
+    path: str,
+    body: bytes,
+    asked: RelayedBody,
+    context_length: int | None = None,
 ) -> Tokens:
     """Return ids of the prompt for the router: of its tokens if ``preprocessor`` can make them,
-    else of its bytes. Long bodies belong in a thread. O(bytes)."""
+    else of its bytes, at most as many as the context has. Long bodies belong in a thread. O(bytes).
+    """
     if preprocessor is not None:
         found = _tokenized(preprocessor, path, body)
         if found is not None:
             return found
     texts = [memoryview(one) for one in asked.prompt_members() if one]
     whole = texts[0] if len(texts) == 1 else memoryview(b"".join(texts) or body)
+    # An image in the body has more bytes than the model has room for tokens.
+    count = min(len(whole) // _BYTES_PER_ID, context_length or _MAX_IDS)
     ids = array("I")
-    ids.frombytes(whole[: len(whole) // _BYTES_PER_ID * _BYTES_PER_ID])
+    ids.frombytes(whole[: count * _BYTES_PER_ID])
     return ids
 
 

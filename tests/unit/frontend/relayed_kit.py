@@ -93,6 +93,7 @@ class RelaySite(Site):
             served=True,
             paths=paths_of([self.far_card]),
             has_preprocessor=False,
+            context_length=2048,
         )
         self.far.metrics = self.metrics.model("far")
         self.entry.relayed, self.entry.name, self.entry.paths = False, "tiny", frozenset()
