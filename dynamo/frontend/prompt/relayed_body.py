@@ -99,24 +99,15 @@ def prompt_ids(
 
 
 def _tokenized(preprocessor: Preprocessor, path: str, body: bytes) -> Tokens | None:
-    """The tokens of all prompts, one after another; None if the template or we refuse them.
+    """The tokens of the prompt; None if the template refuses it, or our types the request.
 
     The server judges the request: its rules may differ from ours.
     """
     try:
-        check_json(body)
         if path == CHAT:
-            prepared = preprocessor.chat(parse_chat(body, ignore_unsupported=True))
-        elif path == COMPLETIONS:
-            prepared = preprocessor.completion(parse_completion(body, ignore_unsupported=True))
-        else:
-            return None
+            return preprocessor.chat_ids(parse_chat(body, ignore_unsupported=True))
+        if path == COMPLETIONS:
+            return preprocessor.completion_ids(parse_completion(body, ignore_unsupported=True))
     except InvalidArgument:
-        return None
-    prompts = [one.token_ids for one in prepared.prompts]
-    if len(prompts) == 1:
-        return prompts[0]
-    joined = array("I")
-    for each in prompts:
-        joined.extend(each)
-    return joined
+        pass
+    return None

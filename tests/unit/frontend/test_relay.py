@@ -254,6 +254,11 @@ async def test_the_tokens_of_the_model_where_it_has_a_tokenizer(site: RelaySite)
     site.relayed[1].head()
     site.relayed[1].sink.on_end()
     assert len(site.tokens[1])
+    site.ask("/v1/completions", prompt=["one two", "three"], max_tokens=10**6)
+    site.relayed[2].head()
+    site.relayed[2].sink.on_end()
+    encode = site.preprocessor.tokenizer.encode
+    assert site.tokens[2] == encode("one two", True) + encode("three", True)
     site.chat()
     assert site.tokens[0] == site.streams[0].request.token_ids
 

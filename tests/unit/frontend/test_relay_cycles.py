@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from relayed_kit import RelaySite, event
@@ -64,7 +65,7 @@ async def test_after_any_outcome(content_type: str, outcome: Callable[[RelaySite
 
 @pytest.mark.parametrize("model_input", ["Http", "Text"])
 @pytest.mark.parametrize("body", [{}, {"messages": []}, {"temperature": 9}])
-async def test_after_a_refusal_and_a_reroute(model_input: str, body: dict[str, object]) -> None:
+async def test_after_a_refusal_and_a_reroute(model_input: str, body: dict[str, Any]) -> None:
     site = RelaySite(model_input)
 
     def step() -> None:
