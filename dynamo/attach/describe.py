@@ -11,7 +11,7 @@ from dynamo.attach.probe import ServerProbe, ServerUnreachable
 from dynamo.attach.profiles import PROFILES, Profile, offered_routes
 from dynamo.errors import ConfigError
 
-__all__ = ["ServerCapacity", "ServedModel", "ServerDescription", "ServerLoading", "describe"]
+__all__ = ["ServedModel", "ServerCapacity", "ServerDescription", "ServerLoading", "describe"]
 
 _MAX_MODELS = 256
 _LOADING = (502, 503, 504)
