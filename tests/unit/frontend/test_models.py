@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -71,14 +72,18 @@ class Worker:
 class Box:
     """A frontend's models, and workers, in one store."""
 
-    def __init__(self, settings: RuntimeSettings) -> None:
+    def __init__(self, settings: RuntimeSettings, router: RouterSettings | None = None) -> None:
         self.settings = settings
         self.runtime = DistributedRuntime(None, settings)
         self.metrics = FrontendMetrics(self.runtime.metrics)
         self.tasks = Tasks("test")
         self.workers: list[Worker] = []
         self.models = Models(
-            self.runtime, FrontendSettings(), RouterSettings(), self.metrics, self.tasks
+            self.runtime,
+            FrontendSettings(),
+            router or RouterSettings(),
+            self.metrics,
+            self.tasks,
         )
 
     async def worker(self, component: str = "backend", **card: Any) -> Worker:
@@ -101,7 +106,20 @@ class Box:
 
 @pytest.fixture
 async def box(tmp_path: Path) -> AsyncIterator[Box]:
-    made = Box(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
+    async with running(tmp_path, RouterSettings()) as made:
+        yield made
+
+
+@pytest.fixture
+async def kv_box(tmp_path: Path) -> AsyncIterator[Box]:
+    async with running(tmp_path, RouterSettings(mode="kv")) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def running(tmp_path: Path, router: RouterSettings) -> AsyncIterator[Box]:
+    settings = RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30)
+    made = Box(settings, router)
     await made.runtime.start()
     await made.models.start()
     yield made
@@ -280,3 +298,69 @@ async def test_a_second_prefill_endpoint_waits_until_the_first_is_gone(box: Box)
     await until(lambda: box.rejected("tiny", "endpoint") == 1)
     await first.runtime.close()
     await until(lambda: router.queue.workers == [second.id])
+
+
+# -- models whose workers take whole requests
+
+
+def http_card(**more: Any) -> dict[str, Any]:
+    """The card of an attached server without KV events or tokenizer."""
+    return {
+        "model_input": "Http",
+        "source_path": "",
+        "user_data": {"routes": ["/v1/chat/completions", "/v1/rerank"]},
+        "runtime_config": RuntimeConfig(enable_local_indexer=False),
+        **more,
+    }
+
+
+async def test_a_server_without_a_tokenizer_is_listed(box: Box) -> None:
+    await box.worker(**http_card())
+    await until(lambda: box.names == ["tiny"])
+    entry = box.models.named("tiny")
+    assert entry is not None and entry.relayed and box.models.relays
+    assert entry.paths == {"/v1/chat/completions", "/v1/rerank"} and not entry.has_preprocessor
+    assert entry.context_length == 2048
+    box.models.count()
+    with pytest.raises(ModelNotFound):  # it takes no tokens
+        box.models.find("tiny", "Chat")
+
+
+async def test_it_has_the_routes_that_all_its_workers_have(box: Box) -> None:
+    await box.worker(**http_card())
+    odd = ["/v1/rerank", "/v1/a b", "/health", 7, "/v1/../x"]
+    other = await box.worker(**http_card(user_data={"routes": odd}))
+    await until(lambda: box.names == ["tiny"])
+    entry = box.models.named("tiny")
+    await until(lambda: entry is not None and len(entry.workers) == 2)
+    assert entry is not None and entry.paths == {"/v1/rerank"}
+    await other.announce(**http_card(user_data=None))
+    await until(lambda: entry.paths == frozenset())
+
+
+async def test_tokens_and_whole_requests_do_not_mix(box: Box) -> None:
+    await box.worker()
+    await until(lambda: box.names == ["tiny"])
+    await box.worker(**http_card(checksum="c1"))
+    await until(lambda: box.rejected("tiny", "model_input") == 1)
+    await until(lambda: len(box.routable()) == 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "predicts", "tokenizes"),
+    [
+        ({}, True, False),
+        ({"source_path": str(MODEL_DIR)}, True, True),
+        ({"source_path": str(MODEL_DIR), "runtime_config": RuntimeConfig()}, False, True),
+        ({"model_input": "Text", "source_path": str(MODEL_DIR)}, True, False),
+    ],
+)
+async def test_how_its_prompts_are_routed(
+    kv_box: Box, changes: dict[str, Any], predicts: bool, tokenizes: bool
+) -> None:
+    await kv_box.worker(**http_card(**changes))
+    await until(lambda: kv_box.names == ["tiny"])
+    entry = kv_box.models.named("tiny")
+    assert entry is not None and entry.has_preprocessor is tokenizes
+    assert isinstance(entry.picker, KvPicker)
+    assert (entry.picker.predicted is not None) is predicts
