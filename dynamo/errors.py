@@ -16,6 +16,7 @@ __all__ = [
     "ConfigError",
     "ConnectTimeout",
     "ConnectionTimeout",
+    "DeadlineExceeded",
     "Disconnected",
     "DynamoError",
     "EngineFailure",
@@ -24,12 +25,14 @@ __all__ = [
     "HttpFailure",
     "InstanceGone",
     "InvalidArgument",
+    "InvalidRequest",
     "ModelNotFound",
     "NoInstances",
     "Overloaded",
     "RouterQueueLimitExceeded",
     "StatefileError",
     "StreamIncomplete",
+    "Unavailable",
     "UnknownEndpoint",
     "WorkerLeaving",
     "WorkerUnavailable",
@@ -84,6 +87,20 @@ class InvalidArgument(DynamoError):
     code = "invalid_argument"
     status = 400
     kind = "Bad Request"
+
+
+class InvalidRequest(InvalidArgument, ValueError):
+    """A handler raised ValueError or TypeError; ``cause`` is the name of that class. Spec 7.10."""
+
+    code = "invalid_request"
+
+    def __init__(self, message: str = "", cause: str = "ValueError") -> None:
+        super().__init__(message)
+        self.cause = cause
+
+    def wire_code(self) -> str:
+        """``invalid_request.TypeError``."""
+        return f"{self.code}.{self.cause}"
 
 
 class ModelNotFound(DynamoError):
@@ -195,6 +212,14 @@ class Cancelled(DynamoError):
     kind = "Client Closed Request"
 
 
+class DeadlineExceeded(DynamoError):
+    """The engine raised TimeoutError."""
+
+    code = "deadline_exceeded"
+    status = 504
+    kind = "Gateway Timeout"
+
+
 class EngineFailure(DynamoError):
     """The engine raised; the message is the engine's."""
 
@@ -260,9 +285,11 @@ _BY_CODE = _tree(DynamoError)
 
 def from_code(code: str, message: str) -> DynamoError:
     """Rebuild an error received from another process; an unknown code gives a DynamoError."""
-    name, _, status = code.partition(".")
-    if name == HttpFailure.code and status.isascii() and status.isdigit():
-        return HttpFailure(message, int(status[:3]))
+    name, _, detail = code.partition(".")
+    if name == HttpFailure.code and detail.isascii() and detail.isdigit():
+        return HttpFailure(message, int(detail[:3]))
+    if name == InvalidRequest.code:
+        return InvalidRequest(message, shorten(detail) or "ValueError")
     return _BY_CODE.get(code, DynamoError)(message)
 
 

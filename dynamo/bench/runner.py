@@ -11,12 +11,13 @@ import msgspec
 import orjson
 
 from dynamo.bench.answers import error_message
-from dynamo.bench.client import LoadConnection, Target
+from dynamo.bench.client import LoadConnection
 from dynamo.bench.stats import Outcome
 from dynamo.bench.workload import PlannedRequest, Prompts
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import CannotConnect, ConfigError, DynamoError
 from dynamo.http.client import ResponseError
+from dynamo.http.target import Target
 from dynamo.protocols.openai import ModelList
 
 __all__ = ["Runner", "calibrate", "first_model"]

@@ -14,7 +14,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dynamo.bench.client import parse_url
 from dynamo.bench.runner import Runner, calibrate, first_model
 from dynamo.bench.stats import Outcome, Spread, Summary, parse_goodput, summarize
 from dynamo.bench.trace import read_trace
@@ -22,6 +21,7 @@ from dynamo.bench.workload import PlannedRequest, Prompts, from_trace, synthetic
 from dynamo.config import load
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import ConfigError, DynamoError
+from dynamo.http.target import parse_url
 from dynamo.observability.logs import one_line
 
 __all__ = ["main"]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import logging
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dynamo.cli.console import Console, ConsoleLog
+from dynamo.cli.service_checks import check_engines, check_services
 from dynamo.config import environ, from_env, load, to_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
@@ -73,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         planned = prepare(graph, settings, runtime)
         if settings.dry_run:
             _show(planned, settings, graph)
+            _warn_without_engines(graph)
             return 0
+        check_engines(graph)
         return _serve(planned, settings, runtime)
     except BrokenPipeError:
         raise
@@ -95,6 +96,7 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
     env["DYN_LOCAL_STATE_DIR"] = str(state_path(runtime))
     env["DYN_FILE_KV"] = str(store_path(runtime))
     here = Path(graph.source).absolute().parent if Path(graph.source).exists() else Path.cwd()
+    check_services(graph, here, {**env, "DYN_NAMESPACE": graph.namespace})
     specs = plan(
         graph,
         python=sys.executable,
@@ -154,18 +156,7 @@ def _inventory(specs: Sequence[WatcherSpec], settings: ServeSettings) -> Invento
 
 
 def _check(graph: Graph, specs: Sequence[WatcherSpec]) -> None:
-    """Check what a pure module cannot: modules, programs and addresses. Raises ConfigError."""
-    for service in graph.services:
-        if service.module is not None and not _has_module(service.module):
-            raise ConfigError(
-                f"{service.origin}: {service.name}.run: no Python module {service.module}; "
-                "a program is written as a list, e.g. run: [my-program, --flag]"
-            )
-        program = service.command[0] if service.command else ""
-        if program and "/" not in program and program not in ("python", "python3"):
-            path = {**environ(), **service.envs}.get("PATH")
-            if shutil.which(program, path=path) is None:
-                raise ConfigError(f"{service.origin}: {service.name}.run: no program {program}")
+    """Check discovery, and that each frontend has an address of its own. Raises ConfigError."""
     listening: dict[str, str] = {}
     for spec in specs:
         backend = spec.options.get("discovery-backend", spec.env.get("DYN_DISCOVERY_BACKEND"))
@@ -197,14 +188,12 @@ def _check_ports(specs: Sequence[WatcherSpec]) -> None:
                 ) from None
 
 
-def _has_module(name: str) -> bool:
-    # Only our own modules: others may lie beside the graph or need a PYTHONPATH of the service.
-    if not name.startswith("dynamo."):
-        return True
+def _warn_without_engines(graph: Graph) -> None:
+    """Show in a dry run what would end a start: the graph itself may be for another machine."""
     try:
-        return importlib.util.find_spec(name) is not None
-    except ImportError:
-        return False
+        check_engines(graph)
+    except ConfigError as error:
+        print(f"dynamo serve: warning: {error.message}", file=sys.stderr)
 
 
 def _show(planned: DeploymentPlan, settings: ServeSettings, graph: Graph) -> None:

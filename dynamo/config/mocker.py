@@ -16,8 +16,16 @@ class MockerSettings:
     reply: str = option(
         "random",
         "--reply",
-        choices=("random", "echo"),
-        help="random: max_tokens random tokens; echo: the prompt, or the last message of a chat",
+        choices=("random", "echo", "script"),
+        help="random: max_tokens random tokens; echo: the prompt, or the last message of a chat; "
+        "script: the texts of --reply-script",
+    )
+    reply_script: str | None = option(
+        None,
+        "--reply-script",
+        metavar="FILE",
+        help='JSON lines like {"reply": "text", "match": "part of the prompt"}; the first line '
+        "that matches is the reply",
     )
     speedup_ratio: float = option(
         1.0, "--speedup-ratio", minimum=0, help="how much faster than real; 0 = no delay at all"

@@ -22,12 +22,14 @@ __all__ = [
     "Option",
     "deprecations",
     "environ",
+    "fields_of",
     "from_env",
     "load",
     "load_known",
     "option",
     "preset",
     "to_env",
+    "try_build",
 ]
 
 T = TypeVar("T")
@@ -99,7 +101,7 @@ def from_env(group: type[T], env: Mapping[str, str] | None = None, **given: Any)
 def to_env(settings: Any) -> dict[str, str]:
     """Return the variables from which :func:`from_env` rebuilds ``settings`` in a child process."""
     out: dict[str, str] = {}
-    for field in _fields(type(settings)):
+    for field in fields_of(type(settings)):
         value = getattr(settings, field.name)
         spec: Option = field.metadata["option"]
         if spec.env and value is not None:
@@ -111,7 +113,7 @@ def deprecations(settings: Any) -> list[str]:
     """Return a warning for each deprecated field of ``settings`` that is not at its default."""
     return [
         f"{(*spec.flags, *spec.env)[0]} is deprecated: {spec.deprecated}"
-        for field in _fields(type(settings))
+        for field in fields_of(type(settings))
         if (spec := field.metadata["option"]).deprecated
         and getattr(settings, field.name) != field.default
     ]
@@ -120,7 +122,7 @@ def deprecations(settings: Any) -> list[str]:
 def _parser(prog: str, description: str, groups: Sequence[type[Any]], epilog: str | None) -> Parser:
     parser = Parser(prog, description, epilog)
     for group in groups:
-        parser.add_settings((group.__doc__ or group.__name__).split("\n")[0], _fields(group))
+        parser.add_settings((group.__doc__ or group.__name__).split("\n")[0], fields_of(group))
     return parser
 
 
@@ -143,13 +145,13 @@ def _text(value: Any) -> str:
     return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _fields(group: type[Any]) -> list[dataclasses.Field[Any]]:
+def fields_of(group: type[Any]) -> list[dataclasses.Field[Any]]:
+    """Return the fields of ``group`` that are options."""
     return [field for field in dataclasses.fields(group) if "option" in field.metadata]
 
 
-def _types(group: type[Any], name: str) -> tuple[type[Any], bool]:
-    """Return the type of a field and whether it may be None."""
-    hint = typing.get_type_hints(group)[name]
+def _type(hint: Any) -> tuple[type[Any], bool]:
+    """Return the type of a field with this hint, and whether it may be None."""
     nullable = False
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         members = [member for member in typing.get_args(hint) if member is not type(None)]
@@ -159,15 +161,38 @@ def _types(group: type[Any], name: str) -> tuple[type[Any], bool]:
 
 
 def _build(group: type[T], given: Mapping[str, Any], env: Mapping[str, str]) -> T:
+    built, problems = try_build(group, given, env)
+    if built is None:
+        raise ConfigError(next(problem.message for problem in problems.values()))
+    return built
+
+
+def try_build(
+    group: type[T], given: Mapping[str, Any], env: Mapping[str, str]
+) -> tuple[T | None, dict[str, ConfigError]]:
+    """Build ``group`` like :func:`from_env`, or return every problem, by the name of its field.
+
+    The name is "" for settings that contradict each other.
+    """
     values: dict[str, Any] = {}
-    for field in _fields(group):
+    problems: dict[str, ConfigError] = {}
+    hints = typing.get_type_hints(group)
+    for field in fields_of(group):
         spec: Option = field.metadata["option"]
-        kind, nullable = _types(group, field.name)
+        kind, nullable = _type(hints[field.name])
         name, raw = _source(field, spec, given, env)
         if raw is None:
             continue
-        values[field.name] = _convert(name, raw, kind, nullable, spec)
-    return group(**values)
+        try:
+            values[field.name] = _convert(name, raw, kind, nullable, spec)
+        except ConfigError as error:
+            problems[field.name] = error
+    if problems:
+        return None, problems
+    try:
+        return group(**values), {}
+    except ConfigError as error:
+        return None, {"": error}
 
 
 def _source(

@@ -40,13 +40,16 @@ class Option:
 class Parser(argparse.ArgumentParser):
     """A parser with a help section per topic and one-line errors that point to ``--help``."""
 
-    def __init__(self, prog: str, description: str, epilog: str | None) -> None:
+    def __init__(
+        self, prog: str, description: str, epilog: str | None, add_help: bool = True
+    ) -> None:
         self._variables: list[str] = []
         self._epilog = epilog
         super().__init__(
             prog=prog,
             usage="%(prog)s [options]",
             description=description,
+            add_help=add_help,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

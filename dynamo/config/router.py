@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dynamo.config.disagg import DisaggSettings
-from dynamo.config.option import option
+from dynamo.config.option import from_env, option
 from dynamo.config.router_kv import CacheSettings, CostSettings, LoadSettings
 
 __all__ = ["ROUTER_MODES", "ModeSettings", "RouterProcessSettings", "RouterSettings"]
@@ -187,6 +190,16 @@ class RouterSettings(LoadSettings, CacheSettings, CostSettings, ModeSettings, Di
         deprecated=_JETSTREAM,
         help="accepted, no effect",
     )
+
+    def overridden(self, given: Mapping[str, Any]) -> RouterSettings:
+        """Return these settings with ``given`` ones in place; unknown names are ignored.
+
+        Raises ConfigError for a value out of range.
+        """
+        known = {field.name for field in dataclasses.fields(self)}
+        chosen = {name: value for name, value in given.items() if name in known}
+        from_env(RouterSettings, {}, **chosen)
+        return dataclasses.replace(self, **chosen)
 
     @property
     def prefill_weight(self) -> float:

@@ -11,22 +11,8 @@ __all__ = ["VllmSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings:
-    """vllm: model formats, disaggregation; every other flag goes to vLLM"""
+    """vllm: disaggregation, driver; every other flag goes to vLLM"""
 
-    tool_call_parser: str | None = option(
-        None,
-        "--dyn-tool-call-parser",
-        env="DYN_TOOL_CALL_PARSER",
-        metavar="FORMAT",
-        help="format of the model's tool calls; the frontend parses them",
-    )
-    reasoning_parser: str | None = option(
-        None,
-        "--dyn-reasoning-parser",
-        env="DYN_REASONING_PARSER",
-        metavar="FORMAT",
-        help="format of the model's reasoning; the frontend parses it",
-    )
     disaggregation_mode: str = option(
         "agg",
         "--disaggregation-mode",

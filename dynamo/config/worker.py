@@ -6,24 +6,67 @@ from dataclasses import dataclass
 
 from dynamo.config.option import option
 
-__all__ = ["WorkerSettings"]
+__all__ = [
+    "REASONING_ALIASES",
+    "REASONING_PARSERS",
+    "TOOL_CALL_ALIASES",
+    "TOOL_CALL_PARSERS",
+    "EndpointSettings",
+    "WorkerSettings",
+]
+
+TOOL_CALL_PARSERS = (
+    "deepseek_v3",
+    "deepseek_v3_1",
+    "harmony",
+    "hermes",
+    "jamba",
+    "llama3_json",
+    "mistral",
+    "nemotron_deci",
+    "phi4",
+    "pythonic",
+    "qwen3_coder",
+)
+REASONING_PARSERS = (
+    "basic",
+    "deepseek_r1",
+    "deepseek_v3",
+    "deepseek_v3_1",
+    "glm45",
+    "gpt_oss",
+    "mistral",
+    "nemotron_deci",
+    "qwen3",
+)
+
+
+def _dashed(names: tuple[str, ...]) -> dict[str, str]:
+    return {name.replace("_", "-"): name for name in names if "_" in name}
+
+
+TOOL_CALL_ALIASES = {"qwen25": "hermes", "qwen3": "hermes", **_dashed(TOOL_CALL_PARSERS)}
+REASONING_ALIASES = _dashed(REASONING_PARSERS)
+"""Other spellings, in flags and in the cards of other workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
-    """worker: model, endpoint, admission"""
+class EndpointSettings:
+    """endpoint: model, address, admission"""
 
     model_path: str | None = option(
         None,
         "--model-path",
         "--model",
-        help="directory with tokenizer.json, tokenizer_config.json and config.json",
+        metavar="MODEL",
+        help="directory with tokenizer.json, tokenizer_config.json and config.json, or id of a "
+        "model on Hugging Face such as Qwen/Qwen3-0.6B",
     )
     model_name: str | None = option(
         None,
         "--model-name",
         "--served-model-name",
-        help="name in the API; default: the name of the directory",
+        help="name in the API; default: the name of the directory, or the id",
     )
     endpoint: str | None = option(
         None,
@@ -32,6 +75,25 @@ class WorkerSettings:
         metavar="NS.COMPONENT.ENDPOINT",
         help="where to serve; default: <namespace>.backend.generate",
     )
+    engine_request_limit: int | None = option(
+        None,
+        "--engine-request-limit",
+        env="DYN_ENGINE_REQUEST_LIMIT",
+        minimum=1,
+        help="requests in the engine at once; more wait in a bounded queue or are rejected",
+    )
+    request_queue_limit: int = option(
+        16,
+        env="DYN_DYNAMO_REQUEST_QUEUE_LIMIT",
+        minimum=2,
+        help="requests that may wait when --engine-request-limit is reached",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(EndpointSettings):
+    """worker: model, endpoint, admission"""
+
     endpoint_types: str = option(
         "chat,completions",
         "--endpoint-types",
@@ -46,16 +108,21 @@ class WorkerSettings:
         metavar="FILE",
         help="chat template instead of the model's own",
     )
-    engine_request_limit: int | None = option(
+    tool_call_parser: str | None = option(
         None,
-        "--engine-request-limit",
-        env="DYN_ENGINE_REQUEST_LIMIT",
-        minimum=1,
-        help="requests in the engine at once; more wait in a bounded queue or are rejected",
+        "--dyn-tool-call-parser",
+        env="DYN_TOOL_CALL_PARSER",
+        choices=TOOL_CALL_PARSERS,
+        aliases=TOOL_CALL_ALIASES,
+        metavar="NAME",
+        help=f"format of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)}",
     )
-    request_queue_limit: int = option(
-        16,
-        env="DYN_DYNAMO_REQUEST_QUEUE_LIMIT",
-        minimum=2,
-        help="requests that may wait when --engine-request-limit is reached",
+    reasoning_parser: str | None = option(
+        None,
+        "--dyn-reasoning-parser",
+        env="DYN_REASONING_PARSER",
+        choices=REASONING_PARSERS,
+        aliases=REASONING_ALIASES,
+        metavar="NAME",
+        help=f"format of the model's reasoning: {', '.join(REASONING_PARSERS)}",
     )

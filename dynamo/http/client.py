@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import httptools
 
-__all__ = ["HttpClient", "ResponseError", "get", "request_head"]
+__all__ = ["HttpClient", "OnComplete", "ResponseError", "get", "request_head"]
+
+OnComplete = Callable[[str | None], object]
+"""Called once per request: with None after a complete response, else with the reason."""
 
 
 class ResponseError(Exception):
@@ -50,8 +53,7 @@ class HttpClient(asyncio.Protocol):
         self._limit_bytes = limit_bytes
         self._transport: asyncio.Transport | None = None
         self._parser: Any = None
-        self._done: asyncio.Future[None] | None = None
-        self._failure: str | None = None
+        self._on_complete: OnComplete | None = None
         self._keep_alive = True
         self._until_close = True
 
@@ -63,7 +65,7 @@ class HttpClient(asyncio.Protocol):
     @property
     def receiving(self) -> bool:
         """Whether a request is in flight: bytes that arrive otherwise were not requested."""
-        return self._done is not None and not self._done.done()
+        return self._on_complete is not None
 
     async def connect(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         """Connect. Raises OSError, or UnicodeError for an invalid host name."""
@@ -80,16 +82,26 @@ class HttpClient(asyncio.Protocol):
 
         Raises ResponseError. After a cancellation the connection must be closed.
         """
+        done: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+        def complete(failure: str | None) -> None:
+            if not done.done():  # not cancelled
+                done.set_result(failure)
+
+        self.start(message, complete)
+        failure = await done
+        if failure is not None:
+            raise ResponseError(failure)
+
+    def start(self, message: bytes, on_complete: OnComplete) -> None:
+        """Send ``message`` and return at once. Raises ResponseError: disconnected."""
         self.status, self.content_type, self.body = 0, b"", bytearray()
-        self._until_close, self._failure = True, None
+        self._until_close = True
         if self._transport is None:
             raise ResponseError("disconnected")
         self._parser = httptools.HttpResponseParser(self)
-        self._done = asyncio.get_running_loop().create_future()
+        self._on_complete = on_complete
         self._transport.write(message)
-        await self._done
-        if self._failure is not None:
-            raise ResponseError(self._failure)
 
     def fail(self, reason: str) -> None:
         """End the request in flight with a ResponseError, and close the connection."""
@@ -151,6 +163,6 @@ class HttpClient(asyncio.Protocol):
             self._complete()
 
     def _complete(self, failure: str | None = None) -> None:
-        if self._done is not None and not self._done.done():
-            self._failure = failure
-            self._done.set_result(None)
+        on_complete, self._on_complete = self._on_complete, None
+        if on_complete is not None:
+            on_complete(failure)

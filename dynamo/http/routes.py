@@ -22,6 +22,8 @@ class Routes:
     def __init__(self) -> None:
         self._exact: dict[str, dict[str, Route]] = {}
         self._prefixes: list[tuple[str, dict[str, Route]]] = []
+        self._rest: dict[str, Route] = {}
+        self._rest_prefix = ""
 
     def get(self, path: str, route: Route) -> None:
         """Handle GET and HEAD of ``path``; a path that ends in ``/`` matches all longer paths."""
@@ -35,6 +37,20 @@ class Routes:
         """Handle POST of a JSON body to ``path``."""
         self._exact.setdefault(path, {})["POST"] = route
 
+    def post_rest(self, prefix: str, route: Route) -> None:
+        """Handle POST of a JSON body to every path under ``prefix`` that has no route of its own.
+
+        ``route`` refuses those that do not exist.
+        """
+        self._rest_prefix = prefix
+        self._rest = {"POST": route}
+
+    def wrap_posts(self, prefix: str, wrap: Callable[[Route], Route]) -> None:
+        """Replace the POST routes under ``prefix`` that exist now by the results of ``wrap``."""
+        for path, methods in self._exact.items():
+            if path.startswith(prefix) and "POST" in methods:
+                methods["POST"] = wrap(methods["POST"])
+
     def paths(self) -> list[tuple[str, tuple[str, ...]]]:
         """Every path and its methods."""
         rows = [*self._exact.items(), *self._prefixes]
@@ -43,7 +59,9 @@ class Routes:
     def __call__(self, exchange: Exchange) -> None:
         """Handle ``exchange``: the handler of the HTTP server."""
         methods = self._exact.get(exchange.path) or self._prefixed(exchange.path)
-        if methods is None:
+        if methods is None and exchange.method == "POST":
+            methods = self._rest if exchange.path.startswith(self._rest_prefix) else None
+        if not methods:
             text = f"Route not found: {exchange.method} {exchange.path}"
             exchange.refuse(404, text)
             return
@@ -54,7 +72,7 @@ class Routes:
         if exchange.method == "POST":
             content_type = exchange.headers.get("content-type")
             if content_type != "application/json" and not _is_json(content_type):
-                exchange.refuse(415, "Expected request with Content-Type application/json")
+                exchange.refuse(415, _wrong_type(content_type))
                 return
         route(exchange)
 
@@ -95,6 +113,13 @@ async def _run(exchange: Exchange, answer: Callable[[Exchange], Coroutine[Any, A
     except BaseException as error:  # a panic in Rust is not an Exception
         log.exception("%s %s failed", exchange.method, exchange.path)
         exchange.crashed(error)
+
+
+def _wrong_type(content_type: str | None) -> str:
+    text = "Expected request with Content-Type application/json"
+    if content_type is not None and content_type.startswith("multipart/"):
+        text += "; multipart bodies are not supported"
+    return text
 
 
 def _is_json(content_type: str | None) -> bool:

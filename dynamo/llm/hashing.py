@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynamo._fast.hashing import block_hashes, seed_for
 
-__all__ = ["compute_block_hash_for_seq", "compute_block_hash_for_seq_py", "mm_hashes_of"]
+__all__ = [
+    "compute_block_hash_for_seq",
+    "compute_block_hash_for_seq_py",
+    "lora_name_to_id",
+    "mm_hashes_of",
+]
 
 
 def compute_block_hash_for_seq(  # noqa: PLR0913 - Dynamo's signature
@@ -34,6 +40,12 @@ def compute_block_hash_for_seq(  # noqa: PLR0913 - Dynamo's signature
 
 compute_block_hash_for_seq_py = compute_block_hash_for_seq
 """The older name."""
+
+
+def lora_name_to_id(lora_name: str) -> int:
+    """Return the id of an adapter, 1..2³¹-1, for engines that number them; equal on all workers."""
+    digest = hashlib.blake2b(lora_name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % (2**31 - 1) + 1
 
 
 def mm_hashes_of(

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument
-from dynamo.llm.router_config import KvRouterConfig
+from dynamo.llm.router_config import KvRouterConfig, LoadThresholdConfig
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.protocols.openai import RoutingConstraints
 from dynamo.router.api_views import events_of, overlap_scores, potential_loads
 from dynamo.router.kv import KvPicker
-from dynamo.router.routed import RoutedEndpoint
+from dynamo.router.routed import UNSET_OUTPUT, RoutedEndpoint
 from dynamo.runtime import DistributedRuntime, Endpoint
+from dynamo.runtime.annotated import at_caller
 
 __all__ = ["KvRouter"]
 
@@ -28,19 +29,33 @@ class KvRouter:
 
     It connects with the first call, on the running loop, and closes with the runtime. Token ids
     are lists of integers. Where Dynamo raises a plain ``Exception`` this raises DynamoError.
+    ``ais_perf_config`` and, in the methods, ``block_mm_infos``, ``multi_modal_data``,
+    ``mm_routing_info``, ``policy_class``, ``include_shared`` and ``response_buffer_size`` have no
+    effect: blocks are matched by their tokens.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - Dynamo's signature
         self,
         endpoint: Endpoint,
         block_size: int,
         kv_router_config: KvRouterConfig | None = None,
+        ais_perf_config: Any = None,
+        session_affinity_ttl_secs: float | None = None,
+        *,
+        load_threshold_config: LoadThresholdConfig | None = None,
+        session_affinity_mode: str = "hard",
         **accepted: Any,
     ) -> None:
         config = kv_router_config or KvRouterConfig()
+        limits = {} if load_threshold_config is None else load_threshold_config.settings()
+        settings = config.settings(
+            session_affinity_ttl_s=session_affinity_ttl_secs,
+            session_affinity_mode=session_affinity_mode,
+            **limits,
+        )
         # An endpoint names only the services that it uses; its runtime has all of them.
         runtime = cast(DistributedRuntime, endpoint.runtime)
-        self._routed = RoutedEndpoint(runtime, endpoint.path, block_size, config.settings())
+        self._routed = RoutedEndpoint(runtime, endpoint.path, block_size, settings, UNSET_OUTPUT)
         self._connecting = asyncio.Lock()
         self._picker: KvPicker | None = None
 
@@ -59,10 +74,15 @@ class KvRouter:
         worker_id: int | None = None,
         dp_rank: int | None = None,
         extra_args: Mapping[str, Any] | None = None,
+        block_mm_infos: Any = None,
+        multi_modal_data: Mapping[str, Any] | None = None,
+        mm_routing_info: Any = None,
+        routing_constraints: RoutingConstraints | None = None,
+        response_buffer_size: int = 100,
         **more: Any,
     ) -> AsyncIterator[dict[str, Any]]:
         """Send a prompt to the best worker; an async iterator over its items. ``more`` are further
-        fields of a preprocessed request."""
+        fields of a preprocessed request. Every key of an item is present, None if unset."""
         request: dict[str, Any] = {
             "model": model,
             "token_ids": token_ids,
@@ -71,14 +91,19 @@ class KvRouter:
             "output_options": dict(output_options or {}),
             "router_config_override": router_config_override,
             "extra_args": extra_args,
+            "multi_modal_data": multi_modal_data,
             **more,
         }
+        routing = _routing(routing_constraints=routing_constraints)
         if worker_id is not None or dp_rank is not None:
-            request["routing"] = {"backend_instance_id": worker_id, "dp_rank": dp_rank}
+            routing = routing or Routing()
+            routing.backend_instance_id, routing.dp_rank = worker_id, dp_rank
+        if routing is not None:
+            request["routing"] = routing
         return await self.generate_from_request(request)
 
     async def generate_from_request(
-        self, request: Mapping[str, Any]
+        self, request: Mapping[str, Any], response_buffer_size: int = 100
     ) -> AsyncIterator[dict[str, Any]]:
         """:meth:`generate` for a preprocessed request as a mapping. Raises InvalidArgument."""
         try:
@@ -87,7 +112,7 @@ class KvRouter:
         except (KeyError, TypeError, ValueError, msgspec.MsgspecError) as error:
             raise InvalidArgument(f"not a preprocessed request: {error!r}") from None
         await self._connected()
-        return self._routed.generate(decoded)
+        return _Items(self._routed.generate(decoded))
 
     async def best_worker(  # noqa: PLR0913 - Dynamo's signature
         self,
@@ -95,8 +120,13 @@ class KvRouter:
         router_config_override: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         update_indexer: bool = False,
+        block_mm_infos: Any = None,
         lora_name: str | None = None,
         routing_constraints: RoutingConstraints | None = None,
+        strict_priority: int = 0,
+        policy_class: str | None = None,
+        cache_namespace: str | None = None,
+        *,
         allowed_worker_ids: Sequence[int] | None = None,
         **accepted: Any,
     ) -> tuple[int, int, int]:
@@ -112,7 +142,13 @@ class KvRouter:
             raise DynamoError(
                 f"failed to book scheduler state: Request {request_id} already exists"
             )
-        routing = _routing(lora_name, routing_constraints, allowed_worker_ids)
+        routing = _routing(
+            lora_name=lora_name,
+            routing_constraints=routing_constraints,
+            allowed_worker_ids=allowed_worker_ids,
+            cache_namespace=cache_namespace,
+            strict_priority=strict_priority or None,
+        )
         if request_id is None:
             decision = picker.pick(None, tokens, routing=routing, override=router_config_override)
         else:
@@ -122,13 +158,29 @@ class KvRouter:
             picker.predict(tokens, decision.worker_id, decision.dp_rank)
         return decision.worker_id, decision.dp_rank, decision.overlap_blocks
 
-    async def get_potential_loads(self, token_ids: Sequence[int]) -> list[dict[str, int]]:
+    async def get_potential_loads(
+        self,
+        token_ids: Sequence[int],
+        block_mm_infos: Any = None,
+        lora_name: str | None = None,
+        cache_namespace: str | None = None,
+    ) -> list[dict[str, int]]:
         """Return the load of each worker with the prompt added. Spec 3.7."""
-        return potential_loads(await self._connected(), codec.tokens(token_ids))
+        routing = _routing(lora_name=lora_name, cache_namespace=cache_namespace)
+        return potential_loads(await self._connected(), codec.tokens(token_ids), routing)
 
-    async def get_overlap_scores(self, token_ids: Sequence[int]) -> dict[str, Any]:
+    async def get_overlap_scores(  # noqa: PLR0913 - Dynamo's signature
+        self,
+        token_ids: Sequence[int],
+        router_config_override: Mapping[str, Any] | None = None,
+        block_mm_infos: Any = None,
+        lora_name: str | None = None,
+        include_shared: bool = True,
+        cache_namespace: str | None = None,
+    ) -> dict[str, Any]:
         """Return the blocks of the prompt that each worker has cached. Spec 3.7."""
-        return overlap_scores(await self._connected(), codec.tokens(token_ids))
+        routing = _routing(lora_name=lora_name, cache_namespace=cache_namespace)
+        return overlap_scores(await self._connected(), codec.tokens(token_ids), routing)
 
     async def dump_events(self) -> str:
         """Return the prefix index as a JSON list of events that rebuild it."""
@@ -157,18 +209,39 @@ class KvRouter:
             return self._picker
 
 
+class _Items:
+    """The items of a routed response; errors as Dynamo's Python callers expect them."""
+
+    def __init__(self, items: AsyncGenerator[dict[str, Any], None]) -> None:
+        self._items = items
+
+    def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
+        return self
+
+    async def __anext__(self) -> dict[str, Any]:
+        try:
+            return await self._items.__anext__()
+        except DynamoError as error:
+            raise at_caller(error) from None
+
+    async def aclose(self) -> None:
+        """Kill the request unless it has ended. Idempotent."""
+        await self._items.aclose()
+
+
 def _routing(
-    lora_name: str | None,
-    constraints: RoutingConstraints | None,
-    allowed_worker_ids: Sequence[int] | None,
+    *,
+    routing_constraints: RoutingConstraints | None = None,
+    allowed_worker_ids: Sequence[int] | None = None,
+    **fields: Any,
 ) -> Routing | None:
-    if lora_name is None and constraints is None and allowed_worker_ids is None:
-        return None
-    constraints = constraints or RoutingConstraints()
-    required, preferred = constraints.required_taints, constraints.preferred_taints
-    return Routing(
-        lora_name=lora_name,
-        allowed_worker_ids=None if allowed_worker_ids is None else list(allowed_worker_ids),
-        required_taints=None if required is None else list(required),
-        preferred_taints=None if preferred is None else dict(preferred),
-    )
+    """Return the constraints of a request; None without any."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    if allowed_worker_ids is not None:
+        given["allowed_worker_ids"] = list(allowed_worker_ids)
+    if routing_constraints is not None:
+        required = routing_constraints.required_taints
+        preferred = routing_constraints.preferred_taints
+        given["required_taints"] = None if required is None else list(required)
+        given["preferred_taints"] = None if preferred is None else dict(preferred)
+    return Routing(**given) if given else None

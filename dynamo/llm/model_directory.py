@@ -55,8 +55,8 @@ class ModelDirectory:
         directory = Path(path).expanduser()
         if not directory.is_dir():
             raise ConfigError(
-                f"the model path {str(path)!r} is not a local directory; download the model first, "
-                "then give its directory"
+                f"the model path {str(path)!r} is not a local directory; give the worker's "
+                "--model-path a directory, or an id on Hugging Face"
             )
         self.path = directory.resolve()
         self.config = self._read("config.json")
@@ -65,7 +65,10 @@ class ModelDirectory:
 
     @property
     def name(self) -> str:
-        """The name a model has when none is given."""
+        """The name a model has when none is given: its id on Hugging Face, or the directory's."""
+        repository = self.path.parent.parent.name
+        if self.path.parent.name == "snapshots" and repository.startswith("models--"):
+            return repository.removeprefix("models--").replace("--", "/", 1)
         return self.path.name
 
     @property

@@ -9,11 +9,14 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
+
+import msgspec
 
 from dynamo._fast.hashing import block_hashes as hash_blocks
 from dynamo._fast.hashing import seed_for
+from dynamo.llm.event_batch import RemovedInput, checked_batch
 from dynamo.llm.hashing import mm_hashes_of
 from dynamo.llm.register import note_block_size
 from dynamo.llm.relay import EngineEventRelay
@@ -39,13 +42,23 @@ _senders: WeakKeyDictionary[RuntimeServices, dict[tuple[str, str], KvEventSender
 )
 
 
+class _Hashing(NamedTuple):
+    """What the hash of a block depends on besides its tokens."""
+
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    is_eagle: bool = False
+    mm_hashes: list[list[int]] | None = None
+
+
 class KvEventPublisher:
     """The KV events of one data-parallel rank of one worker.
 
     Create it on the loop of the runtime; publish from any thread, events keep their order. Hashes
     are the engine's own 64-bit ids, signed or unsigned. With ``zmq_endpoint`` the engine's own
     events are relayed. The local index, which answers queries of routers, is always on:
-    ``enable_local_indexer`` is accepted and has no effect. ValueError for a block size of 0.
+    ``enable_local_indexer`` has no effect, nor do ``image_token_id``, ``video_token_id`` and
+    ``kv_state_endpoint``. ValueError for a block size of 0.
     """
 
     def __init__(  # noqa: PLR0913 - Dynamo's signature
@@ -58,6 +71,9 @@ class KvEventPublisher:
         zmq_endpoint: str | None = None,
         zmq_topic: str | None = None,
         batching_timeout_ms: float | None = None,
+        image_token_id: int | None = None,
+        kv_state_endpoint: str | None = None,
+        video_token_id: int | None = None,
     ) -> None:
         if kv_block_size <= 0:
             raise ValueError(f"kv_block_size cannot be {kv_block_size}")
@@ -93,12 +109,17 @@ class KvEventPublisher:
         parent_hash: int | None = None,
         block_mm_infos: Sequence[Mapping[str, Any] | None] | None = None,
         lora_name: str | None = None,
+        is_eagle: bool | None = None,
+        cache_salt: str | None = None,
+        *,
         medium: str | None = None,
     ) -> None:
         """Publish new blocks, a chain under ``parent_hash`` (None: the root).
 
         ``num_block_tokens[i]`` tokens of ``token_ids`` belong to ``block_hashes[i]``. The first
         block that has not ``kv_block_size`` tokens, and all after it, are dropped with a warning.
+        With ``is_eagle`` each block is hashed with the token after it, and ``cache_salt`` is the
+        cache namespace of the request; both must agree with the router's requests.
         ``medium`` is the storage: GPU (None), CPU, DISK, EXTERNAL or another name of these tiers.
         Below the device ``token_ids`` may be empty for blocks that another tier holds. ValueError
         for an unknown medium.
@@ -108,14 +129,31 @@ class KvEventPublisher:
             self._record(self.dp_rank, [BlocksStored(_column(block_hashes), b"")], tier)
             return
         count = self._complete_blocks(num_block_tokens[: len(block_hashes)])
-        mm_hashes = mm_hashes_of(block_mm_infos[:count] if block_mm_infos else None)
-        stored = self._stored(token_ids, block_hashes[:count], parent_hash, lora_name, mm_hashes)
+        hashing = _Hashing(
+            lora_name,
+            cache_salt,
+            bool(is_eagle),
+            mm_hashes_of(block_mm_infos[:count] if block_mm_infos else None),
+        )
+        stored = self._stored(token_ids, block_hashes[:count], parent_hash, hashing)
         if stored is not None:
             self._record(self.dp_rank, [stored], tier)
 
     def publish_removed(self, block_hashes: Sequence[int], medium: str | None = None) -> None:
         """Publish that blocks were removed from ``medium``. ValueError for an unknown medium."""
         self._record(self.dp_rank, [BlocksRemoved(_column(block_hashes))], _tier(medium))
+
+    def publish_batch(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Publish ``stored`` and ``removed`` events in order, after all of them were checked.
+
+        Each is a mapping with ``type`` and the arguments of :meth:`publish_stored` (without
+        ``medium``) or :meth:`publish_removed`. ValueError for any other; nothing is published then.
+        """
+        for event in checked_batch(events):
+            if isinstance(event, RemovedInput):
+                self.publish_removed(event.block_hashes)
+            else:
+                self.publish_stored(**msgspec.structs.asdict(event))
 
     def publish_all_cleared(self) -> None:
         """Publish that all blocks were removed."""
@@ -145,16 +183,16 @@ class KvEventPublisher:
         token_ids: Sequence[int],
         block_hashes: Sequence[int],
         parent_hash: int | None,
-        lora_name: str | None,
-        mm_hashes: list[list[int]] | None = None,
+        hashing: _Hashing,
     ) -> BlocksStored | None:
         """Return the event of the blocks whose tokens are all given; None without any."""
         size = self.kv_block_size
         local = hash_blocks(
-            token_ids[: len(block_hashes) * size],
+            token_ids[: len(block_hashes) * size + hashing.is_eagle],
             size,
-            seed=seed_for(lora_name),
-            mm_hashes=mm_hashes,
+            seed=seed_for(hashing.lora_name, hashing.cache_salt),
+            is_eagle=hashing.is_eagle,
+            mm_hashes=hashing.mm_hashes,
         )
         if not local:
             return None
@@ -203,7 +241,10 @@ class KvEventPublisher:
                 return self._by_id(event)
             count = self._complete_blocks([event.block_size] * len(event.block_hashes))
             return self._stored(
-                event.token_ids, event.block_hashes[:count], event.parent_hash, event.lora_name
+                event.token_ids,
+                event.block_hashes[:count],
+                event.parent_hash,
+                _Hashing(event.lora_name),
             )
         if isinstance(event, EngineRemoved):
             return BlocksRemoved(_column(event.block_hashes))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,14 +13,28 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from dynamo.errors import ConfigError, InvalidArgument
-from dynamo.llm.model_directory import ModelDirectory
+from dynamo.llm.model_source import resolve_model
+from dynamo.llm.router_config import RouterConfig
 from dynamo.llm.types import ModelInput, ModelType, WorkerType
 from dynamo.protocols.card import ModelCard, RuntimeConfig, decode_card
 from dynamo.protocols.control import MODEL_CARDS, instance_key
 from dynamo.runtime import Endpoint
 from dynamo.runtime.client import RuntimeServices
 
-__all__ = ["note_block_size", "register_llm", "register_model", "slug_of", "unregister_model"]
+__all__ = [
+    "ACCEPTED",
+    "card_key",
+    "encode_card",
+    "fetch_llm",
+    "fetch_model",
+    "note_block_size",
+    "register_llm",
+    "register_model",
+    "slug_of",
+    "unregister_llm",
+    "unregister_model",
+    "update_model_taints",
+]
 
 _DEFAULT_BLOCK_SIZE = 16
 log = logging.getLogger(__name__)
@@ -36,40 +51,52 @@ async def register_model(  # noqa: PLR0913 - Dynamo's signature
     endpoint: Endpoint,
     model_path: str,
     model_name: str | None = None,
-    *,
-    worker_type: WorkerType | None = None,
-    context_length: int | None = None,
     kv_cache_block_size: int | None = None,
-    router_config: Any = None,
+    router_config: RouterConfig | None = None,
     runtime_config: RuntimeConfig | None = None,
-    migration_limit: int = 0,
     user_data: dict[str, Any] | None = None,
     custom_template_path: str | None = None,
     media_decoder: Any = None,
+    media_fetcher: Any = None,
     lora_name: str | None = None,
     base_model_path: str | None = None,
-    needs: Sequence[Sequence[str]] | None = None,
+    worker_type: WorkerType | None = None,
+    needs: Sequence[Sequence[WorkerType | str]] | None = None,
+    self_host_metadata: Any = None,
+    *,
+    context_length: int | None = None,
+    migration_limit: int = 0,
     model_aliases: Sequence[str] | None = None,
+    ignore_weights: bool = True,
+    **accepted: Any,
 ) -> None:
-    """Register the model in ``model_path``, a local directory, as served by ``endpoint``.
+    """Register the model ``model_path`` as served by ``endpoint``.
 
-    The card is deleted with the worker's lease. ``context_length`` (tokens) defaults to the model's
-    own, ``kv_cache_block_size`` to 16, ``model_name`` to the name of the directory.
-    ``router_config`` and ``media_decoder`` are accepted and have no effect. Raises InvalidArgument
-    for a bad model directory and any ``model_input`` but Tokens; ValueError for one of
-    ``lora_name`` and ``base_model_path`` without the other.
+    ``model_path`` is a local directory or an id on Hugging Face, from whose repository the files
+    that make prompts are downloaded unless they are cached (all files with ``ignore_weights``
+    false). The card is deleted with the worker's lease. ``context_length`` (tokens) defaults to the
+    model's own, ``kv_cache_block_size`` to 16, ``model_name`` to the name of the directory, or the
+    id. ``router_config`` replaces the frontend's settings for this model. ``media_decoder``,
+    ``media_fetcher``, ``self_host_metadata`` and the arguments in ``ACCEPTED`` have no effect; a
+    model of ModelInput.Tensor is registered for other workers, no frontend serves it.
+
+    Raises InvalidArgument for a bad model; ValueError for one of ``lora_name`` and
+    ``base_model_path`` without the other, and for a prefill worker with an API of its own.
     """
-    _check(model_input, lora_name, base_model_path)
+    unknown = set(accepted) - ACCEPTED
+    if unknown:
+        raise TypeError(f"register_model got unexpected arguments {sorted(unknown)}")
+    if (lora_name is None) != (base_model_path is None):
+        raise ValueError("lora_name and base_model_path must be given together")
+    _check_roles(model_type, worker_type, needs)
     config = runtime_config or RuntimeConfig()
-    length = context_length or config.context_length
-    model, length = _read_model(base_model_path or model_path, length)
-    name = model_name or lora_name or model.name
+    source = base_model_path or model_path
     block_size = kv_cache_block_size or _DEFAULT_BLOCK_SIZE
     note_block_size(endpoint, "register_model", block_size)
     card = ModelCard(
-        display_name=name,
-        slug=slug_of(name),
-        source_path=str(model.path),
+        display_name="",
+        slug="",
+        source_path=source,
         namespace=endpoint.namespace,
         component=endpoint.component,
         endpoint=endpoint.name,
@@ -77,20 +104,29 @@ async def register_model(  # noqa: PLR0913 - Dynamo's signature
         model_type=str(model_type),
         model_input=str(model_input),
         worker_type=str(worker_type or _worker_type(model_type)),
-        context_length=length,
+        context_length=context_length or config.context_length,
         kv_cache_block_size=block_size,
         migration_limit=migration_limit,
         custom_template_path=_template(custom_template_path),
         user_data=user_data,
         lora_name=lora_name,
         model_aliases=list(model_aliases or ()),
-        needs=[list(group) for group in needs or ()],
-        checksum=model.checksum(str(model_input), block_size, _content(custom_template_path)),
+        needs=[[str(one) for one in group] for group in needs or ()],
+        router_config={} if router_config is None else router_config.for_card(),
+        checksum=f"{model_input} {source}",
         runtime_config=config,
     )
-    encoded, lease = _encode(card), await endpoint.runtime.granted()
-    await endpoint.runtime.discovery.put(_key(endpoint, lora_name), encoded, lease.id)
+    name = source
+    if model_input is not ModelInput.Tensor:
+        name = await asyncio.to_thread(_add_model, card, not ignore_weights)
+    card.display_name = model_name or lora_name or name
+    card.slug = slug_of(card.display_name)
+    encoded, lease = encode_card(card), await endpoint.runtime.granted()
+    await endpoint.runtime.discovery.put(card_key(endpoint, lora_name), encoded, lease.id)
 
+
+ACCEPTED = frozenset({"tensor_model_config", "max_gpu_lora_count", "skip_model_assets"})
+"""Arguments of Dynamo's :func:`register_model` that are accepted and have no effect."""
 
 register_llm = register_model
 """The older name."""
@@ -98,7 +134,40 @@ register_llm = register_model
 
 async def unregister_model(endpoint: Endpoint, lora_name: str | None = None) -> None:
     """Delete the card; no effect without one."""
-    await endpoint.runtime.discovery.delete(_key(endpoint, lora_name))
+    await endpoint.runtime.discovery.delete(card_key(endpoint, lora_name))
+
+
+unregister_llm = unregister_model
+"""The older name."""
+
+
+async def update_model_taints(endpoint: Endpoint, taints: Iterable[str]) -> None:
+    """Replace the taints in the card of this worker's model. InvalidArgument: it has none."""
+    runtime = endpoint.runtime
+    key = card_key(endpoint, None)
+    stored = (await runtime.discovery.list(key)).get(key)
+    if stored is None:
+        raise InvalidArgument(f"{endpoint} has no model yet: call register_model first")
+    card = decode_card(stored)
+    card.runtime_config.taints = sorted(taints)
+    lease = await runtime.granted()
+    await runtime.discovery.put(key, encode_card(card), lease.id)
+
+
+async def fetch_model(remote_name: str, ignore_weights: bool = False) -> str:
+    """Return the local directory of a model, or the path of a GGUF file; download it if necessary.
+
+    With ``ignore_weights`` only the files that make prompts are downloaded. Raises InvalidArgument.
+    """
+    try:
+        found = await asyncio.to_thread(resolve_model, remote_name, weights=not ignore_weights)
+    except ConfigError as error:
+        raise InvalidArgument(error.message) from None
+    return str(found.path)
+
+
+fetch_llm = fetch_model
+"""The older name."""
 
 
 def note_block_size(endpoint: Endpoint, source: str, block_size: int) -> None:
@@ -123,28 +192,45 @@ def slug_of(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "_", name.lower())
 
 
-def _check(model_input: ModelInput, lora_name: str | None, base_model_path: str | None) -> None:
-    if (lora_name is None) != (base_model_path is None):
-        raise ValueError("lora_name and base_model_path must be given together")
-    if model_input is not ModelInput.Tokens:
-        raise InvalidArgument(
-            f"model_input {model_input} is not supported: the frontend sends token ids; register "
-            "with ModelInput.Tokens and read token_ids of each request"
+def _check_roles(
+    model_type: ModelType,
+    worker_type: WorkerType | None,
+    needs: Sequence[Sequence[WorkerType | str]] | None,
+) -> None:
+    if worker_type is not WorkerType.Prefill:
+        return
+    if model_type & ~ModelType.Prefill:
+        raise ValueError(
+            f"register_model: a worker of WorkerType.Prefill must not expose an OpenAI surface, "
+            f"got model_type {model_type}; give ModelType.Prefill"
+        )
+    if needs is not None and not list(needs):
+        raise ValueError(
+            "register_model: needs is empty; name a worker type that a prefill worker depends on, "
+            "as in [[WorkerType.Decode]]"
         )
 
 
-def _read_model(path: str, context_length: int | None) -> tuple[ModelDirectory, int | None]:
-    """Return the model and its context length, unless one is given. Raises InvalidArgument."""
+def _add_model(card: ModelCard, weights: bool) -> str:
+    """Complete ``card`` from the files of its model; return the model's own name.
+
+    Blocking. Raises InvalidArgument.
+    """
     try:
-        model = ModelDirectory(path)
+        found = resolve_model(card.source_path, weights=weights)
+        model = found.directory()
         model.require_worker_files()
-        return model, context_length or model.context_length
+        card.context_length = card.context_length or model.context_length
     except ConfigError as error:
         raise InvalidArgument(error.message) from None
+    template = _content(card.custom_template_path)
+    card.checksum = model.checksum(card.model_input, card.kv_cache_block_size, template)
+    card.source_path = str(model.path)
+    return found.name
 
 
-def _encode(card: ModelCard) -> bytes:
-    """Encode ``card``; reject values that every frontend would reject."""
+def encode_card(card: ModelCard) -> bytes:
+    """Encode ``card``. InvalidArgument: values that every frontend would reject."""
     try:
         encoded = msgspec.json.encode(card)
         decode_card(encoded)
@@ -154,7 +240,8 @@ def _encode(card: ModelCard) -> bytes:
     return encoded
 
 
-def _key(endpoint: Endpoint, lora_name: str | None) -> str:
+def card_key(endpoint: Endpoint, lora_name: str | None) -> str:
+    """Return the discovery key of the card of this process, or of its adapter ``lora_name``."""
     tail = instance_key(*endpoint.path, endpoint.runtime.instance_id)
     return f"{MODEL_CARDS}{tail}" + (f"/{slug_of(lora_name)}" if lora_name else "")
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from dynamo.config import deprecations, environ, from_env
 from dynamo.config.router import RouterSettings
+from dynamo.errors import InvalidArgument
 
-__all__ = ["WITHOUT_EFFECT", "KvRouterConfig", "RouterConfig", "RouterMode"]
+__all__ = ["WITHOUT_EFFECT", "KvRouterConfig", "LoadThresholdConfig", "RouterConfig", "RouterMode"]
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +77,37 @@ class KvRouterConfig:
     router_tracking_hash: str = "public-xxh3-v1"
     router_tracking_key_file: str | None = None
     router_tracking_key_id: str | None = None
+    router_prefill_policy: str | None = None
+    router_decode_policy: str | None = None
+    enable_session_prefix_index: bool = False
     durable_kv_events: bool = False
     router_reset_states: bool = False
     router_snapshot_threshold: int = 1_000_000
     min_initial_workers: int = 0
+
+    def __post_init__(self) -> None:
+        weight = self.decode_active_request_weight
+        if not 0 <= weight < float("inf"):
+            raise ValueError(
+                f"decode_active_request_weight must be finite and not negative, got {weight}"
+            )
+
+    @classmethod
+    def from_json(cls, config_json: str) -> KvRouterConfig:
+        """Return the config of a JSON object of fields. Raises ValueError or TypeError."""
+        return cls(**json.loads(config_json))
+
+    def copy(self) -> KvRouterConfig:
+        """Return an independent copy."""
+        return dataclasses.replace(self)
+
+    def with_overrides(
+        self, overlap_score_weight: float | None = None, **overrides: float | None
+    ) -> KvRouterConfig:
+        """Return a copy with those of the given fields that are not None."""
+        overrides["overlap_score_weight"] = overlap_score_weight
+        given: dict[str, Any] = {name: one for name, one in overrides.items() if one is not None}
+        return dataclasses.replace(self, **given)
 
     def settings(self, **more: Any) -> RouterSettings:
         """Return the router's settings in kv mode; AIConfigurator's are in DYN_AIS_… variables.
@@ -98,6 +127,30 @@ class KvRouterConfig:
         return dataclasses.replace(made, prefill_load_predictor=model)
 
 
+@dataclasses.dataclass(kw_only=True)
+class LoadThresholdConfig:
+    """The load above which a worker of a :class:`KvRouter` is busy and gets no requests.
+
+    ValueError for a share of KV blocks outside 0..1.
+    """
+
+    active_decode_blocks_threshold: float | None = None
+    active_prefill_tokens_threshold: int | None = None
+    active_prefill_tokens_threshold_frac: float | None = None
+
+    def __post_init__(self) -> None:
+        share = self.active_decode_blocks_threshold
+        if share is not None and not 0.0 <= share <= 1.0:
+            raise ValueError(
+                f"active_decode_blocks_threshold must be between 0.0 and 1.0, got {share}"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields of ``RouterSettings``; none without a threshold."""
+        limits = {name: one for name, one in dataclasses.asdict(self).items() if one is not None}
+        return {"admission_control": "token-capacity", **limits} if limits else {}
+
+
 @dataclasses.dataclass
 class RouterConfig:
     """A mode, the settings of the kv mode, busy thresholds, disaggregation, session affinity."""
@@ -110,6 +163,33 @@ class RouterConfig:
     enforce_disagg: bool = False
     session_affinity_ttl_secs: float | None = None
     session_affinity_mode: str = "hard"
+
+    @property
+    def router_mode(self) -> RouterMode:
+        """The mode."""
+        return self.mode
+
+    @property
+    def kv_router_config(self) -> KvRouterConfig:
+        """The settings of the kv mode."""
+        return self.config or KvRouterConfig()
+
+    def for_card(self) -> dict[str, Any]:
+        """Return the mode and the settings that are not defaults, for a model's card.
+
+        Raises InvalidArgument for a prefill load model that is a function.
+        """
+        made, default = self.settings(), RouterConfig().settings()
+        if made.prefill_load_predictor is not None:
+            raise InvalidArgument(
+                "router_config: a model's card cannot carry the function given as "
+                "router_prefill_load_model; name a model instead, or configure the frontend"
+            )
+        return {
+            name: value
+            for name, value in dataclasses.asdict(made).items()
+            if name == "mode" or value != getattr(default, name)
+        }
 
     def settings(self) -> RouterSettings:
         """Return the router's settings; every threshold that is set applies. Raises ConfigError."""

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import enum
 import json
+from typing import Any
 
 from dynamo.errors import ConfigError
 from dynamo.protocols.card import RuntimeConfig
 
-__all__ = ["ModelInput", "ModelRuntimeConfig", "ModelType", "WorkerType", "api_types"]
+__all__ = [
+    "MediaDecoder",
+    "MediaFetcher",
+    "ModelInput",
+    "ModelRuntimeConfig",
+    "ModelType",
+    "WorkerType",
+    "api_types",
+]
 
 
 class ModelInput(enum.Enum):
@@ -40,6 +49,30 @@ class ModelType(enum.Flag):
     Rerank = enum.auto()
     Realtime = enum.auto()
 
+    def supports_chat(self) -> bool:
+        """Return whether it has chat completions."""
+        return ModelType.Chat in self
+
+    def supports_completions(self) -> bool:
+        """Return whether it has completions."""
+        return ModelType.Completions in self
+
+    def supports_embedding(self) -> bool:
+        """Return whether it has embeddings."""
+        return ModelType.Embedding in self
+
+    def supports_classify(self) -> bool:
+        """Return whether it has classification."""
+        return ModelType.Classify in self
+
+    def supports_pooling(self) -> bool:
+        """Return whether it has pooling."""
+        return ModelType.Pooling in self
+
+    def supports_rerank(self) -> bool:
+        """Return whether it has reranking."""
+        return ModelType.Rerank in self
+
     def __str__(self) -> str:
         """Return the value in the model card, e.g. ``Chat | Completions``."""
         return " | ".join(kind.name for kind in ModelType if kind in self and kind.name is not None)
@@ -59,20 +92,99 @@ class WorkerType(enum.Enum):
 
 
 class ModelRuntimeConfig(RuntimeConfig, omit_defaults=True):
-    """Capacity and features of a worker: set attributes, pass it to :func:`register_model`."""
+    """Capacity and features of a worker: set attributes, pass it to :func:`register_model`.
+
+    The attributes defined here are stored in the card for other programs; frontends of this package
+    do not read them. ValueError for a value of ``kv_transfer_enforcement``,
+    ``kv_transfer_preferred_weight`` or ``tokenizer_backend`` that Dynamo does not have.
+    """
+
+    exclude_tools_when_tool_choice_none: bool = True
+    kv_event_publishing_enabled: bool | None = None
+    kv_event_source_mode: str | None = None
+    kv_state_endpoint: str | None = None
+    kv_transfer_domain: str | None = None
+    kv_transfer_enforcement: str | None = None
+    kv_transfer_preferred_weight: float | None = None
+    stable_routing_id: str | None = None
+    structural_tag: dict[str, Any] | None = None
+    tokenizer_backend: str | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        allowed = _ALLOWED.get(name)
+        if allowed is not None and value is not None and value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        if name == "kv_transfer_preferred_weight" and value is not None and not 0 <= value <= 1:
+            raise ValueError(f"{name} must be between 0 and 1, got {value}")
+        super().__setattr__(name, value)
+
+    def set_structural_tag(self, structural_tag: dict[str, Any] | None = None) -> None:
+        """Set how tool calls are constrained; None removes it."""
+        self.structural_tag = structural_tag
 
     def set_engine_specific(self, key: str, value: str) -> None:
         """Store the JSON text ``value``. ValueError if it is not JSON."""
         self.runtime_data[key] = json.loads(value)
 
     def get_engine_specific(self, key: str) -> str | None:
-        """Return the JSON text under ``key``; None if it is not set."""
-        return json.dumps(self.runtime_data[key]) if key in self.runtime_data else None
+        """Return the text under ``key``, other values as JSON; None if it is not set."""
+        value = self.runtime_data.get(key)
+        return value if value is None or isinstance(value, str) else json.dumps(value)
 
-    def set_disaggregated_endpoint(self, host: str | None = None, port: int | None = None) -> None:
+    def set_disaggregated_endpoint(
+        self, bootstrap_host: str | None = None, bootstrap_port: int | None = None
+    ) -> None:
         """Set the address from which decode workers fetch KV blocks."""
-        self.bootstrap_host = host
-        self.bootstrap_port = port
+        self.bootstrap_host = bootstrap_host
+        self.bootstrap_port = bootstrap_port
+
+
+_ALLOWED = {
+    "kv_transfer_enforcement": ("required", "preferred"),
+    "tokenizer_backend": ("default", "fastokens", "basetenkenizer"),
+}
+
+
+class MediaDecoder:
+    """Options for decoding images. They are kept, but no frontend of this package decodes media."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    def enable_image(self, decoder_options: dict[str, Any]) -> None:
+        """Keep the options for images."""
+        self.options["image"] = dict(decoder_options)
+
+
+class MediaFetcher:
+    """Options for fetching media by URL. They are kept, but no frontend here fetches media."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    def user_agent(self, user_agent: str) -> None:
+        """Keep the name sent to servers."""
+        self.options["user_agent"] = user_agent
+
+    def allow_direct_ip(self, allow: bool) -> None:
+        """Keep whether a URL may have an IP address as its host."""
+        self.options["allow_direct_ip"] = allow
+
+    def allow_direct_port(self, allow: bool) -> None:
+        """Keep whether a URL may have a port."""
+        self.options["allow_direct_port"] = allow
+
+    def allow_private_ips(self, allow: bool) -> None:
+        """Keep whether a host may have a private address."""
+        self.options["allow_private_ips"] = allow
+
+    def allowed_media_domains(self, domains: list[str]) -> None:
+        """Keep the domains that may be fetched from."""
+        self.options["allowed_media_domains"] = list(domains)
+
+    def timeout_ms(self, timeout_ms: int) -> None:
+        """Keep the timeout in milliseconds."""
+        self.options["timeout_ms"] = timeout_ms
 
 
 def api_types(text: str) -> ModelType:

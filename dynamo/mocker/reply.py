@@ -12,7 +12,7 @@ from dynamo.protocols.engine import StopConditions
 
 __all__ = ["REPLIES", "Reply", "echo_reply", "random_reply"]
 
-REPLIES = ("random", "echo")
+REPLIES = ("random", "echo", "script")
 _VOCABULARY = range(1000, 2000)
 _DRAWN_AT_ONCE = 32
 

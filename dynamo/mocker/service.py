@@ -9,6 +9,7 @@ import msgspec
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.mocker.engine import EngineRank
 from dynamo.mocker.reply import Reply, echo_reply, random_reply
+from dynamo.mocker.script import ReplyScript
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.context import CancelKind
@@ -24,14 +25,19 @@ _DECODE = codec.decoder(PreprocessedRequest).decode
 
 
 class MockerService:
-    """A push handler over the ranks of one worker."""
+    """A push handler over the ranks of one worker. ``script`` has the replies, where given."""
 
     def __init__(
-        self, ranks: Sequence[EngineRank], admission: AdmissionQueue, reply: str = "random"
+        self,
+        ranks: Sequence[EngineRank],
+        admission: AdmissionQueue,
+        reply: str = "random",
+        script: ReplyScript | None = None,
     ) -> None:
         self.ranks = ranks
         self.admission = admission
         self._echo = reply == "echo"
+        self._script = script
 
     def handle(self, stream: ServerStream, payload: bytes) -> None:
         """Answer one ``PreprocessedRequest``; an error ends the stream."""
@@ -66,6 +72,8 @@ class MockerService:
             raise InvalidArgument(f"stop_conditions.max_tokens must be >= 1, got {limit}")
         if rank.prefill_only:
             return random_reply(1, request.sampling_options.seed)
+        if self._script is not None:
+            return self._script.reply(prompt, limit)
         if self._echo:
             return echo_reply(prompt, limit, request.stop_conditions)
         return random_reply(limit, request.sampling_options.seed)

@@ -11,10 +11,12 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.worker import WorkerSettings
 from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
+from dynamo.llm.model_source import resolve_model
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
 from dynamo.mocker.engine import EngineRank, EngineShape
 from dynamo.mocker.metrics import MockerMetrics
+from dynamo.mocker.script import ReplyScript
 from dynamo.mocker.service import MockerService
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
@@ -41,6 +43,7 @@ class WorkerPlan:
     model_name: str
     model_type: ModelType
     endpoint: str
+    script: ReplyScript | None = None
 
     @property
     def context_length(self) -> int:
@@ -59,8 +62,8 @@ def make_plan(
 ) -> WorkerPlan:
     """Check all settings before any worker starts. Raises ConfigError."""
     if settings.model_path is None:
-        raise ConfigError("--model-path is missing; give the directory of a model's tokenizer")
-    model = ModelDirectory(settings.model_path)
+        raise ConfigError("--model-path is missing; give a directory or an id on Hugging Face")
+    model = resolve_model(settings.model_path).directory()
     model.require_worker_files()
     if mocker.kv_bytes_per_token is None and model.kv_bytes_per_token is not None:
         transfer = replace(shape.transfer, bytes_per_token=model.kv_bytes_per_token)
@@ -78,6 +81,7 @@ def make_plan(
         settings.model_name or model.name,
         ModelType.Prefill if shape.prefill_only else api_types(settings.endpoint_types),
         settings.endpoint or f"{runtime.namespace}{suffix}.{component}.generate",
+        _script(mocker, model),
     )
 
 
@@ -106,7 +110,7 @@ class MockerWorker:
         admission = AdmissionQueue(
             plan.settings.engine_request_limit, plan.settings.request_queue_limit, runtime.metrics
         )
-        self.service = MockerService(self.ranks, admission, plan.mocker.reply)
+        self.service = MockerService(self.ranks, admission, plan.mocker.reply, plan.script)
 
     async def serve(self) -> None:
         """Serve until the worker has drained. Raises the error of a rank that fails."""
@@ -147,5 +151,18 @@ class MockerWorker:
                 context_length=plan.context_length,
                 enable_local_indexer=self.publishes_events,
                 taints=list(plan.mocker.taints),
+                tool_call_parser=plan.settings.tool_call_parser,
+                reasoning_parser=plan.settings.reasoning_parser,
             ),
         )
+
+
+def _script(mocker: MockerSettings, model: ModelDirectory) -> ReplyScript | None:
+    if (mocker.reply == "script") != (mocker.reply_script is not None):
+        raise ConfigError(
+            f"--reply {mocker.reply} and --reply-script {mocker.reply_script}: give both "
+            "--reply script and the file of --reply-script, or neither"
+        )
+    if mocker.reply_script is None:
+        return None
+    return ReplyScript(mocker.reply_script, model.tokenizer_path)

@@ -6,18 +6,20 @@ Dynamo writes labels in declared order with ``le`` last, and integers without a 
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
-__all__ = ["SampleLabels", "encode", "plain_number"]
+__all__ = ["AppendedMetrics", "SampleLabels", "encode", "plain_number"]
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
+log = logging.getLogger(__name__)
 _ESCAPING = re.compile(r";\s*escaping=[^;,]*")
 _FRACTION = re.compile(r"\.0$", re.MULTILINE)
 _EXPONENT = re.compile(r" (-?\d\S*e[-+]\d+)$", re.MULTILINE)
@@ -47,6 +49,27 @@ def plain_number(value: float) -> str:
     if value in (float("inf"), float("-inf")) or value != value:
         return "NaN" if value != value else "+Inf" if value > 0 else "-Inf"
     return str(int(value)) if value == int(value) else format(Decimal(repr(value)), "f")
+
+
+class AppendedMetrics:
+    """Metrics that an engine renders itself, such as ``vllm:…``; ``sources`` return their text."""
+
+    def __init__(self) -> None:
+        self.sources: list[Callable[[], str]] = []
+        self._failed: set[int] = set()
+
+    def after(self, body: bytes) -> bytes:
+        """Return ``body`` with the text of every source. A failing source is logged once."""
+        parts = [body.rstrip(b"\n")]
+        for number, source in enumerate(self.sources):
+            try:
+                text = source()
+                parts.append(text.strip("\n").encode())
+            except Exception:  # the other metrics must stay visible
+                if number not in self._failed:
+                    self._failed.add(number)
+                    log.exception("the metrics of a registered callback are missing from scrapes")
+        return b"\n".join(part for part in parts if part) + b"\n"
 
 
 class _Escaped(str):

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, GCCollector, Metric, ProcessCol
 from prometheus_client.samples import Sample
 
 from dynamo._fast.histogram import Histogram
-from dynamo.observability.exposition import SampleLabels, encode, plain_number
+from dynamo.observability.exposition import AppendedMetrics, SampleLabels, encode, plain_number
 
 __all__ = [
     "DEFAULT_FRONTEND_PREFIX",
@@ -202,11 +202,13 @@ def _histogram_samples(
 class Registry:
     """The metrics of one process, those of the process itself and of its garbage collector too.
 
-    ``before_render`` holds the functions that bring counts up to date which are kept elsewhere.
+    ``before_render`` holds the functions that bring counts up to date which are kept elsewhere,
+    ``appended`` those that return the text of an engine's own metrics.
     """
 
     def __init__(self) -> None:
         self.before_render: list[Callable[[], None]] = []
+        self.appended = AppendedMetrics()
         self._families: dict[str, Family[Counter] | Family[Gauge] | Family[Histogram]] = {}
         self._collectors = CollectorRegistry()
         self._collectors.register(self)
@@ -234,8 +236,28 @@ class Registry:
                 yield family.metric()
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Body and content type of a scrape with this ``Accept`` header. O(samples)."""
-        return encode(self._collectors, accept)
+        """Body and content type of a scrape with this ``Accept`` header. O(samples).
+
+        With metrics of an engine the text format answers every scrape: theirs is text.
+        """
+        if not self.appended.sources:
+            return encode(self._collectors, accept)
+        body, content_type = encode(self._collectors, "")
+        return self.appended.after(body), content_type
+
+    def register_prometheus_expfmt_callback(self, callback: Callable[[], str]) -> None:
+        """Append the text of ``callback()``, in Prometheus's format, to every scrape.
+
+        It runs on the loop of the process and must not block. If it fails, the failure is logged
+        and its metrics are absent from that scrape.
+        """
+        self.appended.sources.append(callback)
+
+    def register_prometheus_typed_callback(self, callback: Callable[[], object]) -> None:
+        """Accept a source of metrics for an OpenTelemetry export, which does not exist here.
+
+        Workers register the same metrics as text, and the scrape shows those.
+        """
 
     def render(self) -> bytes:
         """The metrics in Prometheus's text format."""

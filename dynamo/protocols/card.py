@@ -57,7 +57,8 @@ class ModelCard(msgspec.Struct, omit_defaults=True):
 
     ``source_path`` is a local model directory with tokenizer.json, tokenizer_config.json and
     config.json. ``model_type`` is e.g. ``"Chat | Completions"``. ``checksum`` must agree among all
-    workers that share a ``display_name``.
+    workers that share a ``display_name``. ``router_config`` has fields of ``RouterSettings`` that
+    replace those of the frontend; the first worker of a model decides.
     """
 
     display_name: str
@@ -78,6 +79,7 @@ class ModelCard(msgspec.Struct, omit_defaults=True):
     lora_name: str | None = None
     model_aliases: list[str] = []
     needs: list[list[str]] = []
+    router_config: dict[str, Any] = {}
     checksum: str = ""
     runtime_config: RuntimeConfig = msgspec.field(default_factory=RuntimeConfig)
 

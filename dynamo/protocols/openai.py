@@ -15,6 +15,7 @@ from msgspec import Meta
 __all__ = [
     "MAX_ECHOED_CHARACTERS",
     "MAX_ECHOED_TOKENS",
+    "MAX_PROMPT_LOGPROBS",
     "MAX_STOP_CHARACTERS",
     "MAX_STOP_STRINGS",
     "MAX_STOP_TOKEN_IDS",
@@ -42,6 +43,8 @@ MAX_ECHOED_CHARACTERS = 16 << 20
 """Limit on the echoed prompt, over all choices: with ``n`` it is repeated up to 128 times."""
 MAX_ECHOED_TOKENS = 32_768
 """The same limit with ``logprobs``, which add one entry per token."""
+MAX_PROMPT_LOGPROBS = 65_536
+"""Limit on the log probabilities of prompts, over all choices, alternatives counted."""
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),

@@ -7,6 +7,7 @@ from typing import Any
 
 from dynamo._fast.radix import RadixTree
 from dynamo.protocols.codec import Tokens
+from dynamo.protocols.engine import Routing
 from dynamo.protocols.kv import STORAGE_TIERS
 from dynamo.router.cost import cached_tokens
 from dynamo.router.kv import KvPicker
@@ -14,12 +15,14 @@ from dynamo.router.kv import KvPicker
 __all__ = ["events_of", "overlap_scores", "potential_loads"]
 
 
-def overlap_scores(picker: KvPicker, tokens: Tokens) -> dict[str, Any]:
+def overlap_scores(
+    picker: KvPicker, tokens: Tokens, routing: Routing | None = None
+) -> dict[str, Any]:
     """Leading blocks of the prompt by worker and tier.
 
     The count of a lower tier includes the higher tiers; ``…_extension_blocks`` does not.
     """
-    snapshot = picker.snapshot(tokens)
+    snapshot = picker.snapshot(tokens, routing)
     cached = snapshot.cached_blocks
     workers = []
     for worker_id, rank, slot in _owners(picker):
@@ -49,9 +52,11 @@ def overlap_scores(picker: KvPicker, tokens: Tokens) -> dict[str, Any]:
     }
 
 
-def potential_loads(picker: KvPicker, tokens: Tokens) -> list[dict[str, int]]:
+def potential_loads(
+    picker: KvPicker, tokens: Tokens, routing: Routing | None = None
+) -> list[dict[str, int]]:
     """The load of each rank with the prompt added."""
-    snapshot = picker.snapshot(tokens)
+    snapshot = picker.snapshot(tokens, routing)
     weights = snapshot.params.weights
     loads = []
     for worker_id, rank, slot in _owners(picker):

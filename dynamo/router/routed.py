@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import msgspec
@@ -20,13 +20,26 @@ from dynamo.router.queue.request_queue import RequestQueue
 from dynamo.router.queue.wait import wait_for_decision
 from dynamo.runtime import Client, Context, DistributedRuntime
 
-__all__ = ["RoutedEndpoint"]
+__all__ = ["UNSET_OUTPUT", "RoutedEndpoint"]
+
+UNSET_OUTPUT: Mapping[str, Any] = {
+    "token_ids": [],
+    "tokens": None,
+    "text": None,
+    "output_type": "text",
+    "cum_log_probs": None,
+    "log_probs": None,
+    "top_logprobs": None,
+    "finish_reason": None,
+    "index": None,
+}
+"""The keys of an item that Dynamo's Python callers expect, and their values if unset."""
 
 
 class RoutedEndpoint:
     """The workers of ``path`` behind a :class:`ConnectedKvRouter`.
 
-    ``picker`` and ``client`` exist after :meth:`start`.
+    ``unset`` has the keys that items without them get. ``picker`` and ``client`` exist after :meth:`start`.
     """
 
     picker: KvPicker
@@ -38,8 +51,10 @@ class RoutedEndpoint:
         path: tuple[str, str, str],
         block_size: int,
         settings: RouterSettings,
+        unset: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = path
+        self._unset = unset or {}
         self.block_size = block_size
         self._runtime = runtime
         self._settings = settings
@@ -69,14 +84,14 @@ class RoutedEndpoint:
 
     async def generate(
         self, request: PreprocessedRequest, context: Context | None = None
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chosen worker's items as plain values; free the load at the end.
 
         The first item carries ``routing_data.worker_id``, the one with the finish reason
         ``routing_data.timing``. Raises what :meth:`place` raises, and the worker's errors.
         """
         reservation_id = f"{context.id() if context else 'request'}/{next(self._numbers)}"
-        begun_s = time.monotonic()
+        begun_s, waiting = time.monotonic(), self._waiting()
         decision = await self.place(
             reservation_id,
             request.token_ids,
@@ -84,6 +99,7 @@ class RoutedEndpoint:
             request.router_config_override,
             context,
         )
+        placed_s = time.monotonic()
         placed = False
         first_s: float | None = None
         try:
@@ -99,8 +115,10 @@ class RoutedEndpoint:
                         first_s = first_s or self._first_token(reservation_id)
                         self.picker.add_output_tokens(reservation_id, count)
                     if item.get("finish_reason"):
-                        data["timing"] = _timing(decision, begun_s, first_s)
+                        data["timing"] = _timing(decision, (begun_s, placed_s, first_s), waiting)
                         self.picker.reused_tokens.value += _reused(item)
+                    if self._unset:
+                        item = {**self._unset, **item}
                     yield {**item, "routing_data": data} if data else item
             finally:
                 await items.aclose()
@@ -124,6 +142,9 @@ class RoutedEndpoint:
         return await wait_for_decision(
             queue, request_id, tokens, routing=routing, override=override, context=context
         )
+
+    def _waiting(self) -> int:
+        return 0 if self.queue is None else len(self.queue)
 
     def _first_token(self, reservation_id: str) -> float:
         self.picker.mark_prefill_complete(reservation_id)
@@ -156,10 +177,19 @@ def _place(decision: Decision) -> dict[str, int]:
     }
 
 
-def _timing(decision: Decision, begun_s: float, first_s: float | None) -> dict[str, float]:
+def _timing(
+    decision: Decision, moments_s: tuple[float, float, float | None], waiting: int
+) -> dict[str, float]:
+    """Return the times of a request that was received, placed and answered at ``moments_s``."""
+    begun_s, placed_s, answered_s = moments_s
     now_s = time.monotonic()
+    first_s = answered_s or now_s
     return {
-        "ttft_ms": ((first_s or now_s) - begun_s) * 1e3,
+        "request_received_ms": int((time.time() - (now_s - begun_s)) * 1e3),
+        "prefill_wait_time_ms": (placed_s - begun_s) * 1e3,
+        "prefill_time_ms": (first_s - placed_s) * 1e3,
+        "ttft_ms": (first_s - begun_s) * 1e3,
         "total_time_ms": (now_s - begun_s) * 1e3,
         "kv_hit_rate": decision.overlap_blocks / max(decision.prompt_blocks, 1),
+        "router_queue_depth": waiting,
     }

@@ -24,12 +24,14 @@ from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
 from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key, record_decoder
 from dynamo.runtime.addresses import parse_address
-from dynamo.runtime.annotated import Responses
+from dynamo.runtime.annotated import NoResponses, Responses
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery import Discovery, KeyEvent, Lease
 from dynamo.runtime.events import EventPublisher
+from dynamo.runtime.instances import Instance, RuntimeDataWatch
 from dynamo.runtime.requests import ClientStream, RequestClient, ResponseStream, StreamSink
 from dynamo.runtime.requests.client_connection import ClientConnection
+from dynamo.runtime.requests.stream import REQUEST_ID
 from dynamo.runtime.serving import Serving
 from dynamo.runtime.tasks import Tasks
 
@@ -120,8 +122,12 @@ class Client:
         """Return the ids of all live instances."""
         return list(self._instances)
 
-    def instances(self) -> list[EndpointRecord]:
-        """Return the records of all live instances."""
+    def instances(self) -> list[Instance]:
+        """Return a description of every live instance."""
+        return [Instance(one.record, one.address, self.path) for one in self._instances.values()]
+
+    def records(self) -> list[EndpointRecord]:
+        """Return the discovery records of all live instances."""
         return [instance.record for instance in self._instances.values()]
 
     def is_inhibited(self, instance_id: int) -> bool:
@@ -135,11 +141,24 @@ class Client:
             await self._changed.wait()
         return self.instance_ids()
 
+    async def wait_for_instance_by_runtime_data(
+        self, key: str, value: str, timeout_s: float | None = None
+    ) -> int:
+        """Wait for one live instance whose model card has ``runtime_data[key] == value``; return
+        its id. Raises TimeoutError, also while several instances match."""
+        return (await self._by_runtime_data(key, value, None, timeout_s))[0]
+
+    async def wait_for_instances_by_runtime_data(
+        self, key: str, value: str, min_count: int, timeout_s: float | None = None
+    ) -> list[int]:
+        """As :meth:`wait_for_instance_by_runtime_data`, for at least ``min_count`` instances."""
+        return await self._by_runtime_data(key, value, min_count, timeout_s)
+
     def on_change(self, callback: OnInstances) -> None:
         """Call ``callback`` for the live instances (if any) and for every change."""
         self._listeners.append(callback)
         if self._instances:
-            self._notify(callback, self.instances(), [])
+            self._notify(callback, self.records(), [])
 
     def on_inhibited(self, callback: OnInhibited) -> None:
         """Call ``callback`` when an instance is inhibited and when that ends."""
@@ -189,6 +208,12 @@ class Client:
         self._turn += 1
         return self._call(usable[self._turn % len(usable)], request, annotated, context)
 
+    async def device_aware_weighted(
+        self, request: Any, annotated: bool = True, context: Context | None = None
+    ) -> Responses:
+        """Call any instance, as :meth:`random`: the workers of one box have equal devices."""
+        return await self.random(request, annotated, context)
+
     async def direct(
         self,
         request: Any,
@@ -233,10 +258,27 @@ class Client:
         headers: dict[str, str] = {}
         if context is not None:
             headers = {key: str(value) for key, value in context.metadata.items()}
-        stream = ResponseStream()
         payload = codec.encode(request)
+        if context is not None and context.is_stopped() and not context.is_killed():
+            # The handler receives the request and its stop, as it would a moment later.
+            headers[REQUEST_ID] = context.id()
+            self.open(instance_id, payload, _IgnoringSink(), headers).stop()
+            return NoResponses()
+        stream = ResponseStream()
         stream.attach(self.open(instance_id, payload, stream.sink, headers, context))
-        return Responses(stream, annotated)
+        return Responses(stream, annotated, context)
+
+    async def _by_runtime_data(
+        self, key: str, value: str, min_count: int | None, timeout_s: float | None
+    ) -> list[int]:
+        cards = RuntimeDataWatch(self._runtime.discovery, self.path, self._instances)
+        self._listeners.append(cards.on_instances)
+        try:
+            async with cards:
+                return await cards.wait(key, value, min_count, timeout_s)
+        finally:
+            if cards.on_instances in self._listeners:  # close() removes it, too
+                self._listeners.remove(cards.on_instances)
 
     def _on_key(self, event: KeyEvent) -> None:
         if event.value is None:
@@ -289,6 +331,19 @@ class Client:
             callback(added, removed)
         except Exception:
             log.exception("a listener of %s failed", self.path)
+
+
+class _IgnoringSink:
+    """The sink of a response without a reader."""
+
+    def on_data(self, payload: bytes) -> None:
+        """Ignore the item."""
+
+    def on_end(self) -> None:
+        """Do nothing."""
+
+    def on_error(self, error: DynamoError) -> None:
+        """Ignore the error."""
 
 
 class _Instance:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynamo.errors import InvalidArgument
@@ -22,9 +22,12 @@ class BadEndpointPath(InvalidArgument, ValueError):
 
 
 def parse_endpoint(text: str) -> EndpointPath:
-    """Parse ``ns.component.endpoint``, with or without ``dyn://``. Raises BadEndpointPath."""
+    """Parse ``ns.component.endpoint``, with or without ``dyn://``. Raises BadEndpointPath.
+
+    The namespace may have parts with slashes between them, as in ``examples/pipeline``.
+    """
     parts = text.removeprefix(_SCHEME).split(".")
-    if len(parts) != 3 or not all(map(_is_name, parts)):
+    if len(parts) != 3 or not _is_path(parts):
         raise BadEndpointPath(
             f"Invalid endpoint path '{text}'. Expected format: 'namespace.component.endpoint' "
             "or 'dyn://namespace.component.endpoint'"
@@ -64,7 +67,7 @@ class Endpoint:
     """An endpoint to serve in this process or to call. Raises BadEndpointPath."""
 
     def __init__(self, runtime: RuntimeServices, path: EndpointPath) -> None:
-        if not all(map(_is_name, path)):
+        if not _is_path(path):
             parse_endpoint(".".join(path))
         self.runtime = runtime
         self.path = path
@@ -88,6 +91,9 @@ class Endpoint:
     def metrics(self) -> Registry:
         """The metrics of this process."""
         return self.runtime.metrics
+
+    async def first_token_source(self, worker_type: Any) -> None:
+        """Return None: routers see the first token in the response stream."""
 
     def connection_id(self) -> int:
         """Return the instance id of this process."""
@@ -142,12 +148,18 @@ class Endpoint:
         await self.runtime.serving.withdraw(self.path)
 
     async def register_endpoint_instance(self) -> None:
-        """Register again after :meth:`unregister_endpoint_instance`, or after a handler raised
-        EngineShutdown, which unregisters the instance."""
-        await self.runtime.serving.publish(self.path)
+        """Register the instance, served or not yet; again after
+        :meth:`unregister_endpoint_instance`, or after a handler raised EngineShutdown, which
+        unregisters it."""
+        serving = await self.runtime.start_serving()
+        await serving.publish(self.path)
 
     def __str__(self) -> str:
         return ".".join(self.path)
+
+
+def _is_path(parts: Sequence[str]) -> bool:
+    return all(map(_is_name, (*parts[0].split("/"), *parts[1:])))
 
 
 def _is_name(text: str) -> bool:

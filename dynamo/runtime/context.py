@@ -8,11 +8,36 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Literal
 
-__all__ = ["CancelKind", "Context"]
+__all__ = ["CancelKind", "Context", "SpanProxy"]
 
 CancelKind = Literal["stop", "kill"]
 _LEVEL: dict[CancelKind, int] = {"stop": 1, "kill": 2}
+_TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 log = logging.getLogger(__name__)
+
+
+class SpanProxy:
+    """The interface of a trace span, without a tracer behind it: every call is ignored."""
+
+    __slots__ = ()
+
+    def set_attribute(self, key: str, value: Any) -> None:
+        """Ignore the attribute."""
+
+    def add_event(self, name: str, attrs: dict[str, Any] | None = None) -> None:
+        """Ignore the event."""
+
+    def set_status(self, status: str, description: str | None = None) -> None:
+        """Ignore the status."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def __enter__(self) -> SpanProxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
 
 
 class Context:
@@ -28,7 +53,7 @@ class Context:
         self._id = id
         self._level = 0
         self._listeners: list[Callable[[CancelKind], None]] | None = None
-        self._waiters: set[asyncio.Future[None]] | None = None
+        self._waiters: set[asyncio.Future[bool]] | None = None
         self.metadata: dict[str, Any] = {} if metadata is None else metadata
 
     def id(self) -> str:
@@ -47,6 +72,33 @@ class Context:
         """16 hex digits of the W3C ``traceparent`` in the metadata, if any."""
         return self._traceparent(2, 16)
 
+    @property
+    def parent_span_id(self) -> str | None:
+        """None: this runtime records no spans, so the caller's span is :attr:`span_id`."""
+        return None
+
+    def trace_headers(self) -> dict[str, str] | None:
+        """Return the caller's W3C trace headers, for a request to another service; None without."""
+        metadata = self.metadata
+        if "traceparent" not in metadata:
+            return None
+        return {name: str(metadata[name]) for name in _TRACE_HEADERS if name in metadata}
+
+    def current_span(self) -> SpanProxy:
+        """Return a span whose methods have no effect: this runtime records no spans."""
+        return SpanProxy()
+
+    def start_span(self, name: str, attrs: dict[str, Any] | None = None) -> SpanProxy:
+        """As :meth:`current_span`; use it in a ``with`` statement."""
+        return SpanProxy()
+
+    def notify_first_token(self) -> None:
+        """Do nothing: routers see the first token in the response stream."""
+
+    def detached(self, id: str) -> Context:
+        """Return a context with a copy of the metadata that this one's end does not cancel."""
+        return Context(id, dict(self.metadata))
+
     def is_stopped(self) -> bool:
         """Return whether the request should end soon; true after a kill, too."""
         return self._level > 0
@@ -63,19 +115,17 @@ class Context:
         """End the request and its children. Idempotent."""
         self._cancel("kill")
 
-    async def async_killed_or_stopped(self) -> bool:
-        """Return True as soon as the request is stopped or killed."""
+    def async_killed_or_stopped(self) -> asyncio.Future[bool]:
+        """Return a future that becomes True as soon as the request is stopped or killed."""
+        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if self._level:
-            return True
-        waiter = asyncio.get_running_loop().create_future()
+            waiter.set_result(True)
+            return waiter
         if self._waiters is None:
             self._waiters = set()
         self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            self._waiters.discard(waiter)
-        return True
+        waiter.add_done_callback(self._waiters.discard)
+        return waiter
 
     def link_child(self, child: Context) -> None:
         """Forward every stop and kill to ``child``; a past one at once."""
@@ -103,9 +153,9 @@ class Context:
         if level <= self._level:
             return
         self._level = level
-        for waiter in self._waiters or ():
+        for waiter in tuple(self._waiters or ()):
             if not waiter.done():
-                waiter.set_result(None)
+                waiter.set_result(True)
         for callback in tuple(self._listeners or ()):
             try:
                 callback(kind)

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import logging
 import secrets
+import warnings
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from dynamo.runtime.serving import Serving
 from dynamo.runtime.system_status import EngineRoute, StatusServer
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["DistributedRuntime"]
+__all__ = ["DistributedRuntime", "warn_enable_nats"]
 
 F = TypeVar("F", bound=Follower)
 log = logging.getLogger(__name__)
@@ -39,9 +40,9 @@ class DistributedRuntime:
     """The services that a process needs to serve endpoints and to call others. Spec 7.10.
 
     ``DistributedRuntime(loop)`` reads the environment; ``settings`` may also be the name of a
-    discovery backend, as in ``DistributedRuntime(loop, "file", "tcp")``. ``event_loop``,
-    ``enable_nats`` and ``response_plane`` are accepted and not used: the running loop serves, and
-    there is one response plane. Connections open on first use. Raises ConfigError.
+    discovery backend, as in ``DistributedRuntime(loop, "file", "tcp")``. ``enable_nats``
+    (deprecated) and ``response_plane`` have no effect: there is one response plane. Connections
+    open on first use. Raises ConfigError.
 
     Use it on one loop; end it with ``await close()``.
     """
@@ -59,6 +60,9 @@ class DistributedRuntime:
         discovery: Discovery | None = None,
         metrics: Registry | None = None,
     ) -> None:
+        if enable_nats is not None:
+            warn_enable_nats()
+        self._event_loop = event_loop
         if not isinstance(settings, RuntimeSettings):
             settings = _settings(settings, request_plane, event_plane)
         self.settings = settings
@@ -130,6 +134,21 @@ class DistributedRuntime:
         """Return the endpoint ``[dyn://]ns.component.endpoint``. Raises ValueError."""
         return Endpoint(self, parse_endpoint(path))
 
+    def event_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Return the loop given to the constructor, else the running one, if any."""
+        return self._event_loop or _running_loop()
+
+    def set_health_status(self, ready: bool) -> None:
+        """Report the process as not ready until it is set to ready again, or as its endpoints are.
+
+        Without a served endpoint ``ready`` decides alone.
+        """
+        self.serving.health.set_process(ready)
+
+    def system_status_server_url(self) -> str | None:
+        """Return the URL of the status server; None while it does not listen."""
+        return self.status.url
+
     def namespace(self, name: str) -> Namespace:
         """Return the namespace ``name``."""
         return Namespace(self, name)
@@ -166,8 +185,17 @@ class DistributedRuntime:
 
     def shutdown(self) -> None:
         """Start the shutdown: leave discovery, finish requests in flight. ``serve_endpoint``
-        returns at its end. Idempotent."""
-        self.serving.begin_shutdown()
+        returns at its end. Idempotent, from any thread.
+
+        After the end of the loop nothing can be served or revoked: the lease ends with the process.
+        """
+        loop = _running_loop()
+        if loop is None and self._event_loop is not None and self._event_loop.is_running():
+            self._event_loop.call_soon_threadsafe(self.serving.begin_shutdown)
+        elif loop is None:
+            self.serving.abort()
+        else:
+            self.serving.begin_shutdown()
 
     async def close(self) -> None:
         """Shut down gracefully, then close everything. Idempotent. Cancelling this call aborts the
@@ -186,6 +214,22 @@ class DistributedRuntime:
             for follower in reversed(self._followers):
                 rest.callback(follower.close)
             await self.serving.close()
+
+
+def warn_enable_nats() -> None:
+    """Warn about the deprecated argument ``enable_nats``."""
+    warnings.warn(
+        "enable_nats is deprecated and has no effect; for events over NATS set DYN_EVENT_PLANE",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _settings(

@@ -23,6 +23,7 @@ class SystemHealth:
         self._required = _names(settings.use_endpoint_health_status)
         self._starts_ready = settings.starting_health_status == "ready"
         self._ready: dict[str, bool] = {}
+        self._process_ready = True
         self._stopping = False
         self._started = time.monotonic()
 
@@ -35,6 +36,10 @@ class SystemHealth:
         """Set whether the endpoint accepts requests."""
         self._ready[endpoint] = ready
 
+    def set_process(self, ready: bool) -> None:
+        """Set the readiness of the process itself: not ready overrides every endpoint."""
+        self._process_ready = self._starts_ready = ready
+
     def forget(self, endpoint: str) -> None:
         """Remove an endpoint that is no longer served."""
         self._ready.pop(endpoint, None)
@@ -46,7 +51,7 @@ class SystemHealth:
 
     def is_ready(self) -> bool:
         """Return the readiness that the health path reports."""
-        if self._stopping:
+        if self._stopping or not self._process_ready:
             return False
         if self._required:
             return all(self._ready.get(name, False) for name in self._required)

@@ -114,8 +114,9 @@ class Serving:
             raise
 
     async def publish(self, path: EndpointPath) -> None:
-        """Register the instance of a served endpoint in discovery."""
+        """Register the instance of an endpoint in discovery."""
         lease = await self.granted()
+        await self._listen()
         record = EndpointRecord(
             namespace=path[0],
             component=path[1],

@@ -11,6 +11,7 @@ from dynamo.config.system import SystemSettings
 from dynamo.errors import ConfigError
 from dynamo.http import NEVER, Exchange, HttpLimits, HttpServer
 from dynamo.observability.metrics import Registry
+from dynamo.runtime.addresses import bracketed
 from dynamo.runtime.health import SystemHealth
 from dynamo.runtime.tasks import Tasks
 
@@ -37,6 +38,16 @@ class StatusServer:
         self._metrics = metrics
         self._tasks = Tasks("status server")
         self._server = HttpServer(self._handle, _LIMITS)
+
+    @property
+    def url(self) -> str | None:
+        """``http://host:port``, on this machine for a wildcard host; None while it does not listen."""
+        if self.port < 0:
+            return None
+        host = self._settings.host
+        if host in ("", "0.0.0.0", "::"):
+            host = "127.0.0.1"
+        return f"http://{bracketed(host)}:{self.port}"
 
     async def start(self) -> None:
         """Listen if the settings name a port. ConfigError: the address is taken."""

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from dynamo.errors import ConfigError
-from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.distributed import DistributedRuntime, warn_enable_nats
 from dynamo.runtime.logging import configure_dynamo_logging
 from dynamo.runtime.stop_order import is_supervised, wait_for_frontends
 from dynamo.runtime.stop_signals import StopSignals
@@ -32,8 +32,10 @@ def dynamo_worker(
     SIGTERM and SIGINT end the process gracefully with status 0: it leaves discovery, streams in
     flight finish, ``serve_endpoint`` returns. A second SIGINT aborts them. A function that serves
     nothing is cancelled by the first signal. A ConfigError prints one line on stderr and exits with
-    status 1. The arguments are accepted for compatibility.
+    status 1. ``enable_nats`` is deprecated; neither argument has an effect.
     """
+    if enable_nats is not None:
+        warn_enable_nats()
 
     def decorate(
         function: Callable[..., Awaitable[R]],

@@ -9,15 +9,16 @@ import difflib
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dynamo.errors import ConfigError
 from dynamo.serve.flags import are_words, as_flags, as_word
 from dynamo.serve.overrides import Override, merge
+from dynamo.serve.service import PYTHON, Service
 from dynamo.serve.yamlmap import YamlDocument, parse_yaml
 
-__all__ = ["MAX_WORKERS", "Graph", "Service", "parse_graph"]
+__all__ = ["MAX_WORKERS", "Graph", "parse_graph"]
 
 MAX_WORKERS = 1024
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
@@ -28,34 +29,6 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = ("run", "ServiceArgs", "common-configs")
 _SERVICE_ARGS = ("workers", "resources", "envs", "graceful_timeout")
 _RESOURCES = ("gpu", "cpu", "memory")
-_PYTHON = ("python", "python3")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    """One service: ``workers`` processes of one command.
-
-    ``module`` is set for a Python module, else ``command`` holds the words of the command.
-    ``flags`` are the words that follow. ``gpu`` is per worker. ``envs`` overrides our variables.
-    """
-
-    name: str
-    module: str | None
-    command: tuple[str, ...]
-    flags: tuple[str, ...]
-    options: Mapping[str, Any]
-    workers: int = 1
-    gpu: float = 0.0
-    cpu: str | None = None
-    memory: str | None = None
-    envs: Mapping[str, str] = field(default_factory=dict)
-    graceful_timeout_s: float | None = None
-    origin: str = ""
-
-    @property
-    def is_frontend(self) -> bool:
-        """Whether this service is the OpenAI frontend."""
-        return self.module == "dynamo.frontend"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +130,7 @@ class _Reader:
             envs=self._envs(name, args),
             graceful_timeout_s=self._graceful(name, args),
             origin=self.origins.get((name,), self.source),
+            origins={key: self._place(name, key) for key in options},
         )
 
     def mapping(
@@ -180,7 +154,7 @@ class _Reader:
             self.fail(path, f"is not a command: {error}")
         if not isinstance(words, list) or not words or not are_words(words):
             self.fail(path, f"must be a module, a command or a list of words, got {run!r}")
-        if words[0] in _PYTHON and words[1:2] == ["-m"] and len(words) == 3:
+        if words[0] in PYTHON and words[1:2] == ["-m"] and len(words) == 3:
             return words[2], ()
         return None, tuple(str(word) for word in words)
 
@@ -213,8 +187,14 @@ class _Reader:
             self.fail(path, f"must be an integer between 0 and {MAX_WORKERS}, got {value!r}")
         return value
 
-    def _gpu(self, name: str, resources: Mapping[str, Any]) -> float:
-        given = resources.get("gpu") or 0
+    def _place(self, name: str, key: str) -> str:
+        places = (self.origins.get((part, key)) for part in (name, "Common"))
+        return next(filter(None, places), self.source)
+
+    def _gpu(self, name: str, resources: Mapping[str, Any]) -> float | None:
+        given = resources.get("gpu")
+        if given is None:
+            return None
         try:
             value = float(given)
         except (TypeError, ValueError):

@@ -13,7 +13,8 @@ from typing import Any
 
 from dynamo.errors import ConfigError
 from dynamo.serve.gpus import Allocator, Inventory
-from dynamo.serve.graph import Graph, Service
+from dynamo.serve.graph import Graph
+from dynamo.serve.service import PYTHON, Service
 
 __all__ = ["DeploymentPlan", "WatcherSpec", "place", "plan", "plan_added", "watcher_name"]
 
@@ -95,7 +96,7 @@ def plan(
                     env={**common, "DYN_WATCHER_NAME": name, **service.envs},
                     working_dir=working_dir,
                     graceful_timeout_s=_graceful(service, graceful_timeout_s),
-                    gpu=service.gpu,
+                    gpu=service.gpu or 0.0,
                     stop_stage=0 if service.module in _FIRST_TO_STOP else 1,
                     is_frontend=service.is_frontend,
                     options=service.options,
@@ -161,7 +162,7 @@ def _argv(service: Service, python: str) -> tuple[str, ...]:
         return (python, "-m", service.module, *service.flags)
     program, *words = service.command
     # A graph that says "python" gets the interpreter, and so the packages, of `dynamo serve`.
-    if program in ("python", "python3"):
+    if program in PYTHON:
         program = python
     return (program, *words, *service.flags)
 

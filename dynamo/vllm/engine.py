@@ -13,7 +13,23 @@ from typing import Any, Protocol
 from dynamo.errors import DynamoError
 from dynamo.protocols.engine import PreprocessedRequest
 
-__all__ = ["Engine", "EngineInfo", "EngineStep", "OutputSink", "StepStats"]
+__all__ = [
+    "TESTED_VERSIONS",
+    "Engine",
+    "EngineInfo",
+    "EngineStep",
+    "OutputSink",
+    "StepStats",
+    "is_tested",
+]
+
+TESTED_VERSIONS = ("0.32",)
+"""Versions of vLLM, major and minor, on which the driver ``core`` is tested."""
+
+
+def is_tested(version: str) -> bool:
+    """Return whether the driver ``core`` is tested on ``version`` of vLLM."""
+    return ".".join(version.split(".")[:2]) in TESTED_VERSIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +102,9 @@ class Engine(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Stop the request and free its blocks; its sink is not called again."""
+
+    def metrics(self) -> str:
+        """Return vLLM's metrics in Prometheus's format."""
 
     async def run(self) -> None:
         """Move requests and outputs until cancelled. Raises EngineFailure: the engine died."""

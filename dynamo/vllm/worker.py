@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
+from dynamo.llm.model_source import resolve_model
 from dynamo.llm.publishers import KvEventPublisher
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
@@ -33,10 +34,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VllmPlan:
-    """What the worker serves, checked before the engine starts."""
+    """What the worker serves, checked before the engine starts.
+
+    ``weights`` is the path for vLLM: the directory of the model, or a GGUF file in it.
+    """
 
     arguments: VllmArguments
     model: ModelDirectory
+    weights: str
     model_name: str
     model_type: ModelType
     endpoint: str
@@ -50,7 +55,10 @@ class VllmPlan:
 def make_plan(arguments: VllmArguments, worker_suffix: str | None) -> VllmPlan:
     """Check our settings and the model's files. Raises ConfigError."""
     settings, mode = arguments.worker, arguments.vllm.disaggregation_mode
-    model = ModelDirectory(settings.model_path or "")
+    if settings.model_path is None:
+        raise ConfigError("--model is missing; give a directory or an id on Hugging Face")
+    resolved = resolve_model(settings.model_path, weights=True)
+    model = resolved.directory()
     model.require_worker_files()
     template = settings.custom_jinja_template
     if template is not None and not Path(template).is_file():
@@ -60,7 +68,8 @@ def make_plan(arguments: VllmArguments, worker_suffix: str | None) -> VllmPlan:
     return VllmPlan(
         arguments,
         model,
-        settings.model_name or model.name,
+        str(resolved.path),
+        settings.model_name or resolved.name,
         ModelType.Prefill if mode == "prefill" else api_types(settings.endpoint_types),
         settings.endpoint or f"{arguments.runtime.namespace}{suffix}.{component}.generate",
     )
@@ -74,6 +83,7 @@ class VllmWorker:
         self.engine = engine
         self.endpoint: Endpoint = runtime.endpoint(plan.endpoint)
         self.load = LoadSender(runtime.instance_id)
+        runtime.metrics.register_prometheus_expfmt_callback(engine.metrics)
         engine.on_stats = LoadReporter(engine.info.blocks, self.load.report)
         settings = plan.arguments.worker
         admission = AdmissionQueue(
@@ -122,8 +132,8 @@ class VllmWorker:
                 total_kv_blocks=info.blocks,
                 max_num_seqs=info.max_num_seqs,
                 max_num_batched_tokens=info.max_num_batched_tokens,
-                tool_call_parser=plan.arguments.vllm.tool_call_parser,
-                reasoning_parser=plan.arguments.vllm.reasoning_parser,
+                tool_call_parser=plan.arguments.worker.tool_call_parser,
+                reasoning_parser=plan.arguments.worker.reasoning_parser,
                 data_parallel_size=info.data_parallel_size,
                 context_length=info.context_length,
                 enable_local_indexer=bool(info.event_endpoints),

@@ -106,10 +106,11 @@ def answers(port: int) -> bool:
         return False
 
 
-def test_a_bad_flag_of_the_real_worker(serving: Serving) -> None:
+def test_a_program_that_rejects_its_flags_is_given_up(serving: Serving) -> None:
+    rejects = "import sys; print('unrecognized arguments:', *sys.argv[1:], flush=True); sys.exit(2)"
     path = serving.graph(
         f"Frontend: {{run: dynamo.frontend, http-port: {free_port()}}}\n"
-        "Worker: {run: dynamo.mocker, model-path: model, speedup: 3}\n"
+        f"Worker: {{run: [python, -c, {json.dumps(rejects)}], speedup: 3}}\n"
     )
     serving.start(path, wait="")
     assert serving.wait() == 1

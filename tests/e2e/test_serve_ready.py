@@ -86,10 +86,14 @@ def test_workers_alone_are_ready_when_they_are_registered(serving: Serving) -> N
     serving.assert_clean()
 
 
-def test_a_bad_flag_is_never_ready(serving: Serving) -> None:
-    serving.start("W: {run: dynamo.mocker, no-such-flag: 1}\n", wait="")
-    assert serving.wait() == 1
-    assert "ready: " not in serving.text() and "gave up" in serving.text()
+def test_a_bad_flag_of_our_own_program_starts_nothing(serving: Serving) -> None:
+    serving.start("W: {run: dynamo.mocker, model-pth: x}\n", wait="")
+    assert serving.wait() == 2
+    assert "W.model-pth is not an option of dynamo.mocker (did you mean model-path?)" in (
+        serving.text()
+    )
+    assert "starting" not in serving.text()
+    serving.assert_clean()
 
 
 def has_ipv6() -> bool:

@@ -209,7 +209,7 @@ async def test_a_draining_worker_finishes_its_streams(
     if end == "SIGTERM":
         worker.send_signal(signal.SIGTERM)
     else:
-        lease = client.instances()[0].lease_id
+        lease = client.records()[0].lease_id
         (scripts.root / f"state/dynamo/store/leases/{lease:x}").unlink()
     async with asyncio.timeout(5):
         await gone.wait()

@@ -98,7 +98,7 @@ class Choice:
         self.tokens += count
         text = output.text if output.text is not None else self._detokenizer.push(shown)
         self.usage = output.completion_usage or self.usage
-        if self.logprobs is not None and output.log_probs:
+        if self.logprobs is not None:
             self.logprobs.add(output, count)
         if self._stops is not None:
             text = self._match(text)

@@ -56,8 +56,8 @@ def echoed_prompts(
 def _rows(tokenizer: Tokenizer, ids: Iterable[int], text: str) -> list[CompletionToken]:
     """The tokens of a prompt echoed as ``text``. O(tokens).
 
-    Log probabilities are None, because engines do not report those of the prompt. A special token
-    that the tokenizer added (``<s>`` at the beginning) takes no characters of the text.
+    Log probabilities are None until an engine sends those of the prompt. A special token that the
+    tokenizer added (``<s>`` at the beginning) takes no characters of the text.
     """
     rows, offset = [], 0
     detokenizer = make_detokenizer(tokenizer, skip_special_tokens=False)

@@ -22,6 +22,7 @@ from dynamo.errors import DynamoError
 from dynamo.frontend.answer.choice import Choice, ChoiceRules
 from dynamo.frontend.answer.echo import EchoedPrompt, echoed_prompts
 from dynamo.frontend.answer.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
+from dynamo.frontend.answer.prompt_logprobs import PromptLogprobs, collect_prompt_logprobs
 from dynamo.frontend.answer.sse import (
     DONE,
     ChatChunks,
@@ -88,6 +89,7 @@ class GenerationStream:
         self._response_id = response_id
         self._created = created
         self._model = request.model
+        self._shows_prompt = request.prompt_logprobs is not None
         self.choices = self._make_choices(request, prepared, tokenizer)
         # Made with the first chunk: an answer in one body needs none.
         self._writers: list[ChoiceChunks] = []
@@ -161,6 +163,8 @@ class GenerationStream:
             "choices": parts,
             "usage": orjson.Fragment(usage.to_json()),
         }
+        if self._shows_prompt:
+            self._add_prompt_logprobs(body, parts)
         if self._extra:
             nvext = self._nvext(self.choices[0], first=True, last=True)
             if nvext is not None:
@@ -195,15 +199,26 @@ class GenerationStream:
     def _make_choices(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
     ) -> list[Choice]:
-        collectors = self._collectors(request, prepared, tokenizer)
+        collectors = collect_prompt_logprobs(
+            prepared, tokenizer, self._collectors(request, prepared, tokenizer)
+        )
         # The choices differ in max_tokens at most, which the engine counts.
         conditions = prepared.requests[0].stop_conditions
         rules = ChoiceRules(request, conditions)
         choices = []
         for index in range(len(prepared.requests)):
             collector = collectors[index] if collectors else None
-            choices.append(Choice(tokenizer, rules, collector))
+            choices.append(self._make_choice(prepared, tokenizer, rules, collector))
         return choices
+
+    def _make_choice(
+        self,
+        prepared: Prepared,
+        tokenizer: Tokenizer,
+        rules: ChoiceRules,
+        collector: LogprobsCollector | None,
+    ) -> Choice:
+        return Choice(tokenizer, rules, collector)
 
     def _collectors(
         self, request: GenerationRequest, prepared: Prepared, tokenizer: Tokenizer
@@ -214,6 +229,11 @@ class GenerationStream:
     def _part(self, index: int, text: str) -> dict[str, Any]:
         """The beginning of one element of ``choices`` in a unary body."""
         raise NotImplementedError
+
+    def _add_prompt_logprobs(self, body: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        """Add ``prompt_logprobs`` where vLLM's server has it: here to each choice."""
+        for part, choice in zip(parts, self.choices, strict=True):
+            part["prompt_logprobs"] = _prompt_logprobs(choice)
 
     def _chunk(self, choice: Choice, writer: ChoiceChunks) -> bytes:
         if choice.finish_reason is None and choice.logprobs is None and writer.started:
@@ -230,16 +250,23 @@ class GenerationStream:
         reason = choice.finish_reason
         if writer.finished or not (choice.pending or reason is not None):
             return b""
-        logprobs = choice.logprobs.drain() if choice.logprobs is not None else None
-        nvext = None
-        first = not writer.started
-        writer.finished = reason is not None
-        if self._extra and (first or reason is not None):
-            last = all(each.finished for each in self._writers)
-            nvext = self._nvext(choice, first=first, last=last)
+        logprobs, nvext = self._extras(choice, writer)
         text = "".join(choice.pending)
         choice.pending.clear()
         return writer.chunk(text, logprobs, reason, nvext)
+
+    def _extras(
+        self, choice: Choice, writer: ChoiceChunks
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """``logprobs`` and ``nvext`` of the next chunk; note whether that is the last one."""
+        logprobs = choice.logprobs.drain() if choice.logprobs is not None else None
+        nvext = None
+        first, finished = not writer.started, choice.finish_reason is not None
+        writer.finished = finished
+        if self._extra and (first or finished):
+            last = all(each.finished for each in self._writers)
+            nvext = self._nvext(choice, first=first, last=last)
+        return logprobs, nvext
 
     def _start_writers(self) -> list[ChoiceChunks]:
         head = self._stream_head()
@@ -278,6 +305,9 @@ class ChatStream(GenerationStream):
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message}
 
+    def _add_prompt_logprobs(self, body: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+        body["prompt_logprobs"] = _prompt_logprobs(self.choices[0])
+
 
 class CompletionStream(GenerationStream):
     """The answer to POST /v1/completions. With ``echo`` each choice begins with its prompt."""
@@ -311,3 +341,8 @@ class CompletionStream(GenerationStream):
 
     def _part(self, index: int, text: str) -> dict[str, Any]:
         return {"index": index, "text": text}
+
+
+def _prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
+    collector = choice.logprobs
+    return collector.shown() if isinstance(collector, PromptLogprobs) else None

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple, Protocol
 from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.protocols.engine import EngineOutput
 
-__all__ = ["ChatLogprobs", "CompletionLogprobs", "CompletionToken", "LogprobsCollector"]
+__all__ = [
+    "ChatLogprobs",
+    "CompletionLogprobs",
+    "CompletionToken",
+    "LogprobsCollector",
+    "finite",
+]
 
 _LOWEST = -9999.0
 """In place of minus infinity, which JSON cannot express."""
@@ -77,15 +83,25 @@ class CompletionLogprobs:
         self._offset = offset
         self._rows = list(echoed)
 
+    def set_echoed(self, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
+        """Set the log probabilities of the echoed tokens: for each (id, log probability) of the
+        token itself and of the most likely ones, or nothing."""
+        for place, (echoed, row) in enumerate(zip(self._rows, rows, strict=False)):
+            if row:
+                text = self._tokenizer.token_text
+                top = {text(each): finite(logprob) for each, logprob in row}
+                logprob = finite(row[0][1])
+                self._rows[place] = echoed._replace(logprob=logprob, top=top)
+
     def add(self, output: EngineOutput, count: int) -> None:
         """Add the first ``count`` tokens of ``output``."""
         for token_id, logprob, top in _tokens(output, count):
             token = self._tokenizer.token_text(token_id)
             named = {
-                _name(self._tokenizer, each): _finite(each["logprob"])
+                _name(self._tokenizer, each): finite(each["logprob"])
                 for each in top[: self._alternatives]
             }
-            self._rows.append(CompletionToken(token, _finite(logprob), named or None, self._offset))
+            self._rows.append(CompletionToken(token, finite(logprob), named or None, self._offset))
             self._offset += len(token)
 
     def drain(self) -> dict[str, Any] | None:
@@ -95,6 +111,11 @@ class CompletionLogprobs:
         taken, self._rows = self._rows, []
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         return dict(zip(names, zip(*taken, strict=True), strict=True))
+
+
+def finite(value: float) -> float:
+    """``value``, or the lowest one that JSON can express in place of minus infinity."""
+    return value if math.isfinite(value) else _LOWEST
 
 
 def _tokens(
@@ -113,7 +134,7 @@ def _entry(tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
     token = _name(tokenizer, given)
     token_id = given.get("token_id")
     raw = tokenizer.token_bytes(token_id) if token_id is not None else token.encode()
-    return {"token": token, "logprob": _finite(given["logprob"]), "bytes": list(raw)}
+    return {"token": token, "logprob": finite(given["logprob"]), "bytes": list(raw)}
 
 
 def _name(tokenizer: Tokenizer, given: Mapping[str, Any]) -> str:
@@ -122,7 +143,3 @@ def _name(tokenizer: Tokenizer, given: Mapping[str, Any]) -> str:
         return token
     token_id = given.get("token_id")
     return tokenizer.token_text(token_id) if token_id is not None else ""
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else _LOWEST

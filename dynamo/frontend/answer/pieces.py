@@ -7,6 +7,7 @@ token is either complete characters, with a text, or part of one, with bytes onl
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Container, Iterable
 from typing import Any
@@ -69,6 +70,15 @@ class PieceTable:
         pieces = {token_id: to_bytes(token) for token, token_id in (vocab | added).items()}
         special_ids = frozenset(token.id for token in parsed.added_tokens if token.special)
         return cls(pieces, special_ids, strip_space=steps[-1]["type"] == "Strip")
+
+    def showing(self, ids: frozenset[int]) -> PieceTable:
+        """A copy whose special tokens ``ids`` are visible. O(vocabulary)."""
+        table = copy.copy(self)
+        table.special_ids = self.special_ids - ids
+        table.visible = list(self.visible)
+        for token_id in ids:
+            table.visible[token_id] = self.text[token_id]
+        return table
 
     def piece(self, token_id: int) -> bytes:
         """The bytes of one token; none for an unknown id."""

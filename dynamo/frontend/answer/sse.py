@@ -19,6 +19,7 @@ __all__ = [
     "ChatChunks",
     "ChoiceChunks",
     "CompletionChunks",
+    "MessageChunks",
     "annotation",
     "error_event",
     "json_bytes",
@@ -86,6 +87,15 @@ class ChoiceChunks:
             opening = self._text_open + json_bytes(text) + self._text_close
         else:
             opening = self._empty_delta
+        return self._assemble(opening, logprobs, finish_reason, nvext)
+
+    def _assemble(
+        self,
+        opening: bytes,
+        logprobs: dict[str, Any] | None,
+        finish_reason: str | None,
+        nvext: dict[str, Any] | None,
+    ) -> bytes:
         return b"".join(
             (
                 self._index,
@@ -111,6 +121,33 @@ class ChatChunks(ChoiceChunks):
     _text_close = b"}"
     _first_open = b'"delta":{"role":"assistant","content":'
     _empty_delta = b'"delta":{}'
+
+
+class MessageChunks(ChatChunks):
+    """Chunks of /v1/chat/completions with reasoning and tool calls.
+
+    ``reasoning_head`` is as ``head``, for a chunk that has reasoning alone.
+    """
+
+    __slots__ = ("reasoning_head",)
+
+    def __init__(self, stream_head: bytes, index: int, usage: bytes) -> None:
+        super().__init__(stream_head, index, usage)
+        self.reasoning_head = self._index + b'"delta":{"reasoning_content":'
+
+    def message_chunk(
+        self,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+        nvext: dict[str, Any] | None = None,
+    ) -> bytes:
+        """Any chunk; the first of a choice names the role."""
+        if not self.started:
+            self.started = True
+            delta = {"role": "assistant", "content": None if delta else "", **delta}
+        opening = b'"delta":' + json_bytes(delta)
+        return self._assemble(opening, logprobs, finish_reason, nvext)
 
 
 class CompletionChunks(ChoiceChunks):

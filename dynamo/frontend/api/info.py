@@ -35,7 +35,7 @@ class InfoRoutes:
         self._models = models
         self._requests = requests
         self._registry = registry
-        self._openapi = b""
+        self._openapi: dict[str, Any] = {}
 
     def install(self, routes: Routes) -> None:
         """Add the routes to the table."""
@@ -44,8 +44,8 @@ class InfoRoutes:
         routes.get("/metrics", self._metrics)
         routes.get("/v1/models", self._list)
         routes.get(_MODELS, self._one)
-        routes.get("/openapi.json", lambda exchange: exchange.respond(200, self._openapi))
-        self._openapi = orjson.dumps(_openapi(routes))
+        routes.get("/openapi.json", self._describe)
+        self._openapi = _openapi(routes)
 
     def _live(self, exchange: Exchange) -> None:
         exchange.respond(200, _LIVE)
@@ -81,6 +81,14 @@ class InfoRoutes:
         accept = exchange.headers.get("accept", "")
         exchange.respond(200, *self._registry.exposition(accept))
 
+    def _describe(self, exchange: Exchange) -> None:
+        """Describe the routes, those that only relayed models have included."""
+        paths = dict(self._openapi["paths"])
+        for entry in self._models.entries():
+            for path in sorted(entry.paths) if entry.served else ():
+                paths.setdefault(path, {"post": _operation()})
+        exchange.respond(200, orjson.dumps({**self._openapi, "paths": paths}))
+
     def _list(self, exchange: Exchange) -> None:
         rows = [_row(*one) for one in self._models.listed()]
         exchange.respond(200, orjson.dumps({"object": "list", "data": rows}))
@@ -101,6 +109,10 @@ def _row(name: str, created: int, context_length: int | None) -> dict[str, Any]:
     return row
 
 
+def _operation() -> dict[str, Any]:
+    return {"responses": {"200": {"description": "OK"}}}
+
+
 def _openapi(routes: Routes) -> dict[str, Any]:
     bodies = {
         "/v1/chat/completions": ChatCompletionRequest,
@@ -115,7 +127,7 @@ def _openapi(routes: Routes) -> dict[str, Any]:
         for method in methods:
             if method == "HEAD":
                 continue
-            operation: dict[str, Any] = {"responses": {"200": {"description": "OK"}}}
+            operation = _operation()
             if path in bodies:
                 schema = {"$ref": f"#/components/schemas/{bodies[path].__name__}"}
                 content = {"application/json": {"schema": schema}}

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from dynamo.errors import DynamoError
 from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
+from dynamo.frontend.answer.parsed import ParsedChatStream
 from dynamo.frontend.api.headers import ROUTING_HEADERS, request_id, routed
 from dynamo.frontend.api.nvext import location, location_phase, worker_id_field
 from dynamo.frontend.models.model import ModelEntry
@@ -24,7 +25,6 @@ from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.frontend.requests.errors import error_response, explained, labels
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.frontend.requests.request import ActiveRequest, RequestInfo
 from dynamo.frontend.requests.request_metrics import Prefilled
@@ -39,7 +39,6 @@ __all__ = ["OpenAIRoutes"]
 log = logging.getLogger(__name__)
 _TOKENS_PER_TURN = 1 << 19  # routed and sent by one request in one loop turn: 5-10 ms
 _TOKENS_PER_CHOICE = 8192  # the cost of routing and sending a choice of no tokens, in tokens
-_RETRY = ("retry-after", "1")
 
 
 class _Api(NamedTuple):
@@ -163,16 +162,7 @@ class OpenAIRoutes:
 
     def _refuse(self, exchange: Exchange, api: _Api, error: DynamoError, model: str) -> None:
         """Respond to a request that has not reached a model."""
-        metrics = self._registry.metrics
-        found = labels(error)
-        metrics.failures[found.failure_class, found.reason].value += 1
-        metrics.outcomes(model).failed(api.endpoint, "unary", found.error_type)
-        echoed = exchange.headers.get("x-request-id")
-        headers = [] if echoed is None else [("x-request-id", echoed)]
-        if error.status == 503:
-            headers.append(_RETRY)
-        status, body = error_response(explained(error, model), self._registry.overload_status)
-        exchange.respond(status, body, headers=headers)
+        self._registry.refuse(exchange, api.endpoint, error, model)
 
     def _dispatch(
         self,
@@ -185,7 +175,8 @@ class OpenAIRoutes:
         """Choose a worker for every choice, reserve its load, send."""
         registry, dispatch, info = self._registry, entry.dispatch, request.info
         request.metrics.prepared_s = time.monotonic()
-        generation = request.generation = api.stream(
+        stream = api.stream if prepared.answer is None else ParsedChatStream
+        generation = request.generation = stream(
             parsed,
             prepared,
             entry.preprocessor.tokenizer,
@@ -204,7 +195,8 @@ class OpenAIRoutes:
             if phase is not None:
                 tokens = prepared.prompts[0].token_ids
                 found = location(dispatch, tokens, routing, phase, self._models.kv_mode)
-                request.respond_location(found)
+                generation.worker_id = found
+                request.respond_location(generation.location())
                 return
         engine_requests = request.engine_requests = []
         for index, preprocessed in enumerate(prepared.requests):

@@ -16,8 +16,10 @@ from dynamo.errors import DynamoError, InvalidArgument, NoInstances
 from dynamo.frontend.api.headers import routed
 from dynamo.frontend.disagg.prefill_request import DECODE_OVERRIDE, prefill_routing
 from dynamo.frontend.disagg.router import PrefillRouter
+from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.off_loop import OffLoop
+from dynamo.frontend.prompt.relayed_body import CHAT, COMPLETIONS, peek, prompt_ids
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
 from dynamo.frontend.requests.errors import error_response, explained
 from dynamo.http import Exchange
@@ -87,18 +89,38 @@ class ExplainRoutes:
     async def _explanation(self, body: bytes, headers: Mapping[str, str]) -> bytes:
         threads = self._threads
         with threads.hold(len(body)):
-            parsed = await threads.run(_parse, body)
-            if isinstance(parsed, ChatCompletionRequest):
-                entry = self._models.find(parsed.model, "Chat")
-                prepared = await entry.preprocessor.chat_off_loop(parsed, threads)
-            else:
-                entry = self._models.find(parsed.model, "Completions")
-                prepared = await entry.preprocessor.completion_off_loop(parsed, threads)
-        request = prepared.requests[0]
+            found = await self._relayed(body) if self._models.relays else None
+            entry, request = found or await self._tokenized(body)
         routing = routed(request.routing, headers)
         queued = entry.dispatch.queue or ()
-        found = explain_request(entry.picker, entry.prefill.router, request, routing, queued)
-        return msgspec.json.encode(found)
+        return msgspec.json.encode(
+            explain_request(entry.picker, entry.prefill.router, request, routing, queued)
+        )
+
+    async def _tokenized(self, body: bytes) -> tuple[ModelEntry, PreprocessedRequest]:
+        threads = self._threads
+        parsed = await threads.run(_parse, body)
+        if isinstance(parsed, ChatCompletionRequest):
+            entry = self._models.find(parsed.model, "Chat")
+            prepared = await entry.preprocessor.chat_off_loop(parsed, threads)
+        else:
+            entry = self._models.find(parsed.model, "Completions")
+            prepared = await entry.preprocessor.completion_off_loop(parsed, threads)
+        return entry, prepared.requests[0]
+
+    async def _relayed(self, body: bytes) -> tuple[ModelEntry, PreprocessedRequest] | None:
+        """The same for a relayed model; None for others."""
+        threads = self._threads
+        asked = await threads.run(peek, body)
+        entry = self._models.named(asked.model)
+        if entry is None or not entry.relayed:
+            return None
+        if not entry.served:
+            raise NoInstances
+        preprocessor = entry.preprocessor if entry.has_preprocessor else None
+        path = CHAT if bytes(asked.messages) else COMPLETIONS
+        ids = await threads.run(prompt_ids, preprocessor, path, body, asked)
+        return entry, PreprocessedRequest(asked.model, ids)
 
 
 def _parse(body: bytes) -> ChatCompletionRequest | CompletionRequest:

@@ -153,7 +153,7 @@ class _Active:
 
     def instances(self) -> list[EndpointRecord]:
         """The live instances of the endpoint."""
-        return [] if self._client is None else self._client.instances()
+        return [] if self._client is None else self._client.records()
 
     def admit(self, card: ModelCard) -> None:
         """Admit the worker of ``card``."""

@@ -10,6 +10,12 @@ from dynamo.config.router import RouterSettings
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.pool import PrefillPool
 from dynamo.frontend.disagg.router import PrefillRouter
+from dynamo.frontend.models.inputs import (
+    is_relayed,
+    load_preprocessor,
+    paths_of,
+    router_settings,
+)
 from dynamo.frontend.models.workers import AdmittedWorkers
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
@@ -28,10 +34,12 @@ log = logging.getLogger(__name__)
 
 
 class ModelEntry:
-    """``preprocessor``, ``client``, ``picker`` and ``dispatch`` are set once ``ready``.
+    """``client``, ``picker`` and ``dispatch`` are set once ``ready``, and so is ``preprocessor``,
+    except for a model that is ``relayed`` and whose prompts are not tokenized here.
 
     ``workers`` maps keys to cards and may be empty for a while; ``prefill`` holds the cards of the
-    prefill workers. ``served``: a request can be answered now, according to the cards.
+    prefill workers. ``served``: a request can be answered now, according to the cards. ``types``
+    are the APIs of a model that takes tokens, ``paths`` those of a relayed one.
     """
 
     preprocessor: Preprocessor
@@ -44,7 +52,11 @@ class ModelEntry:
         self.name = card.display_name
         self.created_s = int(time.time())
         self.workers: dict[str, ModelCard] = {}
-        self.types = frozenset(one.strip() for one in card.model_type.split("|"))
+        self.relayed = is_relayed(card)
+        types = () if self.relayed else card.model_type.split("|")
+        self.types = frozenset(one.strip() for one in types)
+        self.paths: frozenset[str] = frozenset()
+        self.has_preprocessor = False
         self.metrics = metrics.model(self.name)
         self.prefill = PrefillPool(self.name, metrics)
         self.ready = False
@@ -56,12 +68,14 @@ class ModelEntry:
         self._closed = False
 
     def agrees_with(self, card: ModelCard) -> str:
-        """Why ``card`` can't be a worker of this model: ``checksum``, ``endpoint`` or
-        ``block_size``; "" if it can.
+        """Why ``card`` can't be a worker of this model: ``model_input``, ``checksum``,
+        ``endpoint``, ``block_size`` or the name of a parser; "" if it can.
 
-        All workers of a model need the same tokenizer, endpoint and block size.
+        All workers of a model need the same tokenizer, endpoint, block size and format of answers.
         """
         mine = self.card
+        if mine.model_input != card.model_input:
+            return "model_input"
         if (mine.namespace, mine.component, mine.endpoint) != (
             card.namespace,
             card.component,
@@ -70,7 +84,13 @@ class ModelEntry:
             return "endpoint"
         if mine.kv_cache_block_size != card.kv_cache_block_size:
             return "block_size"
-        return "" if mine.checksum == card.checksum else "checksum"
+        if mine.checksum != card.checksum:
+            return "checksum"
+        ours, theirs = mine.runtime_config, card.runtime_config
+        for name in ("tool_call_parser", "reasoning_parser"):
+            if getattr(ours, name) != getattr(theirs, name):
+                return name
+        return ""
 
     def prefill_agrees_with(self, card: ModelCard) -> str:
         """The same for a prefill worker, which may belong to another component."""
@@ -98,10 +118,11 @@ class ModelEntry:
     async def load(self, runtime: DistributedRuntime, settings: RouterSettings) -> None:
         """Load tokenizer and template in a thread, connect to the workers. Raises DynamoError."""
         card = self.card
+        settings = settings.overridden(card.router_config) if card.router_config else settings
         begun = time.monotonic()
         try:
-            self.preprocessor = await asyncio.to_thread(Preprocessor, card)
-            self.preprocessor.metrics = self._all_metrics
+            settings = router_settings(card, settings)
+            await self._load_preprocessor(settings)
             path = f"{card.namespace}.{card.component}.{card.endpoint}"
             self.client = await runtime.endpoint(path).client()
             self._admitted = AdmittedWorkers(self.client)
@@ -138,8 +159,27 @@ class ModelEntry:
             await router.close()
             self.client.close()
 
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and answer together, if the card or the model states them."""
+        if self.has_preprocessor:
+            return self.preprocessor.context_length
+        return self.card.context_length or self.card.runtime_config.context_length
+
+    async def _load_preprocessor(self, settings: RouterSettings) -> None:
+        """Load the tokenizer, if prompts need one."""
+        found = await asyncio.to_thread(load_preprocessor, self.card, settings)
+        if found is None:
+            return
+        self.preprocessor = found
+        self.has_preprocessor = True
+        if not self.relayed:  # those of a relayed model work in threads, and metrics have no lock
+            found.metrics = self._all_metrics
+
     def _update(self) -> None:
-        """Recompute ``served`` and the model's gauges."""
+        """Recompute ``served``, ``paths`` and the model's gauges."""
+        if self.relayed and self.workers:
+            self.paths = paths_of(self.workers.values())
         self.served = self.ready and bool(self.workers)
         if self.ready:
             self._all_metrics.show_card(self.card, self.served)

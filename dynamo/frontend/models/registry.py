@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
+from dynamo.frontend.models.inputs import INPUTS, router_settings
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.protocols.card import ModelCard, decode_card
@@ -30,7 +31,8 @@ log = logging.getLogger(__name__)
 class Models:
     """Watches the cards. :meth:`find` is on the path of every request: one dict look-up.
 
-    ``on_loaded`` is called after each model that was loaded.
+    ``on_loaded`` is called after each model that was loaded. ``relays``: some model takes whole
+    bodies.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Models:
         tasks: Tasks,
     ) -> None:
         self.kv_mode = router.mode == "kv"
+        self.relays = False
         self._runtime = runtime
         self._prefix = settings.namespace_prefix or ""
         self._router = router
@@ -103,9 +106,7 @@ class Models:
 
     def context_lengths(self) -> list[int | None]:
         """Tokens of prompt and answer together, of every model that is loaded."""
-        return [
-            entry.preprocessor.context_length for entry in self._entries.values() if entry.ready
-        ]
+        return [entry.context_length for entry in self._entries.values() if entry.ready]
 
     def instances(self) -> list[EndpointRecord]:
         """Every live instance of every model."""
@@ -113,12 +114,12 @@ class Models:
             one
             for entry in self._entries.values()
             if entry.ready
-            for one in (*entry.client.instances(), *entry.prefill.instances())
+            for one in (*entry.client.records(), *entry.prefill.instances())
         ]
 
     def count(self) -> None:
         """Update the counters that the tokenizers keep, before a scrape."""
-        ready = [entry for entry in self._entries.values() if entry.ready]
+        ready = [one for one in self._entries.values() if one.ready and one.has_preprocessor]
         stats = [entry.preprocessor.tokenizer.cache_stats() for entry in ready]
         hits, misses = sum(one.hits for one in stats), sum(one.misses for one in stats)
         self._metrics.tokenizer_cache(hits, misses)
@@ -139,10 +140,10 @@ class Models:
             self._prefill.add(event.key, card)
             return
         self._prefill.remove(event.key)
-        if card.model_input != "Tokens":
-            text = f"{event.key} takes {card.model_input}, this frontend sends tokens"
+        if card.model_input not in INPUTS:
+            text = f"{event.key} takes {card.model_input}, this frontend sends {', '.join(INPUTS)}"
             self._reject(card.display_name, "model_input", text)
-        elif self._router.block_size_for(card.kv_cache_block_size) != card.kv_cache_block_size:
+        elif self._forces_another_block_size(card):
             forced, own = self._router.kv_cache_block_size, card.kv_cache_block_size
             text = (
                 f"{event.key} has KV blocks of {own} tokens, this frontend hashes blocks of "
@@ -172,6 +173,7 @@ class Models:
             entry = None
         if entry is None:
             entry = self._entries[name] = ModelEntry(card, self._metrics)
+            self.relays = any(one.relayed for one in self._entries.values())
             for alias in (name, *card.model_aliases):
                 self._names.setdefault(alias, entry)
             self._prefill.assign(entry)
@@ -183,6 +185,10 @@ class Models:
             load = self._tasks.spawn(self._load(entry), name=f"load {name}")
             self._loads.add(load)
             load.add_done_callback(self._loads.discard)
+
+    def _forces_another_block_size(self, card: ModelCard) -> bool:
+        own = card.kv_cache_block_size
+        return router_settings(card, self._router).block_size_for(own) != own
 
     def _remove(self, key: str) -> None:
         self._prefill.remove(key)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.validation import check_json
 
-__all__ = ["ContentForm", "message_text", "template_messages"]
+__all__ = ["CallForm", "ContentForm", "message_text", "template_messages"]
 
 Message = Mapping[str, Any]
 
@@ -28,14 +28,27 @@ class ContentForm(enum.Enum):
     EITHER = "either"
 
 
-def template_messages(messages: Sequence[Message], form: ContentForm) -> list[Message]:
+class CallForm(NamedTuple):
+    """What a template needs of a message with tool calls: ``text_arguments`` if it appends the
+    arguments to a text, ``null_content`` if it looks for calls only beside null."""
+
+    text_arguments: bool = False
+    null_content: bool = False
+
+
+_PLAIN_CALLS = CallForm()
+
+
+def template_messages(
+    messages: Sequence[Message], form: ContentForm, calls: CallForm = _PLAIN_CALLS
+) -> list[Message]:
     """Convert ``messages`` to ``form``. Raises InvalidArgument for parts without text."""
     return [
         message
         if type(message.get("content")) is str
         and "tool_calls" not in message
         and form is not ContentForm.PARTS
-        else _convert(position, message, form)
+        else _convert(position, message, form, calls)
         for position, message in enumerate(messages)
     ]
 
@@ -48,7 +61,7 @@ def message_text(position: int, message: Message) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _convert(position: int, message: Message, form: ContentForm) -> Message:
+def _convert(position: int, message: Message, form: ContentForm, call_form: CallForm) -> Message:
     changed = dict(message)
     content = message.get("content")
     text = message_text(position, message)
@@ -63,7 +76,10 @@ def _convert(position: int, message: Message, form: ContentForm) -> Message:
             f"got `{type(calls).__name__}`"
         )
     if calls:
-        changed["tool_calls"] = [_call(position, each) for each in calls]
+        convert = _call_with_text if call_form.text_arguments else _call
+        changed["tool_calls"] = [convert(position, each) for each in calls]
+        if call_form.null_content and not content:
+            changed["content"] = None
     elif "tool_calls" in changed:
         del changed["tool_calls"]  # null and [] mean none, but templates test for the key
     return changed
@@ -79,11 +95,26 @@ def _part_text(position: int, number: int, part: Mapping[str, Any]) -> str:
     )
 
 
-def _call(position: int, call: Any) -> Any:
-    """Parse ``arguments``, because templates print the object with ``tojson``."""
+def _function(position: int, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise InvalidArgument(f"Validation: messages[{position}].tool_calls: missing `function`")
+    return function
+
+
+def _call_with_text(position: int, call: Any) -> Any:
+    """Leave ``arguments`` as JSON text, for templates that take nothing else."""
+    function = _function(position, call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        return call
+    text = "{}" if arguments is None else msgspec.json.encode(arguments).decode()
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def _call(position: int, call: Any) -> Any:
+    """Parse ``arguments``, because most templates print the object with ``tojson``."""
+    function = _function(position, call)
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return call

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dynamo.errors import InvalidArgument
+from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.answer.parsers.formats import AnswerFormat, ModelFormats
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
 from dynamo.frontend.prompt.engine_options import (
     expand_choices,
@@ -24,6 +25,7 @@ from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.template import load_template, template_variables
 from dynamo.frontend.prompt.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
+from dynamo.frontend.prompt.tool_choice import forced_schema, is_forced
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.observability.metrics import Histogram
 from dynamo.protocols.card import ModelCard
@@ -51,7 +53,8 @@ class Prepared(msgspec.Struct, frozen=True):
     same.
 
     ``prompt_tokens`` counts each prompt once. ``rendered_s`` is the time in the chat template, None
-    without one; ``tokenized_s`` those of the prompts that were text.
+    without one; ``tokenized_s`` those of the prompts that were text. ``answer`` is how to read the
+    answer, None if it is content alone.
     """
 
     requests: list[PreprocessedRequest]
@@ -60,6 +63,7 @@ class Prepared(msgspec.Struct, frozen=True):
     prompt_tokens: int
     rendered_s: float | None = None
     tokenized_s: Sequence[float] = ()
+    answer: AnswerFormat | None = None
 
 
 class PromptMetrics(Protocol):
@@ -92,6 +96,7 @@ class Preprocessor:
         self.card = card
         self._checksum = card.checksum or None
         self.tokenizer: Tokenizer = load_tokenizer(directory, cache_bytes)
+        self.formats = ModelFormats.of(card, self.tokenizer)
         self.inline_limit_bytes = min(self.tokenizer.inline_limit_bytes, INLINE_BODY_BYTES)
         self.metrics: PromptMetrics | None = None
         self.template = load_template(directory, custom_template_path or card.custom_template_path)
@@ -130,7 +135,9 @@ class Preprocessor:
         max_tokens = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         if request.nvext is not None and request.nvext.token_data:
-            return self._given(request, request.nvext.token_data, max_tokens, logprobs)
+            answer = self._answer(request, None)
+            prepared = self._given(request, request.nvext.token_data, max_tokens, logprobs)
+            return msgspec.structs.replace(prepared, answer=answer)
         begun = time.perf_counter()
         text = self._render(request)
         rendered = time.perf_counter()
@@ -138,10 +145,13 @@ class Preprocessor:
             self._check_size(text)
         ids = self.tokenizer.encode(text, request.add_special_tokens is True)
         tokenized_s = time.perf_counter() - rendered
+        answer = None
+        if self.formats is not None or request.tool_choice is not None:
+            answer = self._answer(request, text)
         prompts = [TokenizedPrompt(ids, text)]
         requests = self._engine_requests(request, prompts, max_tokens, logprobs)
         n = request.n or 1
-        return Prepared(requests, prompts, n, len(ids), rendered - begun, (tokenized_s,))
+        return Prepared(requests, prompts, n, len(ids), rendered - begun, (tokenized_s,), answer)
 
     def _completion(self, request: CompletionRequest) -> Prepared:
         max_tokens, logprobs = request.max_tokens, request.logprobs
@@ -163,6 +173,19 @@ class Preprocessor:
         prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
         n = request.n or 1
         return Prepared(requests, prompts, n, prompt_tokens, tokenized_s=tokenized_s)
+
+    def _answer(self, request: ChatCompletionRequest, prompt: str | None) -> AnswerFormat | None:
+        """How to read the answer. A forced tool call makes a grammar of the tools' schemas."""
+        formats = self.formats
+        if is_forced(request.tool_choice):
+            if formats is None or not formats.can_force:
+                raise InvalidArgument(
+                    f"Validation: 'tool_choice' {shorten(repr(request.tool_choice))} is not "
+                    f"possible with model `{request.model}`: its workers name no tool-call parser "
+                    "(--dyn-tool-call-parser), or harmony, which takes no grammar; use 'auto'"
+                )
+            request.guided_json = forced_schema(request)
+        return None if formats is None else formats.answer(request, prompt)
 
     def _given(
         self,
@@ -223,7 +246,7 @@ class Preprocessor:
         sampling = _sampling_options(request)
         output = OutputOptions(
             logprobs=logprobs,
-            prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs=_prompt_logprobs(request, logprobs),
             skip_special_tokens=request.skip_special_tokens,
         )
         annotations: list[str] = []
@@ -276,6 +299,12 @@ def _too_long(context: int, what: str, remedy: str = "the prompt") -> InvalidArg
         f"This model's maximum context length is {context} tokens. However, {what}. "
         f"Please reduce the length of {remedy}."
     )
+
+
+def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | None:
+    """Those asked for; an echoed prompt has as many as the answer."""
+    echoed = logprobs is not None and isinstance(request, CompletionRequest) and request.echo
+    return logprobs if echoed and request.prompt_logprobs is None else request.prompt_logprobs
 
 
 def _stop_conditions(

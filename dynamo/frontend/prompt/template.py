@@ -17,7 +17,7 @@ import jinja2.runtime
 import jinja2.sandbox
 
 from dynamo.errors import ConfigError, InvalidArgument, shorten
-from dynamo.frontend.prompt.messages import ContentForm, template_messages
+from dynamo.frontend.prompt.messages import CallForm, ContentForm, template_messages
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.openai import ChatCompletionRequest
 
@@ -39,6 +39,7 @@ _RENDER_ERRORS = (
 )
 _SHOWN = 1000
 _PROBE = "\x02probe\x03"
+_CALL_FORMS = [CallForm(text, null) for null in (False, True) for text in (False, True)]
 
 
 class ChatTemplate:
@@ -65,6 +66,7 @@ class ChatTemplate:
         self._default = compiled.get("default") or next(iter(compiled.values()))
         self._with_tools = compiled.get("tool_use") or self._default
         self._content = self._content_form()
+        self._call_form = next(filter(self._prints_call, _CALL_FORMS), _CALL_FORMS[0])
 
     def render(
         self,
@@ -87,7 +89,7 @@ class ChatTemplate:
                 or "tool_calls" in message
                 or self._content is ContentForm.PARTS
             ):
-                ready = template_messages(messages, self._content)
+                ready = template_messages(messages, self._content, self._call_form)
                 break
         opens_answer = add_generation_prompt and not continue_final_message
         prompt = self._render(ready, tools, opens_answer, variables)
@@ -119,6 +121,23 @@ class ChatTemplate:
         if as_parts:
             return ContentForm.EITHER if as_text else ContentForm.PARTS
         return ContentForm.TEXT
+
+    def _prints_call(self, form: CallForm) -> bool:
+        """Whether a message with a tool call in this form is rendered."""
+        arguments: Any = {"p": _PROBE}
+        if form.text_arguments:
+            arguments = json.dumps(arguments)
+        function = {"name": "f", "arguments": arguments}
+        call = {"id": "callcall1", "type": "function", "function": function}
+        content = None if form.null_content else ""
+        messages = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+        ]
+        try:
+            return "probe" in self._render(messages, None, True)
+        except InvalidArgument:
+            return False
 
     def _prints(self, content: Any) -> bool:
         try:

@@ -8,9 +8,10 @@ chat are not tokenized again; the ids are the same as without it.
 
 from __future__ import annotations
 
+import copy
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -85,6 +86,16 @@ class Tokenizer:
         self._encoder = _choose_encoder(path, parsed, reference, cache_bytes)
         # The reference holds the whole vocabulary a second time: keep it only if it still works.
         self._reference = None if self.pieces and self._encoder.name == "fastokens" else reference
+
+    def showing(self, texts: Collection[str]) -> Tokenizer:
+        """The same tokenizer, which does not skip the special tokens ``texts``; for a parser."""
+        ids = frozenset(each for each in self.special_ids if self.token_text(each) in texts)
+        if not ids:
+            return self
+        shown = copy.copy(self)
+        shown.special_ids = self.special_ids - ids
+        shown.pieces = None if self.pieces is None else self.pieces.showing(ids)
+        return shown
 
     @property
     def inline_limit_bytes(self) -> int:

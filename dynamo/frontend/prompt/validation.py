@@ -22,6 +22,7 @@ from dynamo.frontend.prompt.bounds import (
     check_engine_value,
 )
 from dynamo.frontend.prompt.decode_errors import DESERIALIZE, explain_decode_error
+from dynamo.frontend.prompt.tool_choice import check_tool_choice
 from dynamo.protocols.openai import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -39,7 +40,6 @@ _CHAT = msgspec.json.Decoder(StrictChatCompletionRequest)
 _CHAT_LENIENT = msgspec.json.Decoder(ChatCompletionRequest)
 _COMPLETION = msgspec.json.Decoder(StrictCompletionRequest)
 _COMPLETION_LENIENT = msgspec.json.Decoder(CompletionRequest)
-_FREE_CHOICES = ("none", "auto")
 
 
 def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompletionRequest:
@@ -71,7 +71,7 @@ def parse_chat(body: bytes, *, ignore_unsupported: bool = False) -> ChatCompleti
             "Validation: 'continue_final_message' and 'add_generation_prompt' exclude each other"
         )
     if request.tool_choice is not None or request.function_call is not None:
-        _check_tool_choice(request)
+        check_tool_choice(request)
     _check_common(request, request.max_completion_tokens or request.max_tokens)
     return request
 
@@ -124,10 +124,8 @@ def _check_common(request: GenerationRequest, limit: int | None) -> None:
         )
     if request.best_of is not None:
         _check_best_of(request.best_of, request.n or 1)
-    if request.stream_options is not None and not request.stream:
-        raise InvalidArgument(
-            "Validation: 'stream_options' is only allowed when 'stream' is true; leave it out"
-        )
+    if request.stream_options is not None or request.prompt_logprobs is not None:
+        _check_stream(request)
     if request.logit_bias and not all(key.isdecimal() for key in request.logit_bias):
         raise InvalidArgument("Validation: 'logit_bias' keys must be token ids")
     if request.guided_json is not None:
@@ -138,17 +136,15 @@ def _check_common(request: GenerationRequest, limit: int | None) -> None:
         check_engine_value("nvext.router_config_override", request.nvext.router_config_override)
 
 
-def _check_tool_choice(request: ChatCompletionRequest) -> None:
-    """Refuse to force a tool call: no parser would find it in the answer."""
-    for name, value in (
-        ("tool_choice", request.tool_choice),
-        ("function_call", request.function_call),
-    ):
-        if value is not None and value not in _FREE_CHOICES:
-            raise InvalidArgument(
-                f"Validation: '{name}' must be 'auto' or 'none', got {shorten(repr(value))}; "
-                "a tool call cannot be enforced without a tool-call parser"
-            )
+def _check_stream(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidArgument(
+            "Validation: 'stream_options' is only allowed when 'stream' is true; leave it out"
+        )
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidArgument(
+            "Validation: 'prompt_logprobs' is not available when 'stream' is true; leave one out"
+        )
 
 
 def _check_stop(stop: str | list[str]) -> None:

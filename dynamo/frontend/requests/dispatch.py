@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo.errors import DynamoError, InstanceGone, InvalidArgument, NoInstances
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.protocols.codec import Tokens, encode
+from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.request_queue import QueuedRequest, RequestQueue
@@ -140,7 +140,7 @@ class Dispatch:
         try:
             engine_request.stream = self.client.open(
                 decision.worker_id,
-                encode(preprocessed),
+                engine_request.payload(),
                 engine_request,
                 {REQUEST_ID: engine_request.id},
             )

@@ -11,10 +11,10 @@ from typing import Protocol
 import msgspec
 
 from dynamo.errors import DynamoError, EngineFailure
-from dynamo.frontend.answer.generation import GenerationStream
+from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.requests.metrics import ModelMetrics
 from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics
-from dynamo.protocols.codec import decoder
+from dynamo.protocols.codec import decoder, encode
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
@@ -49,7 +49,7 @@ class RequestOwner(Protocol):
 
     closed: bool
     streaming: bool
-    generation: GenerationStream
+    generation: Answer
     model: ModelMetrics
     metrics: RequestMetrics
     last_activity_s: float
@@ -144,6 +144,10 @@ class EngineRequest:
         self.tokens = 0
         self._reported = 0
         self._text_complete = False
+
+    def payload(self) -> bytes:
+        """The message for the worker."""
+        return encode(self.preprocessed)
 
     def on_data(self, payload: bytes) -> None:
         """Convert one engine output to text and count its tokens."""

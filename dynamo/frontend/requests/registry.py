@@ -9,14 +9,15 @@ import time
 from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import DynamoError, Unavailable
 from dynamo.frontend.prompt.off_loop import OffLoop
-from dynamo.frontend.requests.errors import BackendSilent
+from dynamo.frontend.requests.errors import BackendSilent, error_response, explained, labels
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.request import ActiveRequest
-from dynamo.http import WriteBatch
+from dynamo.http import Exchange, WriteBatch
 
 __all__ = ["RequestRegistry"]
 
 _MIB = 1024 * 1024
+_RETRY = ("retry-after", "1")
 
 
 class RequestRegistry:
@@ -91,6 +92,18 @@ class RequestRegistry:
         except TimeoutError:
             return False
         return True
+
+    def refuse(self, exchange: Exchange, endpoint: str, error: DynamoError, model: str) -> None:
+        """Respond with ``error`` to a request that has not reached its model; count it."""
+        found = labels(error)
+        self.metrics.failures[found.failure_class, found.reason].value += 1
+        self.metrics.outcomes(model).failed(endpoint, "unary", found.error_type)
+        echoed = exchange.headers.get("x-request-id")
+        headers = [] if echoed is None else [("x-request-id", echoed)]
+        if error.status == 503:
+            headers.append(_RETRY)
+        status, body = error_response(explained(error, model), self.overload_status)
+        exchange.respond(status, body, headers=headers)
 
     # -- active requests
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from dynamo.errors import Cancelled, DynamoError, Unavailable
-from dynamo.frontend.answer.generation import GenerationStream
+from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import Labels, SlowClient, error_response, explained, labels
@@ -25,7 +25,7 @@ from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics, 
 from dynamo.http import NEVER, Exchange, WriteBatch
 from dynamo.router.picker import Decision
 
-__all__ = ["ActiveRequest", "RequestInfo"]
+__all__ = ["ActiveRequest", "RequestInfo", "Shared"]
 
 log = logging.getLogger(__name__)
 _NO_CACHE = ("cache-control", "no-cache")
@@ -86,7 +86,7 @@ class ActiveRequest:
         "worker_id_field",
     )
 
-    generation: GenerationStream
+    generation: Answer
 
     def __init__(
         self,
@@ -134,11 +134,10 @@ class ActiveRequest:
         self.exchange.deadline = NEVER  # from now on the timeouts of the registry apply
         self.metrics.dispatched(prompt_tokens)
 
-    def respond_location(self, location: dict[str, Any]) -> None:
-        """Respond with ``location`` alone: the client only asked where the request would go."""
-        self.generation.worker_id = location
+    def respond_location(self, stream: bytes) -> None:
+        """Respond with ``stream`` alone: the client only asked where the request would go."""
         self._start()
-        self.exchange.end(self.generation.location())
+        self.exchange.end(stream)
         self._close(None)
 
     # -- called by engine requests
@@ -193,15 +192,8 @@ class ActiveRequest:
         self._working -= 1
         if not self._working:
             self.last_activity_s = NEVER
-        if self.closed or self._open:
-            return
-        if self.streaming:
-            if not self._started:
-                self._start()
-            self.exchange.end(self.generation.end())
-        else:
-            self.exchange.respond(200, self.generation.unary(), headers=self._headers)
-        self._close(None)
+        if not self.closed and not self._open:
+            self._close(self._complete())
 
     # -- called by the write batch and the registry
 
@@ -240,7 +232,7 @@ class ActiveRequest:
         if isinstance(error, SlowClient):
             self.exchange.abort()
         elif self._started:
-            self.exchange.end(self.generation.error(error))
+            self._end_with(error)
         else:
             status, body = error_response(error, self._shared.overload_status)
             self.exchange.respond(status, body, headers=self._headers)
@@ -258,7 +250,21 @@ class ActiveRequest:
             error = DynamoError("Internal server error")
         self.fail(error)
 
-    # -- private steps
+    # -- private steps; an answer that is relayed overrides the first three
+
+    def _complete(self) -> Labels | None:
+        """Send the end of the answer; return the labels of its failure, if it is one."""
+        if self.streaming:
+            if not self._started:
+                self._start()
+            self.exchange.end(self.generation.end())
+        else:
+            self.exchange.respond(200, self.generation.unary(), headers=self._headers)
+        return None
+
+    def _end_with(self, error: DynamoError) -> None:
+        """End a response that has begun."""
+        self.exchange.end(self.generation.error(error))
 
     def _start(self) -> None:
         self._started = True

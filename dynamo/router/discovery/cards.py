@@ -38,11 +38,13 @@ class WorkerCards:
     def __init__(self, on_change: Callable[[int], None]) -> None:
         self._on_change = on_change
         self._cards: dict[int, CardPart] = {}
+        self._prefix = MODEL_CARDS
         self._watch: Watch | None = None
 
     async def start(self, discovery: Discovery, path: tuple[str, str, str]) -> None:
         """Follow the cards; existing ones are known on return."""
-        self._watch = discovery.watch(MODEL_CARDS + "/".join(path) + "/", self._on_key)
+        self._prefix = MODEL_CARDS + "/".join(path) + "/"
+        self._watch = discovery.watch(self._prefix, self._on_key)
         await self._watch.ready()
 
     def close(self) -> None:
@@ -56,7 +58,8 @@ class WorkerCards:
 
     def _on_key(self, event: KeyEvent) -> None:
         if event.value is None:
-            self._cards.pop(int(event.key.split("/")[5], 16), None)
+            worker = event.key.removeprefix(self._prefix).partition("/")[0]
+            self._cards.pop(int(worker, 16), None)
             return
         try:
             card = _decode(event.value)

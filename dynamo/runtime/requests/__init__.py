@@ -3,15 +3,18 @@
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.client_connection import ClientStream, StreamSink
 from dynamo.runtime.requests.generator import ResponseStream, generator_handler
+from dynamo.runtime.requests.handler_items import ENVELOPE, ResponseSender
 from dynamo.runtime.requests.server import RequestServer
 from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServerStream
 
 __all__ = [
+    "ENVELOPE",
     "ClientStream",
     "EndpointStats",
     "PushHandler",
     "RequestClient",
     "RequestServer",
+    "ResponseSender",
     "ResponseStream",
     "ServerStream",
     "StreamSink",

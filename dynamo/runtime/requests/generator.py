@@ -8,10 +8,17 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from dynamo.errors import Cancelled, DynamoError, EngineShutdown, Overloaded
+from dynamo.errors import (
+    Cancelled,
+    DynamoError,
+    EngineShutdown,
+    Overloaded,
+    StreamIncomplete,
+)
 from dynamo.protocols import codec
 from dynamo.protocols.engine import with_every_key
 from dynamo.runtime.requests.client_connection import ClientStream
+from dynamo.runtime.requests.handler_items import ResponseSender, encode_item
 from dynamo.runtime.requests.stream import PushHandler, ServerStream
 from dynamo.runtime.tasks import Tasks
 
@@ -26,15 +33,17 @@ def generator_handler(generate: Callable[..., Any], tasks: Tasks) -> PushHandler
     """Serve ``async def generate(request[, context])``, an async generator, as a push handler.
 
     One task of ``tasks`` per request. The request is decoded to plain values, a preprocessed one
-    with all its keys (:func:`with_every_key`); each item is encoded as MessagePack.
-    asyncio.CancelledError raised by the generator means Cancelled, ValueError InvalidArgument,
-    HttpError HttpFailure, GeneratorExit EngineShutdown, any other BaseException EngineFailure.
-    After a kill the generator is closed at its next item.
+    with all its keys (:func:`with_every_key`); each item is encoded as MessagePack. ``context`` may
+    be keyword-only. A parameter ``response_sender`` gets a :class:`ResponseSender`.
+
+    asyncio.CancelledError raised by the generator means Cancelled, GeneratorExit EngineShutdown;
+    :meth:`ServerStream.raised` maps other exceptions. After a kill the generator is closed at its
+    next item. A handler that stops its own context and returns ends the stream as incomplete.
     """
-    with_context = _takes_context(generate)
+    call = _caller(generate)
 
     def handle(stream: ServerStream, payload: bytes) -> None:
-        tasks.spawn(_serve(generate, with_context, stream, payload), name=stream.endpoint)
+        tasks.spawn(_serve(call, stream, payload), name=stream.endpoint)
 
     return handle
 
@@ -144,23 +153,25 @@ class BufferSink:
 
 
 async def _serve(
-    generate: Callable[..., Any], with_context: bool, stream: ServerStream, payload: bytes
+    call: Callable[[Any, ServerStream], Any], stream: ServerStream, payload: bytes
 ) -> None:
     try:
-        request = with_every_key(codec.plain_decode(payload))
-        items = generate(request, stream.context) if with_context else generate(request)
+        items = call(with_every_key(codec.plain_decode(payload)), stream)
         try:
             await _send_all(items, stream)
         finally:
             if hasattr(items, "aclose"):
                 await items.aclose()
-        stream.end()
+        if stream.stopped_by_handler():
+            stream.error(StreamIncomplete("Stream ended before generation completed"))
+        else:
+            stream.end()
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             stream.abort(EngineShutdown("the worker shut down"))
             raise
-        stream.error(Cancelled("Request cancelled"))
+        stream.error(Cancelled("CancelledError: "))
     except BaseException as error:  # it becomes the stream's error
         stream.raised(error)
         if isinstance(error, KeyboardInterrupt):
@@ -169,18 +180,31 @@ async def _serve(
 
 async def _send_all(items: AsyncIterator[Any], stream: ServerStream) -> None:
     async for item in items:
-        stream.send(codec.encode(item))
+        stream.send(encode_item(item))
         if stream.closed:
             return
         if stream.above_high_water:
             await stream.drained()
 
 
-def _takes_context(generate: Callable[..., Any]) -> bool:
-    """Return whether a second argument may be passed by position."""
+def _caller(generate: Callable[..., Any]) -> Callable[[Any, ServerStream], Any]:
+    """Return ``call(request, stream)`` that passes the arguments which ``generate`` accepts."""
     try:
-        parameters = inspect.signature(generate).parameters.values()
+        parameters = inspect.signature(generate).parameters
     except (TypeError, ValueError):
-        return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        return lambda request, stream: generate(request)
+    kinds = [parameter.kind for parameter in parameters.values()]
+    by_position = [kind for kind in kinds if kind in _BY_POSITION]
+    named = parameters.get("context")
+    if "response_sender" in parameters:
+        return lambda request, stream: generate(
+            request, context=stream.context, response_sender=ResponseSender(stream)
+        )
+    if named is not None and named.kind is named.KEYWORD_ONLY:
+        return lambda request, stream: generate(request, context=stream.context)
+    if len(by_position) >= 2 or inspect.Parameter.VAR_POSITIONAL in kinds:
+        return lambda request, stream: generate(request, stream.context)
+    return lambda request, stream: generate(request)
+
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

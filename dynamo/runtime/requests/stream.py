@@ -12,13 +12,16 @@ from typing import Protocol
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import (
     Cancelled,
+    DeadlineExceeded,
     DynamoError,
     EngineFailure,
     EngineShutdown,
     HttpError,
     HttpFailure,
-    InvalidArgument,
+    InvalidRequest,
     Overloaded,
+    Unavailable,
+    shorten,
 )
 from dynamo.observability.metrics import Counter, Gauge, Histogram
 from dynamo.runtime.context import CancelKind, Context
@@ -145,11 +148,12 @@ class ServerStream:
 
     @property
     def context(self) -> Context:
-        """Cancellation and metadata (the headers) of this request, created on first use."""
+        """Cancellation and metadata (headers) of this request, created on first use."""
         context = self._context
         if context is None:
             headers = self.headers
-            context = self._context = Context(headers.get(REQUEST_ID), dict(headers))
+            metadata = dict(headers)
+            context = self._context = Context(metadata.pop(REQUEST_ID, None), metadata)
             if self._level == "kill":
                 context.kill()
             elif self._level == "stop":
@@ -217,6 +221,10 @@ class ServerStream:
             self._connection.waiting.add(self)
             await self._writable.wait()
 
+    def stopped_by_handler(self) -> bool:
+        """Return whether the handler, not the client, stopped the request's context."""
+        return self._level is None and self._context is not None and self._context.is_stopped()
+
     def cancel(self, kind: CancelKind) -> None:
         """Cancel for the client ("kill": it dropped the stream); counted once."""
         if self.closed:
@@ -269,17 +277,35 @@ class ServerStream:
 
 
 def _as_error(error: BaseException) -> DynamoError:
-    """Map ValueError to InvalidArgument, HttpError to HttpFailure, others to EngineFailure."""
+    """Map an exception of a handler to the error that its caller receives.
+
+    ValueError and TypeError mean an invalid request, TimeoutError an exceeded deadline and
+    ConnectionError an unavailable engine, as in Dynamo. HttpError and other exceptions with a
+    ``status`` and a ``message`` choose the HTTP status.
+    """
     if isinstance(error, DynamoError):
         return error
     if isinstance(error, HttpError):
         return HttpFailure(error.message, error.code)
+    status, message = getattr(error, "status", None), getattr(error, "message", None)
+    if type(status) is int and isinstance(message, str):
+        return HttpFailure(message, status)
     try:
         text = str(error)
     except Exception:  # noqa: BLE001 - the caller needs an end frame
         text = "(no text: its __str__ failed)"
-    if isinstance(error, ValueError):
-        return InvalidArgument(text)
+    if isinstance(error, (ValueError, TypeError)):
+        return InvalidRequest(text, shorten(type(error).__name__, 40))
+    text_with_type = f"{type(error).__name__}: {text}"
+    for raised, received in _BY_TYPE:
+        if isinstance(error, raised):
+            return received(text_with_type)
     if isinstance(error, GeneratorExit):
-        return EngineShutdown(text or "the engine shut down")
-    return EngineFailure(f"{type(error).__name__}: {text}")
+        return EngineShutdown(text or "engine shutting down")
+    return EngineFailure(text_with_type)
+
+
+_BY_TYPE: tuple[tuple[type[BaseException], type[DynamoError]], ...] = (
+    (TimeoutError, DeadlineExceeded),
+    (ConnectionError, Unavailable),
+)

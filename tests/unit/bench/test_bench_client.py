@@ -9,13 +9,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from dynamo.bench.client import LoadConnection, Target, parse_url
+from dynamo.bench.client import LoadConnection
 from dynamo.bench.runner import Runner, calibrate, first_model
 from dynamo.bench.stats import summarize
 from dynamo.bench.workload import PlannedRequest, Prompts, synthetic
 from dynamo.config import from_env
 from dynamo.config.bench import BenchSettings
 from dynamo.errors import CannotConnect, ConfigError
+from dynamo.http.target import Target, parse_url
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENTS = [

@@ -16,16 +16,8 @@ from http_bench import Bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_request import Site
-from text_kit import (
-    EXAMPLE,
-    card,
-    chat_body,
-    completion_body,
-    example_preprocessor,
-    write_llama_like,
-    write_metaspace,
-    write_model,
-)
+from text_kit import EXAMPLE, card, chat_body, completion_body, example_preprocessor
+from tokenizer_kit import write_llama_like, write_metaspace, write_model
 
 from dynamo.errors import InvalidArgument, Unavailable
 from dynamo.frontend.api.route import ExplainRoutes

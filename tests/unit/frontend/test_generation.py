@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
+import msgspec
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -283,6 +285,70 @@ def test_completion_logprobs_and_echo() -> None:
     assert logprobs["token_logprobs"] == [None] * said + [-1.0, -2.0]
     assert logprobs["top_logprobs"] == [None] * said + [{"a": -1.0}, {" b": -2.0}]
     assert logprobs["text_offset"][said:] == [4, 5]
+
+
+PROMPT_ROWS = [
+    None,
+    [{"token_id": 7, "logprob": -1.5, "rank": 4}, {"token_id": 8, "logprob": -0.5, "rank": 1}],
+]
+
+
+def test_prompt_logprobs_as_vllm_shows_them() -> None:
+    text = example_preprocessor().tokenizer.token_text
+    shown = [
+        None,
+        {
+            "7": {"logprob": -1.5, "rank": 4, "decoded_token": text(7)},
+            "8": {"logprob": -0.5, "rank": 1, "decoded_token": text(8)},
+        },
+    ]
+    output = EngineOutput(
+        token_ids=[5], finish_reason="length", extra_args={"prompt_logprobs": PROMPT_ROWS}
+    )
+    asked = chat(prompt_logprobs=1)
+    asked.choices[0].push(output)
+    body = json.loads(asked.unary())
+    assert body["prompt_logprobs"] == shown and "prompt_logprobs" not in body["choices"][0]
+    several = completion(prompt_logprobs=1, n=2)
+    several.choices[0].push(output)
+    several.choices[1].push(EngineOutput(token_ids=[5], finish_reason="length"))
+    first, second = json.loads(several.unary())["choices"]
+    assert first["prompt_logprobs"] == shown and second["prompt_logprobs"] is None
+    without = chat()
+    without.choices[0].push(output)
+    assert "prompt_logprobs" not in json.loads(without.unary())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_shows_the_log_probabilities_of_the_prompt(stream: bool) -> None:
+    answer = completion(prompt=[7, 8], echo=True, logprobs=1, stream=stream)
+    rows = [None, [{"token_id": 8, "logprob": -2.0}, {"token_id": 7, "logprob": -math.inf}]]
+    output = EngineOutput(
+        token_ids=[5],
+        log_probs=[-1.0],
+        finish_reason="length",
+        extra_args={"prompt_logprobs": rows},
+    )
+    if stream:
+        (chunk,) = events(write(answer, 0, output) + answer.end())
+        (choice,) = chunk["choices"]
+    else:
+        answer.choices[0].push(output)
+        (choice,) = json.loads(answer.unary())["choices"]
+    text = example_preprocessor().tokenizer.token_text
+    assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -1.0]
+    assert choice["logprobs"]["top_logprobs"][:2] == [None, {text(8): -2.0, text(7): -9999.0}]
+
+
+def test_bounds_of_prompt_logprobs() -> None:
+    assert completion(prompt=[5] * 32768, prompt_logprobs=1)
+    with pytest.raises(InvalidArgument, match="at most 65536 tokens and alternatives"):
+        completion(prompt=[5] * 32769, prompt_logprobs=1)
+    with pytest.raises(msgspec.ValidationError):
+        bad = EngineOutput(token_ids=[5], extra_args={"prompt_logprobs": [[{"token_id": "x"}]]})
+        chat(prompt_logprobs=0).choices[0].push(bad)
+    with pytest.raises(InvalidArgument, match="not available when 'stream' is true"):
+        chat(prompt_logprobs=0, stream=True)
 
 
 @pytest.mark.parametrize(

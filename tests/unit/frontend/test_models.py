@@ -172,7 +172,7 @@ async def test_one_name_at_two_endpoints(box: Box) -> None:
 
 
 async def test_cards_that_can_not_be_used(box: Box, tmp_path: Path) -> None:
-    await box.worker("text", display_name="text", model_input="Text")
+    await box.worker("text", display_name="text", model_input="Tensor")
     await box.worker("none", display_name="none", source_path=str(tmp_path / "missing"))
     await box.worker("pre", display_name="pre", worker_type="Prefill")
     torn = await box.worker("torn", display_name="torn")

@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_kit import (
-    EXAMPLE,
-    example_preprocessor,
-    example_reference,
-    write_llama_like,
-    write_metaspace,
-    write_model,
-)
+from text_kit import EXAMPLE, example_preprocessor, example_reference
+from tokenizer_kit import write_llama_like, write_metaspace, write_model
 from tokenizers import Tokenizer as Reference
 
 from dynamo.errors import ConfigError

@@ -52,23 +52,23 @@ def completion_error(body: bytes) -> str:
         ),
         (
             {"tool_choice": "required", "tools": []},
-            "'tool_choice' must be 'auto' or 'none', got 'required'; a tool call cannot be "
-            "enforced without a tool-call parser",
+            "'tool_choice' forces a tool call, but no entry of 'tools' is a function with a name",
         ),
         (
-            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-            "'tool_choice' must be 'auto' or 'none', got {'type': 'function', 'function': "
-            "{'name': 'f'}}; a tool call cannot be enforced without a tool-call parser",
+            {
+                "tool_choice": {"type": "function", "function": {"name": "f"}},
+                "tools": [{"type": "function", "function": {"name": "g"}}],
+            },
+            "'tool_choice' names 'f', but 'tools' has g",
         ),
         (
             {"tool_choice": "x" * 1000},
-            "'tool_choice' must be 'auto' or 'none', got '" + "x" * 60 + "...; a tool call "
-            "cannot be enforced without a tool-call parser",
+            "'tool_choice' must be 'auto', 'none', 'required' or "
+            '{"type": "function", "function": {"name": …}}, got \'' + "x" * 60 + "...",
         ),
         (
             {"function_call": ["f"]},
-            "'function_call' must be 'auto' or 'none', got ['f']; a tool call cannot be "
-            "enforced without a tool-call parser",
+            "'function_call' must be 'auto' or 'none', got ['f']; use 'tools' and 'tool_choice'",
         ),
         (
             {"stream_options": {"include_usage": True}},

@@ -36,8 +36,14 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_snapshot_of_the_hugging_face_cache_has_its_id_as_name(tmp_path: Path) -> None:
+    path = tmp_path / "models--acme--tiny--v2" / "snapshots" / "0123"
+    path.mkdir(parents=True)
+    assert ModelDirectory(path).name == "acme/tiny--v2"
+
+
 def test_missing_files_are_named(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'org/model' is not a local directory; download"):
+    with pytest.raises(ConfigError, match=r"'org/model' is not a local directory; give the worker"):
         ModelDirectory("org/model")
     (model / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json; download the model again"):

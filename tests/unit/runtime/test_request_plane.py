@@ -20,6 +20,7 @@ from dynamo.errors import (
     EngineFailure,
     EngineShutdown,
     InvalidArgument,
+    InvalidRequest,
     Overloaded,
     UnknownEndpoint,
 )
@@ -224,7 +225,7 @@ async def test_failures_have_their_own_errors(tmp_path: Path) -> None:
         plane.server.register("a/b/value", raise_value)
         plane.server.register("a/b/other", raise_other)
         expected = {
-            "a/b/value": (InvalidArgument, "bad field"),
+            "a/b/value": (InvalidRequest, "bad field"),
             "a/b/other": (EngineFailure, "KeyError: 'boom'"),
             "a/b/none": (UnknownEndpoint, "Unknown endpoint: a/b/none"),
         }

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.errors import ConfigError
-from dynamo.serve.graph import Graph, Service, parse_graph
+from dynamo.serve.graph import Graph, parse_graph
 from dynamo.serve.overrides import merge, parse_value, split_overrides
+from dynamo.serve.service import Service
 
 ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = json.loads((ROOT / "dynamo/serve/graph.schema.json").read_text())

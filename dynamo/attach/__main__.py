@@ -1,0 +1,95 @@
+"""``python -m dynamo.attach``: any OpenAI-compatible server behind the router."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
+
+import uvloop
+
+from dynamo.attach.launch import LaunchedServer
+from dynamo.attach.probe import ServerProbe
+from dynamo.attach.waiting import wait_until_ready
+from dynamo.attach.worker import PROBE_TIMEOUT_S, AttachPlan, AttachWorker, make_plan
+from dynamo.config import from_env, load
+from dynamo.config.attach import AttachSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.system import LogSettings, SystemSettings
+from dynamo.errors import DynamoError
+from dynamo.observability.logs import setup_logging
+from dynamo.runtime import DistributedRuntime
+from dynamo.worker.lifecycle import WorkerLifecycle, leaf_errors
+
+__all__ = ["main"]
+
+log = logging.getLogger("dynamo.attach")
+_GROUPS = (RuntimeSettings, AttachSettings)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit status: 0 after a graceful shutdown, 1 after a failure, 2: bad settings."""
+    runtime, settings = load("python -m dynamo.attach", __doc__, _GROUPS, argv)
+    try:
+        logs, system = from_env(LogSettings), from_env(SystemSettings)
+        setup_logging("attach", logs.level, logs.jsonl)
+        plan = make_plan(runtime, system.namespace_worker_suffix, settings)
+    except DynamoError as error:
+        print(f"python -m dynamo.attach: error: {error.message}", file=sys.stderr)
+        return 2
+    try:
+        uvloop.run(_serve(runtime, system, plan))
+    except ExceptionGroup as failures:
+        for failure in leaf_errors(failures):
+            known = isinstance(failure, DynamoError)
+            log.error("%s", failure, exc_info=None if known else failure)
+        return 1
+    return 0
+
+
+async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: AttachPlan) -> None:
+    lifecycle = WorkerLifecycle()
+    probe = ServerProbe(plan.target, PROBE_TIMEOUT_S)
+
+    async def worker() -> None:
+        async with _launched(plan) as launched:
+            settings = plan.settings
+            found = await wait_until_ready(
+                probe, settings.profile, lifecycle, launched, settings.startup_timeout_s
+            )
+            if found is None:
+                return
+            made = DistributedRuntime(settings=runtime, system=system)
+            async with lifecycle.runtime(made):
+                await made.start()
+                log.info(
+                    "serving %s (%s) at dyn://%s as %x",
+                    plan.target.url,
+                    found.profile.name,
+                    plan.endpoint,
+                    made.instance_id,
+                )
+                await AttachWorker(plan, made, probe, found).serve(launched)
+
+    with closing(probe):
+        await lifecycle.run([worker])
+    log.info("exited")
+
+
+@asynccontextmanager
+async def _launched(plan: AttachPlan) -> AsyncIterator[LaunchedServer | None]:
+    """Yield the server that the worker starts and ends, if any."""
+    if plan.words is None:
+        yield None
+        return
+    server = LaunchedServer(plan.words)
+    server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""What the attached server offers: its kind, models, routes, context length and capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dynamo.attach.load import samples
+from dynamo.attach.probe import ServerProbe, ServerUnreachable
+from dynamo.attach.profiles import PROFILES, Profile, offered_routes
+from dynamo.errors import ConfigError
+
+__all__ = ["Capacity", "ServedModel", "ServerDescription", "ServerLoading", "describe"]
+
+_MAX_MODELS = 256
+_LOADING = (502, 503, 504)
+
+
+class ServerLoading(ServerUnreachable):
+    """The server answers, and is not ready yet."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model in the server's own list; ``context_length`` is None if the server does not say.
+
+    ``is_adapter``: a LoRA adapter of another model of the server.
+    """
+
+    name: str
+    context_length: int | None = None
+    routes: tuple[str, ...] = ()
+    is_adapter: bool = False
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The sizes that the server reports, of one rank; None is unknown."""
+
+    block_size: int | None = None
+    total_blocks: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class ServerDescription:
+    """What the server offers. Every model has at least one route."""
+
+    profile: Profile
+    models: tuple[ServedModel, ...]
+    capacity: Capacity = Capacity()
+
+    @property
+    def routes(self) -> frozenset[str]:
+        """The routes of all models."""
+        return frozenset(route for model in self.models for route in model.routes)
+
+
+async def describe(probe: ServerProbe, profile_name: str = "auto") -> ServerDescription:
+    """Ask the server. Raises ServerUnreachable, ServerLoading; ConfigError: it never will do."""
+    rows = await _list_models(probe)
+    profile = await _detect(probe, rows) if profile_name == "auto" else PROFILES[profile_name]
+    status, _ = await probe.get(profile.health_path)
+    if status in _LOADING:
+        raise ServerLoading(f"{profile.health_path} answers {status}")
+    routes = offered_routes(await probe.json("/openapi.json")) or profile.routes
+    models = tuple(
+        ServedModel(row["id"], _number(row.get("max_model_len")), routes, bool(row.get("parent")))
+        for row in rows
+    )
+    found = ServerDescription(profile, models)
+    return await _DETAILS.get(profile.name, _no_details)(probe, found)
+
+
+async def _list_models(probe: ServerProbe) -> list[dict[str, Any]]:
+    status, _ = await probe.get("/v1/models")
+    url = probe.target.url
+    if status in (401, 403):
+        raise ConfigError(f"{url}/v1/models answers {status}: give the server's --api-key")
+    if status == 404:
+        raise ConfigError(
+            f"{url}/v1/models answers 404: this is no OpenAI-compatible server; correct --url"
+        )
+    page = await probe.json("/v1/models") if status == 200 else None
+    rows = page.get("data") if isinstance(page, dict) else None
+    if not isinstance(rows, list):
+        raise ServerLoading(f"/v1/models answers {status}")
+    named = [row for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]
+    if not named:
+        raise ServerLoading("/v1/models lists no model")
+    return named[:_MAX_MODELS]
+
+
+async def _detect(probe: ServerProbe, rows: list[dict[str, Any]]) -> Profile:
+    """Return the profile by the owner of the first model, else by a path that only it has."""
+    owner = rows[0].get("owned_by")
+    for profile in PROFILES.values():
+        if profile.owner and owner == profile.owner:
+            return profile
+    if _has(await probe.json("/get_server_info"), "max_total_num_tokens"):
+        return PROFILES["sglang"]
+    if _has(await probe.json("/props"), "total_slots"):
+        return PROFILES["llama.cpp"]
+    if _has(await probe.json("/api/version"), "version"):
+        return PROFILES["ollama"]
+    if _has(await probe.json("/version"), "version"):
+        status, page = await probe.get("/metrics")
+        if status == 200 and b"\nvllm:" in page:
+            return PROFILES["vllm"]
+        if status == 200 and page.lstrip().startswith(b"["):
+            return PROFILES["trtllm"]
+    return PROFILES["openai"]
+
+
+async def _vllm(probe: ServerProbe, found: ServerDescription) -> ServerDescription:
+    status, page = await probe.get("/metrics")
+    labels: dict[str, str] = {}
+    if status == 200:
+        labels = next((row[1] for row in samples(page, "vllm:cache_config_info")), {})
+    capacity = Capacity(_number(labels.get("block_size")), _number(labels.get("num_gpu_blocks")))
+    return replace(found, capacity=capacity)
+
+
+async def _sglang(probe: ServerProbe, found: ServerDescription) -> ServerDescription:
+    info = await probe.json("/get_server_info") or await probe.json("/server_info")
+    info = info if isinstance(info, dict) else {}
+    page_size, tokens = _number(info.get("page_size")), _number(info.get("max_total_num_tokens"))
+    capacity = Capacity(
+        page_size,
+        tokens // page_size if tokens and page_size else None,
+        _number(info.get("max_running_requests")),
+        _number(info.get("max_prefill_tokens")),
+    )
+    return _with_length(replace(found, capacity=capacity), _number(info.get("context_length")))
+
+
+async def _trtllm(probe: ServerProbe, found: ServerDescription) -> ServerDescription:
+    page = await probe.json("/metrics")
+    newest = page[-1] if isinstance(page, list) and page else {}
+    cache = newest.get("kvCacheStats") if isinstance(newest, dict) else None
+    cache = cache if isinstance(cache, dict) else {}
+    capacity = Capacity(_number(cache.get("tokensPerBlock")), _number(cache.get("maxNumBlocks")))
+    return replace(found, capacity=capacity)
+
+
+async def _llama_cpp(probe: ServerProbe, found: ServerDescription) -> ServerDescription:
+    props = await probe.json("/props")
+    props = props if isinstance(props, dict) else {}
+    settings = props.get("default_generation_settings")
+    length = _number(settings.get("n_ctx")) if isinstance(settings, dict) else None
+    capacity = Capacity(max_num_seqs=_number(props.get("total_slots")))
+    return _with_length(replace(found, capacity=capacity), length)
+
+
+async def _ollama(probe: ServerProbe, found: ServerDescription) -> ServerDescription:
+    """Ask for each model: an embedding model has no chat, and each has its own length."""
+    models = []
+    for model in found.models:
+        shown = await probe.json("/api/show", {"model": model.name})
+        shown = shown if isinstance(shown, dict) else {}
+        info = shown.get("model_info")
+        sizes = info.items() if isinstance(info, dict) else ()
+        length = next(
+            (_number(size) for key, size in sizes if key.endswith(".context_length")), None
+        )
+        abilities = shown.get("capabilities")
+        routes = model.routes
+        if isinstance(abilities, list) and "completion" not in abilities:
+            routes = tuple(route for route in routes if route == "/v1/embeddings") or routes
+        elif isinstance(abilities, list):
+            routes = tuple(route for route in routes if route != "/v1/embeddings") or routes
+        models.append(replace(model, context_length=length, routes=routes))
+    return replace(found, models=tuple(models))
+
+
+async def _no_details(probe: ServerProbe, found: ServerDescription) -> ServerDescription:
+    return found
+
+
+_DETAILS: dict[str, Callable[[ServerProbe, ServerDescription], Awaitable[ServerDescription]]] = {
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "trtllm": _trtllm,
+    "llama.cpp": _llama_cpp,
+    "ollama": _ollama,
+}
+
+
+def _with_length(found: ServerDescription, length: int | None) -> ServerDescription:
+    models = (
+        replace(model, context_length=model.context_length or length) for model in found.models
+    )
+    return replace(found, models=tuple(models))
+
+
+def _has(page: Any, field: str) -> bool:
+    return isinstance(page, dict) and field in page
+
+
+def _number(value: Any) -> int | None:
+    """``value``, a positive integer or the text of one; None for anything else."""
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

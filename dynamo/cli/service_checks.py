@@ -1,0 +1,180 @@
+"""Checks the services of a graph before any of them is started: programs, options, models.
+
+Every problem of every service is reported at once. In a service whose program is ours, each key
+must be an option with a valid value; of other programs only the existence is checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dynamo.config import environ
+from dynamo.config.check import check_options, did_you_mean
+from dynamo.config.modules import passes_unknown, settings_groups
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.serve.graph import Graph
+from dynamo.serve.service import PYTHON, Service
+
+__all__ = ["check_engines", "check_services"]
+
+_ENGINES = {"dynamo.vllm": ("vllm", "pip install 'dynamo-appliance[vllm]'")}
+_TOKENIZER_FILES = ("config.json", "tokenizer.json")
+
+
+def check_services(graph: Graph, directory: Path, env: Mapping[str, str]) -> None:
+    """Raise ConfigError with every problem of ``graph``, whose services run in ``directory``.
+
+    ``env`` is what the services get besides the environment of this process.
+    """
+    problems: list[str] = []
+    with contextlib.chdir(directory):  # relative paths are relative to where a service runs
+        for service in graph.services:
+            problems += _problems(service, {**environ(), **env, **service.envs})
+    _raise(graph, problems)
+
+
+def check_engines(graph: Graph) -> None:
+    """Raise ConfigError with every service whose engine is not installed."""
+    problems = []
+    for service in graph.services:
+        package, remedy = _ENGINES.get(service.program or "", ("", ""))
+        if package and "PYTHONPATH" not in service.envs and not _exists(package):
+            text = f"{service.program} needs {package}, which is not installed: {remedy}"
+            problems.append(f"{service.origin}: {service.name}.run: {text}")
+    _raise(graph, problems)
+
+
+def _raise(graph: Graph, problems: Sequence[str]) -> None:
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise ConfigError(f"{len(problems)} problems in {graph.source}:{lines}")
+
+
+def _problems(service: Service, env: Mapping[str, str]) -> list[str]:
+    where = f"{service.origin}: {service.name}"
+    program = service.program
+    problems = [f"{where}.run: {text}" for text in _missing(service, env)]
+    groups = settings_groups(program) if program is not None else None
+    if program is None or groups is None:
+        return problems
+    found = check_options(groups, service.words, env)
+    if not passes_unknown(program):
+        for key, flag in found.unknown:
+            subject = f"{_place(service, key)}" + ("" if key == flag else f": --{flag}")
+            hint = did_you_mean(flag, groups)
+            problems.append(f"{subject} is not an option of {program}{hint}")
+    for problem in found.problems:
+        place = f"{_place(service, problem.key)} " if problem.key else f"{where}: "
+        problems.append(place + problem.text)
+    if not problems and found.settings is not None:
+        settings = {type(group).__name__: group for group in found.settings}
+        problems += [f"{where}: {text}" for text in _refused(service, settings, env)]
+    return problems
+
+
+def _place(service: Service, key: str) -> str:
+    return f"{service.origins.get(key, service.origin)}: {service.name}.{key}"
+
+
+def _missing(service: Service, env: Mapping[str, str]) -> Iterator[str]:
+    """Find out whether the program of ``service`` is installed."""
+    name = service.command[0] if service.command else ""
+    is_searched = name and "/" not in name and name not in PYTHON
+    if is_searched and shutil.which(name, path=env.get("PATH")) is None:
+        yield f"no program {name}"
+    module = service.program
+    # Only our own modules: others may lie beside the graph or need a PYTHONPATH of the service.
+    if module is not None and module.startswith("dynamo.") and not _exists(module):
+        yield (
+            f"no Python module {module}; "
+            "a program is written as a list, e.g. run: [my-program, --flag]"
+        )
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def _refused(
+    service: Service, settings: Mapping[str, Any], env: Mapping[str, str]
+) -> Iterator[str]:
+    """Find what a program of ours refuses in options that are valid one by one."""
+    for check in (_check_router, _check_router_process, _check_mocker, _check_worker):
+        try:
+            check(service, settings, env)
+        except DynamoError as error:
+            yield error.message
+
+
+def _check_router(_service: Service, settings: Mapping[str, Any], _env: Mapping[str, str]) -> None:
+    router = settings.get("RouterSettings")
+    if router is not None and router.prefill_load_model == "fitted":
+        from dynamo.router.load.prefill_model import prefill_model
+
+        prefill_model(router)
+
+
+def _check_router_process(
+    _service: Service, settings: Mapping[str, Any], _env: Mapping[str, str]
+) -> None:
+    process = settings.get("RouterProcessSettings")
+    if process is None:
+        return
+    from dynamo.runtime.component import parse_endpoint
+
+    if process.endpoint is None:
+        raise ConfigError("endpoint is missing; give that of the workers: dynamo.backend.generate")
+    parse_endpoint(process.endpoint)
+
+
+def _check_mocker(_service: Service, settings: Mapping[str, Any], _env: Mapping[str, str]) -> None:
+    mocker = settings.get("MockerSettings")
+    if mocker is not None:
+        from dynamo.mocker.arguments import engine_shape, with_extra_arguments
+
+        engine_shape(with_extra_arguments(mocker))
+
+
+def _check_worker(service: Service, settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
+    worker = settings.get("WorkerSettings")
+    if worker is None:
+        return
+    if worker.endpoint is not None:
+        from dynamo.runtime.component import parse_endpoint
+
+        parse_endpoint(worker.endpoint)
+    template = worker.custom_jinja_template
+    if template is not None and not Path(template).is_file():
+        raise ConfigError(f"custom-jinja-template {template}: no such file in {Path.cwd()}")
+    if worker.model_path is None:
+        if service.program != "dynamo.attach":
+            raise ConfigError("model-path is missing; give a directory or an id on Hugging Face")
+    elif not all((Path(worker.model_path) / name).is_file() for name in _TOKENIZER_FILES):
+        _check_model(worker.model_path, service, env)
+
+
+def _check_model(source: str, service: Service, env: Mapping[str, str]) -> None:
+    """Raise ConfigError if no worker can find the model ``source``; uses no network."""
+    # Imported here: it takes 0.1 s, and most graphs name a complete local directory.
+    from dynamo.llm.model_source import is_hub_id, resolve_model
+
+    other_cache = any(name.startswith("HF_") for name in service.envs)
+    offline = env.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+    if is_hub_id(source) and (other_cache or not offline):
+        return  # the worker downloads it, or reports that it cannot
+    try:
+        model = resolve_model(source, download=False)
+        if not (model.is_gguf and service.program == "dynamo.vllm"):
+            model.directory().require_worker_files()
+    except ConfigError as error:
+        raise ConfigError(f"model-path: {error.message} (looked from {Path.cwd()})") from None

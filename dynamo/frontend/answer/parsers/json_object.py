@@ -1,0 +1,188 @@
+"""One tool call as a JSON object with a name and arguments, read while it arrives."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from dynamo.frontend.answer.parsers.message import AnswerMessage
+from dynamo.frontend.answer.parsers.scan import MAX_HELD, JsonSpan, TextSteps
+
+__all__ = ["JsonObjectCall"]
+
+_ARGUMENTS = frozenset(("arguments", "parameters"))
+_SCALAR = re.compile(r"[^\s,}\]<\"{\[]+")
+_SEPARATORS = " \t\r\n,"
+
+
+class JsonObjectCall(TextSteps):
+    """``{"name": "f", "arguments": {…}}``, in any order, with other members ignored.
+
+    Arguments are passed on as the model wrote them; those in a JSON string are decoded first.
+    ``rest`` is the text after the object, None while it is open. ``rejected`` means that it is no
+    call: no name, or none that ``accepts`` takes; ``rest`` is then all of its text.
+    """
+
+    __slots__ = (
+        "_accepts",
+        "_argued",
+        "_arguments",
+        "_key",
+        "_message",
+        "_named",
+        "_parts",
+        "_raw",
+        "_raw_size",
+        "_span",
+        "_streams",
+        "rejected",
+        "rest",
+    )  # fmt: skip
+
+    def __init__(self, message: AnswerMessage, accepts: Callable[[str], bool]) -> None:
+        super().__init__(self._open)
+        self._message = message
+        self._accepts = accepts
+        self._raw: list[str] = []  # all text, as long as it may turn out to be no call
+        self._raw_size = 0
+        self._span = JsonSpan()
+        self._parts: list[str] = []  # of the key or value being read
+        self._key: str | None = None  # None while a key is read
+        self._streams = False  # the value being read is passed on at once
+        self._arguments = ""  # those that came before the name
+        self._named = False
+        self._argued = False
+        self.rejected = False
+        self.rest: str | None = None
+
+    def push(self, text: str) -> None:
+        """Add text; the first begins with the brace."""
+        if not self._named:
+            self._raw.append(text)
+            self._raw_size += len(text)
+        super().push(text)
+        if self._raw_size > MAX_HELD and not self._named:
+            self._close()
+
+    def finish(self) -> None:
+        """Nothing follows: a call with a name is kept with the arguments so far."""
+        if self._named and not self._streams and self._key in _ARGUMENTS and self._parts:
+            self._message.add_arguments(_unquoted("".join(self._parts) + '"') or "")
+        self._argued = True
+        self._close()
+
+    def _open(self) -> bool:
+        if not self._text:
+            return False
+        self._take(1)
+        self._step = self._member
+        return True
+
+    def _member(self) -> bool:
+        self._text = self._text.lstrip(_SEPARATORS)
+        if not self._text:
+            return False
+        if self._text[0] == '"':
+            self._key = None
+            return self._begin_span()
+        if self._text[0] == "}":
+            self._take(1)
+        return self._close()
+
+    def _colon(self) -> bool:
+        self._take_space()
+        if not self._text:
+            return False
+        if self._take(1) != ":":
+            return self._close()
+        self._step = self._value
+        return True
+
+    def _value(self) -> bool:
+        self._take_space()
+        if not self._text:
+            return False
+        if self._text[0] in '"{[':
+            return self._begin_span()
+        found = _SCALAR.match(self._text)
+        if found is None:
+            return self._close()
+        if found.end() == len(self._text):
+            return False
+        return self._complete(self._take(found.end()))
+
+    def _begin_span(self) -> bool:
+        self._span = JsonSpan()
+        self._parts = []
+        self._streams = self._named and self._takes_arguments() and self._text[0] != '"'
+        self._argued = self._argued or self._streams
+        self._step = self._span_step
+        return True
+
+    def _span_step(self) -> bool:
+        if not self._text:
+            return False
+        end = self._span.end(self._text)
+        piece = self._take(len(self._text) if end < 0 else end)
+        if self._streams:
+            self._message.add_arguments(piece)
+        else:
+            self._parts.append(piece)
+        if end < 0:
+            return False
+        return self._complete("".join(self._parts))
+
+    def _complete(self, text: str) -> bool:
+        """A key or a value is complete; a value that was passed on already is empty."""
+        self._parts = []
+        if self._key is None:
+            self._key = _unquoted(text)
+            self._step = self._colon
+            return self._key is not None or self._close()
+        self._step = self._member
+        if self._key == "name" and not self._named:
+            return self._name(_unquoted(text))
+        if text and self._takes_arguments():
+            self._argued = True
+            self._arguments = "{}" if text == "null" else _unquoted(text) or text
+            if self._named:
+                self._message.add_arguments(self._arguments)
+        return True
+
+    def _name(self, name: str | None) -> bool:
+        if not name or not self._accepts(name):
+            return self._close()
+        self._named = True
+        self._raw.clear()
+        self._message.begin_call(name)
+        self._message.add_arguments(self._arguments)
+        return True
+
+    def _takes_arguments(self) -> bool:
+        return self._key in _ARGUMENTS and not self._argued
+
+    def _close(self) -> bool:
+        if self._named:
+            if not self._argued:
+                self._message.add_arguments("{}")
+            self.rest = self._text
+        else:
+            self.rejected = True
+            self.rest = "".join(self._raw)
+        self._text = ""
+        self._step = _never
+        return False
+
+
+def _unquoted(text: str) -> str | None:
+    """The value of a JSON string, None for any other text."""
+    try:
+        value = json.loads(text, strict=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _never() -> bool:
+    return False

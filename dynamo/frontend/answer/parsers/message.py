@@ -1,0 +1,181 @@
+"""The message that a parser builds: reasoning, content and tool calls, in pieces or as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from dynamo.frontend.answer.parsers.scan import SPACE
+
+__all__ = ["AnswerMessage", "AnswerParser", "ToolCallPart"]
+
+
+class AnswerParser(Protocol):
+    """Turns the text of one choice, in pieces of any size, into parts of its message."""
+
+    def push(self, text: str) -> None:
+        """Add text."""
+
+    def finish(self) -> None:
+        """Take the text held back into the message: nothing follows."""
+
+
+class ToolCallPart:
+    """The new part of tool call ``index``. ``id`` and ``name`` are None after its first part."""
+
+    __slots__ = ("arguments", "id", "index", "name")
+
+    def __init__(self, index: int, id: str | None, name: str | None) -> None:
+        self.index = index
+        self.id = id
+        self.name = name
+        self.arguments: list[str] = []
+
+    def whole(self) -> dict[str, Any]:
+        """The call as an element of ``message.tool_calls``."""
+        function = {"name": self.name, "arguments": "".join(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+    def delta(self) -> dict[str, Any]:
+        """The part as an element of ``delta.tool_calls``."""
+        if self.name is not None:
+            return {"index": self.index, **self.whole()}
+        return {"index": self.index, "function": {"arguments": "".join(self.arguments)}}
+
+
+class _TextPart:
+    """Pieces of text. White space at the end is held back until more text follows."""
+
+    __slots__ = ("_space", "pieces", "started")
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.started = False
+        self._space: list[str] = []
+
+    def add(self, text: str) -> None:
+        body = text.rstrip(SPACE)
+        if body:
+            if self._space:
+                self.keep_space()
+            self.pieces.append(body)
+            self.started = True
+        if len(body) != len(text):
+            self._space.append(text[len(body) :])
+
+    def keep_space(self) -> None:
+        self.pieces += self._space
+        self._space.clear()
+
+    def drop_space(self) -> None:
+        self._space.clear()
+
+    def take(self) -> str | None:
+        if not self.pieces:
+            return None
+        text = self.pieces[0] if len(self.pieces) == 1 else "".join(self.pieces)
+        self.pieces.clear()
+        return text
+
+
+class AnswerMessage:
+    """What a parser has found since the last :meth:`drain`; nothing is drained for one body.
+
+    ``max_calls`` bounds the tool calls; later ones are dropped. ``called``: there is a tool call.
+    ``new_id`` makes the id of a call. White space between a text and a call is dropped.
+    """
+
+    __slots__ = ("_calls", "_content", "_count", "_max_calls", "_muted", "_new_id", "_reasoning")
+
+    def __init__(self, new_id: Callable[[], str], max_calls: int | None = None) -> None:
+        self._reasoning = _TextPart()
+        self._content = _TextPart()
+        self._calls: list[ToolCallPart] = []
+        self._count = 0
+        self._muted = False
+        self._max_calls = max_calls
+        self._new_id = new_id
+
+    @property
+    def called(self) -> bool:
+        """Whether a tool call has begun."""
+        return self._count > 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether :meth:`drain` has anything to return."""
+        return bool(self._content.pieces or self._reasoning.pieces or self._calls)
+
+    def add_reasoning(self, text: str) -> None:
+        """Add to ``reasoning_content``."""
+        self._reasoning.add(text)
+
+    def end_reasoning(self) -> None:
+        """The reasoning is complete: drop the white space at its end."""
+        self._reasoning.drop_space()
+
+    def add_content(self, text: str) -> None:
+        """Add to ``content``."""
+        self._content.add(text)
+
+    def next_part(self, reasoning: bool) -> None:
+        """Separate what follows from the reasoning, or the content, so far with a line break."""
+        part = self._reasoning if reasoning else self._content
+        if part.started:
+            part.drop_space()
+            part.add("\n")
+
+    def begin_call(self, name: str) -> None:
+        """Begin a tool call; its arguments follow."""
+        self._content.drop_space()
+        self._muted = self._count == self._max_calls
+        if not self._muted:
+            self._calls.append(ToolCallPart(self._count, self._new_id(), name))
+            self._count += 1
+
+    def add_arguments(self, text: str) -> None:
+        """Add to the arguments of the call begun last."""
+        if self._muted or not text:
+            return
+        if not self._calls:  # its beginning was drained
+            self._calls.append(ToolCallPart(self._count - 1, None, None))
+        self._calls[-1].arguments.append(text)
+
+    def finish(self) -> None:
+        """Nothing follows: keep the white space held back, unless it follows a call."""
+        self._reasoning.keep_space()
+        if self._count:
+            self._content.drop_space()
+        else:
+            self._content.keep_space()
+
+    def text_alone(self) -> tuple[str | None, str | None]:
+        """Drain ``(content, None)`` or ``(None, reasoning)`` if nothing else is pending."""
+        if self._calls or (self._content.pieces and self._reasoning.pieces):
+            return None, None
+        return self._content.take(), self._reasoning.take()
+
+    def drain(self) -> dict[str, Any]:
+        """The ``delta`` of everything since the last time."""
+        delta: dict[str, Any] = {}
+        reasoning, content = self._reasoning.take(), self._content.take()
+        if reasoning is not None:
+            delta["reasoning_content"] = reasoning
+        if content is not None:
+            delta["content"] = content
+        if self._calls:
+            delta["tool_calls"] = [call.delta() for call in self._calls]
+            self._calls.clear()
+        return delta
+
+    def whole(self) -> dict[str, Any]:
+        """The ``message`` of an answer in one body."""
+        reasoning, content = self._reasoning.take(), self._content.take()
+        if content is None and not self._count:
+            content = ""
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
+        if self._calls:
+            message["tool_calls"] = [call.whole() for call in self._calls]
+        return message

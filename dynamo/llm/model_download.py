@@ -1,0 +1,171 @@
+"""Reads a model from the Hugging Face cache, and downloads what is missing.
+
+Imports huggingface_hub, which takes 0.2 s: imported only for a model that is no local directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from tqdm.std import tqdm
+
+from dynamo.errors import ConfigError
+
+__all__ = ["HubModel"]
+
+_OTHER_FORMATS = (
+    *("*.gguf", "*.onnx", "*.msgpack", "*.h5", "*.ot", "*.tflite", "*.mlmodel"),
+    *("original/*", "onnx/*", "coreml/*", "openvino/*"),
+)
+_SAFETENSORS = ".safetensors"
+_PICKLED = ("*.bin", "*.pt", "*.pth")
+_LINE_EVERY_S = 5.0
+log = logging.getLogger(__name__)
+
+
+class HubModel:
+    """The repository ``name`` on Hugging Face; ``given`` is what the user wrote, for errors."""
+
+    def __init__(self, name: str, revision: str | None, given: str) -> None:
+        self._name = name
+        self._revision = revision
+        self._given = given
+
+    def fetch(self, patterns: Sequence[str] | None, download: bool) -> Path:
+        """Return the directory with the files that match ``patterns``; None: with the weights.
+
+        The Hub is asked for changes; if it cannot be reached, the cached files are used.
+        Raises ConfigError.
+        """
+        local = not download or constants.HF_HUB_OFFLINE
+        try:
+            path = self._weights(local) if patterns is None else self._snapshot(patterns, (), local)
+        except (OSError, EntryNotFoundError, ValueError) as error:
+            raise self._error(error, local) from error
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"the model {self._given!r} on Hugging Face has no config.json: "
+                "give the id of a model for transformers, or a GGUF file as org/name/file.gguf"
+            )
+        return path
+
+    def fetch_file(self, file: str, download: bool) -> Path:
+        """Return the path of one file of the repository. Raises ConfigError."""
+        local = not download or constants.HF_HUB_OFFLINE
+        try:
+            path = hf_hub_download(
+                self._name,
+                file,
+                revision=self._revision,
+                local_files_only=local,
+                tqdm_class=_progress(f"{self._name}/{file}"),
+            )
+        except (OSError, EntryNotFoundError, ValueError) as error:
+            raise self._error(error, local) from error
+        return Path(path)
+
+    def _snapshot(
+        self, patterns: Sequence[str] | None, ignored: Sequence[str], local: bool
+    ) -> Path:
+        path = snapshot_download(
+            self._name,
+            revision=self._revision,
+            allow_patterns=None if patterns is None else list(patterns),
+            ignore_patterns=list(ignored),
+            local_files_only=local,
+            tqdm_class=_progress(self._name),
+        )
+        return Path(path)
+
+    def _weights(self, local: bool) -> Path:
+        """Return the directory with the weights in one format, safetensors if there are any."""
+        if not local:
+            try:
+                names = HfApi().list_repo_files(self._name, revision=self._revision)
+                has_safetensors = any(name.endswith(_SAFETENSORS) for name in names)
+                copies = _PICKLED if has_safetensors else ()
+                return self._snapshot(None, (*_OTHER_FORMATS, *copies), local)
+            except HfHubHTTPError:
+                raise
+            except OSError as error:
+                log.warning("Hugging Face cannot be reached (%s); looking in the cache", error)
+        path = self._snapshot(None, (*_OTHER_FORMATS, *_PICKLED), True)
+        if not any(path.glob(f"*{_SAFETENSORS}")):
+            path = self._snapshot(None, _OTHER_FORMATS, True)
+        return path
+
+    def _error(self, error: Exception, local: bool) -> ConfigError:
+        where = f"the model {self._given!r}"
+        if isinstance(error, GatedRepoError):
+            return ConfigError(
+                f"{where} is gated on Hugging Face: accept its licence there, then set HF_TOKEN"
+            )
+        if isinstance(error, RevisionNotFoundError):
+            return ConfigError(f"{where} has no revision {self._revision!r} on Hugging Face")
+        if isinstance(error, RepositoryNotFoundError):
+            return ConfigError(
+                f"no such directory, and not on Hugging Face: {where}; correct the name, or set "
+                "HF_TOKEN if it is private"
+            )
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return ConfigError(f"no such file on Hugging Face: {where}; correct its name")
+        absent = f"no such directory, and not (complete) in the Hugging Face cache: {where}"
+        if local:
+            return ConfigError(
+                f"{absent} ({constants.HF_HUB_CACHE}); download it with 'hf download {self._name}' "
+                "or unset HF_HUB_OFFLINE"
+            )
+        return ConfigError(
+            f"{absent} ({constants.HF_HUB_CACHE}); downloading it from {constants.ENDPOINT} "
+            f"failed: {_reason(error):.200}"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """Return the status of the response that caused ``error``; without one, its first line."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, HfHubHTTPError) and cause.response is not None:
+            return f"the server replied with status {cause.response.status_code}"
+        cause = cause.__cause__ or cause.__context__
+    return str(error.__cause__ or error).partition("\n")[0]
+
+
+def _progress(name: str) -> Any:
+    """Return the progress bar of a download; None, the Hub's own bar, on a terminal."""
+    if sys.stderr.isatty():
+        return None
+    return type("_NamedPercentLines", (_PercentLines,), {"model": name})
+
+
+class _PercentLines(tqdm):  # type: ignore[misc]
+    """A progress bar for logs: a line every few seconds."""
+
+    model = ""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._next_s = time.monotonic() + _LINE_EVERY_S
+        options.pop("name", None)  # of the Hub's own class
+        super().__init__(*args, **options)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Log the progress in place of a redrawn bar."""
+        counts_bytes = self.unit == "B" and self.total
+        if counts_bytes and time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _LINE_EVERY_S
+            done = f"{100 * self.n / self.total:.0f} % of {self.total / 1e9:.2f} GB"
+            log.info("downloading %s: %s", self.model, done)

@@ -1,0 +1,124 @@
+"""Finds a model by its name: a local directory, a GGUF file, or an id on Hugging Face.
+
+:func:`resolve_model` is the one function for every worker, and for ``register_model``. The cache,
+the credentials and the network are those of ``huggingface_hub``: ``HF_HOME``, ``HF_TOKEN``,
+``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` apply.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo.errors import ConfigError
+from dynamo.llm.model_directory import ModelDirectory
+
+__all__ = ["ResolvedModel", "is_hub_id", "resolve_model"]
+
+_PREFIX = "hf://"
+_GGUF = ".gguf"
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
+_ID = re.compile(rf"{_NAME}/{_NAME}")
+_OLD_ID = re.compile(_NAME)
+_GGUF_IN_ID = re.compile(rf"({_NAME}/{_NAME})/(.+{re.escape(_GGUF)})")
+_PROMPT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model on this machine.
+
+    ``path`` is a directory, or a GGUF file. ``name`` is the model's name in the API unless another
+    is given: the id on Hugging Face, the name of the directory, or of the file without ``.gguf``.
+    """
+
+    path: Path
+    name: str
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether ``path`` is a GGUF file."""
+        return self.path.suffix == _GGUF
+
+    def directory(self) -> ModelDirectory:
+        """Return the directory with the tokenizer and config.json, which the frontend reads.
+
+        That of a GGUF file is the one it is in. Raises ConfigError without tokenizer.json there:
+        the tokenizer in a GGUF file is in another form, and converting it is not exact.
+        """
+        if not self.is_gguf:
+            return ModelDirectory(self.path)
+        if not (self.path.parent / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"{self.path} is a GGUF file, and there is no tokenizer.json beside it, which the "
+                "frontend reads: give the directory of the original model's tokenizer, or copy its "
+                "tokenizer.json, tokenizer_config.json and config.json beside the file"
+            )
+        return ModelDirectory(self.path.parent)
+
+
+def resolve_model(
+    source: str | Path,
+    *,
+    weights: bool = False,
+    revision: str | None = None,
+    download: bool = True,
+) -> ResolvedModel:
+    """Return the model that ``source`` names on this machine; download it if necessary.
+
+    ``source`` is a directory, a GGUF file, an id on Hugging Face (``org/name``, ``hf://org/name``)
+    or a GGUF file there (``org/name/file.gguf``). A name whose first part is a directory here is
+    a path; ids without an organization need the prefix ``hf://``. Without ``weights`` only the
+    files that make prompts are downloaded: configuration, tokenizer, chat template. ``revision``
+    is a branch, a tag or a commit on Hugging Face. With ``download`` false only the cache is read.
+
+    Blocking, with progress in the log, or as a bar on a terminal. Raises ConfigError.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return ResolvedModel(path.resolve(), ModelDirectory(path).name)
+    if path.is_file():
+        return _local_file(path)
+    found = _split(str(source))
+    if found is None:
+        raise ConfigError(
+            f"no such directory: the model {str(source)!r}; give a local directory, a GGUF file, "
+            "or an id on Hugging Face such as Qwen/Qwen3-0.6B"
+        )
+    repository, file = found
+    # Imported here: it takes 0.2 s, and a local directory does not need it.
+    from dynamo.llm.model_download import HubModel
+
+    model = HubModel(repository, revision, str(source))
+    if file is not None:
+        return ResolvedModel(model.fetch_file(file, download), Path(file).stem)
+    patterns = None if weights else _PROMPT_FILES
+    return ResolvedModel(model.fetch(patterns, download), repository)
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether ``source`` would be looked up on Hugging Face: it is no local path."""
+    return not Path(source).expanduser().exists() and _split(source) is not None
+
+
+def _local_file(path: Path) -> ResolvedModel:
+    if path.suffix != _GGUF:
+        raise ConfigError(
+            f"the model {str(path)!r} is a file, but not a GGUF file; give the directory it is in"
+        )
+    return ResolvedModel(path.resolve(), path.stem)
+
+
+def _split(source: str) -> tuple[str, str | None] | None:
+    """Return the id of a repository, and of a GGUF file in it; None if ``source`` is no id."""
+    text = source.removeprefix(_PREFIX)
+    prefixed = text != source
+    if prefixed and _OLD_ID.fullmatch(text):
+        return text, None
+    if not prefixed and Path(text.partition("/")[0]).is_dir():
+        return None
+    if _ID.fullmatch(text) and not text.endswith(_GGUF):
+        return text, None
+    found = _GGUF_IN_ID.fullmatch(text)
+    return (found[1], found[2]) if found else None

@@ -1,0 +1,71 @@
+"""Engines that live as long as the session: each takes half a minute to start."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from servers_kit import EngineDeployment, closing
+from weights_kit import write_byte_llama, write_llama
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip without vLLM; allow for the start of an engine in any test."""
+    missing = importlib.util.find_spec("vllm") is None
+    skip = pytest.mark.skip(reason="vLLM is missing, run scripts/test-engines")
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.timeout(300))
+            if missing:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with a byte-level tokenizer."""
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose tokenizer writes unknown characters as bytes."""
+    return write_byte_llama(tmp_path_factory.mktemp("models") / "bytes")
+
+
+@pytest.fixture(scope="session")
+def vllm_tiny(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Iterator[EngineDeployment]:
+    """VLLM's own server with the model ``tiny``."""
+    with closing(EngineDeployment(tmp_path_factory.mktemp("vllm-tiny"))) as made:
+        made.vllm_server(tiny_model, "tiny")
+        made.wait_for_models("tiny")
+        yield made
+
+
+@pytest.fixture(scope="session")
+def vllm_bytes(
+    tmp_path_factory: pytest.TempPathFactory, bytes_model: Path
+) -> Iterator[EngineDeployment]:
+    """VLLM's own server with the model ``bytes``."""
+    with closing(EngineDeployment(tmp_path_factory.mktemp("vllm-bytes"))) as made:
+        made.vllm_server(bytes_model, "bytes")
+        made.wait_for_models("bytes")
+        yield made
+
+
+@pytest.fixture(scope="session")
+def ours(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, bytes_model: Path
+) -> Iterator[EngineDeployment]:
+    """One frontend with KV routing before two workers: the models ``tiny`` and ``bytes``."""
+    with closing(EngineDeployment(tmp_path_factory.mktemp("ours"))) as made:
+        made.frontend("--router-mode", "kv")
+        made.worker(tiny_model, "tiny")
+        made.worker(bytes_model, "bytes")
+        made.wait_for_models("tiny", "bytes")
+        yield made

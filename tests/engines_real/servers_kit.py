@@ -1,0 +1,156 @@
+"""Real engines under test: our worker and frontend, and vLLM's own server to compare with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+from deployment import Deployment
+from weights_kit import CONTEXT
+
+from dynamo.frontend.prompt.tokenizer import Tokenizer, load_tokenizer
+
+ENGINE_START_S = 120.0
+ENGINE_FLAGS = (
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+    "--block-size",
+    "32",
+    "--max-model-len",
+    str(CONTEXT),
+)
+ENGINE_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    # One thread an engine: several engines share two cores, and sums always have one order.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+
+
+class EngineDeployment(Deployment):
+    """Processes with real engines. ``close`` fails if any process of theirs is left."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        super().__init__(directory)
+        self.env |= ENGINE_ENV
+        self.tokenizer: Tokenizer | None = None
+        """The tokenizer of the model that vLLM's own server serves here."""
+        self._started: set[psutil.Process] = set()
+
+    def worker(self, model: Path, name: str, *flags: str, **env: str) -> subprocess.Popen[bytes]:
+        """Start our worker with vLLM inside."""
+        named = ("--model", str(model), "--served-model-name", name)
+        return self.start("dynamo.vllm", *named, *ENGINE_FLAGS, *flags, **env)
+
+    def vllm_server(self, model: Path, name: str, *flags: str) -> subprocess.Popen[bytes]:
+        """Start vLLM's own server on the port of this deployment."""
+        self.tokenizer = load_tokenizer(model)
+        named = ("--model", str(model), "--served-model-name", name, "--port", str(self.port))
+        return self.start("vllm.entrypoints.openai.api_server", *named, *ENGINE_FLAGS, *flags)
+
+    def wait_for_models(self, *names: str, timeout_s: float = ENGINE_START_S) -> None:
+        """Wait until the server on our port lists ``names``; fails with the logs."""
+        deadline = time.monotonic() + timeout_s
+        listed: set[str] = set()
+        while not listed.issuperset(names):
+            assert time.monotonic() < deadline, f"{names} not in {listed}\n{self.tail()}"
+            for process in self.processes:
+                assert process.poll() is None, f"{process.args!r} ended\n{self.tail()}"
+            time.sleep(0.1)
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                body = json.loads(self.request("GET", "/v1/models")[2])
+                listed = {model["id"] for model in body["data"]}
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send ``body``, which must be answered with 200; return the answer."""
+        status, _, answer = self.request("POST", path, body)
+        assert status == 200, f"{status}: {answer.decode()}\n{self.tail()}"
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events of a streamed answer; the last one must be ``[DONE]``."""
+        status, _, answer = self.request("POST", path, {**body, "stream": True})
+        assert status == 200, f"{status}: {answer.decode()}\n{self.tail()}"
+        events = [
+            line.removeprefix("data: ")
+            for line in answer.decode().split("\n")
+            if line.startswith("data: ")
+        ]
+        assert events.pop() == "[DONE]"
+        return [json.loads(event) for event in events]
+
+    def engine_cores(self) -> list[psutil.Process]:
+        """The processes of vLLM's EngineCore."""
+        return [one for one in self.descendants() if "EngineCore" in title(one)]
+
+    def descendants(self) -> set[psutil.Process]:
+        """Our processes and all that they have started, as far as they run."""
+        for process in self.processes:
+            self._started |= tree(process.pid)
+        self._started = {one for one in self._started if is_alive(one)}
+        return self._started
+
+    def close(self) -> None:
+        """Stop all processes; whatever they have started must end with them."""
+        self.descendants()
+        try:
+            super().close()
+            self.until(lambda: not self.descendants(), "all processes have ended")
+        finally:
+            for process in self.descendants():
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+
+
+def tree(pid: int) -> set[psutil.Process]:
+    """The process and its descendants. A marker in the environment would not do: EngineCore
+    writes its title over it."""
+    try:
+        process = psutil.Process(pid)
+        return {process, *process.children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def title(process: psutil.Process) -> str:
+    """The command line, which may be a title."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs; a zombie does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def in_parallel(call: Callable[[Any], Any], values: Sequence[Any], width: int = 8) -> list[Any]:
+    """``call`` of each value, several at a time, so that the engine computes batches."""
+    with ThreadPoolExecutor(width) as pool:
+        return list(pool.map(call, values))
+
+
+@contextlib.contextmanager
+def closing(made: EngineDeployment) -> Iterator[EngineDeployment]:
+    """Close ``made`` at the end, also when it does not start."""
+    try:
+        yield made
+    finally:
+        made.close()

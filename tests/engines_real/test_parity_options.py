@@ -1,0 +1,134 @@
+"""Every option of a request has the effect that it has on vLLM's own server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from answers_kit import (
+    CHAT,
+    COMPLETIONS,
+    ask,
+    ask_streamed,
+    assert_equal,
+    chat,
+    completion,
+    prompts,
+)
+from servers_kit import EngineDeployment
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+PROMPT = "Once upon a time"
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "min_tokens": {"min_tokens": 40, "max_tokens": 60},
+    "ignore_eos": {"ignore_eos": True, "max_tokens": 60},
+    "stop_token_ids": {"stop_token_ids": list(range(0, 4000, 50)), "max_tokens": 60},
+    "logit_bias": {"logit_bias": {"1234": 100}, "max_tokens": 4},
+    "seed": {"temperature": 1.0, "seed": 42},
+    "top_p": {"temperature": 0.9, "top_p": 0.5, "seed": 7},
+    "top_k": {"temperature": 1.5, "top_k": 3, "seed": 7},
+    "min_p": {"temperature": 1.5, "min_p": 0.2, "seed": 7},
+    "penalties": {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3},
+    "special tokens": {"skip_special_tokens": False, "max_tokens": 60},
+    "one token": {"max_tokens": 1},
+    "several choices": {"n": 3, "temperature": 0},
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(path: str, name: str, ours: EngineDeployment, vllm_tiny: EngineDeployment) -> None:
+    make = chat if path == CHAT else completion
+    for text in prompts(4):
+        body = make(text, model="tiny", **OPTIONS[name])
+        where = f"{name}: {text}"
+        assert_equal(ask(ours, path, body), ask(vllm_tiny, path, body), where)
+        assert_equal(ask_streamed(ours, path, body), ask_streamed(vllm_tiny, path, body), where)
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("model", ["tiny", "bytes"])
+def test_stop_strings(
+    include: bool, model: str, ours: EngineDeployment, request: pytest.FixtureRequest
+) -> None:
+    """A stop string over several tokens ends the text at the same character."""
+    theirs: EngineDeployment = request.getfixturevalue(f"vllm_{model}")
+    for text in prompts(6):
+        whole = ask(theirs, COMPLETIONS, completion(text, model=model, max_tokens=40))[0]["text"]
+        middle = whole[len(whole) // 2 - 2 : len(whole) // 2 + 3]
+        body = completion(
+            text,
+            model=model,
+            max_tokens=40,
+            stop=[middle, "not in the text"],
+            include_stop_str_in_output=include,
+        )
+        expected = ask(theirs, COMPLETIONS, body)
+        assert expected[0]["finish_reason"] == "stop"
+        assert_equal(ask(ours, COMPLETIONS, body), expected, text)
+        assert_equal(ask_streamed(ours, COMPLETIONS, body), ask_streamed(theirs, COMPLETIONS, body))
+
+
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "json_schema": {"response_format": NAMED},
+    "json_object": {"response_format": {"type": "json_object"}},
+    "regex": {"structured_outputs": {"regex": "[a-c]{3}-[0-9]{2}"}},
+    "choice": {"structured_outputs": {"choice": ["positive", "negative"]}},
+}
+OURS: dict[str, dict[str, Any]] = {
+    "regex": {"guided_regex": "[a-c]{3}-[0-9]{2}"},
+    "choice": {"guided_choice": ["positive", "negative"]},
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_structured_output(
+    path: str, name: str, ours: EngineDeployment, vllm_tiny: EngineDeployment
+) -> None:
+    make = chat if path == CHAT else completion
+    constraint: dict[str, Any] = CONSTRAINTS[name]
+    theirs = make(PROMPT, model="tiny", max_tokens=60, **constraint)
+    expected = ask(vllm_tiny, path, theirs)
+    for spelled in (constraint, OURS.get(name, constraint)):
+        mine = make(PROMPT, model="tiny", max_tokens=60, **spelled)
+        assert_equal(ask(ours, path, mine), expected, str(spelled))
+
+
+def test_a_schema_is_followed(ours: EngineDeployment) -> None:
+    body = chat(PROMPT, model="tiny", max_tokens=200, response_format=NAMED)
+    (choice, _) = ask(ours, CHAT, body)
+    if choice["finish_reason"] == "stop":
+        found = json.loads(choice["text"])
+        assert isinstance(found["name"], str) and isinstance(found["age"], int)
+
+
+def test_default_sampling_options_of_the_model(
+    ours: EngineDeployment, vllm_bytes: EngineDeployment
+) -> None:
+    """generation_config.json has a repetition penalty, which a request may override."""
+    plain = completion(PROMPT, model="bytes")
+    without = completion(PROMPT, model="bytes", repetition_penalty=1.0)
+    assert_equal(ask(ours, COMPLETIONS, plain), ask(vllm_bytes, COMPLETIONS, plain))
+    assert_equal(ask(ours, COMPLETIONS, without), ask(vllm_bytes, COMPLETIONS, without))
+
+
+def test_echo(ours: EngineDeployment, vllm_tiny: EngineDeployment) -> None:
+    body = completion(PROMPT, model="tiny", echo=True, max_tokens=4)
+    assert_equal(ask(ours, COMPLETIONS, body), ask(vllm_tiny, COMPLETIONS, body))
+
+
+def test_no_room_for_the_answer(ours: EngineDeployment, vllm_tiny: EngineDeployment) -> None:
+    """A prompt that fills the context is refused by both, one token less is answered."""
+    for length, status in ((2048, 400), (2047, 200)):
+        body = completion([100] * length, model="tiny", max_tokens=1)
+        assert ours.request("POST", COMPLETIONS, body)[0] == status
+        assert vllm_tiny.request("POST", COMPLETIONS, body)[0] == status

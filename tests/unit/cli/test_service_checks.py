@@ -1,0 +1,130 @@
+"""The checks of `dynamo serve` before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynamo.cli import service_checks
+from dynamo.cli.service_checks import check_engines, check_services
+from dynamo.config.modules import settings_groups
+from dynamo.config.option import fields_of
+from dynamo.errors import ConfigError
+from dynamo.serve.graph import parse_graph
+
+MODEL = Path(__file__).resolve().parents[3] / "examples/model"
+
+
+@pytest.fixture(autouse=True)
+def _online(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+
+def problems(tmp_path: Path, text: str) -> str:
+    """Return the problems of a graph; "" if there is none."""
+    try:
+        check_services(parse_graph(text.replace("MODEL", str(MODEL)), "g.yaml"), tmp_path, {})
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+def test_the_problems_of_all_services_come_at_once(tmp_path: Path) -> None:
+    text = """
+Frontend: {run: dynamo.frontend, http-port: 80000}
+Worker:
+  run: dynamo.mocker
+  model-pth: x
+Other: {run: [python, -m, dynamo.mocker, --model-path, MODEL, --fo, "1"]}
+Router: {run: dynamo.router}
+"""
+    assert problems(tmp_path, text) == (
+        "4 problems in g.yaml:\n"
+        "  g.yaml:2:34: Frontend.http-port must be between 0 and 65535, got 80000\n"
+        "  g.yaml:5:3: Worker.model-pth is not an option of dynamo.mocker "
+        "(did you mean model-path?)\n"
+        "  g.yaml:6:1: Other.run: --fo is not an option of dynamo.mocker\n"
+        "  g.yaml:7:1: Router: endpoint is missing; give that of the workers: "
+        "dynamo.backend.generate"
+    )
+
+
+@pytest.mark.parametrize(
+    ("service", "words"),
+    [
+        ("{run: dynamo.mocker}", "W: model-path is missing; give a directory or an id"),
+        ("{run: dynamo.mocker, model-path: nowhere}", "W: model-path: no such directory: the mo"),
+        ("{run: dynamo.mocker, model-path: .}", "has no config.json and no tokenizer.json"),
+        (
+            "{run: dynamo.mocker, model-path: MODEL, max-num-seqs: 9, max-num-batched-tokens: 2}",
+            "W: --max-num-batched-tokens 2 is less than --max-num-seqs 9",
+        ),
+        ("{run: dynamo.mocker, model-path: MODEL, endpoint: a.b}", "Invalid endpoint path 'a.b'"),
+        (
+            "{run: dynamo.mocker, model-path: MODEL, custom-jinja-template: t.jinja}",
+            "W: custom-jinja-template t.jinja: no such file in ",
+        ),
+        (
+            "{run: dynamo.mocker, model-path: MODEL, ServiceArgs: {envs: {DYN_EVENT_PLANE: x}}}",
+            "W: DYN_EVENT_PLANE must be one of zmq, nats, got 'x'",
+        ),
+        (
+            "{run: dynamo.frontend, router-mode: kv, router-prefill-load-model: fitted, "
+            "router-track-prefill-tokens: false}",
+            "W: --router-prefill-load-model=fitted needs --router-track-prefill-tokens",
+        ),
+        ("{run: dynamo.router, endpoint: a.b}", "W: Invalid endpoint path 'a.b'"),
+        ("{run: dynamo.mockr}", "W.run: no Python module dynamo.mockr"),
+        ("{run: [no-such-program]}", "W.run: no program no-such-program"),
+    ],
+)
+def test_a_service_that_would_end_at_once_is_refused(
+    tmp_path: Path, service: str, words: str
+) -> None:
+    assert words in problems(tmp_path, f"W: {service}\n")
+
+
+def test_paths_are_relative_to_the_directory_of_the_graph(tmp_path: Path) -> None:
+    (tmp_path / "m").symlink_to(MODEL)
+    assert problems(tmp_path, "W: {run: dynamo.mocker, model-path: m}\n") == ""
+
+
+def test_a_model_of_the_hub_must_be_cached_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = "W: {run: dynamo.mocker, model-path: acme/tiny}\n"
+    assert problems(tmp_path, graph) == ""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "not (complete) in the Hugging Face cache: the model 'acme/tiny'" in problems(
+        tmp_path, graph
+    )
+
+
+def test_other_programs_are_not_checked(tmp_path: Path) -> None:
+    assert problems(tmp_path, "A: {run: my.engine, any: 1}\nB: {run: [sleep, '1'], x: 2}\n") == ""
+
+
+def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(service_checks._ENGINES, "dynamo.mocker", ("no_such_package", "pip x"))
+    with pytest.raises(ConfigError, match=r"W\.run: dynamo\.mocker needs no_such_package.*pip x"):
+        check_engines(parse_graph("W: {run: dynamo.mocker}\n", "g.yaml"))
+
+
+@pytest.mark.parametrize("module", ["dynamo.frontend", "dynamo.router", "dynamo.mocker"])
+def test_the_checked_options_are_those_of_the_program(module: str) -> None:
+    """A program that gets another group of options must get it in settings_groups, too."""
+    words = [sys.executable, "-m", module, "--help"]
+    env = {**os.environ, "COLUMNS": "300"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True, env=env)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("  -")]
+    shown = {flag for line in lines for flag in re.findall(r"--[a-z][\w-]*", line.split("   ")[0])}
+    groups = settings_groups(module)
+    assert groups is not None
+    options = [field.metadata["option"] for group in groups for field in fields_of(group)]
+    known = {flag for option in options for flag in option.flags if flag.startswith("--")}
+    assert {flag for flag in shown if not flag.startswith("--no-")} == known | {"--help"}

@@ -1,0 +1,263 @@
+"""Answers as models write them, by format, and the messages that they are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from dynamo.frontend.answer.parsers.formats import TOOL_FORMATS, RequestTools
+from dynamo.frontend.answer.parsers.message import AnswerMessage, AnswerParser
+
+CITY = {"type": "string", "description": "The city"}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": CITY,
+                    "days": {"type": "integer"},
+                    "options": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                },
+                "required": ["city"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "get_time"}},
+]
+
+
+class Case(NamedTuple):
+    """``calls`` are (name, arguments) pairs; ``content`` and ``reasoning`` None if absent."""
+
+    format: str
+    text: str
+    calls: tuple[tuple[str, str], ...] = ()
+    content: str | None = None
+    reasoning: str | None = None
+
+
+PARIS = ("get_weather", '{"city": "Paris"}')
+TIME = ("get_time", "{}")
+NESTED = '{"city": "Köln \\u00e9 \\"}{\\"", "options": {"a": [1, {"b": null}], "c": "\\\\"}}'
+V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+SECTION = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+TO_WEATHER = "commentary to=functions.get_weather <|constrain|>json<|message|>"
+
+CASES = (
+    # hermes: Hermes 2 and 3, Qwen 2.5, Qwen 3
+    Case(
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        (PARIS,),
+    ),
+    Case(
+        "hermes",
+        'Let me look.\n\n<tool_call>\n{"name": "get_weather", "arguments": ' + NESTED + "}\n"
+        '</tool_call>\n<tool_call>\n{"arguments": {}, "name": "get_time"}\n</tool_call>',
+        (("get_weather", NESTED), TIME),
+        "Let me look.",
+    ),
+    Case(
+        "hermes",
+        '<tool_call>{"name": "get_time"}</tool_call> and that is all <b>',
+        (TIME,),
+        " and that is all <b>",
+    ),
+    Case(
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\"}"}</tool_call>',
+        (PARIS,),
+    ),
+    Case("hermes", "1 < 2, <tool_cal", content="1 < 2, <tool_cal"),
+    Case(
+        "hermes", "<tool_call>\n[1, 2]\n</tool_call>", content="<tool_call>\n[1, 2]\n</tool_call>"
+    ),
+    Case("hermes", '<tool_call>{"a": 1}</tool_call> ', content='<tool_call>{"a": 1}</tool_call> '),
+    Case("hermes", "<tool_call></tool_call>", content="<tool_call></tool_call>"),
+    Case("hermes", '<tool_call>{"name": 3, "x', content='<tool_call>{"name": 3, "x'),
+    Case(
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Pa',
+        (("get_weather", '{"city": "Pa'),),
+    ),
+    Case(
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": {"city": 1</tool_call>'
+        '<tool_call>{"name": "get_time", "arguments": null}</tool_call>',
+        (("get_weather", '{"city": 1'), TIME),
+    ),
+    Case(
+        "hermes",
+        '<tool_call>{"name": broken}\n<tool_call>{"name": "get_time", "arguments": {}}</tool_call>',
+        (TIME,),
+        '<tool_call>{"name": broken}',
+    ),
+    # llama3_json: Llama 3.1 to 3.3
+    Case("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}', (PARIS,)),
+    Case(
+        "llama3_json",
+        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}; '
+        '{"type": "function", "name": "get_time", "parameters": {}}',
+        (PARIS, TIME),
+    ),
+    Case(
+        "llama3_json",
+        '[{"name": "get_time", "parameters": {}}, {"name": "get_time", "parameters": {}}]',
+        (TIME, TIME),
+    ),
+    Case("llama3_json", '{"name": "Bob", "age": 3}', content='{"name": "Bob", "age": 3}'),
+    Case("llama3_json", ' {"a": {"b": 1}} ok', content=' {"a": {"b": 1}} ok'),
+    Case("llama3_json", "Plain text {1}", content="Plain text {1}"),
+    # mistral: the array of older tokenizers, and the names of newer ones
+    Case(
+        "mistral",
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}, '
+        '{"name": "get_time", "arguments": {}}]',
+        (PARIS, TIME),
+    ),
+    Case(
+        "mistral",
+        'Looking.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[ARGS]{}',
+        (PARIS, TIME),
+        "Looking.",
+    ),
+    Case("mistral", "[TOOL_CALLS]get_time[CALL_ID]abc123xyz[ARGS]{}", (TIME,)),
+    Case("mistral", 'Look: [TOOL_CALLS]get_weather{"city": "Paris"}', (PARIS,), "Look:"),
+    Case("mistral", "[TOOL_CALLS] is a marker [x]", content="[TOOL_CALLS] is a marker [x]"),
+    Case("mistral", "[TOOL", content="[TOOL"),
+    # pythonic: Llama 3.2 and 4
+    Case("pythonic", '[get_weather(city="Paris"), get_time()]', (PARIS, TIME)),
+    Case(
+        "pythonic",
+        "[get_weather(city='it\\'s, (x)', days=-3, options={'a': [True, None], \"b\": false})]",
+        (
+            (
+                "get_weather",
+                '{"city": "it\'s, (x)", "days": -3, "options": {"a": [true, null], "b": false}}',
+            ),
+        ),
+    ),
+    Case("pythonic", "[get_weather(city=a + b,)]", (("get_weather", '{"city": "a + b"}'),)),
+    Case("pythonic", "[1, 2, 3]", content="[1, 2, 3]"),
+    Case("pythonic", "[other(city=1)]", content="[other(city=1)]"),
+    Case("pythonic", '[get_weather("Paris")]', content='[get_weather("Paris")]'),
+    Case("pythonic", "[get_weather(a==1)]", content="[get_weather(a==1)]"),
+    Case("pythonic", "[get_weather", content="[get_weather"),
+    Case("pythonic", "No list: get_time()", content="No list: get_time()"),
+    Case("pythonic", '[get_weather(city="Pa', (("get_weather", '{"city": "Pa'),)),
+    # qwen3_coder
+    Case(
+        "qwen3_coder",
+        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n<parameter=options>\n{'a': [1, True]}\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
+        (
+            ("get_weather", '{"city": "Paris", "days": 3, "options": {"a": [1, true]}}'),
+            TIME,
+        ),
+        "I look.",
+    ),
+    Case(
+        "qwen3_coder",
+        '<tool_call><function=get_weather><parameter=city>a "b"\n\n\\n </x>\n\n</parameter>'
+        "</function></tool_call>\nDone",
+        (("get_weather", '{"city": "a \\"b\\"\\n\\n\\\\n </x>\\n"}'),),
+        "\nDone",
+    ),
+    Case(
+        "qwen3_coder",
+        "<function=get_weather><parameter=days>many</parameter></function>",
+        (("get_weather", '{"days": "many"}'),),
+    ),
+    Case(
+        "qwen3_coder",
+        "<tool_call><function=get_weather><parameter=city>Pa",
+        (("get_weather", '{"city": "Pa'),),
+    ),
+    Case("qwen3_coder", "<tool_call>\nno", content="<tool_call>\nno"),
+    Case("qwen3_coder", "<function=>x", content="<function=>x"),
+    # deepseek_v3, deepseek_v3_1
+    Case(
+        "deepseek_v3",
+        "Yes." + SECTION.format(V3.format(*PARIS) + "\n" + V3.format(*TIME)),
+        (PARIS, TIME),
+        "Yes.",
+    ),
+    Case(
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜>" + V3.format(*PARIS).partition("ris")[0],
+        (("get_weather", '{"city": "Pa'),),
+    ),
+    Case("deepseek_v3", "<｜tool▁calls▁begin｜> none", content="<｜tool▁calls▁begin｜> none"),
+    Case("deepseek_v3_1", SECTION.format(V31.format(*PARIS) + V31.format(*TIME)), (PARIS, TIME)),
+    Case("deepseek_v3_1", SECTION.format(""), content=SECTION.format("")),
+    # harmony: gpt-oss
+    Case(
+        "harmony",
+        "<|channel|>analysis<|message|>We need the weather.<|end|><|start|>assistant<|channel|>"
+        + TO_WEATHER
+        + '{"city": "Paris"}<|call|>',
+        (PARIS,),
+        reasoning="We need the weather.",
+    ),
+    Case(
+        "harmony",
+        "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>"
+        "Two.\n<|end|><|start|>assistant<|channel|>final<|message|>It is 5 < 6.<|return|>",
+        content="It is 5 < 6.",
+        reasoning="One.\nTwo.",
+    ),
+    Case(
+        "harmony",
+        "<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant "
+        "to=functions.get_time<|channel|>commentary json<|message|>{}<|call|><|start|>assistant"
+        "<|channel|>" + TO_WEATHER + '{"city": "Pa',
+        (TIME, ("get_weather", '{"city": "Pa')),
+        "I will look.",
+    ),
+    Case("harmony", " to=functions.get_time<|channel|>commentary<|message|>{}", (TIME,)),
+    Case("harmony", "No channel", content="No channel"),
+    Case("harmony", "<|channel|>final", content="<|channel|>final"),
+    # variants of hermes
+    Case("jamba", '<tool_calls>[{"name": "get_time", "arguments": {}}]</tool_calls>', (TIME,)),
+    Case("nemotron_deci", '<TOOLCALL>[{"name": "get_time", "arguments": {}}]</TOOLCALL>', (TIME,)),
+    Case("phi4", 'functools[{"name": "get_time", "arguments": {}}]', (TIME,)),
+    Case("phi4", "use functools.partial", content="use functools.partial"),
+)
+
+
+def tool_parser(name: str) -> tuple[AnswerMessage, AnswerParser]:
+    numbers = iter(range(100))
+    message = AnswerMessage(lambda: f"call_{next(numbers)}")
+    return message, TOOL_FORMATS[name].make(message, RequestTools.of(TOOLS))
+
+
+def expected(case: Case) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": case.content, "refusal": None}
+    if case.reasoning is not None:
+        message["reasoning_content"] = case.reasoning
+    if case.calls:
+        message["tool_calls"] = [
+            {"id": f"call_{n}", "type": "function", "function": {"name": f, "arguments": a}}
+            for n, (f, a) in enumerate(case.calls)
+        ]
+    return message
+
+
+def merge(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Add a streamed delta to ``message``, as a client does."""
+    for name in ("content", "reasoning_content"):
+        if delta.get(name) is not None:
+            message[name] = (message.get(name) or "") + delta[name]
+    for call in delta.get("tool_calls", ()):
+        calls = message.setdefault("tool_calls", [])
+        if call["index"] == len(calls):
+            assert set(call) == {"index", "id", "type", "function"}
+            calls.append({key: call[key] for key in ("id", "type", "function")})
+        else:
+            assert set(call) == {"index", "function"} and set(call["function"]) == {"arguments"}
+            assert call["index"] == len(calls) - 1
+            calls[-1]["function"]["arguments"] += call["function"]["arguments"]

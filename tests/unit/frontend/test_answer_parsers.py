@@ -1,0 +1,157 @@
+"""Every format of tool calls and reasoning, on answers as models write them, cut anywhere."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from answer_cases import CASES, TOOLS, Case, expected, merge, tool_parser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.config.worker import (
+    REASONING_ALIASES,
+    REASONING_PARSERS,
+    TOOL_CALL_ALIASES,
+    TOOL_CALL_PARSERS,
+)
+from dynamo.frontend.answer.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
+from dynamo.frontend.answer.parsers.message import AnswerMessage
+from dynamo.frontend.answer.parsers.reasoning import ContentParser, ReasoningParser, ReasoningShape
+
+THINK = ReasoningShape("<think>", "</think>")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}: {case.text[:40]}")
+def test_whole_answer(case: Case) -> None:
+    message, parser = tool_parser(case.format)
+    parser.push(case.text)
+    parser.finish()
+    assert message.whole() == expected(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}: {case.text[:40]}")
+def test_answer_in_single_characters_is_the_same_in_a_stream(case: Case) -> None:
+    message, parser = tool_parser(case.format)
+    found = {"role": "assistant", "content": None, "refusal": None}
+    for char in case.text:
+        parser.push(char)
+        merge(found, message.drain())
+    parser.finish()
+    merge(found, message.drain())
+    assert found == expected(case)
+
+
+MARKUP = [
+    "<tool_call>", "</tool_call>", "<function=get_weather>", "<parameter=city>", "</parameter>",
+    "</function>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "get_weather", '{"name": "get_time"',
+    ', "arguments": {', "}}", "}", "[", "]", "get_time(", "city=", ")", '"', "\\", "'", "<",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json\n", "\n```",
+    "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|start|>", "<|channel|>", "<|message|>",
+    "analysis", "to=functions.get_time", "<|end|>", "functools", " ", "\n", ",", "null", "é",
+]  # fmt: skip
+
+
+@given(
+    name=st.sampled_from(sorted(TOOL_FORMATS)),
+    text=st.one_of(
+        st.sampled_from([case.text for case in CASES]),
+        st.lists(st.sampled_from(MARKUP), max_size=30).map("".join),
+    ),
+    cuts=st.lists(st.integers(0, 300), max_size=12),
+)
+def test_cuts_do_not_change_the_message(name: str, text: str, cuts: list[int]) -> None:
+    whole, parser = tool_parser(name)
+    parser.push(text)
+    parser.finish()
+    cut, parser = tool_parser(name)
+    places = sorted({0, len(text), *(min(each, len(text)) for each in cuts)})
+    for start, end in pairwise(places):
+        parser.push(text[start:end])
+    parser.finish()
+    assert cut.whole() == whole.whole()
+
+
+@given(name=st.sampled_from(sorted(TOOL_FORMATS)), text=st.text(alphabet="a<[{\n |", max_size=40))
+def test_text_without_calls_is_content(name: str, text: str) -> None:
+    message, parser = tool_parser(name)
+    parser.push(text)
+    parser.finish()
+    assert message.whole()["content"] == text
+
+
+def think(shape: ReasoningShape, inside: bool, *pieces: str, json_only: bool = False) -> list[str]:
+    message = AnswerMessage(lambda: "id")
+    parser = ReasoningParser(message, shape, inside, ContentParser(message), json_only)
+    for piece in pieces:
+        parser.push(piece)
+    parser.finish()
+    found = message.whole()
+    return [found.get("reasoning_content"), found["content"]]
+
+
+@pytest.mark.parametrize(
+    ("inside", "text", "reasoning", "content"),
+    [
+        (False, "<think>\nSo. <b>\n</think>\n\nHi <think>", "So. <b>", "Hi <think>"),
+        (True, "So.</think>Hi", "So.", "Hi"),
+        (True, "<think>So.</think>Hi", "So.", "Hi"),
+        (True, "cut off at\n", "cut off at\n", ""),
+        (True, "</think>Hi", None, "Hi"),
+        (False, "<think>\n\n</think>\n\nHi", None, "Hi"),
+        (False, "Hi </think> there", None, "Hi </think> there"),
+        (False, "<thi", None, "<thi"),
+        (False, " \n", None, " \n"),
+        (True, "a</thin", "a</thin", ""),
+    ],
+)
+def test_reasoning(inside: bool, text: str, reasoning: str | None, content: str) -> None:
+    assert think(THINK, inside, text) == [reasoning, content]
+    assert think(THINK, inside, *text) == [reasoning, content]
+
+
+def test_a_grammar_from_the_first_token_leaves_no_reasoning() -> None:
+    assert think(THINK, True, '{"a": 1}', json_only=True) == [None, '{"a": 1}']
+    assert think(THINK, True, "So.</think>{}", json_only=True) == ["So.", "{}"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "plain", "forced"),
+    [
+        ("<|im_start|>assistant\n", False, True),
+        ("<|im_start|>assistant\n<think>\n", True, True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, False),
+        (None, False, True),
+    ],
+)
+def test_the_prompt_decides_where_an_answer_begins(
+    prompt: str | None, plain: bool, forced: bool
+) -> None:
+    assert THINK.begins_inside(prompt) is plain
+    assert ReasoningShape("<think>", "</think>", forced=True).begins_inside(prompt) is forced
+
+
+def test_only_the_first_calls_are_kept() -> None:
+    message = AnswerMessage(lambda: "id", max_calls=1)
+    message.begin_call("f")
+    message.add_arguments("{}")
+    message.begin_call("g")
+    message.add_arguments('{"lost": 1}')
+    (call,) = message.whole()["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": "{}"}
+
+
+def test_the_flags_list_the_formats() -> None:
+    assert tuple(sorted(TOOL_FORMATS)) == TOOL_CALL_PARSERS
+    assert tuple(sorted(REASONING_FORMATS)) == REASONING_PARSERS
+    assert set(TOOL_CALL_ALIASES.values()) <= set(TOOL_FORMATS)
+    assert set(REASONING_ALIASES.values()) <= set(REASONING_FORMATS)
+
+
+def test_complete_arguments_are_json() -> None:
+    assert {case.format for case in CASES} == set(TOOL_FORMATS)
+    complete = [a for case in CASES for _, a in case.calls if a.endswith("}")]
+    assert len(complete) > 30 and TOOLS
+    for arguments in complete:
+        json.loads(arguments)

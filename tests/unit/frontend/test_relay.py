@@ -1,0 +1,412 @@
+"""Requests relayed to another HTTP server: what it gets, what the client gets, what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from typing import Any
+
+import pytest
+from relayed_kit import PATHS, RelaySite, event
+from test_request import turn
+
+from dynamo.errors import (
+    CannotConnect,
+    Disconnected,
+    EngineFailure,
+    NoInstances,
+    Overloaded,
+)
+
+ANSWER = b'{"id": 1,  "odd": [1,2], "usage": {"prompt_tokens": 9, "completion_tokens": 5}}'
+
+
+@pytest.fixture
+async def site() -> RelaySite:
+    return RelaySite()
+
+
+def ended(site: RelaySite, error_type: str = "", kind: str = "unary") -> float:
+    return site.sample(
+        "dynamo_frontend_requests_total",
+        endpoint="chat_completions",
+        error_type=error_type,
+        model="far",
+        request_type=kind,
+        status="error" if error_type else "success",
+    )
+
+
+async def test_the_body_is_relayed_byte_for_byte(site: RelaySite) -> None:
+    body = b'{ "model":"far","messages" : [ ],\n "unheard_of": {"a": 1e400},  "n": "many" }'
+    site.post(body, authorization="Bearer k", x_custom="c", accept_encoding="gzip", te="trailers")
+    (stream,) = site.relayed
+    request = stream.request
+    assert (request.method, request.path, request.body) == ("POST", PATHS[0], body)
+    sent = dict(request.headers)
+    assert sent["authorization"] == "Bearer k" and sent["x-custom"] == "c"
+    assert sent["content-type"] == "application/json"
+    assert not {"host", "content-length", "accept-encoding", "te"} & sent.keys()
+    assert sent["x-request-id"] == stream.engine_id
+
+
+async def test_the_query_is_relayed(site: RelaySite) -> None:
+    site.post({"model": "far", "input": "hi"}, "/v1/embeddings?beta=1%20x")
+    assert site.relayed[0].request.path == "/v1/embeddings?beta=1%20x"
+
+
+async def test_a_json_answer_comes_in_one_piece_with_its_headers(site: RelaySite) -> None:
+    stream = site.ask(headers={"x_request_id": "mine"})
+    stream.head(content_type="application/json; charset=utf-8", x_ratelimit_remaining="4", date="x")
+    stream.body(ANSWER[:20], ANSWER[20:])
+    assert site.bench.transport.out == b""
+    stream.sink.on_end()
+    assert site.status == 200 and site.body == ANSWER
+    assert "content-type: application/json; charset=utf-8" in site.head
+    assert "x-ratelimit-remaining: 4" in site.head and "date: x" not in site.head
+    assert "x-request-id: mine" in site.head and f"content-length: {len(ANSWER)}" in site.head
+    assert ended(site) == 1
+    assert site.sample("dynamo_frontend_output_tokens_total", model="far") == 5
+    assert site.sample("dynamo_frontend_time_to_first_token_seconds_count", model="far") == 1
+    assert site.prefilled == [stream.engine_id]
+    site.settled()
+
+
+async def test_events_stream_as_they_come(site: RelaySite) -> None:
+    stream = site.ask(stream=True)
+    stream.head(content_type="text/event-stream; charset=utf-8", x_one="1")
+    assert site.prefilled == []
+    first = event({"choices": [{"delta": {"content": "a"}, "odd": None}]})
+    stream.body(first)
+    await turn()
+    assert site.status == 200 and site.bench.transport.out.endswith(first + b"\r\n")
+    assert "content-type: text/event-stream; charset=utf-8" in site.head and "x-one: 1" in site.head
+    assert site.prefilled == [stream.engine_id]
+    rest = event({"choices": [], "usage": {"completion_tokens": 41}}) + event("[DONE]")
+    stream.body(rest[:9], rest[9:60], rest[60:])
+    stream.sink.on_end()
+    await turn()
+    assert site.bench.transport.out.partition(b"\r\n\r\n")[2].endswith(b"0\r\n\r\n")
+    assert site.body == first + rest
+    assert ended(site, kind="stream") == 1
+    assert site.sample("dynamo_frontend_output_tokens_total", model="far") == 41
+    site.settled()
+
+
+@pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
+async def test_without_usage_the_events_are_counted(site: RelaySite, end: str) -> None:
+    stream = site.ask(stream=True)
+    stream.head(content_type="text/event-stream")
+    text = b"".join(event({"n": each, "data:": "data: x"}, end) for each in range(7))
+    text += event("[DONE]", end)
+    for place in range(0, len(text), 3):
+        stream.body(text[place : place + 3])
+    stream.sink.on_end()
+    await turn()
+    assert site.body == text
+    assert site.sample("dynamo_frontend_output_tokens_total", model="far") == 7
+    site.settled()
+
+
+@pytest.mark.parametrize(
+    ("status", "error_type"),
+    [(400, "validation"), (404, "not_found"), (429, "overload"), (500, "internal")],
+)
+async def test_errors_of_the_server_keep_status_and_body(
+    site: RelaySite, status: int, error_type: str
+) -> None:
+    stream = site.ask(stream=True)
+    stream.head(status, retry_after="7")
+    stream.body(b'{"error": {"message": "no", "param": null}}')
+    stream.sink.on_end()
+    assert site.status == status and site.answer["error"]["param"] is None
+    assert "retry-after: 7" in site.head
+    assert ended(site, error_type, "stream") == 1
+    site.settled()
+
+
+@pytest.mark.parametrize("content_type", ["", "audio/wav", "text/plain"])
+async def test_other_types_stream(site: RelaySite, content_type: str) -> None:
+    stream = site.ask("/v1/audio/speech", input="say this")
+    stream.head(content_type=content_type)
+    stream.body(b"\0RIFF")
+    await turn()
+    assert site.status == 200 and b"RIFF" in site.bench.transport.out
+    stream.body(b"more")
+    stream.sink.on_end()
+    await turn()
+    assert site.body == b"\0RIFFmore"
+    site.settled()
+
+
+async def test_a_long_json_answer_is_streamed_and_its_usage_is_found(site: RelaySite) -> None:
+    stream = site.ask("/v1/embeddings", input=["a"])
+    stream.head()
+    vector = b'{"data": [' + b"1.5," * 300_000
+    for place in range(0, len(vector), 65536):
+        stream.body(vector[place : place + 65536])
+    await turn()
+    assert site.bench.transport.out.startswith(b"HTTP/1.1 200")
+    stream.body(b'0], "usa', b'ge": {"prompt_tokens": 3, "completion_tokens": 2}}')
+    stream.sink.on_end()
+    await turn()
+    assert json.loads(site.body)["usage"]["prompt_tokens"] == 3
+    assert site.sample("dynamo_frontend_output_tokens_total", model="far") == 2
+    site.settled()
+
+
+async def test_an_answer_without_a_body(site: RelaySite) -> None:
+    stream = site.ask()
+    stream.head(204, content_type="")
+    stream.sink.on_end()
+    assert site.status == 204 and site.body == b""
+    site.settled()
+
+
+# -- models and routes
+
+
+async def test_models_that_take_tokens_are_not_affected(site: RelaySite) -> None:
+    site.chat(max_tokens=5)
+    (stream,) = site.streams
+    assert stream.request.stop_conditions.max_tokens == 5
+    site.post(b"{", "/v1/completions")
+    assert not site.relayed
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/v1/rerank", {"model": "far"}, 404, "model `far` has no /v1/rerank, it has /v1/audio"),
+        ("/v1/rerank", {"model": "nope"}, 404, "Model not found: nope"),
+        ("/v1/embeddings", {"model": "tiny"}, 404, "model `tiny` has no /v1/embeddings"),
+        ("/v1/embeddings", {"input": "x"}, 400, "missing required field `model`"),
+        ("/v1/embeddings", {"model": 3}, 400, "Expected `str`, got `int` - at `$.model`"),
+        ("/v1/chat/completions", {"model": "nope", "messages": []}, 400, "cannot be empty"),
+        ("/v2/embeddings", {"model": "far"}, 404, "Route not found: POST /v2/embeddings"),
+    ],
+)
+async def test_what_is_not_served_is_explained(
+    site: RelaySite, path: str, body: Any, status: int, words: str
+) -> None:
+    site.post(body, path)
+    assert site.status == status and words in site.answer["message"]
+    assert not site.relayed
+    site.settled()
+
+
+async def test_without_relayed_models_unknown_paths_are_unknown(site: RelaySite) -> None:
+    site.relays = False
+    site.post({"model": "far"}, "/v1/embeddings")
+    assert site.status == 404 and site.answer["message"] == "Route not found: POST /v1/embeddings"
+
+
+async def test_an_unknown_path_is_no_label(site: RelaySite) -> None:
+    site.post({"model": "nope"}, "/v1/made/up/by/the/client")
+    assert b"made_up" not in site.registry.render()
+
+
+async def test_multipart_is_refused_in_so_many_words(site: RelaySite) -> None:
+    body = b"--x\r\n\r\n--x--"
+    head = f"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
+    site.bench.feed(head.encode() + b"Content-Type: multipart/form-data; boundary=x\r\n\r\n" + body)
+    assert site.status == 415 and "multipart bodies are not supported" in site.answer["message"]
+
+
+async def test_a_model_without_workers(site: RelaySite) -> None:
+    site.far.served = False
+    site.ask()
+    assert site.status == 503 and "retry-after: 1" in site.head
+
+
+async def test_a_draining_frontend_relays_nothing(site: RelaySite) -> None:
+    site.active.draining = True
+    site.ask()
+    assert site.status == 503 and not site.relayed
+
+
+# -- routing
+
+
+async def test_equal_beginnings_have_equal_ids(site: RelaySite) -> None:
+    system = {"role": "system", "content": "s" * 400}
+    for user in ("one", "two"):
+        site.ask(messages=[system, {"role": "user", "content": user}], temperature=len(user))
+        site.relayed[-1].head()
+        site.relayed[-1].sink.on_end()
+    first, second = site.tokens
+    assert isinstance(first, array) and first.typecode == "I"
+    assert 100 < len(first) < 140 and first[:100] == second[:100] and first != second
+
+
+async def test_the_tokens_of_the_model_where_it_has_a_tokenizer(site: RelaySite) -> None:
+    site.far.has_preprocessor = True
+    site.ask(messages=[{"role": "user", "content": "hello"}], unheard_of=1)
+    site.relayed[0].head()
+    site.relayed[0].sink.on_end()
+    site.ask(messages=[{"role": 7}])  # ours would refuse it: the server judges
+    site.relayed[1].head()
+    site.relayed[1].sink.on_end()
+    assert len(site.tokens[1])
+    site.chat()
+    assert site.tokens[0] == site.streams[0].request.token_ids
+
+
+async def test_routing_headers_count(site: RelaySite) -> None:
+    site.ask(headers={"x_dynamo_session_id": "s1", "x_worker_instance_id": "9"})
+    (routing,) = site.routings
+    assert (routing.session_id, routing.backend_instance_id) == ("s1", 9)
+    assert "x-dynamo-session-id" not in dict(site.relayed[0].request.headers)
+
+
+@pytest.mark.parametrize("error", [Overloaded("busy"), NoInstances()])
+async def test_no_worker_can_be_chosen(site: RelaySite, error: Any) -> None:
+    site.pick_error = error
+    site.ask()
+    assert site.status == 503
+    site.settled()
+
+
+async def test_a_large_body_is_read_in_a_thread(site: RelaySite) -> None:
+    body = json.dumps({"model": "far", "messages": ["x" * 300_000]}).encode()
+    site.post(body)
+    assert not site.relayed
+    async with asyncio.timeout(10):
+        while not site.relayed:
+            await turn()
+    assert site.relayed[0].request.body == body
+    site.relayed[0].head()
+    site.relayed[0].body(ANSWER)
+    site.relayed[0].sink.on_end()
+    assert site.body == ANSWER
+    while site.active.admitted:
+        await turn()
+    site.settled()
+
+
+async def test_a_large_body_for_tokens_goes_on(site: RelaySite) -> None:
+    site.post({"model": "tiny", "messages": [{"role": "user", "content": "x" * 200_000}]})
+    async with asyncio.timeout(10):
+        while not site.bench.transport.out:
+            await turn()
+    assert site.status == 400 and "maximum context length" in site.answer["message"]
+
+
+# -- failures
+
+
+async def test_a_lost_worker_is_replaced_once_before_the_head(site: RelaySite) -> None:
+    site.ask()
+    site.relayed[0].sink.on_error(CannotConnect("refused"))
+    site.relayed[1].sink.on_error(Disconnected("killed"))
+    assert [one.worker_id for one in site.relayed] == [7, 8, 9]
+    assert site.relayed[2].request.body == site.relayed[0].request.body
+    site.relayed[2].sink.on_error(Disconnected("killed too"))
+    assert site.status == 503 and len(site.relayed) == 3
+    site.freed = sorted(set(site.freed))
+    site.settled()
+
+
+async def test_a_server_that_breaks_off_a_json_answer_is_an_error(site: RelaySite) -> None:
+    stream = site.ask()
+    stream.head()
+    stream.body(ANSWER[:20])
+    stream.sink.on_error(EngineFailure("the server closed the connection"))
+    assert site.status == 500 and len(site.relayed) == 1
+    assert ended(site, "internal") == 1
+    site.settled()
+
+
+async def test_after_an_event_the_error_is_an_event(site: RelaySite) -> None:
+    stream = site.ask(stream=True)
+    stream.head(content_type="text/event-stream")
+    stream.body(event({"a": 1}))
+    await turn()
+    stream.sink.on_error(Disconnected("killed"))
+    await turn()
+    assert site.events[0] == {"a": 1} and site.events[1]["error"]["code"] == 503
+    assert site.events[2] == "[DONE]"
+    site.settled()
+
+
+@pytest.mark.parametrize("content_type", ["text/event-stream", "audio/wav"])
+async def test_inside_an_event_the_connection_breaks(site: RelaySite, content_type: str) -> None:
+    stream = site.ask(stream=True)
+    stream.head(content_type=content_type)
+    stream.body(b'data: {"a":')
+    await turn()
+    stream.sink.on_error(Disconnected("killed"))
+    assert site.bench.transport.aborted
+    site.settled()
+
+
+@pytest.mark.parametrize("payload", [b"\xc1", b"\x01", b"\x81\xa6status\x64"])
+async def test_a_worker_that_speaks_another_protocol(site: RelaySite, payload: bytes) -> None:
+    site.ask()
+    site.relayed[0].sink.on_data(payload)
+    assert site.status == 500
+    assert site.relayed[0].calls == ["kill"]
+    site.settled()
+
+
+async def test_an_end_without_a_head(site: RelaySite) -> None:
+    site.ask()
+    site.relayed[0].sink.on_end()
+    assert site.status == 500
+    site.settled()
+
+
+async def test_a_client_that_leaves_ends_the_request(site: RelaySite) -> None:
+    stream = site.ask(stream=True)
+    stream.head(content_type="text/event-stream")
+    stream.body(event({"a": 1}))
+    site.bench.connection.connection_lost(None)
+    assert stream.calls == ["kill"]
+    assert ended(site, "cancelled", "stream") == 1
+    site.settled()
+
+
+async def test_a_slow_client_pauses_the_worker(site: RelaySite) -> None:
+    stream = site.ask(stream=True)
+    stream.head(content_type="text/event-stream")
+    stream.body(event(1))
+    await turn()
+    site.bench.connection.pause_writing()
+    stream.body(event(2))
+    await turn()
+    assert stream.calls == ["pause"]
+    stream.body(event(3))
+    await turn()
+    (request,) = site.active._active
+    assert request.last_activity_s == float("inf")  # a paused worker is not silent
+    site.bench.connection.resume_writing()
+    assert stream.calls == ["pause", "resume"] and request.last_activity_s < float("inf")
+    stream.sink.on_end()
+    await turn()
+    assert site.events == [1, 2, 3]
+    site.settled()
+
+
+async def test_what_is_kept_for_a_slow_client_is_bounded() -> None:
+    site = RelaySite(slow_client_limit_mb=1)
+    stream = site.ask(stream=True)
+    stream.head(content_type="text/event-stream")
+    stream.body(event(1))
+    await turn()
+    site.bench.connection.pause_writing()
+    for _ in range(3):
+        stream.body(event("x" * 600_000))
+        await turn()
+    assert site.bench.transport.aborted and "kill" in stream.calls
+    site.settled()
+
+
+async def test_a_silent_server_is_timed_out() -> None:
+    site = RelaySite(backend_stream_timeout_s=0.05)
+    stream = site.ask()
+    async with asyncio.timeout(10):
+        while not site.bench.transport.out:
+            await turn()
+    assert site.status == 503 and stream.calls == ["kill"]
+    site.settled()
