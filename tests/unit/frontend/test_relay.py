@@ -318,6 +318,23 @@ async def test_a_lost_worker_is_replaced_once_before_the_head(site: RelaySite) -
     site.settled()
 
 
+@pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])
+async def test_a_worker_lost_after_the_head_is_replaced(site: RelaySite, content_type: str) -> None:
+    """Servers send the head of a stream long before its first token."""
+    first = site.ask(stream=True)
+    first.head(content_type=content_type, x_worker="1")
+    first.sink.on_error(Disconnected("killed"))
+    second = site.relayed[1]
+    second.head(content_type="text/event-stream", x_worker="2")
+    second.body(event({"a": 1}), event("[DONE]"))
+    second.sink.on_end()
+    await turn()
+    assert site.events == [{"a": 1}, "[DONE]"]
+    assert "x-worker: 2" in site.head and "x-worker: 1" not in site.head
+    site.freed = sorted(set(site.freed))
+    site.settled()
+
+
 async def test_a_server_that_breaks_off_a_json_answer_is_an_error(site: RelaySite) -> None:
     stream = site.ask()
     stream.head()
