@@ -87,7 +87,9 @@ class RelayedHttpRequest(RelayedActiveRequest):
         self.generation.restart()
 
     def keep_alive(self) -> None:
-        """Add nothing to the server's response."""
+        """Send a comment between two events of the server, once it has begun to send events."""
+        if self.generation.can_add_event and not self._output_deferred:
+            super().keep_alive()
 
     def _complete(self) -> Labels | None:
         answer = self.generation
@@ -112,6 +114,7 @@ class RelayedHttpRequest(RelayedActiveRequest):
         head = self.generation.head
         assert head is not None, "the body follows the head"
         self._started = True
+        self.generation.begun = True  # a comment may have come first: the head is sent
         self.exchange.on_drain = self.flush
         self.exchange.start(head.status, *self._response_headers())
 

@@ -394,6 +394,28 @@ async def test_a_client_that_leaves_ends_the_request(site: RelaySite) -> None:
     site.settled()
 
 
+async def test_comments_keep_the_connection_alive_between_events() -> None:
+    site = RelaySite(sse_keep_alive_ms=10)
+    stream = site.ask(stream=True)
+    await asyncio.sleep(0.05)
+    assert site.bench.transport.out == b""  # the server's status is not known yet
+    stream.head(content_type="text/event-stream")
+    async with asyncio.timeout(10):
+        while b": keep-alive" not in site.bench.transport.out:
+            await turn()
+    stream.body(b'data: {"a":')
+    await turn()
+    before = site.bench.transport.out
+    await asyncio.sleep(0.05)
+    assert site.bench.transport.out == before
+    stream.body(b"1}\n\n")
+    stream.sink.on_error(Disconnected("killed"))  # too late for another worker
+    await turn()
+    assert site.events[0] == {"a": 1} and site.events[1]["error"]["code"] == 503
+    site.active.close()
+    site.settled()
+
+
 async def test_a_slow_client_pauses_the_worker(site: RelaySite) -> None:
     stream = site.ask(stream=True)
     stream.head(content_type="text/event-stream")
