@@ -52,7 +52,7 @@ def test_the_calls_of_vllm(
 ) -> None:
     body = ask(choice, text)
     answer = ours.post("/v1/chat/completions", body)
-    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    assert answer["choices"][0]["finish_reason"] == "tool_calls", answer
     assert answer["choices"][0]["message"]["content"] is None
     assert calls(answer) == calls(vllm_tiny.post("/v1/chat/completions", body))
     found = calls(answer)
