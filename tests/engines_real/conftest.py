@@ -47,8 +47,7 @@ def vllm_tiny(
 ) -> Iterator[EngineDeployment]:
     """VLLM's own server with the model ``tiny``."""
     with closing(EngineDeployment(tmp_path_factory.mktemp("vllm-tiny"))) as made:
-        tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-        made.vllm_server(tiny_model, "tiny", *tools, *GRAMMAR_FLAGS)
+        made.vllm_server(tiny_model, "tiny", *GRAMMAR_FLAGS)
         made.wait_for_models("tiny")
         yield made
 
