@@ -31,6 +31,15 @@ def settings_groups(module: str) -> tuple[type[Any], ...] | None:
         from dynamo.config.worker import WorkerSettings
 
         return RuntimeSettings, WorkerSettings, MockerSettings
+    if module == "dynamo.vllm":
+        from dynamo.config.vllm import VllmSettings
+        from dynamo.config.worker import WorkerSettings
+
+        return RuntimeSettings, WorkerSettings, VllmSettings
+    if module == "dynamo.attach":
+        from dynamo.config.attach import AttachSettings
+
+        return RuntimeSettings, AttachSettings
     return None
 
 

@@ -19,6 +19,7 @@ from dynamo.observability.logs import setup_logging
 from dynamo.observability.metrics import Registry
 from dynamo.runtime import DistributedRuntime
 from dynamo.vllm.arguments import INSTALL, PROG, VllmArguments, check, parse
+from dynamo.vllm.engine import TESTED_VERSIONS, Engine, is_tested
 from dynamo.vllm.start import start_engine
 from dynamo.vllm.worker import VllmPlan, VllmWorker, make_plan
 from dynamo.worker.lifecycle import WorkerLifecycle, leaf_errors
@@ -87,18 +88,30 @@ def _engine_config(arguments: VllmArguments, plan: VllmPlan) -> Any:
     from dynamo.vllm.engine_args import engine_config
 
     log.info("imported vLLM in %.1f s", time.monotonic() - begun)
-    return engine_config(arguments, str(plan.model.path), plan.model_name)
+    return engine_config(arguments, plan.weights, plan.model_name)
 
 
-def _engine(plan: VllmPlan, config: Any, worker_id: int) -> Any:
+def _engine(plan: VllmPlan, config: Any, worker_id: int) -> Engine:
     """Start the engine; blocks until the model is loaded."""
-    from dynamo.vllm.core import CoreEngine
+    from vllm.version import __version__
+
     from dynamo.vllm.engine_args import set_event_socket
     from dynamo.vllm.params import ParamsBuilder
 
     set_event_socket(config, plan.arguments.runtime, worker_id)
     params = ParamsBuilder(config, worker_id, plan.mode == "prefill")
-    return CoreEngine.start(config, params, plan.arguments.vllm.core_addresses)
+    settings = plan.arguments.vllm
+    if settings.use_async_llm or not is_tested(__version__):
+        log.warning(
+            "driving vLLM %s through AsyncLLM, which costs more CPU per token; the direct driver "
+            "is tested with vLLM %s", __version__, ", ".join(TESTED_VERSIONS),
+        )  # fmt: skip
+        from dynamo.vllm.async_llm import AsyncLLMEngine
+
+        return AsyncLLMEngine(config, params)
+    from dynamo.vllm.core import CoreEngine
+
+    return CoreEngine.start(config, params, settings.core_addresses)
 
 
 def _epilog(argv: Sequence[str]) -> str | None:

@@ -41,8 +41,6 @@ def parse(argv: Sequence[str] | None = None, epilog: str | None = None) -> VllmA
 
 def check(arguments: VllmArguments) -> None:
     """Raise ConfigError for options of ours that contradict each other."""
-    if arguments.worker.model_path is None:
-        raise ConfigError("--model is missing; give the directory of the model")
     addresses = arguments.vllm.core_addresses
     if addresses and len(addresses) != 2:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """vLLM's EngineCore, driven below AsyncLLM's output processing: token ids in, token ids out.
 
-The one module, with ``engine_args``, that depends on vLLM's interface; ``TESTED_VERSIONS`` says on
-which versions it was run. EngineCore is a process of its own behind two ZMQ sockets. One message
+This module depends on vLLM's internal interface: ``engine.TESTED_VERSIONS`` says on which versions
+it is tested. EngineCore is a process of its own behind two ZMQ sockets. One message
 has the outputs of one step for all requests; :meth:`CoreEngine._receive` passes them on in one
 turn of the loop, so they leave in one write per connection.
 
@@ -18,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -32,21 +33,15 @@ from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
+from dynamo.vllm.engine_metrics import EngineMetrics
 from dynamo.vllm.params import CLIENT_ERRORS, ParamsBuilder, priority
 
-__all__ = ["TESTED_VERSIONS", "CoreEngine", "tested"]
-
-TESTED_VERSIONS = ("0.32",)
-"""Versions of vLLM, major and minor, on which this module is tested; others use AsyncLLM."""
+__all__ = ["CoreEngine"]
 
 _CLOSE_TIMEOUT_S = 5.0
 _TASKS = ("generate",)
+_WAIT = "wait"  # running requests finish first
 log = logging.getLogger(__name__)
-
-
-def tested(version: str) -> bool:
-    """Return whether this module is tested on ``version`` of vLLM."""
-    return version.split("+")[0].rsplit(".", 1)[0] in TESTED_VERSIONS
 
 
 class CoreEngine:
@@ -57,6 +52,7 @@ class CoreEngine:
         self.info = _info(config, client)
         self._params = params
         self._processor = InputProcessor(config)
+        self._metrics = EngineMetrics(config, client.engine_ranks_managed)
         self._client = client
         self._sinks: dict[str, OutputSink] = {}
         self._outbox: deque[EngineCoreRequest | str] = deque()
@@ -95,6 +91,10 @@ class CoreEngine:
             if not self._sinks:
                 self._report_idle()
 
+    def metrics(self) -> str:
+        """See ``Engine``."""
+        return self._metrics.text()
+
     async def run(self) -> None:
         """See ``Engine``."""
         try:
@@ -108,10 +108,13 @@ class CoreEngine:
         """See ``Engine``."""
         await self._tasks.close()
         await asyncio.to_thread(self._client.shutdown, _CLOSE_TIMEOUT_S)
+        for endpoint in self.info.event_endpoints.values():
+            if endpoint.startswith("ipc://"):  # a killed engine leaves its sockets
+                Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     async def sleep(self, level: int = 1) -> None:
         """See ``Engine``."""
-        await self._client.sleep_async(level)
+        await self._client.sleep_async(level, _WAIT)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See ``Engine``."""
@@ -205,7 +208,11 @@ class CoreEngine:
         client, sinks = self._client, self._sinks
         while True:
             outputs = await client.get_output_async()
+            tokens, prefills = 0, []
             for output in outputs.outputs:
+                tokens += len(output.new_token_ids)
+                if output.prefill_stats is not None:
+                    prefills.append(output.prefill_stats)
                 if output.finish_reason is None:
                     sink = sinks.get(output.request_id)
                 else:
@@ -213,7 +220,10 @@ class CoreEngine:
                 if sink is not None:
                     sink.on_output(output)
             stats = outputs.scheduler_stats
-            if stats is not None and self.on_stats is not None:
+            if stats is None:
+                continue
+            self._metrics.record(outputs.engine_index, stats, tokens, prefills)
+            if self.on_stats is not None:
                 waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
                 self.on_stats(
                     outputs.engine_index, stats.num_running_reqs, waiting, stats.kv_cache_usage

@@ -13,7 +13,23 @@ from typing import Any, Protocol
 from dynamo.errors import DynamoError
 from dynamo.protocols.engine import PreprocessedRequest
 
-__all__ = ["Engine", "EngineInfo", "EngineStep", "OutputSink", "StepStats"]
+__all__ = [
+    "TESTED_VERSIONS",
+    "Engine",
+    "EngineInfo",
+    "EngineStep",
+    "OutputSink",
+    "StepStats",
+    "is_tested",
+]
+
+TESTED_VERSIONS = ("0.32",)
+"""Versions of vLLM, major and minor, on which the driver ``core`` is tested."""
+
+
+def is_tested(version: str) -> bool:
+    """Return whether the driver ``core`` is tested on ``version`` of vLLM."""
+    return ".".join(version.split(".")[:2]) in TESTED_VERSIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +103,9 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None:
         """Stop the request and free its blocks; its sink is not called again."""
 
+    def metrics(self) -> str:
+        """Return vLLM's metrics in Prometheus's format."""
+
     async def run(self) -> None:
         """Move requests and outputs until cancelled. Raises EngineFailure: the engine died."""
 
@@ -94,7 +113,7 @@ class Engine(Protocol):
         """End the engine's processes."""
 
     async def sleep(self, level: int = 1) -> None:
-        """Free the GPU: 1 keeps the weights in CPU memory, 2 discards them."""
+        """Let the running requests finish, then free the GPU: 1 keeps the weights in CPU memory, 2 discards them."""
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore what :meth:`sleep` freed; ``tags`` are weights and kv_cache, default both."""

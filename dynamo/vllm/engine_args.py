@@ -36,6 +36,7 @@ def engine_config(arguments: VllmArguments, model_path: str, name: str) -> Any:
     try:
         args = AsyncEngineArgs.from_cli_args(parsed)
         _set_defaults(args, arguments.vllm.disaggregation_mode)
+        args.enable_lora = args.enable_lora or bool(arguments.vllm.lora_modules)
         return args.create_engine_config()
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         raise ConfigError(f"vLLM refuses this configuration: {error}") from error

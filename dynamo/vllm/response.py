@@ -122,8 +122,8 @@ class EngineResponse:
         if output.finish_reason is not None:
             self._finish(item, output)
         elif ids:
-            self._fast = logprobs is None
             self._send(codec.encode(item))
+            self._fast = logprobs is None and self._held is None
 
     def _finish(self, item: EngineOutput, output: EngineStep) -> None:
         reason = str(output.finish_reason)

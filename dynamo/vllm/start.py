@@ -29,7 +29,7 @@ async def start_engine(
     """
     tasks = Tasks("engine start")
     begun, reported = time.monotonic(), _PROGRESS_S
-    building = tasks.spawn(asyncio.to_thread(build), name="engine")
+    building = tasks.spawn(_attempt(build), name="engine")
     stop = tasks.spawn(stopping.wait(), name="stop")
     while not building.done():
         waiting = {building} if stop.done() else {building, stop}
@@ -42,13 +42,19 @@ async def start_engine(
             reported += _PROGRESS_S
             log.info("loading the engine: %.0f s", passed)
     await tasks.close()
-    error = building.exception()
+    made = building.result()
     if stopping.is_set():
-        if error is None:
-            await building.result().close()
+        if not isinstance(made, Exception):
+            await made.close()
         return None
-    if error is not None:
-        raise EngineFailure(f"the vLLM engine did not start: {error}") from error
-    engine = building.result()
-    log.info("engine ready after %.1f s: %s", time.monotonic() - begun, engine.info)
-    return engine
+    if isinstance(made, Exception):
+        raise EngineFailure(f"the vLLM engine did not start: {made}") from made
+    log.info("engine ready after %.1f s: %s", time.monotonic() - begun, made.info)
+    return made
+
+
+async def _attempt(build: Callable[[], Engine]) -> Engine | Exception:
+    try:
+        return await asyncio.to_thread(build)
+    except Exception as error:  # noqa: BLE001 - the caller raises it
+        return error

@@ -15,8 +15,11 @@ from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.vllm.arguments import VllmArguments
+from dynamo.vllm.control import EngineControl
 from dynamo.vllm.engine import Engine
 from dynamo.vllm.load import LoadReporter
+from dynamo.vllm.loras import parse_loras
+from dynamo.vllm.model import find_model
 from dynamo.vllm.service import VllmService
 from dynamo.worker.admission import AdmissionQueue
 from dynamo.worker.publish import LoadSender, connect_load
@@ -33,13 +36,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VllmPlan:
-    """What the worker serves, checked before the engine starts."""
+    """What the worker serves, checked before the engine starts.
+
+    ``weights`` is the directory or GGUF file for vLLM, ``model`` what the frontend reads. ``loras``
+    are the directories of the adapters by name.
+    """
 
     arguments: VllmArguments
     model: ModelDirectory
+    weights: str
     model_name: str
     model_type: ModelType
     endpoint: str
+    loras: dict[str, str]
 
     @property
     def mode(self) -> str:
@@ -50,19 +59,23 @@ class VllmPlan:
 def make_plan(arguments: VllmArguments, worker_suffix: str | None) -> VllmPlan:
     """Check our settings and the model's files. Raises ConfigError."""
     settings, mode = arguments.worker, arguments.vllm.disaggregation_mode
-    model = ModelDirectory(settings.model_path or "")
-    model.require_worker_files()
+    if settings.model_path is None:
+        raise ConfigError("--model is missing; give a directory or an id on Hugging Face")
+    weights, model, found_name = find_model(settings.model_path, arguments.engine_argv)
     template = settings.custom_jinja_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"--custom-jinja-template {template}: no such file")
     suffix = f"-{worker_suffix}" if worker_suffix else ""
     component = "prefill" if mode == "prefill" else "backend"
+    name = settings.model_name or found_name
     return VllmPlan(
         arguments,
         model,
-        settings.model_name or model.name,
+        weights,
+        name,
         ModelType.Prefill if mode == "prefill" else api_types(settings.endpoint_types),
         settings.endpoint or f"{arguments.runtime.namespace}{suffix}.{component}.generate",
+        parse_loras(arguments.vllm.lora_modules, name),
     )
 
 
@@ -74,20 +87,26 @@ class VllmWorker:
         self.engine = engine
         self.endpoint: Endpoint = runtime.endpoint(plan.endpoint)
         self.load = LoadSender(runtime.instance_id)
+        runtime.metrics.register_prometheus_expfmt_callback(engine.metrics)
         engine.on_stats = LoadReporter(engine.info.blocks, self.load.report)
         settings = plan.arguments.worker
         admission = AdmissionQueue(
             settings.engine_request_limit, settings.request_queue_limit, runtime.metrics
         )
         self.service = VllmService(engine, admission, runtime.tasks, plan.mode == "prefill")
+        EngineControl(self.endpoint, engine).install(runtime)
 
     async def serve(self) -> None:
         """Serve until the worker has drained. Raises EngineFailure if the engine dies."""
+        plan = self.plan
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self._run_engine())
             self._relay_events()
             await connect_load(self.endpoint, self.load)
-            await self._register()
+            for name, path in plan.loras.items():
+                await self.engine.add_lora(name, path)
+            for lora_name in (None, *plan.loras):
+                await self._register(lora_name)
             await self.endpoint.serve_push(self.service.handle)
             running.cancel()
 
@@ -106,18 +125,21 @@ class VllmWorker:
                 self.endpoint, kv_block_size=info.block_size, dp_rank=rank, zmq_endpoint=endpoint
             )
 
-    async def _register(self) -> None:
+    async def _register(self, lora_name: str | None = None) -> None:
+        """Store the card of the model, or of an adapter, which is a model over the same weights."""
         plan, info = self.plan, self.engine.info
         await register_model(
             ModelInput.Tokens,
             plan.model_type,
             self.endpoint,
             str(plan.model.path),
-            plan.model_name,
+            lora_name or plan.model_name,
             worker_type=_WORKER_TYPES[plan.mode],
             context_length=info.context_length,
             kv_cache_block_size=info.block_size,
             custom_template_path=plan.arguments.worker.custom_jinja_template,
+            lora_name=lora_name,
+            base_model_path=lora_name and str(plan.model.path),
             runtime_config=RuntimeConfig(
                 total_kv_blocks=info.blocks,
                 max_num_seqs=info.max_num_seqs,

@@ -76,14 +76,14 @@ class EngineDeployment(Deployment):
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Send ``body``, which must be answered with 200; return the answer."""
         status, _, answer = self.request("POST", path, body)
-        assert status == 200, f"{status}: {answer.decode()}\n{self.tail()}"
+        assert status == 200, f"{status}: {answer.decode()}"
         found: dict[str, Any] = json.loads(answer)
         return found
 
     def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The events of a streamed answer; the last one must be ``[DONE]``."""
         status, _, answer = self.request("POST", path, {**body, "stream": True})
-        assert status == 200, f"{status}: {answer.decode()}\n{self.tail()}"
+        assert status == 200, f"{status}: {answer.decode()}"
         events = [
             line.removeprefix("data: ")
             for line in answer.decode().split("\n")

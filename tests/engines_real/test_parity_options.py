@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalties": {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3},
     "special tokens": {"skip_special_tokens": False, "max_tokens": 60},
     "one token": {"max_tokens": 1},
-    "several choices": {"n": 3, "temperature": 0},
+    "several choices": {"n": 3, "temperature": 0.8, "seed": 5},
 }
 
 

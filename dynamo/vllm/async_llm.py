@@ -1,0 +1,219 @@
+"""vLLM's AsyncLLM as the driver, for versions on which ``core`` is not tested.
+
+It uses only vLLM's public engine interface, and costs a task per request and vLLM's output
+processing per token. Prompt log probabilities are not supported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.version import __version__
+
+from dynamo.errors import EngineFailure, InvalidArgument
+from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.runtime.tasks import Tasks
+from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
+from dynamo.vllm.params import CLIENT_ERRORS, ParamsBuilder, priority
+
+__all__ = ["AsyncLLMEngine"]
+
+_CHECK_S = 1.0
+"""AsyncLLM has no callback for the death of an idle engine."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class CachedTokens:
+    """The part of vLLM's prefill statistics that a response reports."""
+
+    num_cached_tokens: int
+
+
+@dataclass(slots=True)
+class AsyncLLMStep:
+    """One ``RequestOutput`` as an ``EngineStep``."""
+
+    new_token_ids: list[int]
+    new_logprobs: Any
+    finish_reason: str | None
+    stop_reason: int | str | None
+    kv_transfer_params: dict[str, Any] | None
+    prefill_stats: CachedTokens | None
+    new_prompt_logprobs_tensors: Any = None
+
+
+class SchedulerStatsLogger(StatLoggerBase):  # type: ignore[misc]
+    """Forwards the statistics of the scheduler to ``engine``'s ``on_stats``."""
+
+    def __init__(self, engine: AsyncLLMEngine, config: Any, engine_index: int = 0) -> None:
+        self._engine = engine
+        self._rank = engine_index
+
+    def record(self, scheduler_stats: Any, *rest: Any, **more: Any) -> None:
+        """Forward one step's statistics."""
+        if scheduler_stats is not None and self._engine.on_stats is not None:
+            self._engine.on_stats(
+                self._rank,
+                scheduler_stats.num_running_reqs,
+                scheduler_stats.num_waiting_reqs,
+                scheduler_stats.kv_cache_usage,
+            )
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing; vLLM requires the method."""
+
+
+class AsyncLLMEngine:
+    """An engine behind AsyncLLM; implements ``Engine``. Building it blocks until it is loaded."""
+
+    def __init__(self, config: Any, params: ParamsBuilder) -> None:
+        self.on_stats: StepStats | None = None
+        self._params = params
+        self._tasks = Tasks("vllm requests")
+        self._running: dict[str, asyncio.Task[None]] = {}
+        factory = functools.partial(SchedulerStatsLogger, self)
+        self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[factory])
+        self.info = _info(config)
+
+    def submit(self, request: PreprocessedRequest, sink: OutputSink, dp_rank: int | None) -> str:
+        """See ``Engine``."""
+        if request.output_options.prompt_logprobs is not None:
+            raise InvalidArgument(f"prompt_logprobs is not supported with vLLM {__version__}")
+        number = self._params.new_id()
+        params = self._params.sampling(request)
+        params.output_kind = RequestOutputKind.DELTA
+        work = self._generate(request, number, params, sink, dp_rank)
+        self._running[number] = self._tasks.spawn(work, name=f"request {number}")
+        return number
+
+    def abort(self, request_id: str) -> None:
+        """See ``Engine``."""
+        task = self._running.pop(request_id, None)
+        if task is not None:
+            task.cancel()
+
+    def metrics(self) -> str:
+        """See ``Engine``. Empty: the worker has vLLM's scheduler statistics only."""
+        return ""
+
+    async def run(self) -> None:
+        """See ``Engine``."""
+        while not self._llm.errored:  # noqa: ASYNC110 - it calls nothing when it fails
+            await asyncio.sleep(_CHECK_S)
+        raise EngineFailure("the vLLM engine died: see the engine's log above")
+
+    async def close(self) -> None:
+        """See ``Engine``."""
+        await self._tasks.close()
+        await asyncio.to_thread(self._llm.shutdown)
+
+    async def sleep(self, level: int = 1) -> None:
+        """See ``Engine``."""
+        await self._llm.sleep(level, "wait")
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See ``Engine``."""
+        await self._llm.wake_up(None if tags is None else list(tags))
+
+    async def is_sleeping(self) -> bool:
+        """See ``Engine``."""
+        return bool(await self._llm.is_sleeping())
+
+    async def add_lora(self, name: str, path: str) -> None:
+        """See ``Engine``."""
+        made = self._params.new_lora(name, path)
+        await self._llm.add_lora(made)
+        self._params.loras[name] = made
+
+    async def reset_prefix_cache(self) -> None:
+        """See ``Engine``."""
+        await self._llm.reset_prefix_cache()
+
+    async def _generate(
+        self,
+        request: PreprocessedRequest,
+        number: str,
+        params: SamplingParams,
+        sink: OutputSink,
+        rank: int | None,
+    ) -> None:
+        routing = request.routing
+        prompt = TokensPrompt(prompt_token_ids=request.token_ids.tolist())
+        if routing is not None and routing.cache_namespace is not None:
+            prompt["cache_salt"] = routing.cache_namespace
+        try:
+            async for output in self._llm.generate(
+                prompt,
+                params,
+                number,
+                lora_request=self._params.lora(routing),
+                priority=priority(routing),
+                data_parallel_rank=rank,
+            ):
+                sink.on_output(_step(output, params.logprobs))
+        except InvalidArgument as error:
+            sink.on_rejected(error)
+        except EngineDeadError:
+            sink.on_rejected(EngineFailure("the vLLM engine died"))
+        except CLIENT_ERRORS as error:
+            sink.on_rejected(InvalidArgument(str(error)))
+        finally:
+            self._running.pop(number, None)
+
+
+def _step(output: Any, logprobs: int | None) -> AsyncLLMStep:
+    done = output.outputs[0]
+    return AsyncLLMStep(
+        new_token_ids=list(done.token_ids),
+        new_logprobs=None if logprobs is None else _rows(done, logprobs),
+        finish_reason=done.finish_reason,
+        stop_reason=done.stop_reason,
+        kv_transfer_params=output.kv_transfer_params,
+        prefill_stats=CachedTokens(output.num_cached_tokens or 0),
+    )
+
+
+def _rows(done: Any, alternatives: int) -> tuple[Any, Any]:
+    """Return arrays of ids and log probabilities, the sampled token first in each row."""
+    ids, values = [], []
+    for token_id, found in zip(done.token_ids, done.logprobs or (), strict=False):
+        top = sorted(found.items(), key=lambda item: item[1].rank)[:alternatives]
+        ids.append([token_id, *(each for each, _ in top)])
+        values.append([found[token_id].logprob, *(entry.logprob for _, entry in top)])
+    return np.array(ids), np.array(values)
+
+
+def _info(config: Any) -> EngineInfo:
+    cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
+    return EngineInfo(
+        driver="AsyncLLM",
+        version=__version__,
+        block_size=cache.block_size,
+        blocks=(cache.num_gpu_blocks or 0) // ranks,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        context_length=config.model_config.max_model_len,
+        data_parallel_size=ranks,
+        event_endpoints=_event_endpoints(config.kv_events_config, ranks),
+    )
+
+
+def _event_endpoints(events: Any, ranks: int) -> dict[int, str]:
+    """Return the endpoint of each rank: the port, or what looks like one, plus the rank."""
+    if events is None or not events.enable_kv_cache_events:
+        return {}
+    base, _, port = events.endpoint.replace("*", "127.0.0.1").rpartition(":")
+    return {rank: f"{base}:{int(port) + rank}" for rank in range(ranks)}

@@ -1,0 +1,371 @@
+"""The service over a scripted engine and a real socket: items, ends, cancellation, slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.errors import DynamoError, InvalidArgument, Overloaded
+from dynamo.observability.metrics import Registry
+from dynamo.protocols import codec
+from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing, StopConditions
+from dynamo.runtime.requests.client import RequestClient
+from dynamo.runtime.requests.server import RequestServer
+from dynamo.runtime.tasks import Tasks
+from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
+from dynamo.vllm.service import VllmService
+from dynamo.worker.admission import AdmissionQueue
+
+DECODE = codec.decoder(EngineOutput).decode
+ENDPOINT = "test/backend/generate"
+INFO = EngineInfo(
+    driver="scripted",
+    version="0",
+    block_size=16,
+    blocks=10,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    context_length=100,
+    data_parallel_size=2,
+)
+
+
+@dataclass
+class Array:
+    """As much of a numpy array as the worker uses."""
+
+    rows: list[Any]
+
+    def tolist(self) -> list[Any]:
+        return self.rows
+
+
+@dataclass
+class Stats:
+    num_cached_tokens: int
+
+
+@dataclass
+class Step:
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    new_logprobs: Any = None
+    new_prompt_logprobs_tensors: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
+    prefill_stats: Any = None
+
+
+class ScriptedEngine:
+    """Records requests; the test sends their steps."""
+
+    def __init__(self) -> None:
+        self.info = INFO
+        self.on_stats: StepStats | None = None
+        self.sinks: dict[str, OutputSink] = {}
+        self.ranks: list[int | None] = []
+        self.aborted: list[str] = []
+        self.refusal: DynamoError | None = None
+        self.changed = asyncio.Event()
+
+    def submit(self, request: PreprocessedRequest, sink: OutputSink, dp_rank: int | None) -> str:
+        if self.refusal is not None:
+            raise self.refusal
+        number = f"r{len(self.sinks)}"
+        self.sinks[number] = sink
+        self.ranks.append(dp_rank)
+        self.changed.set()
+        return number
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.changed.set()
+
+    async def started(self, count: int) -> None:
+        await self._until(lambda: len(self.sinks) == count)
+
+    async def stopped(self, count: int) -> None:
+        await self._until(lambda: len(self.aborted) == count)
+
+    async def _until(self, condition: Any) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    def metrics(self) -> str:
+        return ""
+
+    async def run(self) -> None: ...
+    async def close(self) -> None: ...
+    async def sleep(self, level: int = 1) -> None: ...
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None: ...
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def add_lora(self, name: str, path: str) -> None: ...
+    async def reset_prefix_cache(self) -> None: ...
+
+
+class Sink:
+    """Collects one response."""
+
+    def __init__(self) -> None:
+        self.items: list[EngineOutput] = []
+        self.error: DynamoError | None = None
+        self.finished = asyncio.Event()
+        self.arrived = asyncio.Event()
+
+    def on_data(self, payload: bytes) -> None:
+        self.items.append(DECODE(payload))
+        self.arrived.set()
+
+    def on_end(self) -> None:
+        self.finished.set()
+
+    def on_error(self, error: DynamoError) -> None:
+        self.error = error
+        self.finished.set()
+
+    async def end(self) -> None:
+        async with asyncio.timeout(10):
+            await self.finished.wait()
+
+
+class Deployment:
+    """A service over a scripted engine, and a client that is connected to it."""
+
+    def __init__(self, service: VllmService, engine: ScriptedEngine, client: RequestClient) -> None:
+        self.service = service
+        self.engine = engine
+        self.client = client
+        self.address = ""
+
+    def start(self, prompt: Sequence[int] = (1, 2, 3), **more: Any) -> tuple[Sink, Any]:
+        request = PreprocessedRequest(
+            "m", codec.tokens(prompt), StopConditions(max_tokens=9), **more
+        )
+        sink = Sink()
+        payload = codec.encode(request)
+        return sink, self.client.open(self.address, ENDPOINT, {}, payload, sink)
+
+
+async def wait_until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not done():  # noqa: ASYNC110 - one loop iteration at a time
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def deployed(
+    path: Path, limits: tuple[int | None, int] = (None, 16), prefill_only: bool = False
+) -> AsyncIterator[Deployment]:
+    engine, tasks = ScriptedEngine(), Tasks("test")
+    admission = AdmissionQueue(*limits, Registry())
+    service = VllmService(engine, admission, tasks, prefill_only)
+    server, client = RequestServer(), RequestClient()
+    made = Deployment(service, engine, client)
+    made.address = await server.start(f"uds://{path}/s.sock")
+    server.register(ENDPOINT, service.handle)
+    try:
+        yield made
+    finally:
+        await client.close()
+        await server.close()
+        await tasks.close()
+
+
+async def test_tokens_usage_and_the_end(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as made:
+        sink, _ = made.start()
+        await made.engine.started(1)
+        steps = made.engine.sinks["r0"]
+        steps.on_output(Step([7], prefill_stats=Stats(2)))
+        steps.on_output(Step([70_000]))
+        steps.on_output(Step([8, 9], finish_reason="length"))
+        await sink.end()
+        assert [item.token_ids for item in sink.items] == [[7], [70_000], [8, 9]]
+        last = sink.items[-1]
+        assert last.finish_reason == "length"
+        assert last.completion_usage is not None
+        assert last.completion_usage.prompt_tokens == 3
+        assert last.completion_usage.completion_tokens == 4
+        assert last.completion_usage.prompt_tokens_details is not None
+        assert last.completion_usage.prompt_tokens_details.cached_tokens == 2
+        assert made.service.admission.running == 0
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop_reason", "expected"),
+    [
+        ("stop", None, "eos"),
+        ("stop", 5, "stop"),
+        ("abort", None, "cancelled"),
+        ("repetition", None, "repetition"),
+        ("error", None, "error: the engine failed to compute the request"),
+    ],
+)
+async def test_finish_reasons(
+    tmp_path: Path, reason: str, stop_reason: int | None, expected: str
+) -> None:
+    async with deployed(tmp_path) as made:
+        sink, _ = made.start()
+        await made.engine.started(1)
+        made.engine.sinks["r0"].on_output(Step([5], reason, stop_reason))
+        await sink.end()
+        assert sink.items[-1].finish_reason == expected
+        assert sink.items[-1].stop_reason == stop_reason
+
+
+async def test_log_probabilities_of_output_and_prompt(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as made:
+        sink, _ = made.start()
+        await made.engine.started(1)
+        steps = made.engine.sinks["r0"]
+        # A prompt in two parts: the tensors of the first have no token yet.
+        steps.on_output(
+            Step(
+                [], new_prompt_logprobs_tensors=(Array([[2, 9]]), Array([[-3.0, -1.0]]), Array([4]))
+            )
+        )
+        steps.on_output(
+            Step(
+                [7],
+                new_logprobs=(Array([[7, 7, 8]]), Array([[-1.0, -1.0, -2.0]])),
+                new_prompt_logprobs_tensors=(Array([[3, 3]]), Array([[-1.0, -1.0]]), Array([1])),
+            )
+        )
+        steps.on_output(Step([8], "length", new_logprobs=(Array([[8]]), Array([[-0.5]]))))
+        await sink.end()
+        first, last = sink.items
+        assert first.log_probs == [-1.0]
+        assert first.top_logprobs == [
+            [
+                {"rank": 1, "token_id": 7, "logprob": -1.0},
+                {"rank": 2, "token_id": 8, "logprob": -2.0},
+            ]
+        ]
+        assert first.extra_args == {
+            "prompt_logprobs": [
+                None,
+                [
+                    {"rank": 4, "token_id": 2, "logprob": -3.0},
+                    {"rank": 1, "token_id": 9, "logprob": -1.0},
+                ],
+                [
+                    {"rank": 1, "token_id": 3, "logprob": -1.0},
+                    {"rank": 1, "token_id": 3, "logprob": -1.0},
+                ],
+            ]
+        }
+        assert (last.log_probs, last.top_logprobs) == ([-0.5], None)
+
+
+async def test_a_kill_aborts_in_the_engine(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as made:
+        _, stream = made.start()
+        await made.engine.started(1)
+        stream.kill()
+        await made.engine.stopped(1)
+        assert made.engine.aborted == ["r0"]
+        made.engine.sinks["r0"].on_output(Step([1]))  # a step that was on its way: dropped
+        assert made.service.admission.running == 0
+
+
+async def test_a_stop_ends_the_stream_with_the_usage(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as made:
+        sink, stream = made.start()
+        await made.engine.started(1)
+        made.engine.sinks["r0"].on_output(Step([7], prefill_stats=Stats(0)))
+        stream.stop()
+        await sink.end()
+        assert made.engine.aborted == ["r0"]
+        assert sink.items[-1].finish_reason == "cancelled"
+        assert sink.items[-1].completion_usage is not None
+
+
+async def test_a_refusal_of_the_engine_is_the_clients_error(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as made:
+        made.engine.refusal = InvalidArgument("top_p must be in (0, 1], got 2")
+        sink, _ = made.start()
+        await sink.end()
+        assert isinstance(sink.error, InvalidArgument)
+        assert sink.error.message == "top_p must be in (0, 1], got 2"
+        assert made.service.admission.running == 0
+
+
+async def test_a_late_refusal_frees_the_slot(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as made:
+        sink, _ = made.start()
+        await made.engine.started(1)
+        made.engine.sinks["r0"].on_rejected(InvalidArgument("invalid grammar"))
+        await sink.end()
+        assert isinstance(sink.error, InvalidArgument)
+        assert made.service.admission.running == 0
+
+
+async def test_requests_beyond_the_limits(tmp_path: Path) -> None:
+    async with deployed(tmp_path, limits=(1, 1)) as made:
+        made.start()
+        await made.engine.started(1)
+        queued, waiting = made.start()
+        refused, _ = made.start()
+        await refused.end()
+        assert isinstance(refused.error, Overloaded)
+        waiting.kill()  # withdrawn from the queue: never submitted
+        await wait_until(lambda: made.service.admission.waiting == 0)
+        third, _ = made.start()
+        made.engine.sinks["r0"].on_output(Step([1], "length"))
+        await made.engine.started(2)
+        made.engine.sinks["r1"].on_output(Step([2], "length"))
+        await third.end()
+        assert queued.items == []
+
+
+async def test_ranks(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as made:
+        made.start(routing=Routing(dp_rank=1))
+        made.start()
+        await made.engine.started(2)
+        assert made.engine.ranks == [1, None]
+        sink, _ = made.start(routing=Routing(dp_rank=2))
+        await sink.end()
+        assert sink.error is not None
+        assert sink.error.message == "routing.dp_rank 2 does not exist; this worker has 2"
+
+
+async def test_a_prefill_returns_the_parameters_of_its_transfer(tmp_path: Path) -> None:
+    async with deployed(tmp_path, prefill_only=True) as made:
+        sink, _ = made.start()
+        await made.engine.started(1)
+        params = {"remote_block_ids": [3]}
+        made.engine.sinks["r0"].on_output(Step([1], "length", kv_transfer_params=params))
+        await sink.end()
+        assert sink.items[-1].disaggregated_params == {"kv_transfer_params": params}
+
+
+async def test_output_of_a_client_that_does_not_read_is_held(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as made:
+        sink, stream = made.start()
+        await made.engine.started(1)
+        steps = made.engine.sinks["r0"]
+        steps.on_output(Step([1], prefill_stats=Stats(0)))
+        stream.pause()
+        other, _ = made.start()  # after the pause on the same connection
+        await made.engine.started(2)
+        for token_id in range(2, 40):
+            steps.on_output(Step([token_id]))
+        steps.on_output(Step([40], "length"))
+        made.engine.sinks["r1"].on_output(Step([1], "length"))
+        await other.end()
+        assert len(sink.items) <= 2, "one item may leave before the worker sees that it is paused"
+        assert not sink.finished.is_set()
+        stream.resume()
+        await sink.end()
+        assert [item.token_ids for item in sink.items] == [[n] for n in range(1, 41)]
