@@ -11,6 +11,11 @@ from servers_kit import EngineDeployment, closing
 from weights_kit import write_byte_llama, write_llama
 
 HERE = Path(__file__).parent
+# Random weights would write white space for ever.
+GRAMMAR_FLAGS = (
+    "--structured-outputs-config",
+    '{"backend": "xgrammar", "disable_any_whitespace": true}',
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,9 +47,7 @@ def vllm_tiny(
 ) -> Iterator[EngineDeployment]:
     """VLLM's own server with the model ``tiny``."""
     with closing(EngineDeployment(tmp_path_factory.mktemp("vllm-tiny"))) as made:
-        made.vllm_server(
-            tiny_model, "tiny", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"
-        )
+        made.vllm_server(tiny_model, "tiny", *GRAMMAR_FLAGS)
         made.wait_for_models("tiny")
         yield made
 
@@ -67,7 +70,7 @@ def ours(
     """One frontend with KV routing before two workers: the models ``tiny`` and ``bytes``."""
     with closing(EngineDeployment(tmp_path_factory.mktemp("ours"))) as made:
         made.frontend("--router-mode", "kv")
-        made.worker(tiny_model, "tiny", "--dyn-tool-call-parser", "hermes")
+        made.worker(tiny_model, "tiny", "--dyn-tool-call-parser", "hermes", *GRAMMAR_FLAGS)
         made.worker(bytes_model, "bytes")
         made.wait_for_models("tiny", "bytes")
         yield made
