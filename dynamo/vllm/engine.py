@@ -113,7 +113,10 @@ class Engine(Protocol):
         """End the engine's processes."""
 
     async def sleep(self, level: int = 1) -> None:
-        """Let the running requests finish, then free the GPU: 1 keeps the weights in CPU memory, 2 discards them."""
+        """Let the running requests finish, then free the GPU.
+
+        Level 1 keeps the weights in CPU memory, 2 discards them.
+        """
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore what :meth:`sleep` freed; ``tags`` are weights and kv_cache, default both."""
