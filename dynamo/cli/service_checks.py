@@ -40,13 +40,19 @@ def check_services(graph: Graph, directory: Path, env: Mapping[str, str]) -> Non
 
 def check_engines(graph: Graph) -> None:
     """Raise ConfigError with every service whose engine is not installed."""
-    problems = []
-    for service in graph.services:
-        package, remedy = _ENGINES.get(service.program or "", ("", ""))
-        if package and "PYTHONPATH" not in service.envs and not _exists(package):
-            text = f"{service.program} needs {package}, which is not installed: {remedy}"
-            problems.append(f"{service.origin}: {service.name}.run: {text}")
-    _raise(graph, problems)
+    _raise(graph, [problem for service in graph.services for problem in _missing_engine(service)])
+
+
+def _missing_engine(service: Service) -> Iterator[str]:
+    where = f"{service.origin}: {service.name}"
+    package, remedy = _ENGINES.get(service.program or "", ("", ""))
+    if package and "PYTHONPATH" not in service.envs and not _exists(package):
+        yield f"{where}.run: {service.program} needs {package}, which is not installed: {remedy}"
+    if service.program == "dynamo.attach":
+        command = service.options.get("exec")
+        words = command.split() if isinstance(command, str) else []
+        if words and shutil.which(words[0], path={**environ(), **service.envs}.get("PATH")) is None:
+            yield f"{where}.exec: no program {words[0]}: install it, or give its path"
 
 
 def _raise(graph: Graph, problems: Sequence[str]) -> None:
@@ -109,7 +115,8 @@ def _refused(
     service: Service, settings: Mapping[str, Any], env: Mapping[str, str]
 ) -> Iterator[str]:
     """Find what a program of ours refuses in options that are valid one by one."""
-    for check in (_check_router, _check_router_process, _check_mocker, _check_worker):
+    checks = (_check_router, _check_router_process, _check_mocker, _check_attach, _check_worker)
+    for check in checks:
         try:
             check(service, settings, env)
         except DynamoError as error:
@@ -145,15 +152,23 @@ def _check_mocker(_service: Service, settings: Mapping[str, Any], _env: Mapping[
         engine_shape(with_extra_arguments(mocker))
 
 
+def _check_attach(_service: Service, settings: Mapping[str, Any], _env: Mapping[str, str]) -> None:
+    attach = settings.get("AttachSettings")
+    if attach is not None:
+        from dynamo.attach.worker import check_settings
+
+        check_settings(attach)
+
+
 def _check_worker(service: Service, settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
-    worker = settings.get("WorkerSettings")
+    worker = settings.get("WorkerSettings") or settings.get("AttachSettings")
     if worker is None:
         return
     if worker.endpoint is not None:
         from dynamo.runtime.component import parse_endpoint
 
         parse_endpoint(worker.endpoint)
-    template = worker.custom_jinja_template
+    template = getattr(worker, "custom_jinja_template", None)  # attach has none
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"custom-jinja-template {template}: no such file in {Path.cwd()}")
     if worker.model_path is None:
@@ -174,7 +189,7 @@ def _check_model(source: str, service: Service, env: Mapping[str, str]) -> None:
         return  # the worker downloads it, or reports that it cannot
     try:
         model = resolve_model(source, download=False)
-        if not (model.is_gguf and service.program == "dynamo.vllm"):
+        if not (model.is_gguf and "tokenizer" in service.options):
             model.directory().require_worker_files()
     except ConfigError as error:
         raise ConfigError(f"model-path: {error.message} (looked from {Path.cwd()})") from None

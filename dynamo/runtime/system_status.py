@@ -41,7 +41,7 @@ class StatusServer:
 
     @property
     def url(self) -> str | None:
-        """``http://host:port``, on this machine for a wildcard host; None while it does not listen."""
+        """``http://host:port``, local for a wildcard host; None while it does not listen."""
         if self.port < 0:
             return None
         host = self._settings.host

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
-from dynamo.llm.model_source import resolve_model
 from dynamo.llm.publishers import KvEventPublisher
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
@@ -21,6 +20,7 @@ from dynamo.vllm.embeddings import EmbeddingService
 from dynamo.vllm.engine import Engine
 from dynamo.vllm.load import LoadReporter
 from dynamo.vllm.loras import parse_loras
+from dynamo.vllm.model import find_model
 from dynamo.vllm.service import VllmService
 from dynamo.worker.admission import AdmissionQueue
 from dynamo.worker.publish import LoadSender, connect_load
@@ -39,7 +39,11 @@ log = logging.getLogger(__name__)
 class VllmPlan:
     """What the worker serves, checked before the engine starts.
 
+<<<<<<< HEAD
     ``weights`` is the path for vLLM: the directory of the model, or a GGUF file in it. ``loras``
+=======
+    ``weights`` is the directory or GGUF file for vLLM, ``model`` what the frontend reads. ``loras``
+>>>>>>> main
     are the directories of the adapters by name.
     """
 
@@ -62,19 +66,17 @@ def make_plan(arguments: VllmArguments, worker_suffix: str | None) -> VllmPlan:
     settings, mode = arguments.worker, arguments.vllm.disaggregation_mode
     if settings.model_path is None:
         raise ConfigError("--model is missing; give a directory or an id on Hugging Face")
-    resolved = resolve_model(settings.model_path, weights=True)
-    model = resolved.directory()
-    model.require_worker_files()
+    weights, model, found_name = find_model(settings.model_path, arguments.engine_argv)
     template = settings.custom_jinja_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"--custom-jinja-template {template}: no such file")
     suffix = f"-{worker_suffix}" if worker_suffix else ""
     component = "prefill" if mode == "prefill" else "backend"
-    name = settings.model_name or resolved.name
+    name = settings.model_name or found_name
     return VllmPlan(
         arguments,
         model,
-        str(resolved.path),
+        weights,
         name,
         ModelType.Prefill if mode == "prefill" else api_types(settings.endpoint_types),
         settings.endpoint or f"{arguments.runtime.namespace}{suffix}.{component}.generate",

@@ -11,11 +11,11 @@ from functools import lru_cache
 from dynamo.protocols import codec
 from dynamo.protocols.engine import CompletionUsage, PromptTokensDetails
 
-__all__ = ["token_item", "usage"]
+__all__ = ["TOKEN_PREFIX", "token_item", "usage"]
 
 # An item with one token differs only in the id at its end: a prefix and a cache cost less than
 # encoding a struct.
-_PREFIX = codec.encode({"token_ids": [0]})[:-1]
+TOKEN_PREFIX = codec.encode({"token_ids": [0]})[:-1]
 _U16 = struct.Struct(">BH")
 _U32 = struct.Struct(">BI")
 
@@ -24,10 +24,10 @@ _U32 = struct.Struct(">BI")
 def token_item(token_id: int) -> bytes:
     """Return ``EngineOutput(token_ids=[token_id])`` as MessagePack."""
     if token_id < 0x80:
-        return _PREFIX + bytes((token_id,))
+        return TOKEN_PREFIX + bytes((token_id,))
     if token_id < 0x10000:
-        return _PREFIX + _U16.pack(0xCD, token_id)
-    return _PREFIX + _U32.pack(0xCE, token_id)
+        return TOKEN_PREFIX + _U16.pack(0xCD, token_id)
+    return TOKEN_PREFIX + _U32.pack(0xCE, token_id)
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> CompletionUsage:

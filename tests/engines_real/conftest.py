@@ -11,6 +11,12 @@ from servers_kit import EngineDeployment, closing
 from weights_kit import write_byte_llama, write_llama, write_lora
 
 HERE = Path(__file__).parent
+HERMES = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
+
+def adapters(lora: Path) -> tuple[str, str]:
+    """The flags that serve the adapter as ``pirate``."""
+    return "--lora-modules", f"pirate={lora}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,7 +54,7 @@ def vllm_tiny(
 ) -> Iterator[EngineDeployment]:
     """VLLM's own server with the model ``tiny``."""
     with closing(EngineDeployment(tmp_path_factory.mktemp("vllm-tiny"))) as made:
-        made.vllm_server(tiny_model, "tiny", "--enable-lora", "--lora-modules", f"pirate={lora}")
+        made.vllm_server(tiny_model, "tiny", *HERMES, "--enable-lora", *adapters(lora))
         made.wait_for_models("tiny")
         yield made
 
@@ -72,7 +78,8 @@ def ours(
     ``bytes``."""
     with closing(EngineDeployment(tmp_path_factory.mktemp("ours"))) as made:
         made.frontend("--router-mode", "kv")
-        made.worker(tiny_model, "tiny", "--lora-modules", f"pirate={lora}", **made.status_server())
+        formats = ("--dyn-tool-call-parser", "hermes")
+        made.worker(tiny_model, "tiny", *formats, *adapters(lora), **made.status_server())
         made.worker(bytes_model, "bytes")
         made.wait_for_models("tiny", "bytes", "pirate")
         yield made

@@ -120,6 +120,27 @@ class Preprocessor:
         """As :meth:`completion`, in a thread."""
         return self._report(await threads.run(self._completion, request))
 
+    def chat_ids(self, request: ChatCompletionRequest) -> Tokens:
+        """The ids of the prompt alone, for a request that another server judges. Thread-safe.
+
+        Raises InvalidArgument for messages that the template refuses, or too long ones.
+        """
+        text = self._render(request)
+        self._check_size(text)
+        return self.tokenizer.encode(text, request.add_special_tokens is True)
+
+    def completion_ids(self, request: CompletionRequest) -> Tokens:
+        """As :meth:`chat_ids`, of all prompts one after another."""
+        special = request.add_special_tokens is not False
+        joined = tokens(())
+        for each in _prompts(request):
+            self._check_size(each)
+            if isinstance(each, str):
+                joined += self.tokenizer.encode(each, special)
+            else:
+                joined += self._from_ids(each).token_ids
+        return joined
+
     def _report(self, prepared: Prepared) -> Prepared:
         """Report the times of a request, on the event loop: the counters are not locked."""
         metrics = self.metrics

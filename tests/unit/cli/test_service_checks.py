@@ -115,7 +115,9 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
         check_engines(parse_graph("W: {run: dynamo.mocker}\n", "g.yaml"))
 
 
-@pytest.mark.parametrize("module", ["dynamo.frontend", "dynamo.router", "dynamo.mocker"])
+@pytest.mark.parametrize(
+    "module", ["dynamo.frontend", "dynamo.router", "dynamo.mocker", "dynamo.attach", "dynamo.vllm"]
+)
 def test_the_checked_options_are_those_of_the_program(module: str) -> None:
     """A program that gets another group of options must get it in settings_groups, too."""
     words = [sys.executable, "-m", module, "--help"]

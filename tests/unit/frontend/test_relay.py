@@ -240,6 +240,11 @@ async def test_equal_beginnings_have_equal_ids(site: RelaySite) -> None:
     assert 100 < len(first) < 140 and first[:100] == second[:100] and first != second
 
 
+async def test_an_image_is_not_taken_for_a_million_tokens(site: RelaySite) -> None:
+    site.ask(messages=[{"role": "user", "content": [{"image_url": "data:" + "A" * 100_000}]}])
+    assert len(site.tokens[0]) == site.far.context_length
+
+
 async def test_the_tokens_of_the_model_where_it_has_a_tokenizer(site: RelaySite) -> None:
     site.far.has_preprocessor = True
     site.ask(messages=[{"role": "user", "content": "hello"}], unheard_of=1)
@@ -249,6 +254,11 @@ async def test_the_tokens_of_the_model_where_it_has_a_tokenizer(site: RelaySite)
     site.relayed[1].head()
     site.relayed[1].sink.on_end()
     assert len(site.tokens[1])
+    site.ask("/v1/completions", prompt=["one two", "three"], max_tokens=10**6)
+    site.relayed[2].head()
+    site.relayed[2].sink.on_end()
+    encode = site.preprocessor.tokenizer.encode
+    assert site.tokens[2] == encode("one two", True) + encode("three", True)
     site.chat()
     assert site.tokens[0] == site.streams[0].request.token_ids
 

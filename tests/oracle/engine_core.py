@@ -1,0 +1,74 @@
+"""EngineCore messages in plain Python: the reference of ``dynamo/_fast/engine_core``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo.runtime.requests.frames import pack
+
+
+def pack_ids(ids: Sequence[int]) -> tuple[bytes, int]:
+    """Return ``ids`` as MessagePack, and the largest."""
+    return msgspec.msgpack.encode(list(ids)), max(ids, default=0)
+
+
+class OracleTokenRouter:
+    """The reference implementation of :class:`dynamo._fast.engine_core.TokenRouter`."""
+
+    def __init__(self, kind: int, prefix: bytes) -> None:
+        self._kind = kind
+        self._prefix = prefix
+        self._routes: dict[str, tuple[int, int]] = {}
+        self._tokens: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    def add(self, request_id: str, connection: int, stream: int) -> None:
+        """Pass plain tokens on."""
+        self._routes[request_id] = (connection, stream)
+        self._tokens[request_id] = 0
+
+    def remove(self, request_id: str) -> int:
+        """Stop; return how many were passed on."""
+        self._routes.pop(request_id, None)
+        return self._tokens.pop(request_id, 0)
+
+    def split(self, message: bytes) -> tuple[list[tuple[int, int, bytes]], bytes]:
+        """Return the frames by connection, and the message without them."""
+        try:
+            rank, outputs, *tail = msgspec.msgpack.decode(message)
+        except (msgspec.MsgspecError, ValueError, TypeError):
+            return [], message
+        frames: dict[int, list[bytes]] = {}
+        kept = []
+        for output in outputs:
+            request_id, ids = output[0], output[1]
+            if request_id not in self._routes or not _plain(ids, output[2:]):
+                kept.append(output)
+                continue
+            connection, stream = self._routes[request_id]
+            self._tokens[request_id] += 1
+            item = self._prefix + _item_id(ids[0])
+            frames.setdefault(connection, []).append(pack(self._kind, stream, item))
+        if not frames:
+            return [], message
+        rest = msgspec.msgpack.encode([rank, kept, *tail])
+        return [(each, len(found), b"".join(found)) for each, found in frames.items()], rest
+
+
+def _plain(ids: Any, further: Sequence[Any]) -> bool:
+    one = isinstance(ids, list) and len(ids) == 1 and type(ids[0]) is int
+    return one and all(value is None or (type(value) is int and value == 0) for value in further)
+
+
+def _item_id(token: int) -> bytes:
+    """A token id in 1, 3 or 5 bytes, as in ``dynamo/worker/items``."""
+    if token < 0x80:
+        return bytes([token])
+    return bytes([0xCD if token < 0x10000 else 0xCE]) + token.to_bytes(
+        2 if token < 0x10000 else 4, "big"
+    )
