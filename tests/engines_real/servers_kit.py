@@ -132,9 +132,15 @@ class EngineDeployment(Deployment):
             super().close()
             self.until(lambda: not self.descendants(), "all processes have ended")
         finally:
-            for process in self.descendants():
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill what is left."""
+        for process in self.descendants():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for started in self.processes:
+            started.wait()
 
 
 def tree(pid: int) -> set[psutil.Process]:
@@ -171,8 +177,10 @@ def in_parallel(call: Callable[[Any], Any], values: Sequence[Any], width: int = 
 
 @contextlib.contextmanager
 def closing(made: EngineDeployment) -> Iterator[EngineDeployment]:
-    """Close ``made`` at the end, also when it does not start."""
+    """Close ``made`` at the end; kill its processes after an error, which is then the one shown."""
     try:
         yield made
-    finally:
-        made.close()
+    except BaseException:
+        made.kill()
+        raise
+    made.close()
