@@ -17,6 +17,7 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, Unavailable
 from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
+from dynamo.frontend.api.embeddings import EmbeddingRoutes
 from dynamo.frontend.api.info import InfoRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.relay import RelayRoutes
@@ -63,6 +64,7 @@ class Frontend:
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         routes = Routes()
         OpenAIRoutes(self._requests, self.models, self._tasks).install(routes)
+        EmbeddingRoutes(self._requests, self.models, self._tasks).install(routes)
         RelayRoutes(self._requests, self.models, self._tasks).install(routes)  # before these
         if not settings.disable_admin_api:
             ExplainRoutes(
