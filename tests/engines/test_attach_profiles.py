@@ -95,7 +95,7 @@ async def test_chosen_and_renamed_models(deployment: Deployment) -> None:
         (("--url", "localhost:1"), "--url must look like"),
         (("--exec", "server"), "has no {port}"),
         (("--exec", "a 'b"), "No closing quotation"),
-        (("--url", "http://h", "--model-path", "/nowhere"), "not a local directory"),
+        (("--url", "http://h", "--model-path", "/nowhere"), "no such directory"),
         (("--url", "http://h", "--kv-events-endpoint", "tcp://h:1"), "needs --model-path"),
         (("--url", "http://h", "--profile", "x"), "--profile must be one of"),
     ],
