@@ -65,7 +65,7 @@ class State:
         if self.profile not in ("vllm", "openai"):
             for row in rows:
                 del row["max_model_len"]
-        common = {"/v1/models": {"data": rows}, "/health": {}, "/_seen": self.seen}
+        common: dict[str, Any] = {"/v1/models": {"data": rows}, "/health": {}, "/_seen": self.seen}
         return (
             common
             | {
