@@ -15,13 +15,14 @@ from collections.abc import Sequence
 
 from dynamo.errors import DynamoError
 from dynamo.vllm.arguments import parse
-from dynamo.vllm.engine_args import read_engine_args
 
 __all__ = ["main", "problem"]
 
 
 def problem(argv: Sequence[str]) -> str:
     """Return what vLLM refuses in the command line of a worker; "" if nothing."""
+    from dynamo.vllm.engine_args import read_engine_args  # needs vLLM
+
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
@@ -40,7 +41,7 @@ def main() -> int:
     """Return the exit status, 0."""
     commands: dict[str, list[str]] = json.load(sys.stdin)
     found = {name: text for name, argv in commands.items() if (text := problem(argv))}
-    print(json.dumps(found), flush=True)
+    sys.stdout.write(json.dumps(found) + "\n")
     return 0
 
 
