@@ -19,6 +19,7 @@ from typing import Any
 from dynamo.config import environ
 from dynamo.config.check import check_options, did_you_mean
 from dynamo.config.modules import passes_unknown, settings_groups
+from dynamo.config.worker import EndpointSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.graph import Graph
 from dynamo.serve.service import PYTHON, Service
@@ -196,6 +197,10 @@ def _check_worker(service: Service, settings: Mapping[str, Any], env: Mapping[st
         from dynamo.runtime.component import parse_endpoint
 
         parse_endpoint(worker.endpoint)
+    if worker.endpoint_types != EndpointSettings.endpoint_types:
+        from dynamo.llm.types import api_types
+
+        api_types(worker.endpoint_types)
     template = getattr(worker, "custom_jinja_template", None)  # attach has none
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"custom-jinja-template {template}: no such file in {Path.cwd()}")

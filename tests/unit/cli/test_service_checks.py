@@ -79,6 +79,13 @@ Router: {run: dynamo.router}
             "router-track-prefill-tokens: false}",
             "W: --router-prefill-load-model=fitted needs --router-track-prefill-tokens",
         ),
+        (
+            "{run: dynamo.mocker, model-path: MODEL, endpoint-types: chat;completions}",
+            "W: --endpoint-types must name chat, completions or both, got 'chat;completions'",
+        ),
+        ("{run: dynamo.attach, profile: sglang}", "W: --url and --exec are missing"),
+        ("{run: dynamo.attach, exec: my-server}", "has no {port}: write {port} where the server"),
+        ("{run: dynamo.attach, url: 'http://h:1', model: x}", "W: model-path: no such directory"),
         ("{run: dynamo.router, endpoint: a.b}", "W: Invalid endpoint path 'a.b'"),
         ("{run: dynamo.mockr}", "W.run: no Python module dynamo.mockr"),
         ("{run: [no-such-program]}", "W.run: no program no-such-program"),
@@ -114,6 +121,9 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(service_checks._ENGINES, "dynamo.mocker", ("no_such_package", "pip x"))
     with pytest.raises(ConfigError, match=r"W\.run: dynamo\.mocker needs no_such_package.*pip x"):
         check_engines(parse_graph("W: {run: dynamo.mocker}\n", "g.yaml"))
+    text = "W: {run: dynamo.attach, exec: 'no-such-server --port {port}'}\n"
+    with pytest.raises(ConfigError, match=r"W\.exec: no program no-such-server: install it"):
+        check_engines(parse_graph(text, "g.yaml"))
 
 
 @pytest.mark.parametrize(
