@@ -19,7 +19,6 @@ from typing import Any
 from dynamo.config import environ
 from dynamo.config.check import check_options, did_you_mean
 from dynamo.config.modules import passes_unknown, settings_groups
-from dynamo.config.worker import EndpointSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.graph import Graph
 from dynamo.serve.service import PYTHON, Service
@@ -197,8 +196,8 @@ def _check_worker(service: Service, settings: Mapping[str, Any], env: Mapping[st
         from dynamo.runtime.component import parse_endpoint
 
         parse_endpoint(worker.endpoint)
-    if worker.endpoint_types != EndpointSettings.endpoint_types:
-        from dynamo.llm.types import api_types
+    if "endpoint-types" in service.words or "dyn-endpoint-types" in service.words:
+        from dynamo.llm.types import api_types  # takes 0.1 s, and few graphs have the key
 
         api_types(worker.endpoint_types)
     template = getattr(worker, "custom_jinja_template", None)  # attach has none

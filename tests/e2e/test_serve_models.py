@@ -33,11 +33,9 @@ def test_a_model_is_downloaded_once_and_served(serving: Serving, tmp_path: Path)
     }
     hub, port = Hub(NAME, {**files, "model.safetensors": b"w" * 1000}), free_port()
     env = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    graph = GRAPH.format(port=port)
+    graph, ready = GRAPH.format(port=port), f"ready: .*model: {NAME}   workers: 2"
     try:
-        serving.start(
-            graph, wait=f"ready: .*model: {NAME}   workers: 2", HF_ENDPOINT=hub.url, **env
-        )
+        serving.start(graph, wait=ready, HF_ENDPOINT=hub.url, **env)
         assert complete(port) == 3
         assert hub.downloaded() == set(files)  # a simulated engine needs no weights
         assert serving.stop() == 0
