@@ -101,19 +101,21 @@ class RadixTree:
                 self._tree.clear(slot)
 
     def dump_tree_as_events(self) -> list[str]:
-        """Return a JSON event per block and worker; applied in order, they rebuild the tree."""
-        events: list[str] = []
-        for worker, rank, parent, blocks, local in self._tree.dump():
-            for block, tokens in zip(blocks, local, strict=True):
-                event = {
-                    "event_id": len(events),
-                    "data": {"stored": _stored(parent, [block], [tokens])},
-                    "dp_rank": rank,
+        """Return JSON events that rebuild the tree when applied in order, parents first."""
+        return [
+            msgspec.json.encode(
+                {
+                    "worker_id": worker,
+                    "storage_tier": "device",
+                    "event": {
+                        "event_id": number,
+                        "data": {"stored": _stored(parent, blocks, local)},
+                        "dp_rank": rank,
+                    },
                 }
-                record = {"worker_id": worker, "storage_tier": "device", "event": event}
-                events.append(msgspec.json.encode(record).decode())
-                parent = block
-        return events
+            ).decode()
+            for number, (worker, rank, parent, blocks, local) in enumerate(self._tree.dump())
+        ]
 
     def _apply(self, slot: int, data: _Data | Literal["cleared"]) -> None:
         if data == "cleared":

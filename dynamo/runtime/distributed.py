@@ -241,9 +241,7 @@ def _settings(
         "event_plane": event_plane,
     }
     # Older versions of Dynamo had a boolean "is_static" among the first arguments.
-    chosen: dict[str, Any] = {
-        name: value for name, value in given.items() if isinstance(value, str)
-    }
+    chosen = {name: value for name, value in given.items() if isinstance(value, str)}
     return from_env(RuntimeSettings, **chosen)
 
 

@@ -144,7 +144,7 @@ async def test_predicted_overlap(cluster: TwoWorkers) -> None:
     for event in json.loads(await router.dump_events()):
         assert (event["storage_tier"], event["residency_domain"]) == ("device", "worker")
         tree.apply_event(event["worker_id"], json.dumps(event["event"]).encode())
-    assert len(tree.dump_tree_as_events()) == 3
+    assert len(tree.dump_tree_as_events()) == 1
     await router.close()
 
 
