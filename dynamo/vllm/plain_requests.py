@@ -8,11 +8,13 @@ around its token ids in C.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 import msgspec
 import zmq
+import zmq.backend
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core_client import AsyncMPClient
 
@@ -25,6 +27,8 @@ _KEPT = 4096
 """Parameters that are kept; requests with a seed each fill them."""
 
 _ADD = EngineCoreRequestType.ADD.value
+_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_send = zmq.backend.Socket.send  # the checks of zmq.Socket.send cost as much as sending
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -40,14 +44,14 @@ class PlainRequests:
         self._context_length = config.model_config.max_model_len
         self._vocab_size = config.model_config.get_vocab_size()
         self._params: dict[bytes, msgspec.Raw] = {}
-        self._socket = zmq.Socket.shadow(client.input_socket) if self._enabled else None
+        self._socket: Any = zmq.Socket.shadow(client.input_socket) if self._enabled else None
+        self._out: list[bytes] = []
 
     def send(self, request: PreprocessedRequest, number: str) -> bool:
         """Send ``request`` under the id ``number``; False: vLLM has to check it first."""
-        socket, ids = self._socket, request.token_ids
-        if socket is None or not _is_plain(request) or self._client.resources.engine_dead:
+        if not self._enabled or not _is_plain(request) or self._client.resources.engine_dead:
             return False
-        params = self._params.get(_key(request))
+        ids, params = request.token_ids, self._params.get(_key(request))
         if params is None or not 0 < len(ids) < self._context_length:
             return False
         packed, largest = pack_ids(ids)
@@ -65,8 +69,19 @@ class PlainRequests:
             data_parallel_rank=None,
             external_req_id=number,
         )
-        socket.send_multipart((self._client.core_engine, _ADD, _encode(made)), zmq.NOBLOCK)
+        if not self._out:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._out.append(_encode(made))
         return True
+
+    def _flush(self) -> None:
+        """Send the requests of this loop turn: ZeroMQ's thread then wakes up once, not for each."""
+        socket, engine = self._socket, self._client.core_engine
+        for request in self._out:
+            _send(socket, engine, _MORE)
+            _send(socket, _ADD, _MORE)
+            _send(socket, request, _NOW)
+        self._out.clear()
 
     def learn(self, request: PreprocessedRequest, made: EngineCoreRequest) -> None:
         """Keep the parameters that vLLM made of ``request``.
