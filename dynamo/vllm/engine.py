@@ -6,12 +6,13 @@ Two drivers implement :class:`Engine`: ``core`` (vLLM's EngineCore, the tested v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dynamo.errors import DynamoError
 from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.runtime.requests.stream import ServerStream
 
 __all__ = [
     "TESTED_VERSIONS",
@@ -108,6 +109,17 @@ class Engine(Protocol):
 
     def metrics(self) -> str:
         """Return vLLM's metrics in Prometheus's format."""
+
+    def pass_tokens(
+        self, request_id: str, stream: ServerStream, on_full: Callable[[], None]
+    ) -> None:
+        """Send further steps of one token and nothing else to ``stream``, not to the sink.
+
+        A driver may ignore it. ``on_full`` is called when the connection is full.
+        """
+
+    def stop_passing(self, request_id: str) -> int:
+        """Send every step to the sink again; return how many tokens went to the stream."""
 
     async def run(self) -> None:
         """Move requests and outputs until cancelled. Raises EngineFailure: the engine died."""
