@@ -56,4 +56,4 @@ async def test_no_body_is_a_500(seed: int, caplog: pytest.LogCaptureFixture) -> 
             assert b"Internal Server Error" not in site.bench.transport.out, what
             assert not caplog.records, (what, caplog.records[0].getMessage())
     site.settled()
-    assert set(seen) == {200, 400} and min(seen.values()) > BODIES / 10, seen
+    assert set(seen) == {200, 400} and min(seen.values()) > BODIES / 12, seen
