@@ -16,6 +16,7 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.vllm.arguments import VllmArguments
 from dynamo.vllm.control import EngineControl
+from dynamo.vllm.embeddings import EmbeddingService
 from dynamo.vllm.engine import Engine
 from dynamo.vllm.load import LoadReporter
 from dynamo.vllm.loras import parse_loras
@@ -38,7 +39,11 @@ log = logging.getLogger(__name__)
 class VllmPlan:
     """What the worker serves, checked before the engine starts.
 
+<<<<<<< HEAD
+    ``weights`` is the path for vLLM: the directory of the model, or a GGUF file in it. ``loras``
+=======
     ``weights`` is the directory or GGUF file for vLLM, ``model`` what the frontend reads. ``loras``
+>>>>>>> main
     are the directories of the adapters by name.
     """
 
@@ -93,7 +98,8 @@ class VllmWorker:
         admission = AdmissionQueue(
             settings.engine_request_limit, settings.request_queue_limit, runtime.metrics
         )
-        self.service = VllmService(engine, admission, runtime.tasks, plan.mode == "prefill")
+        kind = EmbeddingService if engine.info.pooling else VllmService
+        self.service = kind(engine, admission, runtime.tasks, plan.mode == "prefill")
         EngineControl(self.endpoint, engine).install(runtime)
 
     async def serve(self) -> None:
@@ -130,7 +136,7 @@ class VllmWorker:
         plan, info = self.plan, self.engine.info
         await register_model(
             ModelInput.Tokens,
-            plan.model_type,
+            ModelType.Embedding if info.pooling else plan.model_type,
             self.endpoint,
             str(plan.model.path),
             lora_name or plan.model_name,
