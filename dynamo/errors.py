@@ -21,6 +21,7 @@ __all__ = [
     "DynamoError",
     "EngineFailure",
     "EngineShutdown",
+    "HandlerCancelled",
     "HttpError",
     "HttpFailure",
     "InstanceGone",
@@ -210,6 +211,12 @@ class Cancelled(DynamoError):
     code = "cancelled"
     status = 499
     kind = "Client Closed Request"
+
+
+class HandlerCancelled(Cancelled):
+    """The handler raised asyncio.CancelledError."""
+
+    code = "handler_cancelled"
 
 
 class DeadlineExceeded(DynamoError):

@@ -10,6 +10,7 @@ from dynamo.errors import (
     ConnectionTimeout,
     DeadlineExceeded,
     DynamoError,
+    HandlerCancelled,
     HttpFailure,
     InvalidArgument,
     InvalidRequest,
@@ -160,6 +161,8 @@ def _text(error: DynamoError) -> str:
     if isinstance(error, HttpFailure):
         body = {"message": error.message, "code": error.status}
         return json.dumps(body, separators=(",", ":"), ensure_ascii=False)
+    if isinstance(error, HandlerCancelled):
+        return "CancelledError: "
     if isinstance(error, InvalidRequest):
         return f"{error.cause}: {error.message}"
     return error.message

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from dynamo.errors import (
-    Cancelled,
     DynamoError,
     EngineShutdown,
+    HandlerCancelled,
     Overloaded,
     StreamIncomplete,
 )
@@ -36,7 +36,7 @@ def generator_handler(generate: Callable[..., Any], tasks: Tasks) -> PushHandler
     with all its keys (:func:`with_every_key`); each item is encoded as MessagePack. ``context`` may
     be keyword-only. A parameter ``response_sender`` gets a :class:`ResponseSender`.
 
-    asyncio.CancelledError raised by the generator means Cancelled, GeneratorExit EngineShutdown;
+    asyncio.CancelledError raised by the generator means HandlerCancelled;
     :meth:`ServerStream.raised` maps other exceptions. After a kill the generator is closed at its
     second item, so that it can check its context before. A handler that stops its own context and
     returns ends the stream as incomplete.
@@ -172,7 +172,7 @@ async def _serve(
         if task is not None and task.cancelling():
             stream.abort(EngineShutdown("the worker shut down"))
             raise
-        stream.error(Cancelled("CancelledError: "))
+        stream.error(HandlerCancelled("Request cancelled"))
     except BaseException as error:  # it becomes the stream's error
         stream.raised(error)
         if isinstance(error, KeyboardInterrupt):
