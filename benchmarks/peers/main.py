@@ -40,6 +40,7 @@ from environment import (
     vllm_rs,
 )
 from load import LoadError
+from real_engine import measure_real
 from results import Figure
 from rich.console import Console
 from rounds import Measurer, Pair
@@ -90,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         paired = any(row.needs_systems for row in rows)
         if not args.isolated and args.their_python is None and paired:
             python = their_python(BUILD / "peers-venv")
-        programs = _core_programs(args) if any(row.kind == "core" for row in rows) else None
+        programs = _core_programs(args) if any(row.over_vllm for row in rows) else None
         if not args.isolated:
             _enter_own_network(argv)
         figures, facts = Comparison(args, wrk, python, programs).run(rows)
@@ -131,6 +132,7 @@ class Comparison:
             paired = sorted((row for row in rows if row.needs_systems), key=lambda r: r.setting)
             for number, (_, group) in enumerate(groupby(paired, key=lambda r: r.setting)):
                 found |= self._group(list(group), directory / str(number))
+            found |= self._beside_vllm([row for row in rows if row.kind == "real"], directory)
             found |= self._over_core([row for row in rows if row.kind == "core"], directory)
             for row in rows:
                 if row.kind in ("startup", "decision"):
@@ -149,6 +151,14 @@ class Comparison:
             pair = Pair(ours, theirs, self._wrk, args.seconds, args.rounds, args.soak, self._say)
             measurer = Measurer(pair)
             return {row.key: self._measured(measurer, row) for row in rows}
+
+    def _beside_vllm(self, rows: list[Row], directory: Path) -> dict[str, list[Figure]]:
+        if self._core is None or not rows:
+            return {}
+        args = self._args
+        setup = Setup(directory / "real", args.model.resolve(), self._ours, self._core)
+        effort = Effort(self._wrk, args.seconds, args.rounds, self._say)
+        return measure_real(rows, setup, effort)
 
     def _over_core(self, rows: list[Row], directory: Path) -> dict[str, list[Figure]]:
         if self._core is None or not rows:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from load import Load
 
-Kind = Literal["cpu", "ttft", "long", "soak", "startup", "decision", "core"]
+Kind = Literal["cpu", "ttft", "long", "soak", "startup", "decision", "core", "real"]
 FAST, TRICKLE = 1000.0, 10.0
 LONG_PROMPT_TOKENS = 22_600
 SOAK_REQUESTS = 200_000  # the bars about memory apply to this number
@@ -39,9 +39,14 @@ class Row:
         return (self.speedup, self.best_tokenizer, self.kind == "soak")
 
     @property
+    def over_vllm(self) -> bool:
+        """Return whether the row needs our vLLM worker and its peers."""
+        return self.kind in ("core", "real")
+
+    @property
     def needs_systems(self) -> bool:
         """Return whether both systems run for the row."""
-        return self.kind not in ("startup", "decision", "core")
+        return self.kind not in ("startup", "decision", "core", "real")
 
 
 def default_rows() -> list[Row]:
@@ -68,6 +73,7 @@ def default_rows() -> list[Row]:
         Row("startup", "`dynamo serve` to first token of the quickstart", "startup"),
         Row("decision", "router decision", "decision"),
         *core_rows(),
+        replace(_cpu(Load(60, 32, 8, stream=True), bar=1.0), key="real-stream", kind="real"),
     ]
 
 

@@ -22,7 +22,7 @@ from environment import SetupError, clean_environment
 
 READY_S = 90.0
 _END_S = 15.0
-_METRICS = {
+FRONTEND_METRICS = {
     "tokens": "dynamo_frontend_output_tokens_total",
     "requests": "dynamo_frontend_requests_total",
 }
@@ -188,17 +188,21 @@ class MockerSystem(System):
 
     def metrics(self) -> dict[str, float]:
         """The frontend's counters of tokens and finished requests, summed over labels."""
-        url = f"http://127.0.0.1:{self.port}/metrics"
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            text = answer.read().decode()
-        sums = {}
-        for key, name in _METRICS.items():
-            lines = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-            sums[key] = sum(map(float, lines))
-        return sums
+        return counted(self.port, FRONTEND_METRICS)
 
     def _module(self, module: str, *flags: str) -> None:
         self.run(module, [str(self._product.python), "-m", f"dynamo.{module}", *flags])
+
+
+def counted(port: int, names: dict[str, str]) -> dict[str, float]:
+    """Return counters of ``/metrics``, each summed over its labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    sums = {}
+    for key, name in names.items():
+        lines = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        sums[key] = sum(map(float, lines))
+    return sums
 
 
 def file_discovery(directory: Path) -> dict[str, str]:

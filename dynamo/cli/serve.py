@@ -14,7 +14,7 @@ from typing import Any
 
 from dynamo.cli.console import Console, ConsoleLog
 from dynamo.cli.gpu_placement import place_workers
-from dynamo.cli.service_checks import check_engines, check_services
+from dynamo.cli.service_checks import check_engine_flags, check_engines, check_services
 from dynamo.config import environ, from_env, load, to_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
@@ -73,9 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runtime = from_env(RuntimeSettings, namespace=graph.namespace)
         planned = prepare(graph, settings, runtime)
         if settings.dry_run:
-            _show(planned, settings, graph)
-            _warn(planned, graph)
-            return 0
+            return _dry_run(planned, settings, graph)
         check_engines(graph)
         return _serve(planned, settings, runtime)
     except BrokenPipeError:
@@ -97,7 +95,7 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
     env = {key: value for key, value in to_env(runtime).items() if key in _SHARED}
     env["DYN_LOCAL_STATE_DIR"] = str(state_path(runtime))
     env["DYN_FILE_KV"] = str(store_path(runtime))
-    here = Path(graph.source).absolute().parent if Path(graph.source).exists() else Path.cwd()
+    here = _directory(graph)
     check_services(graph, here, {**env, "DYN_NAMESPACE": graph.namespace})
     graph = replace(graph, services=with_engine_gpus(graph.services, here))
     specs = plan(
@@ -121,6 +119,11 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
         pubsub_endpoint=events,
         warnings=placement.warnings,
     )
+
+
+def _directory(graph: Graph) -> Path:
+    """Return the directory in which the services run: that of the graph file."""
+    return Path(graph.source).absolute().parent if Path(graph.source).exists() else Path.cwd()
 
 
 def _read(settings: ServeSettings, overrides: Sequence[Override]) -> Graph:
@@ -177,6 +180,13 @@ def _check_ports(specs: Sequence[WatcherSpec]) -> None:
                     f"{spec.name}: {error.message}; choose another port with "
                     f"--{spec.service}.http-port"
                 ) from None
+
+
+def _dry_run(planned: DeploymentPlan, settings: ServeSettings, graph: Graph) -> int:
+    check_engine_flags(graph, _directory(graph))
+    _show(planned, settings, graph)
+    _warn(planned, graph)
+    return 0
 
 
 def _warn(planned: DeploymentPlan, graph: Graph) -> None:

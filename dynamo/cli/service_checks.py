@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.graph import Graph
 from dynamo.serve.service import PYTHON, Service
 
-__all__ = ["check_engines", "check_services"]
+__all__ = ["check_engine_flags", "check_engines", "check_services"]
 
 _ENGINES = {"dynamo.vllm": ("vllm", "pip install 'dynamo-appliance[vllm]'")}
 _TOKENIZER_FILES = ("config.json", "tokenizer.json")
@@ -53,6 +56,31 @@ def _missing_engine(service: Service) -> Iterator[str]:
         words = command.split() if isinstance(command, str) else []
         if words and shutil.which(words[0], path={**environ(), **service.envs}.get("PATH")) is None:
             yield f"{where}.exec: no program {words[0]}: install it, or give its path"
+
+
+def check_engine_flags(graph: Graph, directory: Path) -> None:
+    """Raise ConfigError with the flags that vLLM's own parser refuses, if vLLM is installed.
+
+    Takes about ten seconds, as long as importing vLLM does.
+    """
+    services = {s.name: s for s in graph.services if s.program == "dynamo.vllm"}
+    if not services or not _exists("vllm"):
+        return
+    print("dynamo serve: checking vLLM's flags (imports vLLM)", file=sys.stderr)
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamo.vllm.check"],
+        input=json.dumps({name: service.all_words for name, service in services.items()}),
+        capture_output=True,
+        text=True,
+        cwd=directory,
+        check=False,
+    )
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"vLLM cannot be imported, so no worker of it can start: {last}")
+    problems = json.loads(done.stdout.strip().rpartition("\n")[2])
+    lines = [f"{services[name].origin}: {name}: vLLM: {text}" for name, text in problems.items()]
+    _raise(graph, lines)
 
 
 def _raise(graph: Graph, problems: Sequence[str]) -> None:
@@ -168,6 +196,10 @@ def _check_worker(service: Service, settings: Mapping[str, Any], env: Mapping[st
         from dynamo.runtime.component import parse_endpoint
 
         parse_endpoint(worker.endpoint)
+    if "endpoint-types" in service.words or "dyn-endpoint-types" in service.words:
+        from dynamo.llm.types import api_types  # takes 0.1 s, and few graphs have the key
+
+        api_types(worker.endpoint_types)
     template = getattr(worker, "custom_jinja_template", None)  # attach has none
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"custom-jinja-template {template}: no such file in {Path.cwd()}")

@@ -241,7 +241,9 @@ def _settings(
         "event_plane": event_plane,
     }
     # Older versions of Dynamo had a boolean "is_static" among the first arguments.
-    chosen = {name: value for name, value in given.items() if isinstance(value, str)}
+    chosen: dict[str, Any] = {
+        name: value for name, value in given.items() if isinstance(value, str)
+    }
     return from_env(RuntimeSettings, **chosen)
 
 

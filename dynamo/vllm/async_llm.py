@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from vllm.version import __version__
 
 from dynamo.errors import EngineFailure, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
 from dynamo.vllm.params import CLIENT_ERRORS, ParamsBuilder, priority
@@ -101,6 +102,15 @@ class AsyncLLMEngine:
         work = self._generate(request, number, params, sink, dp_rank)
         self._running[number] = self._tasks.spawn(work, name=f"request {number}")
         return number
+
+    def pass_tokens(
+        self, request_id: str, stream: ServerStream, on_full: Callable[[], None]
+    ) -> None:
+        """See ``Engine``. Ignored: AsyncLLM makes an object of each step."""
+
+    def stop_passing(self, request_id: str) -> int:
+        """See ``Engine``."""
+        return 0
 
     def abort(self, request_id: str) -> None:
         """See ``Engine``."""

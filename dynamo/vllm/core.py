@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,13 @@ from vllm.version import __version__
 
 from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
 from dynamo.vllm.engine_metrics import EngineMetrics
 from dynamo.vllm.params import CLIENT_ERRORS, EMBED, ParamsBuilder, priority
+from dynamo.vllm.plain_requests import PlainRequests
+from dynamo.vllm.plain_tokens import PlainTokens, StepDecoder
 
 __all__ = ["CoreEngine"]
 
@@ -60,6 +63,9 @@ class CoreEngine:
         self._sinks: dict[str, OutputSink] = {}
         self._outbox: deque[EngineCoreRequest | str] = deque()
         self._posted = asyncio.Event()
+        self._requests = PlainRequests(config, client)
+        self._plain = PlainTokens()
+        client.decoder = StepDecoder(client.decoder, self._plain)
         self._tasks = Tasks("vllm engine")
 
     @classmethod
@@ -76,9 +82,13 @@ class CoreEngine:
     def submit(self, request: PreprocessedRequest, sink: OutputSink, dp_rank: int | None) -> str:
         """See ``Engine``."""
         number = self._params.new_id()
+        if dp_rank is None and self._requests.send(request, number):
+            self._sinks[number] = sink
+            return number
         params = self._make_params(request)
         if isinstance(params, PoolingParams) or params.structured_outputs is None:
             made = self._request(request, number, params, dp_rank)
+            self._requests.learn(request, made)
             self._sinks[number] = sink
             self._post(made)
         else:
@@ -86,6 +96,17 @@ class CoreEngine:
             work = self._compile(request, number, params, dp_rank)
             self._tasks.spawn(work, name="compile grammar")
         return number
+
+    def pass_tokens(
+        self, request_id: str, stream: ServerStream, on_full: Callable[[], None]
+    ) -> None:
+        """See ``Engine``."""
+        if request_id in self._sinks:
+            self._plain.add(request_id, stream, on_full)
+
+    def stop_passing(self, request_id: str) -> int:
+        """See ``Engine``."""
+        return self._plain.remove(request_id)
 
     def abort(self, request_id: str) -> None:
         """See ``Engine``."""
@@ -215,7 +236,7 @@ class CoreEngine:
         client, sinks = self._client, self._sinks
         while True:
             outputs = await client.get_output_async()
-            tokens, prefills = 0, []
+            tokens, self._plain.count, prefills = self._plain.count, 0, []
             for output in outputs.outputs:
                 tokens += len(output.new_token_ids)
                 if output.prefill_stats is not None:

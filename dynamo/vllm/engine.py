@@ -6,12 +6,13 @@ Two drivers implement :class:`Engine`: ``core`` (vLLM's EngineCore, the tested v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dynamo.errors import DynamoError
 from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.runtime.requests.stream import ServerStream
 
 __all__ = [
     "TESTED_VERSIONS",
@@ -109,6 +110,17 @@ class Engine(Protocol):
     def metrics(self) -> str:
         """Return vLLM's metrics in Prometheus's format."""
 
+    def pass_tokens(
+        self, request_id: str, stream: ServerStream, on_full: Callable[[], None]
+    ) -> None:
+        """Send further steps of one token and nothing else to ``stream``, not to the sink.
+
+        A driver may ignore it. ``on_full`` is called when the connection is full.
+        """
+
+    def stop_passing(self, request_id: str) -> int:
+        """Send every step to the sink again; return how many tokens went to the stream."""
+
     async def run(self) -> None:
         """Move requests and outputs until cancelled. Raises EngineFailure: the engine died."""
 
@@ -116,8 +128,10 @@ class Engine(Protocol):
         """End the engine's processes."""
 
     async def sleep(self, level: int = 1) -> None:
-        """Free the GPU when the running requests have ended: 1 keeps the weights in CPU memory, 2
-        discards them."""
+        """Let the running requests finish, then free the GPU.
+
+        Level 1 keeps the weights in CPU memory, 2 discards them.
+        """
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore what :meth:`sleep` freed; ``tags`` are weights and kv_cache, default both."""

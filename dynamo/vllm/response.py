@@ -34,6 +34,12 @@ class ResponseOwner(Protocol):
     def abort(self, response: EngineResponse) -> None:
         """Stop the request in the engine."""
 
+    def pass_tokens(self, response: EngineResponse) -> None:
+        """Let the engine send plain tokens to the stream of ``response``."""
+
+    def stop_passing(self, response: EngineResponse) -> int:
+        """Get all steps again; return the number of tokens that the stream got directly."""
+
 
 class EngineResponse:
     """Sends the tokens of one request; implements ``OutputSink``.
@@ -49,6 +55,7 @@ class EngineResponse:
         "_held",
         "_on_done",
         "_owner",
+        "_passed",
         "_prompt",
         "_prompt_logprobs",
         "_tokens",
@@ -74,6 +81,7 @@ class EngineResponse:
         self._cached = 0
         self._fast = False  # until the first step, which has the prompt's statistics
         self._held: list[bytes] | None = None
+        self._passed = False  # the engine sends plain tokens to the stream
         self._prompt_logprobs: list[Any] | None = None
         self._ended = False
 
@@ -99,6 +107,7 @@ class EngineResponse:
         """Free the blocks at once: the client stopped the request or disconnected."""
         if self._ended:
             return
+        self._take_back()
         self._owner.abort(self)
         self._send_last(EngineOutput(finish_reason="cancelled", completion_usage=self._usage()))
 
@@ -106,6 +115,7 @@ class EngineResponse:
         """Send a step that is more than one plain token."""
         if self._ended:
             return
+        self._take_back()
         self._tokens += len(ids)
         if output.prefill_stats is not None:
             self._cached = output.prefill_stats.num_cached_tokens
@@ -124,6 +134,10 @@ class EngineResponse:
         elif ids:
             self._send(codec.encode(item))
             self._fast = logprobs is None and self._held is None
+            if self._fast:
+                self._passed = True
+                self.stream.on_pause = self.hold
+                self._owner.pass_tokens(self)
 
     def _finish(self, item: EngineOutput, output: EngineStep) -> None:
         reason = str(output.finish_reason)
@@ -146,7 +160,20 @@ class EngineResponse:
             self.stream.end()
         self._end()
 
+    def hold(self) -> None:
+        """Hold further items back until the client reads again, if it does not read."""
+        if self._held is None and self.stream.above_high_water and not self._ended:
+            self._hold()
+
+    def _take_back(self) -> None:
+        """Get the plain tokens again that the engine sends to the stream."""
+        if self._passed:
+            self._passed = False
+            self.stream.on_pause = None  # breaks a reference cycle
+            self._tokens += self._owner.stop_passing(self)
+
     def _end(self) -> None:
+        self._take_back()
         self._ended = True
         self.stream.context.off_cancel(self.cancel)  # breaks a reference cycle
         self._on_done()
@@ -163,7 +190,7 @@ class EngineResponse:
             self._hold()
 
     def _hold(self) -> None:
-        """Hold further items back until the client reads again."""
+        self._take_back()
         self._fast = False
         self._held = []
         self._owner.tasks.spawn(self._release(), name="slow reader")

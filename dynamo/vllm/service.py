@@ -48,6 +48,15 @@ class VllmService:
         if response.id is not None:
             self.engine.abort(response.id)
 
+    def pass_tokens(self, response: EngineResponse) -> None:
+        """Let the engine send plain tokens to the stream of ``response``."""
+        if response.id is not None:
+            self.engine.pass_tokens(response.id, response.stream, response.hold)
+
+    def stop_passing(self, response: EngineResponse) -> int:
+        """Get all steps again; return the number of tokens that the stream got directly."""
+        return 0 if response.id is None else self.engine.stop_passing(response.id)
+
     def _rank(self, request: PreprocessedRequest) -> int | None:
         number = request.routing.dp_rank if request.routing else None
         ranks = self.engine.info.data_parallel_size

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 from attach_kit import CHAT, Cards, fetch, upstream
-from deployment import MODEL, Deployment
+from deployment import MODEL, Deployment, free_port
 from mocker_kit import caller
 
 from dynamo.errors import HttpFailure
+from dynamo.protocols.kv import BlocksCleared, BlocksStored
 
 GENERATION = [CHAT, "/v1/completions", "/v1/embeddings"]
 
@@ -91,7 +95,7 @@ async def test_chosen_and_renamed_models(deployment: Deployment) -> None:
         (("--url", "localhost:1"), "--url must look like"),
         (("--exec", "server"), "has no {port}"),
         (("--exec", "a 'b"), "No closing quotation"),
-        (("--url", "http://h", "--model-path", "/nowhere"), "not a local directory"),
+        (("--url", "http://h", "--model-path", "/nowhere"), "no such directory"),
         (("--url", "http://h", "--kv-events-endpoint", "tcp://h:1"), "needs --model-path"),
         (("--url", "http://h", "--profile", "x"), "--profile must be one of"),
     ],
@@ -131,3 +135,32 @@ def test_what_is_no_openai_server(deployment: Deployment) -> None:
         process = deployment.start("dynamo.attach", "--url", f"{server.url}/prefix")
         assert process.wait(20) == 1
         assert "this is no OpenAI-compatible server" in deployment.tail()
+
+
+async def test_kv_events_are_relayed_and_end_with_the_server(deployment: Deployment) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    publisher = zmq.asyncio.Context.instance().socket(zmq.PUB)
+    publisher.bind(address)
+    stored = ["BlockStored", [11, 12], None, list(range(64)), 32, None, "GPU"]
+    events = ("--kv-events-endpoint", address, "--model-path", str(MODEL))
+    try:
+        with upstream(deployment, "vllm") as server:
+            flags = ("--url", server.url, "--poll-interval-secs", "0.05")
+            deployment.start("dynamo.attach", *flags, *events)
+            async with asyncio.timeout(60), caller(deployment) as here:
+                found = Cards(here)
+                await here.until(lambda: "m" in found.names)
+                assert found["m"].source_path == str(MODEL)
+                assert found["m"].runtime_config.enable_local_indexer
+                worker = here.client.instance_ids()[0]
+                number = 0
+                while (worker, 0) not in here.events:  # until the worker has subscribed
+                    message = msgspec.msgpack.encode([0.0, [stored], 0])
+                    await publisher.send_multipart([b"", number.to_bytes(8, "big"), message])
+                    number += 1
+                    await asyncio.sleep(0.05)
+                assert isinstance(here.events[worker, 0][0].data, BlocksStored)
+                server.set(health=503)
+                await here.until(lambda: isinstance(here.events[worker, 0][-1].data, BlocksCleared))
+    finally:
+        publisher.close(linger=0)

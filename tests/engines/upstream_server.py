@@ -65,29 +65,27 @@ class State:
         if self.profile not in ("vllm", "openai"):
             for row in rows:
                 del row["max_model_len"]
-        common = {"/v1/models": {"data": rows}, "/health": {}, "/_seen": self.seen}
-        return (
-            common
-            | {
-                "vllm": {"/openapi.json": OPENAPI, "/metrics": VLLM_METRICS},
-                "sglang": {
-                    "/metrics": SGLANG_METRICS,
-                    "/get_server_info": {
-                        "page_size": 16,
-                        "max_total_num_tokens": 1600,
-                        "context_length": 700,
-                        "max_running_requests": 33,
-                    },
+        common: dict[str, Any] = {"/v1/models": {"data": rows}, "/health": {}, "/_seen": self.seen}
+        own: dict[str, dict[str, Any]] = {
+            "vllm": {"/openapi.json": OPENAPI, "/metrics": VLLM_METRICS},
+            "sglang": {
+                "/metrics": SGLANG_METRICS,
+                "/get_server_info": {
+                    "page_size": 16,
+                    "max_total_num_tokens": 1600,
+                    "context_length": 700,
+                    "max_running_requests": 33,
                 },
-                "trtllm": {"/metrics": TRTLLM_METRICS, "/version": {"version": "1"}},
-                "llama.cpp": {
-                    "/metrics": LLAMA_METRICS,
-                    "/props": {"total_slots": 4, "default_generation_settings": {"n_ctx": 512}},
-                },
-                "ollama": {"/api/version": {"version": "0.40"}},
-                "openai": {},
-            }[self.profile]
-        )
+            },
+            "trtllm": {"/metrics": TRTLLM_METRICS, "/version": {"version": "1"}},
+            "llama.cpp": {
+                "/metrics": LLAMA_METRICS,
+                "/props": {"total_slots": 4, "default_generation_settings": {"n_ctx": 512}},
+            },
+            "ollama": {"/api/version": {"version": "0.40"}},
+            "openai": {},
+        }
+        return common | own[self.profile]
 
 
 class Handler(BaseHTTPRequestHandler):

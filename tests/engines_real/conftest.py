@@ -11,6 +11,11 @@ from servers_kit import EngineDeployment, closing
 from weights_kit import write_byte_llama, write_llama, write_lora
 
 HERE = Path(__file__).parent
+# Random weights would write white space for ever.
+GRAMMAR_FLAGS = (
+    "--structured-outputs-config",
+    '{"backend": "xgrammar", "disable_any_whitespace": true}',
+)
 HERMES = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
@@ -54,7 +59,8 @@ def vllm_tiny(
 ) -> Iterator[EngineDeployment]:
     """VLLM's own server with the model ``tiny``."""
     with closing(EngineDeployment(tmp_path_factory.mktemp("vllm-tiny"))) as made:
-        made.vllm_server(tiny_model, "tiny", *HERMES, "--enable-lora", *adapters(lora))
+        flags = (*HERMES, *GRAMMAR_FLAGS, "--enable-lora", *adapters(lora))
+        made.vllm_server(tiny_model, "tiny", *flags)
         made.wait_for_models("tiny")
         yield made
 
@@ -78,8 +84,8 @@ def ours(
     ``bytes``."""
     with closing(EngineDeployment(tmp_path_factory.mktemp("ours"))) as made:
         made.frontend("--router-mode", "kv")
-        formats = ("--dyn-tool-call-parser", "hermes")
-        made.worker(tiny_model, "tiny", *formats, *adapters(lora), **made.status_server())
+        flags = ("--dyn-tool-call-parser", "hermes", *GRAMMAR_FLAGS, *adapters(lora))
+        made.worker(tiny_model, "tiny", *flags, **made.status_server())
         made.worker(bytes_model, "bytes")
         made.wait_for_models("tiny", "bytes", "pirate")
         yield made

@@ -1,76 +1,79 @@
-"""A graph with a real engine: it answers, its engine is killed, it comes back, leaves nothing."""
+"""`dynamo serve examples/vllm.yaml` with a real engine: it serves, is killed, comes back."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
+from typing import Any
 
-import openai
-import psutil
 from deployment import free_port
-from servers_kit import ENGINE_ENV, ENGINE_START_S, is_alive, title, tree
-from serving import Serving
+from servers_kit import ENGINE_ENV, ENGINE_START_S
+from serving import ROOT, Serving
+from weights_kit import CONTEXT
 
-GRAPH = """
-Frontend: {{run: dynamo.frontend, http-port: {port}, router-mode: kv}}
-Worker:
-  run: dynamo.vllm
-  model: {model}
-  served-model-name: tiny
-  dtype: float32
-  enforce-eager: true
-  block-size: 32
-  max-model-len: 2048
-  ServiceArgs:
-    workers: 1
-    resources: {{gpu: 0}}
-    envs: {envs}
-"""
+GRAPH = ROOT / "examples/vllm.yaml"
+PROMPT = "one two three four five six seven eight nine ten " * 12
 
 
-def test_serve_kill_recover_stop(serving: Serving, tiny_model: Path) -> None:
-    port = free_port()
-    graph = GRAPH.format(port=port, model=tiny_model, envs=json.dumps(ENGINE_ENV))
-    serving.start(graph, wait="")
-    serving.wait_for("(ready|started): ", timeout_s=ENGINE_START_S)
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
-        before = answer(client, serving)
-        (worker,) = serving.pids("Worker")
-        started = tree(worker)
-        (core,) = [one for one in started if "EngineCore" in title(one)]
-        core.kill()
-        # The worker ends with its whole tree, and another one takes its place.
-        serving.until(lambda: not any(map(is_alive, started)), timeout_s=30)
-        assert serving.wait_for_pids("Worker", unlike=worker, timeout_s=30) != [worker]
-        assert answer(client, serving) == before
-    started = tree(serving.pid) | {psutil.Process(pid) for pid in serving.pids("Worker")}
-    started |= {child for one in set(started) for child in tree(one.pid)}
-    assert any("EngineCore" in title(one) for one in started)
-    assert serving.stop(signal.SIGINT, timeout_s=60) == 0
+def flags(model: Path, port: int) -> list[str]:
+    options = {
+        "model": model,
+        "served-model-name": "tiny",
+        "dtype": "float32",
+        "enforce-eager": "true",
+        "block-size": 32,
+        "max-model-len": CONTEXT,
+    }
+    return [
+        f"--Frontend.http-port={port}",
+        *(f"--Worker.{key}={value}" for key, value in options.items()),
+    ]
+
+
+def complete(port: int) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+    return found
+
+
+def answers(port: int) -> bool:
+    try:
+        return bool(complete(port)["choices"])
+    except OSError:
+        return False
+
+
+def test_a_worker_is_killed_and_comes_back(serving: Serving, tiny_model: Path) -> None:
+    serving.namespace, port = "vllm", free_port()
+    serving.start(GRAPH, *flags(tiny_model, port), wait="", **ENGINE_ENV)
+    line = serving.wait_for("ready: |stopped", ENGINE_START_S)
+    assert "model: tiny   workers: 1" in line, serving.text()
+    assert complete(port)["usage"]["completion_tokens"] == 4
+    usage = complete(port)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 32
+    (old,) = serving.pids("Worker")
+    os.kill(old, signal.SIGKILL)
+    serving.wait_for("was killed by SIGKILL; restarting it now")
+    serving.wait_for_pids("Worker", unlike=old)
+    serving.until(lambda: answers(port), ENGINE_START_S)
+    assert serving.stop(timeout_s=60) == 0
     serving.assert_clean()
-    assert not [title(one) for one in started if is_alive(one)]
 
 
-def answer(client: openai.OpenAI, serving: Serving) -> str:
-    """The greedy answer to a question, as soon as the model can be asked."""
-    found: list[str] = []
-
-    def asked() -> bool:
-        try:
-            chat = client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": "Say something"}],
-                max_tokens=8,
-                temperature=0,
-            )
-        except openai.APIStatusError as error:
-            assert error.status_code in (404, 500, 503), error
-            return False
-        except openai.APIConnectionError:
-            return False
-        found.append(chat.choices[0].message.content or "")
-        return True
-
-    serving.until(asked, timeout_s=ENGINE_START_S)
-    return found[0]
+def test_a_dry_run_checks_the_flags_of_vllm(tiny_model: Path) -> None:
+    command = [sys.executable, "-m", "dynamo", "serve", str(GRAPH), "--dry-run", "--gpus", "1"]
+    words = [*command, f"--Worker.model={tiny_model}", "--Worker.max-modle-len=5"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "Worker: vLLM: unrecognized arguments: --max-modle-len 5" in done.stderr

@@ -72,6 +72,7 @@ class Carrier(Protocol):
 
     settings: RequestPlaneSettings
     above_high_water: bool
+    closed: bool
     streams: dict[int, ServerStream]
     waiting: set[ServerStream]
 
@@ -99,6 +100,8 @@ class ServedEndpoint:
 class ServerStream:
     """One request in flight. Safe to use after its end: items are then dropped.
 
+    ``on_pause`` is called when the client pauses the stream.
+
     ``send`` never blocks; a handler that can wait should ``await drained()`` between items. A kill,
     a lost connection and an abort at shutdown end the stream and kill its ``context``.
     """
@@ -116,6 +119,7 @@ class ServerStream:
         "_writable",
         "closed",
         "headers",
+        "on_pause",
     )
 
     def __init__(
@@ -127,6 +131,7 @@ class ServerStream:
     ) -> None:
         self.headers = headers
         self.closed = False
+        self.on_pause: Callable[[], None] | None = None
         self._connection = connection
         self._number = number
         self._served = served
@@ -164,6 +169,11 @@ class ServerStream:
     def above_high_water(self) -> bool:
         """Whether the connection is full or the client paused this stream."""
         return self._paused or self._connection.above_high_water
+
+    def route(self) -> tuple[Carrier, int, EndpointStats]:
+        """Return connection, number there and metrics, for an engine that builds the frames of
+        many streams at once. It sends the first item by :meth:`send`, and none after the end."""
+        return self._connection, self._number, self._served.stats
 
     def send(self, payload: bytes) -> None:
         """Send one response item. An oversized one ends the stream with an error."""
@@ -245,6 +255,8 @@ class ServerStream:
         self._paused = paused
         if not paused:
             self.wake()
+        elif self.on_pause is not None:
+            self.on_pause()
 
     def wake(self) -> None:
         """Wake :meth:`drained` to check again."""

@@ -318,6 +318,23 @@ async def test_a_lost_worker_is_replaced_once_before_the_head(site: RelaySite) -
     site.settled()
 
 
+@pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])
+async def test_a_worker_lost_after_the_head_is_replaced(site: RelaySite, content_type: str) -> None:
+    """Servers send the head of a stream long before its first token."""
+    first = site.ask(stream=True)
+    first.head(content_type=content_type, x_worker="1")
+    first.sink.on_error(Disconnected("killed"))
+    second = site.relayed[1]
+    second.head(content_type="text/event-stream", x_worker="2")
+    second.body(event({"a": 1}), event("[DONE]"))
+    second.sink.on_end()
+    await turn()
+    assert site.events == [{"a": 1}, "[DONE]"]
+    assert "x-worker: 2" in site.head and "x-worker: 1" not in site.head
+    site.freed = sorted(set(site.freed))
+    site.settled()
+
+
 async def test_a_server_that_breaks_off_a_json_answer_is_an_error(site: RelaySite) -> None:
     stream = site.ask()
     stream.head()
@@ -374,6 +391,28 @@ async def test_a_client_that_leaves_ends_the_request(site: RelaySite) -> None:
     site.bench.connection.connection_lost(None)
     assert stream.calls == ["kill"]
     assert ended(site, "cancelled", "stream") == 1
+    site.settled()
+
+
+async def test_comments_keep_the_connection_alive_between_events() -> None:
+    site = RelaySite(sse_keep_alive_ms=10)
+    stream = site.ask(stream=True)
+    await asyncio.sleep(0.05)
+    assert site.bench.transport.out == b""  # the server's status is not known yet
+    stream.head(content_type="text/event-stream")
+    async with asyncio.timeout(10):
+        while b": keep-alive" not in site.bench.transport.out:
+            await turn()
+    stream.body(b'data: {"a":')
+    await turn()
+    before = site.bench.transport.out
+    await asyncio.sleep(0.05)
+    assert site.bench.transport.out == before
+    stream.body(b"1}\n\n")
+    stream.sink.on_error(Disconnected("killed"))  # too late for another worker
+    await turn()
+    assert site.events[0] == {"a": 1} and site.events[1]["error"]["code"] == 503
+    site.active.close()
     site.settled()
 
 

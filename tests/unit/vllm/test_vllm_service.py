@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamo.errors import DynamoError, InvalidArgument, Overloaded
@@ -17,8 +18,10 @@ from dynamo.protocols import codec
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing, StopConditions
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
+from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
+from dynamo.vllm.plain_tokens import PlainTokens
 from dynamo.vllm.service import VllmService
 from dynamo.worker.admission import AdmissionQueue
 
@@ -73,6 +76,7 @@ class ScriptedEngine:
         self.ranks: list[int | None] = []
         self.aborted: list[str] = []
         self.refusal: DynamoError | None = None
+        self.plain = PlainTokens()
         self.changed = asyncio.Event()
 
     def submit(self, request: PreprocessedRequest, sink: OutputSink, dp_rank: int | None) -> str:
@@ -83,6 +87,14 @@ class ScriptedEngine:
         self.ranks.append(dp_rank)
         self.changed.set()
         return number
+
+    def pass_tokens(
+        self, request_id: str, stream: ServerStream, on_full: Callable[[], None]
+    ) -> None:
+        self.plain.add(request_id, stream, on_full)
+
+    def stop_passing(self, request_id: str) -> int:
+        return self.plain.remove(request_id)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -200,6 +212,67 @@ async def test_tokens_usage_and_the_end(tmp_path: Path) -> None:
         assert last.completion_usage.prompt_tokens_details is not None
         assert last.completion_usage.prompt_tokens_details.cached_tokens == 2
         assert made.service.admission.running == 0
+
+
+def step_message(tokens: dict[str, int]) -> bytes:
+    """Encode an engine's step with one plain token for each request."""
+    rows = [[request_id, [token], *[None] * 10, 0] for request_id, token in tokens.items()]
+    return msgspec.msgpack.encode([0, rows, None, 1.5])
+
+
+async def test_plain_tokens_of_a_step_go_to_their_streams(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as made:
+        sinks = [made.start()[0], made.start()[0]]
+        await made.engine.started(2)
+        plain, steps = made.engine.plain, made.engine.sinks
+        assert plain.pass_on(step_message({"r0": 1})) == step_message({"r0": 1})  # not yet
+        for number in ("r0", "r1"):
+            steps[number].on_output(Step([7], prefill_stats=Stats(0)))
+        for token in (1, 300, 70_000):
+            rest = plain.pass_on(step_message({"r0": token, "r1": 5, "unknown": 6}))
+            assert rest == step_message({"unknown": 6})
+        for number in ("r0", "r1"):
+            steps[number].on_output(Step([8], "length"))
+        for sink, middle in zip(sinks, ([[1], [300], [70_000]], [[5]] * 3), strict=True):
+            await sink.end()
+            assert [item.token_ids for item in sink.items] == [[7], *middle, [8]]
+            assert sink.items[-1].completion_usage is not None
+            assert sink.items[-1].completion_usage.completion_tokens == 5
+        assert plain.count == 6
+        assert plain.pass_on(step_message({"r0": 1})) == step_message({"r0": 1})
+
+
+async def test_a_paused_stream_gets_its_plain_tokens_later(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as made:
+        sink, stream = made.start()
+        await made.engine.started(1)
+        steps = made.engine.sinks["r0"]
+        steps.on_output(Step([7], prefill_stats=Stats(0)))
+        stream.pause()
+        message = step_message({"r0": 1})
+        await wait_until(lambda: made.engine.plain.pass_on(message) == message)
+        passed = made.engine.plain.count
+        steps.on_output(Step([9]))
+        stream.resume()
+        await wait_until(lambda: bool(sink.items) and sink.items[-1].token_ids == [9])
+        steps.on_output(Step([8], "length"))
+        await sink.end()
+        expected = [[7], *[[1]] * passed, [9], [8]]
+        assert [item.token_ids for item in sink.items] == expected
+        assert sink.items[-1].completion_usage is not None
+        assert sink.items[-1].completion_usage.completion_tokens == passed + 3
+
+
+async def test_a_kill_stops_plain_tokens(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as made:
+        _, stream = made.start()
+        await made.engine.started(1)
+        made.engine.sinks["r0"].on_output(Step([7], prefill_stats=Stats(0)))
+        stream.kill()
+        await made.engine.stopped(1)
+        message = step_message({"r0": 1})
+        assert made.engine.plain.pass_on(message) == message
+        assert made.engine.plain.count == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""Plain tokens of EngineCore's messages: from the socket to the streams without Python objects.
+
+A step's message has one output for each running request, most of them one token and nothing else.
+``_fast/engine_core`` makes them the frames of each connection; vLLM's decoder gets the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dynamo._fast.engine_core import TokenRouter
+from dynamo.runtime.requests.frames import DATA
+from dynamo.runtime.requests.stream import Carrier, EndpointStats, ServerStream
+from dynamo.worker.items import TOKEN_PREFIX
+
+__all__ = ["PlainTokens", "StepDecoder"]
+
+
+class PlainTokens:
+    """The streams that get their plain tokens directly.
+
+    ``count`` is how many tokens went this way; its reader resets it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._router = TokenRouter(DATA, TOKEN_PREFIX)
+        self._numbers: dict[Carrier, int] = {}
+        self._carriers: dict[int, tuple[Carrier, EndpointStats]] = {}
+        self._next = 0
+        self._on_full: dict[str, Callable[[], None]] = {}
+
+    def add(self, request_id: str, stream: ServerStream, on_full: Callable[[], None]) -> None:
+        """Pass the tokens of ``request_id`` on to ``stream`` until :meth:`remove`.
+
+        ``on_full`` is called when the connection is above its high-water mark.
+        """
+        carrier, number, stats = stream.route()
+        slot = self._numbers.get(carrier)
+        if slot is None:
+            slot = self._add_carrier(carrier, stats)
+        self._router.add(request_id, slot, number)
+        self._on_full[request_id] = on_full
+
+    def remove(self, request_id: str) -> int:
+        """Stop; return how many tokens were passed on, 0 for a request that was not added."""
+        if self._on_full.pop(request_id, None) is None:
+            return 0
+        return self._router.remove(request_id)
+
+    def pass_on(self, message: bytes) -> bytes:
+        """Write the plain tokens of an encoded step to their streams; return the other outputs."""
+        frames, rest = self._router.split(message)
+        for slot, count, data in frames:
+            carrier, stats = self._carriers[slot]
+            self.count += count
+            stats.response_bytes.value += len(data)
+            carrier.write(data)
+            if carrier.above_high_water:
+                for on_full in list(self._on_full.values()):
+                    on_full()
+        return rest
+
+    def _add_carrier(self, carrier: Carrier, stats: EndpointStats) -> int:
+        """Number a new connection, and forget closed ones, whose streams are removed."""
+        for old in [each for each in self._numbers if each.closed]:
+            del self._carriers[self._numbers.pop(old)]
+        slot = self._numbers[carrier] = self._next
+        self._carriers[slot] = (carrier, stats)
+        self._next += 1
+        return slot
+
+
+class StepDecoder:
+    """Decodes the messages of EngineCore in place of ``decoder``, vLLM's own."""
+
+    def __init__(self, decoder: Any, tokens: PlainTokens) -> None:
+        self._decoder = decoder
+        self._tokens = tokens
+
+    def decode(self, frames: Sequence[Any]) -> Any:
+        """Return vLLM's EngineCoreOutputs without the tokens that were passed on."""
+        if len(frames) != 1:  # with tensors: log probabilities, pooling
+            return self._decoder.decode(frames)
+        return self._decoder.decode(self._tokens.pass_on(frames[0].bytes))
