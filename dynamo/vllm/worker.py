@@ -39,11 +39,7 @@ log = logging.getLogger(__name__)
 class VllmPlan:
     """What the worker serves, checked before the engine starts.
 
-<<<<<<< HEAD
-    ``weights`` is the path for vLLM: the directory of the model, or a GGUF file in it. ``loras``
-=======
     ``weights`` is the directory or GGUF file for vLLM, ``model`` what the frontend reads. ``loras``
->>>>>>> main
     are the directories of the adapters by name.
     """
 
