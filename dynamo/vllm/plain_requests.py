@@ -59,9 +59,9 @@ class PlainRequests:
             return False
         made = EngineCoreRequest(
             request_id=number,
-            prompt_token_ids=msgspec.Raw(packed),  # type: ignore[arg-type]
+            prompt_token_ids=msgspec.Raw(packed),
             mm_features=None,
-            sampling_params=params,  # type: ignore[arg-type]
+            sampling_params=params,
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=None,
