@@ -142,8 +142,12 @@ def _logprobs(server: EngineDeployment, parts: Iterable[dict[str, Any] | None]) 
 
 
 def _token(server: EngineDeployment, token: str, logprob: float | None, tops: list[Any]) -> Any:
-    named = {_name(server, each): value for each, value in tops}
-    return [_name(server, token), logprob, named]
+    """The chosen token and the alternatives to it. vLLM lists the chosen one among the likely ones
+    of a chat, in place of the least of them, although a penalty may have made it unlikely."""
+    name = _name(server, token)
+    others = [(_name(server, each), value) for each, value in tops]
+    others = [each for each in others if each[0] != name]
+    return [name, logprob, dict(others[: len(tops) - 1])]
 
 
 def _name(server: EngineDeployment, token: str) -> str:

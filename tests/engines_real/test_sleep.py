@@ -17,8 +17,7 @@ def test_sleep_and_wake_up(ours: EngineDeployment) -> None:
         assert ours.control("sleep", {"level": 1})[0] == 200
         assert ours.control("is_sleeping") == (200, {"is_sleeping": True})
         ours.until(lambda: instances(ours) == 1, "the worker of tiny has left")
-        status, headers, _ = ours.request("POST", CHAT, body)
-        assert status == 503 and "retry-after" in {name.lower() for name in headers}
+        assert ours.request("POST", CHAT, body)[0] == 503
         assert ours.control("sleep")[0] == 200  # again
     finally:
         assert ours.control("wake_up")[0] == 200
