@@ -10,5 +10,5 @@ __all__ = ["__version__"]
 
 __version__ = "0.1.0"
 
-_found = extend_path([], __name__)
+_found: list[str] = extend_path([], __name__)
 __path__ = _found if __path__[0] in _found else [*__path__, *_found]

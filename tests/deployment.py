@@ -71,10 +71,15 @@ class Deployment:
         )
 
     def request(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        port: int | None = None,
     ) -> tuple[int, dict[str, str], bytes]:
         """Send one request on a new connection; return status, headers, body."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=30)
         try:
             data = None if body is None else json.dumps(body).encode()
             sent = {"content-type": "application/json"} if data is not None else {}

@@ -7,6 +7,12 @@ from typing import Any
 
 from dynamo import llm, runtime
 from dynamo._core import backend
+from dynamo.config.worker import (
+    REASONING_ALIASES,
+    REASONING_PARSERS,
+    TOOL_CALL_ALIASES,
+    TOOL_CALL_PARSERS,
+)
 from dynamo.llm import exceptions
 from dynamo.runtime.annotated import Responses
 from dynamo.runtime.context import SpanProxy
@@ -30,12 +36,12 @@ AsyncResponseStream = Responses
 
 def get_tool_parser_names() -> list[str]:
     """Return the formats of tool calls that a worker's ``tool_call_parser`` may name."""
-    return list(llm.TOOL_CALL_PARSERS)
+    return sorted({*TOOL_CALL_PARSERS, *TOOL_CALL_ALIASES})
 
 
 def get_reasoning_parser_names() -> list[str]:
     """Return the formats of reasoning that a worker's ``reasoning_parser`` may name."""
-    return list(llm.REASONING_PARSERS)
+    return sorted({*REASONING_PARSERS, *REASONING_ALIASES})
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ from dynamo.config.attach import AttachSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings, SystemSettings
 from dynamo.errors import DynamoError
+from dynamo.http.limits import allow_open_files
 from dynamo.observability.logs import setup_logging
 from dynamo.runtime import DistributedRuntime
 from dynamo.worker.lifecycle import WorkerLifecycle, leaf_errors
@@ -25,6 +26,8 @@ from dynamo.worker.lifecycle import WorkerLifecycle, leaf_errors
 __all__ = ["main"]
 
 log = logging.getLogger("dynamo.attach")
+_OPEN_FILES = 16_384
+"""A connection for each of the 10,000 requests that admission allows at most, and some more."""
 _GROUPS = (RuntimeSettings, AttachSettings)
 
 
@@ -38,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DynamoError as error:
         print(f"python -m dynamo.attach: error: {error.message}", file=sys.stderr)
         return 2
+    allow_open_files(_OPEN_FILES)
     try:
         uvloop.run(_serve(runtime, system, plan))
     except ExceptionGroup as failures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from dynamo.attach.describe import Capacity, ServedModel, ServerDescription
+from dynamo.attach.describe import ServedModel, ServerCapacity, ServerDescription
 from dynamo.attach.names import choose_models
 from dynamo.attach.profiles import model_type_of
 from dynamo.config.attach import AttachSettings
@@ -28,7 +28,7 @@ class _Card:
 
     name: str
     model: ServedModel
-    capacity: Capacity
+    capacity: ServerCapacity
 
 
 class ServerCards:

@@ -52,6 +52,7 @@ class PooledConnection(HttpClient):
         """Send ``message`` for ``request``."""
         self._request = request
         self._received = self._ended = False
+        self._head_bytes = 0
         self.start(message, self._on_end)
 
     def abort(self) -> None:
@@ -74,6 +75,10 @@ class PooledConnection(HttpClient):
         """asyncio: bytes arrived."""
         self._received = True
         super().data_received(data)
+        if self.status < 200 and self.receiving:  # the parser keeps an unfinished header
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEAD_BYTES:
+                self.fail("the head of the response is too large")
         self._deliver()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -85,7 +90,7 @@ class PooledConnection(HttpClient):
     def on_message_begin(self) -> None:
         """httptools: a response begins."""
         super().on_message_begin()
-        self._headers, self._head_bytes = [], 0
+        self._headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """httptools: one header, or a trailer, which is dropped."""
@@ -93,9 +98,8 @@ class PooledConnection(HttpClient):
         if self.status >= 200 or not self.receiving:
             return
         self._headers.append((name.decode("latin-1").lower(), value.decode("latin-1")))
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > _HEAD_BYTES or len(self._headers) > _HEADER_COUNT:
-            self.fail("the head of the response is too large")
+        if len(self._headers) > _HEADER_COUNT:
+            self.fail("the response has too many headers")
 
     def on_headers_complete(self) -> None:
         """httptools: the head is complete."""

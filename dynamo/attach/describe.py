@@ -11,7 +11,7 @@ from dynamo.attach.probe import ServerProbe, ServerUnreachable
 from dynamo.attach.profiles import PROFILES, Profile, offered_routes
 from dynamo.errors import ConfigError
 
-__all__ = ["Capacity", "ServedModel", "ServerDescription", "ServerLoading", "describe"]
+__all__ = ["ServedModel", "ServerCapacity", "ServerDescription", "ServerLoading", "describe"]
 
 _MAX_MODELS = 256
 _LOADING = (502, 503, 504)
@@ -35,7 +35,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class Capacity:
+class ServerCapacity:
     """The sizes that the server reports, of one rank; None is unknown."""
 
     block_size: int | None = None
@@ -50,7 +50,7 @@ class ServerDescription:
 
     profile: Profile
     models: tuple[ServedModel, ...]
-    capacity: Capacity = Capacity()
+    capacity: ServerCapacity = ServerCapacity()
 
     @property
     def routes(self) -> frozenset[str]:
@@ -119,7 +119,9 @@ async def _vllm(probe: ServerProbe, found: ServerDescription) -> ServerDescripti
     labels: dict[str, str] = {}
     if status == 200:
         labels = next((row[1] for row in samples(page, "vllm:cache_config_info")), {})
-    capacity = Capacity(_number(labels.get("block_size")), _number(labels.get("num_gpu_blocks")))
+    capacity = ServerCapacity(
+        _number(labels.get("block_size")), _number(labels.get("num_gpu_blocks"))
+    )
     return replace(found, capacity=capacity)
 
 
@@ -127,7 +129,7 @@ async def _sglang(probe: ServerProbe, found: ServerDescription) -> ServerDescrip
     info = await probe.json("/get_server_info") or await probe.json("/server_info")
     info = info if isinstance(info, dict) else {}
     page_size, tokens = _number(info.get("page_size")), _number(info.get("max_total_num_tokens"))
-    capacity = Capacity(
+    capacity = ServerCapacity(
         page_size,
         tokens // page_size if tokens and page_size else None,
         _number(info.get("max_running_requests")),
@@ -141,7 +143,9 @@ async def _trtllm(probe: ServerProbe, found: ServerDescription) -> ServerDescrip
     newest = page[-1] if isinstance(page, list) and page else {}
     cache = newest.get("kvCacheStats") if isinstance(newest, dict) else None
     cache = cache if isinstance(cache, dict) else {}
-    capacity = Capacity(_number(cache.get("tokensPerBlock")), _number(cache.get("maxNumBlocks")))
+    capacity = ServerCapacity(
+        _number(cache.get("tokensPerBlock")), _number(cache.get("maxNumBlocks"))
+    )
     return replace(found, capacity=capacity)
 
 
@@ -150,7 +154,7 @@ async def _llama_cpp(probe: ServerProbe, found: ServerDescription) -> ServerDesc
     props = props if isinstance(props, dict) else {}
     settings = props.get("default_generation_settings")
     length = _number(settings.get("n_ctx")) if isinstance(settings, dict) else None
-    capacity = Capacity(max_num_seqs=_number(props.get("total_slots")))
+    capacity = ServerCapacity(max_num_seqs=_number(props.get("total_slots")))
     return _with_length(replace(found, capacity=capacity), length)
 
 

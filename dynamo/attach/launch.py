@@ -22,7 +22,7 @@ __all__ = ["LaunchedServer", "ServerExited", "command_line"]
 _TAIL_LINES = 20
 _PORT = "{port}"
 _GRACE_S = 10.0
-log = logging.getLogger("dynamo.attach.server")
+log = logging.getLogger(__name__)
 
 
 class ServerExited(DynamoError):
@@ -80,7 +80,7 @@ class LaunchedServer:
         self._output.close_write_end()
         self._pidfd = os.pidfd_open(self._process.pid)
         loop.add_reader(self._pidfd, self._on_exit)
-        log.info("started (pid %d): %s", self._process.pid, shlex.join(self.words))
+        log.info("started the server (pid %d): %s", self._process.pid, shlex.join(self.words))
 
     def cause(self) -> ServerExited:
         """Return why the server ended: its status or signal, and its last lines."""
@@ -105,14 +105,14 @@ class LaunchedServer:
                 async with asyncio.timeout(STOP_TIMEOUT_S + _GRACE_S):
                     await self.exited.wait()
         except TimeoutError:
-            log.error("does not end: killing it")
+            log.error("the server does not end: killing it")
             self._process.kill()
             await self.exited.wait()
 
     def _on_line(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace")
         self._tail.append(text)
-        log.info("%s", text)
+        log.info("server: %s", text)
 
     def _on_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -121,7 +121,7 @@ class LaunchedServer:
         end_descendants(_GRACE_S)  # only if the launcher was killed is there anything left
         self._output.close()
         if self._stopping:
-            log.info("exited")
+            log.info("the server exited")
         self.exited.set()
 
 

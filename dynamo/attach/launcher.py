@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=before_exec)
     except (OSError, subprocess.SubprocessError) as error:
-        print(f"cannot start {command[0]!r}: {error}", file=sys.stderr)
+        sys.stderr.write(f"cannot start {command[0]!r}: {error}\n")
         return _NOT_FOUND
     try:
         return _watch(server.pid, parent)

@@ -34,7 +34,9 @@ async def wait_until_ready(
     phase, logged_s = "", started_s - _PROGRESS_S
     while True:
         try:
-            return await describe(probe, profile_name)
+            found = await describe(probe, profile_name)
+            # A signal that arrived just now finds no runtime to shut down.
+            return None if lifecycle.stopping.is_set() else found
         except ServerUnreachable as error:
             now_phase = "loading" if isinstance(error, ServerLoading) else "not reachable"
             reason = str(error)

@@ -20,12 +20,13 @@ from dynamo.errors import ConfigError
 from dynamo.http.target import Target, parse_url
 from dynamo.llm import KvEventPublisher
 from dynamo.llm.model_directory import ModelDirectory
+from dynamo.llm.model_source import resolve_model
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import DistributedRuntime
 from dynamo.worker.admission import AdmissionQueue
 from dynamo.worker.publish import LoadSender, connect_load
 
-__all__ = ["PROBE_TIMEOUT_S", "AttachPlan", "AttachWorker", "make_plan"]
+__all__ = ["PROBE_TIMEOUT_S", "AttachPlan", "AttachWorker", "check_settings", "make_plan"]
 
 PROBE_TIMEOUT_S = 5.0
 """Seconds for one answer about health, load or models."""
@@ -47,7 +48,19 @@ class AttachPlan:
 def make_plan(
     runtime: RuntimeSettings, worker_suffix: str | None, settings: AttachSettings
 ) -> AttachPlan:
-    """Check all settings before anything starts. Raises ConfigError."""
+    """Check all settings before anything starts, and find the model. Raises ConfigError."""
+    target, words = check_settings(settings)
+    model = None
+    if settings.model_path is not None:
+        model = resolve_model(settings.model_path).directory()
+        model.require_worker_files()
+    suffix = f"-{worker_suffix}" if worker_suffix else ""
+    endpoint = settings.endpoint or f"{runtime.namespace}{suffix}.backend.generate"
+    return AttachPlan(settings, target, words, model, endpoint)
+
+
+def check_settings(settings: AttachSettings) -> tuple[Target, list[str] | None]:
+    """Return the server to attach to and the command that starts it. Raises ConfigError."""
     words = None
     target = None if settings.url is None else parse_url(settings.url, settings.api_key)
     if settings.command is not None:
@@ -58,18 +71,12 @@ def make_plan(
             "--url and --exec are missing; give the URL of a running server, or a command that "
             "starts one"
         )
-    model = None
-    if settings.model_path is not None:
-        model = ModelDirectory(settings.model_path)
-        model.require_worker_files()
-    elif settings.kv_events_endpoint:
+    if settings.kv_events_endpoint and settings.model_path is None:
         raise ConfigError(
             "--kv-events-endpoint needs --model-path: KV events name blocks of tokens, and only a "
             "tokenizer turns a prompt into tokens"
         )
-    suffix = f"-{worker_suffix}" if worker_suffix else ""
-    endpoint = settings.endpoint or f"{runtime.namespace}{suffix}.backend.generate"
-    return AttachPlan(settings, target, words, model, endpoint)
+    return target, words
 
 
 class AttachWorker:

@@ -8,11 +8,13 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dynamo.cli.console import Console, ConsoleLog
-from dynamo.cli.service_checks import check_engines, check_services
+from dynamo.cli.gpu_placement import place_workers
+from dynamo.cli.service_checks import check_engine_flags, check_engines, check_services
 from dynamo.config import environ, from_env, load, to_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.serve import ServeSettings
@@ -27,14 +29,14 @@ from dynamo.runtime.paths import (
     store_dir,
     store_path,
 )
-from dynamo.serve.gpus import Inventory, inventory_of
+from dynamo.serve.engine_gpus import with_engine_gpus
 from dynamo.serve.graph import Graph, parse_graph
 from dynamo.serve.guard import hold_signals, run_guarded
 from dynamo.serve.overrides import Override, split_overrides
 from dynamo.serve.readiness import check_free, frontend_address
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.statefile import Statefile
-from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, place, plan
+from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, plan
 from dynamo.serve.yamlmap import MAX_TEXT_BYTES
 
 __all__ = ["main", "prepare"]
@@ -71,9 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runtime = from_env(RuntimeSettings, namespace=graph.namespace)
         planned = prepare(graph, settings, runtime)
         if settings.dry_run:
-            _show(planned, settings, graph)
-            _warn_without_engines(graph)
-            return 0
+            return _dry_run(planned, settings, graph)
         check_engines(graph)
         return _serve(planned, settings, runtime)
     except BrokenPipeError:
@@ -95,8 +95,9 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
     env = {key: value for key, value in to_env(runtime).items() if key in _SHARED}
     env["DYN_LOCAL_STATE_DIR"] = str(state_path(runtime))
     env["DYN_FILE_KV"] = str(store_path(runtime))
-    here = Path(graph.source).absolute().parent if Path(graph.source).exists() else Path.cwd()
+    here = _directory(graph)
     check_services(graph, here, {**env, "DYN_NAMESPACE": graph.namespace})
+    graph = replace(graph, services=with_engine_gpus(graph.services, here))
     specs = plan(
         graph,
         python=sys.executable,
@@ -106,19 +107,23 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
     )
     if not specs:
         raise ConfigError(f"{graph.source}: every service has 0 workers")
-    inventory = _inventory(specs, settings)
-    if not settings.disable_gpu_allocation:
-        specs = place(specs, inventory)
-    _check(graph, specs)
+    placement = place_workers(graph, specs, settings)
+    _check(graph, placement.specs)
     control, events = (f"ipc://{planned_socket_path(runtime, name)}" for name in _SOCKETS)
     return DeploymentPlan(
         namespace=graph.namespace,
-        specs=specs,
+        specs=placement.specs,
         config=graph.config,
-        gpu_ids=inventory.ids,
+        gpu_ids=placement.gpu_ids,
         endpoint=settings.circus_endpoint or control,
         pubsub_endpoint=events,
+        warnings=placement.warnings,
     )
+
+
+def _directory(graph: Graph) -> Path:
+    """Return the directory in which the services run: that of the graph file."""
+    return Path(graph.source).absolute().parent if Path(graph.source).exists() else Path.cwd()
 
 
 def _read(settings: ServeSettings, overrides: Sequence[Override]) -> Graph:
@@ -142,17 +147,6 @@ def _read(settings: ServeSettings, overrides: Sequence[Override]) -> Graph:
             raise ConfigError(f"{source} is not UTF-8 text: {error.reason}") from None
     default = from_env(RuntimeSettings).namespace
     return parse_graph(text, source, overrides, settings.namespace, default)
-
-
-def _inventory(specs: Sequence[WatcherSpec], settings: ServeSettings) -> Inventory:
-    if settings.gpus is not None:
-        ids = tuple(str(index) for index in range(settings.gpus))
-        return Inventory(ids=ids, source=f"--gpus {settings.gpus}")
-    if not any(spec.gpu for spec in specs):
-        return Inventory(ids=(), source="no service asks for a GPU")
-    from dynamo.serve.nvml import probe  # loads the driver's library: only for graphs that need it
-
-    return inventory_of(probe(), environ().get("CUDA_VISIBLE_DEVICES"))
 
 
 def _check(graph: Graph, specs: Sequence[WatcherSpec]) -> None:
@@ -188,12 +182,22 @@ def _check_ports(specs: Sequence[WatcherSpec]) -> None:
                 ) from None
 
 
-def _warn_without_engines(graph: Graph) -> None:
-    """Show in a dry run what would end a start: the graph itself may be for another machine."""
+def _dry_run(planned: DeploymentPlan, settings: ServeSettings, graph: Graph) -> int:
+    check_engine_flags(graph, _directory(graph))
+    _show(planned, settings, graph)
+    _warn(planned, graph)
+    return 0
+
+
+def _warn(planned: DeploymentPlan, graph: Graph) -> None:
+    """Show in a dry run what would end or disturb a start on this machine."""
+    warnings = list(planned.warnings)
     try:
         check_engines(graph)
     except ConfigError as error:
-        print(f"dynamo serve: warning: {error.message}", file=sys.stderr)
+        warnings.append(error.message)
+    for warning in warnings:
+        print(f"dynamo serve: warning: {warning}", file=sys.stderr)
 
 
 def _show(planned: DeploymentPlan, settings: ServeSettings, graph: Graph) -> None:
@@ -271,7 +275,7 @@ def _arbiter(
     for noisy in ("circus", "tornado", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
-        for line in notes:
+        for line in (*notes, *planned.warnings):
             console.announce(line, logging.WARNING)
         count = len(planned.specs)
         console.announce(f"starting {count} processes in namespace {planned.namespace!r}")

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.graph import Graph
 from dynamo.serve.service import PYTHON, Service
 
-__all__ = ["check_engines", "check_services"]
+__all__ = ["check_engine_flags", "check_engines", "check_services"]
 
 _ENGINES = {"dynamo.vllm": ("vllm", "pip install 'dynamo-appliance[vllm]'")}
 _TOKENIZER_FILES = ("config.json", "tokenizer.json")
@@ -40,13 +43,44 @@ def check_services(graph: Graph, directory: Path, env: Mapping[str, str]) -> Non
 
 def check_engines(graph: Graph) -> None:
     """Raise ConfigError with every service whose engine is not installed."""
-    problems = []
-    for service in graph.services:
-        package, remedy = _ENGINES.get(service.program or "", ("", ""))
-        if package and "PYTHONPATH" not in service.envs and not _exists(package):
-            text = f"{service.program} needs {package}, which is not installed: {remedy}"
-            problems.append(f"{service.origin}: {service.name}.run: {text}")
-    _raise(graph, problems)
+    _raise(graph, [problem for service in graph.services for problem in _missing_engine(service)])
+
+
+def _missing_engine(service: Service) -> Iterator[str]:
+    where = f"{service.origin}: {service.name}"
+    package, remedy = _ENGINES.get(service.program or "", ("", ""))
+    if package and "PYTHONPATH" not in service.envs and not _exists(package):
+        yield f"{where}.run: {service.program} needs {package}, which is not installed: {remedy}"
+    if service.program == "dynamo.attach":
+        command = service.options.get("exec")
+        words = command.split() if isinstance(command, str) else []
+        if words and shutil.which(words[0], path={**environ(), **service.envs}.get("PATH")) is None:
+            yield f"{where}.exec: no program {words[0]}: install it, or give its path"
+
+
+def check_engine_flags(graph: Graph, directory: Path) -> None:
+    """Raise ConfigError with the flags that vLLM's own parser refuses, if vLLM is installed.
+
+    Takes about ten seconds, as long as importing vLLM does.
+    """
+    services = {s.name: s for s in graph.services if s.program == "dynamo.vllm"}
+    if not services or not _exists("vllm"):
+        return
+    print("dynamo serve: checking vLLM's flags (imports vLLM)", file=sys.stderr)
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamo.vllm.check"],
+        input=json.dumps({name: service.all_words for name, service in services.items()}),
+        capture_output=True,
+        text=True,
+        cwd=directory,
+        check=False,
+    )
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"vLLM cannot be imported, so no worker of it can start: {last}")
+    problems = json.loads(done.stdout.strip().rpartition("\n")[2])
+    lines = [f"{services[name].origin}: {name}: vLLM: {text}" for name, text in problems.items()]
+    _raise(graph, lines)
 
 
 def _raise(graph: Graph, problems: Sequence[str]) -> None:
@@ -109,7 +143,8 @@ def _refused(
     service: Service, settings: Mapping[str, Any], env: Mapping[str, str]
 ) -> Iterator[str]:
     """Find what a program of ours refuses in options that are valid one by one."""
-    for check in (_check_router, _check_router_process, _check_mocker, _check_worker):
+    checks = (_check_router, _check_router_process, _check_mocker, _check_attach, _check_worker)
+    for check in checks:
         try:
             check(service, settings, env)
         except DynamoError as error:
@@ -145,15 +180,27 @@ def _check_mocker(_service: Service, settings: Mapping[str, Any], _env: Mapping[
         engine_shape(with_extra_arguments(mocker))
 
 
+def _check_attach(_service: Service, settings: Mapping[str, Any], _env: Mapping[str, str]) -> None:
+    attach = settings.get("AttachSettings")
+    if attach is not None:
+        from dynamo.attach.worker import check_settings
+
+        check_settings(attach)
+
+
 def _check_worker(service: Service, settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
-    worker = settings.get("WorkerSettings")
+    worker = settings.get("WorkerSettings") or settings.get("AttachSettings")
     if worker is None:
         return
     if worker.endpoint is not None:
         from dynamo.runtime.component import parse_endpoint
 
         parse_endpoint(worker.endpoint)
-    template = worker.custom_jinja_template
+    if "endpoint-types" in service.words or "dyn-endpoint-types" in service.words:
+        from dynamo.llm.types import api_types  # takes 0.1 s, and few graphs have the key
+
+        api_types(worker.endpoint_types)
+    template = getattr(worker, "custom_jinja_template", None)  # attach has none
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"custom-jinja-template {template}: no such file in {Path.cwd()}")
     if worker.model_path is None:
@@ -174,7 +221,7 @@ def _check_model(source: str, service: Service, env: Mapping[str, str]) -> None:
         return  # the worker downloads it, or reports that it cannot
     try:
         model = resolve_model(source, download=False)
-        if not (model.is_gguf and service.program == "dynamo.vllm"):
+        if not (model.is_gguf and "tokenizer" in service.options):
             model.directory().require_worker_files()
     except ConfigError as error:
         raise ConfigError(f"model-path: {error.message} (looked from {Path.cwd()})") from None

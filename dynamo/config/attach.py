@@ -21,8 +21,9 @@ class AttachSettings(EndpointSettings):
         None,
         "--model-path",
         "--model",
-        help="directory with the model's tokenizer.json and config.json, for routing by exact "
-        "tokens; default: routing by the text of the prompt",
+        metavar="MODEL",
+        help="directory with the model's tokenizer.json and config.json, or its id on Hugging "
+        "Face, for routing by exact tokens; default: routing by the text of the prompt",
     )
     model_name: str | None = option(
         None,

@@ -36,6 +36,10 @@ def settings_groups(module: str) -> tuple[type[Any], ...] | None:
         from dynamo.config.worker import WorkerSettings
 
         return RuntimeSettings, WorkerSettings, VllmSettings
+    if module == "dynamo.attach":
+        from dynamo.config.attach import AttachSettings
+
+        return RuntimeSettings, AttachSettings
     return None
 
 

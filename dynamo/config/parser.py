@@ -20,7 +20,8 @@ class Option:
 
     ``flags`` may be empty (variable only), ``env`` may be empty (flag only). ``minimum`` and
     ``maximum`` are inclusive unless ``exclusive_minimum``. ``aliases`` maps accepted spellings to
-    the canonical choice. ``heading`` starts a section of ``--help`` at this field.
+    the canonical choice. ``heading`` starts a section of ``--help`` at this field. A flag that may
+    ``repeat`` takes one value each time, or ``several``.
     """
 
     flags: tuple[str, ...]
@@ -34,6 +35,7 @@ class Option:
     metavar: str | None = None
     deprecated: str = ""
     repeat: bool = False
+    several: bool = False
     heading: str = ""
 
 
@@ -105,6 +107,8 @@ def _add_argument(
     else:
         options["metavar"] = _metavar(spec, str(field.type))
         options["action"] = "append" if spec.repeat else "store"
+        if spec.several:
+            options |= {"action": "extend", "nargs": "+"}
     if not spec.flags[0].startswith("-"):  # positional; optional because it has a default
         del options["dest"]
         options["nargs"] = "?"

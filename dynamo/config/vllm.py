@@ -11,7 +11,7 @@ __all__ = ["VllmSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings:
-    """vllm: disaggregation, driver; every other flag goes to vLLM"""
+    """vllm: adapters, disaggregation, driver; every other flag goes to vLLM"""
 
     disaggregation_mode: str = option(
         "agg",
@@ -23,6 +23,14 @@ class VllmSettings:
     )
     taints: tuple[str, ...] = option(
         (), "--taint", repeat=True, help="taint that requests may require or avoid; may be repeated"
+    )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "--lora-modules",
+        repeat=True,
+        several=True,
+        metavar="NAME=DIRECTORY",
+        help="LoRA adapters, each a model with its name in the API; turns --enable-lora on",
     )
     use_async_llm: bool = option(
         False,

@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import logging
 import os
-import resource
 import signal
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, Unavailable
 from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
+from dynamo.frontend.api.embeddings import EmbeddingRoutes
 from dynamo.frontend.api.info import InfoRoutes
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.relay import RelayRoutes
@@ -26,6 +26,7 @@ from dynamo.frontend.prompt.bounds import MAX_BODY_BYTES, body_limit_bytes
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import HttpLimits, HttpServer, WriteBatch
+from dynamo.http.limits import allow_open_files
 from dynamo.http.routes import Routes
 from dynamo.observability.loop_delay import LoopDelay
 from dynamo.router.load.prefill_model import prefill_model
@@ -63,6 +64,7 @@ class Frontend:
         self._delay = LoopDelay(metrics.loop_delay, metrics.loop_stalls)
         routes = Routes()
         OpenAIRoutes(self._requests, self.models, self._tasks).install(routes)
+        EmbeddingRoutes(self._requests, self.models, self._tasks).install(routes)
         RelayRoutes(self._requests, self.models, self._tasks).install(routes)  # before these
         if not settings.disable_admin_api:
             ExplainRoutes(
@@ -81,7 +83,7 @@ class Frontend:
 
         Raises ConfigError if the address can't be bound.
         """
-        _allow_open_files(self._settings.max_connections + _SPARE_FILES)
+        allow_open_files(self._settings.max_connections + _SPARE_FILES)
         settings = self._settings
         try:
             bound = await self._server.bind(
@@ -186,14 +188,6 @@ def _limits(settings: FrontendSettings) -> HttpLimits:
         idle_timeout_s=settings.idle_timeout_s,
         backlog=settings.listen_backlog,
     )
-
-
-def _allow_open_files(count: int) -> None:
-    """Raise the soft limit on open files, as far as the hard one allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _ignore() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 
-__all__ = ["HttpLimits"]
+__all__ = ["HttpLimits", "allow_open_files"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,3 +29,11 @@ class HttpLimits:
     linger_s: float = 2.0  # how long input of a refused client is discarded before the abort
     sweep_s: float = 1.0
     backlog: int = 2048
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the soft limit on open files, as far as the hard one allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -20,7 +20,13 @@ from dynamo.llm.event_batch import RemovedInput, checked_batch
 from dynamo.llm.hashing import mm_hashes_of
 from dynamo.llm.register import note_block_size
 from dynamo.llm.relay import EngineEventRelay
-from dynamo.llm.vllm_events import EngineEvent, EngineRemoved, EngineStored, tier_of
+from dynamo.llm.vllm_events import (
+    AttentionGroup,
+    EngineEvent,
+    EngineRemoved,
+    EngineStored,
+    tier_of,
+)
 from dynamo.observability.metrics import counter
 from dynamo.protocols.kv import STORAGE_TIERS, BlocksCleared, BlocksRemoved, BlocksStored
 from dynamo.protocols.load import KvMetrics
@@ -90,6 +96,7 @@ class KvEventPublisher:
         labels = (target.component, target.namespace, str(self._sender.worker_id))
         self._dropped = runtime.metrics.child(_DROPPED, *labels)
         self._malformed = 0
+        self._group = AttentionGroup()
         self._relay: asyncio.Task[None] | None = None
         if zmq_endpoint is not None:
             relay = EngineEventRelay(
@@ -212,7 +219,8 @@ class KvEventPublisher:
 
     def _on_engine_events(self, dp_rank: int | None, events: list[EngineEvent]) -> None:
         rank = self.dp_rank if dp_rank is None else dp_rank
-        for tier, group in groupby(events, key=attrgetter("storage_tier")):
+        selected = self._group.select(events)
+        for tier, group in groupby(selected, key=attrgetter("storage_tier")):
             changes = []
             for event in group:
                 try:

@@ -83,46 +83,25 @@ async def register_model(  # noqa: PLR0913 - Dynamo's signature
     Raises InvalidArgument for a bad model; ValueError for one of ``lora_name`` and
     ``base_model_path`` without the other, and for a prefill worker with an API of its own.
     """
-    unknown = set(accepted) - ACCEPTED
-    if unknown:
+    if unknown := set(accepted) - ACCEPTED:
         raise TypeError(f"register_model got unexpected arguments {sorted(unknown)}")
     if (lora_name is None) != (base_model_path is None):
         raise ValueError("lora_name and base_model_path must be given together")
-    _check_roles(model_type, worker_type, needs)
+    _check_roles(model_input, model_type, worker_type, needs)
     config = runtime_config or RuntimeConfig()
-    source = base_model_path or model_path
-    block_size = kv_cache_block_size or _DEFAULT_BLOCK_SIZE
-    note_block_size(endpoint, "register_model", block_size)
-    card = ModelCard(
-        display_name="",
-        slug="",
-        source_path=source,
-        namespace=endpoint.namespace,
-        component=endpoint.component,
-        endpoint=endpoint.name,
-        instance_id=endpoint.runtime.instance_id,
-        model_type=str(model_type),
-        model_input=str(model_input),
-        worker_type=str(worker_type or _worker_type(model_type)),
-        context_length=context_length or config.context_length,
-        kv_cache_block_size=block_size,
-        migration_limit=migration_limit,
-        custom_template_path=_template(custom_template_path),
-        user_data=user_data,
-        lora_name=lora_name,
-        model_aliases=list(model_aliases or ()),
-        needs=[[str(one) for one in group] for group in needs or ()],
-        router_config={} if router_config is None else router_config.for_card(),
-        checksum=f"{model_input} {source}",
-        runtime_config=config,
-    )
-    name = source
-    if model_input is not ModelInput.Tensor:
-        name = await asyncio.to_thread(_add_model, card, not ignore_weights)
-    card.display_name = model_name or lora_name or name
-    card.slug = slug_of(card.display_name)
-    encoded, lease = encode_card(card), await endpoint.runtime.granted()
-    await endpoint.runtime.discovery.put(card_key(endpoint, lora_name), encoded, lease.id)
+    card = _card(endpoint, base_model_path or model_path)
+    card.model_type, card.model_input = str(model_type), str(model_input)
+    card.worker_type = str(worker_type or _worker_type(model_type))
+    card.kv_cache_block_size = kv_cache_block_size or _DEFAULT_BLOCK_SIZE
+    card.context_length = context_length or config.context_length
+    card.custom_template_path = _template(custom_template_path)
+    card.migration_limit, card.user_data, card.lora_name = migration_limit, user_data, lora_name
+    card.model_aliases = list(model_aliases or ())
+    card.needs = [[str(one) for one in group] for group in needs or ()]
+    card.router_config = {} if router_config is None else router_config.for_card()
+    card.runtime_config = config
+    note_block_size(endpoint, "register_model", card.kv_cache_block_size)
+    await _publish(endpoint, card, model_name or lora_name, not ignore_weights)
 
 
 ACCEPTED = frozenset({"tensor_model_config", "max_gpu_lora_count", "skip_model_assets"})
@@ -192,13 +171,44 @@ def slug_of(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "_", name.lower())
 
 
+def _card(endpoint: Endpoint, source: str) -> ModelCard:
+    """Return a card of this worker without a name."""
+    return ModelCard(
+        display_name="",
+        slug="",
+        source_path=source,
+        namespace=endpoint.namespace,
+        component=endpoint.component,
+        endpoint=endpoint.name,
+        instance_id=endpoint.runtime.instance_id,
+    )
+
+
+async def _publish(endpoint: Endpoint, card: ModelCard, name: str | None, weights: bool) -> None:
+    """Complete ``card`` and put it into discovery. InvalidArgument: a bad model or value."""
+    own_name = card.source_path
+    if card.model_input == str(ModelInput.Tensor):
+        card.checksum = f"{card.model_input} {card.source_path}"
+    else:
+        own_name = await asyncio.to_thread(_add_model, card, weights)
+    card.display_name = name or own_name
+    card.slug = slug_of(card.display_name)
+    encoded, lease = encode_card(card), await endpoint.runtime.granted()
+    await endpoint.runtime.discovery.put(card_key(endpoint, card.lora_name), encoded, lease.id)
+
+
 def _check_roles(
+    model_input: ModelInput,
     model_type: ModelType,
     worker_type: WorkerType | None,
     needs: Sequence[Sequence[WorkerType | str]] | None,
 ) -> None:
     if worker_type is not WorkerType.Prefill:
         return
+    if model_input is ModelInput.Text:
+        raise ValueError(
+            "register_model: a prefill worker receives tokens; register it with ModelInput.Tokens"
+        )
     if model_type & ~ModelType.Prefill:
         raise ValueError(
             f"register_model: a worker of WorkerType.Prefill must not expose an OpenAI surface, "

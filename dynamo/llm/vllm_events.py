@@ -17,6 +17,7 @@ import msgspec
 from dynamo.protocols.kv import STORAGE_TIERS
 
 __all__ = [
+    "AttentionGroup",
     "EngineCleared",
     "EngineEvent",
     "EngineRemoved",
@@ -36,11 +37,15 @@ _FIELDS = {
         "lora_id",
         "medium",
         "lora_name",
+        "extra_keys",
+        "group_idx",
+        "kv_cache_spec_kind",
     ),
-    "BlockRemoved": ("block_hashes", "medium"),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }
 _BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
+_FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention")
 _DEVICE = STORAGE_TIERS[0]
 _MEDIA = (
     ("GPU",),
@@ -61,7 +66,8 @@ _decode = msgspec.msgpack.Decoder().decode
 class EngineStored(NamedTuple):
     """Blocks of ``block_size`` tokens each, as a chain under ``parent_hash``.
 
-    Without ``token_ids`` another tier has them.
+    Without ``token_ids`` another tier has them. ``group`` is the group of layers that the blocks
+    belong to, ``attention`` the kind of these layers; None for engines that do not say.
     """
 
     block_hashes: list[int]
@@ -70,13 +76,16 @@ class EngineStored(NamedTuple):
     block_size: int
     lora_name: str | None
     storage_tier: str = _DEVICE
+    group: int | None = None
+    attention: str | None = None
 
 
 class EngineRemoved(NamedTuple):
-    """These blocks were removed from the tier."""
+    """These blocks of ``group`` were removed from the tier."""
 
     block_hashes: list[int]
     storage_tier: str = _DEVICE
+    group: int | None = None
 
 
 class EngineCleared(NamedTuple):
@@ -86,6 +95,34 @@ class EngineCleared(NamedTuple):
 
 
 EngineEvent = EngineStored | EngineRemoved | EngineCleared
+
+
+class AttentionGroup:
+    """Selects the events of one group of layers: a hybrid model stores each block in several.
+
+    All groups use the same hashes, and a group with a sliding window drops its blocks early. The
+    group with full attention decides which prompts are cached; without one, the first that appears.
+    """
+
+    def __init__(self) -> None:
+        self._group: int | None = None
+
+    def select(self, events: list[EngineEvent]) -> list[EngineEvent]:
+        """Return the events of the group, and those without a group."""
+        if self._group is None:
+            self._group = _main_group(events)
+        return [
+            event
+            for event in events
+            if isinstance(event, EngineCleared) or event.group in (None, self._group)
+        ]
+
+
+def _main_group(events: list[EngineEvent]) -> int | None:
+    stored = [each for each in events if isinstance(each, EngineStored) and each.group is not None]
+    full = [each.group for each in stored if each.attention in _FULL_ATTENTION]
+    groups = full or [each.group for each in stored]
+    return groups[0] if groups else None
 
 
 def tier_of(medium: str | None) -> str | None:
@@ -135,8 +172,9 @@ def _event(raw: Any) -> EngineEvent | None:
     tier = tier_of(event.get("medium"))
     if tier is None:
         return None
+    group = _require("group_idx", event.get("group_idx"), int | None)
     if kind == "BlockRemoved":
-        return EngineRemoved([_hash(value) for value in event["block_hashes"]], tier)
+        return EngineRemoved([_hash(value) for value in event["block_hashes"]], tier, group)
     if kind == "AllBlocksCleared":
         return EngineCleared(tier)
     parent = event.get("parent_block_hash")
@@ -147,6 +185,8 @@ def _event(raw: Any) -> EngineEvent | None:
         _require("block_size", event["block_size"], int),
         _require("lora_name", event.get("lora_name"), str | None),
         tier,
+        group,
+        _require("kv_cache_spec_kind", event.get("kv_cache_spec_kind"), str | None),
     )
 
 

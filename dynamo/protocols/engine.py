@@ -178,5 +178,5 @@ _UNSET = _unset(PreprocessedRequest)
 _UNSET_OF = {
     "stop_conditions": _unset(StopConditions),
     "sampling_options": _unset(SamplingOptions),
-    "output_options": _unset(OutputOptions),
+    "output_options": {**_unset(OutputOptions), "return_tokens_as_token_ids": None},
 }

@@ -32,6 +32,7 @@ __all__ = [
     "StreamOptions",
     "StrictChatCompletionRequest",
     "StrictCompletionRequest",
+    "StructuredOutputs",
 ]
 
 MAX_TOKENS_LIMIT = 1_048_576
@@ -85,6 +86,17 @@ class StreamOptions(msgspec.Struct, omit_defaults=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class StructuredOutputs(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """vLLM's ``structured_outputs``: the same constraints as ``guided_*``, in one object."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class AgentHints(msgspec.Struct, omit_defaults=True):
@@ -166,6 +178,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     guided_grammar: str | None = None
     guided_decoding_backend: str | None = None
     guided_whitespace_pattern: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
     nvext: NvExt | None = None
 

@@ -39,7 +39,8 @@ UNSET_OUTPUT: Mapping[str, Any] = {
 class RoutedEndpoint:
     """The workers of ``path`` behind a :class:`ConnectedKvRouter`.
 
-    ``unset`` has the keys that items without them get. ``picker`` and ``client`` exist after :meth:`start`.
+    ``unset`` has the keys that items without them get. ``picker`` and ``client`` exist after
+    :meth:`start`.
     """
 
     picker: KvPicker

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import Any
 
@@ -139,9 +138,14 @@ class _CallerError(ValueError):
     """The base of the classes that :func:`at_caller` makes."""
 
 
-@functools.cache
+_CALLER_CLASSES: dict[type[DynamoError], type[DynamoError]] = {}
+
+
 def _caller_class(kind: type[DynamoError]) -> type[DynamoError]:
-    made: type[DynamoError] = type(kind.__name__, (kind, _CallerError), {"__module__": __name__})
+    made = _CALLER_CLASSES.get(kind)
+    if made is None:
+        made = type(kind.__name__, (kind, _CallerError), {"__module__": __name__})
+        _CALLER_CLASSES[kind] = made
     return made
 
 

@@ -240,7 +240,10 @@ def _settings(
         "request_plane": request_plane,
         "event_plane": event_plane,
     }
-    chosen = {name: value for name, value in given.items() if value is not None}
+    # Older versions of Dynamo had a boolean "is_static" among the first arguments.
+    chosen: dict[str, Any] = {
+        name: value for name, value in given.items() if isinstance(value, str)
+    }
     return from_env(RuntimeSettings, **chosen)
 
 

@@ -128,6 +128,7 @@ class Serving:
         self._published.add(path)
         await self._discovery.put(self._key(path), msgspec.json.encode(record), lease.id)
         self.health.set(path[2], True)
+        log.info("Successfully registered %s as instance %x", "/".join(path), self._instance_id)
 
     async def withdraw(self, path: EndpointPath) -> None:
         """Remove the instance from discovery; clients that have the address may still call it."""

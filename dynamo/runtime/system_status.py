@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dynamo.config.system import SystemSettings
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, DynamoError
 from dynamo.http import NEVER, Exchange, HttpLimits, HttpServer
 from dynamo.observability.metrics import Registry
 from dynamo.runtime.addresses import bracketed
@@ -41,7 +41,7 @@ class StatusServer:
 
     @property
     def url(self) -> str | None:
-        """``http://host:port``, on this machine for a wildcard host; None while it does not listen."""
+        """``http://host:port``, local for a wildcard host; None while it does not listen."""
         if self.port < 0:
             return None
         host = self._settings.host
@@ -112,6 +112,8 @@ async def _run(exchange: Exchange, route: EngineRoute, name: str) -> None:
         return
     try:
         answer = json.dumps(await route(request)).encode()
+    except DynamoError as error:
+        exchange.respond(error.status, _problem(error.message))
     except Exception as error:  # the route responds with the error of the engine
         log.exception("engine route %s failed", name)
         exchange.respond(500, _problem(f"{type(error).__name__}: {error}"))

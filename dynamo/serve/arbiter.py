@@ -42,6 +42,12 @@ class WatcherEvents(Protocol):
     def is_draining(self, watcher: SupervisedWatcher) -> bool:
         """Whether this watcher's process is meant to exit (scale-down)."""
 
+    def has_served(self, watcher: SupervisedWatcher, pid: int) -> bool:
+        """Whether the process ``pid`` registered a model, or is of a program that need not."""
+
+    def last_line(self, name: str) -> str:
+        """Return the last line that the watcher ``name`` wrote, shortened; "" without one."""
+
     def quit_requested(self) -> None:
         """``circusctl quit`` was received."""
 
@@ -255,9 +261,16 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         """Report a process that exited by itself and is going to be restarted."""
         when = f"in {delay_s:g} s" if delay_s else "now"
         ended = describe_exit(process.exit_status)
+        last = self._events.last_line(watcher.name)
         self._announcer.announce(
-            f"{watcher.name} (pid {process.pid}) {ended}; restarting it {when}", logging.WARNING
+            f"{watcher.name} (pid {process.pid}) {ended}; restarting it {when}"
+            + (f"; last output: {last}" if last else ""),
+            logging.WARNING,
         )
+
+    def has_served(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> bool:
+        """Whether the process registered a model, or is of a program that need not."""
+        return self._events.has_served(watcher, process.pid)
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
         """Handle a watcher that is not restarted any more; the others continue."""

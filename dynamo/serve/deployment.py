@@ -60,7 +60,7 @@ class Deployment:
         self._specs = {spec.name: spec for spec in plan.specs}
         self._outputs: dict[str, ServiceOutput] = {}
         self._stop = asyncio.Event()
-        self._startup = StartupReport(plan, run_directory.logs, announcer)
+        self._startup = StartupReport(plan, run_directory.logs, announcer, self.last_line)
 
     async def run(self) -> int:
         """Serve; return the exit status: 0 after a requested stop, 1 if a service failed."""
@@ -108,6 +108,14 @@ class Deployment:
     def is_draining(self, watcher: SupervisedWatcher) -> bool:
         """Whether this watcher is marked as draining in the statefile (scale-down)."""
         return self._record.is_draining(watcher.name)
+
+    def has_served(self, watcher: SupervisedWatcher, pid: int) -> bool:
+        """Whether the process ``pid`` registered a model, or is of a program that need not."""
+        return not self._specs[watcher.name].registers_model or pid in self._leases.served
+
+    def last_line(self, name: str) -> str:
+        """Return the last line that the watcher ``name`` wrote, shortened; "" without one."""
+        return self._outputs[name].last_line()
 
     def quit_requested(self) -> None:
         """Stop, on ``circusctl quit``."""

@@ -10,19 +10,35 @@ from dataclasses import dataclass, field
 
 from dynamo.errors import ConfigError
 
-__all__ = ["Allocator", "Gpu", "Inventory", "inventory_of"]
+__all__ = ["NO_DRIVER", "Allocator", "Gpu", "GpuProcess", "Inventory", "inventory_of"]
+
+NO_DRIVER = "no NVIDIA driver found"
 
 _EPSILON = 1e-9
 
 
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that uses a GPU; ``memory_bytes`` is 0 if unknown."""
+
+    pid: int
+    name: str
+    memory_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One device, with the driver's index and UUID; ``memory_bytes`` is 0 if unknown."""
+    """One device, with the driver's index and UUID; ``memory_bytes`` is 0 if unknown.
+
+    ``used_bytes`` includes processes of other containers, which ``processes`` may lack.
+    """
 
     index: int
     uuid: str = ""
     name: str = ""
     memory_bytes: int = 0
+    used_bytes: int = 0
+    processes: tuple[GpuProcess, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +61,7 @@ def inventory_of(devices: Sequence[Gpu] | None, visible: str | None) -> Inventor
     """
     if visible is None:
         if devices is None:
-            return Inventory(ids=(), source="no NVIDIA driver found")
+            return Inventory(ids=(), source=NO_DRIVER)
         # The driver lists devices in PCI order; CUDA's default order is by speed.
         return Inventory(
             ids=tuple(str(gpu.index) for gpu in devices),

@@ -1,4 +1,4 @@
-"""The leases that the processes of a deployment hold in file discovery."""
+"""The leases and models that the processes of a deployment hold in file discovery."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dynamo.runtime.discovery.inotify import Inotify
 from dynamo.runtime.discovery.layout import (
     BadRecord,
     decode_lease,
+    decode_stored,
     ensure_directories,
     names,
     read_file,
@@ -27,15 +28,18 @@ _GONE = int(Mask.IGNORED)
 
 
 class Leases:
-    """The leases in ``store``; calls ``on_change`` when one is granted or revoked.
+    """The leases in ``store``; calls ``on_change`` when a lease or a model card comes or goes.
 
-    Raises ConfigError if the system is out of inotify instances.
+    ``served`` has the sessions of all processes that ever registered a model card. Raises
+    ConfigError if the system is out of inotify instances.
     """
 
     def __init__(self, store: Path, on_change: Callable[[], None]) -> None:
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
         ensure_directories(store)
         self._directory = store / "leases"
+        self._cards = store / "v1" / "mdc"
+        self.served: set[int] = set()
         self._on_change = on_change
         self._inotify = Inotify(on_change)
         self._watching = False
@@ -46,6 +50,31 @@ class Leases:
 
         Of several leases in one session it is the one with the lowest id.
         """
+        found: dict[int, int] = {}
+        for lease, session in self._sessions().items():
+            found[session] = min(lease, found.get(session, lease))
+        return found
+
+    def with_model(self) -> set[int]:
+        """Return the sessions whose processes have a model card registered now."""
+        sessions = self._sessions()
+        found: set[int] = set()
+        try:
+            listed = names(self._cards)
+        except OSError:
+            return found  # the store was removed
+        for name in listed:
+            try:
+                lease = decode_stored(read_file(self._cards / name) or b"").lease_id
+            except (BadRecord, OSError):
+                continue  # reported by the processes that use the store
+            if lease in sessions:
+                found.add(sessions[lease])
+        self.served |= found
+        return found
+
+    def _sessions(self) -> dict[int, int]:
+        """Return the session of each lease of a living process of this host."""
         self._watch()
         found: dict[int, int] = {}
         try:
@@ -56,8 +85,7 @@ class Leases:
             try:
                 lease = decode_lease(name, read_file(self._directory / name) or b"")
                 if lease.host == self._host and is_running(lease.pid, lease.pid_start):
-                    session = os.getsid(lease.pid)
-                    found[session] = min(lease.lease_id, found.get(session, lease.lease_id))
+                    found[lease.lease_id] = os.getsid(lease.pid)
             except (BadRecord, OSError):
                 continue  # reported by the processes that use the store
         return found
@@ -70,6 +98,7 @@ class Leases:
         if not self._watching:
             try:
                 self._inotify.add(self._directory, _MASK, self._on_event)
+                self._inotify.add(self._cards, _MASK, self._on_card)
             except (OSError, ConfigError):
                 return  # the store was removed: the next call tries again
             self._watching = True
@@ -79,3 +108,7 @@ class Leases:
             self._watching = False
         if not name.startswith("."):  # not the temporary file of an atomic write
             self._on_change()
+
+    def _on_card(self, name: str, mask: int) -> None:
+        self.with_model()
+        self._on_event(name, mask)

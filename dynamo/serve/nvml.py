@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
+import psutil
 import pynvml
 
-from dynamo.serve.gpus import Gpu
+from dynamo.serve.gpus import Gpu, GpuProcess
 
 __all__ = ["probe"]
 
@@ -29,12 +33,34 @@ def probe() -> list[Gpu] | None:
 def _describe(index: int) -> Gpu:
     device = pynvml.nvmlDeviceGetHandleByIndex(index)
     try:
-        memory_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(device).total)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+        memory_bytes, used_bytes = int(memory.total), int(memory.used)
     except pynvml.NVMLError:  # unified memory: the driver reports no size
-        memory_bytes = 0
+        memory_bytes = used_bytes = 0
     return Gpu(
         index=index,
         uuid=str(pynvml.nvmlDeviceGetUUID(device)),
         name=str(pynvml.nvmlDeviceGetName(device)),
         memory_bytes=memory_bytes,
+        used_bytes=used_bytes,
+        processes=_processes(device),
     )
+
+
+def _processes(device: Any) -> tuple[GpuProcess, ...]:
+    found: dict[int, GpuProcess] = {}
+    for listing in (
+        pynvml.nvmlDeviceGetComputeRunningProcesses,
+        pynvml.nvmlDeviceGetGraphicsRunningProcesses,
+    ):
+        with contextlib.suppress(pynvml.NVMLError):  # not permitted, or not supported
+            for row in listing(device):
+                found[row.pid] = GpuProcess(row.pid, _name(row.pid), int(row.usedGpuMemory or 0))
+    return tuple(found.values())
+
+
+def _name(pid: int) -> str:
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:  # of another container, or ended
+        return "another process"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ __all__ = ["Announcer", "LogFile", "OutputPipe", "ServiceOutput"]
 _READ_BYTES = 65536
 _LINE_BYTES = 65536
 _TAIL_LINES = 20
+_SHORT_LINE = 200
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 log = logging.getLogger(__name__)
 
 
@@ -88,6 +91,14 @@ class ServiceOutput:
         self.tail.append(line)
         self._log_file.write(line)
         self._announcer.output(self.watcher, line)
+
+    def last_line(self) -> str:
+        """Return the latest line that is not empty, at most 200 characters of it, in one colour."""
+        for line in reversed(self.tail):
+            text = _ESCAPES.sub("", line.decode(errors="replace")).rpartition("\r")[2].strip()
+            if text:
+                return text[:_SHORT_LINE]
+        return ""
 
     def close(self) -> None:
         """Close the log file."""

@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,21 +110,36 @@ def check_free(address: FrontendAddress) -> None:
 
 
 async def wait_until_ready(
-    address: FrontendAddress, workers: int, is_ours: Callable[[], bool] = lambda: True
+    address: FrontendAddress,
+    expected: Callable[[], int],
+    is_ours: Callable[[], bool] = lambda: True,
+    missing: Callable[[], Collection[str]] = tuple,
+    on_partial: Callable[[FrontendHealth, Collection[str]], None] = lambda health, names: None,
 ) -> FrontendHealth:
-    """Return once the frontend is healthy and, with ``workers`` behind it, lists a model.
+    """Return once the frontend is healthy and, with ``expected()`` workers, lists a model.
 
-    ``is_ours`` distinguishes our frontend from another program on its port. Waits a few seconds
-    longer for the remaining workers. Has no deadline: cancel it.
+    ``is_ours`` distinguishes our frontend from another program on its port. ``missing()`` names the
+    workers whose models are not registered yet: waits for all of them, and calls ``on_partial``
+    once if others serve already. Waits for further workers a few seconds. Has no deadline.
     """
     loop = asyncio.get_running_loop()
     first_s: float | None = None
+    complete_s: float | None = None
+    reported = False
     while True:
         health = await probe(address)
-        if health is not None and (health.models or not workers) and is_ours():
-            first_s = loop.time() if first_s is None else first_s
-            if health.instances >= workers or loop.time() - first_s > _ALL_WORKERS_WITHIN_S:
+        if health is not None and (health.models or not expected()) and is_ours():
+            now_s = loop.time()
+            first_s = now_s if first_s is None else first_s
+            names = missing()
+            # The frontend sees the last worker a moment after it is registered.
+            complete_s = now_s if names or complete_s is None else complete_s
+            overdue = now_s - complete_s > _ALL_WORKERS_WITHIN_S
+            if not names and (overdue or health.instances >= expected()):
                 return health
+            if names and not reported and now_s - first_s > _ALL_WORKERS_WITHIN_S:
+                reported = True
+                on_partial(health, names)
         # HTTP offers no event for "ready", so this polls.
         await asyncio.sleep(_POLL_INTERVAL_S)
 

@@ -1,7 +1,8 @@
 """Restart policy: when to restart a dead process, and when to give up. Pure: times are arguments.
 
 The first death in a window restarts at once; further ones wait 0.5, 1, 2, 4 … seconds. The policy
-gives up after a burst of deaths within the window, or if a command rejects its own flags.
+gives up after a burst of deaths within the window, after as many starts in a row that never served
+a model (loading one may take longer than the window), or if a command rejects its own flags.
 """
 
 from __future__ import annotations
@@ -33,20 +34,34 @@ class Restarts:
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self._deaths: deque[float] = deque(maxlen=policy.burst)
+        self._unserved = 0
 
-    def died(self, now_s: float, lived_s: float, status: int) -> float | str:
-        """Record a death; return the delay of the restart in seconds, or why to give up."""
+    @property
+    def count(self) -> int:
+        """The deaths that are remembered, at most a burst."""
+        return len(self._deaths)
+
+    def died(self, now_s: float, lived_s: float, status: int, served: bool = True) -> float | str:
+        """Record a death; return the delay of the restart in seconds, or why to give up.
+
+        ``served`` is False for a process that should have registered a model and never did.
+        """
         if status == USAGE_STATUS and lived_s < _USAGE_WITHIN_S:
             return "its command line was rejected (exit status 2)"
         self._deaths.append(now_s)
+        self._unserved = 0 if served else self._unserved + 1
         recent = sum(now_s - death <= self._policy.window_s for death in self._deaths)
         if recent >= self._policy.burst:
             return f"{recent} deaths within {self._policy.window_s:g} s"
-        if recent == 1:
+        if self._unserved >= self._policy.burst:
+            return f"{self._unserved} starts in a row ended before the model was served"
+        count = max(recent, self._unserved)
+        if count == 1:
             return 0.0
-        delay_s: float = _FIRST_DELAY_S * 2 ** (recent - 2)
+        delay_s: float = _FIRST_DELAY_S * 2 ** (count - 2)
         return min(delay_s, _MAX_DELAY_S)
 
     def forget(self) -> None:
         """Forget all deaths, after a manual start."""
         self._deaths.clear()
+        self._unserved = 0

@@ -19,7 +19,8 @@ class Service:
     """One service: ``workers`` processes of one command.
 
     ``module`` is set for a Python module, else ``command`` holds the words of the command.
-    ``flags`` are the words that follow. ``gpu`` is per worker, None if the graph does not say.
+    ``flags`` are the words that follow. ``gpu`` is per worker: None if the graph does not say,
+    ``gpu_is_derived`` if it follows from the flags of the engine.
     ``envs`` overrides our variables. ``origins`` has the place of each key of ``options``.
     """
 
@@ -30,6 +31,7 @@ class Service:
     options: Mapping[str, Any]
     workers: int = 1
     gpu: float | None = None
+    gpu_is_derived: bool = False
     cpu: str | None = None
     memory: str | None = None
     envs: Mapping[str, str] = field(default_factory=dict)
@@ -50,6 +52,11 @@ class Service:
         words = {key: tuple(as_flags(key, value)) for key, value in self.options.items()}
         own = self.command[3:] if self.module is None and self.program is not None else ()
         return {"run": own, **words} if own else words
+
+    @property
+    def all_words(self) -> tuple[str, ...]:
+        """The words of :attr:`words`, in order."""
+        return tuple(word for words in self.words.values() for word in words)
 
     @property
     def is_frontend(self) -> bool:

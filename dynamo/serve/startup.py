@@ -1,10 +1,11 @@
-"""Reports when a deployment is ready, and reminds the user while it is not."""
+"""Reports when a deployment is ready, and what it waits for while it is not."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,12 @@ from dynamo.config import environ
 from dynamo.serve.arbiter import SupervisingArbiter
 from dynamo.serve.leases import Leases
 from dynamo.serve.output import Announcer
-from dynamo.serve.readiness import frontend_address, wait_until_ready
+from dynamo.serve.readiness import (
+    FrontendAddress,
+    FrontendHealth,
+    frontend_address,
+    wait_until_ready,
+)
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
 
 __all__ = ["StartupReport"]
@@ -21,20 +27,30 @@ _REMIND_EVERY_S = 15.0
 
 
 class StartupReport:
-    """The report of one start of ``plan``; its clock starts now."""
+    """The report of one start of ``plan``; its clock starts now.
+
+    ``last_line`` returns the last output of a watcher.
+    """
 
     _arbiter: SupervisingArbiter
     _leases: Leases
 
-    def __init__(self, plan: DeploymentPlan, logs: Path, announcer: Announcer) -> None:
+    def __init__(
+        self,
+        plan: DeploymentPlan,
+        logs: Path,
+        announcer: Announcer,
+        last_line: Callable[[str], str],
+    ) -> None:
         self._plan = plan
         self._logs = logs
         self._announcer = announcer
+        self._last_line = last_line
         self._change = asyncio.Event()
         self._started_s = time.monotonic()
 
     def changed(self) -> None:
-        """Check again: a process or a lease appeared or disappeared."""
+        """Check again: a process, a lease or a model card appeared or disappeared."""
         self._change.set()
 
     async def run(self, arbiter: SupervisingArbiter, leases: Leases) -> None:
@@ -50,26 +66,57 @@ class StartupReport:
         """Wait, and return a message; it says "ready" only if a frontend or a lease proves it."""
         frontends = [spec for spec in self._plan.specs if spec.is_frontend]
         if frontends:
-            workers = sum(spec.stop_stage > 0 for spec in self._plan.specs)
-            return f"ready: {await self._wait_for_frontends(frontends, workers)}"
+            return f"ready: {await self._wait_for_frontends(frontends)}"
         registering = self._registering()
         if registering:
             await self._wait_for_leases(registering)
-            return f"ready: {len(registering)} processes are registered; no dynamo.frontend"
+            count = len(self._kept() & set(registering))
+            return f"ready: {count} processes are registered; no dynamo.frontend"
         return "started: all processes; readiness is unknown without a dynamo.frontend in the graph"
 
-    async def _wait_for_frontends(self, frontends: Sequence[WatcherSpec], workers: int) -> str:
+    async def _wait_for_frontends(self, frontends: Sequence[WatcherSpec]) -> str:
         urls: list[str] = []
         for spec in frontends:
             address = frontend_address(spec.options, {**environ(), **spec.env})
             is_ours = partial(self._listens, spec.name, address.port)
-            # A further frontend may serve only some of the workers, so one is enough.
-            health = await wait_until_ready(address, min(workers, 1) if urls else workers, is_ours)
-            if not urls:
-                found = health
+            if urls:  # a further frontend may serve only some of the workers, so one is enough
+                await wait_until_ready(address, lambda: min(self._workers(), 1), is_ours)
+            else:
+                partly = partial(self._announce_part, address)
+                found = await wait_until_ready(
+                    address, self._workers, is_ours, self._loading, partly
+                )
             urls.append(f"{address.url}/v1")
         models = ", ".join(found.models) or "none yet"
         return f"{', '.join(urls)}   model: {models}   workers: {found.instances}"
+
+    def _workers(self) -> int:
+        """The number of processes besides the frontends that are not given up."""
+        kept = self._kept()
+        return sum(spec.stop_stage > 0 and spec.name in kept for spec in self._plan.specs)
+
+    def _kept(self) -> set[str]:
+        """The watchers that are neither given up nor removed."""
+        return {watcher.name for watcher in self._arbiter.watchers if not watcher.given_up}
+
+    def _failures(self) -> list[str]:
+        """The watchers that are given up, and those whose process had to be restarted."""
+        return [
+            f"given up: {watcher.name}"
+            if watcher.given_up
+            else f"restarted: {watcher.name} ({watcher.deaths} exits)"
+            for watcher in self._arbiter.watchers
+            if watcher.given_up or watcher.deaths
+        ]
+
+    def _loading(self) -> list[str]:
+        """The workers whose model is not registered yet; without those that are given up."""
+        kept = self._kept()
+        waiting = [s.name for s in self._plan.specs if s.registers_model and s.name in kept]
+        if not waiting:
+            return []
+        serving, alive = self._leases.with_model(), self._arbiter.alive()
+        return [name for name in waiting if not any(p.pid in serving for p in alive[name])]
 
     def _listens(self, name: str, port: int) -> bool:
         processes = self._arbiter.alive().get(name, ())
@@ -80,8 +127,7 @@ class StartupReport:
         return [
             spec.name
             for spec in self._plan.specs
-            if spec.argv[1:2] == ("-m",)
-            and spec.argv[2].startswith("dynamo.")
+            if spec.program.startswith("dynamo.")
             and spec.env.get("DYN_DISCOVERY_BACKEND") == "file"
         ]
 
@@ -89,26 +135,46 @@ class StartupReport:
         while True:
             self._change.clear()
             leases, alive = self._leases.by_session(), self._arbiter.alive()
-            working = [w.name for w in self._arbiter.watchers if not w.given_up]
-            wanted = [name for name in names if name in working]
-            if wanted and all(any(p.pid in leases for p in alive[name]) for name in wanted):
+            kept = self._kept()
+            wanted = [name for name in names if name in kept]
+            leased = all(any(p.pid in leases for p in alive[name]) for name in wanted)
+            if wanted and leased and not self._loading():
                 return
             await self._change.wait()
 
     async def _remind(self) -> None:
         while True:
             await asyncio.sleep(_REMIND_EVERY_S)
-            up = sum(len(processes) for processes in self._arbiter.alive().values())
             waited_s = time.monotonic() - self._started_s
-            self._announcer.announce(
-                f"not ready after {waited_s:.0f} s; {up} of "
-                f"{len(self._plan.specs)} processes are running; still waiting"
-            )
+            lines = [f"not ready after {waited_s:.0f} s; {self._state()}; still waiting"]
+            lines += [self._describe(name) for name in self._loading()]
+            self._announcer.announce("\n  ".join(lines))
+
+    def _state(self) -> str:
+        up = sum(len(processes) for processes in self._arbiter.alive().values())
+        return f"{up} of {len(self._plan.specs)} processes are running"
+
+    def _describe(self, name: str) -> str:
+        """Describe a worker that does not serve yet, with its last output."""
+        running = self._arbiter.alive().get(name)
+        state = "loading" if running else "not running"
+        last = self._last_line(name)
+        return f"{name}: {state}" + (f"; last output: {last}" if last else "; no output yet")
+
+    def _announce_part(
+        self, address: FrontendAddress, health: FrontendHealth, missing: Collection[str]
+    ) -> None:
+        self._announcer.announce(
+            f"serving: {address.url}/v1   model: {', '.join(health.models)}   "
+            f"workers: {health.instances}; still waiting for {', '.join(missing)}"
+        )
 
     def _announce_ready(self, what: str) -> None:
         took_s = time.monotonic() - self._started_s
+        failures = "".join(f"   {failure}" for failure in self._failures())
         self._announcer.announce(
-            f"{what}   ({took_s:.1f} s)\n"
+            f"{what}{failures}   ({took_s:.1f} s)\n"
             f"  stop: Ctrl-C   logs: {self._logs}\n"
-            f"  control: circusctl --endpoint {self._plan.endpoint} status"
+            f"  control: circusctl --endpoint {self._plan.endpoint} status",
+            logging.WARNING if failures else logging.INFO,
         )

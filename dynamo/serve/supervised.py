@@ -46,6 +46,9 @@ class Supervisor(Protocol):
     def is_draining(self, watcher: SupervisedWatcher, status: int) -> bool:
         """Whether an exit with ``status`` is intended."""
 
+    def has_served(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> bool:
+        """Whether the process registered a model, or is of a program that need not."""
+
     def died(self, watcher: SupervisedWatcher, process: SupervisedProcess, delay_s: float) -> None:
         """A process exited by itself; its restart follows after ``delay_s``."""
 
@@ -196,7 +199,8 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
             return
         loop = asyncio.get_running_loop()
         lived_s = time.time() - process.started
-        verdict = self._restarts.died(loop.time(), lived_s, status)
+        served = self.arbiter.has_served(self, process)
+        verdict = self._restarts.died(loop.time(), lived_s, status, served)
         if isinstance(verdict, str):
             self._give_up(verdict)
             return
@@ -212,6 +216,11 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         else:
             self.given_up = reason
         self.arbiter.gave_up(self, reason)
+
+    @property
+    def deaths(self) -> int:
+        """The number of recent exits that were not intended."""
+        return self._restarts.count
 
     def command_words(self) -> list[str]:
         """Return the words of the next start; one word if the command has an open quote."""

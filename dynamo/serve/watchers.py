@@ -20,6 +20,7 @@ __all__ = ["DeploymentPlan", "WatcherSpec", "place", "plan", "plan_added", "watc
 
 _FRONTEND = "dynamo.frontend"
 _FIRST_TO_STOP = (_FRONTEND, "dynamo.planner")
+_MODEL_PROGRAMS = ("dynamo.attach", "dynamo.mocker", "dynamo.vllm")
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
@@ -44,6 +45,17 @@ class WatcherSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     index: int = 0
 
+    @property
+    def program(self) -> str:
+        """The Python module that runs; "" for another program."""
+        return self.argv[2] if self.argv[1:2] == ("-m",) and len(self.argv) > 2 else ""
+
+    @property
+    def registers_model(self) -> bool:
+        """Whether its processes register a model card in file discovery when they can serve."""
+        backend = self.options.get("discovery-backend") or self.env.get("DYN_DISCOVERY_BACKEND")
+        return self.program in _MODEL_PROGRAMS and backend == "file"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeploymentPlan:
@@ -55,6 +67,7 @@ class DeploymentPlan:
     gpu_ids: tuple[str, ...]
     endpoint: str
     pubsub_endpoint: str
+    warnings: Sequence[str] = ()
 
 
 def watcher_name(namespace: str, service: str, index: int) -> str:

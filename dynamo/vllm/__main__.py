@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -126,4 +127,6 @@ def _epilog(argv: Sequence[str]) -> str | None:
 
 
 if __name__ == "__main__":
+    # Until the loop handles it: importing vLLM takes seconds.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     sys.exit(main())

@@ -54,6 +54,7 @@ class AsyncLLMStep:
     kv_transfer_params: dict[str, Any] | None
     prefill_stats: CachedTokens | None
     new_prompt_logprobs_tensors: Any = None
+    pooling_output: Any = None
 
 
 class SchedulerStatsLogger(StatLoggerBase):  # type: ignore[misc]
@@ -91,6 +92,8 @@ class AsyncLLMEngine:
 
     def submit(self, request: PreprocessedRequest, sink: OutputSink, dp_rank: int | None) -> str:
         """See ``Engine``."""
+        if self.info.pooling:
+            raise InvalidArgument(f"embeddings are not supported with vLLM {__version__}")
         if request.output_options.prompt_logprobs is not None:
             raise InvalidArgument(f"prompt_logprobs is not supported with vLLM {__version__}")
         number = self._params.new_id()
@@ -132,7 +135,7 @@ class AsyncLLMEngine:
 
     async def sleep(self, level: int = 1) -> None:
         """See ``Engine``."""
-        await self._llm.sleep(level)
+        await self._llm.sleep(level, "wait")
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See ``Engine``."""
@@ -217,6 +220,7 @@ def _info(config: Any) -> EngineInfo:
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         context_length=config.model_config.max_model_len,
         data_parallel_size=ranks,
+        pooling=config.model_config.runner_type == "pooling",
         event_endpoints=_event_endpoints(config.kv_events_config, ranks),
     )
 

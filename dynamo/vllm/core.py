@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -35,7 +36,7 @@ from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
 from dynamo.vllm.engine_metrics import EngineMetrics
-from dynamo.vllm.params import CLIENT_ERRORS, ParamsBuilder, priority
+from dynamo.vllm.params import CLIENT_ERRORS, EMBED, ParamsBuilder, priority
 from dynamo.vllm.plain_requests import PlainRequests
 from dynamo.vllm.plain_tokens import PlainTokens, StepDecoder
 
@@ -43,6 +44,7 @@ __all__ = ["CoreEngine"]
 
 _CLOSE_TIMEOUT_S = 5.0
 _TASKS = ("generate",)
+_WAIT = "wait"  # running requests finish first
 log = logging.getLogger(__name__)
 
 
@@ -53,6 +55,8 @@ class CoreEngine:
         self.on_stats: StepStats | None = None
         self.info = _info(config, client)
         self._params = params
+        self._make_params = params.pooling if self.info.pooling else params.sampling
+        self._supported_tasks = (EMBED,) if self.info.pooling else _TASKS
         self._processor = InputProcessor(config)
         self._metrics = EngineMetrics(config, client.engine_ranks_managed)
         self._client = client
@@ -81,8 +85,8 @@ class CoreEngine:
         if dp_rank is None and self._requests.send(request, number):
             self._sinks[number] = sink
             return number
-        params = self._params.sampling(request)
-        if params.structured_outputs is None:
+        params = self._make_params(request)
+        if isinstance(params, PoolingParams) or params.structured_outputs is None:
             made = self._request(request, number, params, dp_rank)
             self._requests.learn(request, made)
             self._sinks[number] = sink
@@ -134,7 +138,7 @@ class CoreEngine:
 
     async def sleep(self, level: int = 1) -> None:
         """See ``Engine``."""
-        await self._client.sleep_async(level)
+        await self._client.sleep_async(level, _WAIT)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See ``Engine``."""
@@ -160,7 +164,11 @@ class CoreEngine:
         await self._client.reset_prefix_cache_async()
 
     def _request(
-        self, given: PreprocessedRequest, number: str, params: SamplingParams, rank: int | None
+        self,
+        given: PreprocessedRequest,
+        number: str,
+        params: SamplingParams | PoolingParams,
+        rank: int | None,
     ) -> EngineCoreRequest:
         """Return vLLM's request, checked as its own server does. Raises InvalidArgument.
 
@@ -175,7 +183,7 @@ class CoreEngine:
                 number,
                 prompt,
                 params,
-                _TASKS,
+                self._supported_tasks,
                 arrival_time=time.time(),
                 lora_request=self._params.lora(routing),
                 priority=priority(routing),
@@ -275,6 +283,7 @@ def _info(config: Any, client: Any) -> EngineInfo:
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         context_length=config.model_config.max_model_len,
         data_parallel_size=ranks,
+        pooling=config.model_config.runner_type == "pooling",
         event_endpoints={
             rank: source.endpoint.replace("*", "127.0.0.1") for rank, source in sources.items()
         },

@@ -49,6 +49,7 @@ class EngineInfo:
     max_num_batched_tokens: int
     context_length: int
     data_parallel_size: int = 1
+    pooling: bool = False
     event_endpoints: dict[int, str] = field(default_factory=dict)
 
 
@@ -57,7 +58,8 @@ class EngineStep(Protocol):
 
     vLLM's ``EngineCoreOutput`` has these attributes; the driver over AsyncLLM builds its own.
     ``new_logprobs`` are rows of (token ids, log probabilities, ranks), the sampled token first;
-    ``finish_reason`` is an enumeration whose text is stop, length, abort, error or repetition.
+    ``finish_reason`` is an enumeration whose text is stop, length, abort, error or repetition;
+    ``pooling_output`` is the vector of an embedding model, a tensor.
     """
 
     new_token_ids: list[int]
@@ -67,6 +69,7 @@ class EngineStep(Protocol):
     stop_reason: int | str | None
     kv_transfer_params: dict[str, Any] | None
     prefill_stats: Any
+    pooling_output: Any
 
 
 class OutputSink(Protocol):
@@ -125,7 +128,10 @@ class Engine(Protocol):
         """End the engine's processes."""
 
     async def sleep(self, level: int = 1) -> None:
-        """Free the GPU: 1 keeps the weights in CPU memory, 2 discards them."""
+        """Let the running requests finish, then free the GPU.
+
+        Level 1 keeps the weights in CPU memory, 2 discards them.
+        """
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore what :meth:`sleep` freed; ``tags`` are weights and kv_cache, default both."""

@@ -15,7 +15,7 @@ from dynamo.runtime.discovery.stale_sockets import engine_socket_name
 from dynamo.runtime.paths import socket_path
 from dynamo.vllm.arguments import PROG, VllmArguments
 
-__all__ = ["engine_config", "engine_help", "set_event_socket"]
+__all__ = ["engine_config", "engine_help", "read_engine_args", "set_event_socket"]
 
 _UNSET_ENDPOINT = "ipc://to-be-set"
 """Until the id of the worker is known; see :func:`set_event_socket`."""
@@ -36,9 +36,16 @@ def engine_config(arguments: VllmArguments, model_path: str, name: str) -> Any:
     try:
         args = AsyncEngineArgs.from_cli_args(parsed)
         _set_defaults(args, arguments.vllm.disaggregation_mode)
+        args.enable_lora = args.enable_lora or bool(arguments.vllm.lora_modules)
         return args.create_engine_config()
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         raise ConfigError(f"vLLM refuses this configuration: {error}") from error
+
+
+def read_engine_args(arguments: VllmArguments, model_path: str, name: str) -> Any:
+    """Return vLLM's engine arguments; exits with status 2 for an unknown flag or a bad value."""
+    argv: Sequence[str] = ("--model", model_path, "--served-model-name", name)
+    return AsyncEngineArgs.from_cli_args(_parser().parse_args([*argv, *arguments.engine_argv]))
 
 
 def set_event_socket(config: Any, runtime: RuntimeSettings, worker_id: int) -> None:

@@ -7,13 +7,17 @@ from typing import Any
 
 import vllm.exceptions
 from vllm.lora.request import LoRARequest
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dynamo.errors import InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest, Routing
 from dynamo.vllm.sampling import SamplingMapping
 
-__all__ = ["CLIENT_ERRORS", "ParamsBuilder", "priority"]
+__all__ = ["CLIENT_ERRORS", "EMBED", "ParamsBuilder", "priority"]
+
+EMBED = "embed"
+"""vLLM's task of an embedding model."""
 
 CLIENT_ERRORS: tuple[type[Exception], ...] = (
     ValueError,
@@ -42,6 +46,10 @@ class ParamsBuilder:
     def new_id(self) -> str:
         """Return an id that no other request of any worker has."""
         return f"{self._prefix}{next(self._numbers):x}"
+
+    def pooling(self, request: PreprocessedRequest) -> PoolingParams:
+        """Return the parameters of an embedding; ``extra_args`` may have its ``dimensions``."""
+        return PoolingParams(task=EMBED, dimensions=(request.extra_args or {}).get("dimensions"))
 
     def sampling(self, request: PreprocessedRequest) -> SamplingParams:
         """Return the sampling parameters. Raises InvalidArgument with vLLM's text."""

@@ -59,9 +59,9 @@ class PlainRequests:
             return False
         made = EngineCoreRequest(
             request_id=number,
-            prompt_token_ids=msgspec.Raw(packed),  # type: ignore[arg-type]
+            prompt_token_ids=msgspec.Raw(packed),
             mm_features=None,
-            sampling_params=params,  # type: ignore[arg-type]
+            sampling_params=params,
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=None,
@@ -88,9 +88,9 @@ class PlainRequests:
 
         Without ``max_tokens`` they depend on the length of the prompt.
         """
-        if not self._enabled or request.stop_conditions.max_tokens is None:
+        if not self._enabled or made.sampling_params is None:
             return
-        if _is_plain(request):
+        if request.stop_conditions.max_tokens is not None and _is_plain(request):
             frames = self._client.encoder.encode(made.sampling_params)
             if len(self._params) >= _KEPT:
                 self._params.clear()

@@ -9,15 +9,18 @@ from pathlib import Path
 
 from dynamo.errors import ConfigError
 from dynamo.llm.model_directory import ModelDirectory
-from dynamo.llm.model_source import resolve_model
 from dynamo.llm.publishers import KvEventPublisher
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.vllm.arguments import VllmArguments
+from dynamo.vllm.control import EngineControl
+from dynamo.vllm.embeddings import EmbeddingService
 from dynamo.vllm.engine import Engine
 from dynamo.vllm.load import LoadReporter
+from dynamo.vllm.loras import parse_loras
+from dynamo.vllm.model import find_model
 from dynamo.vllm.service import VllmService
 from dynamo.worker.admission import AdmissionQueue
 from dynamo.worker.publish import LoadSender, connect_load
@@ -36,7 +39,8 @@ log = logging.getLogger(__name__)
 class VllmPlan:
     """What the worker serves, checked before the engine starts.
 
-    ``weights`` is the path for vLLM: the directory of the model, or a GGUF file in it.
+    ``weights`` is the directory or GGUF file for vLLM, ``model`` what the frontend reads. ``loras``
+    are the directories of the adapters by name.
     """
 
     arguments: VllmArguments
@@ -45,6 +49,7 @@ class VllmPlan:
     model_name: str
     model_type: ModelType
     endpoint: str
+    loras: dict[str, str]
 
     @property
     def mode(self) -> str:
@@ -57,21 +62,21 @@ def make_plan(arguments: VllmArguments, worker_suffix: str | None) -> VllmPlan:
     settings, mode = arguments.worker, arguments.vllm.disaggregation_mode
     if settings.model_path is None:
         raise ConfigError("--model is missing; give a directory or an id on Hugging Face")
-    resolved = resolve_model(settings.model_path, weights=True)
-    model = resolved.directory()
-    model.require_worker_files()
+    weights, model, found_name = find_model(settings.model_path, arguments.engine_argv)
     template = settings.custom_jinja_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"--custom-jinja-template {template}: no such file")
     suffix = f"-{worker_suffix}" if worker_suffix else ""
     component = "prefill" if mode == "prefill" else "backend"
+    name = settings.model_name or found_name
     return VllmPlan(
         arguments,
         model,
-        str(resolved.path),
-        settings.model_name or resolved.name,
+        weights,
+        name,
         ModelType.Prefill if mode == "prefill" else api_types(settings.endpoint_types),
         settings.endpoint or f"{arguments.runtime.namespace}{suffix}.{component}.generate",
+        parse_loras(arguments.vllm.lora_modules, name),
     )
 
 
@@ -89,15 +94,21 @@ class VllmWorker:
         admission = AdmissionQueue(
             settings.engine_request_limit, settings.request_queue_limit, runtime.metrics
         )
-        self.service = VllmService(engine, admission, runtime.tasks, plan.mode == "prefill")
+        kind = EmbeddingService if engine.info.pooling else VllmService
+        self.service = kind(engine, admission, runtime.tasks, plan.mode == "prefill")
+        EngineControl(self.endpoint, engine).install(runtime)
 
     async def serve(self) -> None:
         """Serve until the worker has drained. Raises EngineFailure if the engine dies."""
+        plan = self.plan
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self._run_engine())
             self._relay_events()
             await connect_load(self.endpoint, self.load)
-            await self._register()
+            for name, path in plan.loras.items():
+                await self.engine.add_lora(name, path)
+            for lora_name in (None, *plan.loras):
+                await self._register(lora_name)
             await self.endpoint.serve_push(self.service.handle)
             running.cancel()
 
@@ -116,18 +127,21 @@ class VllmWorker:
                 self.endpoint, kv_block_size=info.block_size, dp_rank=rank, zmq_endpoint=endpoint
             )
 
-    async def _register(self) -> None:
+    async def _register(self, lora_name: str | None = None) -> None:
+        """Store the card of the model, or of an adapter, which is a model over the same weights."""
         plan, info = self.plan, self.engine.info
         await register_model(
             ModelInput.Tokens,
-            plan.model_type,
+            ModelType.Embedding if info.pooling else plan.model_type,
             self.endpoint,
             str(plan.model.path),
-            plan.model_name,
+            lora_name or plan.model_name,
             worker_type=_WORKER_TYPES[plan.mode],
             context_length=info.context_length,
             kv_cache_block_size=info.block_size,
             custom_template_path=plan.arguments.worker.custom_jinja_template,
+            lora_name=lora_name,
+            base_model_path=lora_name and str(plan.model.path),
             runtime_config=RuntimeConfig(
                 total_kv_blocks=info.blocks,
                 max_num_seqs=info.max_num_seqs,

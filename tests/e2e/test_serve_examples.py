@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import urllib.request
 
 import pytest
@@ -42,6 +45,35 @@ def test_the_example_enables_its_feature(serving: Serving, name: str, words: str
         assert _held(url) == 1
     assert serving.stop() == 0
     serving.assert_clean()
+
+
+REAL = ("vllm", "vllm-disagg", "attach-llama", "attach-ollama", "attach-sglang")
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_graph_of_real_engines_passes_a_dry_run(name: str) -> None:
+    """Without the engine: its absence is a warning, since the graph may be for another machine."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("DYN_", "HF_"))}
+    path = ROOT / f"examples/{name}.yaml"
+    command = [sys.executable, "-m", "dynamo", "serve", str(path), "--dry-run", "--json"]
+    done = subprocess.run(
+        [*command, "--gpus", "2"], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["watchers"]
+    gpus = [gpu for row in rows for gpu in row["gpus"]]
+    assert len(gpus) == {"vllm": 1, "vllm-disagg": 2, "attach-sglang": 2}.get(name, 0)
+    assert "# Needs: " in path.read_text()
+
+
+def test_the_size_of_the_engine_decides_its_gpus() -> None:
+    flags = ("--Worker.tensor-parallel-size=4", "--Worker.ServiceArgs.workers=2", "--gpus=8")
+    command = [sys.executable, "-m", "dynamo", "serve", str(ROOT / "examples/vllm.yaml")]
+    done = subprocess.run(
+        [*command, "--dry-run", "--json", *flags], capture_output=True, text=True, timeout=60
+    )
+    rows = json.loads(done.stdout)["watchers"]
+    assert [row["gpus"] for row in rows] == [[], ["0", "1", "2", "3"], ["4", "5", "6", "7"]]
 
 
 def _port(url: str) -> str:

@@ -96,6 +96,50 @@ def test_a_bad_flag_of_our_own_program_starts_nothing(serving: Serving) -> None:
     serving.assert_clean()
 
 
+MODEL = QUICKSTART.parent / "model"
+
+
+def test_ready_waits_for_every_model(serving: Serving) -> None:
+    """A model that loads slowly is named; "ready" comes when all workers serve."""
+    port = free_port()
+    serving.start(
+        f"Frontend: {{run: dynamo.frontend, http-port: {port}}}\n"
+        f"Fast: {{run: dynamo.mocker, model-path: {MODEL}}}\n"
+        f"Slow: {{run: dynamo.mocker, model-path: {MODEL}, startup-time: 5}}\n",
+        wait="ready: ",
+    )
+    names = f"workers: 1; still waiting for {serving.namespace}_Slow"
+    assert f"serving: http://127.0.0.1:{port}/v1   model: model   {names}" in serving.text()
+    assert "workers: 2" in serving.lines[-1]
+    assert serving.stop() == 0
+    serving.assert_clean()
+
+
+def test_a_worker_that_never_serves_is_given_up(serving: Serving) -> None:
+    """Each start takes longer than the window: deaths in the window alone would never end it."""
+    (serving.tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\nif 'dynamo.mocker' in sys.orig_argv:\n"
+        "    time.sleep(1.2)\n    print('CUDA error: out of memory', flush=True)\n"
+        "    os._exit(1)\n"
+    )
+    path = ":".join([str(serving.tmp_path), *filter(None, [serving.env.get("PYTHONPATH")])])
+    envs = f"ServiceArgs: {{envs: {{PYTHONPATH: {path!r}}}}}"
+    serving.start(
+        f"Frontend: {{run: dynamo.frontend, http-port: {free_port()}}}\n"
+        f"Good: {{run: dynamo.mocker, model-path: {MODEL}}}\n"
+        f"Bad: {{run: dynamo.mocker, model-path: {MODEL}, {envs}}}\n",
+        wait="ready: ",
+        DYN_SERVE_RESTART_BURST="2",
+        DYN_SERVE_RESTART_WINDOW_S="1",
+    )
+    bad = f"{serving.namespace}_Bad"
+    assert "restarting it now; last output: CUDA error: out of memory" in serving.text()
+    assert f"gave up {bad}: 2 starts in a row ended before the model was served" in serving.text()
+    assert f"given up: {bad}" in serving.lines[-1] and "workers: 1" in serving.lines[-1]
+    assert serving.stop() == 1
+    serving.assert_clean()
+
+
 def has_ipv6() -> bool:
     try:
         with socket.socket(socket.AF_INET6) as probe:

@@ -52,6 +52,10 @@ class Caller:
                 self._changed.clear()
                 await self._changed.wait()
 
+    def changed(self) -> None:
+        """Check the conditions of :meth:`until` again."""
+        self._changed.set()
+
     def used_blocks(self, instance: int) -> int | None:
         """Return the used blocks that rank 0 of the worker reported last."""
         load = self.loads.get((instance, 0))

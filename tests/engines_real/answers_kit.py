@@ -72,7 +72,8 @@ def ask_streamed(server: EngineDeployment, path: str, body: dict[str, Any]) -> l
 def assert_equal(ours: Any, theirs: Any, where: str = "") -> None:
     """Compare two answers; log probabilities may differ by rounding."""
     if isinstance(theirs, dict):
-        assert isinstance(ours, dict) and sorted(ours) == sorted(theirs), where
+        same = isinstance(ours, dict) and sorted(ours) == sorted(theirs)
+        assert same, f"{where}: {ours} instead of {theirs}"
         for key, value in theirs.items():
             assert_equal(ours[key], value, f"{where}.{key}")
     elif isinstance(theirs, list | tuple):

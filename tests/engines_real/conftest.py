@@ -8,9 +8,20 @@ from pathlib import Path
 
 import pytest
 from servers_kit import EngineDeployment, closing
-from weights_kit import write_byte_llama, write_llama
+from weights_kit import write_byte_llama, write_llama, write_lora
 
 HERE = Path(__file__).parent
+# Random weights would write white space for ever.
+GRAMMAR_FLAGS = (
+    "--structured-outputs-config",
+    '{"backend": "xgrammar", "disable_any_whitespace": true}',
+)
+HERMES = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+
+
+def adapters(lora: Path) -> tuple[str, str]:
+    """The flags that serve the adapter as ``pirate``."""
+    return "--lora-modules", f"pirate={lora}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,12 +48,19 @@ def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter for ``tiny_model``, served as the model ``pirate``."""
+    return write_lora(tmp_path_factory.mktemp("models") / "pirate")
+
+
+@pytest.fixture(scope="session")
 def vllm_tiny(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, lora: Path
 ) -> Iterator[EngineDeployment]:
     """VLLM's own server with the model ``tiny``."""
     with closing(EngineDeployment(tmp_path_factory.mktemp("vllm-tiny"))) as made:
-        made.vllm_server(tiny_model, "tiny")
+        flags = (*HERMES, *GRAMMAR_FLAGS, "--enable-lora", *adapters(lora))
+        made.vllm_server(tiny_model, "tiny", *flags)
         made.wait_for_models("tiny")
         yield made
 
@@ -60,12 +78,14 @@ def vllm_bytes(
 
 @pytest.fixture(scope="session")
 def ours(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, bytes_model: Path
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, bytes_model: Path, lora: Path
 ) -> Iterator[EngineDeployment]:
-    """One frontend with KV routing before two workers: the models ``tiny`` and ``bytes``."""
+    """One frontend with KV routing before two workers: the models ``tiny`` with an adapter, and
+    ``bytes``."""
     with closing(EngineDeployment(tmp_path_factory.mktemp("ours"))) as made:
         made.frontend("--router-mode", "kv")
-        made.worker(tiny_model, "tiny")
+        flags = ("--dyn-tool-call-parser", "hermes", *GRAMMAR_FLAGS, *adapters(lora))
+        made.worker(tiny_model, "tiny", *flags, **made.status_server())
         made.worker(bytes_model, "bytes")
-        made.wait_for_models("tiny", "bytes")
+        made.wait_for_models("tiny", "bytes", "pirate")
         yield made

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from deployment import Deployment
+from deployment import Deployment, free_port
+from prometheus_client.parser import text_string_to_metric_families
 from weights_kit import CONTEXT
 
 from dynamo.frontend.prompt.tokenizer import Tokenizer, load_tokenizer
@@ -47,6 +48,7 @@ class EngineDeployment(Deployment):
         self.env |= ENGINE_ENV
         self.tokenizer: Tokenizer | None = None
         """The tokenizer of the model that vLLM's own server serves here."""
+        self.status_port = 0
         self._started: set[psutil.Process] = set()
 
     def worker(self, model: Path, name: str, *flags: str, **env: str) -> subprocess.Popen[bytes]:
@@ -59,6 +61,26 @@ class EngineDeployment(Deployment):
         self.tokenizer = load_tokenizer(model)
         named = ("--model", str(model), "--served-model-name", name, "--port", str(self.port))
         return self.start("vllm.entrypoints.openai.api_server", *named, *ENGINE_FLAGS, *flags)
+
+    def status_server(self) -> dict[str, str]:
+        """The variables of a worker whose status server :meth:`control` calls."""
+        self.status_port = free_port()
+        return {"DYN_SYSTEM_PORT": str(self.status_port)}
+
+    def control(self, route: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+        """POST to an engine route of the worker's status server; status and body."""
+        status, _, answer = self.request("POST", f"/engine/{route}", body, port=self.status_port)
+        return status, json.loads(answer)
+
+    def engine_sample(self, name: str) -> float:
+        """The sum of vLLM's samples ``name`` on the page of that worker."""
+        text = self.request("GET", "/metrics", port=self.status_port)[2].decode()
+        return sum(
+            float(one.value)
+            for family in text_string_to_metric_families(text)
+            for one in family.samples
+            if one.name == name
+        )
 
     def wait_for_models(self, *names: str, timeout_s: float = ENGINE_START_S) -> None:
         """Wait until the server on our port lists ``names``; fails with the logs."""
@@ -76,14 +98,14 @@ class EngineDeployment(Deployment):
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Send ``body``, which must be answered with 200; return the answer."""
         status, _, answer = self.request("POST", path, body)
-        assert status == 200, f"{status}: {answer.decode()}\n{self.tail()}"
+        assert status == 200, f"{status}: {answer.decode()}"
         found: dict[str, Any] = json.loads(answer)
         return found
 
     def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The events of a streamed answer; the last one must be ``[DONE]``."""
         status, _, answer = self.request("POST", path, {**body, "stream": True})
-        assert status == 200, f"{status}: {answer.decode()}\n{self.tail()}"
+        assert status == 200, f"{status}: {answer.decode()}"
         events = [
             line.removeprefix("data: ")
             for line in answer.decode().split("\n")
@@ -110,9 +132,15 @@ class EngineDeployment(Deployment):
             super().close()
             self.until(lambda: not self.descendants(), "all processes have ended")
         finally:
-            for process in self.descendants():
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill what is left."""
+        for process in self.descendants():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for started in self.processes:
+            started.wait()
 
 
 def tree(pid: int) -> set[psutil.Process]:
@@ -149,8 +177,10 @@ def in_parallel(call: Callable[[Any], Any], values: Sequence[Any], width: int = 
 
 @contextlib.contextmanager
 def closing(made: EngineDeployment) -> Iterator[EngineDeployment]:
-    """Close ``made`` at the end, also when it does not start."""
+    """Close ``made`` at the end; kill its processes after an error, which is then the one shown."""
     try:
         yield made
-    finally:
-        made.close()
+    except BaseException:
+        made.kill()
+        raise
+    made.close()

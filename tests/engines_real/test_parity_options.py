@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalties": {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3},
     "special tokens": {"skip_special_tokens": False, "max_tokens": 60},
     "one token": {"max_tokens": 1},
-    "several choices": {"n": 3, "temperature": 0},
+    "several choices": {"n": 3, "temperature": 0.8, "seed": 5},
 }
 
 
@@ -132,3 +132,31 @@ def test_no_room_for_the_answer(ours: EngineDeployment, vllm_tiny: EngineDeploym
         body = completion([100] * length, model="tiny", max_tokens=1)
         assert ours.request("POST", COMPLETIONS, body)[0] == status
         assert vllm_tiny.request("POST", COMPLETIONS, body)[0] == status
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_prompt_logprobs(count: int, ours: EngineDeployment, vllm_tiny: EngineDeployment) -> None:
+    """Once in a chat, in every choice of a completion."""
+    for path, make in ((CHAT, chat), (COMPLETIONS, completion)):
+        body = make(prompts(4)[3], model="tiny", max_tokens=2, prompt_logprobs=count)
+        mine, theirs = ours.post(path, body), vllm_tiny.post(path, body)
+        place = mine if path == CHAT else mine["choices"][0]
+        other = theirs if path == CHAT else theirs["choices"][0]
+        assert_equal(_by_id(place["prompt_logprobs"]), _by_id(other["prompt_logprobs"]), path)
+
+
+def test_echo_with_logprobs(ours: EngineDeployment, vllm_tiny: EngineDeployment) -> None:
+    """As evaluation harnesses ask for the probability of a text."""
+    body = completion(prompts(3)[2], model="tiny", max_tokens=1, echo=True, logprobs=1)
+    expected = ask(vllm_tiny, COMPLETIONS, body)
+    assert expected[0]["logprobs"][0][1] is None and expected[0]["logprobs"][1][1] < 0
+    assert_equal(ask(ours, COMPLETIONS, body), expected)
+    assert_equal(ask_streamed(ours, COMPLETIONS, body), expected)
+
+
+def _by_id(rows: list[dict[str, Any] | None]) -> list[Any]:
+    """Without the texts: vLLM shows a part of a character as what it completes."""
+    return [
+        row and {token: [entry["logprob"], entry["rank"]] for token, entry in row.items()}
+        for row in rows
+    ]

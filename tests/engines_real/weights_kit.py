@@ -11,7 +11,7 @@ import math
 import random
 import shutil
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ LORA_RANK = 8
 
 _FLOAT32 = 4
 _POOL = 1 << 18
+_FIRST_BYTE = 3  # the id of <0x00>, after the special tokens
 # With one expected end in about thirty tokens, a greedy answer ends by itself or by its limit.
 _EOS_SCALE = 1.6
 # Logits far apart: rounding must not decide which token is the best.
@@ -66,7 +67,11 @@ def write_llama(directory: Path, seed: int = 1, **config: Any) -> Path:
 
 
 def write_byte_llama(directory: Path, seed: int = 2) -> Path:
-    """A Llama with SentencePiece-style BPE and byte fallback: a character may take four tokens."""
+    """A Llama with SentencePiece-style BPE and byte fallback: a character may take four tokens.
+
+    It never chooses the bytes above ASCII by itself, because at random they are no characters, and
+    of such text vLLM drops more than the broken part. A grammar can demand them.
+    """
     write_llama_like(directory)
     path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text())
@@ -85,7 +90,7 @@ def write_byte_llama(directory: Path, seed: int = 2) -> Path:
     (directory / "generation_config.json").write_text(json.dumps(defaults))
     base = {"vocab_size": vocabulary, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     (directory / "config.json").write_text(json.dumps(base))
-    _write_weights(directory, seed)
+    _write_weights(directory, seed, never=range(_FIRST_BYTE + 128, _FIRST_BYTE + 256))
     return directory
 
 
@@ -143,7 +148,7 @@ def write_safetensors(
             file.write(numbers(name, shape).tobytes())
 
 
-def _write_weights(directory: Path, seed: int, **config: Any) -> None:
+def _write_weights(directory: Path, seed: int, never: Iterable[int] = (), **config: Any) -> None:
     path = directory / "config.json"
     settings = json.loads(path.read_text()) | {
         "architectures": ["LlamaForCausalLM"],
@@ -170,8 +175,9 @@ def _write_weights(directory: Path, seed: int, **config: Any) -> None:
             return array("f", [1.0]) * shape[0]
         found = numbers.tensor(shape, _scale(name, shape))
         if name == "lm_head.weight":
-            row = slice(eos * HIDDEN, (eos + 1) * HIDDEN)
-            found[row] = array("f", [_EOS_SCALE * each for each in found[row]])
+            for token_id, factor in ((eos, _EOS_SCALE), *((each, 0.0) for each in never)):
+                row = slice(token_id * HIDDEN, (token_id + 1) * HIDDEN)
+                found[row] = array("f", [factor * each for each in found[row]])
         return found
 
     write_safetensors(directory / "model.safetensors", _llama_shapes(vocabulary), tensor)

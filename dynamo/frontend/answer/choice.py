@@ -28,19 +28,19 @@ _NO_IDS: frozenset[int] = frozenset()
 class ChoiceRules:
     """What the choices of a request share; made once, because the automaton may be large.
 
-    ``hidden`` are the stop ids that are not shown, ``stop_ids`` all of them, ``strings`` the stop
-    strings; ``include_string`` shows the stop string that ended the choice.
+    ``stop_ids`` end a choice, ``eos_ids`` among them without a stop reason; ``strings`` are the
+    stop strings. ``include_stop`` shows the string or token that ended the choice.
     """
 
-    __slots__ = ("hidden", "include_string", "min_tokens", "skip_special", "stop_ids", "strings")
+    __slots__ = ("eos_ids", "include_stop", "min_tokens", "skip_special", "stop_ids", "strings")
 
     def __init__(self, request: GenerationRequest, conditions: StopConditions) -> None:
-        hidden, shown = conditions.stop_token_ids_hidden, conditions.stop_token_ids
-        self.hidden = frozenset(hidden) if hidden else _NO_IDS
-        self.stop_ids = self.hidden.union(shown) if shown else self.hidden
+        eos, others = conditions.stop_token_ids_hidden, conditions.stop_token_ids
+        self.eos_ids = frozenset(eos) if eos else _NO_IDS
+        self.stop_ids = self.eos_ids.union(others) if others else self.eos_ids
         self.min_tokens = conditions.min_tokens or 0
         self.strings = StopStrings(conditions.stop) if conditions.stop else None
-        self.include_string = request.include_stop_str_in_output is True
+        self.include_stop = request.include_stop_str_in_output is True
         self.skip_special = request.skip_special_tokens is not False
 
 
@@ -72,7 +72,7 @@ class Choice:
         self._rules = rules
         self._stop_ids = rules.stop_ids
         strings = rules.strings
-        self._stops = None if strings is None else StopMatcher(strings, rules.include_string)
+        self._stops = None if strings is None else StopMatcher(strings, rules.include_stop)
         self.logprobs = logprobs
         self.pending: list[str] = []
         self.tokens = 0
@@ -109,9 +109,9 @@ class Choice:
         if stop_id is None:
             self.stop_reason = output.stop_reason
         else:
-            self.stop_reason = None if stop_id in self._rules.hidden else stop_id
-        if self._stops is not None or self._detokenizer.held:
-            self._release()  # the text released may complete a stop string
+            self.stop_reason = None if stop_id in self._rules.eos_ids else stop_id
+        if self._stops is not None:
+            self._release()
         self.finish_reason = self.finish_reason or _FINISH_REASONS.get(reason, reason)
         return True
 
@@ -125,7 +125,7 @@ class Choice:
         rules = self._rules
         for place, token_id in enumerate(ids):
             if token_id in rules.stop_ids and self.tokens + place >= rules.min_tokens:
-                return ids[: place + (token_id not in rules.hidden)], place + 1, token_id
+                return ids[: place + rules.include_stop], place + 1, token_id
         return ids, len(ids), None
 
     def _match(self, text: str) -> str:
@@ -141,11 +141,7 @@ class Choice:
         return text
 
     def _release(self) -> None:
-        """Show the bytes of a broken character and the beginning of a stop string."""
-        text = self._detokenizer.finish()
-        if self._stops is not None:
-            text = self._match(text)
-            if self._stops.hit is None:
-                text += self._stops.finish()
+        """Show the beginning of a stop string that was held back."""
+        text = "" if self._stops is None or self._stops.hit is not None else self._stops.finish()
         if text:
             self.pending.append(text)

@@ -1,7 +1,8 @@
 """Token ids to text as they come, never a part of a character.
 
-The texts that ``push`` and ``finish`` return are together the text of all ids decoded at once,
-however the ids were cut. At most three bytes are held back where the model has a piece table.
+However the ids are cut, the texts that ``push`` returns are together the text of the longest prefix
+of the ids whose text does not end in a broken character. So a character that is cut off at the end
+is not shown, as in vLLM and Dynamo.
 """
 
 from __future__ import annotations
@@ -23,15 +24,8 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer(Protocol):
     """The state of one stream."""
 
-    @property
-    def held(self) -> bool:
-        """False if :meth:`finish` has nothing to return."""
-
     def push(self, ids: Sequence[int]) -> str:
         """Add ``ids``, return the characters that are complete now."""
-
-    def finish(self) -> str:
-        """Return the rest; a broken character becomes U+FFFD."""
 
 
 def make_detokenizer(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> Detokenizer:
@@ -44,20 +38,21 @@ def make_detokenizer(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> 
 class TableDetokenizer:
     """Any model with a piece table: one list look-up a token, O(1), unless a character is cut."""
 
-    __slots__ = ("_decoder", "_skip", "_strip", "_table", "_texts", "held")
+    __slots__ = ("_decoder", "_held", "_skip", "_slow", "_strip", "_table", "_texts")
 
     def __init__(self, table: PieceTable, skip_special_tokens: bool) -> None:
         self._table = table
         self._texts = table.visible if skip_special_tokens else table.text
         self._skip = table.special_ids if skip_special_tokens else _NO_IDS
         self._strip = table.strip_space
-        # Either bytes of a character are held back, or the first text is still to lose a space.
-        self.held = self._strip
+        # Either a broken end is held back, or the first text is still to lose a space.
+        self._slow = self._strip
+        self._held = ""
         self._decoder: codecs.IncrementalDecoder | None = None
 
     def push(self, ids: Sequence[int]) -> str:
         """Add ``ids``, return the characters that are complete now; an unknown id has no text."""
-        if not self.held:
+        if not self._slow:
             texts = self._texts
             try:
                 if len(ids) == 1:
@@ -71,22 +66,23 @@ class TableDetokenizer:
                 pass  # an unknown id or a cut character: decode the bytes
         return self._push_bytes(ids)
 
-    def finish(self) -> str:
-        """Return the rest; a broken character becomes U+FFFD."""
-        if not self.held or self._decoder is None:
-            return ""
-        self.held = False
-        return self._decoder.decode(b"", final=True)
-
     def _push_bytes(self, ids: Sequence[int]) -> str:
-        if self._decoder is None:
-            self._decoder = _new_decoder("replace")
+        decoder = self._decoder
+        if decoder is None:
+            decoder = self._decoder = _new_decoder("replace")
         piece, skip = self._table.piece, self._skip
-        text = self._decoder.decode(b"".join([piece(each) for each in ids if each not in skip]))
+        complete = []
+        for each in ids:
+            if each not in skip:
+                self._held += decoder.decode(piece(each))
+                if not decoder.getstate()[0] and not self._held.endswith("\ufffd"):
+                    complete.append(self._held)
+                    self._held = ""
+        text = "".join(complete)
         if self._strip and text:
             self._strip = False
             text = text.removeprefix(" ")
-        self.held = self._strip or bool(self._decoder.getstate()[0])
+        self._slow = self._strip or bool(self._held) or bool(decoder.getstate()[0])
         return text
 
 
@@ -100,8 +96,6 @@ class PrefixDetokenizer:
 
     __slots__ = ("_decode", "_ids", "_read", "_skip")
 
-    held = True  # not worth computing: finish() finds out
-
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._decode = tokenizer.decode
         self._skip = tokenizer.special_ids if skip_special_tokens else _NO_IDS
@@ -113,10 +107,6 @@ class PrefixDetokenizer:
         """Add ``ids``, return the characters that are complete now."""
         # One by one: a window of several ids could end inside a character after good text.
         return "".join([self._push(each) for each in ids if each not in self._skip])
-
-    def finish(self) -> str:
-        """Return the rest."""
-        return self._advance(*self._texts())
 
     def _push(self, token_id: int) -> str:
         self._ids.append(token_id)

@@ -19,6 +19,8 @@ from dynamo.protocols.engine import EngineOutput
 
 __all__ = ["ParsedChatStream", "ParsedChoice"]
 
+_PIECE = 1024
+
 
 class ParsedChoice(Choice):
     """A choice whose text becomes the parts of ``message``; ``pending`` stays empty."""
@@ -48,8 +50,14 @@ class ParsedChoice(Choice):
         self._finish()
 
     def _parse(self) -> None:
+        push = self._parser.push
         for text in self.pending:
-            self._parser.push(text)
+            if len(text) <= _PIECE:
+                push(text)
+            else:
+                # A parser copies the rest of a text for each step.
+                for start in range(0, len(text), _PIECE):
+                    push(text[start : start + _PIECE])
         self.pending.clear()
 
     def _finish(self) -> None:
@@ -95,6 +103,9 @@ class ParsedChatStream(ChatStream):
                 return writer.head + json_bytes(content) + writer.tail
             if reasoning is not None:
                 return writer.reasoning_head + json_bytes(reasoning) + writer.tail
+            arguments = message.arguments_alone()
+            if arguments is not None:
+                return writer.arguments_chunk(*arguments)
         if writer.finished or not (message.pending or reason is not None):
             return b""
         logprobs, nvext = self._extras(choice, writer)

@@ -37,7 +37,8 @@ _OWN_HEADERS = frozenset(
 
 
 class HttpAnswer:
-    """``head`` is None until the worker has sent it; ``streams``: parts are written as they arrive.
+    """``head`` is None until the worker has sent it; ``begun``: something of the body has arrived;
+    ``streams``: parts are written as they arrive.
 
     Its own choice: there is one engine request, whatever the body asks for.
     """
@@ -48,6 +49,7 @@ class HttpAnswer:
         "_events",
         "_last",
         "_parts",
+        "begun",
         "content_type",
         "final_usage",
         "head",
@@ -57,13 +59,10 @@ class HttpAnswer:
     )
 
     def __init__(self) -> None:
-        self.head: HttpResponseHead | None = None
-        self.content_type = ""
-        self.headers: list[tuple[str, str]] = []
-        self.streams = False
+        self.begun = False
+        self.restart()
         self.final_usage: Usage | None = None
         self.worker_id: dict[str, Any] | None = None
-        self._counter: EventCounter | None = None
         self._events = 0
         self._last = b""
         self._parts: list[bytes] = []
@@ -75,14 +74,17 @@ class HttpAnswer:
         return (self,)
 
     @property
-    def begun(self) -> bool:
-        """Whether the head has arrived."""
-        return self.head is not None
-
-    @property
     def can_add_event(self) -> bool:
         """Whether an event of ours may follow the bytes so far."""
         return self._counter is not None and self._counter.between_events
+
+    def restart(self) -> None:
+        """Forget the head: another worker will send one."""
+        self.head: HttpResponseHead | None = None
+        self.content_type = ""
+        self.headers: list[tuple[str, str]] = []
+        self.streams = False
+        self._counter: EventCounter | None = None
 
     def receive(self, payload: bytes) -> int | None:
         """Add an item of the worker's stream; return the events in it, None for the head.
@@ -92,6 +94,7 @@ class HttpAnswer:
         if self.head is None:
             self._begin(payload)
             return None
+        self.begun = True
         self._parts.append(payload)
         if self._counter is not None:
             count = self._counter.count(payload)
@@ -109,7 +112,8 @@ class HttpAnswer:
         raise EngineFailure(f"expected a part of an HTTP response, got {output!r}")
 
     def close(self) -> None:
-        """The response is complete."""
+        """The response is complete; it may have no body."""
+        self.begun = self.head is not None
 
     def opening(self) -> bytes:
         """Nothing precedes the body."""

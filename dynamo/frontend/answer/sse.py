@@ -135,6 +135,11 @@ class MessageChunks(ChatChunks):
         super().__init__(stream_head, index, usage)
         self.reasoning_head = self._index + b'"delta":{"reasoning_content":'
 
+    def arguments_chunk(self, call: int, arguments: str) -> bytes:
+        """A chunk with nothing but more arguments of tool call number ``call``."""
+        opening = b'"delta":{"tool_calls":[{"index":%d,"function":{"arguments":' % call
+        return b"".join((self._index, opening, json_bytes(arguments), b"}}]", self.tail))
+
     def message_chunk(
         self,
         delta: dict[str, Any],

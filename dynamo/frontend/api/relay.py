@@ -92,7 +92,6 @@ class RelayRoutes:
             return
         asked = None
         try:
-            self._registry.check()
             asked = _peek(exchange.body, otherwise)
             entry = self._entry(asked, exchange.path, otherwise)
         except DynamoError as error:
@@ -119,7 +118,6 @@ class RelayRoutes:
         asked = None
         registry.enter()
         try:
-            registry.check()
             with threads.hold(len(exchange.body)):
                 asked = await threads.run(_peek, exchange.body, otherwise)
                 if exchange.gone:
@@ -145,7 +143,8 @@ class RelayRoutes:
     ) -> ModelEntry | None:
         """The relayed model of the request; None if ``otherwise`` serves it, or refuses it.
 
-        Raises ModelNotFound, also for a path that the model does not have, and NoInstances.
+        Raises ModelNotFound, also for a path that the model does not have, Unavailable while
+        draining, and NoInstances.
         """
         if asked is None:
             return None
@@ -159,6 +158,7 @@ class RelayRoutes:
             raise ModelNotFound(
                 f"Route not found: model `{entry.name}` has no {shorten(path)}, it has {known}"
             )
+        self._registry.check()
         if not entry.served:
             raise NoInstances
         return entry
@@ -193,7 +193,8 @@ class RelayRoutes:
         else:
             target = path, exchange.query
             message = http_message(target, exchange.headers, body, relay.request.engine_id)
-        return prompt_ids(preprocessor, path, body, relay.asked), message
+        ids = prompt_ids(preprocessor, path, body, relay.asked, entry.context_length)
+        return ids, message
 
     async def _send_off_loop(self, relay: _Relay) -> None:
         try:

@@ -119,7 +119,8 @@ class ExplainRoutes:
             raise NoInstances
         preprocessor = entry.preprocessor if entry.has_preprocessor else None
         path = CHAT if bytes(asked.messages) else COMPLETIONS
-        ids = await threads.run(prompt_ids, preprocessor, path, body, asked)
+        most = entry.context_length
+        ids = await threads.run(prompt_ids, preprocessor, path, body, asked, most)
         return entry, PreprocessedRequest(asked.model, ids)
 
 

@@ -109,13 +109,14 @@ class Models:
         return [entry.context_length for entry in self._entries.values() if entry.ready]
 
     def instances(self) -> list[EndpointRecord]:
-        """Every live instance of every model."""
-        return [
-            one
+        """Every live instance of every model, once: models may share an endpoint."""
+        found = {
+            (one.namespace, one.component, one.endpoint, one.instance_id): one
             for entry in self._entries.values()
             if entry.ready
             for one in (*entry.client.records(), *entry.prefill.instances())
-        ]
+        }
+        return list(found.values())
 
     def count(self) -> None:
         """Update the counters that the tokenizers keep, before a scrape."""

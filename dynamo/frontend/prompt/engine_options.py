@@ -59,8 +59,13 @@ def known_annotations(annotations: list[str]) -> list[str]:
 def guided_decoding(request: GenerationRequest) -> dict[str, Any] | None:
     """The grammar that the answer must follow, None without one. Raises InvalidArgument."""
     form = request.response_format
+    schema = None if form is None else _response_schema(form)
+    if schema is not None and request.guided_json is not None:
+        raise InvalidArgument(
+            "Validation: only one guided decoding constraint, got response_format, guided_json"
+        )
     given = {
-        "json": request.guided_json if form is None else _response_schema(form),
+        "json": request.guided_json if schema is None else schema,
         "regex": request.guided_regex,
         "choice": request.guided_choice,
         "grammar": request.guided_grammar,

@@ -30,10 +30,12 @@ class ContentForm(enum.Enum):
 
 class CallForm(NamedTuple):
     """What a template needs of a message with tool calls: ``text_arguments`` if it appends the
-    arguments to a text, ``null_content`` if it looks for calls only beside null."""
+    arguments to a text, ``null_content`` if it looks for calls only beside null, ``thinking`` if
+    that is its name of ``reasoning_content`` (gpt-oss, which takes it only without content)."""
 
     text_arguments: bool = False
     null_content: bool = False
+    thinking: bool = False
 
 
 _PLAIN_CALLS = CallForm()
@@ -76,10 +78,7 @@ def _convert(position: int, message: Message, form: ContentForm, call_form: Call
             f"got `{type(calls).__name__}`"
         )
     if calls:
-        convert = _call_with_text if call_form.text_arguments else _call
-        changed["tool_calls"] = [convert(position, each) for each in calls]
-        if call_form.null_content and not content:
-            changed["content"] = None
+        changed |= _with_calls(position, message, calls, call_form)
     elif "tool_calls" in changed:
         del changed["tool_calls"]  # null and [] mean none, but templates test for the key
     return changed
@@ -93,6 +92,20 @@ def _part_text(position: int, number: int, part: Mapping[str, Any]) -> str:
         f"Validation: messages[{position}].content[{number}]: this model takes text, "
         f"got a part of type `{shorten(part.get('type'))}`"
     )
+
+
+def _with_calls(
+    position: int, message: Message, calls: list[Any], form: CallForm
+) -> dict[str, Any]:
+    """The members of a message that change because it has tool calls."""
+    convert = _call_with_text if form.text_arguments else _call
+    changed: dict[str, Any] = {"tool_calls": [convert(position, each) for each in calls]}
+    if not message.get("content"):
+        if form.null_content:
+            changed["content"] = None
+        if form.thinking and "reasoning_content" in message:
+            changed["thinking"] = message["reasoning_content"]
+    return changed
 
 
 def _function(position: int, call: Any) -> dict[str, Any]:

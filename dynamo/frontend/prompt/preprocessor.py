@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dynamo.errors import InvalidArgument, shorten
-from dynamo.frontend.answer.parsers.formats import AnswerFormat, ModelFormats
+from dynamo.errors import InvalidArgument
+from dynamo.frontend.answer.parsers.formats import AnswerFormat, ModelFormats, answer_format
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
 from dynamo.frontend.prompt.engine_options import (
     expand_choices,
@@ -25,7 +25,6 @@ from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.template import load_template, template_variables
 from dynamo.frontend.prompt.tokenizer import CACHE_BYTES, Tokenizer, load_tokenizer
-from dynamo.frontend.prompt.tool_choice import forced_schema, is_forced
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.observability.metrics import Histogram
 from dynamo.protocols.card import ModelCard
@@ -120,6 +119,27 @@ class Preprocessor:
         """As :meth:`completion`, in a thread."""
         return self._report(await threads.run(self._completion, request))
 
+    def chat_ids(self, request: ChatCompletionRequest) -> Tokens:
+        """The ids of the prompt alone, for a request that another server judges. Thread-safe.
+
+        Raises InvalidArgument for messages that the template refuses, or too long ones.
+        """
+        text = self._render(request)
+        self._check_size(text)
+        return self.tokenizer.encode(text, request.add_special_tokens is True)
+
+    def completion_ids(self, request: CompletionRequest) -> Tokens:
+        """As :meth:`chat_ids`, of all prompts one after another."""
+        special = request.add_special_tokens is not False
+        joined = tokens(())
+        for each in _prompts(request):
+            self._check_size(each)
+            if isinstance(each, str):
+                joined += self.tokenizer.encode(each, special)
+            else:
+                joined += self._from_ids(each).token_ids
+        return joined
+
     def _report(self, prepared: Prepared) -> Prepared:
         """Report the times of a request, on the event loop: the counters are not locked."""
         metrics = self.metrics
@@ -135,7 +155,7 @@ class Preprocessor:
         max_tokens = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         if request.nvext is not None and request.nvext.token_data:
-            answer = self._answer(request, None)
+            answer = answer_format(self.formats, request, None)
             prepared = self._given(request, request.nvext.token_data, max_tokens, logprobs)
             return msgspec.structs.replace(prepared, answer=answer)
         begun = time.perf_counter()
@@ -147,7 +167,7 @@ class Preprocessor:
         tokenized_s = time.perf_counter() - rendered
         answer = None
         if self.formats is not None or request.tool_choice is not None:
-            answer = self._answer(request, text)
+            answer = answer_format(self.formats, request, text)
         prompts = [TokenizedPrompt(ids, text)]
         requests = self._engine_requests(request, prompts, max_tokens, logprobs)
         n = request.n or 1
@@ -173,19 +193,6 @@ class Preprocessor:
         prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
         n = request.n or 1
         return Prepared(requests, prompts, n, prompt_tokens, tokenized_s=tokenized_s)
-
-    def _answer(self, request: ChatCompletionRequest, prompt: str | None) -> AnswerFormat | None:
-        """How to read the answer. A forced tool call makes a grammar of the tools' schemas."""
-        formats = self.formats
-        if is_forced(request.tool_choice):
-            if formats is None or not formats.can_force:
-                raise InvalidArgument(
-                    f"Validation: 'tool_choice' {shorten(repr(request.tool_choice))} is not "
-                    f"possible with model `{request.model}`: its workers name no tool-call parser "
-                    "(--dyn-tool-call-parser), or harmony, which takes no grammar; use 'auto'"
-                )
-            request.guided_json = forced_schema(request)
-        return None if formats is None else formats.answer(request, prompt)
 
     def _given(
         self,

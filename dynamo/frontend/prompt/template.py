@@ -66,7 +66,9 @@ class ChatTemplate:
         self._default = compiled.get("default") or next(iter(compiled.values()))
         self._with_tools = compiled.get("tool_use") or self._default
         self._content = self._content_form()
-        self._call_form = next(filter(self._prints_call, _CALL_FORMS), _CALL_FORMS[0])
+        form = next(filter(self._prints_call, _CALL_FORMS), _CALL_FORMS[0])
+        thinking = form._replace(thinking=True)
+        self._call_form = thinking if self._prints_call(thinking) else form
 
     def render(
         self,
@@ -123,17 +125,19 @@ class ChatTemplate:
         return ContentForm.TEXT
 
     def _prints_call(self, form: CallForm) -> bool:
-        """Whether a message with a tool call in this form is rendered."""
-        arguments: Any = {"p": _PROBE}
+        """Whether the arguments of a tool call in this form are rendered, or its thinking."""
+        arguments: Any = {"p": "" if form.thinking else _PROBE}
         if form.text_arguments:
             arguments = json.dumps(arguments)
         function = {"name": "f", "arguments": arguments}
         call = {"id": "callcall1", "type": "function", "function": function}
         content = None if form.null_content else ""
-        messages = [
+        messages: list[Message] = [
             {"role": "user", "content": "q"},
             {"role": "assistant", "content": content, "tool_calls": [call]},
         ]
+        if form.thinking:
+            messages[1] = {**messages[1], "thinking": _PROBE}
         try:
             return "probe" in self._render(messages, None, True)
         except InvalidArgument:

@@ -32,6 +32,7 @@ from dynamo.protocols.openai import (
     GenerationRequest,
     StrictChatCompletionRequest,
     StrictCompletionRequest,
+    StructuredOutputs,
 )
 
 __all__ = ["check_json", "parse_chat", "parse_completion"]
@@ -117,21 +118,15 @@ def _check_common(request: GenerationRequest, limit: int | None) -> None:
         )
     if request.stop is not None:
         _check_stop(request.stop)
-    if request.stop_token_ids is not None and len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidArgument(
-            f"Validation: 'stop_token_ids' takes at most {MAX_STOP_TOKEN_IDS} ids, "
-            f"got {len(request.stop_token_ids)}"
-        )
+    if request.stop_token_ids is not None:
+        _check_length("stop_token_ids", request.stop_token_ids, MAX_STOP_TOKEN_IDS)
     if request.best_of is not None:
         _check_best_of(request.best_of, request.n or 1)
     if request.stream_options is not None or request.prompt_logprobs is not None:
         _check_stream(request)
     if request.logit_bias and not all(key.isdecimal() for key in request.logit_bias):
         raise InvalidArgument("Validation: 'logit_bias' keys must be token ids")
-    if request.guided_json is not None:
-        check_engine_value("guided_json", request.guided_json)
-    if request.response_format is not None:
-        check_engine_value("response_format", request.response_format)
+    _check_grammars(request)
     if request.nvext is not None and request.nvext.router_config_override is not None:
         check_engine_value("nvext.router_config_override", request.nvext.router_config_override)
 
@@ -145,6 +140,35 @@ def _check_stream(request: GenerationRequest) -> None:
         raise InvalidArgument(
             "Validation: 'prompt_logprobs' is not available when 'stream' is true; leave one out"
         )
+
+
+def _check_grammars(request: GenerationRequest) -> None:
+    if request.structured_outputs is not None:
+        _spread(request, request.structured_outputs)
+    if request.guided_json is not None:
+        check_engine_value("guided_json", request.guided_json)
+    if request.response_format is not None:
+        check_engine_value("response_format", request.response_format)
+
+
+def _spread(request: GenerationRequest, given: StructuredOutputs) -> None:
+    """Set ``guided_*`` from ``structured_outputs``. Raises InvalidArgument if both are there."""
+    schema = {"type": "object"} if given.json is None and given.json_object else given.json
+    for name, value in (
+        ("json", schema),
+        ("regex", given.regex),
+        ("choice", given.choice),
+        ("grammar", given.grammar),
+        ("whitespace_pattern", given.whitespace_pattern),
+    ):
+        if value is None:
+            continue
+        if getattr(request, f"guided_{name}") is not None:
+            raise InvalidArgument(
+                f"Validation: 'structured_outputs.{name}' and 'guided_{name}' are the same "
+                "constraint; leave one out"
+            )
+        setattr(request, f"guided_{name}", value)
 
 
 def _check_stop(stop: str | list[str]) -> None:

@@ -33,7 +33,7 @@ class RelayedAnswer(Answer, Protocol):
 
     @property
     def begun(self) -> bool:
-        """Whether the worker has sent anything."""
+        """Whether a part of the body has arrived: no other worker can start over."""
 
     def receive(self, payload: bytes, /) -> int | None:
         """Add an item; return the tokens in it, None if it is no part of the body."""
@@ -81,8 +81,15 @@ class RelayedHttpRequest(RelayedActiveRequest):
 
     generation: HttpAnswer
 
+    def engine_stopped(self) -> None:
+        """Another worker gets the request now."""
+        super().engine_stopped()
+        self.generation.restart()
+
     def keep_alive(self) -> None:
-        """Add nothing to the server's response."""
+        """Send a comment between two events of the server, once it has begun to send events."""
+        if self.generation.can_add_event and not self._output_deferred:
+            super().keep_alive()
 
     def _complete(self) -> Labels | None:
         answer = self.generation
@@ -107,6 +114,7 @@ class RelayedHttpRequest(RelayedActiveRequest):
         head = self.generation.head
         assert head is not None, "the body follows the head"
         self._started = True
+        self.generation.begun = True  # a comment may have come first: the head is sent
         self.exchange.on_drain = self.flush
         self.exchange.start(head.status, *self._response_headers())
 
@@ -156,10 +164,10 @@ class RelayedEngineRequest(EngineRequest):
             request.fail(error, by_worker=True)
             return
         request.streaming = self._answer.streams
-        self._message = b""  # no other worker gets it now
         if count is None:
             return
         if not self.first_token_s:
+            self._message = b""  # no other worker gets it now
             self.first_token_s = self.last_token_s = now
             self.picker.mark_prefill_complete(self.id)
             request.metrics.first_token(now)
@@ -173,11 +181,10 @@ class RelayedEngineRequest(EngineRequest):
         request = self.request
         if not self.open or request.closed:
             return
-        if not self._answer.begun:
-            request.fail(EngineFailure("the worker ended without a response"), by_worker=True)
-            return
         try:
             self._answer.close()
+            if not self._answer.begun:
+                raise EngineFailure("the worker ended without a response")
         except DynamoError as error:
             request.fail(error, by_worker=True)
             return
@@ -187,7 +194,7 @@ class RelayedEngineRequest(EngineRequest):
         request.engine_request_done()
 
     def on_error(self, error: DynamoError) -> None:
-        """Send the request to another worker while nothing of the answer has arrived."""
+        """Send the request to another worker while nothing of the body has arrived."""
         lost = error.retryable and not error.unsent and not self._answer.begun
         if lost and self.open and not self.request.closed and self._lost < _LOST_WORKERS:
             self._lost += 1

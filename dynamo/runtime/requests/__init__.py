@@ -3,7 +3,7 @@
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.client_connection import ClientStream, StreamSink
 from dynamo.runtime.requests.generator import ResponseStream, generator_handler
-from dynamo.runtime.requests.handler_items import ENVELOPE, ResponseSender
+from dynamo.runtime.requests.response_items import ENVELOPE, ResponseSender
 from dynamo.runtime.requests.server import RequestServer
 from dynamo.runtime.requests.stream import EndpointStats, PushHandler, ServerStream
 

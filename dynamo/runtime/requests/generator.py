@@ -18,7 +18,7 @@ from dynamo.errors import (
 from dynamo.protocols import codec
 from dynamo.protocols.engine import with_every_key
 from dynamo.runtime.requests.client_connection import ClientStream
-from dynamo.runtime.requests.handler_items import ResponseSender, encode_item
+from dynamo.runtime.requests.response_items import ResponseSender, encode_item
 from dynamo.runtime.requests.stream import PushHandler, ServerStream
 from dynamo.runtime.tasks import Tasks
 
@@ -38,7 +38,8 @@ def generator_handler(generate: Callable[..., Any], tasks: Tasks) -> PushHandler
 
     asyncio.CancelledError raised by the generator means Cancelled, GeneratorExit EngineShutdown;
     :meth:`ServerStream.raised` maps other exceptions. After a kill the generator is closed at its
-    next item. A handler that stops its own context and returns ends the stream as incomplete.
+    second item, so that it can check its context before. A handler that stops its own context and
+    returns ends the stream as incomplete.
     """
     call = _caller(generate)
 
@@ -179,10 +180,14 @@ async def _serve(
 
 
 async def _send_all(items: AsyncIterator[Any], stream: ServerStream) -> None:
+    resumed = False
     async for item in items:
-        stream.send(encode_item(item))
         if stream.closed:
-            return
+            if resumed:
+                return
+            resumed = True  # once more: a handler that checks its context ends in its own way
+            continue
+        stream.send(encode_item(item))
         if stream.above_high_water:
             await stream.drained()
 

@@ -7,11 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dynamo.cli import service_checks
-from dynamo.cli.service_checks import check_engines, check_services
+from dynamo.cli.service_checks import check_engine_flags, check_engines, check_services
 from dynamo.config.modules import settings_groups
 from dynamo.config.option import fields_of
 from dynamo.errors import ConfigError
@@ -78,6 +79,13 @@ Router: {run: dynamo.router}
             "router-track-prefill-tokens: false}",
             "W: --router-prefill-load-model=fitted needs --router-track-prefill-tokens",
         ),
+        (
+            "{run: dynamo.mocker, model-path: MODEL, endpoint-types: chat;completions}",
+            "W: --endpoint-types must name chat, completions or both, got 'chat;completions'",
+        ),
+        ("{run: dynamo.attach, profile: sglang}", "W: --url and --exec are missing"),
+        ("{run: dynamo.attach, exec: my-server}", "has no {port}: write {port} where the server"),
+        ("{run: dynamo.attach, url: 'http://h:1', model: x}", "W: model-path: no such directory"),
         ("{run: dynamo.router, endpoint: a.b}", "W: Invalid endpoint path 'a.b'"),
         ("{run: dynamo.mockr}", "W.run: no Python module dynamo.mockr"),
         ("{run: [no-such-program]}", "W.run: no program no-such-program"),
@@ -113,9 +121,43 @@ def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(service_checks._ENGINES, "dynamo.mocker", ("no_such_package", "pip x"))
     with pytest.raises(ConfigError, match=r"W\.run: dynamo\.mocker needs no_such_package.*pip x"):
         check_engines(parse_graph("W: {run: dynamo.mocker}\n", "g.yaml"))
+    text = "W: {run: dynamo.attach, exec: 'no-such-server --port {port}'}\n"
+    with pytest.raises(ConfigError, match=r"W\.exec: no program no-such-server: install it"):
+        check_engines(parse_graph(text, "g.yaml"))
 
 
-@pytest.mark.parametrize("module", ["dynamo.frontend", "dynamo.router", "dynamo.mocker"])
+@pytest.mark.parametrize(
+    ("status", "output", "words"),
+    [
+        (0, 'a log line\n{"W": "unrecognized arguments: --x"}\n', "W: vLLM: unrecognized"),
+        (0, "{}", None),
+        (1, "", "vLLM cannot be imported, so no worker of it can start: ImportError: libcuda"),
+    ],
+)
+def test_flags_of_vllm_are_read_by_its_own_parser(
+    status: int, output: str, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        calls.append((command[1:], options["input"], options["cwd"]))
+        return subprocess.CompletedProcess(command, status, output, "…\nImportError: libcuda\n")
+
+    monkeypatch.setattr(service_checks, "_exists", lambda module: True)
+    monkeypatch.setattr(subprocess, "run", run)
+    graph = parse_graph("W: {run: dynamo.vllm, model: m, tp: 2}\nF: {run: m}\n", "g.yaml")
+    if words is None:
+        check_engine_flags(graph, tmp_path)
+    else:
+        with pytest.raises(ConfigError, match=words):
+            check_engine_flags(graph, tmp_path)
+    given = '{"W": ["--model", "m", "--tp", "2"]}'
+    assert calls == [(["-m", "dynamo.vllm.check"], given, tmp_path)]
+
+
+@pytest.mark.parametrize(
+    "module", ["dynamo.frontend", "dynamo.router", "dynamo.mocker", "dynamo.attach", "dynamo.vllm"]
+)
 def test_the_checked_options_are_those_of_the_program(module: str) -> None:
     """A program that gets another group of options must get it in settings_groups, too."""
     words = [sys.executable, "-m", module, "--help"]

@@ -15,6 +15,7 @@ from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.relay import RelayRoutes
 from dynamo.frontend.models.inputs import paths_of
 from dynamo.frontend.requests.dispatch import Dispatch
+from dynamo.frontend.requests.relayed import RelayedEngineRequest
 from dynamo.http.routes import Routes
 from dynamo.protocols.codec import plain_decode
 from dynamo.protocols.relay import HttpRequest, HttpResponseHead
@@ -93,6 +94,7 @@ class RelaySite(Site):
             served=True,
             paths=paths_of([self.far_card]),
             has_preprocessor=False,
+            context_length=2048,
         )
         self.far.metrics = self.metrics.model("far")
         self.entry.relayed, self.entry.name, self.entry.paths = False, "tiny", frozenset()
@@ -117,7 +119,7 @@ class RelaySite(Site):
         return Decision((self.workers if allowed is None else allowed)[0], 0, 2, 4)
 
     def open(self, worker_id: int, payload: bytes, sink: Any, headers: Any) -> Any:
-        if b"token_ids" in payload:
+        if not isinstance(sink, RelayedEngineRequest):
             return super().open(worker_id, payload, sink, headers)
         stream = RelayStream(worker_id, payload, sink, headers)
         self.relayed.append(stream)

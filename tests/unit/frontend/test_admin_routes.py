@@ -34,6 +34,7 @@ class Site:
             name="m", ready=True, served=True, picker=SimpleNamespace(eligibility=self.eligibility)
         )
         self.entry.limit = self.limit
+        self.relays = False
         self.tasks = Tasks("test")
         routes = Routes()
         BusyThresholdRoutes(self, self.tasks).install(routes)  # type: ignore[arg-type]

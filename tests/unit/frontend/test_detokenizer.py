@@ -65,8 +65,16 @@ def stream(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> list[s
         size = sizes[turn % len(sizes)]
         texts.append(detokenizer.push(ids[start : start + size]))
         start, turn = start + size, turn + 1
-    texts.append(detokenizer.finish())
     return texts
+
+
+def without_broken_end(decode: Callable[[list[int]], str], ids: list[int]) -> str:
+    """The text of the longest prefix that does not end in a broken character."""
+    for end in range(len(ids), 0, -1):
+        text = decode(ids[:end])
+        if not text.endswith("\ufffd"):
+            return text
+    return ""
 
 
 @given(st.lists(st.integers(0, 4102), max_size=30), cuts, st.booleans())
@@ -74,7 +82,8 @@ def stream(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> list[s
 def test_any_ids_cut_in_any_way(ids: list[int], sizes: list[int], skip: bool) -> None:
     tokenizer = example_preprocessor().tokenizer
     texts = stream(make_detokenizer(tokenizer, skip), ids, sizes)
-    assert "".join(texts) == example_reference().decode(ids, skip_special_tokens=skip)
+    reference = example_reference()
+    assert "".join(texts) == without_broken_end(lambda each: reference.decode(each, skip), ids)
 
 
 @given(st.text(), cuts)
@@ -125,14 +134,15 @@ def test_any_cutting_of_any_ids_gives_one_text(
     text = "".join(stream(make_detokenizer(tokenizer, skip), ids, sizes))
     assert text == "".join(stream(make_detokenizer(tokenizer, skip), ids, [1]))
     if tokenizer.pieces is not None:
-        assert text == tokenizer.decode(ids, skip)
+        assert text == without_broken_end(lambda each: tokenizer.decode(each, skip), ids)
 
 
 def test_a_broken_character_costs_its_own_bytes_only() -> None:
     tokenizer, reference = other_model("llama")
     ids = byte_ids(reference, "good 你")[:-1]
     assert tokenizer.decode(ids) == "good \ufffd"
-    assert stream(make_detokenizer(tokenizer), ids, [3]) == ["goo", "d ", "", "\ufffd"]
+    assert stream(make_detokenizer(tokenizer), ids, [3]) == ["goo", "d ", ""]
+    assert stream(make_detokenizer(tokenizer), [*ids, *ids], [9]) == ["good \ufffdgo", "od "]
     assert tokenizer.token_text(reference.token_to_id("▁")) == " "  # type: ignore[arg-type]
 
 
@@ -142,11 +152,9 @@ def test_a_character_in_three_tokens_is_held_back() -> None:
     assert len(ids) == 3
     detokenizer = make_detokenizer(tokenizer)
     assert [detokenizer.push([each]) for each in ids] == ["", "", "☃"]
-    assert detokenizer.finish() == ""
     detokenizer = make_detokenizer(tokenizer)
     assert [detokenizer.push(ids[:2]), detokenizer.push([71])] == ["", "\ufffdh"]
     assert detokenizer.push(ids[:1]) == ""
-    assert (detokenizer.finish(), detokenizer.finish()) == ("\ufffd", "")
 
 
 def test_unknown_ids_have_no_text() -> None:
@@ -173,4 +181,4 @@ def test_table_agrees_on_long_random_streams() -> None:
     for _ in range(20):
         ids = [rng.choice((rng.randrange(256), rng.randrange(4103))) for _ in range(500)]
         texts = stream(make_detokenizer(tokenizer), ids, [rng.randint(1, 5) for _ in range(9)])
-        assert "".join(texts) == example_reference().decode(ids)
+        assert "".join(texts) == without_broken_end(example_reference().decode, ids)

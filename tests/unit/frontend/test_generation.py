@@ -115,12 +115,12 @@ def test_tokens_that_arrive_together_become_one_delta() -> None:
     assert len(chunks) == 3
 
 
-def test_incomplete_characters_wait_and_are_shown_at_the_end() -> None:
+def test_incomplete_characters_wait_and_are_dropped_at_the_end() -> None:
     stream = chat(stream=True)
     ids = ids_of("☃")
     assert write(stream, 0, EngineOutput(token_ids=ids[:2])) == b""
     (chunk,) = chat_chunks(write(stream, 0, EngineOutput(finish_reason="length")) + stream.end())
-    assert chunk.choices[0].delta.content == "\ufffd"
+    assert chunk.choices[0].delta.content == ""
     assert chunk.choices[0].delta.role == "assistant"
 
 
@@ -179,7 +179,8 @@ def test_held_back_text_is_shown_when_the_engine_ends() -> None:
         ({"skip_special_tokens": False}, "a", 2, "stop"),
         ({"ignore_eos": True}, "ab", 3, "length"),
         ({"min_tokens": 2}, "ab", 3, "length"),
-        ({"ignore_eos": True, "stop_token_ids": [64]}, "a", 1, "stop"),
+        ({"ignore_eos": True, "stop_token_ids": [64]}, "", 1, "stop"),
+        ({"stop_token_ids": [64], "include_stop_str_in_output": True}, "a", 1, "stop"),
     ],
 )
 def test_stop_ids(fields: dict[str, Any], content: str, tokens: int, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -20,6 +21,7 @@ from dynamo.frontend.disagg.router import PrefillRouter
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.protocols.card import ModelCard, RuntimeConfig
+from dynamo.router.kv import KvPicker
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
 from dynamo.runtime.tasks import Tasks
@@ -70,14 +72,18 @@ class Worker:
 class Box:
     """A frontend's models, and workers, in one store."""
 
-    def __init__(self, settings: RuntimeSettings) -> None:
+    def __init__(self, settings: RuntimeSettings, router: RouterSettings | None = None) -> None:
         self.settings = settings
         self.runtime = DistributedRuntime(None, settings)
         self.metrics = FrontendMetrics(self.runtime.metrics)
         self.tasks = Tasks("test")
         self.workers: list[Worker] = []
         self.models = Models(
-            self.runtime, FrontendSettings(), RouterSettings(), self.metrics, self.tasks
+            self.runtime,
+            FrontendSettings(),
+            router or RouterSettings(),
+            self.metrics,
+            self.tasks,
         )
 
     async def worker(self, component: str = "backend", **card: Any) -> Worker:
@@ -100,7 +106,20 @@ class Box:
 
 @pytest.fixture
 async def box(tmp_path: Path) -> AsyncIterator[Box]:
-    made = Box(RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30))
+    async with running(tmp_path, RouterSettings()) as made:
+        yield made
+
+
+@pytest.fixture
+async def kv_box(tmp_path: Path) -> AsyncIterator[Box]:
+    async with running(tmp_path, RouterSettings(mode="kv")) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def running(tmp_path: Path, router: RouterSettings) -> AsyncIterator[Box]:
+    settings = RuntimeSettings(namespace="ns", state_dir=str(tmp_path), lease_ttl_s=30)
+    made = Box(settings, router)
     await made.runtime.start()
     await made.models.start()
     yield made
@@ -123,6 +142,17 @@ def _holds(condition: Callable[[], bool]) -> bool:
         return condition()
     except (ModelNotFound, NoInstances):
         return False
+
+
+async def test_a_models_own_router_config_replaces_the_frontends(box: Box) -> None:
+    await box.worker(router_config={"mode": "kv", "temperature": 0.5, "of_a_later_version": 1})
+    await box.worker("other", display_name="plain")
+    await until(lambda: sorted(box.names) == ["plain", "tiny"])
+    kinds = {name: type(box.models.find(name, "Chat").picker) for name in ("tiny", "plain")}
+    assert kinds["tiny"] is KvPicker and kinds["plain"] is not KvPicker
+    await box.worker("third", display_name="bad", router_config={"temperature": -1.0})
+    await until(lambda: box.rejected("bad", "load") == 1)
+    assert "bad" not in box.names
 
 
 async def test_the_first_card_adds_a_model_and_the_last_worker_takes_it_off(box: Box) -> None:
@@ -268,3 +298,69 @@ async def test_a_second_prefill_endpoint_waits_until_the_first_is_gone(box: Box)
     await until(lambda: box.rejected("tiny", "endpoint") == 1)
     await first.runtime.close()
     await until(lambda: router.queue.workers == [second.id])
+
+
+# -- models whose workers take whole requests
+
+
+def http_card(**more: Any) -> dict[str, Any]:
+    """The card of an attached server without KV events or tokenizer."""
+    return {
+        "model_input": "Http",
+        "source_path": "",
+        "user_data": {"routes": ["/v1/chat/completions", "/v1/rerank"]},
+        "runtime_config": RuntimeConfig(enable_local_indexer=False),
+        **more,
+    }
+
+
+async def test_a_server_without_a_tokenizer_is_listed(box: Box) -> None:
+    await box.worker(**http_card())
+    await until(lambda: box.names == ["tiny"])
+    entry = box.models.named("tiny")
+    assert entry is not None and entry.relayed and box.models.relays
+    assert entry.paths == {"/v1/chat/completions", "/v1/rerank"} and not entry.has_preprocessor
+    assert entry.context_length == 2048
+    box.models.count()
+    with pytest.raises(ModelNotFound):  # it takes no tokens
+        box.models.find("tiny", "Chat")
+
+
+async def test_it_has_the_routes_that_all_its_workers_have(box: Box) -> None:
+    await box.worker(**http_card())
+    odd = ["/v1/rerank", "/v1/a b", "/health", 7, "/v1/../x"]
+    other = await box.worker(**http_card(user_data={"routes": odd}))
+    await until(lambda: box.names == ["tiny"])
+    entry = box.models.named("tiny")
+    await until(lambda: entry is not None and len(entry.workers) == 2)
+    assert entry is not None and entry.paths == {"/v1/rerank"}
+    await other.announce(**http_card(user_data=None))
+    await until(lambda: entry.paths == frozenset())
+
+
+async def test_tokens_and_whole_requests_do_not_mix(box: Box) -> None:
+    await box.worker()
+    await until(lambda: box.names == ["tiny"])
+    await box.worker(**http_card(checksum="c1"))
+    await until(lambda: box.rejected("tiny", "model_input") == 1)
+    await until(lambda: len(box.routable()) == 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "predicts", "tokenizes"),
+    [
+        ({}, True, False),
+        ({"source_path": str(MODEL_DIR)}, True, True),
+        ({"source_path": str(MODEL_DIR), "runtime_config": RuntimeConfig()}, False, True),
+        ({"model_input": "Text", "source_path": str(MODEL_DIR)}, True, False),
+    ],
+)
+async def test_how_its_prompts_are_routed(
+    kv_box: Box, changes: dict[str, Any], predicts: bool, tokenizes: bool
+) -> None:
+    await kv_box.worker(**http_card(**changes))
+    await until(lambda: kv_box.names == ["tiny"])
+    entry = kv_box.models.named("tiny")
+    assert entry is not None and entry.has_preprocessor is tokenizes
+    assert isinstance(entry.picker, KvPicker)
+    assert (entry.picker.predicted is not None) is predicts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,8 @@ def test_a_stream_has_the_same_parts() -> None:
 
 
 def test_without_tools_markup_is_content() -> None:
-    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
+    cases: list[dict[str, Any]] = [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}]
+    for fields in cases:
         choice = body(CALL, **fields)
         assert choice["message"]["content"] == CALL and choice["finish_reason"] == "stop"
     assert prepare(preprocessor(reasoning=None)).answer is None
@@ -160,10 +162,11 @@ def test_reasoning_that_the_template_opens_or_closes(reasoning: str, tmp_path: P
     )
     config = RuntimeConfig(reasoning_parser=reasoning)
     model = Preprocessor(card(runtime_config=config, custom_template_path=str(template)))
-    on, off = ({"chat_template_kwargs": {"enable_thinking": each}} for each in (True, False))
-    message = body("So.\n</think>\n\nHi", model=model, **on)["message"]
+    on, off = {"enable_thinking": True}, {"enable_thinking": False}
+    text = "So.\n</think>\n\nHi"
+    message = body(text, model=model, chat_template_kwargs=on)["message"]
     assert (message["reasoning_content"], message["content"]) == ("So.", "Hi")
-    message = body("Hi </think>", model=model, **off)["message"]
+    message = body("Hi </think>", model=model, chat_template_kwargs=off)["message"]
     assert message["content"] == "Hi </think>" and "reasoning_content" not in message
 
 
@@ -301,6 +304,30 @@ def test_arguments_as_text_for_templates_that_append_them(tmp_path: Path) -> Non
     call = {"function": {"name": "f", "arguments": '{"a":  1}'}}
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
     assert prepare(model, messages=messages).prompts[0].text == 'x```json\n{"a":  1}```'
+
+
+def test_reasoning_for_templates_that_call_it_thinking(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "({{ m.thinking }}){{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    model = Preprocessor(card(custom_template_path=str(template)))
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": [call]}
+    assert prepare(model, messages=[message]).prompts[0].text == "(Hm.){}"
+    assert prepare(model, messages=[{**message, "content": "x"}]).prompts[0].text == "x(){}"
+
+
+def test_an_answer_in_one_output_takes_linear_time() -> None:
+    text = "[" + ", ".join(['{"name": "get_time", "parameters": {}}'] * 4000) + "]" + "[" * 50_000
+    for name in ("llama3_json", "mistral"):
+        model = preprocessor(name, None)
+        request = parse_chat(chat_body(tools=TOOLS))
+        made = ParsedChatStream(request, model.chat(request), model.tokenizer, "chatcmpl-1", 17)
+        begun = time.process_time()
+        made.choices[0].push(EngineOutput(text="[TOOL_CALLS]" + text, finish_reason="stop"))
+        assert time.process_time() - begun < 2
 
 
 def test_models_without_parsers_answer_as_before() -> None:

@@ -172,6 +172,9 @@ def test_nvext() -> None:
         ),
         ({"guided_regex": "a+", "guided_decoding_backend": "x"}, {"regex": "a+", "backend": "x"}),
         ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"json_object": True}}, {"json": {"type": "object"}}),
+        ({"guided_regex": "a", "response_format": {"type": "text"}}, {"regex": "a"}),
     ],
 )
 def test_guided_decoding(fields: dict[str, Any], expected: Any) -> None:
@@ -180,6 +183,8 @@ def test_guided_decoding(fields: dict[str, Any], expected: Any) -> None:
 
 def test_guided_decoding_faults() -> None:
     assert "only one" in error(chat, guided_regex="a", guided_choice=["b"])
+    both = {"guided_json": {}, "response_format": {"type": "json_object"}}
+    assert "only one" in error(chat, **both)
     assert "got type `yaml`" in error(chat, response_format={"type": "yaml"})
 
 

@@ -240,6 +240,11 @@ async def test_equal_beginnings_have_equal_ids(site: RelaySite) -> None:
     assert 100 < len(first) < 140 and first[:100] == second[:100] and first != second
 
 
+async def test_an_image_is_not_taken_for_a_million_tokens(site: RelaySite) -> None:
+    site.ask(messages=[{"role": "user", "content": [{"image_url": "data:" + "A" * 100_000}]}])
+    assert len(site.tokens[0]) == site.far.context_length
+
+
 async def test_the_tokens_of_the_model_where_it_has_a_tokenizer(site: RelaySite) -> None:
     site.far.has_preprocessor = True
     site.ask(messages=[{"role": "user", "content": "hello"}], unheard_of=1)
@@ -249,6 +254,11 @@ async def test_the_tokens_of_the_model_where_it_has_a_tokenizer(site: RelaySite)
     site.relayed[1].head()
     site.relayed[1].sink.on_end()
     assert len(site.tokens[1])
+    site.ask("/v1/completions", prompt=["one two", "three"], max_tokens=10**6)
+    site.relayed[2].head()
+    site.relayed[2].sink.on_end()
+    encode = site.preprocessor.tokenizer.encode
+    assert site.tokens[2] == encode("one two", True) + encode("three", True)
     site.chat()
     assert site.tokens[0] == site.streams[0].request.token_ids
 
@@ -304,6 +314,23 @@ async def test_a_lost_worker_is_replaced_once_before_the_head(site: RelaySite) -
     assert site.relayed[2].request.body == site.relayed[0].request.body
     site.relayed[2].sink.on_error(Disconnected("killed too"))
     assert site.status == 503 and len(site.relayed) == 3
+    site.freed = sorted(set(site.freed))
+    site.settled()
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])
+async def test_a_worker_lost_after_the_head_is_replaced(site: RelaySite, content_type: str) -> None:
+    """Servers send the head of a stream long before its first token."""
+    first = site.ask(stream=True)
+    first.head(content_type=content_type, x_worker="1")
+    first.sink.on_error(Disconnected("killed"))
+    second = site.relayed[1]
+    second.head(content_type="text/event-stream", x_worker="2")
+    second.body(event({"a": 1}), event("[DONE]"))
+    second.sink.on_end()
+    await turn()
+    assert site.events == [{"a": 1}, "[DONE]"]
+    assert "x-worker: 2" in site.head and "x-worker: 1" not in site.head
     site.freed = sorted(set(site.freed))
     site.settled()
 
@@ -364,6 +391,28 @@ async def test_a_client_that_leaves_ends_the_request(site: RelaySite) -> None:
     site.bench.connection.connection_lost(None)
     assert stream.calls == ["kill"]
     assert ended(site, "cancelled", "stream") == 1
+    site.settled()
+
+
+async def test_comments_keep_the_connection_alive_between_events() -> None:
+    site = RelaySite(sse_keep_alive_ms=10)
+    stream = site.ask(stream=True)
+    await asyncio.sleep(0.05)
+    assert site.bench.transport.out == b""  # the server's status is not known yet
+    stream.head(content_type="text/event-stream")
+    async with asyncio.timeout(10):
+        while b": keep-alive" not in site.bench.transport.out:
+            await turn()
+    stream.body(b'data: {"a":')
+    await turn()
+    before = site.bench.transport.out
+    await asyncio.sleep(0.05)
+    assert site.bench.transport.out == before
+    stream.body(b"1}\n\n")
+    stream.sink.on_error(Disconnected("killed"))  # too late for another worker
+    await turn()
+    assert site.events[0] == {"a": 1} and site.events[1]["error"]["code"] == 503
+    site.active.close()
     site.settled()
 
 

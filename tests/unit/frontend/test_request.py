@@ -74,6 +74,7 @@ class Site:
     """Everything behind the HTTP server; the test plays picker, worker and client."""
 
     tracks_output = False
+    relays = False
 
     def __init__(self, **settings: Any) -> None:
         card = ModelCard(

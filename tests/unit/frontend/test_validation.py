@@ -74,12 +74,19 @@ def completion_error(body: bytes) -> str:
             {"stream_options": {"include_usage": True}},
             "'stream_options' is only allowed when 'stream' is true; leave it out",
         ),
+        (
+            {"structured_outputs": {"regex": "a"}, "guided_regex": "b"},
+            "'structured_outputs.regex' and 'guided_regex' are the same constraint; leave one out",
+        ),
         ({"stop": ["a"] * 33}, "'stop' takes at most 32 strings, got 33"),
         (
             {"stop": "x" * 100_000},
             "a 'stop' string takes at most 512 characters, got 100000: '" + "x" * 60 + "...",
         ),
-        ({"stop_token_ids": [1] * 1025}, "'stop_token_ids' takes at most 1024 ids, got 1025"),
+        (
+            {"stop_token_ids": [1] * 1025},
+            "'stop_token_ids' must have at most 1024 entries, got 1025",
+        ),
         ({"logit_bias": {"x": 1}}, "'logit_bias' keys must be token ids"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},

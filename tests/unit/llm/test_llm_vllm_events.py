@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from dynamo.llm.vllm_events import (
+    AttentionGroup,
     EngineCleared,
     EngineEvent,
     EngineRemoved,
@@ -66,7 +67,41 @@ SHAPES = {
         0,
         STORED._replace(parent_hash=None),
     ),
-    "a field of the future": ([1.5, [[*as_array(**stored()), "GPU", None, 7, 8]], 0], 0, STORED),
+    "a field of the future": (
+        [1.5, [[*as_array(**stored()), "GPU", *[None] * 7, 8]], 0],
+        0,
+        STORED,
+    ),
+    # vLLM 0.32 writes maps with these fields.
+    "a group of layers": (
+        [
+            1.5,
+            [
+                stored(
+                    medium="GPU",
+                    lora_name=None,
+                    extra_keys=[["salt"], None],
+                    group_idx=1,
+                    kv_cache_spec_kind="sliding_window",
+                    kv_cache_spec_sliding_window=128,
+                    locality="LOCAL",
+                )
+            ],
+            0,
+        ],
+        0,
+        STORED._replace(group=1, attention="sliding_window"),
+    ),
+    "a group of layers in an array": (
+        [1.5, [[*as_array(**stored()), "GPU", None, None, 2, "mla_attention"]], 0],
+        0,
+        STORED._replace(group=2, attention="mla_attention"),
+    ),
+    "removed from a group": (
+        [1.5, [{"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU", "group_idx": 1}], 0],
+        0,
+        EngineRemoved([5], group=1),
+    ),
     "removed": ([1.5, [["BlockRemoved", [5, -1]]], 0], 0, EngineRemoved([5, 2**64 - 1])),
     "removed with medium": ([1.5, [["BlockRemoved", [5], "GPU"]], 0], 0, EngineRemoved([5])),
     "on the host": (
@@ -175,3 +210,25 @@ def test_a_malformed_event_is_skipped(event: Any) -> None:
     message = msgspec.msgpack.encode([0, [stored(), event, stored()], 0])
     assert decode_events(message, errors.append) == (0, [STORED, STORED])
     assert len(errors) == 1
+
+
+def test_a_hybrid_model_is_cached_as_its_full_attention_says() -> None:
+    group = AttentionGroup()
+    window = STORED._replace(group=0, attention="sliding_window")
+    full = STORED._replace(group=1, attention="full_attention")
+    assert group.select([window, full]) == [full]
+    assert group.select([EngineRemoved([5], group=0)]) == []
+    assert group.select([window, EngineRemoved([5], group=1)]) == [EngineRemoved([5], group=1)]
+    assert group.select([EngineCleared()]) == [EngineCleared()]
+
+
+def test_a_model_with_one_kind_of_layers_needs_no_full_attention() -> None:
+    group = AttentionGroup()
+    only = STORED._replace(group=0, attention="mamba")
+    assert group.select([only]) == [only]
+    assert group.select([EngineRemoved([5], group=0)]) == [EngineRemoved([5], group=0)]
+
+
+def test_engines_without_groups_send_all_events() -> None:
+    group = AttentionGroup()
+    assert group.select([STORED, EngineRemoved([5])]) == [STORED, EngineRemoved([5])]

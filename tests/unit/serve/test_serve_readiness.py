@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 
 from dynamo.errors import ConfigError
+from dynamo.serve import readiness
 from dynamo.serve.readiness import (
     FrontendAddress,
     FrontendHealth,
@@ -58,21 +59,40 @@ async def test_ready_when_all_workers_are_registered(chunked: bool) -> None:
 
     server, address = await serve(answer, chunked)
     async with server, asyncio.timeout(10):
-        assert await wait_until_ready(address, 2) == FrontendHealth(("tiny",), 2)
+        assert await wait_until_ready(address, lambda: 2) == FrontendHealth(("tiny",), 2)
 
 
 async def test_a_frontend_alone_needs_no_model() -> None:
     server, address = await serve(lambda path: (200, {"data": [], "instances": []}))
     async with server, asyncio.timeout(10):
-        assert await wait_until_ready(address, 0) == FrontendHealth((), 0)
+        assert await wait_until_ready(address, lambda: 0) == FrontendHealth((), 0)
 
 
 async def test_another_program_is_not_ready() -> None:
     server, address = await serve(lambda path: (200, {"data": [{"id": "x"}], "instances": []}))
     answers = iter([False, False, True])
     async with server, asyncio.timeout(10):
-        await wait_until_ready(address, 0, lambda: next(answers))
+        await wait_until_ready(address, lambda: 0, lambda: next(answers))
     assert list(answers) == []
+
+
+async def test_a_worker_that_still_loads_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness, "_ALL_WORKERS_WITHIN_S", 0.1)
+    worker = {"endpoint": "generate"}
+    server, address = await serve(
+        lambda path: (200, {"data": [{"id": "x"}], "instances": [worker]})
+    )
+    missing, parts = ["W_1"], []
+
+    def partly(health: FrontendHealth, names: Collection[str]) -> None:
+        parts.append((health.instances, list(names)))
+        missing.clear()
+
+    async with server, asyncio.timeout(10):
+        found = await wait_until_ready(
+            address, lambda: 2, missing=lambda: missing, on_partial=partly
+        )
+    assert (found.instances, parts) == (1, [(1, ["W_1"])])
 
 
 async def test_a_port_in_use_is_an_error() -> None:

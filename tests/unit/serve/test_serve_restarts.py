@@ -25,6 +25,19 @@ def test_a_rejected_command_line_is_not_retried() -> None:
     assert restarts.died(0.0, 1000.0, 2) == 0.0  # it ran for long: the status has another cause
 
 
+def test_starts_that_never_serve_are_counted_beyond_the_window() -> None:
+    """A model that takes longer to load than the window must not be loaded for ever."""
+    restarts = Restarts(RestartPolicy(burst=3, window_s=10))
+    died = [restarts.died(now, 99.0, 1, served=False) for now in (100.0, 200.0)]
+    assert died == [0.0, 0.5]
+    assert restarts.died(300.0, 99.0, 1, served=True) == 0.0
+    assert [restarts.died(now, 99.0, -9, served=False) for now in (400.0, 500.0, 600.0)] == [
+        0.0,
+        0.5,
+        "3 starts in a row ended before the model was served",
+    ]
+
+
 def test_a_manual_start_forgets_deaths() -> None:
     restarts = Restarts(RestartPolicy(burst=2))
     assert restarts.died(0.0, 1.0, 1) == 0.0

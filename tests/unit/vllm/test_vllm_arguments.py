@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,9 +72,11 @@ def test_a_missing_template_is_named(tmp_path: Path) -> None:
 
 
 @no_vllm
-def test_without_vllm_one_line_says_how_to_install_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", str(MODEL)]) == 2
-    assert "vLLM is not installed; install it with: pip install" in capsys.readouterr().err
+def test_without_vllm_one_line_says_how_to_install_it() -> None:
+    command = [sys.executable, "-m", "dynamo.vllm", "--model", str(MODEL)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "vLLM is not installed; install it with: pip install" in done.stderr
 
 
 @no_vllm

@@ -63,6 +63,7 @@ class Step:
     new_prompt_logprobs_tensors: Any = None
     kv_transfer_params: dict[str, Any] | None = None
     prefill_stats: Any = None
+    pooling_output: Any = None
 
 
 class ScriptedEngine:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dynamo.config.worker import REASONING_ALIASES, TOOL_CALL_ALIASES
+from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.answer.parsers.forced_calls import NamedCallParser
 from dynamo.frontend.answer.parsers.harmony import HARMONY_MARKERS, HarmonyParser
 from dynamo.frontend.answer.parsers.json_calls import (
@@ -30,11 +31,18 @@ from dynamo.frontend.answer.parsers.section_calls import (
 )
 from dynamo.frontend.answer.parsers.xml_calls import XmlCallParser
 from dynamo.frontend.prompt.tokenizer import Tokenizer
-from dynamo.frontend.prompt.tool_choice import forced_name, is_forced, tool_functions
+from dynamo.frontend.prompt.tool_choice import forced_name, forced_schema, is_forced, tool_functions
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.openai import ChatCompletionRequest
 
-__all__ = ["REASONING_FORMATS", "TOOL_FORMATS", "AnswerFormat", "ModelFormats", "RequestTools"]
+__all__ = [
+    "REASONING_FORMATS",
+    "TOOL_FORMATS",
+    "AnswerFormat",
+    "ModelFormats",
+    "RequestTools",
+    "answer_format",
+]
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +196,24 @@ class ModelFormats:
             return parser
         forced = tool is not None and is_forced(request.tool_choice)
         return ReasoningParser(message, self._shape, inside, parser, forced)
+
+
+def answer_format(
+    formats: ModelFormats | None, request: ChatCompletionRequest, prompt: str | None
+) -> AnswerFormat | None:
+    """How to read the answer to ``prompt`` of a model with ``formats``; None for content alone.
+
+    A forced tool call sets the request's grammar. Raises InvalidArgument where none can be forced.
+    """
+    if is_forced(request.tool_choice):
+        if formats is None or not formats.can_force:
+            raise InvalidArgument(
+                f"Validation: 'tool_choice' {shorten(repr(request.tool_choice))} is not "
+                f"possible with model `{request.model}`: its workers name no tool-call parser "
+                "(--dyn-tool-call-parser), or harmony, which takes no grammar; use 'auto'"
+            )
+        request.guided_json = forced_schema(request)
+    return None if formats is None else formats.answer(request, prompt)
 
 
 def _calls(

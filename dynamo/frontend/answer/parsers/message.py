@@ -150,10 +150,20 @@ class AnswerMessage:
             self._content.keep_space()
 
     def text_alone(self) -> tuple[str | None, str | None]:
-        """Drain ``(content, None)`` or ``(None, reasoning)`` if nothing else is pending."""
+        """Drain ``(content, None)`` or ``(None, reasoning)`` if that is all."""
         if self._calls or (self._content.pieces and self._reasoning.pieces):
             return None, None
         return self._content.take(), self._reasoning.take()
+
+    def arguments_alone(self) -> tuple[int, str] | None:
+        """Drain the index and new arguments of a call that has begun, if that is all."""
+        calls = self._calls
+        if len(calls) != 1 or calls[0].name is not None:
+            return None
+        if self._content.pieces or self._reasoning.pieces:
+            return None
+        call = calls.pop()
+        return call.index, "".join(call.arguments)
 
     def drain(self) -> dict[str, Any]:
         """The ``delta`` of everything since the last time."""

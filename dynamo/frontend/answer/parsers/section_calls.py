@@ -44,9 +44,8 @@ class SectionCallParser(TextSteps):
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
-        if self._step == self._arguments:
-            self._message.add_arguments(self._text)
-        elif self._step != self._between or not _IN_SECTION.may_begin(self._text) or self._opening:
+        markup = self._step == self._between and _IN_SECTION.may_begin(self._text)
+        if self._opening or not (markup or self._step == self._arguments):
             self._message.add_content(self._opening + self._text)
         self._message.finish()
 

@@ -41,9 +41,8 @@ class XmlCallParser(TextSteps):
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
-        if self._step == self._text_value:
-            self._message.add_arguments(escaped(self._text))
-        elif self._step == self._json_value:
+        # What is held back of a text value is the beginning of its end.
+        if self._step == self._json_value:
             self._message.add_arguments(self._text)
         elif self._step in (self._outside, self._tag, self._name):
             self._message.add_content(self._opening + self._text)

@@ -16,7 +16,7 @@ ENVELOPE = "_dynamo_annotated"
 """Key of an item that wraps the value in ``data``, with ``id``, ``event`` and ``comment``."""
 
 _NOTES = ("id", "event", "comment")
-_ENCODE_ERRORS = (TypeError, ValueError, OverflowError, msgspec.MsgspecError, RecursionError)
+_ENCODE_ERRORS = (TypeError, ValueError, msgspec.MsgspecError, RecursionError)
 
 
 class ResponseSender:
@@ -53,10 +53,29 @@ def encode_item(item: Any) -> bytes:
         item = _unwrapped(item)
     try:
         return codec.encode(item)
+    except OverflowError:
+        return codec.encode(_with_wide_integers(item))
     except _ENCODE_ERRORS as error:
         raise EngineFailure(
             f"critical error: failed serializing Python response as msgpack: {error}"
         ) from error
+
+
+def _with_wide_integers(item: Any) -> Any:
+    """Return ``item`` with integers beyond 64 bits as 16 bytes, big-endian, as Dynamo sends them.
+
+    EngineFailure for integers beyond 128 bits.
+    """
+    if isinstance(item, dict):
+        return {key: _with_wide_integers(value) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return [_with_wide_integers(value) for value in item]
+    if not isinstance(item, int) or -(2**63) <= item < 2**64:
+        return item
+    try:
+        return item.to_bytes(16, "big", signed=item < 0)
+    except OverflowError as error:
+        raise EngineFailure("an integer in a response has more than 128 bits") from error
 
 
 def _unwrapped(item: dict[str, Any]) -> Any:

@@ -1,0 +1,133 @@
+"""The answer to POST /v1/embeddings: the worker's vectors as one OpenAI body."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import orjson
+
+from dynamo.errors import DynamoError, EngineFailure
+from dynamo.frontend.answer.generation import Usage
+from dynamo.protocols import codec
+from dynamo.protocols.embedding import EmbeddingsEngineOutput
+from dynamo.protocols.engine import EngineOutput
+
+__all__ = ["EmbeddingsAnswer"]
+
+_FLOAT32 = 4
+_decode = codec.decoder(EmbeddingsEngineOutput).decode
+
+
+class EmbeddingsAnswer:
+    """The vectors of ``inputs`` inputs with ``prompt_tokens`` tokens; its own only choice."""
+
+    __slots__ = (
+        "_as_base64",
+        "_inputs",
+        "_model",
+        "_output",
+        "_prompt_tokens",
+        "final_usage",
+        "streams",
+        "worker_id",
+    )
+
+    def __init__(self, model: str, inputs: int, prompt_tokens: int, as_base64: bool) -> None:
+        self.streams = False
+        self.final_usage: Usage | None = None
+        self.worker_id: dict[str, Any] | None = None
+        self._model = model
+        self._inputs = inputs
+        self._prompt_tokens = prompt_tokens
+        self._as_base64 = as_base64
+        self._output: EmbeddingsEngineOutput | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the vectors are there."""
+        return self._output is not None
+
+    @property
+    def choices(self) -> Sequence[EmbeddingsAnswer]:
+        """Itself. Not an attribute: it would be a reference cycle."""
+        return (self,)
+
+    def receive(self, payload: bytes) -> None:
+        """Add the worker's output. Raises EngineFailure: not one vector for each input."""
+        try:
+            output = _decode(payload)
+        except msgspec.MsgspecError as error:
+            raise EngineFailure(f"not an output of an embedding model: {error}") from None
+        if self._output is not None or len(output.embeddings) != self._inputs:
+            raise EngineFailure(
+                f"expected one output with {self._inputs} embeddings, got {len(output.embeddings)}"
+            )
+        if any(isinstance(each, bytes) and len(each) % _FLOAT32 for each in output.embeddings):
+            raise EngineFailure("an embedding is not made of 4-byte numbers")
+        self._output = output
+
+    def push(self, output: EngineOutput, /) -> bool:
+        """Refuse an output in tokens: the model's card announces embeddings."""
+        raise EngineFailure(f"expected embeddings, got {output!r}")
+
+    def close(self) -> None:
+        """The worker has sent the last item."""
+
+    def opening(self) -> bytes:
+        """Return nothing: embeddings are not streamed."""
+        return b""
+
+    def flush(self) -> bytes:
+        """Return nothing: embeddings are not streamed."""
+        return b""
+
+    def end(self) -> bytes:
+        """Return the body."""
+        return self.unary()
+
+    def error(self, error: DynamoError, /) -> bytes:
+        """Return nothing: an error has a status."""
+        return b""
+
+    def unary(self) -> bytes:
+        """Return the body. O(numbers)."""
+        output = self._output
+        assert output is not None, "a request without an output has failed"
+        show = _base64 if self._as_base64 else _numbers
+        usage = self.usage()
+        return orjson.dumps(
+            {
+                "object": "list",
+                "data": [
+                    {"object": "embedding", "index": index, "embedding": show(vector)}
+                    for index, vector in enumerate(output.embeddings)
+                ],
+                "model": self._model,
+                "usage": {
+                    "prompt_tokens": usage.prompt_tokens,
+                    "total_tokens": usage.prompt_tokens,
+                },
+            }
+        )
+
+    def usage(self) -> Usage:
+        """Return the worker's count of tokens, else ours."""
+        reported = 0 if self._output is None else self._output.prompt_tokens
+        return Usage(reported or self._prompt_tokens, 0, None)
+
+
+def _numbers(vector: list[float] | bytes) -> list[float]:
+    if isinstance(vector, list):
+        return vector
+    numbers = array("f")
+    numbers.frombytes(vector)
+    return numbers.tolist()
+
+
+def _base64(vector: list[float] | bytes) -> str:
+    raw = array("f", vector).tobytes() if isinstance(vector, list) else vector
+    return base64.b64encode(raw).decode()

@@ -1,0 +1,83 @@
+"""Engine routes of the status server: put the engine to sleep, and wake it up.
+
+While the engine sleeps, its memory is free for other programs and the worker is not registered, so
+no frontend sends it requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from dynamo.errors import InvalidArgument
+from dynamo.runtime import DistributedRuntime, Endpoint
+from dynamo.vllm.engine import Engine
+
+__all__ = ["EngineControl"]
+
+_LEVELS = (1, 2)
+_TAGS = ("weights", "kv_cache")
+log = logging.getLogger(__name__)
+
+
+class EngineControl:
+    """``POST /engine/sleep``, ``/engine/wake_up`` and ``/engine/is_sleeping``, one at a time."""
+
+    def __init__(self, endpoint: Endpoint, engine: Engine) -> None:
+        self._endpoint = endpoint
+        self._engine = engine
+        self._turn = asyncio.Lock()
+
+    def install(self, runtime: DistributedRuntime) -> None:
+        """Answer the routes on the status server (``DYN_SYSTEM_PORT``)."""
+        runtime.register_engine_route("sleep", self.sleep)
+        runtime.register_engine_route("wake_up", self.wake_up)
+        runtime.register_engine_route("is_sleeping", self.is_sleeping)
+
+    async def sleep(self, body: Any) -> dict[str, Any]:
+        """Unregister the worker, finish its requests, then free memory.
+
+        ``level`` 1 (the default) keeps the weights in CPU memory, 2 discards them. Raises
+        InvalidArgument for another level. A failure of the engine registers the worker again.
+        """
+        level = _fields(body, "level").get("level", 1)
+        if level not in _LEVELS:
+            raise InvalidArgument(f"'level' must be 1 or 2, got {level!r:.40}")
+        async with self._turn:
+            if await self._engine.is_sleeping():
+                return {"status": "ok", "message": "the engine sleeps already"}
+            await self._endpoint.unregister_endpoint_instance()
+            try:
+                await self._engine.sleep(level)
+            except BaseException:
+                await self._endpoint.register_endpoint_instance()
+                raise
+        log.info("the engine sleeps (level %d); the worker gets no requests", level)
+        return {"status": "ok", "message": f"the engine sleeps at level {level}"}
+
+    async def wake_up(self, body: Any) -> dict[str, Any]:
+        """Restore memory, then register the worker. ``tags`` (weights, kv_cache) restore a part:
+        the worker is registered when nothing sleeps any more."""
+        tags = _fields(body, "tags").get("tags")
+        if tags is not None and not (isinstance(tags, list) and set(map(str, tags)) <= {*_TAGS}):
+            raise InvalidArgument(f"'tags' must be a list of {', '.join(_TAGS)}, got {tags!r:.80}")
+        async with self._turn:
+            await self._engine.wake_up(tags)
+            if await self._engine.is_sleeping():
+                return {"status": "ok", "message": "a part of the engine sleeps still"}
+            await self._endpoint.register_endpoint_instance()
+        log.info("the engine is awake; the worker gets requests")
+        return {"status": "ok", "message": "the engine is awake"}
+
+    async def is_sleeping(self, body: Any) -> dict[str, Any]:
+        """Return ``{"is_sleeping": bool}``."""
+        return {"is_sleeping": await self._engine.is_sleeping()}
+
+
+def _fields(body: Any, name: str) -> dict[str, Any]:
+    """The members of ``body``; {} without one. Raises InvalidArgument for unknown members."""
+    fields = {} if body is None else body
+    if not isinstance(fields, dict) or not fields.keys() <= {name}:
+        raise InvalidArgument(f"the body must be a JSON object with {name!r} alone, or empty")
+    return fields

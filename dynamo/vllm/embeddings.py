@@ -1,0 +1,135 @@
+"""The request handler of an embedding model: an engine request for each input, one output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
+from dynamo.protocols import codec
+from dynamo.protocols.embedding import EmbeddingsEngineOutput, PreprocessedEmbeddingRequest
+from dynamo.protocols.engine import PreprocessedRequest
+from dynamo.runtime.context import CancelKind
+from dynamo.runtime.requests.stream import ServerStream
+from dynamo.vllm.engine import Engine, EngineStep
+from dynamo.vllm.service import VllmService
+
+__all__ = ["EmbeddingService"]
+
+_decode = codec.decoder(PreprocessedEmbeddingRequest).decode
+_DONE = ("stop", "length")
+
+
+class EmbeddingService(VllmService):
+    """A push handler over one engine that pools."""
+
+    def handle(self, stream: ServerStream, payload: bytes) -> None:
+        """Answer one ``PreprocessedEmbeddingRequest``; an error ends the stream."""
+        try:
+            request = _decode(payload)
+            self._enter(stream, lambda: self._embed(stream, request))
+        except msgspec.MsgspecError as error:
+            stream.error(InvalidArgument(f"not a request for embeddings: {error}"))
+        except DynamoError as error:
+            stream.error(error)
+
+    def _embed(self, stream: ServerStream, request: PreprocessedEmbeddingRequest) -> None:
+        response = _EmbeddingResponse(stream, self.engine, len(request.token_ids), self._released)
+        stream.context.on_cancel(response.cancel)
+        response.start(request)
+
+    def _released(self) -> None:
+        self.admission.release()
+
+
+class _EmbeddingResponse:
+    """Collects the vectors of ``count`` inputs; sends them when all are there."""
+
+    def __init__(
+        self, stream: ServerStream, engine: Engine, count: int, on_done: Callable[[], None]
+    ) -> None:
+        self._stream = stream
+        self._engine = engine
+        self._on_done = on_done
+        self._vectors: list[list[float] | bytes] = [b""] * count
+        self._running: dict[int, str | None] = {}
+        self._missing = count
+        self._tokens = 0
+        self._ended = False
+
+    def start(self, request: PreprocessedEmbeddingRequest) -> None:
+        """Submit the inputs. O(tokens)."""
+        options = None if request.dimensions is None else {"dimensions": request.dimensions}
+        self._tokens = sum(map(len, request.token_ids))
+        if not request.token_ids:
+            self.fail(InvalidArgument("'token_ids' has no inputs"))
+        for place, ids in enumerate(request.token_ids):
+            if self._ended:
+                return
+            one = PreprocessedRequest(
+                request.model, ids, routing=request.routing, extra_args=options
+            )
+            try:
+                self._running[place] = self._engine.submit(one, _Input(self, place), None)
+            except DynamoError as error:
+                self.fail(error)
+
+    def add(self, place: int, vector: bytes) -> None:
+        """Add the vector of an input; the last one ends the response."""
+        self._running.pop(place, None)
+        self._vectors[place] = vector
+        self._missing -= 1
+        if self._missing or self._ended:
+            return
+        output = EmbeddingsEngineOutput(self._vectors, self._tokens, self._tokens)
+        self._stream.send(codec.encode(output))
+        self._end()
+        self._stream.end()
+
+    def fail(self, error: DynamoError) -> None:
+        """End the response with ``error``; the other inputs are not computed."""
+        if not self._ended:
+            self._end()
+            self._stream.error(error)
+
+    def cancel(self, kind: CancelKind) -> None:
+        """Stop the inputs that are computed: the client is gone."""
+        if not self._ended:
+            self._end()
+            self._stream.end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._stream.context.off_cancel(self.cancel)
+        for number in self._running.values():
+            if number is not None:
+                self._engine.abort(number)
+        self._running.clear()
+        self._on_done()
+
+
+class _Input:
+    """One input of a response; implements ``OutputSink``."""
+
+    def __init__(self, response: _EmbeddingResponse, place: int) -> None:
+        self._response = response
+        self._place = place
+
+    def on_output(self, output: EngineStep) -> None:
+        """Add the vector; a prompt in several chunks has outputs without one before it."""
+        if output.finish_reason is None:
+            return
+        if str(output.finish_reason) in _DONE and output.pooling_output is not None:
+            self._response.add(self._place, _float32(output.pooling_output))
+        else:
+            self._response.fail(EngineFailure("the engine failed to compute an embedding"))
+
+    def on_rejected(self, error: DynamoError) -> None:
+        """End the response: the engine did not accept the input."""
+        self._response.fail(error)
+
+
+def _float32(tensor: Any) -> bytes:
+    return bytes(tensor.float().contiguous().numpy().tobytes())

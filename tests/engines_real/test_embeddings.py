@@ -1,0 +1,88 @@
+"""/v1/embeddings over vLLM's pooling runner: the vectors of vLLM's own server."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from answers_kit import prompts
+from servers_kit import EngineDeployment, closing
+
+PATH = "/v1/embeddings"
+POOLING = ("--runner", "pooling", "--hf-overrides", '{"is_matryoshka": true}')
+INPUTS: list[Any] = [
+    "Hello there",
+    prompts(8),
+    [5, 900, 1200, 77],
+    [[5, 900], [1200, 77, 3000], [9] * 100],
+]
+
+
+@pytest.fixture(scope="module")
+def pooling(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Iterator[tuple[EngineDeployment, EngineDeployment]]:
+    """A frontend with our worker, and vLLM's server, both with the weights of ``tiny``."""
+    directory = tmp_path_factory.mktemp("pooling")
+    with (
+        closing(EngineDeployment(directory / "ours")) as ours,
+        closing(EngineDeployment(directory / "theirs")) as theirs,
+    ):
+        ours.frontend("--router-mode", "kv")
+        ours.worker(tiny_model, "tiny", *POOLING)
+        theirs.vllm_server(tiny_model, "tiny", *POOLING)
+        ours.wait_for_models("tiny")
+        theirs.wait_for_models("tiny")
+        yield ours, theirs
+
+
+@pytest.mark.parametrize("given", INPUTS, ids=["text", "texts", "ids", "lists of ids"])
+@pytest.mark.parametrize("dimensions", [None, 32])
+def test_the_vectors_are_the_engines(
+    given: Any, dimensions: int | None, pooling: tuple[EngineDeployment, EngineDeployment]
+) -> None:
+    ours, theirs = pooling
+    body = {"model": "tiny", "input": given}
+    if dimensions is not None:
+        body["dimensions"] = dimensions
+    mine, other = ours.post(PATH, body), theirs.post(PATH, body)
+    assert [each["index"] for each in mine["data"]] == [each["index"] for each in other["data"]]
+    for one, expected in zip(mine["data"], other["data"], strict=True):
+        assert len(one["embedding"]) == (dimensions or 256)
+        assert one["embedding"] == pytest.approx(expected["embedding"], abs=1e-5)
+        assert sum(each * each for each in one["embedding"]) == pytest.approx(1, abs=1e-3)
+    for name in ("prompt_tokens", "total_tokens"):
+        assert mine["usage"][name] == other["usage"][name]
+
+
+def test_base64(pooling: tuple[EngineDeployment, EngineDeployment]) -> None:
+    ours, _ = pooling
+    body = {"model": "tiny", "input": "Hello there"}
+    plain = ours.post(PATH, body)["data"][0]["embedding"]
+    encoded = ours.post(PATH, {**body, "encoding_format": "base64"})["data"][0]["embedding"]
+    assert array("f", base64.b64decode(encoded)).tolist() == plain
+
+
+def test_the_openai_client(pooling: tuple[EngineDeployment, EngineDeployment]) -> None:
+    ours, _ = pooling
+    with openai.OpenAI(base_url=f"{ours.url}/v1", api_key="none", timeout=30) as client:
+        found = client.embeddings.create(model="tiny", input=["one", "two"])
+        assert [len(each.embedding) for each in found.data] == [256, 256]
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="tiny", prompt="not a generator")
+
+
+def test_faults_name_the_field(pooling: tuple[EngineDeployment, EngineDeployment]) -> None:
+    ours, _ = pooling
+    for fields, text in (
+        ({"input": []}, "'input' and its entries cannot be empty"),
+        ({"input": "x", "dimensions": 100_000}, "dimensions"),
+        ({"input": [1] * 3000}, "maximum context length is 2048 tokens"),
+    ):
+        status, _, answer = ours.request("POST", PATH, {"model": "tiny", **fields})
+        assert status == 400 and text in answer.decode(), answer

@@ -1,0 +1,79 @@
+"""`dynamo serve examples/vllm.yaml` with a real engine: it serves, is killed, comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from deployment import free_port
+from servers_kit import ENGINE_ENV, ENGINE_START_S
+from serving import ROOT, Serving
+from weights_kit import CONTEXT
+
+GRAPH = ROOT / "examples/vllm.yaml"
+PROMPT = "one two three four five six seven eight nine ten " * 12
+
+
+def flags(model: Path, port: int) -> list[str]:
+    options = {
+        "model": model,
+        "served-model-name": "tiny",
+        "dtype": "float32",
+        "enforce-eager": "true",
+        "block-size": 32,
+        "max-model-len": CONTEXT,
+    }
+    return [
+        f"--Frontend.http-port={port}",
+        *(f"--Worker.{key}={value}" for key, value in options.items()),
+    ]
+
+
+def complete(port: int) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+    return found
+
+
+def answers(port: int) -> bool:
+    try:
+        return bool(complete(port)["choices"])
+    except OSError:
+        return False
+
+
+def test_a_worker_is_killed_and_comes_back(serving: Serving, tiny_model: Path) -> None:
+    serving.namespace, port = "vllm", free_port()
+    serving.start(GRAPH, *flags(tiny_model, port), wait="", **ENGINE_ENV)
+    line = serving.wait_for("ready: |stopped", ENGINE_START_S)
+    assert "model: tiny   workers: 1" in line, serving.text()
+    assert complete(port)["usage"]["completion_tokens"] == 4
+    usage = complete(port)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 32
+    (old,) = serving.pids("Worker")
+    os.kill(old, signal.SIGKILL)
+    serving.wait_for("was killed by SIGKILL; restarting it now")
+    serving.wait_for_pids("Worker", unlike=old)
+    serving.until(lambda: answers(port), ENGINE_START_S)
+    assert serving.stop(timeout_s=60) == 0
+    serving.assert_clean()
+
+
+def test_a_dry_run_checks_the_flags_of_vllm(tiny_model: Path) -> None:
+    command = [sys.executable, "-m", "dynamo", "serve", str(GRAPH), "--dry-run", "--gpus", "1"]
+    words = [*command, f"--Worker.model={tiny_model}", "--Worker.max-modle-len=5"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "Worker: vLLM: unrecognized arguments: --max-modle-len 5" in done.stderr

@@ -1,0 +1,82 @@
+"""Deaths and ends of a worker with a real engine: nothing is left, clients and logs say why."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from answers_kit import COMPLETIONS
+from servers_kit import ENGINE_START_S, EngineDeployment, closing
+
+LONG = {"model": "tiny", "prompt": "one two three", "max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[EngineDeployment]:
+    with closing(EngineDeployment(tmp_path / "deployment")) as deployment:
+        yield deployment
+
+
+def own(made: EngineDeployment) -> set[psutil.Process]:
+    """The processes that the test has started and that run."""
+    return {psutil.Process(each.pid) for each in made.processes if each.poll() is None}
+
+
+def ended(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process that the test has ended; ``close`` must not look at its status."""
+    return process.wait(timeout=30)
+
+
+def test_the_engine_is_killed_and_then_a_worker(made: EngineDeployment, tiny_model: Path) -> None:
+    made.frontend("--router-mode", "kv")
+    worker = made.worker(tiny_model, "tiny")
+    made.wait_for_models("tiny")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(made.request, "POST", COMPLETIONS, {**LONG, "stream": True})
+        made.until(lambda: made.sample("dynamo_frontend_inflight_requests") == 1, "a request")
+        (core,) = made.engine_cores()
+        core.kill()
+        _, _, body = answer.result(timeout=20)
+    assert b'"error"' in body, "the stream ends with an error"
+    assert ended(worker) == 1
+    assert "the vLLM engine died: EngineCore exited with status -9" in made.tail()
+    made.until(lambda: made.descendants() == own(made), "the engine's processes have ended")
+
+    made.processes.remove(worker)
+    worker = made.worker(tiny_model, "tiny")
+    made.wait_for_models("tiny")
+    assert made.engine_cores()
+    worker.kill()
+    assert ended(worker) == -signal.SIGKILL
+    made.until(lambda: made.descendants() == own(made), "the guard has killed the engine")
+
+
+def test_sigterm_while_the_engine_loads(made: EngineDeployment, tiny_model: Path) -> None:
+    worker = made.worker(tiny_model, "tiny")
+    made.until(made.engine_cores, "an engine process", ENGINE_START_S)
+    worker.send_signal(signal.SIGTERM)
+    assert ended(worker) == 0
+    assert "engine ready" not in made.tail()
+
+
+def test_sigterm_lets_running_requests_finish(made: EngineDeployment, tiny_model: Path) -> None:
+    made.frontend("--router-mode", "kv")
+    worker = made.worker(tiny_model, "tiny")
+    made.wait_for_models("tiny")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(made.post, COMPLETIONS, {**LONG, "max_tokens": 100})
+        made.until(lambda: made.sample("dynamo_frontend_inflight_requests") == 1, "a request")
+        worker.send_signal(signal.SIGTERM)
+        assert answer.result(timeout=30)["usage"]["completion_tokens"] == 100
+    assert ended(worker) == 0
+
+
+def test_a_wrong_flag_of_vllm_exits_with_status_2(made: EngineDeployment, tiny_model: Path) -> None:
+    worker = made.worker(tiny_model, "tiny", "--no-such-flag")
+    assert worker.wait(timeout=60) == 2
+    assert "unrecognized arguments: --no-such-flag" in made.tail()

@@ -1,0 +1,115 @@
+"""What `dynamo serve` reports while it waits, and what "ready" counts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.llm import ModelInput, ModelType, register_model
+from dynamo.runtime import DistributedRuntime
+from dynamo.serve import startup
+from dynamo.serve.leases import Leases
+from dynamo.serve.output import LogFile, ServiceOutput
+from dynamo.serve.startup import StartupReport
+from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
+
+MODEL = Path(__file__).resolve().parents[3] / "examples/model"
+
+
+class Announcements:
+    """An announcer and an arbiter with the watchers ``names``."""
+
+    def __init__(self, *names: str) -> None:
+        self.texts: list[str] = []
+        self.said = asyncio.Event()
+        self.watchers = [SimpleNamespace(name=n, given_up=None, deaths=0) for n in names]
+        self.processes: dict[str, list[Any]] = {name: [] for name in names}
+
+    def announce(self, text: str, level: int = 0) -> None:
+        self.texts.append(text)
+        self.said.set()
+
+    def output(self, watcher: str, line: bytes) -> None:
+        """Drop the output."""
+
+    def alive(self) -> dict[str, list[Any]]:
+        return self.processes
+
+
+def spec(name: str, module: str) -> WatcherSpec:
+    return WatcherSpec(
+        name=name, service=name, argv=("python", "-m", module),
+        env={"DYN_DISCOVERY_BACKEND": "file"}, working_dir="/", graceful_timeout_s=1,
+    )  # fmt: skip
+
+
+def report(tmp_path: Path, announcer: Any, *specs: WatcherSpec) -> StartupReport:
+    plan = DeploymentPlan(
+        namespace="ns", specs=specs, config={}, gpu_ids=(), endpoint="e", pubsub_endpoint="p"
+    )
+    return StartupReport(plan, tmp_path, announcer, lambda name: f"last of {name}")
+
+
+def test_the_last_line_is_plain_text(tmp_path: Path) -> None:
+    output = ServiceOutput("W", LogFile(tmp_path / "log", 10**6), Announcements())
+    assert output.last_line() == ""
+    for line in (b"first", b"\x1b[32mLoading:  0%\rLoading: 50%\x1b[0m " + b"x" * 300, b"  "):
+        output(line)
+    assert output.last_line() == "Loading: 50% " + "x" * 187
+    output.close()
+
+
+async def test_the_reminder_names_what_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "_REMIND_EVERY_S", 0.05)
+    arbiter = Announcements("ns_A", "ns_B")
+    arbiter.processes["ns_A"] = [SimpleNamespace(pid=os.getpid())]
+    leases = Leases(tmp_path / "store", lambda: None)
+    made = report(tmp_path, arbiter, spec("ns_A", "dynamo.vllm"), spec("ns_B", "dynamo.attach"))
+    running = asyncio.ensure_future(made.run(arbiter, leases))  # type: ignore[arg-type]
+    async with asyncio.timeout(10):
+        await arbiter.said.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    leases.close()
+    first, *rest = arbiter.texts[0].split("\n  ")
+    assert first.startswith("not ready after ")
+    assert first.endswith("1 of 2 processes are running; still waiting")
+    assert rest == [
+        "ns_A: loading; last output: last of ns_A",
+        "ns_B: not running; last output: last of ns_B",
+    ]
+
+
+async def test_a_model_card_makes_a_worker_ready(tmp_path: Path) -> None:
+    """A lease alone does not: an engine holds one while it loads the model."""
+    changes = asyncio.Event()
+    leases = Leases(tmp_path / "store", changes.set)
+    settings = RuntimeSettings(
+        namespace="ns", file_kv=str(tmp_path / "store"), state_dir=str(tmp_path / "state")
+    )
+    runtime = DistributedRuntime(asyncio.get_running_loop(), settings)
+    try:
+        async with asyncio.timeout(20):
+            await runtime.start()
+            await runtime.granted()
+            session = os.getsid(0)
+            assert session in leases.by_session() and not leases.with_model()
+            changes.clear()
+            endpoint = runtime.endpoint("ns.backend.generate")
+            await register_model(ModelInput.Tokens, ModelType.Chat, endpoint, str(MODEL))
+            while session not in leases.served:
+                await changes.wait()
+                changes.clear()
+            assert leases.with_model() == {session}
+    finally:
+        await runtime.close()
+        leases.close()
+    assert leases.served == {session} and not leases.with_model()

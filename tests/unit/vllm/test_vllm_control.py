@@ -1,0 +1,82 @@
+"""Sleep and wake up: the worker is registered exactly while its engine is awake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from dynamo.errors import EngineFailure, InvalidArgument
+from dynamo.runtime import Endpoint
+from dynamo.vllm.control import EngineControl
+from dynamo.vllm.engine import Engine
+
+
+class Recorder:
+    """An engine and an endpoint; ``calls`` has what was asked of both, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.asleep: set[str] = set()
+        self.broken = False
+
+    async def sleep(self, level: int = 1) -> None:
+        self.calls.append(f"sleep {level}")
+        if self.broken:
+            raise EngineFailure("no memory")
+        self.asleep = {"weights", "kv_cache"}
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self.calls.append("wake up")
+        self.asleep -= {"weights", "kv_cache"} if tags is None else set(tags)
+
+    async def is_sleeping(self) -> bool:
+        return bool(self.asleep)
+
+    async def unregister_endpoint_instance(self) -> None:
+        self.calls.append("leave")
+
+    async def register_endpoint_instance(self) -> None:
+        self.calls.append("return")
+
+
+def controlled() -> tuple[Recorder, EngineControl]:
+    made: Any = Recorder()
+    return made, EngineControl(cast(Endpoint, made), cast(Engine, made))
+
+
+async def test_leave_sleep_wake_up_return() -> None:
+    recorder, control = controlled()
+    assert (await control.sleep({"level": 2}))["status"] == "ok"
+    assert await control.is_sleeping(None) == {"is_sleeping": True}
+    await control.sleep(None)  # no effect
+    await control.wake_up(None)
+    assert await control.is_sleeping({}) == {"is_sleeping": False}
+    assert recorder.calls == ["leave", "sleep 2", "wake up", "return"]
+
+
+async def test_a_part_awake_gets_no_requests() -> None:
+    recorder, control = controlled()
+    await control.sleep(None)
+    await control.wake_up({"tags": ["weights"]})
+    assert recorder.calls == ["leave", "sleep 1", "wake up"]
+    await control.wake_up({"tags": ["kv_cache"]})
+    assert recorder.calls[-1] == "return"
+
+
+async def test_an_engine_that_fails_to_sleep_goes_on() -> None:
+    recorder, control = controlled()
+    recorder.broken = True
+    with pytest.raises(EngineFailure):
+        await control.sleep(None)
+    assert recorder.calls == ["leave", "sleep 1", "return"]
+
+
+@pytest.mark.parametrize("body", [{"level": 3}, {"level": "1"}, {"x": 1}, [1]])
+async def test_bad_bodies(body: Any) -> None:
+    _, control = controlled()
+    with pytest.raises(InvalidArgument):
+        await control.sleep(body)
+    with pytest.raises(InvalidArgument):
+        await control.wake_up({"tags": ["all"]} if isinstance(body, dict) else body)
