@@ -15,7 +15,7 @@ _COLUMNS = ("figure", "unit", "ours", "theirs", "ratio", "min-max", "bar", "hold
 
 def print_table(console: Console, figures: Sequence[Figure]) -> None:
     """Print one line for each figure, then the notes."""
-    table = Table(title="ours ÷ Dynamo, medians over rounds", title_justify="left")
+    table = Table(title="ours ÷ theirs, medians over rounds", title_justify="left")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "figure" else "right")
     colours = {"yes": "green", "NO": "red", "": ""}
@@ -34,14 +34,12 @@ def markdown(figures: Sequence[Figure], facts: dict[str, Any]) -> str:
         f"Measured {facts['date']} by `benchmarks/peers/run` on {facts['cpu']}, "
         f"{facts['cores']} cores, Linux {facts['kernel']}: dynamo-appliance "
         f"{ours.get('dynamo-appliance', '?')} ({facts['revision']}, Python {ours['python']}, "
-        f"uvloop {ours.get('uvloop')}) against ai-dynamo {theirs.get('ai-dynamo')} "
-        f"(ai-dynamo-runtime {theirs.get('ai-dynamo-runtime')}, log level "
-        f"{facts['their_log']}). Both serve the same model directory with two mock workers, in "
+        f"uvloop {ours.get('uvloop')}) against {_peers(facts)}. All serve the same model directory, in "
         f"turn, with the same requests; {facts['rounds']} rounds, medians; all tokens asked for "
-        f"were delivered by both unless noted. Other processes used {facts['others']:.0%} of the "
+        f"were delivered by all unless noted. Other processes used {facts['others']:.0%} of the "
         "machine.",
         "",
-        "| figure | ours | Dynamo | ratio | min-max | bar | holds |",
+        "| figure | ours | theirs | ratio | min-max | bar | holds |",
         "|---|---:|---:|---:|---:|---:|---|",
     ]
     for figure in figures:
@@ -50,6 +48,16 @@ def markdown(figures: Sequence[Figure], facts: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     notes = [f"- {note}" for note in _notes(figures)]
     return "\n".join([*lines, "", *notes]).rstrip() + "\n"
+
+
+def _peers(facts: dict[str, Any]) -> str:
+    theirs = facts["theirs"]
+    dynamo = (
+        f"ai-dynamo {theirs.get('ai-dynamo')} (ai-dynamo-runtime {theirs.get('ai-dynamo-runtime')}, "
+        f"log level {facts['their_log']}), each with two mock workers"
+    )
+    named = [dynamo] if "ai-dynamo" in theirs else []
+    return "; ".join(named + facts["core_peers"])
 
 
 def as_json(figures: Sequence[Figure], facts: dict[str, Any]) -> dict[str, Any]:
