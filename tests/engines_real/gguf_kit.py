@@ -65,7 +65,8 @@ def _add_weights(writer: Any, vocabulary: int, seed: int) -> None:
     numbers = numpy.random.default_rng(seed)
 
     def add(name: str, *shape: int) -> None:
-        scale = shape[-1] ** -0.5
+        # Logits far apart: rounding must not decide which token is the best.
+        scale = shape[-1] ** -0.5 * (3.0 if name == "output.weight" else 1.0)
         writer.add_tensor(name, (numbers.standard_normal(shape) * scale).astype("float32"))
 
     def add_norm(name: str) -> None:
