@@ -29,15 +29,15 @@ def print_table(console: Console, figures: Sequence[Figure]) -> None:
 
 def markdown(figures: Sequence[Figure], facts: dict[str, Any]) -> str:
     """Return a section for a README: date, machine, versions, and the table."""
-    ours, theirs = facts["ours"], facts["theirs"]
+    ours = facts["ours"]
     lines = [
         f"Measured {facts['date']} by `benchmarks/peers/run` on {facts['cpu']}, "
         f"{facts['cores']} cores, Linux {facts['kernel']}: dynamo-appliance "
         f"{ours.get('dynamo-appliance', '?')} ({facts['revision']}, Python {ours['python']}, "
-        f"uvloop {ours.get('uvloop')}) against {_peers(facts)}. All serve the same model directory, in "
-        f"turn, with the same requests; {facts['rounds']} rounds, medians; all tokens asked for "
-        f"were delivered by all unless noted. Other processes used {facts['others']:.0%} of the "
-        "machine.",
+        f"uvloop {ours.get('uvloop')}) against {_peers(facts)}. All serve the same "
+        f"model directory, in turn, with the same requests; {facts['rounds']} rounds, medians; all "
+        f"tokens asked for were delivered by all unless noted. Other processes used "
+        f"{facts['others']:.0%} of the machine.",
         "",
         "| figure | ours | theirs | ratio | min-max | bar | holds |",
         "|---|---:|---:|---:|---:|---:|---|",
@@ -53,8 +53,9 @@ def markdown(figures: Sequence[Figure], facts: dict[str, Any]) -> str:
 def _peers(facts: dict[str, Any]) -> str:
     theirs = facts["theirs"]
     dynamo = (
-        f"ai-dynamo {theirs.get('ai-dynamo')} (ai-dynamo-runtime {theirs.get('ai-dynamo-runtime')}, "
-        f"log level {facts['their_log']}), each with two mock workers"
+        f"ai-dynamo {theirs.get('ai-dynamo')} (ai-dynamo-runtime "
+        f"{theirs.get('ai-dynamo-runtime')}, log level {facts['their_log']}), each with two mock "
+        "workers"
     )
     named = [dynamo] if "ai-dynamo" in theirs else []
     return "; ".join(named + facts["core_peers"])
