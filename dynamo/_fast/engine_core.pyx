@@ -121,7 +121,7 @@ cdef class TokenRouter:
         self, Cursor start, Cursor end, Cursor* header, vector[Output]* outputs
     ) except? NULL:
         """Return where the outputs end; NULL for what is not such a message."""
-        cdef int64_t count = 0, number
+        cdef int64_t count = 0, _number
         cdef Cursor at = _get_array_header(start, end, &count)
         if at == NULL or count < 2:
             return NULL
@@ -132,7 +132,7 @@ cdef class TokenRouter:
         if at == NULL:
             return NULL
         cdef Output output
-        for number in range(count):
+        for _number in range(count):
             output.start = at
             at = self._output(at, end, &output)
             if at == NULL:
@@ -143,7 +143,7 @@ cdef class TokenRouter:
 
     cdef Cursor _output(self, Cursor at, Cursor end, Output* output) except? NULL:
         """Read one output; return its end. NULL if it is malformed."""
-        cdef int64_t fields = 0, tokens = 0, size = 0, number
+        cdef int64_t fields = 0, tokens = 0, size = 0, _number
         cdef uint64_t token = 0
         cdef bint plain
         output.route = NULL
@@ -161,7 +161,7 @@ cdef class TokenRouter:
             return NULL
         ids = _get_array_header(ids, end, &tokens)
         plain = ids != NULL and tokens == 1 and _get_uint(ids, end, &token) != NULL
-        for number in range(2, fields):
+        for _number in range(2, fields):
             if at < end and (at[0] == 0xC0 or at[0] == 0):
                 at += 1
                 continue
