@@ -180,7 +180,7 @@ async def test_the_status_port_has_the_engine_metrics(deployment: Deployment) ->
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--model-path", "/nowhere"], "'/nowhere' is not a local directory"),
+        (["--model-path", "/nowhere"], "no such directory: the model '/nowhere'"),
         (["--block-size", "0"], "--block-size must be between 1 and 4096, got 0"),
         (["--max-num-batched-tokens", "5"], "--max-num-seqs 256"),
         (["--endpoint-types", "poems"], "got 'poems'"),
