@@ -7,8 +7,6 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 
-import uvloop
-
 from dynamo.attach.launch import LaunchedServer
 from dynamo.attach.probe import ServerProbe
 from dynamo.attach.waiting import wait_until_ready
@@ -21,7 +19,7 @@ from dynamo.errors import DynamoError
 from dynamo.http.limits import allow_open_files
 from dynamo.observability.logs import setup_logging
 from dynamo.runtime import DistributedRuntime
-from dynamo.worker.lifecycle import WorkerLifecycle, leaf_errors
+from dynamo.worker.lifecycle import WorkerLifecycle, run_workers
 
 __all__ = ["main"]
 
@@ -42,14 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"python -m dynamo.attach: error: {error.message}", file=sys.stderr)
         return 2
     allow_open_files(_OPEN_FILES)
-    try:
-        uvloop.run(_serve(runtime, system, plan))
-    except ExceptionGroup as failures:
-        for failure in leaf_errors(failures):
-            known = isinstance(failure, DynamoError)
-            log.error("%s", failure, exc_info=None if known else failure)
-        return 1
-    return 0
+    return run_workers(_serve(runtime, system, plan), log)
 
 
 async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: AttachPlan) -> None:

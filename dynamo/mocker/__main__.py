@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import uvloop
-
 from dynamo.config import from_env, load
 from dynamo.config.mocker import MockerSettings
 from dynamo.config.runtime import RuntimeSettings
@@ -21,7 +19,7 @@ from dynamo.mocker.worker import MockerWorker, WorkerPlan, make_plan
 from dynamo.observability.logs import setup_logging
 from dynamo.observability.metrics import Registry
 from dynamo.runtime import DistributedRuntime
-from dynamo.worker.lifecycle import WorkerLifecycle, leaf_errors
+from dynamo.worker.lifecycle import WorkerLifecycle, run_workers
 
 __all__ = ["main"]
 
@@ -41,14 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DynamoError as error:
         print(f"python -m dynamo.mocker: error: {error.message}", file=sys.stderr)
         return 2
-    try:
-        uvloop.run(_serve(runtime, system, plan))
-    except ExceptionGroup as failures:
-        for failure in leaf_errors(failures):
-            known = isinstance(failure, DynamoError)
-            log.error("%s", failure, exc_info=None if known else failure)
-        return 1
-    return 0
+    return run_workers(_serve(runtime, system, plan), log)
 
 
 async def _serve(runtime: RuntimeSettings, system: SystemSettings, plan: WorkerPlan) -> None:

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import uvloop
-
 from dynamo.config import from_env, preset
 from dynamo.config.system import LogSettings, SystemSettings
 from dynamo.errors import ConfigError, DynamoError
@@ -23,7 +21,7 @@ from dynamo.vllm.arguments import INSTALL, PROG, VllmArguments, check, parse
 from dynamo.vllm.engine import TESTED_VERSIONS, Engine, is_tested
 from dynamo.vllm.start import start_engine
 from dynamo.vllm.worker import VllmPlan, VllmWorker, make_plan
-from dynamo.worker.lifecycle import WorkerLifecycle, leaf_errors
+from dynamo.worker.lifecycle import WorkerLifecycle, run_workers
 from dynamo.worker.tree_guard import TreeGuard
 
 __all__ = ["main"]
@@ -43,14 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DynamoError as error:
         print(f"{PROG}: error: {error.message}", file=sys.stderr)
         return 2
-    try:
-        uvloop.run(_serve(plan, system, config))
-    except ExceptionGroup as failures:
-        for failure in leaf_errors(failures):
-            known = isinstance(failure, DynamoError)
-            log.error("%s", failure, exc_info=None if known else failure)
-        return 1
-    return 0
+    return run_workers(_serve(plan, system, config), log)
 
 
 async def _serve(plan: VllmPlan, system: SystemSettings, config: Any) -> None:

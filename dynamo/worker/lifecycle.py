@@ -10,16 +10,19 @@ import asyncio
 import functools
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
-from dynamo.errors import EngineShutdown
+import uvloop
+
+from dynamo.errors import DynamoError, EngineShutdown
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.stop_order import is_supervised, wait_for_frontends
 from dynamo.runtime.stop_signals import StopSignals
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["WorkerLifecycle", "leaf_errors"]
+__all__ = ["WorkerLifecycle", "leaf_errors", "run_workers"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FRONTENDS_TIMEOUT_S = 900.0
@@ -119,6 +122,21 @@ class WorkerLifecycle:
         log.info("%s: draining, requests in flight finish", name)
         for runtime in self._runtimes:
             runtime.shutdown()
+
+
+def run_workers(workers: Coroutine[Any, Any, None], log: logging.Logger) -> int:
+    """Run ``workers``, which awaits a :class:`WorkerLifecycle`; return the exit status.
+
+    1 after failures, each in ``log``: a DynamoError by its text, others with their traceback.
+    """
+    try:
+        uvloop.run(workers)
+    except ExceptionGroup as failures:
+        for failure in leaf_errors(failures):
+            known = isinstance(failure, DynamoError)
+            log.error("%s", failure, exc_info=None if known else failure)
+        return 1
+    return 0
 
 
 def leaf_errors(failure: BaseException) -> Iterator[BaseException]:
