@@ -14,6 +14,7 @@ from answers_kit import COMPLETIONS
 from servers_kit import ENGINE_START_S, EngineDeployment, closing
 
 LONG = {"model": "tiny", "prompt": "one two three", "max_tokens": 400, "ignore_eos": True}
+FIRST_TOKENS = "dynamo_frontend_time_to_first_token_seconds_count"
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_the_engine_is_killed_and_then_a_worker(made: EngineDeployment, tiny_mod
     made.wait_for_models("tiny")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(made.request, "POST", COMPLETIONS, {**LONG, "stream": True})
-        made.until(lambda: made.sample("dynamo_frontend_inflight_requests") == 1, "a request")
+        made.until(lambda: made.sample(FIRST_TOKENS) == 1, "a token")
         (core,) = made.engine_cores()
         core.kill()
         _, _, body = answer.result(timeout=20)
