@@ -54,7 +54,7 @@ def command_line(command: str, port: int | None) -> tuple[list[str], int]:
 class LaunchedServer:
     """The process tree of ``words``. Make one per process: it becomes a subreaper.
 
-    ``exited`` is set at the end; :meth:`cause` then tells why.
+    ``exited`` is set at the end; :meth:`cause` then returns the reason.
     """
 
     def __init__(self, words: list[str]) -> None:

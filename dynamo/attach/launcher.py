@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from dynamo.serve.processes import become_subreaper, die_with_parent, end_descendants
+from dynamo.serve.processes import become_subreaper, die_with_parent, end_descendants, reap
 
 __all__ = ["STOP_TIMEOUT_S", "main"]
 
@@ -59,7 +59,7 @@ def _watch(server: int, parent: int) -> int:
     while True:
         left_s = 3600.0 if deadline_s is None else deadline_s - time.monotonic()
         received = signal.sigtimedwait(_WATCHED, max(0.0, left_s))
-        status = _reap(server)
+        status = reap(server)
         if status is not None:
             return status
         if received is None and deadline_s is not None:
@@ -69,21 +69,6 @@ def _watch(server: int, parent: int) -> int:
                 return 128 + signal.SIGKILL  # nothing is left to drain for: kill at once
             os.kill(server, signal.SIGTERM)
             deadline_s = deadline_s or time.monotonic() + STOP_TIMEOUT_S
-
-
-def _reap(server: int) -> int | None:
-    """Reap all zombies; return the exit status of ``server`` if it is one of them."""
-    found = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return found
-        if pid == 0:
-            return found
-        if pid == server:
-            code = os.waitstatus_to_exitcode(status)
-            found = code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ class ClientRequest:
             self._sink.on_body(data)
 
     def complete(self, failure: str | None, received: bool) -> None:
-        """End the request; ``received`` tells whether any byte of a response arrived."""
+        """End the request; ``received``: whether any byte of a response arrived."""
         self._connection = None
         if failure is not None and not received and not self._retried and self._sink is not None:
             self._retried = True

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 
 from dynamo.runtime.stop_signals import StopSignals
-from dynamo.serve.processes import become_subreaper, die_with_parent, end_descendants
+from dynamo.serve.processes import become_subreaper, die_with_parent, end_descendants, reap
 
 __all__ = ["KILL_NOW", "STOP_SIGNALS", "hold_signals", "run_guarded"]
 
@@ -91,7 +91,7 @@ def _wait(child: int) -> int:
     while True:
         signum = signal.sigwait(_WATCHED)
         if signum == signal.SIGCHLD:
-            status = _reap(child)
+            status = reap(child)
             if status is not None:
                 return status
             continue
@@ -100,18 +100,3 @@ def _wait(child: int) -> int:
             os.kill(child, signum)
         elif count:
             os.kill(child, signal.SIGKILL if count >= _KILL_AT_REQUEST else KILL_NOW)
-
-
-def _reap(child: int) -> int | None:
-    """Reap all zombies; return the exit status of ``child`` if it is one of them."""
-    found = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return found
-        if pid == 0:
-            return found
-        if pid == child:
-            code = os.waitstatus_to_exitcode(status)
-            found = code if code >= 0 else 128 - code

@@ -22,6 +22,7 @@ __all__ = [
     "end_descendants",
     "end_group",
     "environment",
+    "reap",
     "same_process",
     "snapshot",
     "stat",
@@ -133,3 +134,18 @@ def _prctl(option: int, value: int) -> None:
     if _libc.prctl(option, value, 0, 0, 0):
         code = ctypes.get_errno()
         raise OSError(code, f"prctl({option}): {os.strerror(code)}")
+
+
+def reap(child: int) -> int | None:
+    """Reap all zombies; return the exit status of ``child`` if it is one of them."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            found = code if code >= 0 else 128 - code

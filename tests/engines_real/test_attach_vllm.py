@@ -131,7 +131,7 @@ def running(engine: EngineDeployment) -> float:
 
 
 def test_the_load_of_the_engine_reaches_the_router(attached: AttachedEngine) -> None:
-    """A threshold on the used blocks, which only the engine's own page can tell."""
+    """A threshold on the used blocks, which only the engine's own page shows."""
     body = {"model": "tiny", "active_decode_blocks_threshold": 0.0}
     assert attached.request("POST", "/busy_threshold", body)[0] == 200
     connection = http.client.HTTPConnection("127.0.0.1", attached.port, timeout=30)
