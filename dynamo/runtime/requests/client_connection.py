@@ -120,6 +120,11 @@ class ClientStream:
         self._send_control(KILL)
         self.finish()
 
+    def give_up(self, error: DynamoError) -> None:
+        """Drop the stream on both sides, and pass ``error`` to its sink."""
+        self._send_control(KILL)
+        self.fail(error)
+
     def fail(self, error: DynamoError) -> None:
         """End the stream on this side and pass ``error`` to its sink."""
         if not self.closed:
