@@ -132,8 +132,9 @@ class Dispatch:
     def migrate(self, engine_request: EngineRequest, error: DynamoError) -> None:
         """Continue the request on another worker, with the tokens so far behind its prompt.
 
-        Later, and one after another: a worker may have failed with a thousand requests. The prompt
-        goes through a prefill worker again: the blocks that one computed may be gone.
+        One after another, so that the loop serves others in between: a worker may have failed with
+        a thousand requests. The prompt goes through a prefill worker again: the blocks that one
+        computed may be gone.
         """
         worker_id, tokens = engine_request.leave_worker(error).worker_id, engine_request.tokens
         log.info(
@@ -146,10 +147,13 @@ class Dispatch:
         )
         engine_request.resume(worker_id)
         loop = asyncio.get_running_loop()
-        at_s = max(self._resend_at_s, loop.time())
+        now_s, due_s = loop.time(), self._resend_at_s
         cost_s = _RESEND_S + _RESEND_TOKEN_S * len(engine_request.preprocessed.token_ids)
-        self._resend_at_s = at_s + cost_s
-        engine_request.pending = loop.call_at(at_s, self._resend, engine_request)
+        self._resend_at_s = max(due_s, now_s) + cost_s
+        if due_s <= now_s:
+            self._resend(engine_request)
+        else:
+            engine_request.pending = loop.call_at(due_s, self._resend, engine_request)
 
     def _resend(self, engine_request: EngineRequest) -> None:
         engine_request.pending = None

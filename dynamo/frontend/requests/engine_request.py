@@ -294,7 +294,7 @@ class EngineRequest:
         """Make the request for the worker after ``worker_id``: with the tokens so far."""
         self.preprocessed = continued(self.original, self.generated, worker_id)
         self.routing = without_pin(self.routing, worker_id, self.tokens)
-        self.tried = frozenset((worker_id,))
+        self.tried |= {worker_id}
         if self.tokens and isinstance(self._choice, Choice):
             self._choice.continued()
 
