@@ -17,10 +17,9 @@ import msgspec
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.observability.metrics import counter, histogram
 from dynamo.protocols.codec import Tokens, tokens
-from dynamo.protocols.engine import PreprocessedRequest, Routing
+from dynamo.protocols.engine import GENERATED_TOKENS, PreprocessedRequest, Routing
 
 __all__ = [
-    "GENERATED_TOKENS",
     "Migration",
     "MigrationMetrics",
     "MigrationOutcome",
@@ -28,9 +27,6 @@ __all__ = [
     "continued",
     "without_pin",
 ]
-
-GENERATED_TOKENS = "generated_tokens"
-"""Key of ``extra_args``: so many of the last ``token_ids`` are output of an earlier worker."""
 
 MigrationOutcome = Literal["success", "failure", "cancelled"]
 

@@ -23,9 +23,10 @@ from dynamo.errors import (
     Overloaded,
     Unavailable,
 )
-from dynamo.frontend.requests.migration import GENERATED_TOKENS, continued, without_pin
+from dynamo.frontend.requests.migration import continued, without_pin
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.engine import (
+    GENERATED_TOKENS,
     CompletionUsage,
     OutputOptions,
     PreprocessedRequest,
