@@ -13,7 +13,8 @@ import msgspec
 
 from dynamo.errors import DynamoError, InstanceGone, InvalidArgument, NoInstances, Overloaded
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.frontend.requests.migration import Migrations
+from dynamo.frontend.requests.migration import Migration, Migrations
+from dynamo.frontend.requests.resend import ResendQueue
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
@@ -24,9 +25,6 @@ from dynamo.runtime.requests.stream import REQUEST_ID
 __all__ = ["Dispatch", "PrefillStep"]
 
 log = logging.getLogger(__name__)
-_RESEND_S = 0.0002
-_RESEND_TOKEN_S = 1e-8
-"""The time to route and send a request, and each of its tokens: a worker may fail with many."""
 _FULL_RETRY_S = 0.1
 _FULL_LIMIT_S = 30.0
 """A request that a worker had accepted waits so long for room on another one."""
@@ -66,7 +64,7 @@ class Dispatch:
         self.queue = queue
         self.prefill: PrefillStep | None = None
         self.migrations = migrations or Migrations()
-        self._resend_at_s = 0.0
+        self._resends = ResendQueue(self._resend)
         self.tracks_output = picker.tracks_output
 
     def send(self, engine_request: EngineRequest) -> None:
@@ -132,9 +130,7 @@ class Dispatch:
     def migrate(self, engine_request: EngineRequest, error: DynamoError) -> None:
         """Continue the request on another worker, with the tokens so far behind its prompt.
 
-        One after another, so that the loop serves others in between: a worker may have failed with
-        a thousand requests. The prompt goes through a prefill worker again: the blocks that one
-        computed may be gone.
+        The prompt goes through a prefill worker again: the blocks that one computed may be gone.
         """
         worker_id, tokens = engine_request.leave_worker(error).worker_id, engine_request.tokens
         log.info(
@@ -146,14 +142,7 @@ class Dispatch:
             engine_request.migrations,
         )
         engine_request.resume(worker_id)
-        loop = asyncio.get_running_loop()
-        now_s, due_s = loop.time(), self._resend_at_s
-        cost_s = _RESEND_S + _RESEND_TOKEN_S * len(engine_request.preprocessed.token_ids)
-        self._resend_at_s = max(due_s, now_s) + cost_s
-        if due_s <= now_s:
-            self._resend(engine_request)
-        else:
-            engine_request.pending = loop.call_at(due_s, self._resend, engine_request)
+        self._resends.add(engine_request)
 
     def _resend(self, engine_request: EngineRequest) -> None:
         engine_request.pending = None
@@ -192,18 +181,16 @@ class Dispatch:
         last_error, migration = engine_request.last_error, engine_request.migration
         if last_error is None:
             engine_request.request.fail(error)
-        elif isinstance(error, InvalidArgument | NoInstances):
-            engine_request.fail(last_error)
-        elif (
-            isinstance(error, Overloaded)
-            and migration is not None
-            and engine_request.migrations
-            and time.monotonic() < migration.since_s + _FULL_LIMIT_S
-        ):
-            loop = asyncio.get_running_loop()
-            engine_request.pending = loop.call_later(_FULL_RETRY_S, self._resend, engine_request)
-        else:
+            return
+        if isinstance(error, InvalidArgument | NoInstances):
+            error = last_error
+        waits = isinstance(error, Overloaded) and engine_request.migrations > 0
+        if not waits or _waited_too_long(migration):
             engine_request.fail(error)
+            return
+        engine_request.tried = frozenset()
+        loop = asyncio.get_running_loop()
+        engine_request.pending = loop.call_later(_FULL_RETRY_S, self._resend, engine_request)
 
     def _dequeued(
         self, queue: RequestQueue, engine_request: EngineRequest, decision: Decision
@@ -247,3 +234,8 @@ def _run(engine_request: EngineRequest, step: Callable[[], None]) -> None:
         step()
     except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
         engine_request.request.crashed(error)
+
+
+def _waited_too_long(migration: Migration | None) -> bool:
+    """Whether a migration has waited for room on a worker as long as it may."""
+    return migration is None or time.monotonic() > migration.since_s + _FULL_LIMIT_S

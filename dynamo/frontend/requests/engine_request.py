@@ -271,6 +271,17 @@ class EngineRequest:
         self.migrations += 1
         return True
 
+    def retry_prefill(self, error: DynamoError) -> bool:
+        """Count the failure of a prefill worker; False if the limit allows no other one.
+
+        Without a limit, prefill workers have their own.
+        """
+        received = not error.unsent
+        if received and self.migration_limit and not self.count_migration():
+            return False
+        self._dispatch.migrations.begun(received, time.monotonic())
+        return True
+
     def silent(self, error: DynamoError) -> None:
         """End the stream of a worker that has sent nothing for too long."""
         if self.stream is not None:
