@@ -64,7 +64,7 @@ ASKED = {
     "the same twice": seen(image_part(png(seed=6)), image_part(png(seed=6)), "equal?"),
     "without": seen("What is it?", " Tell me."),
     "log probabilities": seen("Hm", image_part(png(seed=7)), logprobs=True, top_logprobs=2),
-    "a grammar": seen("Hm", image_part(png(seed=9)), guided_choice=["yes", "no"]),
+    "a grammar": seen("Hm", image_part(png(seed=9)), structured_outputs={"choice": ["yes", "no"]}),
     "an adequate limit": seen("Hm", image_part(png(seed=9)), max_tokens=1900),
 }
 
