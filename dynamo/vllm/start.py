@@ -1,22 +1,51 @@
-"""Start of the engine in a thread, with progress in the log."""
+"""Start of the engine in a thread, with progress in the log, and the directory of its sockets."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from dynamo.config import preset
+from dynamo.config.runtime import RuntimeSettings
 from dynamo.errors import EngineFailure
+from dynamo.runtime.discovery.stale_sockets import (
+    StaleSockets,
+    engine_directory_name,
+    remove_sockets,
+)
+from dynamo.runtime.paths import private_dir, socket_dirs, socket_path
 from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import Engine
 from dynamo.worker.tree_guard import TreeGuard
 
-__all__ = ["start_engine"]
+__all__ = ["rpc_directory", "start_engine"]
 
 _PROGRESS_S = 10.0
 _CHECK_S = 0.5
 log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def rpc_directory(runtime: RuntimeSettings, worker_id: int) -> Iterator[Path]:
+    """Let vLLM create its own sockets in a private directory, and remove it at the end.
+
+    vLLM gives them random names and leaves them when its processes are killed: by default in the
+    temp directory. Those of other killed engines are removed, too. A ``VLLM_RPC_BASE_PATH`` that
+    the user has set wins.
+    """
+    StaleSockets(lambda: socket_dirs(runtime)).sweep(lambda instance_id: False)
+    longest = f"{engine_directory_name(worker_id)}/{uuid.UUID(int=0)}"
+    directory = private_dir(Path(socket_path(runtime, longest)).parent)
+    preset("VLLM_RPC_BASE_PATH", str(directory))
+    try:
+        yield directory
+    finally:
+        remove_sockets(directory)
 
 
 async def start_engine(

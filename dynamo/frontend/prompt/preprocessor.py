@@ -282,7 +282,7 @@ class Preprocessor:
         if images is not None and self.images is not None:
             place = self.images.routing(place, images, prompts[0].token_ids)
             if max_tokens is None:
-                limits = [None]  # the engine knows how many tokens the images take
+                limits = [None]  # the engine counts the tokens of the images
         eos_ids = self.tokenizer.eos_ids
         requests = [
             PreprocessedRequest(

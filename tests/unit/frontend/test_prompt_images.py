@@ -89,7 +89,9 @@ def test_the_engine_gets_placeholder_and_image(eyes: Path) -> None:
     ]
     hashes = request.extra_args["mm_hashes"]
     assert len(set(hashes)) == 2 and all(len(each) == 64 for each in hashes)
-    assert request.stop_conditions.max_tokens is None  # the engine knows how long the prompt is
+    assert (
+        request.stop_conditions.max_tokens is None
+    )  # the engine computes it from the length with images
     assert codec.decoder(PreprocessedRequest).decode(codec.encode(request)) == request
 
 
@@ -102,7 +104,7 @@ def test_a_limit_of_the_client_is_kept(eyes: Path) -> None:
 def test_requests_without_images_are_as_before(eyes: Path) -> None:
     for parts in (["text"], ["text", "more"]):
         (request,) = prepare(load(eyes), *parts).requests
-        assert request.multi_modal_data is request.extra_args is request.routing is None
+        assert (request.multi_modal_data, request.extra_args, request.routing) == (None,) * 3
         assert request.stop_conditions.max_tokens
 
 
