@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import base64
+import json
 import random
+import shutil
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
-__all__ = ["data_url", "image_part", "png"]
+from deployment import MODEL
+
+__all__ = ["IMAGE", "IMAGE_ID", "data_url", "image_part", "png", "write_eyes"]
+
+IMAGE = "<tool_call>"
+"""A token of the example model, which stands for an image here."""
+
+IMAGE_ID = 4099
+_TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<tool_call>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def write_eyes(directory: Path) -> Path:
+    """The files of a model that takes images, as far as a frontend reads them."""
+    shutil.copytree(MODEL, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"vision_config": {"hidden_size": 8}, "image_token_id": IMAGE_ID}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "chat_template.jinja").write_text(_TEMPLATE)
+    return directory
 
 
 def png(width: int = 56, height: int = 56, seed: int = 0) -> bytes:

@@ -191,7 +191,7 @@ def _url(field: str, part: Mapping[str, Any]) -> str:
     if _DATA_URL.match(url) is None:
         raise InvalidArgument(
             f"Validation: {field}.url: expected `data:image/…;base64,…`, got `{shorten(url)}`; "
-            "images are not fetched"
+            "images are not fetched without --allowed-media-domains"
         )
     return url
 

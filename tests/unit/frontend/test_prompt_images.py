@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
-from image_kit import data_url, image_part, png
-from text_kit import EXAMPLE, card, chat_body, example_preprocessor
+from image_kit import IMAGE, IMAGE_ID, data_url, image_part, png, write_eyes
+from text_kit import card, chat_body, example_preprocessor
 
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.answer.generation import ChatStream
@@ -23,26 +21,11 @@ from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest
 from dynamo.router.prompt import HashedPrompt, Hasher
 
-IMAGE = "<tool_call>"
-IMAGE_ID = 4099
-TEMPLATE = (
-    "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<tool_call>{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}{% endfor %}"
-)
-
 
 @pytest.fixture
 def eyes(tmp_path: Path) -> Path:
-    """A model whose token for images is one that the example model has."""
-    directory = tmp_path / "eyes"
-    shutil.copytree(EXAMPLE, directory)
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"vision_config": {"hidden_size": 8}, "image_token_id": IMAGE_ID}
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return directory
+    """A model that takes images."""
+    return write_eyes(tmp_path / "eyes")
 
 
 def load(directory: Path, **fields: Any) -> Preprocessor:
