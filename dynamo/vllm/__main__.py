@@ -19,7 +19,7 @@ from dynamo.observability.metrics import Registry
 from dynamo.runtime import DistributedRuntime
 from dynamo.vllm.arguments import INSTALL, PROG, VllmArguments, check, parse
 from dynamo.vllm.engine import TESTED_VERSIONS, Engine, is_tested
-from dynamo.vllm.start import rpc_directory, start_engine
+from dynamo.vllm.start import preset_nixl_port, rpc_directory, start_engine
 from dynamo.vllm.worker import VllmPlan, VllmWorker, make_plan
 from dynamo.worker.lifecycle import WorkerLifecycle, run_workers
 from dynamo.worker.tree_guard import TreeGuard
@@ -92,6 +92,8 @@ def _engine(plan: VllmPlan, config: Any, worker_id: int) -> Engine:
     from dynamo.vllm.engine_args import set_event_socket
     from dynamo.vllm.params import ParamsBuilder
 
+    if config.kv_transfer_config is not None:
+        preset_nixl_port(config.parallel_config.data_parallel_size)
     set_event_socket(config, plan.arguments.runtime, worker_id)
     params = ParamsBuilder(config, worker_id, plan.mode == "prefill")
     settings = plan.arguments.vllm

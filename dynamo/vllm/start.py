@@ -1,10 +1,11 @@
-"""Start of the engine in a thread, with progress in the log, and the directory of its sockets."""
+"""Start of the engine in a thread, with progress in the log; its sockets and ports."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,10 +24,11 @@ from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import Engine
 from dynamo.worker.tree_guard import TreeGuard
 
-__all__ = ["rpc_directory", "start_engine"]
+__all__ = ["free_ports", "preset_nixl_port", "rpc_directory", "start_engine"]
 
 _PROGRESS_S = 10.0
 _CHECK_S = 0.5
+_PORT_ATTEMPTS = 64
 log = logging.getLogger(__name__)
 
 
@@ -46,6 +48,30 @@ def rpc_directory(runtime: RuntimeSettings, worker_id: int) -> Iterator[Path]:
         yield directory
     finally:
         remove_sockets(directory)
+
+
+def preset_nixl_port(ranks: int) -> None:
+    """Give NIXL's side channel a free port for each data-parallel rank, unless the user has.
+
+    vLLM's default is one port for every engine of a machine. It adds the rank to it.
+    """
+    preset("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_ports(ranks)))
+
+
+def free_ports(count: int) -> int:
+    """Return the first of ``count`` consecutive TCP ports that are free now."""
+    for _ in range(_PORT_ATTEMPTS):
+        with contextlib.ExitStack() as stack:
+            first = 0
+            try:
+                for number in range(count):
+                    bound = stack.enter_context(socket.socket())
+                    bound.bind(("", first + number if first else 0))
+                    first = first or bound.getsockname()[1]
+            except (OSError, OverflowError):  # in use, or above 65535
+                continue
+            return first
+    raise EngineFailure(f"no {count} consecutive free TCP ports found; set the engine's ports")
 
 
 async def start_engine(
