@@ -113,6 +113,15 @@ class FrontendSettings:
         minimum=1,
         help="MiB buffered for a client that reads too slowly; above, it is disconnected",
     )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "--allowed-media-domains",
+        env="DYN_ALLOWED_MEDIA_DOMAINS",
+        repeat=True,
+        several=True,
+        metavar="HOST",
+        help="hosts from which the images that clients name by URL are fetched; default: none",
+    )
     ignore_unsupported_fields: bool = option(
         False,
         env="DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS",

@@ -12,7 +12,7 @@ from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.publishers import KvEventPublisher
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.card import MAX_IMAGES_KEY, RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.vllm.arguments import VllmArguments
 from dynamo.vllm.control import EngineControl
@@ -152,5 +152,6 @@ class VllmWorker:
                 context_length=info.context_length,
                 enable_local_indexer=bool(info.event_endpoints),
                 taints=list(plan.arguments.vllm.taints),
+                runtime_data={MAX_IMAGES_KEY: info.max_images},
             ),
         )

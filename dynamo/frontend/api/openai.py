@@ -21,6 +21,7 @@ from dynamo.frontend.api.nvext import location, location_phase, worker_id_field
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
+from dynamo.frontend.prompt.image_fetch import ImageFetcher
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
@@ -81,6 +82,8 @@ class OpenAIRoutes:
         self._models = models
         self._tasks = tasks
         self._lenient = registry.settings.ignore_unsupported_fields
+        domains = registry.settings.allowed_media_domains
+        self._images = ImageFetcher(domains) if domains else None
         self._ignores_nvext = registry.settings.disable_nvext
 
     def install(self, routes: Routes) -> None:
@@ -109,7 +112,10 @@ class OpenAIRoutes:
         info = RequestInfo(api.endpoint, *request_id(exchange.headers))
         request = ActiveRequest(registry, exchange, info, entry.metrics, bool(parsed.stream))
         preprocessor = entry.preprocessor
-        if size_bytes > preprocessor.inline_limit_bytes:
+        images = self._images
+        if size_bytes > preprocessor.inline_limit_bytes or (
+            images is not None and api is _CHAT and images.wanted(parsed.messages)
+        ):
             later = self._prepare_off_loop(request, entry, api, parsed)
             self._tasks.spawn(later, name="long prompt")
             return
@@ -150,10 +156,14 @@ class OpenAIRoutes:
             registry.leave()
 
     async def _prepare_off_loop(
-        self, request: ActiveRequest, entry: ModelEntry, api: _Api, parsed: GenerationRequest
+        self, request: ActiveRequest, entry: ModelEntry, api: _Api, parsed: Any
     ) -> None:
         try:
             threads = self._registry.off_loop
+            if self._images is not None and entry.preprocessor.images is not None and api is _CHAT:
+                await self._images.fetch(parsed.messages)
+                if request.closed:
+                    return
             prepared = await api.prepare_off_loop(entry.preprocessor, parsed, threads)
             if not request.closed:
                 self._dispatch(request, entry, api, parsed, prepared)

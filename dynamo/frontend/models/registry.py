@@ -108,6 +108,14 @@ class Models:
         """Tokens of prompt and answer together, of every model that is loaded."""
         return [entry.context_length for entry in self._entries.values() if entry.ready]
 
+    def takes_images(self) -> bool:
+        """Whether a loaded model reads images in chat messages."""
+        return any(
+            entry.has_preprocessor and entry.preprocessor.images is not None
+            for entry in self._entries.values()
+            if entry.ready
+        )
+
     def instances(self) -> list[EndpointRecord]:
         """Every live instance of every model, once: models may share an endpoint."""
         found = {
