@@ -40,7 +40,7 @@ class FrontendSettings:
         "--api-key-file",
         env="DYN_API_KEY_FILE",
         help="file with the digests of API keys ('dynamo key add NAME' makes one); without it, "
-        "nobody needs a key",
+        "requests need no key",
     )
     tls_cert_path: str | None = option(
         None,

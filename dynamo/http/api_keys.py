@@ -149,7 +149,7 @@ def parse_keys(text: str, source: str) -> dict[bytes, ApiKey]:
 
 
 def _read(path: str) -> str:
-    """The text of the key file, if it belongs to this user and to nobody else."""
+    """The text of the key file, if other users can neither read nor replace it."""
     try:
         with Path(path).open("rb") as file:
             found = os.fstat(file.fileno())
