@@ -186,19 +186,20 @@ def test_rotation_under_load(secured: Secured) -> None:
             found: Any = wrapped.getpeercert()
             return str(found["subject"][0][0][1])
 
+    def rotate(name: str) -> None:
+        secured.install(name)
+        secured.deployment.until(lambda: subject() == name, name)
+        new = new_key()
+        with Path(secured.keys).open("a") as file:
+            file.write(key_line(name, "user", new))
+        secured.deployment.until(lambda: secured.ask("GET", "/v1/models", key=new)[0] == 200)
+
     threads = [threading.Thread(target=load) for _ in range(3)]
     for thread in threads:
         thread.start()
     try:
         for name in ("second", "third"):
-            secured.install(name)
-            secured.deployment.until(lambda name=name: subject() == name, name)  # type: ignore[misc]
-            new = new_key()
-            with Path(secured.keys).open("a") as file:
-                file.write(key_line(name, "user", new))
-            secured.deployment.until(
-                lambda new=new: secured.ask("GET", "/v1/models", key=new)[0] == 200
-            )
+            rotate(name)
     finally:
         stop.set()
         for thread in threads:
