@@ -7,6 +7,7 @@ Routes for operators are checked by an :class:`OperatorGuard` in front of them.
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from dynamo.http.tls import ServerTls
 
 __all__ = ["Access", "OperatorGuard"]
 
+log = logging.getLogger(__name__)
 _FORWARDED = frozenset(("forwarded", "x-forwarded-for", "x-real-ip", "via"))
 _FOREIGN_PAGES = frozenset(("cross-site", "same-site"))
 _REMEDY = "send an operator's API key (--api-key-file), or call from this machine"
@@ -66,11 +68,16 @@ class OperatorGuard:
         self._has_keys = has_keys
         self._names = frozenset(("localhost", *map(plain_name, names))) - {"", "*"}
 
-    def problem(self, exchange: Exchange) -> str:
-        """Why the request is refused, with the remedy; "" if it is admitted."""
+    def check(self, exchange: Exchange) -> str:
+        """Return why the request is refused, with the remedy; "" if it is admitted.
+
+        Logs the name of the operator who changes something.
+        """
         if self._has_keys:
             key = exchange.api_key
             if key is not None and key.operator:
+                if exchange.method == "POST":
+                    log.info("POST %s by operator %s", exchange.path, key.name)
                 return ""
             which = "without a key" if key is None else f"the key '{key.name}' has the role user"
             return f"{exchange.path} is for operators; {which}: send an operator's key"
@@ -90,7 +97,7 @@ class OperatorGuard:
         """Return ``route`` behind this guard: a refusal is a 403."""
 
         def guarded(exchange: Exchange) -> None:
-            problem = self.problem(exchange)
+            problem = self.check(exchange)
             if problem:
                 exchange.refuse(403, problem)
             else:

@@ -74,6 +74,8 @@ class TlsConnection(asyncio.Transport, asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Let the transport close: a client that ends its output counts as disconnected."""
+        if not self._ended:
+            self._inner.eof_received()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -181,8 +183,9 @@ class TlsConnection(asyncio.Transport, asyncio.Protocol):
         try:
             while (self._incoming.pending or self._tls.pending()) and not self._paused:
                 data = self._tls.read(_RECORD_BYTES)
-                if not data:
-                    self.close()  # the client has ended its output
+                if not data:  # the client has ended its output
+                    self._inner.eof_received()
+                    self.close()
                     return
                 self._inner.data_received(data)
                 if self._ended:

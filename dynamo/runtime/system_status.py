@@ -101,7 +101,7 @@ class StatusServer:
             exchange.respond(404, b"Route not found", _TEXT)
         elif exchange.method != "POST":
             exchange.respond(405, b"Method not allowed", _TEXT, [("allow", "POST")])
-        elif refusal := self._guard.problem(exchange):
+        elif refusal := self._guard.check(exchange):
             exchange.respond(403, _problem(refusal))
         else:
             exchange.deadline = NEVER  # an engine may take minutes, for example to sleep or wake up

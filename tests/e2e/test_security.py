@@ -59,6 +59,7 @@ class Secured:
         self.front = self.deployment.frontend(
             *("--router-mode", "kv", "--api-key-file", self.keys),
             *("--tls-cert-path", self.cert, "--tls-key-path", self.key),
+            DYN_LOG="debug",
         )
         self.deployment.until(lambda: self.ask("GET", "/health")[0] == 200, "health")
 

@@ -282,33 +282,35 @@ def test_what_is_remembered_is_bounded(file: KeyFile) -> None:
 def exchange(peer: str | None = "127.0.0.1", key: Any = None, **headers: str) -> Any:
     given = {name.replace("_", "-"): value for name, value in headers.items()}
     seen = {"host": "localhost:8000", **given}
-    return SimpleNamespace(peer=peer, api_key=key, headers=seen, path="/op")
+    return SimpleNamespace(peer=peer, api_key=key, headers=seen, path="/op", method="POST")
 
 
 def test_operators_without_keys_call_from_this_machine() -> None:
     guard = OperatorGuard(False, ("0.0.0.0", "Box.lan", "*"))
     for host in ("localhost", "127.0.0.1:80", "[::1]:8000", "127.8.8.8", "box.LAN:1", "localhost."):
-        assert guard.problem(exchange(host=host)) == "", host
+        assert guard.check(exchange(host=host)) == "", host
     for peer in ("::1", "127.0.0.9", "::ffff:127.0.0.1"):
-        assert guard.problem(exchange(peer)) == ""
-    assert guard.problem(exchange(sec_fetch_site="none")) == ""
+        assert guard.check(exchange(peer)) == ""
+    assert guard.check(exchange(sec_fetch_site="none")) == ""
     for other in ("10.0.0.1", "::ffff:10.0.0.1", "2001:db8::1", None, ""):
-        assert "send an operator's API key" in guard.problem(exchange(other))
+        assert "send an operator's API key" in guard.check(exchange(other))
     for host in ("evil.example", "", "*", "192.168.1.2", "localhost.evil.example", "[::1", "a b"):
-        assert "is not served as host" in guard.problem(exchange(host=host)), host
+        assert "is not served as host" in guard.check(exchange(host=host)), host
     for headers in (
         {"origin": "http://localhost:8000"},
         {"origin": "null"},
         {"sec_fetch_site": "cross-site"},
     ):
-        assert "not for web pages" in guard.problem(exchange(**headers))
+        assert "not for web pages" in guard.check(exchange(**headers))
     for name in ("forwarded", "x_forwarded_for", "via", "x_real_ip"):
-        assert "proxy" in guard.problem(exchange(**{name: "x"}))
+        assert "proxy" in guard.check(exchange(**{name: "x"}))
 
 
-def test_with_keys_only_an_operators_key_counts() -> None:
+def test_with_keys_only_an_operators_key_counts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     guard = OperatorGuard(True)
     user, operator = (SimpleNamespace(name="n", operator=is_one) for is_one in (False, True))
-    assert guard.problem(exchange("10.0.0.1", operator, origin="x", host="any")) == ""
-    assert "the key 'n' has the role user" in guard.problem(exchange(key=user))
-    assert "without a key" in guard.problem(exchange())
+    assert guard.check(exchange("10.0.0.1", operator, origin="x", host="any")) == ""
+    assert "POST /op by operator n" in caplog.text
+    assert "the key 'n' has the role user" in guard.check(exchange(key=user))
+    assert "without a key" in guard.check(exchange())

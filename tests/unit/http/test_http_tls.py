@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import shutil
 import socket
 import ssl
@@ -272,6 +273,37 @@ async def test_damaged_records_end_the_request(site: Site) -> None:
     exchange.write(b"ignored")
     exchange.end()
     await shut(writer)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_random_clients(site: Site, seed: int) -> None:
+    """Bodies of any size in any pieces, answered byte for byte; cuts leave nothing behind."""
+    chance = random.Random(seed)
+
+    async def client() -> None:
+        reader, writer = await site.connect()
+        for _ in range(chance.randrange(1, 6)):
+            body = chance.randbytes(chance.choice((0, 1, 500, 16384, 70_000, 300_000)))
+            head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+            data = head + body
+            while data:
+                size = chance.choice((1, 7, 4096, 16385, len(data)))
+                writer.write(data[:size])
+                data = data[size:] if size > 1 or len(data) < 5000 else data[1:]
+                if chance.random() < 0.3:
+                    await asyncio.sleep(0)
+                if chance.random() < 0.01:
+                    writer.transport.abort()
+                    await shut(writer)
+                    return
+            assert await response(reader) == (200, body or b"empty")
+        await shut(writer)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        for _ in range(30):
+            group.create_task(client())
+    await site.until(lambda: site.server.connections == 0)
+    assert site.server.bodies_bytes == 0
 
 
 async def test_a_new_certificate_for_new_connections(
