@@ -312,6 +312,8 @@ async def test_a_new_certificate_for_new_connections(
     caplog.set_level(logging.INFO)
     reader, writer = await site.connect()
     assert name_of(writer) == "first"
+    writer.write(GET)  # within the time for a first head
+    assert await response(reader) == (200, b"empty")
     site.install("second")
     await site.until(lambda: "reloaded" in caplog.text)
     other_reader, other = await site.connect()
