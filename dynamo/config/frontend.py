@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo.config.option import option
+from dynamo.errors import ConfigError
 
 __all__ = ["FrontendSettings"]
 
@@ -33,6 +34,28 @@ class FrontendSettings:
         repeat=True,
         help="names in the Host header to serve besides localhost, --http-host and IP addresses, "
         "separated by spaces; * serves any. Default: none on a loopback address, any elsewhere",
+    )
+    api_key_file: str | None = option(
+        None,
+        "--api-key-file",
+        env="DYN_API_KEY_FILE",
+        help="file with the digests of API keys ('dynamo key add NAME' makes one); without it, "
+        "requests need no key",
+    )
+    tls_cert_path: str | None = option(
+        None,
+        "--tls-cert-path",
+        env="DYN_TLS_CERT_PATH",
+        help="PEM file of the server's certificate and its chain; serves https, not http",
+    )
+    tls_key_path: str | None = option(
+        None, "--tls-key-path", env="DYN_TLS_KEY_PATH", help="PEM file of the certificate's key"
+    )
+    tls_client_ca_cert_path: str | None = option(
+        None,
+        "--tls-client-ca-cert-path",
+        env="DYN_TLS_CLIENT_CA_CERT_PATH",
+        help="PEM file of the authority whose client certificates are needed; default: none is",
     )
     namespace_prefix: str | None = option(
         None,
@@ -140,3 +163,14 @@ class FrontendSettings:
         env="DYN_ENABLE_FORCE_INCLUDE_USAGE",
         help="send token counts at the end of every stream",
     )
+
+    def __post_init__(self) -> None:
+        """Check TLS. Raises ConfigError."""
+        if (self.tls_cert_path is None) != (self.tls_key_path is None):
+            missing = "--tls-cert-path" if self.tls_cert_path is None else "--tls-key-path"
+            raise ConfigError(f"{missing} is missing: TLS needs a certificate and its key")
+        if self.tls_client_ca_cert_path is not None and self.tls_cert_path is None:
+            raise ConfigError(
+                "--tls-client-ca-cert-path needs --tls-cert-path and --tls-key-path: clients send "
+                "certificates over TLS alone"
+            )

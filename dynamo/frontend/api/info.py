@@ -74,6 +74,8 @@ class InfoRoutes:
             paths = {f"dyn://{one.namespace}.{one.component}.{one.endpoint}" for one in instances}
             body = {"status": "healthy", "endpoints": sorted(paths)}
         body["instances"] = rows
+        # For `dynamo serve`, which has no API key and so may not read /v1/models.
+        body["models"] = [name for name, *_ in self._models.listed()]
         exchange.respond(200 if body["status"] == "healthy" else 503, orjson.dumps(body))
 
     def _metrics(self, exchange: Exchange) -> None:
