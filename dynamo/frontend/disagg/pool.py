@@ -216,6 +216,8 @@ class _Active:
         if self._live is not None and worker_id in self._live.picker.worker_pool.members:
             config = card.runtime_config if card is not None else RuntimeConfig()
             self._router.add_worker(worker_id, config)
+            if self._client is not None and self._client.is_inhibited(worker_id):
+                self._router.suspend(worker_id, True)
 
 
 def prefill_settings(settings: RouterSettings) -> RouterSettings:
