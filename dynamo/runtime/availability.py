@@ -73,9 +73,11 @@ class Availability:
         self, instance_id: int, source: OutageSource, reason: OutageReason, text: str
     ) -> None:
         """Take the instance out. An outage that ``answer`` reports ends by itself."""
-        if source == "answer":
-            self._arm(instance_id)
         found = self._outages.get(instance_id)
+        if source == "answer":
+            if found is not None and "connection" in found:
+                return  # the error of a stream on that connection: the same outage
+            self._arm(instance_id)
         if found is not None and source in found and found[source].reason == reason:
             return
         outage = Outage(reason, text, self._loop.time())

@@ -18,6 +18,7 @@ from dynamo.router.discovery.kv_router import make_router
 from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime import Client, DistributedRuntime
+from dynamo.runtime.availability import Outage
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["PrefillPool", "prefill_settings"]
@@ -70,6 +71,10 @@ class PrefillPool:
     def instances(self) -> list[EndpointRecord]:
         """The live instances of prefill workers."""
         return [] if self._active is None else self._active.instances()
+
+    def outages(self) -> dict[int, Outage]:
+        """Why each avoided prefill worker is avoided."""
+        return {} if self._active is None else self._active.outages()
 
     def disagreement(self, card: ModelCard) -> str:
         """Why ``card`` conflicts with the others: ``endpoint`` or ""."""
@@ -154,6 +159,10 @@ class _Active:
     def instances(self) -> list[EndpointRecord]:
         """The live instances of the endpoint."""
         return [] if self._client is None else self._client.records()
+
+    def outages(self) -> dict[int, Outage]:
+        """Why each avoided instance is avoided."""
+        return {} if self._client is None else self._client.outages()
 
     def admit(self, card: ModelCard) -> None:
         """Admit the worker of ``card``."""

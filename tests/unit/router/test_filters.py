@@ -144,5 +144,7 @@ def test_an_avoided_worker_is_the_last_resort(worker_pool: WorkerPool) -> None:
     assert owners(worker_pool, None) == [(2, 0), (2, 1), (3, 4), (3, 5)]
     worker_pool.avoid(3, False)
     assert owners(worker_pool, None) == [(3, 4), (3, 5)]
-    worker_pool.remove(2)
+    worker_pool.remove(2)  # the end of the outage is reported after the removal
+    worker_pool.avoid(2, False)
+    worker_pool.avoid(99, False)
     assert worker_pool.avoided == set()
