@@ -89,10 +89,14 @@ class Client:
     while its record says that it is unhealthy. :meth:`random` and :meth:`round_robin` avoid it
     while there are others, and so do routers that subscribe with :meth:`on_inhibited`. With all
     instances inhibited they are tried all the same. Spec 8.2.
+
+    ``has_fallback``: requests can be served without this endpoint, so a silent instance loses its
+    requests at once, also when it is the only one.
     """
 
     def __init__(self, runtime: RuntimeServices, path: str) -> None:
         self.path = path
+        self.has_fallback = False
         self._runtime = runtime
         self._requests = runtime.requests
         self._instances: dict[int, _Instance] = {}
@@ -339,14 +343,13 @@ class _IgnoringSink:
 class _Instance:
     """One live instance, and the last connection used for it; the owner of its streams."""
 
-    __slots__ = ("_availability", "_instances", "_on_peer", "address", "connection", "record")
+    __slots__ = ("_client", "_on_peer", "address", "connection", "record")
 
     def __init__(self, record: EndpointRecord, address: str, client: Client) -> None:
         self.record = record
         self.address = address
         self.connection: ClientConnection | None = None
-        self._availability = client.availability
-        self._instances = client._instances
+        self._client = client
         self._on_peer: OnPeer | None = None
 
     def follow(self, requests: RequestClient) -> None:
@@ -368,20 +371,22 @@ class _Instance:
             reason: OutageReason = (
                 "shutting_down" if isinstance(error, EngineShutdown) else "unreachable"
             )
-            self._availability.begin(instance_id, "answer", reason, error.message)
+            self._client.availability.begin(instance_id, "answer", reason, error.message)
 
     def may_move(self) -> bool:
-        """Return whether another instance is in routing."""
-        return len(self._instances) > len(self._availability)
+        """See :class:`StreamOwner`."""
+        client = self._client
+        return client.has_fallback or len(client._instances) > len(client.availability)
 
     def _is_live(self) -> bool:
-        return self._instances.get(self.record.instance_id) is self
+        return self._client._instances.get(self.record.instance_id) is self
 
     def _peer_changed(self, reason: OutageReason | None, text: str) -> None:
+        instance_id, availability = self.record.instance_id, self._client.availability
         if reason is None:
-            self._availability.end(self.record.instance_id, "connection")
+            availability.end(instance_id, "connection")
         else:
-            self._availability.begin(self.record.instance_id, "connection", reason, text)
+            availability.begin(instance_id, "connection", reason, text)
 
 
 def _address(record: EndpointRecord, key: str) -> str:

@@ -134,16 +134,16 @@ class Site:
     async def register(self, instance_id: int, transport: dict[str, str]) -> None:
         """Register an instance at ``transport``, which is not a worker of ours."""
         lease = await self.runtime.granted()
-        path = PATH.split(".")
+        namespace, component, endpoint = PATH.split(".")
         record = EndpointRecord(
-            namespace=path[0],
-            component=path[1],
-            endpoint=path[2],
+            namespace=namespace,
+            component=component,
+            endpoint=endpoint,
             instance_id=instance_id,
             lease_id=lease.id,
             transport=transport,
         )
-        key = INSTANCES + instance_key(*path, instance_id)
+        key = INSTANCES + instance_key(namespace, component, endpoint, instance_id)
         await self.runtime.discovery.put(key, msgspec.json.encode(record), lease.id)
         await self.until(lambda: instance_id in self.client.instance_ids())
 
