@@ -221,14 +221,6 @@ class ActiveRequest:
                 self._start()
             self.exchange.write(KEEP_ALIVE)
 
-    def backend_silent(self, error: DynamoError) -> None:
-        """Give up the streams of the silent engines with ``error``; fail without one."""
-        streams = [one.stream for one in self.engine_requests if one.stream is not None]
-        for stream in streams:
-            stream.give_up(error)
-        if not streams:
-            self.fail(error)
-
     def fail(self, error: DynamoError, by_worker: bool = False) -> None:
         """End the request with ``error``: as a status if nothing was sent, else in the stream."""
         if self.closed:

@@ -139,7 +139,7 @@ class ClientStream:
         self.finish()
 
     def give_up(self, error: DynamoError) -> None:
-        """:meth:`fail`, and drop the stream on the worker's side, too."""
+        """Drop the stream on both sides, and pass ``error`` to its sink."""
         self._send_control(KILL)
         self.fail(error)
 

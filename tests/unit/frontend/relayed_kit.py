@@ -11,7 +11,6 @@ from http_bench import Bench
 from test_request import Site
 from text_kit import card
 
-from dynamo.errors import DynamoError
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.relay import RelayRoutes
 from dynamo.frontend.models.inputs import paths_of
@@ -46,10 +45,6 @@ class RelayStream:
 
     def kill(self) -> None:
         self.calls.append("kill")
-
-    def give_up(self, error: DynamoError) -> None:
-        self.kill()
-        self.sink.on_error(error)
 
     def pause(self) -> None:
         self.calls.append("pause")
