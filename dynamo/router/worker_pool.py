@@ -63,7 +63,7 @@ class WorkerPool:
 
     ``candidates`` is the column of all slots, ``owners[slot]`` its (worker_id, dp_rank), ``width``
     the length that columns indexed by slot need. ``busy`` are the workers over their busy
-    thresholds, ``avoided`` those that just failed to answer: they are chosen only when no other
+    thresholds, ``avoided`` those that do not answer: they are chosen only when no other
     remains. ``all_eligible`` is ``candidates`` where every request without constraints may go to
     any of them, else None.
     """

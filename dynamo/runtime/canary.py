@@ -100,15 +100,20 @@ class Canary:
         return problem
 
     async def _report(self, problem: str) -> None:
+        """Report a change; one that discovery does not accept is reported with the next check."""
         if bool(problem) == bool(self.problem):
             return
-        self.problem = problem
         name = ".".join(self._endpoint.path)
         if problem:
             log.error("%s is unhealthy: %s", name, problem)
         else:
             log.info("%s is healthy again", name)
-        await self._endpoint.set_health(problem)
+        try:
+            await self._endpoint.set_health(problem)
+        except DynamoError as error:
+            log.warning("%s: its health cannot be reported: %s", name, error)
+        else:
+            self.problem = problem
 
 
 class FirstAnswer:

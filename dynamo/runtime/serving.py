@@ -136,7 +136,7 @@ class Serving:
     async def set_health(self, path: EndpointPath, problem: str) -> None:
         """Have clients avoid the instance because of ``problem``; "": no longer."""
         self._unhealthy[path] = problem
-        if path in self._published and self.lease is not None:
+        if path in self._published and self.lease is not None and not self._shutting_down:
             await self._put_record(path, self.lease)
 
     async def _put_record(self, path: EndpointPath, lease: Lease) -> None:

@@ -138,7 +138,7 @@ def test_an_avoided_worker_is_the_last_resort(worker_pool: WorkerPool) -> None:
     assert owners(worker_pool, None) == [(1, 0), (3, 4), (3, 5)]
     assert owners(worker_pool, Routing(backend_instance_id=2)) == [(2, 0), (2, 1)]
     assert owners(worker_pool, Routing(allowed_worker_ids=[2])) == [(2, 0), (2, 1)]
-    assert exclusion(worker_pool, None, worker_pool.members[2], 0) == "has just failed to answer"
+    assert exclusion(worker_pool, None, worker_pool.members[2], 0) == "does not answer"
     worker_pool.set_busy(1, True)
     worker_pool.avoid(3, True)
     assert owners(worker_pool, None) == [(2, 0), (2, 1), (3, 4), (3, 5)]

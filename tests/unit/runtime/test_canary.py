@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo.config.health import HealthCheckSettings
-from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
+from dynamo.errors import DynamoError, EngineFailure, InvalidArgument, WorkerUnavailable
 from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
 from dynamo.runtime.canary import Canary
@@ -31,6 +31,7 @@ class CheckedByTest:
         self.registered = True
         self.payloads: list[Any] = []
         self.killed = 0
+        self.refusals = 0
         self.problems: asyncio.Queue[str] = asyncio.Queue()
         self.checked = asyncio.Event()
 
@@ -47,6 +48,9 @@ class CheckedByTest:
         self.killed += 1
 
     async def set_health(self, problem: str) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise WorkerUnavailable("etcd is away")
         self.problems.put_nowait(problem)
 
     async def next_check(self) -> None:
@@ -110,6 +114,17 @@ async def test_a_failed_check_and_the_return(
     assert endpoint.killed >= 2 and endpoint.problems.empty()
     assert 'result="failed"' in registry.exposition("")[0].decode()
     assert f"ns.comp.gen is unhealthy: {problem}" in caplog.text
+
+
+async def test_a_report_that_discovery_refuses_is_repeated(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    endpoint = CheckedByTest()
+    endpoint.answer = lambda sink: None
+    endpoint.refusals = 2
+    async with checking(endpoint):
+        assert await endpoint.problem()
+    assert caplog.text.count("cannot be reported: etcd is away") == 2
 
 
 async def test_the_next_response_item_of_any_request_is_healthy() -> None:
