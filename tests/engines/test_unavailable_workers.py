@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from deployment import Deployment
 
-SHORT = {"DYN_REQUEST_PLANE_SILENCE_TIMEOUT": "0.4", "DYN_TCP_REQUEST_TIMEOUT": "2"}
+SHORT = {"DYN_REQUEST_PLANE_SILENCE_TIMEOUT": "1", "DYN_TCP_REQUEST_TIMEOUT": "4"}
 
 
 def complete(deployment: Deployment) -> int:
