@@ -36,6 +36,7 @@ __all__ = [
     "Unavailable",
     "UnknownEndpoint",
     "WorkerLeaving",
+    "WorkerSilent",
     "WorkerUnavailable",
     "from_code",
     "shorten",
@@ -165,6 +166,12 @@ class ConnectTimeout(ConnectionTimeout):
 
     code = "connect_timeout"
     unsent = True
+
+
+class WorkerSilent(ConnectionTimeout):
+    """The worker's process does not answer pings: it hangs, or the network drops its packets."""
+
+    code = "worker_silent"
 
 
 class Disconnected(WorkerUnavailable):

@@ -20,6 +20,7 @@ from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import MODEL_CARDS, EndpointRecord
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.availability import Outage
 from dynamo.runtime.discovery import KeyEvent, Watch
 from dynamo.runtime.tasks import Tasks
 
@@ -125,6 +126,14 @@ class Models:
             for one in (*entry.client.records(), *entry.prefill.instances())
         }
         return list(found.values())
+
+    def outages(self) -> dict[int, Outage]:
+        """Why each instance that is out of routing is out, by instance id."""
+        found: dict[int, Outage] = {}
+        for entry in self._entries.values():
+            if entry.ready:
+                found |= entry.client.outages() | entry.prefill.outages()
+        return found
 
     def count(self) -> None:
         """Update the counters that the tokenizers keep, before a scrape."""
