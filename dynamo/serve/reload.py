@@ -109,15 +109,17 @@ class GraphReload:
                 check_free(address)
 
     async def _apply(self, changes: GraphChanges) -> str:
-        for spec in changes.kept:
+        stopped = [spec for spec in changes.changed if self._is_stopped(spec)]
+        for spec in (*changes.kept, *stopped):
             self._keep(spec)
         try:
             waiting = [spec for spec in changes.added if not self._add(spec)]
             problem = await self._start([s.name for s in changes.added if s not in waiting])
-            changed = list(changes.changed)
+            changed = [spec for spec in changes.changed if spec not in stopped]
             while not problem and (following := self._next(changed)):
                 changed.remove(following)
-                problem = await self._replace(following)
+                watcher = self._watcher(following.name)
+                problem = await self._rolling.replace(watcher, following)
             if problem:
                 return problem
             await self._remove(changes.removed)
@@ -158,12 +160,10 @@ class GraphReload:
         ordered = sorted(changed, key=lambda spec: -spec.stop_stage)
         return next((s for s in ordered if self._rolling.fits(self._watcher(s.name), s)), None)
 
-    async def _replace(self, spec: WatcherSpec) -> str:
+    def _is_stopped(self, spec: WatcherSpec) -> bool:
+        """Whether an operator stopped the watcher: then it stays stopped."""
         watcher = self._watcher(spec.name)
-        if watcher.is_stopped() and not watcher.given_up:
-            self._keep(spec)  # stopped by `circusctl stop`: it stays so
-            return ""
-        return await self._rolling.replace(watcher, spec)
+        return bool(watcher.is_stopped()) and not watcher.given_up
 
     async def _remove(self, names: Sequence[str]) -> None:
         await self._arbiter.remove([self._watcher(name) for name in names])
@@ -173,7 +173,7 @@ class GraphReload:
         for spec in changed:
             await self._watcher(spec.name).end()
         for spec in changed:
-            if problem := await self._replace(spec):
+            if problem := await self._rolling.replace(self._watcher(spec.name), spec):
                 return problem
         for spec in waiting:
             if not self._add(spec):

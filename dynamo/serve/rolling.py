@@ -24,6 +24,7 @@ __all__ = ["LEASE", "MODEL", "UNKNOWN", "RollingRestart"]
 UNKNOWN, LEASE, MODEL = range(3)
 """What a process has registered in file discovery: nothing that is known, a lease, a model."""
 
+_SURVIVES_S = 1.0  # a process that registers nothing counts as serving after this time
 _FIXED_PORTS = ("DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT")
 
 
@@ -83,6 +84,8 @@ class RollingRestart:
         """Wait until a process of ``watcher`` serves; False if it is given up or stopped."""
         if level is None:
             level = self._level(watcher, self._factory.specs[watcher.name])
+        if level == UNKNOWN:  # a wrong command usually exits at once
+            await self._wait(_SURVIVES_S, watcher)
         while True:
             self._change.clear()
             if any(self._registered(pid) >= level for pid in watcher.processes):
@@ -91,6 +94,16 @@ class RollingRestart:
             if exited or watcher.given_up or watcher.is_stopped() or watcher.arbiter.stopping:
                 return False
             await self._change.wait()
+
+    async def _wait(self, seconds: float, watcher: SupervisedWatcher) -> None:
+        """Wait ``seconds``, or until a process of ``watcher`` exits."""
+        exits = [process.exited.wait() for process in watcher.processes.values()]
+        if not exits:
+            return
+        tasks = [asyncio.ensure_future(one) for one in exits]
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
 
     def fits(self, watcher: SupervisedWatcher, spec: WatcherSpec) -> bool:
         """Whether there are GPUs for ``spec`` once ``watcher`` has stopped."""
