@@ -10,16 +10,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dynamo.config import environ
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.arbiter import SupervisingArbiter
 from dynamo.serve.commands import error_reply
 from dynamo.serve.graph_changes import GraphChanges, allocator_beside, compare
 from dynamo.serve.output import Announcer
-from dynamo.serve.readiness import FrontendAddress, check_free, frontend_address
+from dynamo.serve.readiness import check_free
 from dynamo.serve.rolling import RollingRestart
 from dynamo.serve.supervised import SupervisedWatcher
-from dynamo.serve.watcher_factory import WatcherFactory
+from dynamo.serve.watcher_factory import WatcherFactory, address_of
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, with_gpus
 
 __all__ = ["GraphReload", "Replan"]
@@ -103,9 +102,10 @@ class GraphReload:
 
     def _check_ports(self, changes: GraphChanges) -> None:
         """Raise ConfigError if another program has the port of a frontend."""
-        ours = {_address(spec) for spec in self._factory.specs.values() if spec.is_frontend}
+        ours = {address_of(spec) for spec in self._factory.specs.values()}
         for spec in (*changes.changed, *changes.added):
-            if spec.is_frontend and (address := _address(spec)) not in ours:
+            address = address_of(spec)
+            if address is not None and address not in ours:
                 check_free(address)
 
     async def _apply(self, changes: GraphChanges) -> str:
@@ -129,8 +129,7 @@ class GraphReload:
 
     def _keep(self, spec: WatcherSpec) -> None:
         """Use the new graph for the next start of a watcher that is not touched now."""
-        self._watcher(spec.name).configure(self._factory.specs[spec.name], spec)
-        self._factory.specs[spec.name] = spec
+        self._factory.configure(self._watcher(spec.name), spec)
 
     def _add(self, spec: WatcherSpec) -> bool:
         """Add a watcher; False if its GPUs are not free yet."""
@@ -183,7 +182,3 @@ class GraphReload:
     def _watcher(self, name: str) -> SupervisedWatcher:
         found: SupervisedWatcher = self._arbiter.get_watcher(name.lower())
         return found
-
-
-def _address(spec: WatcherSpec) -> FrontendAddress:
-    return frontend_address(spec.options, {**environ(), **spec.env})

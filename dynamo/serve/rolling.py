@@ -121,10 +121,11 @@ class RollingRestart:
         self, watcher: SupervisedWatcher, spec: WatcherSpec, level: int
     ) -> WatcherSpec | None:
         """Return ``spec`` for processes beside the old ones; None if that is impossible."""
-        fixed = any(
-            watcher.env.get(name, "0").strip("-") not in ("", "0", "1") for name in _FIXED_PORTS
-        )
-        if level == UNKNOWN or spec.is_frontend or fixed or not watcher.get_active_processes():
+        ports = (watcher.env.get(name, "") for name in _FIXED_PORTS)
+        taken = any(port.isdigit() and int(port) for port in ports)
+        if level == UNKNOWN or taken or not watcher.get_active_processes():
+            return None
+        if spec.is_frontend and not watcher.listener.is_shared:
             return None
         return self._assigned(spec)
 
@@ -148,18 +149,17 @@ class RollingRestart:
         self, watcher: SupervisedWatcher, spec: WatcherSpec, level: int
     ) -> str:
         before = self._factory.specs[watcher.name]
-        watcher.configure(before, spec)
+        self._factory.configure(watcher, spec)
         watcher.rolling = True
         try:
             for old in watcher.get_active_processes():
                 new = watcher.start_beside()
                 if new is None or not await self._takes_over(new, level):
-                    watcher.configure(spec, before)
+                    self._factory.configure(watcher, before)
                     return await self._failed(watcher, new)
                 await watcher.kill_process(old)
         finally:
             watcher.rolling = False
-        self._factory.specs[watcher.name] = spec
         return ""
 
     async def _takes_over(self, process: SupervisedProcess, level: int) -> bool:
@@ -207,8 +207,7 @@ class RollingRestart:
     async def _starts(
         self, watcher: SupervisedWatcher, spec: WatcherSpec, level: int, on_trial: bool = False
     ) -> bool:
-        watcher.configure(self._factory.specs[watcher.name], spec)
-        self._factory.specs[watcher.name] = spec
+        self._factory.configure(watcher, spec)
         watcher.rolling = on_trial
         try:
             await watcher._start()

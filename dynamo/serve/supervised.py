@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from circus.exc import MessageError
 from circus.watcher import Watcher
 
+from dynamo.serve.listener import FrontendListener
 from dynamo.serve.restarts import RestartPolicy, Restarts
 from dynamo.serve.supervised_process import SupervisedProcess, command_words, quote_program
 from dynamo.serve.watchers import WatcherSpec
@@ -82,6 +83,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         on_line: Callable[[bytes], None],
         stop_stage: int = 1,
         single_because: str | None = None,
+        listener: FrontendListener | None = None,
         **options: Any,
     ) -> None:
         super().__init__(name, cmd, **options)
@@ -93,6 +95,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._check_number(self.numprocesses)
         self.given_up: str | None = None
         self.rolling = False
+        self.listener = listener or FrontendListener(None)
         self._restarts = Restarts(policy)
         self._not_before_s = 0.0
 
@@ -105,6 +108,10 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._restarts.forget()
         self._not_before_s = 0.0
         await super()._start()
+
+    async def _stop(self, close_output_streams: bool = False) -> None:
+        self.listener.close()  # first, so that no client waits for a process that does not come
+        await super()._stop(close_output_streams)
 
     async def _restart(self) -> None:
         await self.arbiter.roll([self], False)

@@ -38,11 +38,13 @@ class SupervisedProcess(Process):  # type: ignore[misc]
         self.started = time.time()
         self.exited = asyncio.Event()
         self.output = OutputPipe(self.watcher.on_line)
+        env, fds = self.watcher.listener.inherited(self.env)
         try:
             self._popen = subprocess.Popen(
                 self.format_args(),
                 cwd=self.working_dir,
-                env=self.env,
+                env=env,
+                pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 stdout=self.output.write_fd,
                 stderr=self.output.write_fd,  # the same pipe keeps both in order

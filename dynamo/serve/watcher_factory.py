@@ -9,13 +9,16 @@ from typing import Any
 
 from dynamo.config import environ
 from dynamo.config.serve import ServeSettings
+from dynamo.errors import ConfigError
+from dynamo.serve.listener import FrontendListener
 from dynamo.serve.output import Announcer, LogFile, ServiceOutput
+from dynamo.serve.readiness import FrontendAddress, frontend_address
 from dynamo.serve.restarts import RestartPolicy
 from dynamo.serve.supervised import SupervisedWatcher
 from dynamo.serve.supervised_process import quote_program
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, plan_added
 
-__all__ = ["WatcherFactory"]
+__all__ = ["WatcherFactory", "address_of"]
 
 _ONE_FRONTEND = (
     "{} listens on an HTTP port, which a second process cannot share. Add a service with another "
@@ -66,6 +69,12 @@ class WatcherFactory:
         options = {"working_dir": spec.working_dir, **options}
         return self._make(spec, cmd, {"args": list(args or ()), **options})
 
+    def configure(self, watcher: SupervisedWatcher, spec: WatcherSpec) -> None:
+        """Use ``spec`` for the next start of ``watcher``."""
+        watcher.configure(self.specs[watcher.name], spec)
+        watcher.listener.address = address_of(spec)
+        self.specs[watcher.name] = spec
+
     def close(self) -> None:
         """Close the log files."""
         for output in self._outputs.values():
@@ -90,5 +99,16 @@ class WatcherFactory:
             on_line=self._outputs[name],
             stop_stage=spec.stop_stage,
             single_because=_ONE_FRONTEND.format(name) if spec.is_frontend else None,
+            listener=FrontendListener(address_of(spec)),
             **own,
         )
+
+
+def address_of(spec: WatcherSpec) -> FrontendAddress | None:
+    """Return the address of a frontend; None for another program, or without a fixed port."""
+    if not spec.is_frontend:
+        return None
+    try:
+        return frontend_address(spec.options, {**environ(), **spec.env})
+    except ConfigError:
+        return None

@@ -13,8 +13,7 @@ class Load:
     """``clients`` threads that send completions one after another until it is closed.
 
     Every other one streams. ``failures`` has a text for each request that was not answered with
-    exactly ``tokens`` tokens; ``restarts`` counts connections that the server closed between two
-    requests.
+    exactly ``tokens`` tokens.
     """
 
     def __init__(self, port: int, clients: int = 6, tokens: int = 40) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from itertools import chain
@@ -64,6 +65,40 @@ def test_restart_of_every_worker_under_load(serving: Serving, workers: int, verb
         some_requests(serving, load)
     assert serving.stop() == 0
     assert "killing" not in serving.text()
+    serving.assert_clean()
+
+
+def test_restart_of_everything_under_load(serving: Serving) -> None:
+    """The frontend, too: clients keep their connections or open new ones, none is refused."""
+    port = start(serving)
+    old = [serving.pids(name)[0] for name in ("Frontend", "Worker", "Worker_1")]
+    with under_load(port) as load:
+        some_requests(serving, load)
+        assert serving.circusctl("restart", "--waiting") == "ok"
+        assert not any(psutil.pid_exists(pid) for pid in old)
+        some_requests(serving, load)
+    assert serving.stop() == 0
+    assert "killing" not in serving.text()
+    serving.assert_clean()
+
+
+def test_a_changed_frontend_keeps_its_port(serving: Serving) -> None:
+    port = start(serving)
+    (old,) = serving.pids("Frontend")
+    with under_load(port) as load:
+        some_requests(serving, load)
+        done = reload(serving, "--namespace", serving.namespace, "--Frontend.router-mode=random")
+        assert done.returncode == 0, [done, serving.text()]
+        assert not psutil.pid_exists(old)
+        some_requests(serving, load)
+    other = free_port()
+    done = reload(serving, "--namespace", serving.namespace, f"--Frontend.http-port={other}")
+    assert done.returncode == 0, [done, serving.text()]
+    with under_load(other) as load:
+        some_requests(serving, load)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+    assert serving.stop() == 0
     serving.assert_clean()
 
 

@@ -92,7 +92,7 @@ class OpenAIRoutes:
         registry, size_bytes = self._registry, len(exchange.body)
         model = "unknown"
         try:
-            if registry.draining:
+            if registry.refuses:
                 registry.check()
             if size_bytes > INLINE_BODY_BYTES:
                 self._tasks.spawn(self._serve_large(api, exchange), name="large body")

@@ -551,7 +551,7 @@ async def test_before_any_model(site: Site) -> None:
     site.chat()
     assert site.answer == NOT_READY
     site = Site()
-    site.active.draining = True
+    site.active.refuses = True
     site.post(b"not even parsed")
     assert site.status == 503 and site.ended("unavailable", model="unknown_model") == 1
 
