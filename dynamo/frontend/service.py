@@ -160,8 +160,8 @@ class Frontend:
     async def run_until_stopped(self) -> None:
         """Serve, then drain: 503 for /health and new requests; running requests may finish.
 
-        New connections are accepted meanwhile, unless the socket was inherited: then they wait for
-        the next frontend, and clients that are connected get one more response.
+        New connections are accepted until the end, unless the socket was inherited: then they wait
+        for the next frontend, and clients that are connected get one more response.
         """
         await self._stop.wait()
         self._server.drain()

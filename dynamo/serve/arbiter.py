@@ -9,17 +9,15 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from circus.arbiter import Arbiter
 from circus.exc import MessageError
-from circus.util import synchronized
 from tornado.ioloop import IOLoop
 
 from dynamo.runtime.paths import owner_only
 from dynamo.runtime.tasks import Tasks
-from dynamo.serve.commands import error_reply
+from dynamo.serve.commands import GraphEvents, RollingArbiter
 from dynamo.serve.output import Announcer
 from dynamo.serve.processes import children, environment
 from dynamo.serve.supervised import SupervisedWatcher
@@ -32,7 +30,7 @@ _WATCHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 log = logging.getLogger(__name__)
 
 
-class WatcherEvents(Protocol):
+class WatcherEvents(GraphEvents, Protocol):
     """Receives events of watchers and their processes. All calls come on the event loop."""
 
     def changed(self) -> None:
@@ -53,18 +51,14 @@ class WatcherEvents(Protocol):
     def quit_requested(self) -> None:
         """``circusctl quit`` was received."""
 
-    async def restart(self, watchers: Sequence[SupervisedWatcher], stop_first: bool) -> str:
-        """Replace the processes of ``watchers``; return "" or what failed."""
-
-    async def reload(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Apply a changed graph; return the reply."""
-
     def stopping(self, stage: int) -> None:
         """The deployment stops; the watchers of ``stage`` are next."""
 
 
-class SupervisingArbiter(Arbiter):  # type: ignore[misc]
+class SupervisingArbiter(RollingArbiter):
     """The arbiter of one deployment, on the running asyncio loop. It handles no signals."""
+
+    _events: WatcherEvents
 
     def __init__(  # noqa: PLR0913 - four by name
         self,
@@ -179,43 +173,6 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         removed = super().rm_watcher(name, nostop)
         self._events.changed()
         return removed
-
-    @synchronized("arbiter_restart")  # type: ignore[untyped-decorator]
-    def restart(self, inside_circusd: bool = False, watcher_iter_func: Any = None) -> Any:
-        """Handle ``circusctl restart``: replace the processes of the chosen watchers, or of all.
-
-        Without a name, circus would end the arbiter and expect circusd to start a new one.
-        """
-        chosen = (watcher_iter_func or self.iter_watchers)()
-        return self._tasks.spawn(self.roll(chosen, False), name="restart")
-
-    @synchronized("arbiter_reload")  # type: ignore[untyped-decorator]
-    def reload(self, graceful: bool = True, sequential: bool = False) -> Any:
-        """Handle ``circusctl reload`` without a name."""
-        return self._tasks.spawn(self._reload_all(graceful, sequential), name="reload")
-
-    async def _reload_all(self, graceful: bool, sequential: bool) -> dict[str, str] | None:
-        if graceful:
-            return await self.roll(self.iter_watchers(), sequential)
-        await self._stop_watchers()
-        await self._start_watchers()
-        return None
-
-    async def roll(
-        self, watchers: Sequence[SupervisedWatcher], stop_first: bool
-    ) -> dict[str, str] | None:
-        """Replace the processes of ``watchers``; return the reply to a client that waits."""
-        problem = await self._events.restart(watchers, stop_first)
-        return error_reply(problem) if problem else None
-
-    def reload_from_config(self, config_file: object = None, inside_circusd: bool = False) -> Any:
-        """Handle ``circusctl reloadconfig``: read the graph again."""
-        return self.reload_graph({})
-
-    @synchronized("arbiter_reload_graph")  # type: ignore[untyped-decorator]
-    def reload_graph(self, request: Mapping[str, Any]) -> Any:
-        """Handle ``dynamo reload``: apply the graph that ``request`` names."""
-        return self._tasks.spawn(self._events.reload(request), name="reload the graph")
 
     async def _stop_watchers(
         self, close_output_streams: bool = False, watcher_iter_func: Any = None

@@ -8,6 +8,7 @@ next watcher is not touched before the new process serves.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
@@ -85,7 +86,7 @@ class RollingRestart:
         if level is None:
             level = self._level(watcher, self._factory.specs[watcher.name])
         if level == UNKNOWN:  # a wrong command usually exits at once
-            await self._wait(_SURVIVES_S, watcher)
+            await self._survives(watcher)
         while True:
             self._change.clear()
             if any(self._registered(pid) >= level for pid in watcher.processes):
@@ -95,15 +96,14 @@ class RollingRestart:
                 return False
             await self._change.wait()
 
-    async def _wait(self, seconds: float, watcher: SupervisedWatcher) -> None:
-        """Wait ``seconds``, or until a process of ``watcher`` exits."""
-        exits = [process.exited.wait() for process in watcher.processes.values()]
-        if not exits:
-            return
-        tasks = [asyncio.ensure_future(one) for one in exits]
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
+    async def _survives(self, watcher: SupervisedWatcher) -> None:
+        """Wait a moment, or until a process of ``watcher`` exits."""
+        processes = list(watcher.processes.values())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SURVIVES_S):
+                while all(process.is_alive() for process in processes):
+                    self._change.clear()
+                    await self._change.wait()
 
     def fits(self, watcher: SupervisedWatcher, spec: WatcherSpec) -> bool:
         """Whether there are GPUs for ``spec`` once ``watcher`` has stopped."""
