@@ -50,6 +50,7 @@ class HttpServer:
         self._on_refused = on_refused
         self._connections: set[HttpConnection] = set()
         self._server: asyncio.Server | None = None
+        self._inherited: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._all_gone: asyncio.Event | None = None
 
@@ -81,9 +82,10 @@ class HttpServer:
                 lambda: HttpConnection(self), host, port, backlog=backlog, start_serving=False
             )
         else:
+            self._inherited = socket.socket(fileno=listen_fd)
             self._server = await loop.create_server(
                 lambda: HttpConnection(self),
-                sock=socket.socket(fileno=listen_fd),
+                sock=self._inherited,
                 backlog=backlog,
                 start_serving=False,
             )
@@ -97,6 +99,8 @@ class HttpServer:
         """Accept connections at the bound address. Raises OSError."""
         assert self._server is not None, "bind() comes first"
         self._sweep()
+        if self._inherited is not None:
+            self._inherited.listen(self.limits.backlog)  # uvloop ignores that this fails
         await self._server.start_serving()
 
     async def start(self, host: str, port: int) -> tuple[str, int]:

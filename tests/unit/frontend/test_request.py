@@ -121,6 +121,12 @@ class Site:
             raise self.found("Model not found")
         return self.entry
 
+    async def find_loaded(self, name: str, model_type: str) -> Any:
+        return self.find(name, model_type)
+
+    def is_loading(self, name: str) -> bool:
+        return False
+
     def pick(
         self, request_id: str | None, tokens: Any, *, routing: Any, override: Any = None
     ) -> Decision:
