@@ -100,6 +100,13 @@ class FrontendSettings:
         exclusive_minimum=True,
         help="seconds an idle connection is kept",
     )
+    http_listen_fd: int | None = option(
+        None,
+        env="DYN_HTTP_LISTEN_FD",
+        minimum=3,
+        help="inherited socket to listen on instead of --http-host and --http-port; dynamo serve "
+        "sets it, so that connections wait while a frontend is restarted",
+    )
     listen_backlog: int = option(
         2048, env="DYN_HTTP_LISTEN_BACKLOG", minimum=1, help="connections waiting to be accepted"
     )

@@ -195,7 +195,9 @@ class HttpConnection(asyncio.Protocol):
             self.flush()
             self._linger()
             return
-        if self.closing or not exchange.keep_alive:
+        # While draining, a response that was begun before does not announce the end: its connection
+        # stays, so that a request that is already on its way gets a response.
+        if not exchange.keep_alive:
             self._close()
             return
         if not self.above_high_water:

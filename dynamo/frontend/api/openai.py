@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from dynamo.errors import DynamoError
+from dynamo.errors import DynamoError, NoInstances
 from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
 from dynamo.frontend.answer.parsed import ParsedChatStream
 from dynamo.frontend.api.headers import ROUTING_HEADERS, request_id, routed
@@ -95,7 +95,7 @@ class OpenAIRoutes:
         registry, size_bytes = self._registry, len(exchange.body)
         model = "unknown"
         try:
-            if registry.draining:
+            if registry.refuses:
                 registry.check()
             if size_bytes > INLINE_BODY_BYTES:
                 self._tasks.spawn(self._serve_large(api, exchange), name="large body")
@@ -104,6 +104,9 @@ class OpenAIRoutes:
             model = parsed.model
             entry = self._models.find(model, api.model_type)
         except DynamoError as error:
+            if isinstance(error, NoInstances) and self._models.is_loading(model):
+                self._tasks.spawn(self._serve_large(api, exchange), name="wait for the model")
+                return
             self._refuse(exchange, api, error, model)
             return
         if self._ignores_nvext:
@@ -125,7 +128,7 @@ class OpenAIRoutes:
             request.crashed(error)
 
     async def _serve_large(self, api: _Api, exchange: Exchange) -> None:
-        """As :meth:`_serve`, with all work on the body in a thread."""
+        """As :meth:`_serve`, with all work on the body in a thread; wait for a loading model."""
         registry = self._registry
         threads = registry.off_loop
         model = "unknown"
@@ -138,7 +141,9 @@ class OpenAIRoutes:
                 if exchange.gone:
                     return
                 model = parsed.model
-                entry = self._models.find(model, api.model_type)
+                entry = await self._models.find_loaded(model, api.model_type)
+                if exchange.gone:
+                    return
                 if self._ignores_nvext:
                     parsed.nvext = None
                 info = RequestInfo(api.endpoint, *request_id(exchange.headers))

@@ -8,6 +8,7 @@ stays loaded, so that it is ready as soon as a worker returns, and requests in b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 
@@ -26,6 +27,7 @@ from dynamo.runtime.tasks import Tasks
 
 __all__ = ["Models"]
 
+_LOAD_S = 30.0
 log = logging.getLogger(__name__)
 
 
@@ -88,6 +90,23 @@ class Models:
         if not entry.served:
             raise NoInstances
         return entry
+
+    async def find_loaded(self, name: str, model_type: str) -> ModelEntry:
+        """As :meth:`find`, but wait for a model that is loading, at most 30 s."""
+        try:
+            return self.find(name, model_type)
+        except NoInstances:
+            if not self.is_loading(name):
+                raise
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOAD_S):
+                await self.loaded()
+        return self.find(name, model_type)
+
+    def is_loading(self, name: str) -> bool:
+        """Whether the model has workers and will be served in a moment."""
+        entry = self._names.get(name)
+        return entry is not None and entry.loading and bool(entry.workers)
 
     def named(self, name: str) -> ModelEntry | None:
         """The model called ``name``, served now or not."""

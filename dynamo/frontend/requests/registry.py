@@ -24,8 +24,8 @@ class RequestRegistry:
     """Create it on the running loop; :meth:`close` stops its timers.
 
     ``admitted`` counts the requests in progress, those whose large body is still being parsed
-    included. The limit on connections bounds it: a connection has one request at a time. New
-    requests are refused while ``draining``.
+    included. The limit on connections bounds it: a connection has one request at a time. While
+    ``draining``, /health says so; new requests are refused once ``refuses`` is set.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class RequestRegistry:
         self.off_loop = OffLoop()
         self.write_batch = write_batch or WriteBatch()
         self.draining = False
+        self.refuses = False
         self.admitted = 0
         self._active: set[ActiveRequest] = set()
         self._engine_ids: set[str] = set()
@@ -66,8 +67,8 @@ class RequestRegistry:
     # -- admission
 
     def check(self) -> None:
-        """Raise Unavailable while draining. It is free, so it precedes the parsing of the body."""
-        if self.draining:
+        """Raise Unavailable once requests are refused. It is free, so it precedes the parsing."""
+        if self.refuses:
             raise Unavailable("Service is shutting down, please retry elsewhere")
 
     def enter(self) -> None:
@@ -82,16 +83,19 @@ class RequestRegistry:
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the admitted ones; False if some outlast the timeout."""
-        self.draining = True
-        self._drained = asyncio.Event()
-        if not self.admitted:
-            return True
+        self.draining = self.refuses = True
         try:
             async with asyncio.timeout(timeout_s):
-                await self._drained.wait()
+                await self.idle()
         except TimeoutError:
-            return False
+            return not self.admitted
         return True
+
+    async def idle(self) -> None:
+        """Wait until no request is admitted."""
+        while self.admitted:
+            self._drained = asyncio.Event()
+            await self._drained.wait()
 
     def refuse(self, exchange: Exchange, endpoint: str, error: DynamoError, model: str) -> None:
         """Respond with ``error`` to a request that has not reached its model; count it."""

@@ -121,6 +121,12 @@ class Site:
             raise self.found("Model not found")
         return self.entry
 
+    async def find_loaded(self, name: str, model_type: str) -> Any:
+        return self.find(name, model_type)
+
+    def is_loading(self, name: str) -> bool:
+        return False
+
     def pick(
         self, request_id: str | None, tokens: Any, *, routing: Any, override: Any = None
     ) -> Decision:
@@ -551,7 +557,7 @@ async def test_before_any_model(site: Site) -> None:
     site.chat()
     assert site.answer == NOT_READY
     site = Site()
-    site.active.draining = True
+    site.active.refuses = True
     site.post(b"not even parsed")
     assert site.status == 503 and site.ended("unavailable", model="unknown_model") == 1
 
