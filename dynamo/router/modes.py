@@ -100,8 +100,12 @@ class InflightPicker:
     def free(self, request_id: str, output_tokens: int = 0) -> None:
         """Count the request as ended."""
         slot = self._slot_of.pop(request_id, None)
-        if slot is not None:
-            self._inflight[slot] -= 1
+        if slot is None:
+            return
+        self._inflight[slot] -= 1
+        pool = self.worker_pool
+        if self.eligibility.follows_load and slot < pool.width:  # else the worker was removed
+            self.eligibility.load_changed(pool.owners[slot][0])
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
         """Add a worker, or replace its configuration."""

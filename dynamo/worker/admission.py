@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from dynamo.errors import Overloaded
+from dynamo.errors import WorkerAtCapacity
 from dynamo.observability.metrics import Registry, counter, gauge, histogram
 from dynamo.runtime.endpoint_metrics import POOL_ACTIVE, POOL_CAPACITY
 
@@ -54,7 +54,7 @@ class AdmissionQueue:
         return len(self._queue)
 
     def submit(self, start: Callable[[], None]) -> None:
-        """Call ``start`` now or when a running request ends. Raises Overloaded: the queue is full.
+        """Call ``start`` now or when a running request ends. Raises WorkerAtCapacity.
 
         Call :meth:`release` once for each started request, :meth:`withdraw` for one that is queued
         and no longer wanted.
@@ -68,7 +68,7 @@ class AdmissionQueue:
         else:
             self._rejections.value += 1
             self._enqueue_rejections.value += 1
-            raise Overloaded("Server overloaded: worker at capacity")
+            raise WorkerAtCapacity("Server overloaded: worker at capacity")
 
     def release(self) -> None:
         """End a started request; start the head of the queue."""

@@ -15,7 +15,7 @@ from dynamo.errors import (
     DynamoError,
     EngineFailure,
     InvalidArgument,
-    Overloaded,
+    WorkerAtCapacity,
 )
 from dynamo.runtime.context import CancelKind, Context
 from dynamo.runtime.requests.connection import FramedConnection
@@ -306,7 +306,8 @@ class ClientConnection(FramedConnection):
         else:  # below the high-water mark the sum over all buffers is not worth computing
             unsent = self.unsent_bytes() + size_bytes if self.above_high_water else 0
         if unsent > settings.hard_cap_bytes:
-            return Overloaded(f"{unsent} unsent bytes are queued for the worker at {self.address}")
+            text = f"{unsent} unsent bytes are queued for the worker at {self.address}"
+            return WorkerAtCapacity(text)
         return None
 
     def _watch(self) -> None:

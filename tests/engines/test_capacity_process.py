@@ -1,0 +1,132 @@
+"""Workers at capacity, with real processes: another one is asked, then the client hears 503."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from typing import Any
+
+import pytest
+from deployment import Deployment, free_port
+from prometheus_client.parser import text_string_to_metric_families
+
+CHAT = "/v1/chat/completions"
+LIMITS = {"DYN_ENGINE_REQUEST_LIMIT": "1", "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "2"}
+CAPACITY = 3  # of a worker: N + Q
+
+
+def chat(max_tokens: int, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "hello"}]
+    return {"model": "tiny", "messages": messages, "max_tokens": max_tokens, **more}
+
+
+class Worker:
+    """One mocker process with a metrics page."""
+
+    def __init__(self, deployment: Deployment, **env: str) -> None:
+        self._deployment = deployment
+        self.port = free_port()
+        deployment.mocker("--block-size", "16", DYN_SYSTEM_PORT=str(self.port), **LIMITS, **env)
+
+    def sample(self, name: str, **labels: str) -> float:
+        page = self._deployment.request("GET", "/metrics", port=self.port)[2].decode()
+        return sum(
+            one.value
+            for family in text_string_to_metric_families(page)
+            for one in family.samples
+            if one.name == name and labels.items() <= one.labels.items()
+        )
+
+
+class Streams:
+    """Long answers in progress."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._port = deployment.port
+        self._open: list[http.client.HTTPConnection] = []
+
+    def add(self, count: int, **headers: str) -> None:
+        """Start ``count`` more; those that are queued have no response yet."""
+        for _ in range(count):
+            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+            body = json.dumps(chat(8000, stream=True)).encode()
+            connection.request("POST", CHAT, body, {"content-type": "application/json", **headers})
+            self._open.append(connection)
+
+    def close(self) -> None:
+        for connection in self._open:
+            connection.close()
+        self._open.clear()
+
+
+def full(worker: Worker) -> bool:
+    """Whether N requests run and Q wait; the gauge leaves out the head of the queue."""
+    return (worker.sample("dynamo_engine_request"), worker.sample("dynamo_request_queue")) == (1, 1)
+
+
+@pytest.mark.parametrize("mode", ["round-robin", "kv"])
+def test_another_worker_answers_then_503(deployment: Deployment, mode: str) -> None:
+    workers = [Worker(deployment), Worker(deployment)]
+    deployment.frontend("--router-mode", mode)
+    deployment.wait_for_workers(2)
+    ids = [one["instance_id"] for one in instances(deployment)]
+    streams = Streams(deployment)
+    streams.add(CAPACITY, **{"x-worker-instance-id": str(ids[0])})
+    deployment.until(lambda: sum(map(full, workers)) == 1, "one worker is full")
+    taken, idle = workers if full(workers[0]) else reversed(workers)
+
+    # The other one takes what the full one rejects; no client notices.
+    for _ in range(6):
+        assert deployment.request("POST", CHAT, chat(1))[0] == 200
+    rejected = taken.sample("dynamo_rejection_request_total")
+    if mode == "round-robin":
+        assert rejected >= 1
+    assert idle.sample("dynamo_rejection_request_total") == 0
+    assert deployment.sample("dynamo_frontend_model_rejection_total") == 0
+
+    streams.add(CAPACITY, **{"x-worker-instance-id": str(ids[1])})
+    deployment.until(lambda: all(map(full, workers)), "both are full")
+    before = sum(one.sample("dynamo_rejection_request_total") for one in workers)
+    status, headers, body = deployment.request("POST", CHAT, chat(1))
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert json.loads(body) == {
+        "message": "Service temporarily unavailable: All workers are busy, please retry later",
+        "type": "service_unavailable",
+        "code": 503,
+    }
+    after = sum(one.sample("dynamo_rejection_request_total") for one in workers)
+    assert 1 <= after - before <= 2  # each worker at most once
+    labels = {"model": "tiny", "endpoint": "chat_completions"}
+    assert deployment.sample("dynamo_frontend_model_rejection_total", **labels) == 1
+
+    streams.close()
+    deployment.until(
+        lambda: not any(one.sample("dynamo_engine_request") for one in workers), "the engines idle"
+    )
+    deployment.until(lambda: deployment.request("POST", CHAT, chat(1))[0] == 200, "room again")
+    assert deployment.sample("dynamo_frontend_inflight_requests") == 0
+
+
+def test_a_full_worker_costs_no_hop_until_it_may_have_room(deployment: Deployment) -> None:
+    """A burst of requests for one full worker: most are rejected without asking it."""
+    worker = Worker(deployment)
+    deployment.frontend("--router-mode", "round-robin")
+    deployment.wait_for_workers()
+    streams = Streams(deployment)
+    streams.add(CAPACITY)
+    deployment.until(lambda: full(worker), "the worker is full")
+    begun = time.monotonic()
+    statuses = {deployment.request("POST", CHAT, chat(1))[0] for _ in range(50)}
+    spent_s = time.monotonic() - begun
+    assert statuses == {503}
+    assert deployment.sample("dynamo_frontend_model_rejection_total") == 50
+    # The worker is asked once, and again at most once a second.
+    assert worker.sample("dynamo_rejection_request_total") <= 2 + spent_s
+    streams.close()
+    deployment.until(lambda: deployment.request("POST", CHAT, chat(1))[0] == 200, "room again")
+
+
+def instances(deployment: Deployment) -> list[dict[str, Any]]:
+    found = json.loads(deployment.request("GET", "/health")[2])["instances"]
+    return [one for one in found if one["endpoint"] == "generate"]
