@@ -2,77 +2,30 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
 from typing import Any
 
 import pytest
-from deployment import Deployment, free_port
-from prometheus_client.parser import text_string_to_metric_families
+from deployment import Deployment
+from load_kit import CHAT, MockerPage, OpenRequest, chat
 
-CHAT = "/v1/chat/completions"
 LIMITS = {"DYN_ENGINE_REQUEST_LIMIT": "1", "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "2"}
 CAPACITY = 3  # of a worker: N + Q
 
 
-def chat(max_tokens: int, **more: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": "hello"}]
-    return {"model": "tiny", "messages": messages, "max_tokens": max_tokens, **more}
-
-
-class Worker:
-    """One mocker process with a metrics page."""
-
-    def __init__(self, deployment: Deployment, **env: str) -> None:
-        self._deployment = deployment
-        self.port = free_port()
-        deployment.mocker("--block-size", "16", DYN_SYSTEM_PORT=str(self.port), **LIMITS, **env)
-
-    def sample(self, name: str, **labels: str) -> float:
-        page = self._deployment.request("GET", "/metrics", port=self.port)[2].decode()
-        return sum(
-            one.value
-            for family in text_string_to_metric_families(page)
-            for one in family.samples
-            if one.name == name and labels.items() <= one.labels.items()
-        )
-
-
-class Streams:
-    """Long answers in progress."""
-
-    def __init__(self, deployment: Deployment) -> None:
-        self._port = deployment.port
-        self._open: list[http.client.HTTPConnection] = []
-
-    def add(self, count: int, **headers: str) -> None:
-        """Start ``count`` more; those that are queued have no response yet."""
-        for _ in range(count):
-            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
-            body = json.dumps(chat(8000, stream=True)).encode()
-            connection.request("POST", CHAT, body, {"content-type": "application/json", **headers})
-            self._open.append(connection)
-
-    def close(self) -> None:
-        for connection in self._open:
-            connection.close()
-        self._open.clear()
-
-
-def full(worker: Worker) -> bool:
+def full(worker: MockerPage) -> bool:
     """Whether N requests run and Q wait; the gauge leaves out the head of the queue."""
     return (worker.sample("dynamo_engine_request"), worker.sample("dynamo_request_queue")) == (1, 1)
 
 
 @pytest.mark.parametrize("mode", ["round-robin", "kv"])
 def test_another_worker_answers_then_503(deployment: Deployment, mode: str) -> None:
-    workers = [Worker(deployment), Worker(deployment)]
+    workers = [MockerPage(deployment, **LIMITS) for _ in range(2)]
     deployment.frontend("--router-mode", mode)
     deployment.wait_for_workers(2)
     ids = [one["instance_id"] for one in instances(deployment)]
-    streams = Streams(deployment)
-    streams.add(CAPACITY, **{"x-worker-instance-id": str(ids[0])})
+    clients = fill(deployment, ids[0])
     deployment.until(lambda: sum(map(full, workers)) == 1, "one worker is full")
     taken, idle = workers if full(workers[0]) else reversed(workers)
 
@@ -85,7 +38,7 @@ def test_another_worker_answers_then_503(deployment: Deployment, mode: str) -> N
     assert idle.sample("dynamo_rejection_request_total") == 0
     assert deployment.sample("dynamo_frontend_model_rejection_total") == 0
 
-    streams.add(CAPACITY, **{"x-worker-instance-id": str(ids[1])})
+    clients += fill(deployment, ids[1])
     deployment.until(lambda: all(map(full, workers)), "both are full")
     before = sum(one.sample("dynamo_rejection_request_total") for one in workers)
     status, headers, body = deployment.request("POST", CHAT, chat(1))
@@ -100,7 +53,8 @@ def test_another_worker_answers_then_503(deployment: Deployment, mode: str) -> N
     labels = {"model": "tiny", "endpoint": "chat_completions"}
     assert deployment.sample("dynamo_frontend_model_rejection_total", **labels) == 1
 
-    streams.close()
+    for client in clients:
+        client.drop()
     deployment.until(
         lambda: not any(one.sample("dynamo_engine_request") for one in workers), "the engines idle"
     )
@@ -110,11 +64,10 @@ def test_another_worker_answers_then_503(deployment: Deployment, mode: str) -> N
 
 def test_a_full_worker_costs_no_hop_until_it_may_have_room(deployment: Deployment) -> None:
     """A burst of requests for one full worker: most are rejected without asking it."""
-    worker = Worker(deployment)
+    worker = MockerPage(deployment, **LIMITS)
     deployment.frontend("--router-mode", "round-robin")
     deployment.wait_for_workers()
-    streams = Streams(deployment)
-    streams.add(CAPACITY)
+    clients = fill(deployment, instances(deployment)[0]["instance_id"])
     deployment.until(lambda: full(worker), "the worker is full")
     begun = time.monotonic()
     statuses = {deployment.request("POST", CHAT, chat(1))[0] for _ in range(50)}
@@ -123,8 +76,15 @@ def test_a_full_worker_costs_no_hop_until_it_may_have_room(deployment: Deploymen
     assert deployment.sample("dynamo_frontend_model_rejection_total") == 50
     # The worker is asked once, and again at most once a second.
     assert worker.sample("dynamo_rejection_request_total") <= 2 + spent_s
-    streams.close()
+    for client in clients:
+        client.drop()
     deployment.until(lambda: deployment.request("POST", CHAT, chat(1))[0] == 200, "room again")
+
+
+def fill(deployment: Deployment, worker_id: int) -> list[OpenRequest]:
+    """Send as many long requests to the worker as it takes."""
+    pin = {"x-worker-instance-id": str(worker_id)}
+    return [OpenRequest(deployment, chat(8000, stream=True), **pin) for _ in range(CAPACITY)]
 
 
 def instances(deployment: Deployment) -> list[dict[str, Any]]:
