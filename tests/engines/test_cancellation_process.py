@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from deployment import Deployment
+from deployment import MODEL, Deployment
 from load_kit import CHAT, MockerPage, OpenRequest, chat
+from worker_stubborn import SILENT_S
 
 LONG = "word " * 6000  # seconds of prefill at the speeds below
 AREA = "dynamo_frontend"
@@ -167,3 +172,31 @@ def test_while_the_body_is_read(site: Site) -> None:
     )
     assert site.deployment.sample(f"{AREA}_model_cancellation_total") == 0
     assert site.deployment.request("POST", CHAT, chat(1))[0] == 200
+
+
+def test_an_engine_that_ignores_it_does_not_hold_the_frontend(site: Site) -> None:
+    deployment = site.deployment
+    log = deployment.logs / "stubborn.log"
+    worker = Path(__file__).with_name("worker_stubborn.py")
+    with log.open("wb") as out:
+        command = [sys.executable, str(worker), str(MODEL)]
+        deployment.processes.append(
+            subprocess.Popen(command, env=deployment.env, stdout=out, stderr=out)
+        )
+    front = deployment.frontend()
+    deployment.wait_for_workers()
+    client = site.send()
+    site.until_sample("inflight_requests", 1)
+    if site.stream:
+        assert client.read()
+    site.until(lambda: deployment.sample(f"{AREA}_time_to_first_token_seconds_count"), "a token")
+    left_s = time.monotonic()
+    client.drop()
+    site.cancellations(1)
+    assert deployment.request("GET", "/health")[0] == 200
+    front.terminate()
+    assert front.wait(10) == 0
+    assert time.monotonic() - left_s < SILENT_S, "the frontend has waited for the engine"
+    assert "ended" not in log.read_text()
+    # Its output is discarded, and its generator is closed at the second item.
+    site.until(lambda: "ended after 1\n" in log.read_text(), "the generator is closed")
