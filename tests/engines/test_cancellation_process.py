@@ -70,7 +70,7 @@ def test_in_the_queue_of_the_router(site: Site) -> None:
     first.drop()
     site.until(lambda: worker.inflight() == 0, "the worker is idle")
     site.cancellations(2)
-    assert worker.cancelled() == 1  # it has never heard of the second
+    assert worker.cancelled() == 1  # it never received the second
     assert site.deployment.sample(f"{AREA}_router_queue_left_total") == 1
 
 

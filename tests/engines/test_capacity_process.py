@@ -1,4 +1,4 @@
-"""Workers at capacity, with real processes: another one is asked, then the client hears 503."""
+"""Workers at capacity, with real processes: another one is asked, then the client gets 503."""
 
 from __future__ import annotations
 

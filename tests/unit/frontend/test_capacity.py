@@ -1,4 +1,4 @@
-"""Full workers: another one is asked, each at most once; what nobody can take costs nothing."""
+"""Full workers: another one is asked, each at most once; a rejected request costs nothing."""
 
 from __future__ import annotations
 

@@ -118,6 +118,10 @@ async def test_stopped_and_killed_wait_for_their_own_level() -> None:
     assert not context._waiters or all(wait.done() for wait in context._waiters)
 
 
+def note_thread(received: list[tuple[str, int]], kind: str) -> None:
+    received.append((kind, threading.get_ident()))
+
+
 async def test_any_thread_may_cancel_and_listeners_run_on_the_loop() -> None:
     """An engine's own thread stops a request; what listens writes to sockets of the loop."""
     here = threading.get_ident()
@@ -125,7 +129,7 @@ async def test_any_thread_may_cancel_and_listeners_run_on_the_loop() -> None:
         context, child, late = Context(), Context(), Context()
         received: list[tuple[str, int]] = []
         context.link_child(child)
-        child.on_cancel(lambda kind, seen=received: seen.append((kind, threading.get_ident())))
+        child.on_cancel(partial(note_thread, received))
         waiter = context.stopped()
         thread = threading.Thread(target=cancel, args=(context,))
         thread.start()
