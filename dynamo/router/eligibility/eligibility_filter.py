@@ -126,6 +126,7 @@ class EligibilityFilter:
     def forget(self, worker_id: int) -> None:
         """Forget a removed worker."""
         self.busy.forget(worker_id)
+        self._update_follows_load()
         if self._on_change is not None:
             self._on_change()
 
