@@ -20,7 +20,7 @@ from dynamo.mocker.script import ReplyScript
 from dynamo.mocker.service import MockerService
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
-from dynamo.worker.admission import AdmissionQueue
+from dynamo.runtime.admission import AdmissionQueue
 from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
 
 __all__ = ["MockerWorker", "WorkerPlan", "make_plan"]

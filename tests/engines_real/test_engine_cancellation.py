@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,10 @@ def test_every_stage_is_freed(narrow: EngineDeployment, stream: bool) -> None:
     body = chat("Tell me more", model="tiny", max_tokens=LONG, ignore_eos=True, stream=stream)
     before = narrow.engine_sample("vllm:generation_tokens_total")
     clients = []
-    for expected in ({RUNNING: 1}, {RUNNING: 1, WAITING: 1}, {"dynamo_engine_request": 2}):
+    stages = ({RUNNING: 1}, {RUNNING: 1, WAITING: 1}, {"dynamo_engine_request": 2})
+    for expected in stages:
         clients.append(OpenRequest(narrow, body))
-        narrow.until(lambda wanted=expected: holds(narrow, wanted), f"it is {expected}")
+        narrow.until(partial(holds, narrow, expected), f"it is {expected}")
     narrow.until(
         lambda: holds(narrow, {"dynamo_component_inflight_requests": 3}), "the worker has three"
     )

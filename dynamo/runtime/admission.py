@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 from dynamo.errors import WorkerAtCapacity
 from dynamo.observability.metrics import Registry, counter, gauge, histogram
+from dynamo.runtime.context import CancelKind
 from dynamo.runtime.endpoint_metrics import POOL_ACTIVE, POOL_CAPACITY
+from dynamo.runtime.requests.stream import ServerStream
 
 __all__ = ["AdmissionQueue"]
 
@@ -69,6 +71,26 @@ class AdmissionQueue:
             self._rejections.value += 1
             self._enqueue_rejections.value += 1
             raise WorkerAtCapacity("Server overloaded: worker at capacity")
+
+    def enter(self, stream: ServerStream, start: Callable[[], None]) -> None:
+        """:meth:`submit` the request of ``stream``; one that is cancelled in the queue leaves it.
+
+        ``start`` is not called, and nothing is to be released, for a stream that has ended.
+        """
+
+        def admitted() -> None:
+            if stream.closed:
+                self.release()
+            else:
+                start()
+
+        def cancelled(kind: CancelKind) -> None:
+            if self.withdraw(admitted):
+                stream.end()
+
+        self.submit(admitted)
+        if self._queue:
+            stream.context.on_cancel(cancelled)
 
     def release(self) -> None:
         """End a started request; start the head of the queue."""
