@@ -35,6 +35,7 @@ __all__ = [
     "StreamIncomplete",
     "Unavailable",
     "UnknownEndpoint",
+    "WorkerAtCapacity",
     "WorkerLeaving",
     "WorkerSilent",
     "WorkerUnavailable",
@@ -204,6 +205,14 @@ class Overloaded(Unavailable):
 
     code = "overloaded"
     kind = "service_unavailable"
+
+
+class WorkerAtCapacity(Overloaded):
+    """The chosen worker is at capacity and has rejected the request before its engine got it."""
+
+    code = "worker_at_capacity"
+    retryable = True
+    unsent = True
 
 
 class RouterQueueLimitExceeded(Overloaded):

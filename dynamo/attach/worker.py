@@ -23,7 +23,7 @@ from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import DistributedRuntime
-from dynamo.worker.admission import AdmissionQueue
+from dynamo.runtime.admission import AdmissionQueue
 from dynamo.worker.publish import LoadSender, connect_load
 
 __all__ = ["PROBE_TIMEOUT_S", "AttachPlan", "AttachWorker", "check_settings", "make_plan"]

@@ -20,7 +20,7 @@ from dynamo.mocker.script import ReplyScript
 from dynamo.mocker.service import MockerService
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
-from dynamo.worker.admission import AdmissionQueue
+from dynamo.runtime.admission import AdmissionQueue
 from dynamo.worker.health_payload import health_check_payload
 from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
 

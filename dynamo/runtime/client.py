@@ -23,6 +23,7 @@ from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
 from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key, record_decoder
 from dynamo.runtime.addresses import parse_address
+from dynamo.runtime.admission import AdmissionQueue
 from dynamo.runtime.annotated import NoResponses, Responses
 from dynamo.runtime.availability import Availability, OnInhibited, Outage
 from dynamo.runtime.context import Context
@@ -64,6 +65,10 @@ class RuntimeServices(Protocol):
     serving: Serving
     system: SystemSettings
     tasks: Tasks
+
+    @property
+    def admission(self) -> AdmissionQueue | None:
+        """The limit on requests in handlers."""
 
     async def start(self) -> None:
         """Open discovery."""

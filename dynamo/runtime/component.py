@@ -121,11 +121,12 @@ class Endpoint:
         Returns after a shutdown (revoked lease, ``shutdown()`` or signal) when the streams in
         flight have ended. ``graceful_shutdown=False`` aborts them instead. Cancelling this call
         removes the endpoint and aborts its streams. ``metrics_labels`` are added to those of the
-        endpoint's metrics. ValueError: served already, or an invalid label.
+        endpoint's metrics. ValueError: served already, or an invalid label. All endpoints of the
+        process share the limit of ``DYN_ENGINE_REQUEST_LIMIT``, if it is set.
         ``health_check_payload`` is the request of its health checks, which
         ``DYN_HEALTH_CHECK_ENABLED`` turns on (:class:`Canary`).
         """
-        push = generator_handler(handler, self.runtime.tasks)
+        push = generator_handler(handler, self.runtime.tasks, self.runtime.admission)
         await self.serve_push(push, graceful_shutdown, metrics_labels, health_check_payload)
 
     async def serve_push(

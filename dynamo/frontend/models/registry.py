@@ -20,6 +20,7 @@ from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import MODEL_CARDS, EndpointRecord
+from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.availability import Outage
 from dynamo.runtime.discovery import KeyEvent, Watch
@@ -35,7 +36,7 @@ class Models:
     """Watches the cards. :meth:`find` is on the path of every request: one dict look-up.
 
     ``on_loaded`` is called after each model that was loaded. ``relays``: some model takes whole
-    bodies.
+    bodies. ``saturation.count`` is not zero while some model may reject every request.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Models:
         tasks: Tasks,
     ) -> None:
         self.kv_mode = router.mode == "kv"
+        self.saturation = Saturation()
         self.relays = False
         self._runtime = runtime
         self._prefix = settings.namespace_prefix or ""
@@ -255,6 +257,7 @@ class Models:
     async def _load(self, entry: ModelEntry) -> None:
         try:
             await entry.load(self._runtime, self._router)
+            entry.dispatch.report_to(self.saturation)
             self.on_loaded()
         except DynamoError as error:
             self._reject(entry.name, "load", error.message)

@@ -14,7 +14,7 @@ from dynamo.errors import (
     DynamoError,
     EngineFailure,
     InvalidArgument,
-    Overloaded,
+    WorkerAtCapacity,
     WorkerSilent,
 )
 from dynamo.runtime.context import CancelKind, Context
@@ -351,7 +351,8 @@ class ClientConnection(FramedConnection):
         else:  # below the high-water mark the sum over all buffers is not worth computing
             unsent = self.unsent_bytes() + size_bytes if self.above_high_water else 0
         if unsent > settings.hard_cap_bytes:
-            return Overloaded(f"{unsent} unsent bytes are queued for the worker at {self.address}")
+            text = f"{unsent} unsent bytes are queued for the worker at {self.address}"
+            return WorkerAtCapacity(text)
         return None
 
     def _watch(self) -> None:

@@ -45,6 +45,7 @@ from dynamo.protocols.engine import (
     PromptTokensDetails,
 )
 from dynamo.router.picker import Decision
+from dynamo.router.worker_pool import Saturation
 from dynamo.runtime.tasks import Tasks
 
 MODEL_DIR = Path(__file__).parents[3] / "examples" / "model"
@@ -100,6 +101,7 @@ class Site:
             prefill=SimpleNamespace(router=None),
         )
         self.kv_mode = True
+        self.saturation = Saturation()
         self.worker_pool = SimpleNamespace(members={7: None})
         self.tasks = Tasks("test")
         self.streams: list[Stream] = []
