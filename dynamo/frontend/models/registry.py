@@ -51,6 +51,7 @@ class Models:
         self.saturation = Saturation()
         self.relays = False
         self._runtime = runtime
+        self._settings = settings
         self._prefix = settings.namespace_prefix or ""
         self._router = router
         self._metrics = metrics
@@ -211,7 +212,7 @@ class Models:
             self._drop(entry)
             entry = None
         if entry is None:
-            entry = self._entries[name] = ModelEntry(card, self._metrics)
+            entry = self._entries[name] = ModelEntry(card, self._metrics, self._settings)
             self.relays = any(one.relayed for one in self._entries.values())
             for alias in (name, *card.model_aliases):
                 self._names.setdefault(alias, entry)
