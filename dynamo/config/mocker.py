@@ -16,9 +16,10 @@ class MockerSettings:
     reply: str = option(
         "random",
         "--reply",
-        choices=("random", "echo", "script"),
+        choices=("random", "echo", "sequence", "script"),
         help="random: max_tokens random tokens; echo: the prompt, or the last message of a chat; "
-        "script: the texts of --reply-script",
+        "sequence: max_tokens tokens, each computed from all before it; script: the texts of "
+        "--reply-script",
     )
     reply_script: str | None = option(
         None,

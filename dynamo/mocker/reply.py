@@ -1,4 +1,4 @@
-"""The replies of the simulated engine: random token ids, or the prompt itself. Spec 10.5."""
+"""The replies of the simulated engine: random, computed, or the prompt itself. Spec 10.5."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import NamedTuple
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import StopConditions
 
-__all__ = ["REPLIES", "Reply", "echo_reply", "random_reply"]
+__all__ = ["REPLIES", "Reply", "echo_reply", "random_reply", "sequence_reply"]
 
-REPLIES = ("random", "echo", "script")
+REPLIES = ("random", "echo", "sequence", "script")
 _VOCABULARY = range(1000, 2000)
 _DRAWN_AT_ONCE = 32
+_HASH_BASE, _HASH_MODULUS = 1_000_003, (1 << 61) - 1
 
 
 class Reply(NamedTuple):
@@ -30,6 +31,25 @@ def random_reply(max_tokens: int, seed: int | None = None) -> Reply:
     draw = random.Random(seed)
     batches = (draw.choices(_VOCABULARY, k=_DRAWN_AT_ONCE) for _ in repeat(None))
     return Reply(chain.from_iterable(batches), max_tokens, "length")
+
+
+def sequence_reply(prompt: Tokens, max_tokens: int) -> Reply:
+    """Return ``max_tokens`` ids in [1000, 2000), each a hash of all ids before it.
+
+    As with a model at temperature 0, a prompt that ends with the first ids of a reply gets the
+    rest of it. O(prompt).
+    """
+    state = 0
+    for token in prompt:
+        state = (state * _HASH_BASE + token + 1) % _HASH_MODULUS
+
+    def following(state: int) -> Iterator[int]:
+        while True:
+            token = _VOCABULARY[state % len(_VOCABULARY)]
+            state = (state * _HASH_BASE + token + 1) % _HASH_MODULUS
+            yield token
+
+    return Reply(following(state), max_tokens, "length")
 
 
 def echo_reply(prompt: Tokens, max_tokens: int, stops: StopConditions | None = None) -> Reply:

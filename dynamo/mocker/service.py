@@ -8,7 +8,7 @@ import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.mocker.engine import EngineRank
-from dynamo.mocker.reply import Reply, echo_reply, random_reply
+from dynamo.mocker.reply import Reply, echo_reply, random_reply, sequence_reply
 from dynamo.mocker.script import ReplyScript
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
@@ -36,7 +36,7 @@ class MockerService:
     ) -> None:
         self.ranks = ranks
         self.admission = admission
-        self._echo = reply == "echo"
+        self._mode = reply
         self._script = script
 
     def handle(self, stream: ServerStream, payload: bytes) -> None:
@@ -74,8 +74,10 @@ class MockerService:
             return random_reply(1, request.sampling_options.seed)
         if self._script is not None:
             return self._script.reply(prompt, limit)
-        if self._echo:
+        if self._mode == "echo":
             return echo_reply(prompt, limit, request.stop_conditions)
+        if self._mode == "sequence":
+            return sequence_reply(prompt, limit)
         return random_reply(limit, request.sampling_options.seed)
 
     def _enter(self, stream: ServerStream, submit: Callable[[Callable[[], None]], None]) -> None:

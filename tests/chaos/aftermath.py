@@ -117,11 +117,12 @@ async def cancel_latencies(world: World, pool: list[PoolEntry], rounds: int) -> 
             asyncio.create_task(client.perform(_plan(longest[at % 8], number, at), 30))
             for at, client in enumerate(clients)
         ]
-        await asyncio.sleep(0.3)
+        await _until(world.clock, ports, idle=False)
+        await asyncio.sleep(0.1)
         left_s = world.clock()
         for client in clients:
             client.close()
-        latencies.append(await _until_idle(world.clock, ports) - left_s)
+        latencies.append(await _until(world.clock, ports, idle=True) - left_s)
         await asyncio.gather(*tasks)
     return latencies
 
@@ -131,16 +132,16 @@ def _plan(entry: PoolEntry, number: int, at: int) -> Plan:
     return Plan(f"leave {number}-{at}", entry.api, body, entry.answer)
 
 
-async def _until_idle(clock: Callable[[], float], ports: list[int]) -> float:
-    """Return the time of the first scrapes, one of each worker, without a request."""
+async def _until(clock: Callable[[], float], ports: list[int], idle: bool) -> float:
+    """Return when the first scrape of all workers without a request (or with one) came."""
     deadline_s = clock() + IDLE_TIMEOUT_S
     while clock() < deadline_s:
-        asked_s = clock()
         found = await asyncio.gather(*(scrape(port) for port in ports))
-        if not any(
+        running = any(
             value for page in found for name, _, value in page if name.startswith("vllm:num_req")
-        ):
-            return asked_s
+        )
+        if running != idle:
+            return clock()
     return clock()
 
 

@@ -77,6 +77,7 @@ class ChaosReport:
             "profile": self.options.profile,
             "seconds": self.options.seconds,
             "requests": verdict.requests,
+            "refused": verdict.refused,
             "complete": verdict.complete,
             "cancelled": verdict.cancelled,
             "frontend_lost": verdict.frontend_lost,
@@ -135,6 +136,8 @@ async def run_chaos(options: ChaosOptions, directory: Path) -> ChaosReport:
         finally:
             actions.heal()
             world.serving.close()
+            for life in world.lives:
+                history.add(life)
             history.close()
             _keep_logs(world, directory)
         report.verdict = validate(read(history.path), world.lives)

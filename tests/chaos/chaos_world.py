@@ -75,7 +75,9 @@ class World:
         self._doomed: set[int] = set()
         self._paused: set[int] = set()
         self._frontend_pid = 0
-        text = PROFILES[profile].format(model=ROOT / "examples/model", reply="echo", port=self.port)
+        text = PROFILES[profile].format(
+            model=ROOT / "examples/model", reply="sequence", port=self.port
+        )
         text = text.replace("  router-mode: kv", f"  router-mode: kv{frontend}")
         self._graph = self.serving.graph(text)
 

@@ -17,7 +17,9 @@ from validator import Violation
 
 __all__ = ["FaultActions"]
 
-RECOVERY_TIMEOUT_S = 30.0
+TARGET_TIMEOUT_S = 3.0
+"""How long a fault waits for a target: a worker that is not the last one, a frontend."""
+
 _EVENTS = ".events.sock"
 
 
@@ -82,9 +84,14 @@ class FaultActions:
         if planned.kind in self.impossible:
             return
         dice = random.Random(planned.dice)
-        at_s = self.world.clock()
+        deadline_s = self.world.clock() + TARGET_TIMEOUT_S
+        at_s, target = 0.0, ""
         try:
-            target = await self._actions[planned.kind](dice)
+            while not target and self.world.clock() < deadline_s:
+                if at_s:
+                    await asyncio.sleep(0.1)
+                at_s = self.world.clock()
+                target = await self._actions[planned.kind](dice)
         except PermissionError as error:
             self.impossible[planned.kind] = str(error)
             return

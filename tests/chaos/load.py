@@ -58,18 +58,21 @@ async def ask_answers(
 ) -> list[PoolEntry]:
     """Ask for every complete answer, before the faults begin."""
     unknown = Answer("", "", 0, 0)
-    entries = []
-    client = RecordingClient(target, clock)
-    for number, (api, body) in enumerate(pool):
-        record = await client.perform(Plan(f"answer {number}", api, body, unknown), 60)
+    slots = asyncio.Semaphore(16)
+
+    async def ask(number: int, api: str, body: dict[str, Any]) -> PoolEntry:
+        client = RecordingClient(target, clock)
+        async with slots:
+            record = await client.perform(Plan(f"answer {number}", api, body, unknown), 60)
+        client.close()
         text = "".join(event.text for event in record.events if event.kind == "text")
         reason = next((event.text for event in record.events if event.kind == "finish"), "")
         usage = next((event.usage for event in record.events if event.usage), (0, 0))
         if record.status != 200 or not reason:
             raise RuntimeError(f"no answer before the first fault: {record}")
-        entries.append(PoolEntry(api, body, Answer(text, reason, *usage)))
-    client.close()
-    return entries
+        return PoolEntry(api, body, Answer(text, reason, *usage))
+
+    return await asyncio.gather(*(ask(number, *one) for number, one in enumerate(pool)))
 
 
 class Load:
@@ -118,7 +121,7 @@ class Load:
                 connection = RecordingClient(self._target, self._clock)
             # A client backs off after a failure, as SDKs do.
             failed = record.ending in ("refused", "closed") or record.status >= 500
-            await self._pause(dice.uniform(0.1, 0.5) if failed else dice.uniform(0.0, 0.2))
+            await self._pause(dice.uniform(0.5, 1.0) if failed else dice.uniform(0.0, 0.2))
         connection.close()
 
     async def _pause(self, seconds: float) -> None:

@@ -53,11 +53,13 @@ class Coverage:
 class Verdict:
     """The counts of a run.
 
+    ``requests`` reached a frontend, ``refused`` ones found none.
     ``counted`` requests were not cancelled, met no death of a frontend, and had a live worker at
     every moment; ``succeeded`` of them got their complete answer.
     """
 
     requests: int = 0
+    refused: int = 0
     counted: int = 0
     succeeded: int = 0
     complete: int = 0
@@ -107,6 +109,9 @@ def _outlives(frontend: Life, request: Request) -> bool:
 def _count(verdict: Verdict, request: Request, alive: bool, served: bool) -> None:
     found = list(check_request(request, alive))
     verdict.violations += found
+    if request.ending == "refused":
+        verdict.refused += 1
+        return
     verdict.requests += 1
     complete = not found and _is_complete(request)
     verdict.complete += complete

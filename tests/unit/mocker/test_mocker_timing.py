@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from dynamo.mocker.reply import echo_reply, random_reply
+from dynamo.mocker.reply import echo_reply, random_reply, sequence_reply
 from dynamo.mocker.timing import Timing
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.engine import StopConditions
@@ -33,6 +33,19 @@ def test_random_replies_repeat_with_their_seed() -> None:
     assert one == two != other
     assert all(1000 <= token < 2000 for token in one)
     assert random_reply(5).finish_reason == "length"
+
+
+def test_a_sequence_goes_on_behind_any_of_its_tokens() -> None:
+    """What a continued request needs: a reply is a function of the tokens before it."""
+    prompt = list(range(40))
+    whole = list(islice(sequence_reply(tokens(prompt), 100).ids, 100))
+    assert set(whole) <= set(range(1000, 2000)) and len(set(whole)) > 50
+    for done in (1, 37, 99):
+        rest = sequence_reply(tokens(prompt + whole[:done]), 100 - done)
+        assert list(islice(rest.ids, 100 - done)) == whole[done:]
+        assert rest.finish_reason == "length"
+    other = sequence_reply(tokens([*prompt[:-1], 7]), 100)
+    assert list(islice(other.ids, 100)) != whole
 
 
 def test_echo_returns_the_prompt_and_stops() -> None:
