@@ -200,6 +200,7 @@ def _small_disk(path: Path) -> Iterator[SmallDisk]:
 
 
 def _keep_logs(world: World, directory: Path) -> None:
+    (directory / "serve.log").write_text(world.serving.text() + "\n")
     logs = world.run_directory / "logs"
     if logs.is_dir():
         shutil.copytree(logs, directory / "logs", dirs_exist_ok=True)

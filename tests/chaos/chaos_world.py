@@ -100,7 +100,9 @@ class World:
             self._graph,
             "--quiet",
             wait="ready: ",
+            # Faults are frequent here: without a back-off between the starts of a worker.
             DYN_SERVE_RESTART_BURST="100000",
+            DYN_SERVE_RESTART_WINDOW_S="1",
             DYN_SERVE_LOG_SIZE_MB="1",
             DYN_SYSTEM_PORT="0",
             DYN_LOG="info",
@@ -139,11 +141,12 @@ class World:
         return found
 
     def live_workers(self) -> dict[str, int]:
-        """The decode workers that are registered and run."""
+        """The decode workers that are registered and run, and whose socket has its file."""
+        harmed = self._doomed | self._paused
         return {
             lease: pid
             for lease, pid in self.leases().items()
-            if pid not in self._doomed and pid not in self._paused and _runs(pid)
+            if pid not in harmed and _runs(pid) and (self.run_directory / f"{lease}.sock").exists()
         }
 
     # -- lives

@@ -20,6 +20,7 @@ __all__ = ["FaultActions"]
 TARGET_TIMEOUT_S = 3.0
 """How long a fault waits for a target: a worker that is not the last one, a frontend."""
 
+SPACING_S = 0.25
 _EVENTS = ".events.sock"
 
 
@@ -38,6 +39,7 @@ class FaultActions:
         self.violations: list[Violation] = []
         self._on_fault = on_fault
         self._stopped: set[int] = set()
+        self._next_s = 0.0
         self._actions: dict[str, Callable[[random.Random], Awaitable[str]]] = {
             "worker killed": self._kill_worker,
             "worker terminated": self._terminate_worker,
@@ -88,8 +90,7 @@ class FaultActions:
         at_s, target = 0.0, ""
         try:
             while not target and self.world.clock() < deadline_s:
-                if at_s:
-                    await asyncio.sleep(0.1)
+                await self._slot()
                 at_s = self.world.clock()
                 target = await self._actions[planned.kind](dice)
         except PermissionError as error:
@@ -99,6 +100,12 @@ class FaultActions:
             self._on_fault(Fault(planned.kind, target, at_s))
         else:
             self.missed += 1
+
+    async def _slot(self) -> None:
+        """Keep faults apart: those that waited for a target would hit it all at once."""
+        now_s = self.world.clock()
+        self._next_s = max(self._next_s + SPACING_S, now_s)
+        await asyncio.sleep(self._next_s - now_s)
 
     # -- workers
 
