@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import orjson
 import psutil
+from chaos_load import PoolEntry
 from chaos_world import World
-from load import PoolEntry
-from prometheus_client.parser import text_string_to_metric_families
 from recording_client import Plan, RecordingClient
 from validator import Violation
 
@@ -37,7 +36,8 @@ REQUIRED = {
     "worker": ("dynamo_component_inflight_requests", "vllm:num_requests_running"),
 }
 IDLE_TIMEOUT_S = 10.0
-Samples = list[tuple[str, dict[str, str], float]]
+Samples = list[tuple[str, str, float]]
+"""Name, labels and value of each line of a page."""
 
 
 async def check_gauges(world: World) -> list[Violation]:
@@ -56,7 +56,7 @@ async def check_gauges(world: World) -> list[Violation]:
     return [one async for one in _unequal_counters(world)]
 
 
-async def _busy_gauges(world: World):  # type: ignore[no-untyped-def]
+async def _busy_gauges(world: World) -> AsyncIterator[str]:
     for role, name, port in pages(world):
         samples = await scrape(port)
         found = {sample[0] for sample in samples}
@@ -65,10 +65,10 @@ async def _busy_gauges(world: World):  # type: ignore[no-untyped-def]
                 yield f"{name}: {required} is missing"
         for metric, labels, value in samples:
             if value and IN_FLIGHT.fullmatch(metric):
-                yield f"{name}: {metric}{labels} is {value:g}"
+                yield f"{name}: {metric}{{{labels} is {value:g}"
 
 
-async def _unequal_counters(world: World):  # type: ignore[no-untyped-def]
+async def _unequal_counters(world: World) -> AsyncIterator[Violation]:
     """Every request that a frontend accepted has ended; those it refused are counted, too."""
     samples = await scrape(world.port)
     started, ended = (
@@ -96,11 +96,12 @@ async def scrape(port: int) -> Samples:
             client = await get("127.0.0.1", port, f"127.0.0.1:{port}", "/metrics", 1 << 24)
     except (OSError, ResponseError):
         return []
-    return [
-        (sample.name, sample.labels, sample.value)
-        for family in text_string_to_metric_families(client.body.decode())
-        for sample in family.samples
-    ]
+    samples = []
+    for line in client.body.decode().splitlines():
+        if not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            samples.append((*series.partition("{")[::2], float(value)))
+    return samples
 
 
 async def cancel_latencies(world: World, pool: list[PoolEntry], rounds: int) -> list[float]:
@@ -152,7 +153,8 @@ def tracebacks(logs: Path) -> dict[str, int]:
         lines = path.read_text(errors="replace").splitlines()
         for at, line in enumerate(lines):
             if line.endswith("Traceback (most recent call last):"):
-                end = next((one for one in lines[at + 1 :] if not one.startswith(" ")), "")
-                key = f"{path.name.split('_')[1].removesuffix('.log')}: {end[:160]}"
+                margin = line.index("Traceback")
+                end = next((one for one in lines[at + 1 :] if one[margin : margin + 1] != " "), "")
+                key = f"{path.name.split('_')[1].removesuffix('.log')}: {end.strip()[:160]}"
                 found[key] = found.get(key, 0) + 1
     return found

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from aftermath import cancel_latencies, check_gauges, tracebacks
+from chaos_load import Load, ask_answers, make_pool
 from chaos_world import PROFILES, World
 from fault_actions import FaultActions
 from fault_schedule import make_schedule
 from history import History, read
-from load import Load, ask_answers, make_pool
 from small_disk import SmallDisk
 from validator import Verdict, Violation, validate
 

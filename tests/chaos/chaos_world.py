@@ -159,7 +159,7 @@ class World:
     def closing(self, pid: int) -> None:
         """The frontend ``pid`` is about to drain: it lives on, and accepts nothing new."""
         for life in self._live.values():
-            if life.pid == pid:
+            if life.pid == pid and life.closing_s is None:
                 life.closing_s = self.clock()
 
     def paused(self, pid: int, is_paused: bool) -> None:
