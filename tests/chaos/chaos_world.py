@@ -183,6 +183,7 @@ class World:
 
     def _watch_workers(self) -> None:
         live = self.live_workers()
+        self._doomed = {pid for pid in self._doomed if _runs(pid)}  # their numbers are used again
         self._end(lambda pid: pid != self._frontend_pid and pid not in live.values())
         for lease, pid in live.items():
             if lease not in self._live:
