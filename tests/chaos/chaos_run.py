@@ -114,7 +114,7 @@ async def run_chaos(options: ChaosOptions, directory: Path) -> ChaosReport:
             await world.start()
             pool = await ask_answers(world.target, make_pool(options.seed), clock)
             watch = asyncio.create_task(world.watch())
-            if not await world.until(lambda: len(world.lives) >= 4, RECOVERY_TIMEOUT_S):
+            if not await world.until(world.complete, RECOVERY_TIMEOUT_S):
                 raise RuntimeError(f"not ready: {world.lives}")
             load = Load(world.target, pool, options.seed, clock, history.add)
             await _storm(options, actions, load, clock)
@@ -122,7 +122,7 @@ async def run_chaos(options: ChaosOptions, directory: Path) -> ChaosReport:
             report = ChaosReport(options, Verdict(), missed=actions.missed)
             report.impossible = actions.impossible
             report.problems += actions.violations
-            report.problems += await _recovered(world, len(pool))
+            report.problems += await _recovered(world)
             report.problems += await check_gauges(world)
             report.cancel_s = await cancel_latencies(world, pool, CANCEL_ROUNDS)
             middle_s = sorted(report.cancel_s)[CANCEL_ROUNDS // 2]
@@ -162,16 +162,12 @@ async def _storm(
         load.stop()
 
 
-async def _recovered(world: World, workers: int) -> list[Violation]:
+async def _recovered(world: World) -> list[Violation]:
     """All workers are registered again, and a frontend serves them."""
-
-    def all_live() -> bool:
-        return len(world.live_workers()) >= 3
-
-    if not await world.until(all_live, RECOVERY_TIMEOUT_S) or not await world.healthy():
-        found = f"{len(world.live_workers())} workers after {RECOVERY_TIMEOUT_S:g} s"
-        return [Violation("deployment", "not recovered", found)]
-    return []
+    if await world.until(world.complete, RECOVERY_TIMEOUT_S) and await world.healthy():
+        return []
+    found = f"{len(world.live_workers())} of {world.workers} workers after {RECOVERY_TIMEOUT_S:g} s"
+    return [Violation("deployment", "not recovered", found)]
 
 
 async def _stopped(world: World) -> list[Violation]:

@@ -39,7 +39,7 @@ Frontend:
   http-port: {port}
 """
 PROFILES = {
-    "agg": _FRONTEND + "Worker:" + _WORKER + "  ServiceArgs: {{workers: 3}}\n",
+    "agg": _FRONTEND + "Worker:" + _WORKER + "  ServiceArgs: {{workers: 4}}\n",
     "disagg": _FRONTEND
     + "PrefillWorker:"
     + _WORKER
@@ -48,7 +48,9 @@ PROFILES = {
     + _WORKER
     + "  disaggregation-mode: decode\n  ServiceArgs: {{workers: 3}}\n",
 }
-"""The graphs: three workers, and three with two prefill workers before them."""
+"""The graphs: four workers, and three with two prefill workers before them."""
+
+DECODE_WORKERS = {"agg": 4, "disagg": 3}
 
 _DECODE_INSTANCE = re.compile(r"%2Fbackend%2Fgenerate%2F([0-9a-f]+)$")
 
@@ -67,6 +69,7 @@ class World:
     ) -> None:
         self.serving = Serving(directory)
         self.clock = clock
+        self.workers = DECODE_WORKERS[profile]
         self.port = free_port()
         self.target = Target("127.0.0.1", self.port, False)
         self.lives: list[Life] = []
@@ -148,6 +151,10 @@ class World:
             for lease, pid in self.leases().items()
             if pid not in harmed and _runs(pid) and (self.run_directory / f"{lease}.sock").exists()
         }
+
+    def complete(self) -> bool:
+        """Whether all decode workers and a frontend live."""
+        return bool(self._frontend_pid) and len(self.live_workers()) == self.workers
 
     # -- lives
 

@@ -21,6 +21,7 @@ TARGET_TIMEOUT_S = 3.0
 """How long a fault waits for a target: a worker that is not the last one, a frontend."""
 
 SPACING_S = 0.25
+LAST_WORKER_SHARE = 0.2
 _EVENTS = ".events.sock"
 
 
@@ -110,11 +111,16 @@ class FaultActions:
     # -- workers
 
     def _spare_worker(self, dice: random.Random) -> int:
-        """A worker that may be harmed: a prefill worker, or a decode worker but not the last."""
+        """A worker that may be harmed: a prefill worker, or a decode worker but not the last.
+
+        Mostly two decode workers are left: with one, every fault hits every request, and its
+        migrations are used up in seconds.
+        """
         live = self.world.live_workers()
+        left = 1 if dice.random() < LAST_WORKER_SHARE else 2
         others = set(self.world.pids("dynamo.mocker")) - set(self.world.leases().values())
         others -= self._stopped
-        able = sorted(others) + (sorted(live.values()) if len(live) > 1 else [])
+        able = sorted(others) + (sorted(live.values()) if len(live) > left else [])
         return dice.choice(able) if able else 0
 
     async def _kill_worker(self, dice: random.Random) -> str:
@@ -138,7 +144,7 @@ class FaultActions:
 
     async def _stop_worker(self, dice: random.Random) -> str:
         """Some stops are short, some longer than any patience with a silent worker."""
-        seconds = dice.uniform(3.0, 8.0) if dice.random() < 0.3 else dice.uniform(0.05, 1.5)
+        seconds = dice.uniform(3.0, 6.0) if dice.random() < 0.3 else dice.uniform(0.05, 1.5)
         return await self._stop(self._spare_worker(dice), seconds)
 
     async def _stop(self, pid: int, seconds: float) -> str:

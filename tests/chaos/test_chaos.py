@@ -24,7 +24,7 @@ async def storm(directory: Path, seed: int, profile: str, seconds: float) -> Cha
 
 
 async def test_agg(tmp_path: Path) -> None:
-    """Three workers. The short name keeps the paths of sockets short."""
+    """Four workers. The short name keeps the paths of sockets short."""
     report = await storm(tmp_path, 1, "agg", 60)
     assert report.verdict.requests >= 1000
 
