@@ -230,9 +230,10 @@ class World:
 
     async def ended(self, timeout_s: float = 60.0) -> int:
         """Wait until ``dynamo serve`` and all its processes have exited; return its status."""
-        status = await asyncio.to_thread(self.serving.wait, timeout_s)
-        await asyncio.to_thread(self.serving.wait_until_gone)
-        return status
+        assert self.serving.process is not None
+        await asyncio.to_thread(self.serving.process.wait, timeout_s)
+        await asyncio.to_thread(self.serving.wait_until_gone, timeout_s)
+        return await asyncio.to_thread(self.serving.wait)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Poll ``condition``; return whether it held in time."""

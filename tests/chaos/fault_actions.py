@@ -247,18 +247,18 @@ class FaultActions:
         return await self._restart(str(pid), 128 + signal.SIGKILL)
 
     async def _kill_guard(self, dice: random.Random) -> str:
-        pid = self.world.serving.pid
-        self._doom_all()
-        send(pid, signal.SIGKILL)
-        return await self._restart(str(pid), -signal.SIGKILL)
+        return await self._end(signal.SIGKILL, -signal.SIGKILL)
 
     async def _terminate_deployment(self, dice: random.Random) -> str:
-        """Frontends drain first, so only they are about to leave."""
+        return await self._end(signal.SIGTERM, 0)
+
+    async def _end(self, signum: signal.Signals, status: int) -> str:
+        """Signal the guard; frontends drain first then, so only they are about to leave."""
         pid = self.world.serving.pid
         for frontend in self.world.pids("dynamo.frontend"):
             self.world.closing(frontend)
-        send(pid, signal.SIGTERM)
-        return await self._restart(str(pid), 0)
+        send(pid, signum)
+        return await self._restart(str(pid), status)
 
     def _doom_all(self) -> None:
         world = self.world
