@@ -86,6 +86,7 @@ class ChaosReport:
             "succeeded": verdict.succeeded,
             "success_rate": round(verdict.success_rate, 5),
             "tokens": verdict.tokens,
+            "longest_gap_s": round(verdict.longest_gap_s, 2),
             "failures": dict(verdict.failures),
             "faults": sum(verdict.faults.values()),
             "faults_by_kind": dict(sorted(verdict.faults.items())),

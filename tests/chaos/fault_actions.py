@@ -20,7 +20,7 @@ __all__ = ["FaultActions"]
 TARGET_TIMEOUT_S = 3.0
 """How long a fault waits for a target: a worker that is not the last one, a frontend."""
 
-SPACING_S = 0.25
+SPACING_S = 0.4
 LAST_WORKER_SHARE = 0.2
 _EVENTS = ".events.sock"
 

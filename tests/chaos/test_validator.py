@@ -195,6 +195,7 @@ def test_the_rate_counts_requests_with_a_worker_and_a_frontend_throughout() -> N
     assert verdict.faults == {"kill worker": 1}
     assert verdict.failures == {"status 503": 2, "closed": 1}
     assert verdict.tokens == 3
+    assert verdict.longest_gap_s == 0.5
 
 
 def test_two_histories_of_one_request_are_rejected() -> None:

@@ -55,7 +55,8 @@ class Verdict:
 
     ``requests`` reached a frontend, ``refused`` ones found none.
     ``counted`` requests were not cancelled, met no death of a frontend, and had a live worker at
-    every moment; ``succeeded`` of them got their complete answer.
+    every moment; ``succeeded`` of them got their complete answer. ``longest_gap_s`` is the longest
+    time in which a stream of these received nothing.
     """
 
     requests: int = 0
@@ -67,6 +68,7 @@ class Verdict:
     frontend_lost: int = 0
     no_worker: int = 0
     tokens: int = 0
+    longest_gap_s: float = 0.0
     failures: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     violations: list[Violation] = field(default_factory=list)
@@ -129,6 +131,8 @@ def _count(verdict: Verdict, request: Request, alive: bool, served: bool) -> Non
     else:
         verdict.counted += 1
         verdict.succeeded += complete
+        if complete and request.stream:
+            verdict.longest_gap_s = max(verdict.longest_gap_s, _longest_gap(request))
         if not complete:
             verdict.failed.append(request.id)
 
@@ -145,6 +149,11 @@ def check_request(request: Request, frontend_alive: bool = True) -> Iterator[Vio
         *(_check_complete(request) if _claims_success(request) else ()),
     ):
         yield Violation(request.id, rule, detail)
+
+
+def _longest_gap(request: Request) -> float:
+    times = [request.started_s, *(event.at_s for event in request.events)]
+    return max(later - earlier for earlier, later in pairwise(times))
 
 
 def _is_complete(request: Request) -> bool:
