@@ -66,15 +66,20 @@ class FaultActions:
             self.impossible["disk full"] = "a tmpfs needs root"
 
     async def run(self, schedule: list[PlannedFault]) -> None:
-        """Carry out ``schedule``; return when the last fault is over."""
+        """Carry out ``schedule``; return when the last fault is over.
+
+        While the deployment starts again, faults would find no target: all later ones wait as long.
+        """
+        late_s = 0.0
         async with asyncio.TaskGroup() as group:
             for planned in schedule:
-                await asyncio.sleep(max(0.0, planned.at_s - self.world.clock()))
-                action = self._act(planned)
+                await asyncio.sleep(max(0.0, planned.at_s + late_s - self.world.clock()))
                 if planned.kind in _WHOLE_DEPLOYMENT:
-                    await action  # other faults would find no target
+                    since_s = self.world.clock()
+                    await self._act(planned)
+                    late_s += self.world.clock() - since_s
                 else:
-                    group.create_task(action)
+                    group.create_task(self._act(planned))
 
     def heal(self) -> None:
         """Continue stopped processes, free the disk."""
