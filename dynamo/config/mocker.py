@@ -16,10 +16,9 @@ class MockerSettings:
     reply: str = option(
         "random",
         "--reply",
-        choices=("random", "echo", "sequence", "script"),
-        help="random: max_tokens random tokens; echo: the prompt, or the last message of a chat; "
-        "sequence: max_tokens tokens, each computed from all before it; script: the texts of "
-        "--reply-script",
+        choices=("random", "sequence", "echo", "script"),
+        help="random: max_tokens random tokens; sequence: each follows from all before it; echo: "
+        "the prompt, or the last message of a chat; script: the texts of --reply-script",
     )
     reply_script: str | None = option(
         None,

@@ -36,7 +36,7 @@ class MockerService:
     ) -> None:
         self.ranks = ranks
         self.admission = admission
-        self._mode = reply
+        self._kind = reply
         self._script = script
 
     def handle(self, stream: ServerStream, payload: bytes) -> None:
@@ -74,11 +74,12 @@ class MockerService:
             return random_reply(1, request.sampling_options.seed)
         if self._script is not None:
             return self._script.reply(prompt, limit)
-        if self._mode == "echo":
+        seed = request.sampling_options.seed
+        if self._kind == "echo":
             return echo_reply(prompt, limit, request.stop_conditions)
-        if self._mode == "sequence":
-            return sequence_reply(prompt, limit)
-        return random_reply(limit, request.sampling_options.seed)
+        if self._kind == "sequence":
+            return sequence_reply(prompt, limit, seed)
+        return random_reply(limit, seed)
 
     def _enter(self, stream: ServerStream, submit: Callable[[Callable[[], None]], None]) -> None:
         """Start the request when admitted; one that is cancelled in the queue is withdrawn."""

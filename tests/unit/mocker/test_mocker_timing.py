@@ -35,19 +35,6 @@ def test_random_replies_repeat_with_their_seed() -> None:
     assert random_reply(5).finish_reason == "length"
 
 
-def test_a_sequence_goes_on_behind_any_of_its_tokens() -> None:
-    """What a continued request needs: a reply is a function of the tokens before it."""
-    prompt = list(range(40))
-    whole = list(islice(sequence_reply(tokens(prompt), 100).ids, 100))
-    assert set(whole) <= set(range(1000, 2000)) and len(set(whole)) > 50
-    for done in (1, 37, 99):
-        rest = sequence_reply(tokens(prompt + whole[:done]), 100 - done)
-        assert list(islice(rest.ids, 100 - done)) == whole[done:]
-        assert rest.finish_reason == "length"
-    other = sequence_reply(tokens([*prompt[:-1], 7]), 100)
-    assert list(islice(other.ids, 100)) != whole
-
-
 def test_echo_returns_the_prompt_and_stops() -> None:
     whole = echo_reply(tokens([5, 6, 7]), 10)
     assert (list(whole.ids), whole.length, whole.finish_reason) == ([5, 6, 7], 3, "stop")
@@ -81,3 +68,18 @@ def test_echo_of_a_conversation_is_its_last_turn(
     stops = StopConditions(stop_token_ids=shown, stop_token_ids_hidden=hidden)
     reply = echo_reply(tokens(prompt), limit, stops)
     assert (list(reply.ids), reply.length, reply.finish_reason) == (expected, len(expected), reason)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_sequence_goes_on_from_any_of_its_tokens(seed: int | None) -> None:
+    prompt = [5, 70_000, 2**32 - 1]
+    whole = list(islice(sequence_reply(tokens(prompt), 200, seed).ids, 200))
+    assert all(1000 <= token < 2000 for token in whole) and len(set(whole)) > 100
+    for cut in (1, 2, 99):
+        rest = sequence_reply(tokens(prompt + whole[:cut]), 200 - cut, seed)
+        assert list(islice(rest.ids, 200 - cut)) == whole[cut:]
+    for changed in (whole[1:9], whole[:4] + whole[5:9], [*whole[:3], whole[4], whole[3]]):
+        rest = sequence_reply(tokens(prompt + changed), 9, seed)
+        assert list(islice(rest.ids, 9)) != whole[len(changed) : len(changed) + 9]
+    other = sequence_reply(tokens(prompt), 200, 8)
+    assert list(islice(other.ids, 200)) != whole
