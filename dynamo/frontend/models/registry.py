@@ -85,10 +85,13 @@ class Models:
     def find(self, name: str, model_type: str) -> ModelEntry:
         """The model for a request of ``model_type`` (Chat, Completions).
 
-        Raises ModelNotFound, or NoInstances if the model is known but has no worker now.
+        Raises ModelNotFound, or NoInstances if the model is known but has no worker now. Before the
+        first model is known any may come: clients repeat a request after 503, not after 404.
         """
         entry = self._names.get(name)
         if entry is None or model_type not in entry.types:
+            if not self._names:
+                raise NoInstances
             raise ModelNotFound(f"Model not found: {shorten(name)}")
         if not entry.served:
             raise NoInstances
