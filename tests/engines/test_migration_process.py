@@ -159,6 +159,27 @@ def test_disaggregated(deployment: Deployment, workers: Workers, killed: str) ->
     idle(deployment)
 
 
+def test_full_workers(deployment: Deployment, workers: Workers) -> None:
+    """The only other worker is at capacity: its requests end first."""
+    slots = {"DYN_ENGINE_REQUEST_LIMIT": "1", "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "2"}
+    aggregated(deployment, workers, 2, **slots)
+    expected = stream(deployment, max_tokens=60)
+
+    def kill(answer: Answer) -> None:
+        workers.signal(answer.worker_id, signal.SIGKILL)
+
+    with ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(unary, deployment, max_tokens=60) for _ in range(5)]
+        first = stream(deployment, kill, max_tokens=60)
+        answers = [first, *(other.result() for other in others)]
+    assert [one.error for one in answers] == [None] * 6, deployment.tail()
+    assert {repr(one.content) for one in answers} == {repr(expected.content)}
+    assert migrated(deployment) >= 1
+    refused = deployment.sample(MIGRATIONS, migration_type="new_request")
+    assert refused, "the other worker was full at first"
+    idle(deployment)
+
+
 def test_without_a_limit_the_client_gets_an_error(deployment: Deployment, workers: Workers) -> None:
     for _ in range(2):
         workers.start()
