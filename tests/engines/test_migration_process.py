@@ -117,9 +117,13 @@ def test_an_aborted_drain(deployment: Deployment, workers: Workers) -> None:
     idle(deployment)
 
 
-def test_a_stopped_worker(deployment: Deployment, workers: Workers) -> None:
+@pytest.mark.parametrize("bound", ["of the stream", "of the worker"])
+def test_a_stopped_worker(deployment: Deployment, workers: Workers, bound: str) -> None:
     """SIGSTOP: the worker is silent, and its connection stays open."""
-    aggregated(deployment, workers, DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS="0.5")
+    if bound == "of the stream":
+        aggregated(deployment, workers, 2, DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS="0.5")
+    else:
+        aggregated(deployment, workers)
     expected = stream(deployment)
     stopped: list[int] = []
 

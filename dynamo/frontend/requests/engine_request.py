@@ -303,8 +303,9 @@ class EngineRequest:
 
     def resume(self, worker_id: int) -> None:
         """Make the request for the worker after ``worker_id``: with the tokens so far."""
+        before = len(self.preprocessed.token_ids) - len(self.original.token_ids)
         self.preprocessed = continued(self.original, self.generated, worker_id)
-        self.routing = without_pin(self.routing, worker_id, self.tokens)
+        self.routing = without_pin(self.routing, worker_id, self.tokens - before)
         self.tried |= {worker_id}
         if self.tokens and isinstance(self._choice, Choice):
             self._choice.continued()

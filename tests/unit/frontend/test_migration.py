@@ -266,6 +266,17 @@ async def test_a_pin_to_the_failed_worker_is_dropped(
     site.settled()
 
 
+async def test_the_expected_output_shrinks_with_each_worker(site: MigratingFleet) -> None:
+    site.chat(nvext={"agent_hints": {"osl": 20}})
+    for count in (3, 4):
+        site.streams[-1].say([5] * count)
+        site.streams[-1].sink.on_error(Disconnected("gone"))
+        await turn()
+    found = [one.request.routing for one in site.streams]
+    assert [one and one.expected_output_tokens for one in found] == [20, 17, 13]
+    finish(site.streams[-1], [6])
+
+
 async def test_the_only_worker_may_get_the_request_again() -> None:
     site = MigratingFleet(workers=1)
     site.chat()
