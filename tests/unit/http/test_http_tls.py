@@ -52,7 +52,7 @@ class Site:
 
     async def start(self, **limits: Any) -> None:
         tls = ServerTls(self.cert, self.key, self.client_ca)
-        given = {"sweep_s": 0.02, "header_timeout_s": 0.3, "linger_s": 0.1, **limits}
+        given = {"sweep_s": 0.02, "linger_s": 0.1, **limits}
         access = Access(tls=tls, is_open=OPEN.__contains__)
         bounds = HttpLimits(**given)
         self.server = HttpServer(self.handle, bounds, self.refused.append, access=access)
@@ -204,7 +204,9 @@ async def test_a_request_in_pieces(site: Site) -> None:
     await shut(writer)
 
 
-async def test_a_handshake_has_a_deadline_and_counts(site: Site, authority: Authority) -> None:
+async def test_a_handshake_has_a_deadline_and_counts(tmp_path: Path, authority: Authority) -> None:
+    site = Site(tmp_path, authority)
+    await site.start(header_timeout_s=1.0)
     half = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(20)]
     await site.until(lambda: site.server.connections == 20)
     for number, (_, writer) in enumerate(half):
@@ -220,6 +222,7 @@ async def test_a_handshake_has_a_deadline_and_counts(site: Site, authority: Auth
         assert await slow_reader.read() == b""
         await shut(slow_writer)
     await site.until(lambda: site.server.connections == 0)
+    await site.server.close(0.2)
 
 
 async def test_over_the_limit_is_503_also_while_others_shake_hands(
