@@ -251,13 +251,18 @@ async def test_plain_http_gets_a_plain_explanation(site: Site) -> None:
 
 
 @pytest.mark.parametrize("junk", [b"\x00" * 100, b"\x16\x03\x01\x00\x02zz", b"\x80.\x01\x00\x02"])
-async def test_junk_costs_its_connection_alone(site: Site, junk: bytes) -> None:
+async def test_junk_costs_its_connection_alone(
+    tmp_path: Path, authority: Authority, junk: bytes
+) -> None:
+    site = Site(tmp_path, authority)
+    await site.start(header_timeout_s=0.2)  # some of it looks like a part of a message
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
     writer.write(junk)
     with contextlib.suppress(ConnectionError):
         await reader.read()  # an alert, perhaps
     await shut(writer)
     await site.until(lambda: site.server.connections == 0)
+    await site.server.close(0.2)
 
 
 async def test_damaged_records_end_the_request(site: Site) -> None:
