@@ -35,7 +35,9 @@ __all__ = [
     "StreamIncomplete",
     "Unavailable",
     "UnknownEndpoint",
+    "WorkerAtCapacity",
     "WorkerLeaving",
+    "WorkerSilent",
     "WorkerUnavailable",
     "from_code",
     "shorten",
@@ -167,6 +169,12 @@ class ConnectTimeout(ConnectionTimeout):
     unsent = True
 
 
+class WorkerSilent(ConnectionTimeout):
+    """The worker's process does not answer pings: it hangs, or the network drops its packets."""
+
+    code = "worker_silent"
+
+
 class Disconnected(WorkerUnavailable):
     """The stream ended without its end frame."""
 
@@ -197,6 +205,14 @@ class Overloaded(Unavailable):
 
     code = "overloaded"
     kind = "service_unavailable"
+
+
+class WorkerAtCapacity(Overloaded):
+    """The chosen worker is at capacity and has rejected the request before its engine got it."""
+
+    code = "worker_at_capacity"
+    retryable = True
+    unsent = True
 
 
 class RouterQueueLimitExceeded(Overloaded):

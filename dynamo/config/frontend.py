@@ -100,6 +100,13 @@ class FrontendSettings:
         exclusive_minimum=True,
         help="seconds an idle connection is kept",
     )
+    http_listen_fd: int | None = option(
+        None,
+        env="DYN_HTTP_LISTEN_FD",
+        minimum=3,
+        help="inherited socket to listen on instead of --http-host and --http-port; dynamo serve "
+        "sets it, so that connections wait while a frontend is restarted",
+    )
     listen_backlog: int = option(
         2048, env="DYN_HTTP_LISTEN_BACKLOG", minimum=1, help="connections waiting to be accepted"
     )
@@ -135,6 +142,15 @@ class FrontendSettings:
         env="DYN_HTTP_SLOW_CLIENT_LIMIT_MB",
         minimum=1,
         help="MiB buffered for a client that reads too slowly; above, it is disconnected",
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "--allowed-media-domains",
+        env="DYN_ALLOWED_MEDIA_DOMAINS",
+        repeat=True,
+        several=True,
+        metavar="HOST",
+        help="hosts from which the images that clients name by URL are fetched; default: none",
     )
     ignore_unsupported_fields: bool = option(
         False,

@@ -15,10 +15,10 @@ from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings
 from dynamo.errors import ConfigError
-from dynamo.frontend.gc_tuning import freeze_heap
 from dynamo.frontend.service import Frontend
 from dynamo.observability.logs import setup_logging
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.gc_tuning import freeze_heap
 
 __all__ = ["main"]
 

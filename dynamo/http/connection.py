@@ -141,7 +141,17 @@ class HttpConnection(asyncio.Protocol):
                 self._pause()  # until the client reads its responses
 
     def eof_received(self) -> bool:
-        """Let the transport close: a client that ends its output counts as disconnected."""
+        """Treat a client that ends its output as disconnected, at once, and close.
+
+        A client that has exited looks the same as one that has only shut down its sending side, and
+        an engine must not compute for the former. Complete responses are still sent.
+        """
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.lost()
+        # Not connection_lost alone: it waits until a slow client has read what is buffered.
+        if not self._lingering:
+            self._close()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -195,7 +205,9 @@ class HttpConnection(asyncio.Protocol):
             self.flush()
             self._linger()
             return
-        if self.closing or not exchange.keep_alive:
+        # While draining, a response that was begun before does not announce the end: its connection
+        # stays, so that a request that is already on its way gets a response.
+        if not exchange.keep_alive:
             self._close()
             return
         if not self.above_high_water:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -56,6 +57,7 @@ class HttpServer:
         self._on_refused = on_refused
         self._connections: set[HttpConnection] = set()
         self._server: asyncio.Server | None = None
+        self._inherited: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._all_gone: asyncio.Event | None = None
 
@@ -65,22 +67,35 @@ class HttpServer:
         return len(self._connections)
 
     async def bind(
-        self, host: str, port: int, names: Sequence[str] | None = None, remedy: str = ""
+        self,
+        host: str,
+        port: int,
+        names: Sequence[str] | None = None,
+        remedy: str = "",
+        listen_fd: int | None = None,
     ) -> tuple[str, int]:
         """Bind and return the address (port 0 binds a free one). Raises OSError.
+
+        ``listen_fd`` is a bound socket that is used instead.
 
         ``names`` are the hosts that requests may name beside localhost, ``host`` and IP addresses;
         ``*`` allows all. Without names every host is allowed, except on a loopback address. With
         None, nothing is checked. ``remedy`` ends the error for other hosts.
         """
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            self._connection,
-            host,
-            port,
-            backlog=self.limits.backlog,
-            start_serving=False,
-        )
+        backlog = self.limits.backlog
+        if listen_fd is None:
+            self._server = await loop.create_server(
+                self._connection, host, port, backlog=backlog, start_serving=False
+            )
+        else:
+            self._inherited = socket.socket(fileno=listen_fd)
+            self._server = await loop.create_server(
+                self._connection,
+                sock=self._inherited,
+                backlog=backlog,
+                start_serving=False,
+            )
         bound = [one.getsockname() for one in self._server.sockets]
         local = all(ipaddress.ip_address(address[0]).is_loopback for address in bound)
         if names is not None and "*" not in names and (names or local):
@@ -92,6 +107,8 @@ class HttpServer:
         """Accept connections at the bound address. Raises OSError."""
         assert self._server is not None, "bind() comes first"
         self._sweep()
+        if self._inherited is not None:
+            self._inherited.listen(self.limits.backlog)  # uvloop ignores that this fails
         await self._server.start_serving()
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
@@ -109,6 +126,22 @@ class HttpServer:
         for connection in self._connections:
             connection.closing = True
 
+    async def gone(self, timeout_s: float) -> bool:
+        """Wait until no connection is left; False after the timeout."""
+        if self._connections:
+            self._all_gone = asyncio.Event()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._all_gone.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    def stop_accepting(self) -> None:
+        """Accept no more connections; the present ones stay."""
+        if self._server is not None:
+            self._server.close()
+
     async def close(self, timeout_s: float = 1.0) -> None:
         """Stop listening, send written bytes for at most ``timeout_s``, then abort connections."""
         self.drain()
@@ -118,15 +151,10 @@ class HttpServer:
         if server is None:
             return
         server.close()
-        if self._connections:
-            self._all_gone = asyncio.Event()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._all_gone.wait()
-            except TimeoutError:
-                for connection in list(self._connections):
-                    connection.abort()
-                await self._all_gone.wait()
+        if not await self.gone(timeout_s):
+            for connection in list(self._connections):
+                connection.abort()
+            await self.gone(timeout_s)
         if self._timer is not None:
             self._timer.cancel()
         await server.wait_closed()

@@ -21,6 +21,7 @@ import orjson
 from dynamo.errors import DynamoError
 from dynamo.frontend.answer.choice import Choice, ChoiceRules
 from dynamo.frontend.answer.echo import EchoedPrompt, echoed_prompts
+from dynamo.frontend.answer.image_tokens import collect_image_tokens
 from dynamo.frontend.answer.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
 from dynamo.frontend.answer.prompt_logprobs import PromptLogprobs, collect_prompt_logprobs
 from dynamo.frontend.answer.sse import (
@@ -202,6 +203,7 @@ class GenerationStream:
         collectors = collect_prompt_logprobs(
             prepared, tokenizer, self._collectors(request, prepared, tokenizer)
         )
+        collectors = collect_image_tokens(prepared, collectors)
         # The choices differ in max_tokens at most, which the engine counts.
         conditions = prepared.requests[0].stop_conditions
         rules = ChoiceRules(request, conditions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -10,22 +11,42 @@ from typing import Protocol
 
 import msgspec
 
-from dynamo.errors import DynamoError, InstanceGone, InvalidArgument, NoInstances
+from dynamo.errors import (
+    DynamoError,
+    InstanceGone,
+    InvalidArgument,
+    NoInstances,
+    Overloaded,
+    WorkerAtCapacity,
+)
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.request_queue import QueuedRequest, RequestQueue
+from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import Client
 from dynamo.runtime.requests.stream import REQUEST_ID
 
-__all__ = ["Dispatch", "PrefillStep"]
+__all__ = ["Dispatch", "PrefillStep", "avoid_while_full"]
+
+_FULL_S = 1.0
+"""A worker at capacity gets no requests for this long, or until its next load report, or until one
+of this frontend's requests there ends."""
 
 log = logging.getLogger(__name__)
 
 
 class PrefillStep(Protocol):
-    """The prefill workers of a model; see :class:`PrefillRouter`."""
+    """The prefill workers of a model; see :class:`PrefillRouter`.
+
+    ``active``: some prefill worker can compute a prompt now.
+    """
+
+    @property
+    def active(self) -> bool:
+        """See the class."""
+        ...
 
     def take(self, engine_request: EngineRequest) -> bool:
         """Have a prefill worker compute the prompt, then call :meth:`Dispatch.decode_later`.
@@ -52,6 +73,26 @@ class Dispatch:
         self.queue = queue
         self.prefill: PrefillStep | None = None
         self.tracks_output = picker.tracks_output
+
+    def check(self) -> None:
+        """Raise Overloaded if every request would be rejected now, whatever its prompt and its
+        constraints. O(1), so it precedes the work on the prompt.
+
+        With prefill workers the answer is not known yet: decode workers may be free by the time the
+        prompt is computed.
+        """
+        if self.prefill is not None and self.prefill.active:
+            return
+        if self.queue is not None:
+            self.queue.check()
+        elif self.picker.worker_pool.all_busy:
+            raise Overloaded("all eligible workers are overloaded")
+
+    def report_to(self, saturation: Saturation) -> None:
+        """Count there whether :meth:`check` may raise."""
+        self.picker.worker_pool.report_to(saturation)
+        if self.queue is not None:
+            self.queue.report_to(saturation)
 
     def send(self, engine_request: EngineRequest) -> None:
         """Send it, through a prefill worker first where that applies.
@@ -107,12 +148,20 @@ class Dispatch:
             _run(engine_request, partial(self.decode, engine_request))
 
     def reroute(self, engine_request: EngineRequest, error: DynamoError) -> None:
-        """Choose again among the untried workers: the chosen one has not seen the request."""
+        """Choose again among the untried workers: the chosen one has not seen the request.
+
+        Each worker gets the request at most once, so a full fleet is asked once and no more.
+        """
         decision, engine_request.decision = engine_request.decision, None
         assert decision is not None, "only a request with a worker is rerouted"
         self.picker.free(engine_request.id)
-        log.info("%s: worker %x: %s; trying another", engine_request.id, decision.worker_id, error)
-        engine_request.tried |= {decision.worker_id}
+        level = logging.INFO
+        if isinstance(error, WorkerAtCapacity):
+            level = logging.DEBUG  # expected under overload, and counted by the worker
+            avoid_while_full(self.picker, decision.worker_id)
+        worker_id = decision.worker_id
+        log.log(level, "%s: worker %x: %s; trying another", engine_request.id, worker_id, error)
+        engine_request.tried |= {worker_id}
         engine_request.last_error = error
         try:
             self.decode(engine_request)
@@ -155,6 +204,14 @@ class Dispatch:
         allowed = list(self.picker.worker_pool.members) if allowed is None else allowed
         untried = [worker_id for worker_id in allowed if worker_id not in engine_request.tried]
         return msgspec.structs.replace(routing, allowed_worker_ids=untried)
+
+
+def avoid_while_full(picker: Picker, worker_id: int) -> None:
+    """Treat a worker as busy that has rejected a request at its capacity. Spec 9."""
+    if picker.eligibility.rejected(worker_id):
+        # Other frontends may have filled it, and it may report no load: this ends in any case.
+        loop = asyncio.get_running_loop()
+        loop.call_later(_FULL_S, picker.eligibility.recovered, worker_id)
 
 
 def _run(engine_request: EngineRequest, step: Callable[[], None]) -> None:

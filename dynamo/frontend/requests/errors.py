@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import orjson
@@ -23,8 +24,17 @@ from dynamo.frontend.answer.sse import public_message
 from dynamo.http import error_body, reason_phrase
 from dynamo.router.eligibility.filters import NoneAllowed
 
-__all__ = ["BackendSilent", "Labels", "SlowClient", "error_response", "explained", "labels"]
+__all__ = [
+    "BackendSilent",
+    "Labels",
+    "SlowClient",
+    "error_response",
+    "explained",
+    "labels",
+    "with_retry",
+]
 
+_RETRY = ("retry-after", "1")
 _OVERLOADED = "Service temporarily unavailable: All workers are busy, please retry later"
 
 
@@ -97,6 +107,11 @@ def explained(error: DynamoError, model: str) -> DynamoError:
             "starting up or is not fully provisioned. Please retry shortly."
         )
     return error
+
+
+def with_retry(error: DynamoError, headers: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
+    """Return ``headers``, with ``Retry-After`` if the same request may succeed a second later."""
+    return (*headers, _RETRY) if isinstance(error, Unavailable) else headers
 
 
 def error_response(error: DynamoError, overload_status: int = 503) -> tuple[int, bytes]:

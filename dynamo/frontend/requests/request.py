@@ -19,7 +19,14 @@ from dynamo.errors import Cancelled, DynamoError, Unavailable
 from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.frontend.requests.errors import Labels, SlowClient, error_response, explained, labels
+from dynamo.frontend.requests.errors import (
+    Labels,
+    SlowClient,
+    error_response,
+    explained,
+    labels,
+    with_retry,
+)
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics, RequestOutput
 from dynamo.http import NEVER, Exchange, WriteBatch
@@ -235,7 +242,7 @@ class ActiveRequest:
             self._end_with(error)
         else:
             status, body = error_response(error, self._shared.overload_status)
-            self.exchange.respond(status, body, headers=self._headers)
+            self.exchange.respond(status, body, headers=with_retry(error, self._headers))
         self._close(found)
 
     def crashed(self, error: BaseException) -> None:
