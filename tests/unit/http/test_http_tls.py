@@ -7,11 +7,13 @@ import contextlib
 import logging
 import os
 import random
+import select
 import shutil
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +225,27 @@ async def test_a_handshake_has_a_deadline_and_counts(tmp_path: Path, authority: 
         await shut(slow_writer)
     await site.until(lambda: site.server.connections == 0)
     await site.server.close(0.2)
+
+
+async def test_many_handshakes_take_many_turns(site: Site) -> None:
+    """100 clients that begin at once do not stop the loop for the time of 100 handshakes."""
+    hello = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        plain_context().wrap_bio(ssl.MemoryBIO(), hello).do_handshake()
+    data = hello.read()
+    clients = [socket.create_connection(("127.0.0.1", site.port)) for _ in range(100)]
+    for one in clients:
+        one.sendall(data + b"x" * 10)  # the rest of it is not the next message of a handshake
+        one.setblocking(False)
+    answered = [0]
+    while answered[-1] < len(clients):
+        await asyncio.sleep(0)
+        ready, _, _ = select.select(clients, [], [], 0)
+        answered.append(len(ready))
+    assert max(after - before for before, after in pairwise(answered)) <= 8
+    for one in clients:
+        one.close()
+    await site.until(lambda: site.server.connections == 0)
 
 
 async def test_over_the_limit_is_503_also_while_others_shake_hands(
