@@ -27,6 +27,7 @@ __all__ = [
     "InstanceGone",
     "InvalidArgument",
     "InvalidRequest",
+    "MigrationExhausted",
     "ModelNotFound",
     "NoInstances",
     "Overloaded",
@@ -126,6 +127,12 @@ class NoInstances(Unavailable):
     """The endpoint has no live instance."""
 
     code = "no_instances"
+
+
+class MigrationExhausted(Unavailable):
+    """Workers failed more often than the request may migrate."""
+
+    code = "migration_exhausted"
 
 
 class WorkerUnavailable(Unavailable):

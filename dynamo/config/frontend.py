@@ -130,6 +130,22 @@ class FrontendSettings:
         exclusive_minimum=True,
         help="seconds an engine may be silent in the middle of a request; default: no limit",
     )
+    migration_limit: int = option(
+        0,
+        "--migration-limit",
+        env="DYN_MIGRATION_LIMIT",
+        minimum=0,
+        help="workers that may fail with a request before the request fails: it goes on with "
+        "another one; dynamo serve sets 3",
+    )
+    migration_max_seq_len: int | None = option(
+        None,
+        "--migration-max-seq-len",
+        env="DYN_MIGRATION_MAX_SEQ_LEN",
+        minimum=1,
+        help="tokens of prompt and answer above which a request does not go on with another "
+        "worker; default: no limit",
+    )
     sse_keep_alive_ms: float | None = option(
         None,
         env="DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS",

@@ -51,6 +51,7 @@ class Models:
         self.saturation = Saturation()
         self.relays = False
         self._runtime = runtime
+        self._settings = settings
         self._prefix = settings.namespace_prefix or ""
         self._router = router
         self._metrics = metrics
@@ -84,10 +85,13 @@ class Models:
     def find(self, name: str, model_type: str) -> ModelEntry:
         """The model for a request of ``model_type`` (Chat, Completions).
 
-        Raises ModelNotFound, or NoInstances if the model is known but has no worker now.
+        Raises ModelNotFound, or NoInstances if the model is known but has no worker now. Before the
+        first model is known any may come: clients repeat a request after 503, not after 404.
         """
         entry = self._names.get(name)
         if entry is None or model_type not in entry.types:
+            if not self._names:
+                raise NoInstances
             raise ModelNotFound(f"Model not found: {shorten(name)}")
         if not entry.served:
             raise NoInstances
@@ -211,7 +215,7 @@ class Models:
             self._drop(entry)
             entry = None
         if entry is None:
-            entry = self._entries[name] = ModelEntry(card, self._metrics)
+            entry = self._entries[name] = ModelEntry(card, self._metrics, self._settings)
             self.relays = any(one.relayed for one in self._entries.values())
             for alias in (name, *card.model_aliases):
                 self._names.setdefault(alias, entry)

@@ -164,7 +164,7 @@ class RequestRegistry:
         assert self._silence_s is not None, "armed only with a timeout"
         limit_s = time.monotonic() - self._silence_s
         for request in [one for one in self._active if one.last_activity_s < limit_s]:
-            request.fail(BackendSilent(f"the engine was silent for {self._silence_s:g} s"))
+            request.silent(BackendSilent(f"the engine was silent for {self._silence_s:g} s"))
         self._timer = self._loop.call_later(min(1.0, self._silence_s / 4), self._sweep)
 
     def _keep_alive(self, interval_s: float) -> None:

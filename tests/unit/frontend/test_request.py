@@ -67,6 +67,10 @@ class Stream:
     def kill(self) -> None:
         self.killed += 1
 
+    def give_up(self, error: DynamoError) -> None:
+        self.killed += 1
+        self.sink.on_error(error)
+
     def say(self, ids: list[int], **more: Any) -> None:
         self.sink.on_data(encode(EngineOutput(token_ids=ids, **more)))
 
