@@ -52,7 +52,7 @@ class HttpServer:
         self.clock = time.monotonic()
         self.draining = False
         self.bodies_bytes = 0
-        self._undecoded: deque[HttpConnection] = deque()
+        self._undecoded: deque[HttpConnection | TlsConnection] = deque()
         self.handler = handler
         self._on_refused = on_refused
         self._connections: set[HttpConnection] = set()
@@ -184,8 +184,8 @@ class HttpServer:
         """Advance the connection in the next loop turn, after the others."""
         asyncio.get_running_loop().call_soon(connection.advance)
 
-    def decode_later(self, connection: HttpConnection) -> None:
-        """Queue a connection with more chunks than it may decode in one turn."""
+    def decode_later(self, connection: HttpConnection | TlsConnection) -> None:
+        """Queue a connection with a handshake, or with more chunks than it may decode in a turn."""
         self._undecoded.append(connection)
         if len(self._undecoded) == 1:
             self._schedule_decoding()
@@ -195,7 +195,7 @@ class HttpServer:
         connection = HttpConnection(self)
         if self._tls is None:
             return connection
-        return TlsConnection(self._tls, connection, self._uncertified)
+        return TlsConnection(self._tls, connection, self._uncertified, self.decode_later)
 
     def _schedule_decoding(self) -> None:
         asyncio.get_running_loop().call_soon(self._decode)
