@@ -259,6 +259,24 @@ async def test_with_prefill_workers_the_answer_is_not_known_yet() -> None:
     assert site.status == 503 and len(taken) == 1
 
 
+async def test_queued_requests_wait_while_workers_are_at_capacity() -> None:
+    site = Capacity("kv", queue_limit=4)
+    assert site.queue is not None
+    clients = [site.another() for _ in range(4)]
+    assert len(site.streams) == 2 and len(site.queue) == 2
+    site.refuse(0)  # no other worker has room for the first: it is queued again
+    assert len(site.queue) == 3
+    site.real.eligibility.rejected(site.asked[1])
+    await asyncio.sleep(0.15)  # the queue polls
+    assert len(site.queue) == 3 and all(one.transport.out == b"" for one in clients)
+    site.another()
+    assert site.status == 503 and site.answer == BUSY  # a new request is rejected meanwhile
+    for worker_id in (1, 2):
+        site.real.eligibility.recovered(worker_id)
+    await asyncio.sleep(0.15)
+    assert len(site.streams) > 2 and len(site.queue) < 3
+
+
 async def test_a_full_queue_rejects_before_the_body_is_parsed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
