@@ -27,6 +27,7 @@ __all__ = [
     "InstanceGone",
     "InvalidArgument",
     "InvalidRequest",
+    "MigrationExhausted",
     "ModelNotFound",
     "NoInstances",
     "Overloaded",
@@ -37,6 +38,7 @@ __all__ = [
     "UnknownEndpoint",
     "WorkerAtCapacity",
     "WorkerLeaving",
+    "WorkerSilent",
     "WorkerUnavailable",
     "from_code",
     "shorten",
@@ -127,6 +129,12 @@ class NoInstances(Unavailable):
     code = "no_instances"
 
 
+class MigrationExhausted(Unavailable):
+    """Workers failed more often than the request may migrate."""
+
+    code = "migration_exhausted"
+
+
 class WorkerUnavailable(Unavailable):
     """The chosen worker cannot serve the request."""
 
@@ -166,6 +174,12 @@ class ConnectTimeout(ConnectionTimeout):
 
     code = "connect_timeout"
     unsent = True
+
+
+class WorkerSilent(ConnectionTimeout):
+    """The worker's process does not answer pings: it hangs, or the network drops its packets."""
+
+    code = "worker_silent"
 
 
 class Disconnected(WorkerUnavailable):

@@ -1,76 +1,84 @@
-"""Mocker processes with metrics pages, and clients that hold requests open and drop them."""
+"""Load for tests of restarts: clients on kept connections that count every outcome."""
 
 from __future__ import annotations
 
+import http.client
 import json
-import socket
-from typing import Any
-
-from deployment import Deployment, free_port
-from prometheus_client.parser import text_string_to_metric_families
-
-CHAT = "/v1/chat/completions"
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-def chat(max_tokens: int, **more: Any) -> dict[str, Any]:
-    """The body of a chat for the model of :class:`MockerPage`."""
-    messages = [{"role": "user", "content": "hello"}]
-    return {"model": "tiny", "messages": messages, "max_tokens": max_tokens, **more}
+class Load:
+    """``clients`` threads that send completions one after another until it is closed.
 
+    Every other one streams. ``failures`` has a text for each request that was not answered with
+    exactly ``tokens`` tokens.
+    """
 
-class MockerPage:
-    """One mocker process and its metrics page."""
+    def __init__(self, port: int, clients: int = 6, tokens: int = 40) -> None:
+        self.port = port
+        self.tokens = tokens
+        self.answered = 0
+        self.failures: list[str] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), daemon=True)
+            for number in range(clients)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def __init__(self, deployment: Deployment, *flags: str, **env: str) -> None:
-        self._deployment = deployment
-        self.port = free_port()
-        port = str(self.port)
-        self.process = deployment.mocker("--block-size", "16", *flags, DYN_SYSTEM_PORT=port, **env)
+    def close(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
 
-    def sample(self, name: str, **labels: str) -> float:
-        """The sum of the samples ``name`` with these labels."""
-        page = self._deployment.request("GET", "/metrics", port=self.port)[2].decode()
-        return sum(
-            one.value
-            for family in text_string_to_metric_families(page)
-            for one in family.samples
-            if one.name == name and labels.items() <= one.labels.items()
+    def _run(self, number: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        count = 0
+        while not self._stop.is_set():
+            count += 1
+            try:
+                problem = self._request(connection, f"{number} {count}", number % 2 == 0)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                problem = f"{type(error).__name__}: {error}"
+                connection.close()
+            with self._lock:
+                if problem:
+                    self.failures.append(problem)
+                else:
+                    self.answered += 1
+        connection.close()
+
+    def _request(self, connection: http.client.HTTPConnection, prompt: str, stream: bool) -> str:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": self.tokens, "stream": stream}
+        body["ignore_eos"] = True
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
         )
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        if answer.status != 200:
+            return f"{answer.status} {text}"
+        if stream:
+            events = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+            if events[-1] != "[DONE]" or '"error"' in text:
+                return text[-300:]
+            text = events[-2]
+        tokens = json.loads(text)["usage"]["completion_tokens"]
+        return "" if tokens == self.tokens else f"{tokens} tokens"
 
-    def cancelled(self) -> float:
-        """Requests to ``generate`` whose cancellation the worker has received."""
-        return self.sample("dynamo_component_cancellation_total", dynamo_endpoint="generate")
 
-    def inflight(self) -> float:
-        """Requests to ``generate`` that the worker has."""
-        return self.sample("dynamo_component_inflight_requests", dynamo_endpoint="generate")
-
-
-class OpenRequest:
-    """A request whose client waits, until it is dropped."""
-
-    def __init__(self, deployment: Deployment, body: dict[str, Any], **headers: str) -> None:
-        data = json.dumps(body).encode()
-        extra = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self._socket = socket.create_connection(("127.0.0.1", deployment.port), timeout=30)
-        self._socket.sendall(
-            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{extra}"
-            f"Content-Length: {len(data)}\r\n\r\n".encode()
-            + data
-        )
-
-    def read(self) -> bytes:
-        """Wait for the first bytes of the response."""
-        return self._socket.recv(4096)
-
-    def send(self, data: bytes) -> None:
-        """Send more bytes behind the request."""
-        self._socket.sendall(data)
-
-    def half_close(self) -> None:
-        """Send nothing more; still read."""
-        self._socket.shutdown(socket.SHUT_WR)
-
-    def drop(self) -> None:
-        """Close the connection."""
-        self._socket.close()
+@contextmanager
+def under_load(port: int, clients: int = 6) -> Iterator[Load]:
+    """Run the block under load; then no request may have failed."""
+    load = Load(port, clients)
+    try:
+        yield load
+    finally:
+        load.close()
+    assert not load.failures, (load.answered, load.failures[:5], len(load.failures))

@@ -28,7 +28,7 @@ from dynamo.worker.publish import LoadSender, connect_load
 
 __all__ = ["PROBE_TIMEOUT_S", "AttachPlan", "AttachWorker", "check_settings", "make_plan"]
 
-PROBE_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 4.0
 """Seconds for one answer about health, load or models."""
 
 log = logging.getLogger(__name__)

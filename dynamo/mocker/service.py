@@ -8,7 +8,7 @@ import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.mocker.engine import EngineRank
-from dynamo.mocker.reply import Reply, echo_reply, random_reply
+from dynamo.mocker.reply import Reply, echo_reply, random_reply, sequence_reply
 from dynamo.mocker.script import ReplyScript
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
@@ -35,7 +35,7 @@ class MockerService:
     ) -> None:
         self.ranks = ranks
         self.admission = admission
-        self._echo = reply == "echo"
+        self._kind = reply
         self._script = script
 
     def handle(self, stream: ServerStream, payload: bytes) -> None:
@@ -74,6 +74,9 @@ class MockerService:
             return random_reply(1, request.sampling_options.seed)
         if self._script is not None:
             return self._script.reply(prompt, limit)
-        if self._echo:
+        seed = request.sampling_options.seed
+        if self._kind == "echo":
             return echo_reply(prompt, limit, request.stop_conditions)
-        return random_reply(limit, request.sampling_options.seed)
+        if self._kind == "sequence":
+            return sequence_reply(prompt, limit, seed)
+        return random_reply(limit, seed)

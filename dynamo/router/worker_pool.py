@@ -79,7 +79,7 @@ class WorkerPool:
 
     ``candidates`` is the column of all slots, ``owners[slot]`` its (worker_id, dp_rank), ``width``
     the length that columns indexed by slot need. ``busy`` are the workers over their busy
-    thresholds, ``avoided`` those that just failed to answer: they are chosen only when no other
+    thresholds, ``avoided`` those that do not answer: they are chosen only when no other
     remains. ``all_eligible`` is ``candidates`` where every request without constraints may go to
     any of them, else None. ``all_busy``: every request is rejected now, also one with a pin.
     """
@@ -117,7 +117,6 @@ class WorkerPool:
         if member is None:
             return []
         self.busy.discard(worker_id)
-        self.avoided.discard(worker_id)
         self._source.remove_worker(worker_id)
         self._rebuild()
         return list(self._slots.pop(worker_id).values())
@@ -131,8 +130,8 @@ class WorkerPool:
         self._update_eligible()
 
     def avoid(self, worker_id: int, avoided: bool) -> None:
-        """Avoid a worker while others remain, or stop avoiding it; unknown workers are ignored."""
-        if avoided and worker_id in self.members:
+        """Avoid a worker while others remain, also one that is added later; or stop avoiding it."""
+        if avoided:
             self.avoided.add(worker_id)
         else:
             self.avoided.discard(worker_id)
@@ -157,7 +156,8 @@ class WorkerPool:
         self._update_eligible()
 
     def _update_eligible(self) -> None:
-        restricted = not self.candidates or self.busy or self.avoided
+        avoided = any(worker_id in self.members for worker_id in self.avoided)
+        restricted = not self.candidates or self.busy or avoided
         self.all_eligible = None if restricted else self.candidates
         all_busy = bool(self.members) and len(self.busy) == len(self.members)
         if all_busy != self.all_busy:

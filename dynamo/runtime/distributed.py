@@ -73,7 +73,7 @@ class DistributedRuntime:
         self.instance_id = secrets.randbits(62) + 1
         self.metrics = Registry() if metrics is None else metrics
         self.tasks = Tasks("runtime")
-        self.requests = RequestClient()
+        self.requests = RequestClient(longest_pause_s=self.system.inhibited_duration_s)
         self.discovery = discovery if discovery is not None else _discovery(settings)
         self.serving = Serving(
             settings, self.system, self.discovery, self.instance_id, self.metrics

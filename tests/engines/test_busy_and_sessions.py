@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from capacity_kit import OpenRequest, chat
 from deployment import Deployment
-from load_kit import OpenRequest, chat
 from mocker_kit import Caller, caller
 
 

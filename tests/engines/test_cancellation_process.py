@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from capacity_kit import CHAT, MockerPage, OpenRequest, chat
 from deployment import MODEL, Deployment
-from load_kit import CHAT, MockerPage, OpenRequest, chat
 from worker_stubborn import SILENT_S
 
 LONG = "word " * 6000  # seconds of prefill at the speeds below

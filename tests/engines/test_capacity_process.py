@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 import pytest
+from capacity_kit import CHAT, MockerPage, OpenRequest, chat
 from deployment import Deployment
-from load_kit import CHAT, MockerPage, OpenRequest, chat
 
 LIMITS = {"DYN_ENGINE_REQUEST_LIMIT": "1", "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "2"}
 CAPACITY = 3  # of a worker: N + Q

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from answers_kit import chat
-from load_kit import OpenRequest
+from capacity_kit import OpenRequest
 from servers_kit import EngineDeployment, closing
 
 LONG = 1900  # tokens: more than a minute on a CPU

@@ -34,11 +34,11 @@ def reject_early(
 ) -> bool:
     """Respond with 503 while the frontend drains or the model takes no request; return True then.
 
-    Call it while ``registry.draining`` or ``models.saturation.count`` is set. Large bodies are left
+    Call it while ``registry.refuses`` or ``models.saturation.count`` is set. Large bodies are left
     to :func:`reject_large`. A body that is no JSON, or names no model that is served, is left to
     the route, which explains what is wrong with it. O(bytes).
     """
-    if registry.draining:
+    if registry.refuses:
         try:
             registry.check()
         except DynamoError as error:

@@ -20,6 +20,7 @@ from dynamo.errors import (
     WorkerAtCapacity,
 )
 from dynamo.frontend.requests.engine_request import EngineRequest
+from dynamo.frontend.requests.migration import Migrations
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
@@ -35,6 +36,12 @@ _FULL_S = 1.0
 of this frontend's requests there ends."""
 
 log = logging.getLogger(__name__)
+_RESEND_S = 0.0002
+_RESEND_TOKEN_S = 1e-8
+"""The time to route and send a request, and each of its tokens: a worker may fail with many."""
+_FULL_RETRY_S = 0.1
+_FULL_LIMIT_S = 30.0
+"""A request that a worker had accepted waits so long for room on another one."""
 
 
 class PrefillStep(Protocol):
@@ -64,14 +71,22 @@ class Dispatch:
     """Send engine requests to the workers behind ``client`` that ``picker`` chooses.
 
     With a ``queue``, requests may wait for a worker. With a ``prefill`` step, other workers may
-    compute their prompts first.
+    compute their prompts first. ``migrations`` says how often a request may go on elsewhere.
     """
 
-    def __init__(self, picker: Picker, client: Client, queue: RequestQueue | None = None) -> None:
+    def __init__(
+        self,
+        picker: Picker,
+        client: Client,
+        queue: RequestQueue | None = None,
+        migrations: Migrations | None = None,
+    ) -> None:
         self.picker = picker
         self.client = client
         self.queue = queue
         self.prefill: PrefillStep | None = None
+        self.migrations = migrations or Migrations()
+        self._resend_at_s = 0.0
         self.tracks_output = picker.tracks_output
 
     def check(self) -> None:
@@ -131,7 +146,7 @@ class Dispatch:
             routing=routing,
             override=preprocessed.router_config_override,
             on_decision=partial(self._dequeued, queue, engine_request),
-            on_error=partial(_fail, engine_request),
+            on_error=partial(self._fail, engine_request),
         )
         if isinstance(found, QueuedRequest):
             engine_request.pending = found
@@ -152,23 +167,91 @@ class Dispatch:
 
         Each worker gets the request at most once, so a full fleet is asked once and no more.
         """
-        decision, engine_request.decision = engine_request.decision, None
-        assert decision is not None, "only a request with a worker is rerouted"
-        self.picker.free(engine_request.id)
+        worker_id = engine_request.leave_worker(error).worker_id
         level = logging.INFO
         if isinstance(error, WorkerAtCapacity):
             level = logging.DEBUG  # expected under overload, and counted by the worker
-            avoid_while_full(self.picker, decision.worker_id)
-        worker_id = decision.worker_id
+            avoid_while_full(self.picker, worker_id)
         log.log(level, "%s: worker %x: %s; trying another", engine_request.id, worker_id, error)
         engine_request.tried |= {worker_id}
-        engine_request.last_error = error
+        self._again(engine_request, self.decode)
+
+    def migrate(self, engine_request: EngineRequest, error: DynamoError) -> None:
+        """Continue the request on another worker, with the tokens so far behind its prompt.
+
+        One after another, so that the loop serves others in between: a worker may have failed with
+        a thousand requests. The prompt goes through a prefill worker again: the blocks that one
+        computed may be gone.
+        """
+        worker_id, tokens = engine_request.leave_worker(error).worker_id, engine_request.tokens
+        log.info(
+            "%s: worker %x: %s; continuing on another after %d tokens, migration %d",
+            engine_request.id,
+            worker_id,
+            error,
+            tokens,
+            engine_request.migrations,
+        )
+        engine_request.resume(worker_id)
+        loop = asyncio.get_running_loop()
+        now_s, due_s = loop.time(), self._resend_at_s
+        cost_s = _RESEND_S + _RESEND_TOKEN_S * len(engine_request.preprocessed.token_ids)
+        self._resend_at_s = max(due_s, now_s) + cost_s
+        if due_s <= now_s:
+            self._resend(engine_request)
+        else:
+            engine_request.pending = loop.call_at(due_s, self._resend, engine_request)
+
+    def _resend(self, engine_request: EngineRequest) -> None:
+        engine_request.pending = None
+        self._again(engine_request, self._send_anywhere)
+
+    def _send_anywhere(self, engine_request: EngineRequest) -> None:
+        """:meth:`send`, to the worker that failed if no other may take the request: it may have
+        lost its connection only."""
         try:
-            self.decode(engine_request)
-        except DynamoError as later:
-            _fail(engine_request, later)
+            self.send(engine_request)
+        except (InvalidArgument, NoInstances):
+            if not engine_request.tried:
+                raise
+            engine_request.tried = frozenset()
+            routing = engine_request.routing
+            if routing is not None and routing.prefill_worker_id is not None:  # it may have left
+                engine_request.routing = msgspec.structs.replace(
+                    routing, prefill_worker_id=None, prefill_dp_rank=None
+                )
+            self.send(engine_request)
+
+    def _again(self, engine_request: EngineRequest, step: Callable[[EngineRequest], None]) -> None:
+        """Run ``step``, after a worker failed; an error ends the request."""
+        try:
+            step(engine_request)
+        except DynamoError as error:
+            self._fail(engine_request, error)
         except BaseException as unexpected:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             engine_request.request.crashed(unexpected)
+
+    def _fail(self, engine_request: EngineRequest, error: DynamoError) -> None:
+        """End the request: with the last worker's error if all were tried, else with ``error``.
+
+        One that a worker had accepted waits while all others are full.
+        """
+        last_error, migration = engine_request.last_error, engine_request.migration
+        if last_error is None:
+            engine_request.request.fail(error)
+            return
+        if isinstance(error, InvalidArgument | NoInstances):
+            error = last_error
+        if (
+            isinstance(error, Overloaded)
+            and migration is not None
+            and engine_request.migrations
+            and time.monotonic() < migration.since_s + _FULL_LIMIT_S
+        ):
+            loop = asyncio.get_running_loop()
+            engine_request.pending = loop.call_later(_FULL_RETRY_S, self._resend, engine_request)
+        else:
+            engine_request.fail(error)
 
     def _dequeued(
         self, queue: RequestQueue, engine_request: EngineRequest, decision: Decision
@@ -220,13 +303,3 @@ def _run(engine_request: EngineRequest, step: Callable[[], None]) -> None:
         step()
     except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
         engine_request.request.crashed(error)
-
-
-def _fail(engine_request: EngineRequest, error: DynamoError) -> None:
-    """End the request: with the last worker's error if all were tried, else with ``error``."""
-    last_error = engine_request.last_error
-    if last_error is None:
-        engine_request.request.fail(error)
-        return
-    tried_all = isinstance(error, InvalidArgument | NoInstances)
-    engine_request.request.fail(last_error if tried_all else error, by_worker=True)

@@ -13,6 +13,7 @@ from dynamo.errors import (
     DynamoError,
     HttpFailure,
     InvalidArgument,
+    MigrationExhausted,
     ModelNotFound,
     NoInstances,
     Overloaded,
@@ -72,6 +73,7 @@ _LABELS: tuple[tuple[type[DynamoError], Labels], ...] = (
     (BackendSilent, Labels("response_timeout", "Timeout", "backend.silent")),
     (NoInstances, Labels("unavailable", "Unavailable", "instances.none")),
     (WorkerUnavailable, Labels("unavailable", "Unavailable", "transport.disconnected")),
+    (MigrationExhausted, Labels("unavailable", "Unavailable", "migration.exhausted")),
     (Unavailable, Labels("unavailable", "Unavailable", "service.unavailable")),
     (DynamoError, Labels("internal", "Internal", "engine.failure")),
 )

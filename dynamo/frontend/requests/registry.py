@@ -29,8 +29,8 @@ class RequestRegistry:
     """Create it on the running loop; :meth:`close` stops its timers.
 
     ``admitted`` counts the requests in progress, those whose large body is still being parsed
-    included. The limit on connections bounds it: a connection has one request at a time. New
-    requests are refused while ``draining``.
+    included. The limit on connections bounds it: a connection has one request at a time. While
+    ``draining``, /health says so; new requests are refused once ``refuses`` is set.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class RequestRegistry:
         self.off_loop = OffLoop()
         self.write_batch = write_batch or WriteBatch()
         self.draining = False
+        self.refuses = False
         self.admitted = 0
         self._active: set[ActiveRequest] = set()
         self._engine_ids: set[str] = set()
@@ -71,8 +72,8 @@ class RequestRegistry:
     # -- admission
 
     def check(self) -> None:
-        """Raise Unavailable while draining. It is free, so it precedes the parsing of the body."""
-        if self.draining:
+        """Raise Unavailable once requests are refused. It is free, so it precedes the parsing."""
+        if self.refuses:
             raise Unavailable("Service is shutting down, please retry elsewhere")
 
     def enter(self) -> None:
@@ -87,16 +88,19 @@ class RequestRegistry:
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the admitted ones; False if some outlast the timeout."""
-        self.draining = True
-        self._drained = asyncio.Event()
-        if not self.admitted:
-            return True
+        self.draining = self.refuses = True
         try:
             async with asyncio.timeout(timeout_s):
-                await self._drained.wait()
+                await self.idle()
         except TimeoutError:
-            return False
+            return not self.admitted
         return True
+
+    async def idle(self) -> None:
+        """Wait until no request is admitted."""
+        while self.admitted:
+            self._drained = asyncio.Event()
+            await self._drained.wait()
 
     def refuse(
         self,
@@ -160,7 +164,7 @@ class RequestRegistry:
         assert self._silence_s is not None, "armed only with a timeout"
         limit_s = time.monotonic() - self._silence_s
         for request in [one for one in self._active if one.last_activity_s < limit_s]:
-            request.fail(BackendSilent(f"the engine was silent for {self._silence_s:g} s"))
+            request.silent(BackendSilent(f"the engine was silent for {self._silence_s:g} s"))
         self._timer = self._loop.call_later(min(1.0, self._silence_s / 4), self._sweep)
 
     def _keep_alive(self, interval_s: float) -> None:

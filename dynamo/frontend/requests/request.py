@@ -204,6 +204,18 @@ class ActiveRequest:
 
     # -- called by the write batch and the registry
 
+    def silent(self, error: DynamoError) -> None:
+        """Its workers have sent nothing for too long: end their streams with ``error``.
+
+        A prefill worker's stream is not among them: without others the request fails.
+        """
+        streams = [one for one in self.engine_requests if one.stream is not None]
+        for engine_request in streams:
+            if not self.closed:
+                engine_request.silent(error)
+        if not streams:
+            self.fail(error)
+
     def flush(self) -> None:
         """Write the output since the last flush, unless the client reads too slowly."""
         self._output_deferred = False

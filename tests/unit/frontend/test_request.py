@@ -67,6 +67,10 @@ class Stream:
     def kill(self) -> None:
         self.killed += 1
 
+    def give_up(self, error: DynamoError) -> None:
+        self.killed += 1
+        self.sink.on_error(error)
+
     def say(self, ids: list[int], **more: Any) -> None:
         self.sink.on_data(encode(EngineOutput(token_ids=ids, **more)))
 
@@ -122,6 +126,12 @@ class Site:
         if self.found is not None:
             raise self.found("Model not found")
         return self.entry
+
+    async def find_loaded(self, name: str, model_type: str) -> Any:
+        return self.find(name, model_type)
+
+    def is_loading(self, name: str) -> bool:
+        return False
 
     def pick(
         self, request_id: str | None, tokens: Any, *, routing: Any, override: Any = None
@@ -553,7 +563,7 @@ async def test_before_any_model(site: Site) -> None:
     site.chat()
     assert site.answer == NOT_READY
     site = Site()
-    site.active.draining = True
+    site.active.refuses = True
     site.post(b"not even parsed")
     assert site.status == 503 and site.ended("unavailable", model="unknown_model") == 1
 

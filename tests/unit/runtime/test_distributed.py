@@ -492,6 +492,33 @@ async def test_a_failed_connection_inhibits(deployment: Deployment) -> None:
     assert set(client._usable()) == {bad.instance_id, good.instance_id}
 
 
+async def test_an_unhealthy_endpoint_is_avoided_and_not_ready(deployment: Deployment) -> None:
+    sick, well = deployment.runtime(), deployment.runtime()
+    for worker in (sick, well):
+        deployment.serve(worker, "ns.comp.gen", echo)
+    client = await deployment.client("ns.comp.gen")
+    await until_count(client, 2)
+    changed = asyncio.Event()
+    client.on_inhibited(lambda instance_id, out: changed.set())
+    for problem in ("no answer to a health check", ""):
+        changed.clear()
+        await sick.serving.set_health(("ns", "comp", "gen"), problem)
+        async with asyncio.timeout(5):
+            await changed.wait()
+        assert client.is_inhibited(sick.instance_id) is bool(problem)
+        assert sick.serving.health.is_ready() is not bool(problem)
+        assert [one.text for one in client.outages().values()] == [problem] * bool(problem)
+    changed.clear()
+    await sick.serving.set_health(("ns", "comp", "gen"), "again")
+    async with asyncio.timeout(5):
+        await changed.wait()
+    seen: list[tuple[int, bool]] = []
+    client.on_inhibited(lambda instance_id, out: seen.append((instance_id, out)))
+    assert seen == [(sick.instance_id, True)]
+    sick.serving.begin_shutdown()
+    await sick.serving.set_health(("ns", "comp", "gen"), "")  # not registered again
+
+
 async def test_events_reach_subscribers_through_discovery(deployment: Deployment) -> None:
     one, two, listener = (deployment.runtime() for _ in range(3))
     got: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()

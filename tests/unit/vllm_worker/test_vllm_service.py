@@ -220,6 +220,21 @@ def step_message(tokens: dict[str, int]) -> bytes:
     return msgspec.msgpack.encode([0, rows, None, 1.5])
 
 
+async def test_a_prompt_with_images_has_the_length_that_the_engine_found(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as made:
+        sink, _ = made.start()
+        await made.engine.started(1)
+        (engine_sink,) = made.engine.sinks.values()
+        engine_sink.on_images(20, [codec.tokens([7, 8])])
+        engine_sink.on_output(Step([5], prefill_stats=Stats(0)))
+        engine_sink.on_output(Step([6], "length"))
+        await sink.end()
+        assert sink.items[0].extra_args == {"mm_expansions": [codec.tokens([7, 8])]}
+        assert sink.items[-1].extra_args is None
+        assert sink.items[-1].completion_usage is not None
+        assert sink.items[-1].completion_usage.prompt_tokens == 20
+
+
 async def test_plain_tokens_of_a_step_go_to_their_streams(tmp_path: Path) -> None:
     async with deployed(tmp_path) as made:
         sinks = [made.start()[0], made.start()[0]]
