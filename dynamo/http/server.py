@@ -96,6 +96,8 @@ class HttpServer:
                 backlog=backlog,
                 start_serving=False,
             )
+        for one in self._server.sockets:
+            _detect_lost_peers(one, self.limits.stall_timeout_s)
         bound = [one.getsockname() for one in self._server.sockets]
         local = all(ipaddress.ip_address(address[0]).is_loopback for address in bound)
         if names is not None and "*" not in names and (names or local):
@@ -220,3 +222,15 @@ class HttpServer:
                 self._uncertified.forget_heads()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.limits.sweep_s, self._sweep)
+
+
+def _detect_lost_peers(listener: socket.socket, timeout_s: float) -> None:
+    """Close connections whose client has vanished without a FIN: lost power, an unplugged cable.
+
+    Accepted sockets inherit the options (Linux). Sent bytes may go unacknowledged for
+    ``timeout_s``; a connection that only waits for its answer is probed after 15 s.
+    """
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1e3))
