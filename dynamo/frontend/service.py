@@ -109,7 +109,9 @@ class Frontend:
         except OSError as error:  # another process bound the same address and listened first
             raise self._cannot_listen(error) from None
         log.info("listening on http://%s:%d", *bound)
-        await self._runtime.granted()  # by its lease `dynamo serve` sees that it listens
+        if self._runtime.settings.discovery_backend == "file":
+            # By its lease `dynamo serve` sees that it listens.
+            self._tasks.spawn(self._runtime.granted(), name="lease")
         return bound
 
     async def _load_models(self) -> None:
