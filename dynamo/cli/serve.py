@@ -98,6 +98,7 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
     env |= {name: environ()[name] for name in DRAIN_TIMEOUTS if name in environ()}
     env["DYN_LOCAL_STATE_DIR"] = str(state_path(runtime))
     env["DYN_FILE_KV"] = str(store_path(runtime))
+    env["DYN_MIGRATION_LIMIT"] = str(settings.migration_limit)
     here = _directory(graph)
     check_services(graph, here, {**env, "DYN_NAMESPACE": graph.namespace})
     graph = replace(graph, services=with_engine_gpus(graph.services, here))

@@ -43,6 +43,12 @@ class ServeSettings:
         minimum=0.0,
         help="seconds a process may take to finish its work before it is killed",
     )
+    migration_limit: int = option(
+        3,
+        env="DYN_MIGRATION_LIMIT",
+        minimum=0,
+        help="--migration-limit of the graph's frontends that do not set it",
+    )
     restart_burst: int = option(
         5,
         env="DYN_SERVE_RESTART_BURST",

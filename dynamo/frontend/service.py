@@ -17,6 +17,12 @@ from collections.abc import Callable
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, Unavailable
+from dynamo.frontend.access import (
+    frontend_access,
+    guard_operator_routes,
+    show_key_requests,
+    warn_if_exposed,
+)
 from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.api.embeddings import EmbeddingRoutes
 from dynamo.frontend.api.info import InfoRoutes
@@ -56,6 +62,7 @@ class Frontend:
         self, runtime: DistributedRuntime, settings: FrontendSettings, router: RouterSettings
     ) -> None:
         prefill_model(router)  # raises ConfigError now instead of with the first model
+        access = frontend_access(settings)
         self._runtime = runtime
         self._settings = settings
         self._router = router
@@ -75,11 +82,19 @@ class Frontend:
             ).install(routes)
             BusyThresholdRoutes(self.models, self._tasks).install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
-        self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch)
+        guard_operator_routes(routes, settings)
+        self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch, access)
+        if access is not None and access.keys is not None:
+            show_key_requests(metrics, access.keys)
         metrics.http_connections.function = lambda: self._server.connections
         self._stop = asyncio.Event()
         self.on_loaded: Callable[[], None] = _ignore
         self.models.on_loaded = self._loaded
+
+    @property
+    def scheme(self) -> str:
+        """``https`` with a certificate, else ``http``."""
+        return "http" if self._settings.tls_cert_path is None else "https"
 
     async def start(self) -> tuple[str, int]:
         """Bind, load the models whose workers are registered, listen; return the bound address.
@@ -108,7 +123,8 @@ class Frontend:
             await self._server.listen()
         except OSError as error:  # another process bound the same address and listened first
             raise self._cannot_listen(error) from None
-        log.info("listening on http://%s:%d", *bound)
+        log.info("listening on %s://%s:%d", self.scheme, *bound)
+        warn_if_exposed(settings, bound[0])
         if self._runtime.settings.discovery_backend == "file":
             # By its lease `dynamo serve` sees that it listens.
             self._tasks.spawn(self._runtime.granted(), name="lease")
@@ -188,7 +204,9 @@ class Frontend:
     def _loaded(self) -> None:
         """Adapt the default limit on bodies to the contexts that are served now."""
         if self._settings.body_limit_mb is None:
-            limit_bytes = body_limit_bytes(self.models.context_lengths())
+            limit_bytes = body_limit_bytes(
+                self.models.context_lengths(), self.models.takes_images()
+            )
             self._server.limits = dataclasses.replace(self._server.limits, body_bytes=limit_bytes)
         self.on_loaded()
 

@@ -10,10 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from dynamo.http.access import Access
 from dynamo.http.connection import HttpConnection
 from dynamo.http.exchange import Exchange, ResponseHeads
 from dynamo.http.head import HeadReader
 from dynamo.http.limits import HttpLimits
+from dynamo.http.tls_connection import TlsConnection
 from dynamo.http.write_batch import WriteBatch
 
 __all__ = ["HttpServer"]
@@ -28,7 +30,7 @@ class HttpServer:
 
     ``handler`` is a plain function, so that a request costs neither task nor queue. ``on_refused``
     is called with the status of each request that was refused before it reached a route. Pass
-    ``write_batch`` to share one with the handler.
+    ``write_batch`` to share one with the handler. Without ``access``, plain HTTP needs no key.
     """
 
     def __init__(
@@ -37,9 +39,14 @@ class HttpServer:
         limits: HttpLimits | None = None,
         on_refused: Callable[[int], None] | None = None,
         write_batch: WriteBatch | None = None,
+        access: Access | None = None,
     ) -> None:
         self.limits = limits or HttpLimits()
-        self.reader = HeadReader(self.limits)
+        check = access.check_key if access is not None and access.keys is not None else None
+        self.reader = HeadReader(self.limits, check)
+        self._uncertified = HeadReader(self.limits, access.check_uncertified if access else None)
+        self._tls = access.tls if access else None
+        self._watches = access.watches() if access else ()
         self.heads = ResponseHeads()
         self.write_batch = write_batch or WriteBatch()
         self.clock = time.monotonic()
@@ -79,12 +86,12 @@ class HttpServer:
         backlog = self.limits.backlog
         if listen_fd is None:
             self._server = await loop.create_server(
-                lambda: HttpConnection(self), host, port, backlog=backlog, start_serving=False
+                self._connection, host, port, backlog=backlog, start_serving=False
             )
         else:
             self._inherited = socket.socket(fileno=listen_fd)
             self._server = await loop.create_server(
-                lambda: HttpConnection(self),
+                self._connection,
                 sock=self._inherited,
                 backlog=backlog,
                 start_serving=False,
@@ -92,7 +99,8 @@ class HttpServer:
         bound = [one.getsockname() for one in self._server.sockets]
         local = all(ipaddress.ip_address(address[0]).is_loopback for address in bound)
         if names is not None and "*" not in names and (names or local):
-            self.reader.serve_only((host, *names), remedy)
+            for reader in (self.reader, self._uncertified):
+                reader.serve_only((host, *names), remedy)
         return bound[0][0], bound[0][1]
 
     async def listen(self) -> None:
@@ -182,6 +190,13 @@ class HttpServer:
         if len(self._undecoded) == 1:
             self._schedule_decoding()
 
+    def _connection(self) -> asyncio.Protocol:
+        """A connection for a client that has just been accepted."""
+        connection = HttpConnection(self)
+        if self._tls is None:
+            return connection
+        return TlsConnection(self._tls, connection, self._uncertified)
+
     def _schedule_decoding(self) -> None:
         asyncio.get_running_loop().call_soon(self._decode)
 
@@ -199,5 +214,9 @@ class HttpServer:
         self.heads.renew()
         for connection in [one for one in self._connections if one.deadline <= now]:
             connection.sweep()
+        for watch in self._watches:
+            if watch.check():
+                self.reader.forget_heads()
+                self._uncertified.forget_heads()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.limits.sweep_s, self._sweep)

@@ -20,7 +20,9 @@ from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import MODEL_CARDS, EndpointRecord
+from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.availability import Outage
 from dynamo.runtime.discovery import KeyEvent, Watch
 from dynamo.runtime.tasks import Tasks
 
@@ -34,7 +36,7 @@ class Models:
     """Watches the cards. :meth:`find` is on the path of every request: one dict look-up.
 
     ``on_loaded`` is called after each model that was loaded. ``relays``: some model takes whole
-    bodies.
+    bodies. ``saturation.count`` is not zero while some model may reject every request.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class Models:
         tasks: Tasks,
     ) -> None:
         self.kv_mode = router.mode == "kv"
+        self.saturation = Saturation()
         self.relays = False
         self._runtime = runtime
+        self._settings = settings
         self._prefix = settings.namespace_prefix or ""
         self._router = router
         self._metrics = metrics
@@ -81,10 +85,13 @@ class Models:
     def find(self, name: str, model_type: str) -> ModelEntry:
         """The model for a request of ``model_type`` (Chat, Completions).
 
-        Raises ModelNotFound, or NoInstances if the model is known but has no worker now.
+        Raises ModelNotFound, or NoInstances if the model is known but has no worker now. Before the
+        first model is known any may come: clients repeat a request after 503, not after 404.
         """
         entry = self._names.get(name)
         if entry is None or model_type not in entry.types:
+            if not self._names:
+                raise NoInstances
             raise ModelNotFound(f"Model not found: {shorten(name)}")
         if not entry.served:
             raise NoInstances
@@ -127,6 +134,14 @@ class Models:
         """Tokens of prompt and answer together, of every model that is loaded."""
         return [entry.context_length for entry in self._entries.values() if entry.ready]
 
+    def takes_images(self) -> bool:
+        """Whether a loaded model reads images in chat messages."""
+        return any(
+            entry.has_preprocessor and entry.preprocessor.images is not None
+            for entry in self._entries.values()
+            if entry.ready
+        )
+
     def instances(self) -> list[EndpointRecord]:
         """Every live instance of every model, once: models may share an endpoint."""
         found = {
@@ -136,6 +151,14 @@ class Models:
             for one in (*entry.client.records(), *entry.prefill.instances())
         }
         return list(found.values())
+
+    def outages(self) -> dict[int, Outage]:
+        """Why each instance that is out of routing is out, by instance id."""
+        found: dict[int, Outage] = {}
+        for entry in self._entries.values():
+            if entry.ready:
+                found |= entry.client.outages() | entry.prefill.outages()
+        return found
 
     def count(self) -> None:
         """Update the counters that the tokenizers keep, before a scrape."""
@@ -192,7 +215,7 @@ class Models:
             self._drop(entry)
             entry = None
         if entry is None:
-            entry = self._entries[name] = ModelEntry(card, self._metrics)
+            entry = self._entries[name] = ModelEntry(card, self._metrics, self._settings)
             self.relays = any(one.relayed for one in self._entries.values())
             for alias in (name, *card.model_aliases):
                 self._names.setdefault(alias, entry)
@@ -238,6 +261,7 @@ class Models:
     async def _load(self, entry: ModelEntry) -> None:
         try:
             await entry.load(self._runtime, self._router)
+            entry.dispatch.report_to(self.saturation)
             self.on_loaded()
         except DynamoError as error:
             self._reject(entry.name, "load", error.message)
