@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deployment import free_port
 
 from dynamo import __version__
 from dynamo.cli import main as cli
@@ -137,7 +138,8 @@ def test_the_frontends_of_a_graph_migrate_requests(
     tmp_path: Path, given: dict[str, str], limit: str
 ) -> None:
     graph = tmp_path / "graph.yaml"
-    graph.write_text("namespace: ns\nFrontend: {run: dynamo.frontend, http-port: 0}\n")
+    frontend = f"{{run: dynamo.frontend, http-port: {free_port()}}}"
+    graph.write_text(f"namespace: ns\nFrontend: {frontend}\n")
     done = subprocess.run(
         [sys.executable, "-m", "dynamo", "serve", str(graph), "--dry-run"],
         env={**os.environ, "DYN_LOCAL_STATE_DIR": str(tmp_path / "state"), **given},
