@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.version import __version__
 
-from dynamo.errors import EngineFailure, InvalidArgument
+from dynamo.errors import EngineFailure, EngineShutdown, InvalidArgument
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
@@ -194,7 +194,7 @@ class AsyncLLMEngine:
         except InvalidArgument as error:
             sink.on_rejected(error)
         except EngineDeadError:
-            sink.on_rejected(EngineFailure("the vLLM engine died"))
+            sink.on_rejected(EngineShutdown("the vLLM engine died"))
         except CLIENT_ERRORS as error:
             sink.on_rejected(InvalidArgument(str(error)))
         finally:

@@ -117,9 +117,13 @@ def test_an_aborted_drain(deployment: Deployment, workers: Workers) -> None:
     idle(deployment)
 
 
-def test_a_stopped_worker(deployment: Deployment, workers: Workers) -> None:
+@pytest.mark.parametrize("bound", ["of the stream", "of the worker"])
+def test_a_stopped_worker(deployment: Deployment, workers: Workers, bound: str) -> None:
     """SIGSTOP: the worker is silent, and its connection stays open."""
-    aggregated(deployment, workers, DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS="0.5")
+    if bound == "of the stream":
+        aggregated(deployment, workers, 2, DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS="0.5")
+    else:
+        aggregated(deployment, workers)
     expected = stream(deployment)
     stopped: list[int] = []
 
@@ -156,6 +160,27 @@ def test_disaggregated(deployment: Deployment, workers: Workers, killed: str) ->
     assert migrated(deployment) >= 1
     prefills = deployment.sample("dynamo_frontend_prefill_requests_total")
     assert prefills == (2 if killed == "both" else 3)
+    idle(deployment)
+
+
+def test_full_workers(deployment: Deployment, workers: Workers) -> None:
+    """The only other worker is at capacity: its requests end first."""
+    slots = {"DYN_ENGINE_REQUEST_LIMIT": "1", "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "2"}
+    aggregated(deployment, workers, 2, **slots)
+    expected = stream(deployment, max_tokens=60)
+
+    def kill(answer: Answer) -> None:
+        workers.signal(answer.worker_id, signal.SIGKILL)
+
+    with ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(unary, deployment, max_tokens=60) for _ in range(5)]
+        first = stream(deployment, kill, max_tokens=60)
+        answers = [first, *(other.result() for other in others)]
+    assert [one.error for one in answers] == [None] * 6, deployment.tail()
+    assert {repr(one.content) for one in answers} == {repr(expected.content)}
+    assert migrated(deployment) >= 1
+    refused = deployment.sample(MIGRATIONS, migration_type="new_request")
+    assert refused, "the other worker was full at first"
     idle(deployment)
 
 

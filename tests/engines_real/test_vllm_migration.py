@@ -12,7 +12,7 @@ from typing import Any
 from answers_kit import COMPLETIONS, completion
 from servers_kit import EngineDeployment, closing, in_parallel
 
-BODIES = (
+BODIES: tuple[dict[str, Any], ...] = (
     {},
     {"frequency_penalty": 0.7},
     {"repetition_penalty": 1.3},
@@ -56,7 +56,8 @@ def test_the_rest_is_that_of_an_undisturbed_answer(tmp_path: Path, tiny_model: P
             body |= {"stream_options": {"include_usage": True}}
             if killed:
                 body["nvext"] = {"backend_instance_id": first}
-            text, reason, usage = "", None, None
+            text, reason = "", None
+            usage: dict[str, Any] = {}
             for number, event in enumerate(events(made, body)):
                 if killed and number == 25:
                     barrier.wait(60)

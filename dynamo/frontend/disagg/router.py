@@ -237,14 +237,12 @@ class PrefillRouter:
 
     def _retry(self, prefill: PrefillRequest, error: DynamoError) -> None:
         prefill.attempts += 1
-        request = prefill.engine_request
-        counts = request.migration_limit and not error.unsent  # the worker may have received it
-        if prefill.attempts > self._settings.prefill_retries or (
-            counts and not request.count_migration()
-        ):
+        if prefill.attempts > self._settings.prefill_retries:
             self._sender.decode_only(prefill, "retries", error)
         elif not self.active or prefill.pin not in (None, *self.queue.all_workers):
             self._sender.decode_only(prefill, "no_worker", error)
+        elif not prefill.engine_request.retry_prefill(error):
+            self._sender.decode_only(prefill, "retries", error)
         else:
             log.info("prefill of %s returns to the head of the queue: %s", prefill.id, error)
             self._metrics.requeued()

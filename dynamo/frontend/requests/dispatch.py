@@ -20,7 +20,8 @@ from dynamo.errors import (
     WorkerAtCapacity,
 )
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.frontend.requests.migration import Migrations
+from dynamo.frontend.requests.migration import Migration, Migrations
+from dynamo.frontend.requests.resend import ResendQueue
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
@@ -36,9 +37,6 @@ _FULL_S = 1.0
 of this frontend's requests there ends."""
 
 log = logging.getLogger(__name__)
-_RESEND_S = 0.0002
-_RESEND_TOKEN_S = 1e-8
-"""The time to route and send a request, and each of its tokens: a worker may fail with many."""
 _FULL_RETRY_S = 0.1
 _FULL_LIMIT_S = 30.0
 """A request that a worker had accepted waits so long for room on another one."""
@@ -86,7 +84,7 @@ class Dispatch:
         self.queue = queue
         self.prefill: PrefillStep | None = None
         self.migrations = migrations or Migrations()
-        self._resend_at_s = 0.0
+        self._resends = ResendQueue(self._resend)
         self.tracks_output = picker.tracks_output
 
     def check(self) -> None:
@@ -179,9 +177,7 @@ class Dispatch:
     def migrate(self, engine_request: EngineRequest, error: DynamoError) -> None:
         """Continue the request on another worker, with the tokens so far behind its prompt.
 
-        One after another, so that the loop serves others in between: a worker may have failed with
-        a thousand requests. The prompt goes through a prefill worker again: the blocks that one
-        computed may be gone.
+        The prompt goes through a prefill worker again: the blocks that one computed may be gone.
         """
         worker_id, tokens = engine_request.leave_worker(error).worker_id, engine_request.tokens
         log.info(
@@ -193,14 +189,7 @@ class Dispatch:
             engine_request.migrations,
         )
         engine_request.resume(worker_id)
-        loop = asyncio.get_running_loop()
-        now_s, due_s = loop.time(), self._resend_at_s
-        cost_s = _RESEND_S + _RESEND_TOKEN_S * len(engine_request.preprocessed.token_ids)
-        self._resend_at_s = max(due_s, now_s) + cost_s
-        if due_s <= now_s:
-            self._resend(engine_request)
-        else:
-            engine_request.pending = loop.call_at(due_s, self._resend, engine_request)
+        self._resends.add(engine_request)
 
     def _resend(self, engine_request: EngineRequest) -> None:
         engine_request.pending = None
@@ -242,16 +231,13 @@ class Dispatch:
             return
         if isinstance(error, InvalidArgument | NoInstances):
             error = last_error
-        if (
-            isinstance(error, Overloaded)
-            and migration is not None
-            and engine_request.migrations
-            and time.monotonic() < migration.since_s + _FULL_LIMIT_S
-        ):
-            loop = asyncio.get_running_loop()
-            engine_request.pending = loop.call_later(_FULL_RETRY_S, self._resend, engine_request)
-        else:
+        waits = isinstance(error, Overloaded) and engine_request.migrations > 0
+        if not waits or _waited_too_long(migration):
             engine_request.fail(error)
+            return
+        engine_request.tried = frozenset()
+        loop = asyncio.get_running_loop()
+        engine_request.pending = loop.call_later(_FULL_RETRY_S, self._resend, engine_request)
 
     def _dequeued(
         self, queue: RequestQueue, engine_request: EngineRequest, decision: Decision
@@ -303,3 +289,8 @@ def _run(engine_request: EngineRequest, step: Callable[[], None]) -> None:
         step()
     except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
         engine_request.request.crashed(error)
+
+
+def _waited_too_long(migration: Migration | None) -> bool:
+    """Whether a migration has waited for room on a worker as long as it may."""
+    return migration is None or time.monotonic() > migration.since_s + _FULL_LIMIT_S

@@ -280,6 +280,17 @@ class EngineRequest:
         self.migrations += 1
         return True
 
+    def retry_prefill(self, error: DynamoError) -> bool:
+        """Count the failure of a prefill worker; False if the limit allows no other one.
+
+        Without a limit, prefill workers have their own.
+        """
+        received = not error.unsent
+        if received and self.migration_limit and not self.count_migration():
+            return False
+        self._dispatch.migrations.begun(received, time.monotonic())
+        return True
+
     def silent(self, error: DynamoError) -> None:
         """End the stream of a worker that has sent nothing for too long."""
         if self.stream is not None:
@@ -289,20 +300,22 @@ class EngineRequest:
         """Free the reservation at a worker that failed; return the decision for it."""
         decision, self.decision = self.decision, None
         assert decision is not None, "only a request with a worker leaves it"
-        self.stream = None
+        if self.stream is not None:  # else it was never sent
+            self.stream = None
+            self.request.engine_stopped()
         self.answering = False
         self.last_error = error
         self.picker.free(self.id, self.tokens - self._reported)
         self._reported = self.tokens
         begun = self._dispatch.migrations.begun(not error.unsent, time.monotonic())
         self.migration = self.migration or begun
-        self.request.engine_stopped()
         return decision
 
     def resume(self, worker_id: int) -> None:
         """Make the request for the worker after ``worker_id``: with the tokens so far."""
+        before = len(self.preprocessed.token_ids) - len(self.original.token_ids)
         self.preprocessed = continued(self.original, self.generated, worker_id)
-        self.routing = without_pin(self.routing, worker_id, self.tokens)
+        self.routing = without_pin(self.routing, worker_id, self.tokens - before)
         self.tried |= {worker_id}
         if self.tokens and isinstance(self._choice, Choice):
             self._choice.continued()

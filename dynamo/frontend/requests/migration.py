@@ -158,7 +158,8 @@ def continued(
 def without_pin(routing: Routing | None, worker_id: int, generated: int) -> Routing | None:
     """Return ``routing`` for the rest of a request after ``worker_id`` failed.
 
-    A pin to that worker is dropped, with its rank. Other constraints stay.
+    A pin to that worker is dropped, with its rank. Other constraints stay. The expected output
+    shrinks by the tokens that the worker ``generated``.
     """
     if routing is None:
         return None

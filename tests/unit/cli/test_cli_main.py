@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deployment import free_port
 
 from dynamo import __version__
 from dynamo.cli import main as cli
@@ -130,3 +131,21 @@ def test_an_unwritable_state_directory_is_a_one_line_error(tmp_path: Path) -> No
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("dynamo serve: cannot write") and "serve.lock" in line
+
+
+@pytest.mark.parametrize(("given", "limit"), [({}, "3"), ({"DYN_MIGRATION_LIMIT": "0"}, "0")])
+def test_the_frontends_of_a_graph_migrate_requests(
+    tmp_path: Path, given: dict[str, str], limit: str
+) -> None:
+    graph = tmp_path / "graph.yaml"
+    frontend = f"{{run: dynamo.frontend, http-port: {free_port()}}}"
+    graph.write_text(f"namespace: ns\nFrontend: {frontend}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamo", "serve", str(graph), "--dry-run"],
+        env={**os.environ, "DYN_LOCAL_STATE_DIR": str(tmp_path / "state"), **given},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"DYN_MIGRATION_LIMIT={limit}\n" in done.stdout

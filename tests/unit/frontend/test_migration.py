@@ -266,6 +266,17 @@ async def test_a_pin_to_the_failed_worker_is_dropped(
     site.settled()
 
 
+async def test_the_expected_output_shrinks_with_each_worker(site: MigratingFleet) -> None:
+    site.chat(nvext={"agent_hints": {"osl": 20}})
+    for count in (3, 4):
+        site.streams[-1].say([5] * count)
+        site.streams[-1].sink.on_error(Disconnected("gone"))
+        await turn()
+    found = [one.request.routing for one in site.streams]
+    assert [one and one.expected_output_tokens for one in found] == [20, 17, 13]
+    finish(site.streams[-1], [6])
+
+
 async def test_the_only_worker_may_get_the_request_again() -> None:
     site = MigratingFleet(workers=1)
     site.chat()
@@ -404,11 +415,28 @@ async def test_a_worker_with_many_requests_does_not_stall_the_loop(site: Migrati
     for stream in site.streams[:60]:
         stream.sink.on_error(Disconnected("gone"))
     assert len(site.streams) == 61, "the others wait for their turn"
+    waiting = site.streams[1].sink
+    assert waiting.pending is not None and waiting.stream is None
     await site.opened(120)
     for stream in site.streams[60:]:
         finish(stream, [6])
     await turn()
     assert site.status == 200
+    site.settled()
+
+
+async def test_clients_that_leave_while_their_requests_wait_for_a_turn(
+    site: MigratingFleet,
+) -> None:
+    site.chat(n=5, stream=True)
+    for stream in site.streams:
+        stream.say([5])
+    await turn()
+    for stream in site.streams[:5]:
+        stream.sink.on_error(Disconnected("gone"))
+    site.bench.connection.connection_lost(None)
+    await asyncio.sleep(0.01)
+    assert len(site.streams) == 6 and site.streams[5].killed == 1
     site.settled()
 
 

@@ -21,6 +21,7 @@ from dynamo.errors import (
     UnknownEndpoint,
     WorkerLeaving,
 )
+from dynamo.http import NEVER
 from dynamo.router.eligibility.filters import NoneAllowed
 from dynamo.router.picker import Decision
 
@@ -98,6 +99,8 @@ async def test_a_worker_that_left_before_the_request_was_opened(site: Fleet) -> 
     site.gone = {1, 2}
     site.chat()
     assert [one.worker_id for one in site.streams] == [3]
+    request = site.streams[0].sink.request
+    assert request._working == 1 and request.last_activity_s < NEVER
     site.streams[0].say(ids(site, "good"), finish_reason="stop")
     site.streams[0].sink.on_end()
     await turn()

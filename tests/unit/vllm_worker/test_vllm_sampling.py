@@ -124,7 +124,7 @@ def test_the_prefill_of_another_engine_is_refused() -> None:
 
 
 def test_penalties_count_the_output_of_an_earlier_worker() -> None:
-    more = {"extra_args": {GENERATED_TOKENS: 2}}
+    more: dict[str, Any] = {"extra_args": {GENERATED_TOKENS: 2}}
     given = SamplingOptions(frequency_penalty=0.5, logit_bias={"3": 1.0})
     found = mapping().arguments(request(sampling=given, **more))
     assert found["logit_bias"] == {"3": 0.5, "2": -0.5} and found["frequency_penalty"] == 0.5
