@@ -275,8 +275,8 @@ class FaultActions:
             status = await self.world.ended()
             if status != expected:
                 self._violation("exit status", f"{status} instead of {expected}")
-            if left := self.world.serving.leftovers():
-                self._violation("left on disk", " ".join(left))
+            if left := self.world.leftovers():
+                self._violation("left on disk", left)
         except AssertionError as error:
             self._violation("left running", str(error))
             self.world.serving.close()
