@@ -13,13 +13,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 async def storm(directory: Path, seed: int, profile: str, seconds: float) -> None:
     options = ChaosOptions(
-        seed=seed, profile=profile, seconds=seconds, clients=40, faults_per_second=1.4
+        seed=seed, profile=profile, seconds=seconds, clients=40, faults_per_second=1.25
     )
     report = await run_chaos(options, directory)
     found = report.as_json()
     print(json.dumps(found))
     assert report.violations == [], found["violations"][:5]
-    assert sum(report.verdict.faults.values()) >= seconds
+    assert sum(report.verdict.faults.values()) >= 0.8 * seconds
     assert report.verdict.requests >= 10 * seconds
 
 
