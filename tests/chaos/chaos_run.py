@@ -180,8 +180,8 @@ async def _stopped(world: World) -> list[Violation]:
         status = await world.ended()
         if status != 0:
             found.append(Violation("deployment", "exit status", f"{status} instead of 0"))
-        if left := world.serving.leftovers():
-            found.append(Violation("deployment", "left on disk", " ".join(left)))
+        if left := world.leftovers():
+            found.append(Violation("deployment", "left on disk", left))
     except AssertionError as error:
         found.append(Violation("deployment", "left running", str(error)[:2000]))
     return found

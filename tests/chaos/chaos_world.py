@@ -15,6 +15,7 @@ import psutil
 from deployment import free_port
 from history import Life
 from serving import ROOT, Serving
+from small_disk import FILLER
 
 from dynamo.http.client import ResponseError, get
 from dynamo.http.target import Target
@@ -234,6 +235,10 @@ class World:
         await asyncio.to_thread(self.serving.process.wait, timeout_s)
         await asyncio.to_thread(self.serving.wait_until_gone, timeout_s)
         return await asyncio.to_thread(self.serving.wait)
+
+    def leftovers(self) -> str:
+        """What is left on disk after the end, except logs and what fills the disk."""
+        return " ".join(name for name in self.serving.leftovers() if name != FILLER)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Poll ``condition``; return whether it held in time."""

@@ -39,7 +39,11 @@ class PlannedFault(NamedTuple):
 
 
 def make_schedule(seed: int, seconds: float, per_second: float) -> list[PlannedFault]:
-    """Return the faults of a run in order: shuffled decks of all faults, at random times."""
+    """Return the faults of a run in order: shuffled decks of all faults, at random times.
+
+    One in each interval of ``1 / per_second``: in a cluster of faults, requests use up their
+    migrations.
+    """
     dice = random.Random(f"faults {seed}")
     count = int(seconds * per_second)
     kinds: list[str] = []
@@ -47,7 +51,7 @@ def make_schedule(seed: int, seconds: float, per_second: float) -> list[PlannedF
         deck = [kind for kind, weight in FAULTS.items() for _ in range(weight)]
         dice.shuffle(deck)
         kinds += deck
-    times = sorted(dice.uniform(0.0, seconds) for _ in range(count))
+    times = [(number + dice.random()) / per_second for number in range(count)]
     return [
         PlannedFault(at_s, kind, f"{seed}/{number}")
         for number, (at_s, kind) in enumerate(zip(times, kinds[:count], strict=True))

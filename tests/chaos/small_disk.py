@@ -6,9 +6,10 @@ import os
 import subprocess
 from pathlib import Path
 
-__all__ = ["SmallDisk"]
+__all__ = ["FILLER", "SmallDisk"]
 
 SIZE = "48m"
+FILLER = ".filler"
 _CHUNK = b"\0" * 65536
 
 
@@ -27,7 +28,7 @@ class SmallDisk:
     @property
     def filler(self) -> Path:
         """The file that takes the space; its name marks a temporary file of a writer."""
-        return self.path / ".filler"
+        return self.path / FILLER
 
     def fill(self) -> None:
         """Leave no byte free."""

@@ -60,7 +60,13 @@ class Fallback:
     def decode_only(
         self, prefill: PrefillRequest, reason: str, error: DynamoError | None = None
     ) -> None:
-        """Have the decode worker compute the prompt, or refuse the request if that is forbidden."""
+        """Have the decode worker compute the prompt, or refuse the request if that is forbidden.
+
+        Does nothing for a request that has ended: the failure of another of its choices, which lost
+        the same prefill worker, may have ended it just now.
+        """
+        if not prefill.engine_request.open or prefill.engine_request.request.closed:
+            return
         if self._enforced:
             self.refuse(prefill, self._refusal(str(error or "the last one has left")))
             return

@@ -157,7 +157,11 @@ class Dispatch:
         Does nothing for an engine request that has ended since.
         """
         engine_request.pending = None
-        if engine_request.open and not engine_request.request.closed:
+        if not engine_request.open or engine_request.request.closed:
+            return
+        if engine_request.tried:  # it goes on elsewhere, and was prefilled again
+            self._again(engine_request, self._decode_anywhere)
+        else:
             _run(engine_request, partial(self.decode, engine_request))
 
     def reroute(self, engine_request: EngineRequest, error: DynamoError) -> None:
@@ -196,10 +200,18 @@ class Dispatch:
         self._again(engine_request, self._send_anywhere)
 
     def _send_anywhere(self, engine_request: EngineRequest) -> None:
-        """:meth:`send`, to the worker that failed if no other may take the request: it may have
-        lost its connection only."""
+        self._anywhere(engine_request, self.send)
+
+    def _decode_anywhere(self, engine_request: EngineRequest) -> None:
+        self._anywhere(engine_request, self.decode)
+
+    def _anywhere(
+        self, engine_request: EngineRequest, step: Callable[[EngineRequest], None]
+    ) -> None:
+        """Run ``step``, again with the worker that failed if no other may take the request: it may
+        have lost its connection only."""
         try:
-            self.send(engine_request)
+            step(engine_request)
         except (InvalidArgument, NoInstances):
             if not engine_request.tried:
                 raise
@@ -209,7 +221,7 @@ class Dispatch:
                 engine_request.routing = msgspec.structs.replace(
                     routing, prefill_worker_id=None, prefill_dp_rank=None
                 )
-            self.send(engine_request)
+            step(engine_request)
 
     def _again(self, engine_request: EngineRequest, step: Callable[[EngineRequest], None]) -> None:
         """Run ``step``, after a worker failed; an error ends the request."""

@@ -23,6 +23,7 @@ from dynamo.errors import (
     Overloaded,
     Unavailable,
 )
+from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.migration import continued, without_pin
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.engine import (
@@ -459,3 +460,36 @@ async def test_nothing_of_a_migrated_request_needs_the_collector(ending: str) ->
         assert generation() is None
     finally:
         gc.enable()
+
+
+class PrefillWorkers:
+    """A prefill step whose results come when the test says so."""
+
+    active = True
+
+    def __init__(self) -> None:
+        self.taken: list[EngineRequest] = []
+
+    def take(self, engine_request: EngineRequest) -> bool:
+        self.taken.append(engine_request)
+        return True
+
+    def locate(self, tokens: object, routing: object) -> None:
+        return None
+
+
+async def test_behind_prefill_workers_the_only_worker_gets_its_requests_back() -> None:
+    """It may have lost its connection only; the second prefill ends in a later turn."""
+    site = MigratingFleet(workers=1)
+    prefill = site.entry.dispatch.prefill = PrefillWorkers()
+    site.chat()
+    site.entry.dispatch.decode_later(prefill.taken[0])
+    site.streams[0].say([5, 6])
+    site.streams[0].sink.on_error(Disconnected("gone"))
+    await turn()
+    site.entry.dispatch.decode_later(prefill.taken[1])
+    assert site.streams[1].worker_id == site.streams[0].worker_id
+    finish(site.streams[1], [7])
+    await turn()
+    assert site.status == 200 and site.answer["usage"]["completion_tokens"] == 3
+    site.settled()

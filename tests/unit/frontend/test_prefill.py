@@ -104,6 +104,10 @@ class Caller:
         self.error, self.closed = error, True
         self.engine_request.release()
 
+    def crashed(self, error: BaseException) -> None:
+        assert isinstance(error, DynamoError)
+        self.fail(error)
+
     def engine_started(self) -> float:
         self.working += 1
         return time.monotonic()
@@ -310,6 +314,25 @@ async def test_the_last_worker_dies_and_all_go_without() -> None:
     assert box.counted("fallbacks_total") == {"no_worker": 3}
     for caller in callers:
         caller.engine_request.release()
+    assert box.nothing_left()
+
+
+async def test_a_choice_whose_request_has_just_ended_is_not_routed_again() -> None:
+    """The last prefill worker dies with both choices of a request, and no decode worker lives."""
+    box = Box(prefill_slots=1)
+    box.join(PREFILL)
+    running, first, second = (box.send() for _ in range(3))
+
+    def fail(error: DynamoError, by_worker: bool = False) -> None:
+        Caller.fail(first, error, by_worker)
+        second.leave()  # a request ends with all its choices
+
+    first.fail = fail  # type: ignore[method-assign]
+    box.decode.remove_worker(DECODE)
+    box.prefillers.inhibited(PREFILL, True)
+    box.prefillers.streams[0].fail(Disconnected("gone"))
+    assert running.error is not None and first.error is not None
+    assert second.stages == ["route prefill"]
     assert box.nothing_left()
 
 
