@@ -314,7 +314,7 @@ async def test_queued_requests_wait_while_workers_are_at_capacity() -> None:
     await asyncio.sleep(0.15)  # the queue polls
     assert len(site.queue) == 3 and all(one.transport.out == b"" for one in clients)
     site.another()
-    assert site.status == 503 and site.answer == BUSY  # a new request is rejected meanwhile
+    assert site.status == 503 and site.answer == BUSY  # a new request is rejected
     for worker_id in (1, 2):
         site.real.eligibility.recovered(worker_id)
     await asyncio.sleep(0.15)
