@@ -80,10 +80,10 @@ def test_a_worker_is_restarted_under_load(serving: Serving, tiny_model: Path) ->
     serving.wait_for("ready: .* workers: 1", ENGINE_START_S)
     (old,) = serving.pids("Worker")
     tree = psutil.Process(old).children(recursive=True)
-    with under_load(port, clients=2) as load:
-        serving.until(lambda: load.answered > 5, 60)
+    with under_load(port, clients=1) as load:
+        serving.until(lambda: load.answered > 2, 60)
         assert serving.circusctl("restart", "vllm_Worker") == "ok"
-        serving.until(lambda: not psutil.pid_exists(old), ENGINE_START_S)
+        serving.until(lambda: not psutil.pid_exists(old), 2 * ENGINE_START_S)  # beside a busy one
         enough = load.answered + 5
         serving.until(lambda: load.answered > enough, 60)
     assert serving.pids("Worker") != [old]
