@@ -35,6 +35,10 @@ def test_a_salt_separates_caches(ours: EngineDeployment) -> None:
         usage = ours.post(COMPLETIONS, body)["usage"]
         cached.append(usage["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 0, 4 * BLOCK]
+    # The router tells them apart, too, by the engine's events.
+    for salt, blocks in (("one", 4), ("two", 4), ("three", 0)):
+        body = completion(prompt, model="tiny", max_tokens=1, cache_salt=salt)
+        ours.until(lambda body=body, n=blocks: overlap(ours, body) == n, f"{blocks} of {salt}")
 
 
 def test_a_disconnect_frees_the_engine(ours: EngineDeployment) -> None:
