@@ -15,10 +15,10 @@ from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings
 from dynamo.errors import ConfigError
-from dynamo.frontend.gc_tuning import freeze_heap
 from dynamo.frontend.service import Frontend
 from dynamo.observability.logs import setup_logging
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.gc_tuning import freeze_heap
 
 __all__ = ["main"]
 
@@ -54,7 +54,7 @@ async def _serve(
         await runtime.start()
         frontend.on_loaded = freeze_heap
         host, port = await frontend.start()
-        print(f"OpenAI API at http://{host}:{port}/v1", flush=True)
+        print(f"OpenAI API at {frontend.scheme}://{host}:{port}/v1", flush=True)
         await frontend.run_until_stopped()
     finally:
         await frontend.close()

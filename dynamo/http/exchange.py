@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from email.utils import formatdate
 from typing import Protocol
 
+from dynamo.http.api_keys import ApiKey
 from dynamo.http.errors import error_body, reason_phrase
 from dynamo.http.head import Head
 
@@ -34,6 +35,10 @@ class Transport(Protocol):
     above_high_water: bool
     closing: bool
     deadline: float
+
+    @property
+    def peer(self) -> str | None:
+        """The address of the client."""
 
     def send(self, data: bytes) -> None:
         """Write to the socket at the end of the loop turn."""
@@ -110,6 +115,7 @@ class Exchange:
         "_bodiless",
         "_raw",
         "_transport",
+        "api_key",
         "body",
         "deadline",
         "done",
@@ -138,6 +144,7 @@ class Exchange:
         self.headers = head.headers
         self.minor = head.minor
         self.keep_alive = head.keep_alive
+        self.api_key: ApiKey | None = head.api_key
         self.body = body
         self.received_at = received_at
         self.on_disconnect: Callable[[], object] | None = None
@@ -153,6 +160,11 @@ class Exchange:
     def above_high_water(self) -> bool:
         """Whether the client reads too slowly."""
         return self._transport.above_high_water
+
+    @property
+    def peer(self) -> str | None:
+        """The address of the client, which may be that of a proxy; None if it is unknown."""
+        return self._transport.peer
 
     def respond(
         self,

@@ -10,6 +10,7 @@ from msgspec import Meta
 from dynamo.protocols.codec import Tokens
 
 __all__ = [
+    "GENERATED_TOKENS",
     "CompletionUsage",
     "EngineOutput",
     "MmObject",
@@ -22,6 +23,10 @@ __all__ = [
     "StopConditions",
     "with_every_key",
 ]
+
+GENERATED_TOKENS = "generated_tokens"
+"""Key of ``PreprocessedRequest.extra_args``: so many of the last ``token_ids`` are no prompt of the
+client but output of a worker that failed. ``max_tokens`` and ``min_tokens`` do not include them."""
 
 _TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 _Count = Annotated[int, Meta(ge=0)]

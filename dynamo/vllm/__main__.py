@@ -17,6 +17,7 @@ from dynamo.errors import ConfigError, DynamoError
 from dynamo.observability.logs import setup_logging
 from dynamo.observability.metrics import Registry
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.gc_tuning import freeze_heap
 from dynamo.vllm.arguments import INSTALL, PROG, VllmArguments, check, parse
 from dynamo.vllm.engine import TESTED_VERSIONS, Engine, is_tested
 from dynamo.vllm.start import preset_nixl_port, rpc_directory, start_engine
@@ -58,6 +59,7 @@ async def _serve(plan: VllmPlan, system: SystemSettings, config: Any) -> None:
                 engine = await start_engine(build, guard, lifecycle.stopping)
                 if engine is None:
                     return
+                freeze_heap()  # a full collection would traverse vLLM and torch: 0.3 s
                 try:
                     log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,
                               worker_id)  # fmt: skip

@@ -30,7 +30,7 @@ class EmbeddingService(VllmService):
         """Answer one ``PreprocessedEmbeddingRequest``; an error ends the stream."""
         try:
             request = _decode(payload)
-            self._enter(stream, lambda: self._embed(stream, request))
+            self.admission.enter(stream, lambda: self._embed(stream, request))
         except msgspec.MsgspecError as error:
             stream.error(InvalidArgument(f"not a request for embeddings: {error}"))
         except DynamoError as error:

@@ -90,6 +90,22 @@ def test_sigterm_lets_running_requests_finish(made: EngineDeployment, tiny_model
     assert ended(worker) == 0
 
 
+def test_the_drain_has_a_deadline(made: EngineDeployment, tiny_model: Path) -> None:
+    """At its timeout the worker ends the stream itself, and exits as after a complete drain."""
+    made.frontend("--router-mode", "kv")
+    worker = made.worker(tiny_model, "tiny", DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0.3")
+    made.wait_for_models("tiny")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(made.request, "POST", COMPLETIONS, {**LONG, "stream": True})
+        made.until(lambda: made.sample(FIRST_TOKENS) == 1, "a token")
+        worker.send_signal(signal.SIGTERM)
+        _, _, body = answer.result(timeout=20)
+    assert b'"error"' in body and b"[DONE]" in body
+    assert ended(worker) == 0
+    assert "1 requests were aborted at shutdown" in made.tail()
+    made.until(lambda: made.descendants() == own(made), "the engine's processes have ended")
+
+
 def test_a_wrong_flag_of_vllm_exits_with_status_2(made: EngineDeployment, tiny_model: Path) -> None:
     worker = made.worker(tiny_model, "tiny", "--no-such-flag")
     assert worker.wait(timeout=60) == 2

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
 
 from dynamo.errors import ConfigError, InvalidArgument, shorten
 from dynamo.frontend.prompt.messages import IMAGE, CallForm, ContentForm, template_messages
+from dynamo.frontend.prompt.template_environment import RenderContext, TemplateEnvironment
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.openai import ChatCompletionRequest
 
@@ -26,8 +21,6 @@ __all__ = ["ChatTemplate", "load_template", "template_variables"]
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
-_DICT_NAMES = frozenset(dir(dict))
-_LOOP_NAMES = frozenset(("depth", "first", "index", "index0", "last", "length", "revindex"))
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -51,7 +44,7 @@ class ChatTemplate:
     """
 
     def __init__(self, named: Mapping[str, str], specials: Mapping[str, str], origin: str) -> None:
-        environment = _Environment()
+        environment = TemplateEnvironment()
         shared = {"documents": None, **specials}
         try:
             compiled = {name: environment.from_string(text, shared) for name, text in named.items()}
@@ -127,7 +120,7 @@ class ChatTemplate:
         names["tools"] = tools or None
         names["add_generation_prompt"] = add_generation_prompt
         try:
-            return "".join(template.root_render_func(_Context(template, names)))
+            return "".join(template.root_render_func(RenderContext(template, names)))
         except _RENDER_ERRORS as error:
             raise InvalidArgument(f"Chat template: {shorten(error, _SHOWN)}") from None
 
@@ -215,90 +208,3 @@ def _open_last(prompt: str, message: Message) -> str:
         "Validation: 'continue_final_message' is set, but the last message has no text in the "
         "rendered prompt"
     )
-
-
-class _Context(jinja2.runtime.Context):
-    """The context of one rendering, which may change ``names``.
-
-    The constructor of jinja2 takes as long as a short template: it copies, and makes objects that
-    chat templates do not use.
-    """
-
-    def __init__(self, template: jinja2.Template, names: dict[str, Any]) -> None:
-        self.environment = template.environment
-        self.name = template.name
-        self.blocks = {name: [block] for name, block in template.blocks.items()}
-        # Names that a template sets hide the given ones, and nothing reads those afterwards:
-        # one dict serves as both.
-        self.parent = self.vars = names
-        self.exported_vars = set()
-        self.globals_keys = set()
-
-    @functools.cached_property
-    def eval_ctx(self) -> jinja2.nodes.EvalContext:  # type: ignore[override]
-        return jinja2.nodes.EvalContext(self.environment, self.name)
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with the functions that templates expect.
-
-    Templates come with a model, from anywhere: they must not reach attributes of Python objects
-    nor change the request.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[jinja2.ext.loopcontrols, _GenerationTag],
-        )
-        self.filters["tojson"] = _tojson
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """As in the sandbox, but fast for ``message.role`` and ``loop.first``.
-
-        The sandbox first tries the attribute, which for a key of a dict raises an exception, and
-        checks the result. A key of a plain dict and these attributes of a loop are safe.
-        """
-        kind = type(obj)
-        if kind is dict and attribute not in _DICT_NAMES:
-            try:
-                return obj[attribute]
-            except KeyError:
-                return self.undefined(obj=obj, name=attribute)
-        if kind is jinja2.runtime.LoopContext and attribute in _LOOP_NAMES:
-            return getattr(obj, attribute)
-        return super().getattr(obj, attribute)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}…{% endgeneration %}`` marks text for training; here it is just text."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own interface
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Return the body of the block."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

@@ -8,13 +8,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import jinja2.sandbox
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from text_kit import EXAMPLE
 
 from dynamo.errors import ConfigError, InvalidArgument
 from dynamo.frontend.prompt.messages import ContentForm
 from dynamo.frontend.prompt.template import ChatTemplate, load_template
+from dynamo.frontend.prompt.template_environment import TemplateEnvironment
 
 USER = [{"role": "user", "content": "Hi"}]
 LOOP = "{% for m in messages %}[{{ m.role }}]{{ m['content'] }}{% endfor %}"
@@ -233,3 +236,52 @@ def test_names_resolve_as_in_jinja2(source: str) -> None:
     )
     for _ in range(2):  # nothing that a template sets outlives the rendering
         assert made.render(messages, variables={"kw": "k"}) == expected
+
+
+class _Pair(dict[str, str]):
+    """A dict of another type, with an attribute."""
+
+    role = "attribute"
+
+
+_VALUES = {
+    "d": {"role": "user", "items": "key", "nested": {"role": ["x", {"deep": 1}]}, "none": None},
+    "empty": {},
+    "pair": _Pair(role="key"),
+    "text": "words",
+    "list": [{"role": "first"}],
+    "number": 3,
+}
+_EXPRESSIONS = (
+    *("d.role", "d['role']", "d.items is callable", "d['items']", "d.nested.role[1].deep"),
+    *("d['nested']['role'][0]", "d.none", "d.missing is defined", "d['missing'] is defined"),
+    *("empty.role is defined", "pair.role", "pair['role']", "text.role is defined"),
+    *("text['upper'] is callable", "text.upper()", "list[0].role", "(list | first).role"),
+    *("number.real", "number['real']", "absent is defined", "d.__class__ is defined"),
+    *("d['__class__'] is defined", "d.role ~ d['nested'].role[0] ~ d.none", "(d.nested or d).role"),
+    *("{'role': d.role}.role", "[d, empty] | map(attribute='role') | list", "d.get('role')"),
+    *("list | selectattr('role', 'equalto', list[0].role) | list | length",),
+    *("namespace(role=d.role).role", "d.nested.role[1].deep.real"),
+)
+
+
+@pytest.mark.parametrize("expression", _EXPRESSIONS)
+def test_look_ups_are_those_of_the_sandbox(expression: str) -> None:
+    sources = (
+        "{{ " + expression + " }}",
+        "{% macro f(d) %}{{ " + expression + " }}{% endmacro %}{{ f(d) }}",
+        "{% for d in [d] if d.role %}{% set text = d.role %}{{ " + expression + " }}{% endfor %}",
+    )
+    for source in sources:
+        plain = ImmutableSandboxedEnvironment().from_string(source).render(_VALUES)
+        assert TemplateEnvironment().from_string(source).render(_VALUES) == plain
+
+
+@pytest.mark.parametrize("expression", ["absent.role", "d.missing.role", "d.__class__.mro"])
+def test_look_ups_fail_as_in_the_sandbox(expression: str) -> None:
+    errors = []
+    for environment in (ImmutableSandboxedEnvironment(), TemplateEnvironment()):
+        with pytest.raises(jinja2.TemplateError) as caught:
+            environment.from_string("{{ " + expression + " }}").render(_VALUES)
+        errors.append((type(caught.value), str(caught.value)))
+    assert errors[0] == errors[1]
