@@ -131,8 +131,8 @@ def test_a_form_with_a_file(client: openai.OpenAI, shared: Attached, size: int) 
     assert made.text == f"{len(seen)} bytes"
     assert audio in seen and b'name="language"\r\n\r\nde\r\n' in seen
     assert b'name="model"\r\n\r\norg/remote-model\r\n' in seen
-    with pytest.raises(openai.NotFoundError, match="Model not found: nobody"):
-        client.audio.transcriptions.create(model="nobody", file=file)
+    with pytest.raises(openai.NotFoundError, match="Model not found: absent"):
+        client.audio.transcriptions.create(model="absent", file=file)
 
 
 def test_an_error_keeps_status_headers_and_body(client: openai.OpenAI) -> None:
