@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dynamo.errors import ConfigError
+from dynamo.http.multipart import field_span
 
 __all__ = ["ModelNames", "choose_models"]
 
@@ -67,3 +68,14 @@ class ModelNames:
             return body
         fields["model"] = msgspec.Raw(server_name)
         return _encode(fields)
+
+    def rewrite_form(self, body: bytes, content_type: str) -> bytes:
+        """As :meth:`rewrite`, of a form with files."""
+        span = field_span(body, content_type, "model") if self._renamed else None
+        if span is None:
+            return body
+        begin, end = span
+        server_name = self._renamed.get(body[begin:end].decode(errors="replace"))
+        if server_name is None:
+            return body
+        return b"".join((body[:begin], _NAME.decode(server_name).encode(), body[end:]))

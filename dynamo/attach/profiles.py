@@ -94,7 +94,17 @@ _LLAMA_CPP = Profile(
     load_hint="start it with --metrics",
 )
 _OLLAMA = Profile("ollama", "library", health_path="/api/version")
-_OPENAI = Profile("openai", health_path="/v1/models")
+_OPENAI = Profile(
+    "openai",
+    routes=(
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+    ),
+    health_path="/v1/models",
+)
 
 PROFILES = {
     profile.name: profile for profile in (_VLLM, _SGLANG, _TRTLLM, _LLAMA_CPP, _OLLAMA, _OPENAI)

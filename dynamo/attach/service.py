@@ -10,6 +10,7 @@ from dynamo.attach.connection import Headers
 from dynamo.attach.names import ModelNames
 from dynamo.attach.pool import ClientRequest, ConnectionPool
 from dynamo.errors import DynamoError, HttpFailure, InvalidArgument
+from dynamo.http.multipart import is_multipart
 from dynamo.http.target import Target
 from dynamo.protocols import codec
 from dynamo.protocols.relay import HttpRequest, HttpResponseHead
@@ -68,12 +69,19 @@ class AttachService:
         try:
             request = _DECODE(payload)
             self._check(request)
-            message = request_message(self.pool.target, request, self.names.rewrite(request.body))
+            message = request_message(self.pool.target, request, self._body(request))
             RelayedRequest(self, stream, message).submit()
         except msgspec.MsgspecError as error:
             stream.error(InvalidArgument(f"not a request for an Http model: {error}"))
         except DynamoError as error:
             stream.error(error)
+
+    def _body(self, request: HttpRequest) -> bytes:
+        """Return the body with the server's own name of its model."""
+        for name, value in request.headers:
+            if name == "content-type" and is_multipart(value):
+                return self.names.rewrite_form(request.body, value)
+        return self.names.rewrite(request.body)
 
     def _check(self, request: HttpRequest) -> None:
         if request.method not in _METHODS:

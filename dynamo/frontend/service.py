@@ -204,9 +204,7 @@ class Frontend:
     def _loaded(self) -> None:
         """Adapt the default limit on bodies to the contexts that are served now."""
         if self._settings.body_limit_mb is None:
-            limit_bytes = body_limit_bytes(
-                self.models.context_lengths(), self.models.takes_images()
-            )
+            limit_bytes = body_limit_bytes(self.models.context_lengths(), self.models.takes_media())
             self._server.limits = dataclasses.replace(self._server.limits, body_bytes=limit_bytes)
         self.on_loaded()
 

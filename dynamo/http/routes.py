@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from dynamo.http import Exchange
+from dynamo.http.multipart import is_multipart
 
 __all__ = ["Route", "Routes", "TaskParent", "in_task"]
 
@@ -38,7 +39,9 @@ class Routes:
         self._exact.setdefault(path, {})["POST"] = route
 
     def post_rest(self, prefix: str, route: Route) -> None:
-        """Handle POST of a JSON body to every path under ``prefix`` that has no route of its own.
+        """Handle POST to every path under ``prefix`` that has no route of its own.
+
+        The body is JSON or a form with files.
 
         ``route`` refuses those that do not exist.
         """
@@ -76,7 +79,9 @@ class Routes:
             return
         if exchange.method == "POST":
             content_type = exchange.headers.get("content-type")
-            if content_type != "application/json" and not _is_json(content_type):
+            if content_type != "application/json" and not (
+                _is_json(content_type) or (methods is self._rest and is_multipart(content_type))
+            ):
                 exchange.refuse(415, _wrong_type(content_type))
                 return
         route(exchange)
@@ -123,7 +128,7 @@ async def _run(exchange: Exchange, answer: Callable[[Exchange], Coroutine[Any, A
 def _wrong_type(content_type: str | None) -> str:
     text = "Expected request with Content-Type application/json"
     if content_type is not None and content_type.startswith("multipart/"):
-        text += "; multipart bodies are not supported"
+        text += "; this path takes no multipart body"
     return text
 
 

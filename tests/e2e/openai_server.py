@@ -38,6 +38,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         raw = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.headers.get("content-type", "").startswith("multipart/"):
+            with self.lock:
+                self.seen["bodies"].append(raw.decode("latin-1"))
+            return self.answer(200, {"text": f"{len(raw)} bytes"})
         body = json.loads(raw)
         with self.lock:
             self.seen["bodies"].append(body)

@@ -121,6 +121,20 @@ def test_embeddings(client: openai.OpenAI) -> None:
     assert made.data[0].embedding == [0.25, -1.0]
 
 
+@pytest.mark.parametrize("size", [100, 9 << 20])
+def test_a_form_with_a_file(client: openai.OpenAI, shared: Attached, size: int) -> None:
+    """The model is found in the form, gets its own name there, and all else is unchanged."""
+    audio = bytes(range(256)) * (size // 256 + 1)
+    file = ("a.wav", audio, "audio/wav")
+    made = client.audio.transcriptions.create(model="far", file=file, language="de")
+    seen = shared.bodies()[-1].encode("latin-1")
+    assert made.text == f"{len(seen)} bytes"
+    assert audio in seen and b'name="language"\r\n\r\nde\r\n' in seen
+    assert b'name="model"\r\n\r\norg/remote-model\r\n' in seen
+    with pytest.raises(openai.NotFoundError, match="Model not found: absent"):
+        client.audio.transcriptions.create(model="absent", file=file)
+
+
 def test_an_error_keeps_status_headers_and_body(client: openai.OpenAI) -> None:
     with pytest.raises(openai.UnprocessableEntityError) as raised:
         client.chat.completions.create(model="far", messages=MESSAGES, extra_body={"status": 422})
@@ -145,7 +159,7 @@ def test_models_of_both_kinds_side_by_side(client: openai.OpenAI, shared: Attach
 
 def test_a_path_that_the_server_does_not_have(shared: Attached) -> None:
     status, _, body = shared.request("POST", "/v1/rerank", {"model": "far", "query": "q"})
-    assert status == 404 and b"model `far` has no /v1/rerank, it has /v1/chat/comp" in body
+    assert status == 404 and b"model `far` has no /v1/rerank, it has /v1/audio/tran" in body
 
 
 def test_a_large_body(shared: Attached) -> None:

@@ -16,6 +16,7 @@ from mocker_kit import caller
 from dynamo.errors import HttpFailure
 from dynamo.protocols.kv import BlocksCleared, BlocksStored
 
+AUDIO = ["/v1/audio/transcriptions", "/v1/audio/translations"]
 GENERATION = [CHAT, "/v1/completions", "/v1/embeddings"]
 
 
@@ -27,7 +28,7 @@ GENERATION = [CHAT, "/v1/completions", "/v1/embeddings"]
         ("trtllm", GENERATION[:2], (None, 32, 90, None), (7, 90, 2, 1)),
         ("llama.cpp", None, (512, 64, None, 4), (None, None, 2, 1)),
         ("ollama", GENERATION[:2], (4096, 64, None, None), (None, None, 0, 0)),
-        ("openai", GENERATION, (900, 64, None, None), (None, None, 0, 0)),
+        ("openai", [*AUDIO, *GENERATION], (900, 64, None, None), (None, None, 0, 0)),
     ],
 )
 async def test_a_server_is_recognized(

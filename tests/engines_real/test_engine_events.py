@@ -34,6 +34,10 @@ def test_a_salt_separates_caches(ours: EngineDeployment) -> None:
         usage = ours.post(COMPLETIONS, body)["usage"]
         cached.append(usage["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 0, 4 * BLOCK]
+    # The router distinguishes them, too, by the events of the engine.
+    salted = [completion(prompt, model="tiny", cache_salt=salt) for salt in ("one", "two", "no")]
+    expected = [4, 4, 0]
+    ours.until(lambda: [overlap(ours, body) for body in salted] == expected, "the blocks of each")
 
 
 def overlap(server: EngineDeployment, body: dict[str, object]) -> int:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers_kit import CHAT, assert_same, chat
+from answers_kit import CHAT, ask, assert_same, chat
 from idefics_kit import IMAGE_TOKENS, write_idefics
 from image_kit import data_url, image_part, png
 from servers_kit import EngineDeployment, closing
 from test_engine_events import overlap
 
 BLOCK = 32
+START_S = 200.0
 LIMIT = ("--limit-mm-per-prompt", '{"image": 3}')
 
 
@@ -74,6 +75,39 @@ def test_answers_are_those_of_vllm(
     mine: EngineDeployment, theirs: EngineDeployment, name: str
 ) -> None:
     assert_same(mine, theirs, CHAT, ASKED[name])
+
+
+def test_async_llm_takes_images(mine: EngineDeployment, eyes: Path, tmp_path: Path) -> None:
+    body = seen("What is it?", image_part(png(seed=1)))
+    with closing(EngineDeployment(tmp_path)) as made:
+        made.frontend("--router-mode", "kv")
+        made.worker(eyes, "eyes", *LIMIT, "--use-async-llm")
+        made.wait_for_models("eyes", timeout_s=START_S)
+        assert ask(made, CHAT, body) == ask(mine, CHAT, body)
+        bad = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        assert "messages[0].content[1].image_url: not an image" in refusal(made, seen("A", bad))
+
+
+def test_prefill_and_decode_workers_take_images(
+    mine: EngineDeployment, eyes: Path, tmp_path: Path
+) -> None:
+    """Over vLLM's ExampleConnector, which shares blocks in files."""
+    body = seen("some words " * 40, image_part(png(seed=31)), "and more " * 20)
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "kv")},
+    }
+    flags = (*LIMIT, "--kv-transfer-config", json.dumps(connector))
+    with closing(EngineDeployment(tmp_path / "both")) as made:
+        made.frontend("--router-mode", "kv")
+        made.worker(eyes, "eyes", "--disaggregation-mode", "decode", *flags)
+        made.worker(eyes, "eyes", "--disaggregation-mode", "prefill", *flags)
+        made.wait_for_models("eyes", timeout_s=START_S)
+        made.until(lambda: "prompts go to" in made.tail(), "a prefill worker", START_S)
+        assert ask(made, CHAT, body) == ask(mine, CHAT, body)
+        usage = made.post(CHAT, body)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= 2 * BLOCK
 
 
 def test_different_images_give_different_answers(mine: EngineDeployment) -> None:

@@ -25,6 +25,7 @@ from dynamo.frontend.prompt.relayed_body import (
     EMBEDDINGS,
     RelayedBody,
     peek,
+    peek_form,
     prompt_ids,
 )
 from dynamo.frontend.prompt.relayed_message import http_message, text_message
@@ -37,6 +38,7 @@ from dynamo.frontend.requests.relayed import (
 )
 from dynamo.frontend.requests.request import RequestInfo
 from dynamo.http import Exchange
+from dynamo.http.multipart import is_multipart
 from dynamo.http.routes import Route, Routes
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest, Routing
@@ -92,7 +94,7 @@ class RelayRoutes:
             return
         asked = None
         try:
-            asked = _peek(exchange.body, otherwise)
+            asked = _peek(exchange, otherwise)
             entry = self._entry(asked, exchange.path, otherwise)
         except DynamoError as error:
             self._refuse(exchange, error, asked)
@@ -119,7 +121,7 @@ class RelayRoutes:
         registry.enter()
         try:
             with threads.hold(len(exchange.body)):
-                asked = await threads.run(_peek, exchange.body, otherwise)
+                asked = await threads.run(_peek, exchange, otherwise)
                 if exchange.gone:
                     if asked is not None:
                         registry.abandoned(_label(exchange.path), asked.model, asked.streams)
@@ -234,10 +236,13 @@ class RelayRoutes:
         self._registry.refuse(exchange, label, error, model, kind)
 
 
-def _peek(body: bytes, otherwise: Route | None) -> RelayedBody | None:
+def _peek(exchange: Exchange, otherwise: Route | None) -> RelayedBody | None:
     """Read what counts of the body; None if it is wrong and ``otherwise`` explains how."""
+    content_type = exchange.headers.get("content-type")
+    if content_type is not None and is_multipart(content_type):
+        return peek_form(exchange.body, content_type)
     try:
-        return peek(body)
+        return peek(exchange.body)
     except InvalidArgument:
         if otherwise is None:
             raise

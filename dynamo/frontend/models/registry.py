@@ -28,6 +28,9 @@ from dynamo.runtime.tasks import Tasks
 
 __all__ = ["Models"]
 
+_FILE_PREFIXES = ("/v1/audio/tran", "/v1/images/edits")
+"""Of paths that take forms with files: transcriptions and translations of audio, images."""
+
 _LOAD_S = 30.0
 log = logging.getLogger(__name__)
 
@@ -134,10 +137,11 @@ class Models:
         """Tokens of prompt and answer together, of every model that is loaded."""
         return [entry.context_length for entry in self._entries.values() if entry.ready]
 
-    def takes_images(self) -> bool:
-        """Whether a loaded model reads images in chat messages."""
+    def takes_media(self) -> bool:
+        """Whether a loaded model reads images in chat messages, or files in forms."""
         return any(
-            entry.has_preprocessor and entry.preprocessor.images is not None
+            (entry.has_preprocessor and entry.preprocessor.images is not None)
+            or any(path.startswith(_FILE_PREFIXES) for path in entry.paths)
             for entry in self._entries.values()
             if entry.ready
         )

@@ -50,13 +50,13 @@ _BODY_BASE_BYTES = 4 << 20
 _BODY_BYTES_PER_TOKEN = 32
 
 
-def body_limit_bytes(context_lengths: list[int | None], images: bool = False) -> int:
+def body_limit_bytes(context_lengths: list[int | None], media: bool = False) -> int:
     """The default limit on a body, for models of these context lengths in tokens.
 
     4 MiB and 32 bytes for each token of the longest context, at most 45 MiB; 45 MiB without models
-    or where one does not state its length, and with ``images``.
+    or where one does not state its length, and with ``media``.
     """
-    if images:
+    if media:
         return MAX_BODY_BYTES
     known = [each for each in context_lengths if each is not None]
     if not known or len(known) < len(context_lengths):

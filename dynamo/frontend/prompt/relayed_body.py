@@ -17,14 +17,16 @@ from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
 from dynamo.frontend.prompt.decode_errors import DESERIALIZE
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.validation import check_json, parse_chat, parse_completion
+from dynamo.http.multipart import field_span
 from dynamo.protocols.codec import Tokens
 
-__all__ = ["CHAT", "COMPLETIONS", "EMBEDDINGS", "RelayedBody", "peek", "prompt_ids"]
+__all__ = ["CHAT", "COMPLETIONS", "EMBEDDINGS", "RelayedBody", "peek", "peek_form", "prompt_ids"]
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 _BYTES_PER_ID = 4
+_MAX_FIELD_BYTES = 1024
 _MAX_IDS = 1 << 18
 """Of a model that does not state its context length."""
 
@@ -75,6 +77,16 @@ def peek(body: bytes) -> RelayedBody:
         raise InvalidArgument(f"{DESERIALIZE}{error}") from None
 
 
+def peek_form(body: bytes, content_type: str) -> RelayedBody:
+    """As :func:`peek`, of a form with files, as for audio. Raises InvalidArgument."""
+    model = _form_field(body, content_type, "model")
+    if model is None:
+        raise InvalidArgument(
+            "Validation: the multipart body has no field `model` among its first 64 parts"
+        )
+    return RelayedBody(model, _form_field(body, content_type, "stream") == "true")
+
+
 def prompt_ids(
     preprocessor: Preprocessor | None,
     path: str,
@@ -96,6 +108,11 @@ def prompt_ids(
     ids = array("I")
     ids.frombytes(whole[: count * _BYTES_PER_ID])
     return ids
+
+
+def _form_field(body: bytes, content_type: str, name: str) -> str | None:
+    span = field_span(body, content_type, name)
+    return None if span is None else body[slice(*span)][:_MAX_FIELD_BYTES].decode(errors="replace")
 
 
 def _tokenized(preprocessor: Preprocessor, path: str, body: bytes) -> Tokens | None:

@@ -63,3 +63,12 @@ def test_other_bodies_pass_unchanged(body: bytes) -> None:
 
 def test_the_last_of_two_names_counts() -> None:
     assert RENAMED.rewrite(b'{"model":"x","model":"new"}') == b'{"model":"the/old"}'
+
+
+def test_the_name_in_a_form() -> None:
+    head = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n'
+    kind = "multipart/form-data; boundary=b"
+    for name, expected in ((b"new", b"the/old"), (b"same", b"same"), (b"\xff", b"\xff")):
+        body, changed = (head + each + b"\r\n--b--" for each in (name, expected))
+        assert RENAMED.rewrite_form(body, kind) == changed
+    assert RENAMED.rewrite_form(b"no form", kind) == b"no form"

@@ -207,11 +207,27 @@ async def test_an_unknown_path_is_no_label(site: RelaySite) -> None:
     assert b"made_up" not in site.registry.render()
 
 
-async def test_multipart_is_refused_in_so_many_words(site: RelaySite) -> None:
-    body = b"--x\r\n\r\n--x--"
-    head = f"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
+def form(site: RelaySite, path: str, body: bytes) -> None:
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
     site.bench.feed(head.encode() + b"Content-Type: multipart/form-data; boundary=x\r\n\r\n" + body)
-    assert site.status == 415 and "multipart bodies are not supported" in site.answer["message"]
+
+
+async def test_a_form_is_relayed_by_its_model(site: RelaySite) -> None:
+    body = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nfar\r\n--x--\r\n'
+    form(site, PATHS[3], body)
+    (stream,) = site.relayed
+    assert stream.request.body == body
+    assert dict(stream.request.headers)["content-type"] == "multipart/form-data; boundary=x"
+
+
+async def test_a_form_without_a_model(site: RelaySite) -> None:
+    form(site, PATHS[3], b"--x\r\n\r\n--x--")
+    assert site.status == 400 and "has no field `model`" in site.answer["message"]
+
+
+async def test_paths_of_json_take_no_form(site: RelaySite) -> None:
+    form(site, PATHS[0], b"--x\r\n\r\n--x--")
+    assert site.status == 415 and "takes no multipart body" in site.answer["message"]
 
 
 async def test_a_model_without_workers(site: RelaySite) -> None:
