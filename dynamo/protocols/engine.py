@@ -7,9 +7,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from dynamo.protocols.codec import Tokens
+from dynamo.protocols.codec import Tokens, encode
 
 __all__ = [
+    "TOKEN_PREFIX",
     "CompletionUsage",
     "EngineOutput",
     "OutputOptions",
@@ -23,6 +24,9 @@ __all__ = [
 
 _TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 _Count = Annotated[int, Meta(ge=0)]
+
+TOKEN_PREFIX = encode({"token_ids": [0]})[:-1]
+"""An item of a response stream with one token and nothing else, up to the id."""
 
 
 class StopConditions(msgspec.Struct, omit_defaults=True):

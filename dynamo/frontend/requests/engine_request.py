@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from dynamo.errors import DynamoError, EngineFailure
+from dynamo.frontend.answer.choice import Choice
 from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.requests.metrics import ModelMetrics
 from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics
@@ -166,29 +167,33 @@ class EngineRequest:
             request.fail(EngineFailure(f"not an engine output: {error}"), by_worker=True)
             return
         request.detokenize_s += time.monotonic() - now
-        count = len(output.token_ids)
-        if count:
-            if self.tokens:
-                gap_s = now - self.last_token_s
-                request.model.itl.observe(gap_s / count, count)
-            else:
-                self.first_token_s = now
-                self.picker.mark_prefill_complete(self.id)
-                request.metrics.first_token(now)
-            self.tokens += count
-            self.last_token_s = now
-            if self._dispatch.tracks_output:  # tokens count as load as they arrive
-                self._reported = self.tokens
-                self.picker.add_output_tokens(self.id, count)
+        if output.token_ids:
+            self._count(len(output.token_ids), now)
         if request.streaming:
             request.output_ready(len(payload))
-        if text_complete and output.finish_reason is None:
+        if not text_complete:
+            self._pass_tokens()
+        elif output.finish_reason is None:
             # A stop string ended the text before the engine ended its output.
             if self.stream is not None:
                 self.stream.kill()
             self.open = False
             self.release()
             request.engine_request_done()
+
+    def on_tokens(self, ids: list[int], size_bytes: int, now_s: float, spent_s: float) -> None:
+        """Count tokens whose texts are in the choice: those of most reads, without ``on_data``."""
+        request = self.request
+        if request.closed:
+            return
+        choice: Any = self._choice  # a Choice: see _pass_tokens
+        request.last_activity_s = now_s
+        request.detokenize_s += spent_s
+        choice.count(len(ids))
+        for _ in ids:
+            self._count(1, now_s)
+        if request.streaming:
+            request.output_ready(size_bytes)
 
     def on_end(self) -> None:
         """The engine has ended its output."""
@@ -211,6 +216,31 @@ class EngineRequest:
             return
         self.open = False
         self.request.fail(error, by_worker=True)
+
+    def _count(self, count: int, now_s: float) -> None:
+        """Count ``count`` tokens received at ``now_s``."""
+        request = self.request
+        if self.tokens:
+            gap_s = now_s - self.last_token_s
+            request.model.itl.observe(gap_s / count, count)
+        else:
+            self.first_token_s = now_s
+            self.picker.mark_prefill_complete(self.id)
+            request.metrics.first_token(now_s)
+        self.tokens += count
+        self.last_token_s = now_s
+        if self._dispatch.tracks_output:  # tokens count as load as they arrive
+            self._reported = self.tokens
+            self.picker.add_output_tokens(self.id, count)
+
+    def _pass_tokens(self) -> None:
+        """Let the compiled sink take the next tokens, if their texts are all that they add."""
+        choice, stream = self._choice, self.stream
+        if stream is None or not isinstance(choice, Choice):
+            return
+        texts = choice.plain_texts()
+        if texts is not None:
+            stream.pass_tokens(texts, choice.stop_ids, choice.pending, self.on_tokens)
 
     def release(self) -> None:
         """Leave the queue, stop the engine if it still runs, free the reservation. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -32,6 +33,7 @@ from dynamo.runtime.requests.frames import (
     RESUME,
     STOP,
     FrameError,
+    TokenSink,
     encode_headers,
     pack,
     pack_open,
@@ -39,7 +41,7 @@ from dynamo.runtime.requests.frames import (
 )
 from dynamo.runtime.requests.stream import REQUEST_ID
 
-__all__ = ["ClientConnection", "ClientStream", "StreamSink"]
+__all__ = ["ClientConnection", "ClientStream", "OnTokens", "StreamSink"]
 
 _TICKS_PER_TIMEOUT = 4
 _SILENT_TICKS = 1 + _TICKS_PER_TIMEOUT  # the first one sends the ping
@@ -65,6 +67,11 @@ class StreamSink(Protocol):
         """Accept the error that ends an incomplete response."""
 
 
+OnTokens = Callable[[list[int], int, float, float], None]
+"""Receives the plain tokens of one read, whose texts a ``TokenSink`` has passed on: their ids, the
+bytes of their items, when they came (monotonic seconds), and the seconds spent on their texts."""
+
+
 class ClientStream:
     """The caller's handle of one request. Every method is idempotent, a no-op after the end.
 
@@ -78,8 +85,10 @@ class ClientStream:
         "closed",
         "on_data",
         "on_failure",
+        "on_tokens",
         "received_any",
         "sink",
+        "token_sink",
     )
 
     def __init__(
@@ -94,6 +103,8 @@ class ClientStream:
         self.sink = sink
         self.on_data = sink.on_data  # bound once: it is called for every token
         self.on_failure: Callable[[DynamoError], None] | None = None
+        self.on_tokens: OnTokens | None = None
+        self.token_sink: TokenSink | None = None
         self._connection = connection
         self._number = number
         self._context = context
@@ -114,6 +125,25 @@ class ClientStream:
     def resume(self) -> None:
         """Resume the worker's handler after :meth:`pause`."""
         self._send_control(RESUME)
+
+    def pass_tokens(
+        self,
+        pieces: list[str | None],
+        stop_ids: frozenset[int],
+        texts: list[str],
+        on_tokens: OnTokens,
+    ) -> None:
+        """Append the pieces of plain tokens to ``texts`` and call ``on_tokens``, not ``on_data``.
+
+        Until the first item that is no plain token, which ``on_data`` gets: call it again then. The
+        arguments of the first call count. See ``_fast/frames``.
+        """
+        if self.token_sink is not None:
+            self.token_sink.active = True
+        elif not self.closed:
+            self.on_tokens = on_tokens
+            self.token_sink = TokenSink(self, pieces, stop_ids, texts)
+            self._connection.token_sinks[self._number] = self.token_sink
 
     def kill(self) -> None:
         """Drop the stream on both sides. The sink is not called again."""
@@ -146,6 +176,9 @@ class ClientStream:
         self.closed = True
         connection = self._connection
         connection.streams.pop(self._number, None)
+        if self.token_sink is not None:
+            del connection.token_sinks[self._number]
+            self.token_sink = self.on_tokens = None
         if connection.released and not connection.streams:
             connection.close_when_idle()
         if self._context is not None:
@@ -185,6 +218,7 @@ class ClientConnection(FramedConnection):
         super().__init__(settings, loop)
         self.address = address
         self.streams: dict[int, ClientStream] = {}
+        self.token_sinks = self._splitter.sinks
         self._on_lost = on_lost
         self._number = 0
         self._early_bytes = 0
@@ -256,6 +290,8 @@ class ClientConnection(FramedConnection):
     def on_frames(self, frames: list[tuple[int, int, bytes]]) -> None:
         """Pass frames to the sinks. Drop those of streams that ended on this side."""
         self._received_any = True
+        if self._splitter.touched:
+            self._pass_tokens()
         streams = self.streams
         for kind, number, payload in frames:
             stream = streams.get(number)
@@ -266,15 +302,30 @@ class ClientConnection(FramedConnection):
                         stream.on_data(payload)
                     except Exception as error:  # noqa: BLE001 - it ends its own stream
                         self._sink_failed(stream, error)
-            elif kind == END:
-                if stream is not None:
-                    stream.complete()
-            elif kind == PONG:
-                continue
-            elif kind not in (ERROR, OVERSIZE):
-                raise FrameError(f"a worker may not send frame kind {kind}")
-            elif stream is not None:
+            else:
+                self._on_control(stream, kind, payload)
+
+    def _on_control(self, stream: ClientStream | None, kind: int, payload: bytes) -> None:
+        if kind == END:
+            if stream is not None:
+                stream.complete()
+        elif kind in (ERROR, OVERSIZE):
+            if stream is not None:
                 self._fail_stream(stream, kind, payload)
+        elif kind != PONG:
+            raise FrameError(f"a worker may not send frame kind {kind}")
+
+    def _pass_tokens(self) -> None:
+        """Report the tokens that the splitter has passed to sinks; frames come after them."""
+        sinks, now_s = self._splitter.touched, time.monotonic()
+        spent_s = self._splitter.fed_s / len(sinks)
+        for sink in sinks:
+            stream = sink.owner
+            try:
+                if stream.on_tokens is not None:  # an earlier one may have ended it
+                    stream.on_tokens(*sink.take(), now_s, spent_s)
+            except Exception as error:  # noqa: BLE001 - it ends its own stream
+                self._sink_failed(stream, error)
 
     def _fail_stream(self, stream: ClientStream, kind: int, payload: bytes) -> None:
         if kind == ERROR:
