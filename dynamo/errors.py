@@ -27,6 +27,7 @@ __all__ = [
     "InstanceGone",
     "InvalidArgument",
     "InvalidRequest",
+    "MigrationExhausted",
     "ModelNotFound",
     "NoInstances",
     "Overloaded",
@@ -35,7 +36,9 @@ __all__ = [
     "StreamIncomplete",
     "Unavailable",
     "UnknownEndpoint",
+    "WorkerAtCapacity",
     "WorkerLeaving",
+    "WorkerSilent",
     "WorkerUnavailable",
     "from_code",
     "shorten",
@@ -126,6 +129,12 @@ class NoInstances(Unavailable):
     code = "no_instances"
 
 
+class MigrationExhausted(Unavailable):
+    """Workers failed more often than the request may migrate."""
+
+    code = "migration_exhausted"
+
+
 class WorkerUnavailable(Unavailable):
     """The chosen worker cannot serve the request."""
 
@@ -167,6 +176,12 @@ class ConnectTimeout(ConnectionTimeout):
     unsent = True
 
 
+class WorkerSilent(ConnectionTimeout):
+    """The worker's process does not answer pings: it hangs, or the network drops its packets."""
+
+    code = "worker_silent"
+
+
 class Disconnected(WorkerUnavailable):
     """The stream ended without its end frame."""
 
@@ -197,6 +212,14 @@ class Overloaded(Unavailable):
 
     code = "overloaded"
     kind = "service_unavailable"
+
+
+class WorkerAtCapacity(Overloaded):
+    """The chosen worker is at capacity and has rejected the request before its engine got it."""
+
+    code = "worker_at_capacity"
+    retryable = True
+    unsent = True
 
 
 class RouterQueueLimitExceeded(Overloaded):

@@ -155,7 +155,7 @@ class Serving:
 
     def circusctl(self, *words: str) -> str:
         """Run the real circusctl and return its output."""
-        command = [str(CIRCUSCTL), "--endpoint", self.endpoint, *words]
+        command = [str(CIRCUSCTL), "--timeout", "25", "--endpoint", self.endpoint, *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
         return (done.stdout + done.stderr).strip()
 

@@ -75,7 +75,15 @@ MODULES = [module_name(path) for path in SOURCES]
 # They import an engine, which is not a test dependency; tests/engines_real runs them.
 NEEDS_VLLM = {
     f"dynamo.vllm.{name}"
-    for name in ("async_llm", "core", "engine_args", "engine_metrics", "params", "plain_requests")
+    for name in (
+        "async_llm",
+        "core",
+        "engine_args",
+        "engine_metrics",
+        "images",
+        "params",
+        "plain_requests",
+    )
 }
 IMPORTABLE = [name for name in MODULES if not name.endswith("__main__") and name not in NEEDS_VLLM]
 

@@ -16,7 +16,7 @@ from dynamo.protocols.load import KvMetrics
 
 __all__ = ["ServerListener", "ServerMonitor"]
 
-_SLOW_ANSWERS = 3
+_SLOW_ANSWERS = 2
 _ANY_SERVER_INTERVAL_S = 10.0
 log = logging.getLogger(__name__)
 
@@ -37,8 +37,9 @@ class ServerListener(Protocol):
 class ServerMonitor:
     """Polls the server of ``probe`` every ``interval_s`` until cancelled.
 
-    A refused or broken connection and a status from 500 on mean down at once; a slow answer means
-    down the third time, because a busy server is slow too.
+    A refused or broken connection and a status from 500 on mean down at once; a missing answer
+    means down the second time in a row, because a busy server is slow too. So a server that hangs
+    is down within the poll interval and two timeouts of the probe.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class ServerMonitor:
             except EngineShutdown as error:
                 log.debug("no further polls: %s", error)
                 return
+            if self.is_up and self._slow:
+                continue
             try:
                 async with asyncio.timeout(self._interval()):
                     await self._wake.wait()

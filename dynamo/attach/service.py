@@ -13,10 +13,10 @@ from dynamo.errors import DynamoError, HttpFailure, InvalidArgument
 from dynamo.http.target import Target
 from dynamo.protocols import codec
 from dynamo.protocols.relay import HttpRequest, HttpResponseHead
+from dynamo.runtime.admission import AdmissionQueue
 from dynamo.runtime.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
-from dynamo.worker.admission import AdmissionQueue
 
 __all__ = ["AttachService", "request_message"]
 

@@ -23,12 +23,12 @@ from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.model_source import resolve_model
 from dynamo.protocols.load import KvMetrics
 from dynamo.runtime import DistributedRuntime
-from dynamo.worker.admission import AdmissionQueue
+from dynamo.runtime.admission import AdmissionQueue
 from dynamo.worker.publish import LoadSender, connect_load
 
 __all__ = ["PROBE_TIMEOUT_S", "AttachPlan", "AttachWorker", "check_settings", "make_plan"]
 
-PROBE_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 4.0
 """Seconds for one answer about health, load or models."""
 
 log = logging.getLogger(__name__)

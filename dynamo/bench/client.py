@@ -6,7 +6,6 @@ It parses only what a load generator needs, so that the client costs far less th
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 
 from dynamo.bench.answers import error_message, read_answer, read_chunk
@@ -14,6 +13,7 @@ from dynamo.bench.events import EventParser
 from dynamo.bench.stats import Outcome
 from dynamo.http.client import HttpClient, ResponseError
 from dynamo.http.target import Target
+from dynamo.http.tls import client_context
 
 __all__ = ["LoadConnection"]
 
@@ -39,7 +39,7 @@ class LoadConnection(HttpClient):
 
     async def open(self) -> None:
         """Connect. Raises OSError, or UnicodeError for an invalid host name."""
-        context = ssl.create_default_context() if self._target.tls else None
+        context = client_context(self._target.ca_path) if self._target.tls else None
         await self.connect(self._target.host, self._target.port, context)
 
     async def measure(

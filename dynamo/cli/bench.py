@@ -53,7 +53,7 @@ async def _bench(settings: BenchSettings, errors: Console) -> int:
         raise ConfigError("--prompt-format tokens needs --endpoint-type completions")
     goodput = parse_goodput(settings.goodput) if settings.goodput else None
     planned = plan(settings)
-    target = parse_url(settings.url, settings.api_key)
+    target = parse_url(settings.url, settings.api_key, settings.tls_ca_cert_path)
     if settings.output is not None:
         _try_output(settings.output)
     model = settings.model or await first_model(target)

@@ -15,8 +15,10 @@ __all__ = ["VERBS", "main", "rival_distribution"]
 
 VERBS = {
     "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),
+    "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
     "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
+    "key": ("dynamo.cli.key", "add an API key to a frontend's key file"),
     "version": ("dynamo.cli.version", "print versions"),
 }
 """Verb → (module with ``main(argv) -> exit status``, one line of help)."""

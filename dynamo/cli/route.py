@@ -17,6 +17,7 @@ from dynamo.bench.answers import error_message
 from dynamo.config import load
 from dynamo.config.route import RouteSettings
 from dynamo.errors import ConfigError, DynamoError, Unavailable
+from dynamo.http.tls import client_context
 from dynamo.protocols.openai import ModelList
 from dynamo.router.explain import Explanation, table
 
@@ -112,9 +113,13 @@ def _fetch(settings: RouteSettings, path: str, body: bytes | None) -> bytes:
     url = settings.url.rstrip("/").removesuffix("/v1") + path
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url must look like http://host:port, got {settings.url!r}")
-    request = urllib.request.Request(url, body, {"content-type": "application/json"})
+    headers = {"content-type": "application/json"}
+    if settings.api_key:
+        headers["authorization"] = f"Bearer {settings.api_key}"
+    request = urllib.request.Request(url, body, headers)
+    tls = client_context(settings.tls_ca_cert_path) if url.startswith("https") else None
     try:
-        with urllib.request.urlopen(request, timeout=settings.timeout_s) as response:
+        with urllib.request.urlopen(request, timeout=settings.timeout_s, context=tls) as response:
             content: bytes = response.read()
             return content
     except urllib.error.HTTPError as error:

@@ -7,7 +7,7 @@ import json
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from dynamo.serve.overrides import Override, split_overrides
 from dynamo.serve.readiness import check_free, frontend_address
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.statefile import Statefile
-from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, plan
+from dynamo.serve.watchers import DRAIN_TIMEOUTS, DeploymentPlan, WatcherSpec, plan
 from dynamo.serve.yamlmap import MAX_TEXT_BYTES
 
 __all__ = ["main", "prepare"]
@@ -58,6 +58,8 @@ _SHARED = (
     "DYN_EVENT_PLANE",
 )
 
+Replan = Callable[[str, Sequence[str]], DeploymentPlan]
+
 _SOCKETS = ("circus.sock", "circus-events.sock")
 
 
@@ -75,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if settings.dry_run:
             return _dry_run(planned, settings, graph)
         check_engines(graph)
-        return _serve(planned, settings, runtime)
+        return _serve(planned, settings, runtime, _replanner(settings, overrides, runtime))
     except BrokenPipeError:
         raise
     except (DynamoError, OSError) as error:
@@ -93,8 +95,10 @@ def _reason(error: DynamoError | OSError) -> str:
 def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> DeploymentPlan:
     """Make every decision that needs no running process. Raises ConfigError."""
     env = {key: value for key, value in to_env(runtime).items() if key in _SHARED}
+    env |= {name: environ()[name] for name in DRAIN_TIMEOUTS if name in environ()}
     env["DYN_LOCAL_STATE_DIR"] = str(state_path(runtime))
     env["DYN_FILE_KV"] = str(store_path(runtime))
+    env["DYN_MIGRATION_LIMIT"] = str(settings.migration_limit)
     here = _directory(graph)
     check_services(graph, here, {**env, "DYN_NAMESPACE": graph.namespace})
     graph = replace(graph, services=with_engine_gpus(graph.services, here))
@@ -232,7 +236,27 @@ def _show(planned: DeploymentPlan, settings: ServeSettings, graph: Graph) -> Non
             print(f"  env      {key}={value}")
 
 
-def _serve(planned: DeploymentPlan, settings: ServeSettings, runtime: RuntimeSettings) -> int:
+def _replanner(
+    settings: ServeSettings, overrides: Sequence[Override], runtime: RuntimeSettings
+) -> Replan:
+    """Return the function that reads and checks a changed graph for the running deployment."""
+
+    def replan(path: str, words: Sequence[str]) -> DeploymentPlan:
+        given = settings
+        if path:
+            given = replace(settings, graph=path, deployment_config=None)
+        own = split_overrides(words)[1] if path or words else overrides
+        graph = _read(replace(given, namespace=runtime.namespace), own)
+        planned = prepare(graph, given, runtime)
+        check_engines(graph)
+        return planned
+
+    return replan
+
+
+def _serve(
+    planned: DeploymentPlan, settings: ServeSettings, runtime: RuntimeSettings, replan: Replan
+) -> int:
     run_directory = RunDirectory(
         run_dir(runtime), store_dir(runtime), Statefile(state_dir(runtime), planned.namespace)
     )
@@ -248,7 +272,7 @@ def _serve(planned: DeploymentPlan, settings: ServeSettings, runtime: RuntimeSet
         raise
 
     def body() -> int:
-        return _arbiter(planned, settings, run_directory, notes)
+        return _arbiter(planned, settings, run_directory, notes, replan)
 
     def clean_up() -> None:
         run_directory.clear()
@@ -263,6 +287,7 @@ def _arbiter(
     settings: ServeSettings,
     run_directory: RunDirectory,
     notes: Sequence[str],
+    replan: Replan,
 ) -> int:
     """Run the arbiter, in the child process of the guard."""
     # Imported here: the guard and --dry-run do not need circus.
@@ -279,7 +304,7 @@ def _arbiter(
             console.announce(line, logging.WARNING)
         count = len(planned.specs)
         console.announce(f"starting {count} processes in namespace {planned.namespace!r}")
-        return asyncio.run(Deployment(planned, settings, run_directory, console).run())
+        return asyncio.run(Deployment(planned, settings, run_directory, console, replan).run())
     except (DynamoError, OSError) as error:
         console.announce(_reason(error), logging.ERROR)
         return 2 if isinstance(error, ConfigError) else 1

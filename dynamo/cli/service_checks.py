@@ -143,12 +143,25 @@ def _refused(
     service: Service, settings: Mapping[str, Any], env: Mapping[str, str]
 ) -> Iterator[str]:
     """Find what a program of ours refuses in options that are valid one by one."""
-    checks = (_check_router, _check_router_process, _check_mocker, _check_attach, _check_worker)
-    for check in checks:
+    for check in (
+        *(_check_frontend, _check_router, _check_router_process),
+        *(_check_mocker, _check_attach, _check_worker),
+    ):
         try:
             check(service, settings, env)
         except DynamoError as error:
             yield error.message
+
+
+def _check_frontend(
+    _service: Service, settings: Mapping[str, Any], _env: Mapping[str, str]
+) -> None:
+    """Read the key file and the certificate."""
+    frontend = settings.get("FrontendSettings")
+    if frontend is not None and (frontend.api_key_file or frontend.tls_cert_path):
+        from dynamo.frontend.access import frontend_access
+
+        frontend_access(frontend)
 
 
 def _check_router(_service: Service, settings: Mapping[str, Any], _env: Mapping[str, str]) -> None:

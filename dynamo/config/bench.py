@@ -23,6 +23,13 @@ class BenchSettings:
         env="OPENAI_API_KEY",
         help="bearer token, if the server requires one",
     )
+    tls_ca_cert_path: str | None = option(
+        None,
+        "--tls-ca-cert-path",
+        env="DYN_TLS_CA_CERT_PATH",
+        help="PEM file of the authority that signed the server's certificate; default: the "
+        "system's authorities",
+    )
     endpoint_type: str = option(
         "chat",
         "--endpoint-type",

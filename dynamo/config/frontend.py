@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo.config.option import option
+from dynamo.errors import ConfigError
 
 __all__ = ["FrontendSettings"]
 
@@ -33,6 +34,28 @@ class FrontendSettings:
         repeat=True,
         help="names in the Host header to serve besides localhost, --http-host and IP addresses, "
         "separated by spaces; * serves any. Default: none on a loopback address, any elsewhere",
+    )
+    api_key_file: str | None = option(
+        None,
+        "--api-key-file",
+        env="DYN_API_KEY_FILE",
+        help="file with the digests of API keys ('dynamo key add NAME' makes one); without it, "
+        "requests need no key",
+    )
+    tls_cert_path: str | None = option(
+        None,
+        "--tls-cert-path",
+        env="DYN_TLS_CERT_PATH",
+        help="PEM file of the server's certificate and its chain; serves https, not http",
+    )
+    tls_key_path: str | None = option(
+        None, "--tls-key-path", env="DYN_TLS_KEY_PATH", help="PEM file of the certificate's key"
+    )
+    tls_client_ca_cert_path: str | None = option(
+        None,
+        "--tls-client-ca-cert-path",
+        env="DYN_TLS_CLIENT_CA_CERT_PATH",
+        help="PEM file of the authority whose client certificates are needed; default: none is",
     )
     namespace_prefix: str | None = option(
         None,
@@ -77,6 +100,13 @@ class FrontendSettings:
         exclusive_minimum=True,
         help="seconds an idle connection is kept",
     )
+    http_listen_fd: int | None = option(
+        None,
+        env="DYN_HTTP_LISTEN_FD",
+        minimum=3,
+        help="inherited socket to listen on instead of --http-host and --http-port; dynamo serve "
+        "sets it, so that connections wait while a frontend is restarted",
+    )
     listen_backlog: int = option(
         2048, env="DYN_HTTP_LISTEN_BACKLOG", minimum=1, help="connections waiting to be accepted"
     )
@@ -100,6 +130,22 @@ class FrontendSettings:
         exclusive_minimum=True,
         help="seconds an engine may be silent in the middle of a request; default: no limit",
     )
+    migration_limit: int = option(
+        0,
+        "--migration-limit",
+        env="DYN_MIGRATION_LIMIT",
+        minimum=0,
+        help="workers that may fail with a request before the request fails: it goes on with "
+        "another one; dynamo serve sets 3",
+    )
+    migration_max_seq_len: int | None = option(
+        None,
+        "--migration-max-seq-len",
+        env="DYN_MIGRATION_MAX_SEQ_LEN",
+        minimum=1,
+        help="tokens of prompt and answer above which a request does not go on with another "
+        "worker; default: no limit",
+    )
     sse_keep_alive_ms: float | None = option(
         None,
         env="DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS",
@@ -112,6 +158,15 @@ class FrontendSettings:
         env="DYN_HTTP_SLOW_CLIENT_LIMIT_MB",
         minimum=1,
         help="MiB buffered for a client that reads too slowly; above, it is disconnected",
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (),
+        "--allowed-media-domains",
+        env="DYN_ALLOWED_MEDIA_DOMAINS",
+        repeat=True,
+        several=True,
+        metavar="HOST",
+        help="hosts from which the images that clients name by URL are fetched; default: none",
     )
     ignore_unsupported_fields: bool = option(
         False,
@@ -131,3 +186,14 @@ class FrontendSettings:
         env="DYN_ENABLE_FORCE_INCLUDE_USAGE",
         help="send token counts at the end of every stream",
     )
+
+    def __post_init__(self) -> None:
+        """Check TLS. Raises ConfigError."""
+        if (self.tls_cert_path is None) != (self.tls_key_path is None):
+            missing = "--tls-cert-path" if self.tls_cert_path is None else "--tls-key-path"
+            raise ConfigError(f"{missing} is missing: TLS needs a certificate and its key")
+        if self.tls_client_ca_cert_path is not None and self.tls_cert_path is None:
+            raise ConfigError(
+                "--tls-client-ca-cert-path needs --tls-cert-path and --tls-key-path: clients send "
+                "certificates over TLS alone"
+            )

@@ -16,9 +16,9 @@ class MockerSettings:
     reply: str = option(
         "random",
         "--reply",
-        choices=("random", "echo", "script"),
-        help="random: max_tokens random tokens; echo: the prompt, or the last message of a chat; "
-        "script: the texts of --reply-script",
+        choices=("random", "sequence", "echo", "script"),
+        help="random: max_tokens random tokens; sequence: each follows from all before it; echo: "
+        "the prompt, or the last message of a chat; script: the texts of --reply-script",
     )
     reply_script: str | None = option(
         None,

@@ -22,11 +22,19 @@ class RequestPlaneSettings:
         maximum=1024 * MIB,
         help="largest request or response item in bytes; a larger one fails alone",
     )
+    silence_timeout_s: float = option(
+        2.0,
+        env="DYN_REQUEST_PLANE_SILENCE_TIMEOUT",
+        minimum=0.02,
+        help="seconds a worker with requests may send nothing, not even the answer to a ping, "
+        "before its requests go to other workers",
+    )
     request_timeout_s: float = option(
         10.0,
         env="DYN_TCP_REQUEST_TIMEOUT",
         minimum=0.01,
-        help="seconds a worker may leave a ping unanswered before it counts as dead",
+        help="seconds after which a silent worker's connection is lost, with the requests that no "
+        "other worker can take",
     )
     connect_timeout_s: float = option(
         3.0, env="DYN_TCP_CONNECT_TIMEOUT", minimum=0.01, help="seconds a connection may take"

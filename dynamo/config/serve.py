@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dynamo.config.option import option
 
-__all__ = ["ServeSettings"]
+__all__ = ["ReloadSettings", "ServeSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,12 @@ class ServeSettings:
         minimum=0.0,
         help="seconds a process may take to finish its work before it is killed",
     )
+    migration_limit: int = option(
+        3,
+        env="DYN_MIGRATION_LIMIT",
+        minimum=0,
+        help="--migration-limit of the graph's frontends that do not set it",
+    )
     restart_burst: int = option(
         5,
         env="DYN_SERVE_RESTART_BURST",
@@ -67,3 +73,14 @@ class ServeSettings:
     deployment_config: str | None = option(
         None, env="DYN_DEPLOYMENT_CONFIG", help="YAML text that is used instead of the graph file"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReloadSettings:
+    """reload: the changed graph and its deployment"""
+
+    graph: str = option("", "graph", help="YAML file; default: that of the start or last reload")
+    namespace: str | None = option(
+        None, "--namespace", help="namespace of the deployment; default: the one in the graph"
+    )
+    dry_run: bool = option(False, "--dry-run", help="show what would change and exit")

@@ -23,8 +23,13 @@ class SystemSettings:
     host: str = option(
         "127.0.0.1",
         env="DYN_SYSTEM_HOST",
-        help="address the status server listens on; 0.0.0.0 opens it to the network, including the "
-        "engine's routes (POST /engine/...)",
+        help="address the status server listens on; 0.0.0.0 opens it to the network",
+    )
+    api_key_file: str | None = option(
+        None,
+        env="DYN_API_KEY_FILE",
+        help="file with the digests of API keys; the engine's routes (POST /engine/...) need an "
+        "operator's key. Default: they can be called from this machine only",
     )
     health_path: str = option("/health", env="DYN_SYSTEM_HEALTH_PATH", help="path of readiness")
     live_path: str = option("/live", env="DYN_SYSTEM_LIVE_PATH", help="path of liveness")

@@ -18,10 +18,13 @@ __all__ = [
 TOOL_CALL_PARSERS = (
     "deepseek_v3",
     "deepseek_v3_1",
+    "glm45",
     "harmony",
     "hermes",
     "jamba",
+    "kimi_k2",
     "llama3_json",
+    "minimax_m2",
     "mistral",
     "nemotron_deci",
     "phi4",
@@ -35,6 +38,8 @@ REASONING_PARSERS = (
     "deepseek_v3_1",
     "glm45",
     "gpt_oss",
+    "kimi_k2",
+    "minimax_m2",
     "mistral",
     "nemotron_deci",
     "qwen3",
@@ -45,7 +50,12 @@ def _dashed(names: tuple[str, ...]) -> dict[str, str]:
     return {name.replace("_", "-"): name for name in names if "_" in name}
 
 
-TOOL_CALL_ALIASES = {"qwen25": "hermes", "qwen3": "hermes", **_dashed(TOOL_CALL_PARSERS)}
+TOOL_CALL_ALIASES = {
+    "glm47": "glm45",
+    "qwen25": "hermes",
+    "qwen3": "hermes",
+    **_dashed(TOOL_CALL_PARSERS),
+}
 REASONING_ALIASES = _dashed(REASONING_PARSERS)
 """Other spellings, in flags and in the cards of other workers."""
 

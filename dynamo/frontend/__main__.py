@@ -54,7 +54,7 @@ async def _serve(
         await runtime.start()
         frontend.on_loaded = freeze_heap
         host, port = await frontend.start()
-        print(f"OpenAI API at http://{host}:{port}/v1", flush=True)
+        print(f"OpenAI API at {frontend.scheme}://{host}:{port}/v1", flush=True)
         await frontend.run_until_stopped()
     finally:
         await frontend.close()

@@ -6,15 +6,23 @@ Spec 5.9.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError, Unavailable
+from dynamo.frontend.access import (
+    frontend_access,
+    guard_operator_routes,
+    show_key_requests,
+    warn_if_exposed,
+)
 from dynamo.frontend.api.busy_threshold import BusyThresholdRoutes
 from dynamo.frontend.api.embeddings import EmbeddingRoutes
 from dynamo.frontend.api.info import InfoRoutes
@@ -40,6 +48,7 @@ __all__ = ["Frontend"]
 log = logging.getLogger(__name__)
 _MIB = 1024 * 1024
 _SPARE_FILES = 256
+_LAST_REQUEST_S = 1.0  # for a connected client to send it
 _LOAD_S = 30.0  # then listen without the models that are still loading
 
 
@@ -53,6 +62,7 @@ class Frontend:
         self, runtime: DistributedRuntime, settings: FrontendSettings, router: RouterSettings
     ) -> None:
         prefill_model(router)  # raises ConfigError now instead of with the first model
+        access = frontend_access(settings)
         self._runtime = runtime
         self._settings = settings
         self._router = router
@@ -72,11 +82,19 @@ class Frontend:
             ).install(routes)
             BusyThresholdRoutes(self.models, self._tasks).install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
-        self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch)
+        guard_operator_routes(routes, settings)
+        self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch, access)
+        if access is not None and access.keys is not None:
+            show_key_requests(metrics, access.keys)
         metrics.http_connections.function = lambda: self._server.connections
         self._stop = asyncio.Event()
         self.on_loaded: Callable[[], None] = _ignore
         self.models.on_loaded = self._loaded
+
+    @property
+    def scheme(self) -> str:
+        """``https`` with a certificate, else ``http``."""
+        return "http" if self._settings.tls_cert_path is None else "https"
 
     async def start(self) -> tuple[str, int]:
         """Bind, load the models whose workers are registered, listen; return the bound address.
@@ -91,6 +109,7 @@ class Frontend:
                 settings.http_port,
                 settings.allowed_hosts,
                 ", or name it in DYN_HTTP_ALLOWED_HOSTS",
+                settings.http_listen_fd,
             )
         except OSError as error:
             raise self._cannot_listen(error) from None
@@ -104,7 +123,9 @@ class Frontend:
             await self._server.listen()
         except OSError as error:  # another process bound the same address and listened first
             raise self._cannot_listen(error) from None
-        log.info("listening on http://%s:%d", *bound)
+        log.info("listening on %s://%s:%d", self.scheme, *bound)
+        warn_if_exposed(settings, bound[0])
+        await self._runtime.granted()  # by its lease `dynamo serve` sees that it listens
         return bound
 
     async def _load_models(self) -> None:
@@ -153,19 +174,37 @@ class Frontend:
         return undo
 
     async def run_until_stopped(self) -> None:
-        """Serve, then drain: 503 for /health and new requests; running requests may finish."""
+        """Serve, then drain: 503 for /health and new requests; running requests may finish.
+
+        New connections are accepted until the end, unless the socket was inherited: then they wait
+        for the next frontend, and clients that are connected get one more response.
+        """
         await self._stop.wait()
         self._server.drain()
         timeout_s = self._settings.graceful_shutdown_timeout_s
+        deadline_s = time.monotonic() + timeout_s
         log.info("draining %d requests, at most %g s", self._requests.admitted, timeout_s)
-        if not await self._requests.drain(timeout_s):
+        if self._settings.http_listen_fd is not None:
+            self._requests.draining = True
+            self._server.stop_accepting()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._part_with_clients()
+        if not await self._requests.drain(max(0.0, deadline_s - time.monotonic())):
             log.warning("%d requests did not end in time", self._requests.admitted)
             self._requests.fail_all(Unavailable("Service is shutting down"))
+
+    async def _part_with_clients(self) -> None:
+        """Serve until each client has a response that announces the end, or sends nothing more."""
+        while not await self._server.gone(_LAST_REQUEST_S) and self._requests.admitted:
+            await self._requests.idle()
 
     def _loaded(self) -> None:
         """Adapt the default limit on bodies to the contexts that are served now."""
         if self._settings.body_limit_mb is None:
-            limit_bytes = body_limit_bytes(self.models.context_lengths())
+            limit_bytes = body_limit_bytes(
+                self.models.context_lengths(), self.models.takes_images()
+            )
             self._server.limits = dataclasses.replace(self._server.limits, body_bytes=limit_bytes)
         self.on_loaded()
 

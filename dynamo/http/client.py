@@ -25,13 +25,20 @@ def request_head(method: str, path: str, authority: str, headers: Iterable[str] 
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-async def get(host: str, port: int, authority: str, path: str, limit_bytes: int) -> HttpClient:
+async def get(  # noqa: PLR0913 - the address takes four
+    host: str,
+    port: int,
+    authority: str,
+    path: str,
+    limit_bytes: int,
+    tls: ssl.SSLContext | None = None,
+) -> HttpClient:
     """GET ``path`` over a new connection; the closed client holds status and body.
 
     Raises OSError if the connection fails, ResponseError otherwise. The caller sets a deadline.
     """
     client = HttpClient(limit_bytes)
-    await client.connect(host, port)
+    await client.connect(host, port, tls)
     try:
         await client.request(request_head("GET", path, authority, ("connection: close",)))
     finally:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from dynamo.http.body import ChunkedBody, SizedBody
-from dynamo.http.errors import HttpStatusError, error_body
-from dynamo.http.exchange import CLOSE, NEVER, Exchange, ResponseHeads
+from dynamo.http.errors import HttpStatusError
+from dynamo.http.exchange import CLOSE, NEVER, Exchange, ResponseHeads, encode_headers
 from dynamo.http.head import CHUNKED, Head, HeadReader
 from dynamo.http.limits import HttpLimits
 from dynamo.http.write_batch import WriteBatch
@@ -90,11 +90,13 @@ class HttpConnection(asyncio.Protocol):
         "closing",
         "deadline",
         "heads",
+        "reader",
     )
 
     def __init__(self, server: ServerContext) -> None:
         self._server = server
         self.heads = server.heads
+        self.reader = server.reader
         self._transport: asyncio.Transport | None = None
         self.deadline = NEVER
         self.above_high_water = False
@@ -122,7 +124,7 @@ class HttpConnection(asyncio.Protocol):
         if server.admit(self):
             self.deadline = server.clock + server.limits.header_timeout_s
         else:
-            self._refuse(HttpStatusError(503, "Too many connections", retry_after_s=1))
+            self.refuse(HttpStatusError(503, "Too many connections", retry_after_s=1))
 
     def data_received(self, data: bytes) -> None:
         """Handle bytes from the client."""
@@ -139,7 +141,17 @@ class HttpConnection(asyncio.Protocol):
                 self._pause()  # until the client reads its responses
 
     def eof_received(self) -> bool:
-        """Let the transport close: a client that ends its output counts as disconnected."""
+        """Treat a client that ends its output as disconnected, at once, and close.
+
+        A client that has exited looks the same as one that has only shut down its sending side, and
+        an engine must not compute for the former. Complete responses are still sent.
+        """
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.lost()
+        # Not connection_lost alone: it waits until a slow client has read what is buffered.
+        if not self._lingering:
+            self._close()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -200,7 +212,9 @@ class HttpConnection(asyncio.Protocol):
             self.flush()
             self._linger()
             return
-        if self.closing or not exchange.keep_alive:
+        # While draining, a response that was begun before does not announce the end: its connection
+        # stays, so that a request that is already on its way gets a response.
+        if not exchange.keep_alive:
             self._close()
             return
         if not self.above_high_water:
@@ -212,6 +226,12 @@ class HttpConnection(asyncio.Protocol):
         """Close without sending the buffered output."""
         if self._transport is not None:
             self._transport.abort()
+
+    @property
+    def peer(self) -> str | None:
+        """The address of the client; None without one."""
+        name = None if self._transport is None else self._transport.get_extra_info("peername")
+        return name[0] if isinstance(name, tuple) else None
 
     # -- called by the server
 
@@ -240,10 +260,10 @@ class HttpConnection(asyncio.Protocol):
                 self._server.advance_later(self)
                 return
         except HttpStatusError as refusal:
-            self._refuse(refusal)
+            self.refuse(refusal)
         except Exception:
             log.exception("reading a request head failed")
-            self._refuse(HttpStatusError(500, "Internal server error"))
+            self.refuse(HttpStatusError(500, "Internal server error"))
         finally:
             self._advancing = False
             if self._out:
@@ -258,10 +278,10 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._feed(data)
         except HttpStatusError as refusal:
-            self._refuse(refusal)
+            self.refuse(refusal)
         except Exception:
             log.exception("reading a request body failed")
-            self._refuse(HttpStatusError(500, "Internal server error"))
+            self.refuse(HttpStatusError(500, "Internal server error"))
         else:
             if self._body is None:
                 self.advance()
@@ -277,9 +297,9 @@ class HttpConnection(asyncio.Protocol):
             if self._exchange.deadline <= self._server.clock:  # else its route has removed it
                 self._exchange.expire()
         elif self._head is not None:
-            self._refuse(HttpStatusError(408, "Request body did not arrive in time"))
+            self.refuse(HttpStatusError(408, "Request body did not arrive in time"))
         elif self._buffer:
-            self._refuse(HttpStatusError(408, "Request head did not arrive in time"))
+            self.refuse(HttpStatusError(408, "Request head did not arrive in time"))
         else:
             self._close()
 
@@ -287,6 +307,21 @@ class HttpConnection(asyncio.Protocol):
         """Close unless a request is in progress."""
         if self._exchange is None and self._head is None and not self._buffer:
             self._close()
+
+    def refuse(self, refusal: HttpStatusError) -> None:
+        """Reply with the error and read no more requests.
+
+        The socket stays open for a moment, reading and discarding: closing it with unread bytes
+        resets it, and the client would not receive the reply.
+        """
+        self._server.refused(refusal.status)
+        self._forget_body()
+        body = refusal.body
+        head = self.heads.get(refusal.status, "application/json", CLOSE)
+        extra = encode_headers(refusal.headers)
+        self.send(b"%b%d\r\n%b\r\n%b" % (head, len(body), extra, body))
+        self.flush()
+        self._linger()
 
     # -- private steps
 
@@ -305,7 +340,7 @@ class HttpConnection(asyncio.Protocol):
         end = buffer.find(b"\r\n\r\n")
         if end <= 0 or buffer.startswith(b"\r\n"):
             return self._wait_for_head()
-        head = server.reader.read(buffer, end)
+        head = self.reader.read(buffer, end)
         self._skipped_line = False
         start = end + 4
         size_bytes = head.body_bytes
@@ -325,7 +360,7 @@ class HttpConnection(asyncio.Protocol):
             self._skipped_line = True
             self._buffer = self._buffer[2:]
             return True
-        self._server.reader.check_partial(self._buffer)
+        self.reader.check_partial(self._buffer)
         if not self._timing_head:
             self._timing_head = True  # set once: a byte now and then does not extend the deadline
             self.deadline = self._server.clock + self._server.limits.header_timeout_s
@@ -394,6 +429,8 @@ class HttpConnection(asyncio.Protocol):
         """Call the handler; its exception costs one response, not the state of the connection."""
         server = self._server
         self._timing_head = False
+        if head.api_key is not None:
+            head.api_key.requests += 1
         exchange = self._exchange = Exchange(self, head, body, time.monotonic())
         self.deadline = exchange.deadline = server.clock + server.limits.response_timeout_s
         try:
@@ -401,21 +438,6 @@ class HttpConnection(asyncio.Protocol):
         except BaseException as error:  # also a panic in Rust, which is not an Exception
             log.exception("%s %s failed", exchange.method, exchange.path)
             exchange.crashed(error)
-
-    def _refuse(self, refusal: HttpStatusError) -> None:
-        """Reply with the error and read no more requests.
-
-        The socket stays open for a moment, reading and discarding: closing it with unread bytes
-        resets it, and the client would not receive the reply.
-        """
-        self._server.refused(refusal.status)
-        self._forget_body()
-        body = error_body(refusal.status, refusal.message)
-        head = self.heads.get(refusal.status, "application/json", CLOSE)
-        retry = b"retry-after: %d\r\n" % refusal.retry_after_s if refusal.retry_after_s else b""
-        self.send(b"%b%d\r\n%b\r\n%b" % (head, len(body), retry, body))
-        self.flush()
-        self._linger()
 
     def _linger(self) -> None:
         """Send the buffered output, then only read and discard for a moment."""

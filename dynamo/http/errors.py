@@ -8,7 +8,7 @@ import orjson
 
 from dynamo.errors import MESSAGE_LIMIT, shorten
 
-__all__ = ["HttpStatusError", "error_body", "reason_phrase"]
+__all__ = ["HttpStatusError", "KeyRefused", "error_body", "reason_phrase"]
 
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 _REASONS.update({413: "Payload Too Large", 414: "URI Too Long", 499: "Client Closed Request"})
@@ -16,7 +16,7 @@ _REASONS[529] = "Overloaded"
 
 
 class HttpStatusError(Exception):
-    """The request breaks a rule or a bound; ``status`` and ``message`` go to the client.
+    """The request breaks a rule or a bound; ``status``, ``body`` and ``headers`` go to the client.
 
     ``retry_after_s``, unless 0, is the value of the Retry-After header.
     """
@@ -25,7 +25,32 @@ class HttpStatusError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.retry_after_s = retry_after_s
+        self.headers: tuple[tuple[str, str], ...] = (
+            (("retry-after", str(retry_after_s)),) if retry_after_s else ()
+        )
+
+    @property
+    def body(self) -> bytes:
+        """The error body."""
+        return error_body(self.status, self.message)
+
+
+class KeyRefused(HttpStatusError):
+    """The request has no valid API key; ``given`` tells whether it has one at all.
+
+    The body is OpenAI's, so that its clients raise their AuthenticationError. RFC 6750 3.
+    """
+
+    def __init__(self, message: str, *, given: bool) -> None:
+        super().__init__(401, message)
+        challenge = 'Bearer realm="dynamo"' + (', error="invalid_token"' if given else "")
+        self.headers = (("www-authenticate", challenge),)
+
+    @property
+    def body(self) -> bytes:
+        """OpenAI's error body."""
+        error = {"message": self.message, "type": "invalid_request_error", "param": None}
+        return orjson.dumps({"error": {**error, "code": "invalid_api_key"}})
 
 
 def reason_phrase(status: int) -> str:

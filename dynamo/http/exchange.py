@@ -8,6 +8,7 @@ from email.utils import formatdate
 from typing import Protocol
 
 from dynamo._fast.http_chunk import http_chunk
+from dynamo.http.api_keys import ApiKey
 from dynamo.http.errors import error_body, reason_phrase
 from dynamo.http.head import Head
 
@@ -35,6 +36,10 @@ class Transport(Protocol):
     above_high_water: bool
     closing: bool
     deadline: float
+
+    @property
+    def peer(self) -> str | None:
+        """The address of the client."""
 
     def send(self, data: bytes) -> None:
         """Write to the socket at the end of the loop turn."""
@@ -114,6 +119,7 @@ class Exchange:
         "_bodiless",
         "_raw",
         "_transport",
+        "api_key",
         "body",
         "deadline",
         "done",
@@ -142,6 +148,7 @@ class Exchange:
         self.headers = head.headers
         self.minor = head.minor
         self.keep_alive = head.keep_alive
+        self.api_key: ApiKey | None = head.api_key
         self.body = body
         self.received_at = received_at
         self.on_disconnect: Callable[[], object] | None = None
@@ -157,6 +164,11 @@ class Exchange:
     def above_high_water(self) -> bool:
         """Whether the client reads too slowly."""
         return self._transport.above_high_water
+
+    @property
+    def peer(self) -> str | None:
+        """The address of the client, which may be that of a proxy; None if it is unknown."""
+        return self._transport.peer
 
     def respond(
         self,

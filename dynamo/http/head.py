@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from urllib.parse import unquote
 
 from httptools import (
@@ -20,10 +20,11 @@ from httptools import (
 )
 
 from dynamo.errors import shorten
+from dynamo.http.api_keys import ApiKey
 from dynamo.http.errors import HttpStatusError
 from dynamo.http.limits import HttpLimits
 
-__all__ = ["CHUNKED", "Head", "HeadReader"]
+__all__ = ["CHUNKED", "Head", "HeadReader", "host_name", "plain_name"]
 
 CHUNKED = -1
 _VERSIONS = {b"HTTP/1.1": 1, b"HTTP/1.0": 0}
@@ -43,10 +44,11 @@ class Head:
     """One valid request head.
 
     ``headers`` has lower-case names, repeated fields joined by ``", "``. ``body_bytes`` is the
-    announced length, or CHUNKED. ``minor`` is the x of HTTP/1.x.
+    announced length, or CHUNKED. ``minor`` is the x of HTTP/1.x. ``api_key`` is that of the client.
     """
 
     __slots__ = (
+        "api_key",
         "body_bytes",
         "expects_continue",
         "headers",
@@ -66,6 +68,7 @@ class Head:
         self.keep_alive = minor == 1
         self.expects_continue = False
         self.body_bytes = 0
+        self.api_key: ApiKey | None = None
 
 
 class HeadReader:
@@ -73,11 +76,13 @@ class HeadReader:
 
     Holds nothing between calls but caches of good input, so one reader serves every connection of
     a server. Clients repeat themselves: a short head seen before, byte for byte, costs 0.2 µs and
-    not 3.5; heads are therefore shared and must not be changed.
+    not 3.5; heads are therefore shared and must not be changed. ``check`` sees each new head before
+    that: it may change it, or raise HttpStatusError.
     """
 
-    def __init__(self, limits: HttpLimits) -> None:
+    def __init__(self, limits: HttpLimits, check: Callable[[Head], None] | None = None) -> None:
         self._limits = limits
+        self._access_check = check
         self._heads: dict[bytes, Head] = {}
         self._names: dict[bytes, str] = {}
         self._hosts: set[str] = set()
@@ -93,8 +98,12 @@ class HeadReader:
         A page whose name resolves to this machine (DNS rebinding) is same-origin with the API for
         a browser; only the Host header distinguishes it from a local client.
         """
-        self._served_names = frozenset(("localhost", *(_plain_name(one) for one in names)))
+        self._served_names = frozenset(("localhost", *(plain_name(one) for one in names)))
         self._remedy = remedy
+
+    def forget_heads(self) -> None:
+        """Check every head again: the keys have changed."""
+        self._heads.clear()
 
     def read(self, data: bytes, end: int) -> Head:
         """The head in ``data[:end]``, where ``end`` is the offset of its closing CRLFCRLF."""
@@ -125,6 +134,8 @@ class HeadReader:
             self._check_host(authority)  # RFC 9112 3.2.2: it counts, not the Host header
         head = Head(method, target, minor, self._read_headers(data))
         self._check(head)
+        if self._access_check is not None:
+            self._access_check(head)
         return head
 
     def check_partial(self, data: bytes) -> None:
@@ -198,7 +209,7 @@ class HeadReader:
         if match is None:
             raise HttpStatusError(400, "Header 'host' is malformed")
         names = self._served_names
-        if names is not None and not (_plain_name(match[1]) in names or _is_address(match[1])):
+        if names is not None and not (plain_name(match[1]) in names or _is_address(match[1])):
             raise HttpStatusError(
                 403,
                 f"Host '{shorten(match[1], _SHOWN_CHARACTERS)}' is not served here; "
@@ -206,6 +217,17 @@ class HeadReader:
             )
         if len(self._hosts) < _REMEMBERED:
             self._hosts.add(host)
+
+
+def host_name(header: str) -> str:
+    """The name or address in a Host header, without the port; "" if it is malformed."""
+    match = _HOST.fullmatch(header)
+    return "" if match is None else plain_name(match[1])
+
+
+def plain_name(host: str) -> str:
+    """The host in lower case, without the dot of a fully qualified name."""
+    return host.lower().removesuffix(".")
 
 
 def _request_line(line: bytes) -> tuple[str, str, int]:
@@ -233,10 +255,6 @@ def _absolute_form(target: str) -> tuple[str, str]:
         raise HttpStatusError(400, "Request target must be a path")
     rest = target[match.end() :]
     return match[1], rest if rest.startswith("/") else "/" + rest
-
-
-def _plain_name(host: str) -> str:
-    return host.lower().removesuffix(".")
 
 
 def _is_address(host: str) -> bool:

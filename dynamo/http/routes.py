@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from dynamo.http import Exchange
@@ -50,6 +50,11 @@ class Routes:
         for path, methods in self._exact.items():
             if path.startswith(prefix) and "POST" in methods:
                 methods["POST"] = wrap(methods["POST"])
+
+    def wrap(self, path: str, methods: Sequence[str], wrap: Callable[[Route], Route]) -> None:
+        """Replace the routes of ``path`` for ``methods`` by the results of ``wrap``."""
+        routes = self._exact[path]
+        routes.update({method: wrap(routes[method]) for method in methods})
 
     def paths(self) -> list[tuple[str, tuple[str, ...]]]:
         """Every path and its methods."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from dynamo.http.access import Access
 from dynamo.http.connection import HttpConnection
 from dynamo.http.exchange import Exchange, ResponseHeads
 from dynamo.http.head import HeadReader
 from dynamo.http.limits import HttpLimits
+from dynamo.http.tls_connection import TlsConnection
 from dynamo.http.write_batch import WriteBatch
 
 __all__ = ["HttpServer"]
@@ -27,7 +30,7 @@ class HttpServer:
 
     ``handler`` is a plain function, so that a request costs neither task nor queue. ``on_refused``
     is called with the status of each request that was refused before it reached a route. Pass
-    ``write_batch`` to share one with the handler.
+    ``write_batch`` to share one with the handler. Without ``access``, plain HTTP needs no key.
     """
 
     def __init__(
@@ -36,9 +39,14 @@ class HttpServer:
         limits: HttpLimits | None = None,
         on_refused: Callable[[int], None] | None = None,
         write_batch: WriteBatch | None = None,
+        access: Access | None = None,
     ) -> None:
         self.limits = limits or HttpLimits()
-        self.reader = HeadReader(self.limits)
+        check = access.check_key if access is not None and access.keys is not None else None
+        self.reader = HeadReader(self.limits, check)
+        self._uncertified = HeadReader(self.limits, access.check_uncertified if access else None)
+        self._tls = access.tls if access else None
+        self._watches = access.watches() if access else ()
         self.heads = ResponseHeads()
         self.write_batch = write_batch or WriteBatch()
         self.clock = time.monotonic()
@@ -49,6 +57,7 @@ class HttpServer:
         self._on_refused = on_refused
         self._connections: set[HttpConnection] = set()
         self._server: asyncio.Server | None = None
+        self._inherited: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._all_gone: asyncio.Event | None = None
 
@@ -58,32 +67,48 @@ class HttpServer:
         return len(self._connections)
 
     async def bind(
-        self, host: str, port: int, names: Sequence[str] | None = None, remedy: str = ""
+        self,
+        host: str,
+        port: int,
+        names: Sequence[str] | None = None,
+        remedy: str = "",
+        listen_fd: int | None = None,
     ) -> tuple[str, int]:
         """Bind and return the address (port 0 binds a free one). Raises OSError.
+
+        ``listen_fd`` is a bound socket that is used instead.
 
         ``names`` are the hosts that requests may name beside localhost, ``host`` and IP addresses;
         ``*`` allows all. Without names every host is allowed, except on a loopback address. With
         None, nothing is checked. ``remedy`` ends the error for other hosts.
         """
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: HttpConnection(self),
-            host,
-            port,
-            backlog=self.limits.backlog,
-            start_serving=False,
-        )
+        backlog = self.limits.backlog
+        if listen_fd is None:
+            self._server = await loop.create_server(
+                self._connection, host, port, backlog=backlog, start_serving=False
+            )
+        else:
+            self._inherited = socket.socket(fileno=listen_fd)
+            self._server = await loop.create_server(
+                self._connection,
+                sock=self._inherited,
+                backlog=backlog,
+                start_serving=False,
+            )
         bound = [one.getsockname() for one in self._server.sockets]
         local = all(ipaddress.ip_address(address[0]).is_loopback for address in bound)
         if names is not None and "*" not in names and (names or local):
-            self.reader.serve_only((host, *names), remedy)
+            for reader in (self.reader, self._uncertified):
+                reader.serve_only((host, *names), remedy)
         return bound[0][0], bound[0][1]
 
     async def listen(self) -> None:
         """Accept connections at the bound address. Raises OSError."""
         assert self._server is not None, "bind() comes first"
         self._sweep()
+        if self._inherited is not None:
+            self._inherited.listen(self.limits.backlog)  # uvloop ignores that this fails
         await self._server.start_serving()
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
@@ -101,6 +126,22 @@ class HttpServer:
         for connection in self._connections:
             connection.closing = True
 
+    async def gone(self, timeout_s: float) -> bool:
+        """Wait until no connection is left; False after the timeout."""
+        if self._connections:
+            self._all_gone = asyncio.Event()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._all_gone.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    def stop_accepting(self) -> None:
+        """Accept no more connections; the present ones stay."""
+        if self._server is not None:
+            self._server.close()
+
     async def close(self, timeout_s: float = 1.0) -> None:
         """Stop listening, send written bytes for at most ``timeout_s``, then abort connections."""
         self.drain()
@@ -110,15 +151,10 @@ class HttpServer:
         if server is None:
             return
         server.close()
-        if self._connections:
-            self._all_gone = asyncio.Event()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._all_gone.wait()
-            except TimeoutError:
-                for connection in list(self._connections):
-                    connection.abort()
-                await self._all_gone.wait()
+        if not await self.gone(timeout_s):
+            for connection in list(self._connections):
+                connection.abort()
+            await self.gone(timeout_s)
         if self._timer is not None:
             self._timer.cancel()
         await server.wait_closed()
@@ -154,6 +190,13 @@ class HttpServer:
         if len(self._undecoded) == 1:
             self._schedule_decoding()
 
+    def _connection(self) -> asyncio.Protocol:
+        """A connection for a client that has just been accepted."""
+        connection = HttpConnection(self)
+        if self._tls is None:
+            return connection
+        return TlsConnection(self._tls, connection, self._uncertified)
+
     def _schedule_decoding(self) -> None:
         asyncio.get_running_loop().call_soon(self._decode)
 
@@ -171,5 +214,9 @@ class HttpServer:
         self.heads.renew()
         for connection in [one for one in self._connections if one.deadline <= now]:
             connection.sweep()
+        for watch in self._watches:
+            if watch.check():
+                self.reader.forget_heads()
+                self._uncertified.forget_heads()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.limits.sweep_s, self._sweep)

@@ -7,19 +7,25 @@ from urllib.parse import quote, urlsplit
 
 from dynamo.errors import ConfigError
 from dynamo.http.client import request_head
+from dynamo.http.tls import client_context
 
 __all__ = ["Target", "parse_url"]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server of the OpenAI API; ``prefix`` is the path before ``/v1``."""
+    """A server of the OpenAI API; ``prefix`` is the path before ``/v1``.
+
+    With ``tls``, its certificate is verified with the authorities of ``ca_path``, by default the
+    system's.
+    """
 
     host: str
     port: int
     tls: bool
     prefix: str = ""
     api_key: str | None = None
+    ca_path: str | None = None
 
     @property
     def authority(self) -> str:
@@ -41,10 +47,11 @@ class Target:
         return request_head(method, self.prefix + path, self.authority, headers)
 
 
-def parse_url(url: str, api_key: str | None = None) -> Target:
+def parse_url(url: str, api_key: str | None = None, ca_path: str | None = None) -> Target:
     """Return the target of ``http(s)://host[:port][/prefix]``; a trailing /v1 is dropped.
 
-    Raises ConfigError for any other URL, or if the key is not a valid header value.
+    Raises ConfigError for any other URL, if the key is not a valid header value, or if ``ca_path``
+    has no certificate.
     """
     try:
         parts = urlsplit(url)
@@ -56,5 +63,7 @@ def parse_url(url: str, api_key: str | None = None) -> Target:
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ConfigError("--api-key (OPENAI_API_KEY) must be printable ASCII, without a line end")
     tls = parts.scheme == "https"
+    if tls and ca_path is not None:
+        client_context(ca_path)
     prefix = quote(parts.path.rstrip("/").removesuffix("/v1"), safe="/%:@!$&'()*+,;=~")
-    return Target(parts.hostname, port or (443 if tls else 80), tls, prefix, api_key)
+    return Target(parts.hostname, port or (443 if tls else 80), tls, prefix, api_key, ca_path)

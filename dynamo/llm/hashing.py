@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo._fast.hashing import block_hashes, seed_for
+from dynamo._fast.hashing import block_hashes, seed_for, xxh3_64
 
 __all__ = [
     "compute_block_hash_for_seq",
     "compute_block_hash_for_seq_py",
     "lora_name_to_id",
     "mm_hashes_of",
+    "short_hash",
 ]
+
+_HEX_64 = re.compile(r"[0-9a-fA-F]{64}")
 
 
 def compute_block_hash_for_seq(  # noqa: PLR0913 - Dynamo's signature
@@ -58,3 +62,10 @@ def mm_hashes_of(
         [int(item["mm_hash"]) for item in info["mm_objects"]] if info else []
         for info in block_mm_infos
     ]
+
+
+def short_hash(identifier: str) -> int:
+    """Return the 64 bits of a multimodal object's identifier that block hashes use. Spec 1.3."""
+    if _HEX_64.fullmatch(identifier):
+        return int(identifier[:16], 16)
+    return xxh3_64(identifier.encode())

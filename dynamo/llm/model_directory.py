@@ -41,6 +41,7 @@ _NO_LIMIT = 10**9
 """Lengths from here on mean "not limited": transformers writes ``int(1e30)`` for that."""
 
 _FOUR_BYTE_TYPES = ("float32", "float")
+_IMAGE_TOKENS = ("image_token_id", "image_token_index")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -103,6 +104,20 @@ class ModelDirectory:
         """Rows of the embedding; 0 if config.json does not say."""
         size = self._text_config.get("vocab_size")
         return size if isinstance(size, int) else 0
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model has a part that reads images."""
+        return isinstance(self.config.get("vision_config"), dict)
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The token that chat templates write for an image; None if config.json does not say."""
+        for name in _IMAGE_TOKENS:
+            token_id = self.config.get(name)
+            if isinstance(token_id, int):
+                return token_id
+        return None
 
     @property
     def eos_ids(self) -> list[int]:

@@ -97,6 +97,7 @@ class KvEventPublisher:
         self._dropped = runtime.metrics.child(_DROPPED, *labels)
         self._malformed = 0
         self._group = AttentionGroup()
+        self._salts: dict[int, str] = {}  # of the engine's blocks that have one
         self._relay: asyncio.Task[None] | None = None
         if zmq_endpoint is not None:
             relay = EngineEventRelay(
@@ -248,14 +249,21 @@ class KvEventPublisher:
             if not event.token_ids:
                 return self._by_id(event)
             count = self._complete_blocks([event.block_size] * len(event.block_hashes))
+            salt = event.cache_salt
+            if self._salts and event.parent_hash is not None:
+                salt = self._salts.get(event.parent_hash)
+            if salt is not None:
+                self._salts |= dict.fromkeys(event.block_hashes[:count], salt)
+            hashing = _Hashing(event.lora_name, salt, mm_hashes=event.mm_hashes)
             return self._stored(
-                event.token_ids,
-                event.block_hashes[:count],
-                event.parent_hash,
-                _Hashing(event.lora_name),
+                event.token_ids, event.block_hashes[:count], event.parent_hash, hashing
             )
         if isinstance(event, EngineRemoved):
+            if self._salts:
+                for block_hash in event.block_hashes:
+                    self._salts.pop(block_hash, None)
             return BlocksRemoved(_column(event.block_hashes))
+        self._salts.clear()
         return BlocksCleared()
 
     def _by_id(self, event: EngineStored) -> BlocksStored | None:

@@ -9,11 +9,12 @@ their hashes alone, without tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from dynamo.llm.hashing import short_hash
 from dynamo.protocols.kv import STORAGE_TIERS
 
 __all__ = [
@@ -68,6 +69,8 @@ class EngineStored(NamedTuple):
 
     Without ``token_ids`` another tier has them. ``group`` is the group of layers that the blocks
     belong to, ``attention`` the kind of these layers; None for engines that do not say.
+    ``mm_hashes`` are those of the images in each block, None without any; ``cache_salt`` is known
+    only of a chain that begins at the root.
     """
 
     block_hashes: list[int]
@@ -78,6 +81,8 @@ class EngineStored(NamedTuple):
     storage_tier: str = _DEVICE
     group: int | None = None
     attention: str | None = None
+    mm_hashes: list[list[int]] | None = None
+    cache_salt: str | None = None
 
 
 class EngineRemoved(NamedTuple):
@@ -178,16 +183,41 @@ def _event(raw: Any) -> EngineEvent | None:
     if kind == "AllBlocksCleared":
         return EngineCleared(tier)
     parent = event.get("parent_block_hash")
+    lora_name = _require("lora_name", event.get("lora_name"), str | None)
+    keys = _require("extra_keys", event.get("extra_keys"), list | tuple | None) or ()
     return EngineStored(
         [_hash(value) for value in event["block_hashes"]],
         None if parent is None else _hash(parent),
         _require("token_ids", event["token_ids"], list | None) or [],
         _require("block_size", event["block_size"], int),
-        _require("lora_name", event.get("lora_name"), str | None),
+        lora_name,
         tier,
         group,
         _require("kv_cache_spec_kind", event.get("kv_cache_spec_kind"), str | None),
+        _mm_hashes(keys) if any(keys) else None,
+        _salt(keys[0], lora_name) if parent is None and keys and keys[0] else None,
     )
+
+
+def _mm_hashes(keys: Sequence[Any]) -> list[list[int]] | None:
+    """Return the hashes of the images in each block; None without any.
+
+    ``keys`` has for each block None, or what its hash depends on besides its tokens: the name of an
+    adapter, a salt, and (identifier, offset) of each image.
+    """
+    found = [
+        [short_hash(str(each[0])) for each in block or () if isinstance(each, list | tuple)]
+        for block in keys
+    ]
+    return found if any(found) else None
+
+
+def _salt(keys: Sequence[Any], lora_name: str | None) -> str | None:
+    """Return the salt of a first block."""
+    texts = [each for each in keys if isinstance(each, str)]
+    if lora_name is not None and texts[:1] == [lora_name]:
+        del texts[0]
+    return texts[0] if texts else None
 
 
 def _require(name: str, value: Any, kind: Any) -> Any:

@@ -1,4 +1,7 @@
-"""The replies of the simulated engine: random token ids, or the prompt itself. Spec 10.5."""
+"""The replies of the simulated engine: random ids, ids that follow from the prompt, or the prompt.
+
+Spec 10.5.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from typing import NamedTuple
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import StopConditions
 
-__all__ = ["REPLIES", "Reply", "echo_reply", "random_reply"]
+__all__ = ["REPLIES", "Reply", "echo_reply", "random_reply", "sequence_reply"]
 
-REPLIES = ("random", "echo", "script")
+REPLIES = ("random", "sequence", "echo", "script")
 _VOCABULARY = range(1000, 2000)
 _DRAWN_AT_ONCE = 32
+_PRIME = 998_244_353
 
 
 class Reply(NamedTuple):
@@ -30,6 +34,18 @@ def random_reply(max_tokens: int, seed: int | None = None) -> Reply:
     draw = random.Random(seed)
     batches = (draw.choices(_VOCABULARY, k=_DRAWN_AT_ONCE) for _ in repeat(None))
     return Reply(chain.from_iterable(batches), max_tokens, "length")
+
+
+def sequence_reply(prompt: Tokens, max_tokens: int, seed: int | None = None) -> Reply:
+    """Return ``max_tokens`` ids in [1000, 2000), each of which depends on all tokens before it.
+
+    So the reply to a prompt with the first ids of its reply is the rest, as with greedy decoding.
+    Each seed has its own replies. O(prompt).
+    """
+    # The tokens are the digits of a number to the base 2^32, the next one the most significant.
+    total = int.from_bytes(prompt.tobytes(), "little") % _PRIME
+    place = pow(1 << 32, len(prompt), _PRIME)
+    return Reply(_sequence(total, place, seed or 0), max_tokens, "length")
 
 
 def echo_reply(prompt: Tokens, max_tokens: int, stops: StopConditions | None = None) -> Reply:
@@ -58,3 +74,11 @@ def _last_turn(prompt: Tokens, ends: Collection[int]) -> Tokens:
     while first and prompt[first - 1] not in ends:
         first -= 1
     return prompt[first : last + 1]
+
+
+def _sequence(total: int, place: int, seed: int) -> Iterator[int]:
+    while True:
+        token = _VOCABULARY[(total + seed) % _PRIME % len(_VOCABULARY)]
+        yield token
+        total = (total + token * place) % _PRIME
+        place = (place << 32) % _PRIME

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.mocker.engine import EngineRank
-from dynamo.mocker.reply import Reply, echo_reply, random_reply
+from dynamo.mocker.reply import Reply, echo_reply, random_reply, sequence_reply
 from dynamo.mocker.script import ReplyScript
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
-from dynamo.runtime.context import CancelKind
+from dynamo.runtime.admission import AdmissionQueue
 from dynamo.runtime.requests.stream import ServerStream
-from dynamo.worker.admission import AdmissionQueue
 
 __all__ = ["DEFAULT_MAX_TOKENS", "MockerService"]
 
@@ -36,7 +35,7 @@ class MockerService:
     ) -> None:
         self.ranks = ranks
         self.admission = admission
-        self._echo = reply == "echo"
+        self._kind = reply
         self._script = script
 
     def handle(self, stream: ServerStream, payload: bytes) -> None:
@@ -45,7 +44,8 @@ class MockerService:
             request = _DECODE(payload)
             rank = self._rank(request)
             reply = self._reply(request, rank)
-            self._enter(stream, lambda done: rank.submit(stream, request, reply, done))
+            done = self.admission.release
+            self.admission.enter(stream, lambda: rank.submit(stream, request, reply, done))
         except msgspec.MsgspecError as error:
             stream.error(InvalidArgument(f"not a request for a Tokens model: {error}"))
         except DynamoError as error:
@@ -74,23 +74,9 @@ class MockerService:
             return random_reply(1, request.sampling_options.seed)
         if self._script is not None:
             return self._script.reply(prompt, limit)
-        if self._echo:
+        seed = request.sampling_options.seed
+        if self._kind == "echo":
             return echo_reply(prompt, limit, request.stop_conditions)
-        return random_reply(limit, request.sampling_options.seed)
-
-    def _enter(self, stream: ServerStream, submit: Callable[[Callable[[], None]], None]) -> None:
-        """Start the request when admitted; one that is cancelled in the queue is withdrawn."""
-
-        def start() -> None:
-            if stream.closed:
-                self.admission.release()
-            else:
-                submit(self.admission.release)
-
-        def cancelled(kind: CancelKind) -> None:
-            if self.admission.withdraw(start):
-                stream.end()
-
-        self.admission.submit(start)
-        if self.admission.waiting:
-            stream.context.on_cancel(cancelled)
+        if self._kind == "sequence":
+            return sequence_reply(prompt, limit, seed)
+        return random_reply(limit, seed)

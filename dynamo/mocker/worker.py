@@ -20,7 +20,8 @@ from dynamo.mocker.script import ReplyScript
 from dynamo.mocker.service import MockerService
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
-from dynamo.worker.admission import AdmissionQueue
+from dynamo.runtime.admission import AdmissionQueue
+from dynamo.worker.health_payload import health_check_payload
 from dynamo.worker.publish import KvEventSender, LoadSender, connect_kv_events, connect_load
 
 __all__ = ["MockerWorker", "WorkerPlan", "make_plan"]
@@ -119,7 +120,10 @@ class MockerWorker:
             await connect_kv_events(self.endpoint, self.events)
             await connect_load(self.endpoint, self.load)
             await self._register()
-            await self.endpoint.serve_push(self.service.handle)
+            await self.endpoint.serve_push(
+                self.service.handle,
+                health_check_payload=health_check_payload(self.plan.model_name),
+            )
             for rank in ranks:
                 rank.cancel()
 

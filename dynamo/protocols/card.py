@@ -10,6 +10,7 @@ from dynamo.protocols.control import Id, record_decoder
 
 __all__ = [
     "DEFAULT_BLOCK_SIZE",
+    "MAX_IMAGES_KEY",
     "UNKNOWN_BATCH_TOKENS",
     "BlockSize",
     "ModelCard",
@@ -23,6 +24,8 @@ DEFAULT_BLOCK_SIZE = 64
 UNKNOWN_BATCH_TOKENS = 10_000_000
 """Assumed ``max_num_batched_tokens`` of a worker that does not report it. Spec 3.9, 3.11."""
 
+MAX_IMAGES_KEY = "max_images"
+"""Key of ``runtime_data``: images that the model takes in a prompt; 0 for a model of text alone."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

@@ -48,7 +48,8 @@ class LeaseRecord(msgspec.Struct):
 class EndpointRecord(msgspec.Struct, tag_field="type", tag="Endpoint", kw_only=True):
     """``v1/instances/<ns>/<component>/<endpoint>/<instance hex>``: one live instance.
 
-    ``transport`` is ``{"uds": path}`` or ``{"tcp": "host:port"}``.
+    ``transport`` is ``{"uds": path}`` or ``{"tcp": "host:port"}``. ``unhealthy`` says why the
+    worker's own health checks fail; clients avoid the instance then.
     """
 
     namespace: str
@@ -59,6 +60,7 @@ class EndpointRecord(msgspec.Struct, tag_field="type", tag="Endpoint", kw_only=T
     transport: dict[str, str]
     device_type: str = "cpu"
     request_plane_codec: str = "msgpack"
+    unhealthy: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class EventChannelRecord(msgspec.Struct, tag_field="type", tag="EventChannel", kw_only=True):

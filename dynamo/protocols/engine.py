@@ -10,9 +10,12 @@ from msgspec import Meta
 from dynamo.protocols.codec import Tokens, encode
 
 __all__ = [
+    "GENERATED_TOKENS",
     "TOKEN_PREFIX",
     "CompletionUsage",
     "EngineOutput",
+    "MmObject",
+    "MmRoutingInfo",
     "OutputOptions",
     "PreprocessedRequest",
     "PromptTokensDetails",
@@ -21,6 +24,10 @@ __all__ = [
     "StopConditions",
     "with_every_key",
 ]
+
+GENERATED_TOKENS = "generated_tokens"
+"""Key of ``PreprocessedRequest.extra_args``: so many of the last ``token_ids`` are no prompt of the
+client but output of a worker that failed. ``max_tokens`` and ``min_tokens`` do not include them."""
 
 _TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 _Count = Annotated[int, Meta(ge=0)]
@@ -72,6 +79,20 @@ class OutputOptions(msgspec.Struct, omit_defaults=True):
     formatted_prompt: bool | None = None
 
 
+class MmObject(msgspec.Struct):
+    """One image in a prompt: its 64-bit hash, and the ranges [start, end) of its tokens."""
+
+    mm_hash: int
+    offsets: list[tuple[int, int]]
+
+
+class MmRoutingInfo(msgspec.Struct):
+    """The prompt as an engine caches it: with the tokens that stand for images. Spec 1.3."""
+
+    routing_token_ids: Tokens
+    mm_objects: list[MmObject]
+
+
 class Routing(msgspec.Struct, omit_defaults=True):
     """Constraints on the choice of workers, and the choice that the router made."""
 
@@ -90,10 +111,16 @@ class Routing(msgspec.Struct, omit_defaults=True):
     required_taints: list[str] | None = None
     preferred_taints: dict[str, float] | None = None
     session_id: str | None = None
+    mm_routing_info: MmRoutingInfo | None = None
 
 
 class PreprocessedRequest(msgspec.Struct, omit_defaults=True):
-    """One prompt, tokenized. ``token_ids`` is ``array('I')``; user handlers see ``list[int]``."""
+    """One prompt, tokenized. ``token_ids`` is ``array('I')``; user handlers see ``list[int]``.
+
+    ``multi_modal_data`` is ``{"image_url": [{"Url": …}, …]}`` with a data: URL for each image, in
+    the order of their places in the prompt. ``extra_args`` has for each its hash (``mm_hashes``,
+    64 hex digits) and its place in the client's request (``mm_fields``).
+    """
 
     model: str
     token_ids: Tokens
@@ -137,6 +164,7 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     ``top_logprobs`` has one list per token, of objects with ``token_id``, ``logprob`` and ``rank``.
     ``extra_args["prompt_logprobs"]``, in the first item with tokens, has one entry per token of the
     prompt: null for the first, for the others such a list, with the prompt's own token first.
+    ``extra_args["mm_expansions"]``, there too, has for each image the ids that stand for it.
     """
 
     token_ids: list[_TokenId] = []

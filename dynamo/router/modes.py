@@ -32,7 +32,8 @@ Choice = Callable[[Tokens], int]
 class InflightPicker:
     """Chooses among the eligible slots by ``mode``, and counts requests in flight on each.
 
-    ``mode`` is one of :data:`MODES`. O(1) without constraints; O(slots) by load.
+    ``mode`` is one of :data:`MODES`. O(1) without constraints; O(slots) by load. While a busy
+    threshold is set, the prompts without a first token are counted, too.
     """
 
     weighs_overlap = False
@@ -47,7 +48,8 @@ class InflightPicker:
     ) -> None:
         settings = settings or RouterSettings(mode=mode)
         self.worker_pool = WorkerPool(DenseSlots())
-        self.eligibility = EligibilityFilter(self.worker_pool, settings)
+        self._prefill: list[int] = []
+        self.eligibility = EligibilityFilter(self.worker_pool, settings, self._prefill.__getitem__)
         self.reused_tokens = Counter()  # not exported: caches do not matter to these modes
         self._clock = clock
         self._gpu_weight = settings.encoder_cuda_to_cpu_ratio
@@ -56,6 +58,7 @@ class InflightPicker:
         self._choose: Choice = getattr(self, MODES[mode])
         self._next = 0
         self._slot_of: dict[str, int] = {}
+        self._prompt_tokens: dict[str, int] = {}
         self._inflight: list[int] = []
 
     def pick(
@@ -77,6 +80,10 @@ class InflightPicker:
         if request_id is not None:
             self._slot_of[request_id] = slot
             self._inflight[slot] += 1
+            if self.eligibility.follows_load:
+                self._prompt_tokens[request_id] = len(tokens)
+                self._prefill[slot] += len(tokens)
+                self.eligibility.load_added(owner[0])
             if routing is not None and routing.session_id is not None:
                 self.eligibility.bind_session(routing.session_id, *owner, now_s)
         return Decision(*owner)
@@ -92,7 +99,9 @@ class InflightPicker:
         raise InvalidArgument("only --router-mode kv weighs candidates, so there is no table")
 
     def mark_prefill_complete(self, request_id: str) -> None:
-        """Do nothing: a request has the same weight from start to end."""
+        """Drop the prompt from the prefill tokens; a request has one weight from start to end."""
+        if self._prompt_tokens:
+            self._prefilled(request_id, self._slot_of.get(request_id))
 
     def add_output_tokens(self, request_id: str, count: int) -> None:
         """Do nothing."""
@@ -102,11 +111,14 @@ class InflightPicker:
         slot = self._slot_of.pop(request_id, None)
         if slot is not None:
             self._inflight[slot] -= 1
+            self._prefilled(request_id, slot)
 
     def add_worker(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> None:
         """Add a worker, or replace its configuration."""
         self.worker_pool.add(worker_id, config, device_type)
-        self._inflight.extend([0] * (self.worker_pool.width - len(self._inflight)))
+        missing = self.worker_pool.width - len(self._inflight)
+        self._inflight.extend([0] * missing)
+        self._prefill.extend([0] * missing)
         self.eligibility.load_changed(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
@@ -115,6 +127,16 @@ class InflightPicker:
         slots = set(self.worker_pool.remove(worker_id))
         for request_id in [key for key, slot in self._slot_of.items() if slot in slots]:
             self.free(request_id)
+
+    def _prefilled(self, request_id: str, slot: int | None) -> None:
+        """Subtract the request's prompt, unless done already; the load of ``slot`` has dropped."""
+        tokens = self._prompt_tokens.pop(request_id, 0)
+        if slot is None:
+            return
+        self._prefill[slot] -= tokens
+        pool = self.worker_pool
+        if self.eligibility.follows_load and slot < pool.width:  # else the worker was removed
+            self.eligibility.load_changed(pool.owners[slot][0])
 
     def _round_robin(self, slots: array[int]) -> int:
         self._next += 1

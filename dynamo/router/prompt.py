@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo._fast.hashing import BLOCK_SEED, block_hashes, seed_for, sequence_hashes
 from dynamo.protocols.codec import Tokens
-from dynamo.protocols.engine import Routing
+from dynamo.protocols.engine import MmObject, Routing
 
 __all__ = ["HashedPrompt", "Hasher"]
 
@@ -53,17 +53,25 @@ class Hasher(NamedTuple):
     def hash(
         self, tokens: Tokens, routing: Routing | None, reuse: bool, begun_s: float
     ) -> HashedPrompt:
-        """Hash a prompt. ``reuse``: requests may share its blocks. O(tokens)."""
+        """Hash a prompt. ``reuse``: requests may share its blocks. O(tokens).
+
+        A prompt with images is hashed as ``routing.mm_routing_info`` describes it.
+        """
         clock = self.clock
-        seed = BLOCK_SEED
-        if routing is not None and (routing.lora_name or routing.cache_namespace):
-            seed = seed_for(routing.lora_name, routing.cache_namespace)
+        seed, mm_hashes = BLOCK_SEED, None
+        if routing is not None:
+            if routing.lora_name or routing.cache_namespace:
+                seed = seed_for(routing.lora_name, routing.cache_namespace)
+            if routing.mm_routing_info is not None:
+                tokens = routing.mm_routing_info.routing_token_ids
+                objects = routing.mm_routing_info.mm_objects
+                mm_hashes = _by_block(objects, len(tokens), self.block_size)
         isl_tokens = len(tokens)
         blocks = isl_tokens // self.block_size
         hashes = chained = shared = _NO_HASHES
         unique_blocks = 0
         if self.local or self.load:
-            hashes = block_hashes(tokens, self.block_size, seed=seed)
+            hashes = block_hashes(tokens, self.block_size, seed=seed, mm_hashes=mm_hashes)
         hashed_s = clock()
         shares = self.load and reuse
         if shares or self.chain:
@@ -75,3 +83,17 @@ class Hasher(NamedTuple):
         return HashedPrompt(
             isl_tokens, blocks, hashes, chained, shared, unique_blocks, begun_s, hashed_s, clock()
         )
+
+
+def _by_block(objects: list[MmObject], tokens: int, block_size: int) -> list[list[int]]:
+    """Return the hashes of the images that overlap each full block. Spec 1.1, 1.3."""
+    found: list[list[int]] = [[] for _ in range(tokens // block_size)]
+    for one in objects:
+        blocks = {
+            block
+            for start, end in one.offsets
+            for block in range(start // block_size, min(-(-end // block_size), len(found)))
+        }
+        for block in blocks:
+            found[block].append(one.mm_hash)
+    return found

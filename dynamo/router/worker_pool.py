@@ -8,11 +8,27 @@ from typing import Protocol
 
 from dynamo.protocols.card import RuntimeConfig
 
-__all__ = ["DenseSlots", "Member", "SlotSource", "WorkerPool"]
+__all__ = ["DenseSlots", "Member", "Saturation", "SlotSource", "WorkerPool"]
 
 
 _NO_OWNER = (-1, -1)
 """The entry of a slot that no worker has; never that of a candidate."""
+
+
+class Saturation:
+    """Counts what now rejects every request: worker pools that are all busy, full queues.
+
+    A frontend has one for all its models, so that a request pays for one look at ``count``.
+    """
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def changed(self, saturated: bool) -> None:
+        """Count one more of them, or one less."""
+        self.count += 1 if saturated else -1
 
 
 class SlotSource(Protocol):
@@ -63,9 +79,9 @@ class WorkerPool:
 
     ``candidates`` is the column of all slots, ``owners[slot]`` its (worker_id, dp_rank), ``width``
     the length that columns indexed by slot need. ``busy`` are the workers over their busy
-    thresholds, ``avoided`` those that just failed to answer: they are chosen only when no other
+    thresholds, ``avoided`` those that do not answer: they are chosen only when no other
     remains. ``all_eligible`` is ``candidates`` where every request without constraints may go to
-    any of them, else None.
+    any of them, else None. ``all_busy``: every request is rejected now, also one with a pin.
     """
 
     def __init__(self, source: SlotSource) -> None:
@@ -77,7 +93,9 @@ class WorkerPool:
         self.busy: set[int] = set()
         self.avoided: set[int] = set()
         self.all_eligible: array[int] | None = None
+        self.all_busy = False
         self.width = 0
+        self._saturation = Saturation()
 
     def add(self, worker_id: int, config: RuntimeConfig, device_type: str = "cpu") -> Member:
         """Add the worker, or replace its configuration; ranks keep their slots.
@@ -99,7 +117,6 @@ class WorkerPool:
         if member is None:
             return []
         self.busy.discard(worker_id)
-        self.avoided.discard(worker_id)
         self._source.remove_worker(worker_id)
         self._rebuild()
         return list(self._slots.pop(worker_id).values())
@@ -113,12 +130,18 @@ class WorkerPool:
         self._update_eligible()
 
     def avoid(self, worker_id: int, avoided: bool) -> None:
-        """Avoid a worker while others remain, or stop avoiding it; unknown workers are ignored."""
-        if avoided and worker_id in self.members:
+        """Avoid a worker while others remain, also one that is added later; or stop avoiding it."""
+        if avoided:
             self.avoided.add(worker_id)
         else:
             self.avoided.discard(worker_id)
         self._update_eligible()
+
+    def report_to(self, saturation: Saturation) -> None:
+        """Count this pool there while all its workers are busy."""
+        self._saturation = saturation
+        if self.all_busy:
+            saturation.changed(True)
 
     def _rebuild(self) -> None:
         self.candidates = array("I")
@@ -133,5 +156,10 @@ class WorkerPool:
         self._update_eligible()
 
     def _update_eligible(self) -> None:
-        restricted = not self.candidates or self.busy or self.avoided
+        avoided = any(worker_id in self.members for worker_id in self.avoided)
+        restricted = not self.candidates or self.busy or avoided
         self.all_eligible = None if restricted else self.candidates
+        all_busy = bool(self.members) and len(self.busy) == len(self.members)
+        if all_busy != self.all_busy:
+            self.all_busy = all_busy
+            self._saturation.changed(all_busy)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from dynamo.config.system import SystemSettings
@@ -24,21 +23,21 @@ from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
 from dynamo.protocols.control import INSTANCES, EndpointRecord, instance_key, record_decoder
 from dynamo.runtime.addresses import parse_address
+from dynamo.runtime.admission import AdmissionQueue
 from dynamo.runtime.annotated import NoResponses, Responses
+from dynamo.runtime.availability import Availability, OnInhibited, Outage
 from dynamo.runtime.context import Context
 from dynamo.runtime.discovery import Discovery, KeyEvent, Lease
 from dynamo.runtime.events import EventPublisher
 from dynamo.runtime.instances import Instance, RuntimeDataWatch
 from dynamo.runtime.requests import ClientStream, RequestClient, ResponseStream, StreamSink
 from dynamo.runtime.requests.client_connection import ClientConnection
+from dynamo.runtime.requests.peer import OnPeer, OutageReason
 from dynamo.runtime.requests.stream import REQUEST_ID
 from dynamo.runtime.serving import Serving
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["Client", "Follower", "OnInhibited", "OnInstances", "RuntimeServices"]
-
-OnInhibited = Callable[[int, bool], None]
-"""(instance id, True: avoided from now on; False: no longer)."""
+__all__ = ["Client", "Follower", "OnInstances", "RuntimeServices"]
 
 OnInstances = Callable[[list[EndpointRecord], list[int]], None]
 """(new and changed records, removed ids), called on the loop."""
@@ -67,6 +66,10 @@ class RuntimeServices(Protocol):
     system: SystemSettings
     tasks: Tasks
 
+    @property
+    def admission(self) -> AdmissionQueue | None:
+        """The limit on requests in handlers."""
+
     async def start(self) -> None:
         """Open discovery."""
 
@@ -86,21 +89,25 @@ class RuntimeServices(Protocol):
 class Client:
     """Follows the instances of ``namespace/component/endpoint``. Created by ``Endpoint.client()``.
 
-    An instance whose connection fails (often the first sign of a death) or whose engine shuts down
-    is *inhibited* for ``DYN_RUNTIME_INHIBITED_DURATION_SECS`` or until discovery reports it again:
-    :meth:`random` and :meth:`round_robin` avoid it while there are others, and so do routers that
-    subscribe with :meth:`on_inhibited`. Spec 8.2.
+    An instance is *inhibited* while its worker is silent or unreachable (:class:`Peer`), for
+    ``DYN_RUNTIME_INHIBITED_DURATION_SECS`` after it responded that its engine is unavailable, and
+    while its record says that it is unhealthy. :meth:`random` and :meth:`round_robin` avoid it
+    while there are others, and so do routers that subscribe with :meth:`on_inhibited`. With all
+    instances inhibited they are tried all the same. Spec 8.2.
+
+    ``has_fallback``: requests can be served without this endpoint, so a silent instance loses its
+    requests at once, also when it is the only one.
     """
 
     def __init__(self, runtime: RuntimeServices, path: str) -> None:
         self.path = path
+        self.has_fallback = False
         self._runtime = runtime
         self._requests = runtime.requests
         self._instances: dict[int, _Instance] = {}
         self._ids: dict[str, int] = {}
-        self._inhibited: dict[int, asyncio.TimerHandle] = {}
+        self.availability = Availability(path, runtime.metrics, runtime.system.inhibited_duration_s)
         self._listeners: list[OnInstances] = []
-        self._on_inhibited: list[OnInhibited] = []
         self._changed = asyncio.Event()
         self._turn = 0
         self._loop = asyncio.get_running_loop()
@@ -114,9 +121,9 @@ class Client:
         """Stop following; streams in flight continue."""
         self._watch.close()
         self._listeners.clear()
-        self._on_inhibited.clear()
-        for instance_id in tuple(self._inhibited):
-            self._end_inhibition(instance_id)
+        self.availability.close()
+        for instance in self._instances.values():
+            instance.unfollow(self._requests)
 
     def instance_ids(self) -> list[int]:
         """Return the ids of all live instances."""
@@ -132,7 +139,11 @@ class Client:
 
     def is_inhibited(self, instance_id: int) -> bool:
         """Return whether the instance is avoided."""
-        return instance_id in self._inhibited
+        return instance_id in self.availability
+
+    def outages(self) -> dict[int, Outage]:
+        """Return why each avoided instance is avoided."""
+        return self.availability.outages()
 
     async def wait_for_instances(self) -> list[int]:
         """Wait for the first instance; return all ids."""
@@ -161,8 +172,10 @@ class Client:
             self._notify(callback, self.records(), [])
 
     def on_inhibited(self, callback: OnInhibited) -> None:
-        """Call ``callback`` when an instance is inhibited and when that ends."""
-        self._on_inhibited.append(callback)
+        """Call ``callback`` for each inhibited instance, now and later, and when that ends."""
+        self.availability.listeners.append(callback)
+        for instance_id in self.outages():
+            callback(instance_id, True)
 
     def open(
         self,
@@ -185,7 +198,7 @@ class Client:
         if connection is None or connection.closed:
             connection = instance.connection = self._requests.connection(instance.address)
         stream = connection.open(self.path, headers or {}, payload, sink, context)
-        stream.on_failure = instance.on_failure
+        stream.owner = instance
         return stream
 
     async def generate(
@@ -224,27 +237,10 @@ class Client:
         """Call this instance. Raises WorkerUnavailable."""
         return self._call(instance_id, request, annotated, context)
 
-    def inhibit(self, instance_id: int) -> None:
+    def inhibit(self, instance_id: int, text: str = "inhibited by its caller") -> None:
         """Avoid the instance for a while; ignore one that is not live."""
-        if instance_id not in self._instances:
-            return
-        before = self._inhibited.get(instance_id)
-        duration_s = self._runtime.system.inhibited_duration_s
-        self._inhibited[instance_id] = self._loop.call_later(
-            duration_s, self._end_inhibition, instance_id
-        )
-        if before is not None:
-            before.cancel()
-            return
-        for callback in tuple(self._on_inhibited):
-            callback(instance_id, True)
-
-    def _end_inhibition(self, instance_id: int) -> None:
-        timer = self._inhibited.pop(instance_id, None)
-        if timer is not None:
-            timer.cancel()
-            for callback in tuple(self._on_inhibited):
-                callback(instance_id, False)
+        if instance_id in self._instances:
+            self.availability.begin(instance_id, "answer", "shutting_down", text)
 
     def _usable(self) -> list[int]:
         if not self._instances:
@@ -298,13 +294,13 @@ class Client:
             self._remove(record.instance_id)
             instance = None
         if instance is None:
-            on_failure = partial(self._on_failure, record.instance_id)
-            self._instances[record.instance_id] = _Instance(record, address, on_failure)
-        else:
-            instance.record = record
-        self._end_inhibition(record.instance_id)
+            instance = self._instances[record.instance_id] = _Instance(record, address, self)
+        instance.record = record
+        self.availability.end(record.instance_id, "answer")
         self._changed.set()
         self._notify_all([record], [])
+        instance.follow(self._requests)
+        self._apply_health(record)
 
     def _remove(self, instance_id: int) -> None:
         instance = self._instances.pop(instance_id, None)
@@ -312,13 +308,16 @@ class Client:
             return
         # In this order: a router must not take the end of the inhibition for a recovery.
         self._notify_all([], [instance_id])
-        self._end_inhibition(instance_id)
+        self.availability.forget(instance_id)
+        instance.unfollow(self._requests)
         self._requests.release(instance.address)
 
-    def _on_failure(self, instance_id: int, error: DynamoError) -> None:
-        """Inhibit the instance after a lost connection or an engine shutdown."""
-        if isinstance(error, _AVOIDED):
-            self.inhibit(instance_id)
+    def _apply_health(self, record: EndpointRecord) -> None:
+        instance_id = record.instance_id
+        if record.unhealthy:
+            self.availability.begin(instance_id, "record", "unhealthy", record.unhealthy)
+        else:
+            self.availability.end(instance_id, "record")
 
     def _notify_all(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for callback in tuple(self._listeners):
@@ -347,17 +346,52 @@ class _IgnoringSink:
 
 
 class _Instance:
-    """One live instance, and the last connection used for it."""
+    """One live instance, and the last connection used for it; the owner of its streams."""
 
-    __slots__ = ("address", "connection", "on_failure", "record")
+    __slots__ = ("_client", "_on_peer", "address", "connection", "record")
 
-    def __init__(
-        self, record: EndpointRecord, address: str, on_failure: Callable[[DynamoError], None]
-    ) -> None:
+    def __init__(self, record: EndpointRecord, address: str, client: Client) -> None:
         self.record = record
         self.address = address
-        self.on_failure = on_failure
         self.connection: ClientConnection | None = None
+        self._client = client
+        self._on_peer: OnPeer | None = None
+
+    def follow(self, requests: RequestClient) -> None:
+        """Take the instance out of routing while its worker does not answer. Idempotent."""
+        if self._on_peer is None:
+            self._on_peer = self._peer_changed
+            requests.follow(self.address, self._on_peer)
+
+    def unfollow(self, requests: RequestClient) -> None:
+        """Undo :meth:`follow`. Idempotent."""
+        on_peer, self._on_peer = self._on_peer, None
+        if on_peer is not None:
+            requests.unfollow(self.address, on_peer)
+
+    def failed(self, error: DynamoError) -> None:
+        """Avoid an instance whose worker responds that its engine is unavailable."""
+        if isinstance(error, _AVOIDED) and self._is_live():
+            instance_id = self.record.instance_id
+            reason: OutageReason = (
+                "shutting_down" if isinstance(error, EngineShutdown) else "unreachable"
+            )
+            self._client.availability.begin(instance_id, "answer", reason, error.message)
+
+    def may_move(self) -> bool:
+        """See :class:`StreamOwner`."""
+        client = self._client
+        return client.has_fallback or len(client._instances) > len(client.availability)
+
+    def _is_live(self) -> bool:
+        return self._client._instances.get(self.record.instance_id) is self
+
+    def _peer_changed(self, reason: OutageReason | None, text: str) -> None:
+        instance_id, availability = self.record.instance_id, self._client.availability
+        if reason is None:
+            availability.end(instance_id, "connection")
+        else:
+            availability.begin(instance_id, "connection", reason, text)
 
 
 def _address(record: EndpointRecord, key: str) -> str:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dynamo.config.health import HealthCheckSettings
+from dynamo.config.option import from_env
 from dynamo.errors import InvalidArgument
 from dynamo.observability.metrics import Registry
+from dynamo.runtime.canary import Canary
 from dynamo.runtime.client import Client, RuntimeServices
 from dynamo.runtime.endpoint_metrics import MetricsLabels
-from dynamo.runtime.requests import PushHandler, generator_handler
+from dynamo.runtime.requests import (
+    ClientStream,
+    EndpointStats,
+    PushHandler,
+    StreamSink,
+    generator_handler,
+)
 from dynamo.runtime.serving import EndpointPath
 
 __all__ = ["BadEndpointPath", "Component", "Endpoint", "Namespace", "parse_endpoint"]
@@ -111,27 +121,44 @@ class Endpoint:
         Returns after a shutdown (revoked lease, ``shutdown()`` or signal) when the streams in
         flight have ended. ``graceful_shutdown=False`` aborts them instead. Cancelling this call
         removes the endpoint and aborts its streams. ``metrics_labels`` are added to those of the
-        endpoint's metrics. ValueError: served already, or an invalid label.
-        ``health_check_payload`` is accepted and has no effect yet.
+        endpoint's metrics. ValueError: served already, or an invalid label. All endpoints of the
+        process share the limit of ``DYN_ENGINE_REQUEST_LIMIT``, if it is set.
+        ``health_check_payload`` is the request of its health checks, which
+        ``DYN_HEALTH_CHECK_ENABLED`` turns on (:class:`Canary`).
         """
-        push = generator_handler(handler, self.runtime.tasks)
-        await self.serve_push(push, graceful_shutdown, metrics_labels)
+        push = generator_handler(handler, self.runtime.tasks, self.runtime.admission)
+        await self.serve_push(push, graceful_shutdown, metrics_labels, health_check_payload)
 
     async def serve_push(
         self,
         handler: PushHandler,
         graceful_shutdown: bool = True,
         metrics_labels: MetricsLabels | None = None,
+        health_check_payload: dict[str, Any] | None = None,
     ) -> None:
         """:meth:`serve_endpoint` for a handler of encoded payloads, called from the read."""
         serving = await self.runtime.start_serving()
-        await serving.add(self.path, handler, graceful_shutdown, metrics_labels or ())
+        stats = await serving.add(self.path, handler, graceful_shutdown, metrics_labels or ())
+        checks = self._start_checks(stats, health_check_payload)
         try:
             await serving.stopped.wait()
             await serving.remove(self.path)
         except BaseException:
             await serving.remove(self.path, abort=True)
             raise
+        finally:
+            if checks is not None:
+                checks.cancel()
+
+    def _start_checks(
+        self, stats: EndpointStats, payload: dict[str, Any] | None
+    ) -> asyncio.Task[None] | None:
+        settings = from_env(HealthCheckSettings)
+        if payload is None or not settings.enabled:
+            return None
+        checked = _ServedEndpoint(self.runtime, self.path, stats)
+        canary = Canary(settings, checked, payload, self.runtime.metrics)
+        return self.runtime.tasks.spawn(canary.run(), name=f"health checks of {self}")
 
     async def client(self, router_mode: Any = None) -> Client:
         """Return a client that follows the instances of this endpoint, the existing ones included.
@@ -156,6 +183,28 @@ class Endpoint:
 
     def __str__(self) -> str:
         return ".".join(self.path)
+
+
+class _ServedEndpoint:
+    """An endpoint of this process, for its own health checks."""
+
+    def __init__(self, runtime: RuntimeServices, path: EndpointPath, stats: EndpointStats) -> None:
+        self.path = path
+        self.stats = stats
+        self._runtime = runtime
+
+    def is_registered(self) -> bool:
+        """See :class:`CheckedEndpoint`."""
+        return self._runtime.serving.is_published(self.path)
+
+    def open(self, payload: bytes, sink: StreamSink) -> ClientStream:
+        """See :class:`CheckedEndpoint`."""
+        address = self._runtime.serving.address()
+        return self._runtime.requests.open(address, "/".join(self.path), {}, payload, sink)
+
+    async def set_health(self, problem: str) -> None:
+        """See :class:`CheckedEndpoint`."""
+        await self._runtime.serving.set_health(self.path, problem)
 
 
 def _is_path(parts: Sequence[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable
@@ -12,6 +13,7 @@ __all__ = ["CancelKind", "Context", "SpanProxy"]
 
 CancelKind = Literal["stop", "kill"]
 _LEVEL: dict[CancelKind, int] = {"stop": 1, "kill": 2}
+_KIND: dict[int, CancelKind] = {level: kind for kind, level in _LEVEL.items()}
 _TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 log = logging.getLogger(__name__)
 
@@ -44,16 +46,21 @@ class Context:
     """The cancellation state of a request; notifies its listeners and children in link order.
 
     ``stop`` asks for an early but orderly end (items already produced may still be read), ``kill``
-    ends the request. A kill implies a stop; neither can be undone. Use it on the loop's thread.
+    ends the request. A kill implies a stop; neither can be undone.
+
+    Any thread may read the state, stop and kill: listeners, children and waiters are then notified
+    on the loop of the first of them. All other methods belong on the loop's thread.
     """
 
-    __slots__ = ("_id", "_level", "_listeners", "_waiters", "metadata")
+    __slots__ = ("_id", "_level", "_listeners", "_loop", "_notified", "_waiters", "metadata")
 
     def __init__(self, id: str | None = None, metadata: dict[str, Any] | None = None) -> None:
         self._id = id
         self._level = 0
+        self._notified = 0  # the level that the listeners have; lower until the loop runs
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._listeners: list[Callable[[CancelKind], None]] | None = None
-        self._waiters: set[asyncio.Future[bool]] | None = None
+        self._waiters: dict[asyncio.Future[bool], int] | None = None
         self.metadata: dict[str, Any] = {} if metadata is None else metadata
 
     def id(self) -> str:
@@ -111,21 +118,25 @@ class Context:
         """Ask the request and its children for an early, orderly end. Idempotent."""
         self._cancel("stop")
 
+    def stop(self) -> None:
+        """As :meth:`stop_generating`."""
+        self._cancel("stop")
+
     def kill(self) -> None:
         """End the request and its children. Idempotent."""
         self._cancel("kill")
 
     def async_killed_or_stopped(self) -> asyncio.Future[bool]:
         """Return a future that becomes True as soon as the request is stopped or killed."""
-        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        if self._level:
-            waiter.set_result(True)
-            return waiter
-        if self._waiters is None:
-            self._waiters = set()
-        self._waiters.add(waiter)
-        waiter.add_done_callback(self._waiters.discard)
-        return waiter
+        return self._reached(_LEVEL["stop"])
+
+    def stopped(self) -> asyncio.Future[bool]:
+        """As :meth:`async_killed_or_stopped`: a kill implies a stop."""
+        return self._reached(_LEVEL["stop"])
+
+    def killed(self) -> asyncio.Future[bool]:
+        """Return a future that becomes True as soon as the request is killed."""
+        return self._reached(_LEVEL["kill"])
 
     def link_child(self, child: Context) -> None:
         """Forward every stop and kill to ``child``; a past one at once."""
@@ -139,9 +150,11 @@ class Context:
         """Call ``callback("stop" | "kill")`` once for each level; at once for a past one."""
         if self._listeners is None:
             self._listeners = []
+        if self._loop is None:
+            self._loop = _running_loop()
         self._listeners.append(callback)
-        if self._level:
-            callback("kill" if self.is_killed() else "stop")
+        if self._notified:
+            callback(_KIND[self._notified])
 
     def off_cancel(self, callback: Callable[[CancelKind], None]) -> None:
         """Remove ``callback``; ignore an unknown one."""
@@ -153,8 +166,20 @@ class Context:
         if level <= self._level:
             return
         self._level = level
-        for waiter in tuple(self._waiters or ()):
-            if not waiter.done():
+        loop = self._loop
+        if loop is None or loop is _running_loop():
+            self._notify(kind)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no listener is left
+                loop.call_soon_threadsafe(self._notify, kind)
+
+    def _notify(self, kind: CancelKind) -> None:
+        level = _LEVEL[kind]
+        if level <= self._notified:
+            return
+        self._notified = level
+        for waiter, wanted in tuple((self._waiters or {}).items()):
+            if wanted <= level and not waiter.done():
                 waiter.set_result(True)
         for callback in tuple(self._listeners or ()):
             try:
@@ -162,6 +187,28 @@ class Context:
             except Exception:  # the other listeners must be notified
                 log.exception("%s of request %s: a listener failed", kind, self.id())
 
+    def _reached(self, level: int) -> asyncio.Future[bool]:
+        """Return a future that becomes True at ``level``."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+        if self._level >= level:
+            waiter.set_result(True)
+            return waiter
+        if self._waiters is None:
+            self._waiters = {}
+            self._loop = self._loop or loop
+        waiters = self._waiters
+        waiters[waiter] = level
+        waiter.add_done_callback(lambda done: waiters.pop(done, None))
+        return waiter
+
     def _traceparent(self, field: int, digits: int) -> str | None:
         parts = str(self.metadata.get("traceparent", "")).split("-")
         return parts[field] if len(parts) >= 4 and len(parts[field]) == digits else None
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

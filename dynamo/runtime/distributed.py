@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import logging
 import secrets
@@ -16,8 +17,10 @@ from dynamo.config.etcd import EtcdSettings
 from dynamo.config.nats import NatsSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
+from dynamo.config.worker import EndpointSettings
 from dynamo.errors import ConfigError
 from dynamo.observability.metrics import Registry
+from dynamo.runtime.admission import AdmissionQueue
 from dynamo.runtime.client import Follower
 from dynamo.runtime.component import Endpoint, Namespace, parse_endpoint
 from dynamo.runtime.discovery import Discovery, FileDiscovery, Lease, MemoryDiscovery
@@ -70,7 +73,7 @@ class DistributedRuntime:
         self.instance_id = secrets.randbits(62) + 1
         self.metrics = Registry() if metrics is None else metrics
         self.tasks = Tasks("runtime")
-        self.requests = RequestClient()
+        self.requests = RequestClient(longest_pause_s=self.system.inhibited_duration_s)
         self.discovery = discovery if discovery is not None else _discovery(settings)
         self.serving = Serving(
             settings, self.system, self.discovery, self.instance_id, self.metrics
@@ -93,6 +96,16 @@ class DistributedRuntime:
     def server(self) -> RequestServer:
         """The listener of this process."""
         return self.serving.server
+
+    @functools.cached_property
+    def admission(self) -> AdmissionQueue | None:
+        """The limit on requests in handlers of ``serve_endpoint``; None: there is none. Spec 9."""
+        settings = from_env(EndpointSettings)
+        if settings.engine_request_limit is None:
+            return None
+        return AdmissionQueue(
+            settings.engine_request_limit, settings.request_queue_limit, self.metrics
+        )
 
     @property
     def lease(self) -> Lease | None:

@@ -29,7 +29,7 @@ from dynamo.runtime.endpoint_metrics import (
 )
 from dynamo.runtime.health import SystemHealth
 from dynamo.runtime.paths import socket_path
-from dynamo.runtime.requests import PushHandler, RequestServer
+from dynamo.runtime.requests import EndpointStats, PushHandler, RequestServer
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["EndpointPath", "Serving"]
@@ -66,6 +66,7 @@ class Serving:
         self._transport: dict[str, str] | None = None
         self._served: set[EndpointPath] = set()
         self._published: set[EndpointPath] = set()
+        self._unhealthy: dict[EndpointPath, str] = {}
         export_uptime(metrics, instance_id, self.health)
 
     def is_serving(self) -> bool:
@@ -90,11 +91,11 @@ class Serving:
         handler: PushHandler,
         graceful: bool,
         metrics_labels: MetricsLabels = (),
-    ) -> None:
-        """Serve ``path`` and register this process as an instance.
+    ) -> EndpointStats:
+        """Serve ``path`` and register this process as an instance; return its metrics.
 
-        ``metrics_labels`` are added to those of its metrics. ValueError: ``path`` is served
-        already, or a label is invalid.
+        ``metrics_labels`` are added to their labels. ValueError: ``path`` is served already, or a
+        label is invalid.
         """
         stats = endpoint_stats(self._metrics, path, self._instance_id, metrics_labels)
         await self.granted()
@@ -112,11 +113,34 @@ class Serving:
         except BaseException:
             self._forget(path)
             raise
+        return stats
 
     async def publish(self, path: EndpointPath) -> None:
         """Register the instance of an endpoint in discovery."""
         lease = await self.granted()
         await self._listen()
+        self._published.add(path)
+        await self._put_record(path, lease)
+        log.info("Successfully registered %s as instance %x", "/".join(path), self._instance_id)
+
+    def is_published(self, path: EndpointPath) -> bool:
+        """Return whether the instance is registered."""
+        return path in self._published
+
+    def address(self) -> str:
+        """Return the address of the listener, for requests of this process to itself."""
+        assert self._transport is not None, "an endpoint is served"
+        [(kind, where)] = self._transport.items()
+        return f"{kind}:{where}"
+
+    async def set_health(self, path: EndpointPath, problem: str) -> None:
+        """Have clients avoid the instance because of ``problem``; "": no longer."""
+        self._unhealthy[path] = problem
+        if path in self._published and self.lease is not None and not self._shutting_down:
+            await self._put_record(path, self.lease)
+
+    async def _put_record(self, path: EndpointPath, lease: Lease) -> None:
+        problem = self._unhealthy.get(path, "")
         record = EndpointRecord(
             namespace=path[0],
             component=path[1],
@@ -124,11 +148,10 @@ class Serving:
             instance_id=self._instance_id,
             lease_id=lease.id,
             transport=self._transport or {},
+            unhealthy=problem or msgspec.UNSET,
         )
-        self._published.add(path)
         await self._discovery.put(self._key(path), msgspec.json.encode(record), lease.id)
-        self.health.set(path[2], True)
-        log.info("Successfully registered %s as instance %x", "/".join(path), self._instance_id)
+        self.health.set(path[2], not problem)
 
     async def withdraw(self, path: EndpointPath) -> None:
         """Remove the instance from discovery; clients that have the address may still call it."""
@@ -231,6 +254,7 @@ class Serving:
     def _forget(self, path: EndpointPath) -> None:
         self._served.discard(path)
         self._published.discard(path)
+        self._unhealthy.pop(path, None)
         self.server.unregister("/".join(path))
         self.health.forget(path[2])
 

@@ -10,6 +10,8 @@ from typing import Any
 from dynamo.config.system import SystemSettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.http import NEVER, Exchange, HttpLimits, HttpServer
+from dynamo.http.access import Access, OperatorGuard
+from dynamo.http.api_keys import ApiKeys
 from dynamo.observability.metrics import Registry
 from dynamo.runtime.addresses import bracketed
 from dynamo.runtime.health import SystemHealth
@@ -37,6 +39,7 @@ class StatusServer:
         self._health = health
         self._metrics = metrics
         self._tasks = Tasks("status server")
+        self._guard = OperatorGuard(settings.api_key_file is not None, (settings.host,))
         self._server = HttpServer(self._handle, _LIMITS)
 
     @property
@@ -50,10 +53,13 @@ class StatusServer:
         return f"http://{bracketed(host)}:{self.port}"
 
     async def start(self) -> None:
-        """Listen if the settings name a port. ConfigError: the address is taken."""
+        """Listen if the settings name a port. ConfigError: a taken address or a bad key file."""
         settings = self._settings
         if settings.port < 0 or self._started:
             return
+        if settings.api_key_file is not None:
+            access = Access(keys=ApiKeys(settings.api_key_file), is_open=_is_open)
+            self._server = HttpServer(self._handle, _LIMITS, access=access)
         self._started = True  # before the first await: endpoints are served concurrently
         try:
             _, self.port = await self._server.bind(settings.host, settings.port, names=())
@@ -95,13 +101,15 @@ class StatusServer:
             exchange.respond(404, b"Route not found", _TEXT)
         elif exchange.method != "POST":
             exchange.respond(405, b"Method not allowed", _TEXT, [("allow", "POST")])
-        elif (
-            "origin" in exchange.headers
-        ):  # every browser sends it with a POST: refuse requests of web pages
-            exchange.respond(403, _problem("engine routes are not for web pages"))
+        elif refusal := self._guard.check(exchange):
+            exchange.respond(403, _problem(refusal))
         else:
             exchange.deadline = NEVER  # an engine may take minutes, for example to sleep or wake up
             self._tasks.spawn(_run(exchange, route, name), name=exchange.path)
+
+
+def _is_open(path: str) -> bool:
+    return not path.startswith(_ENGINE)
 
 
 async def _run(exchange: Exchange, route: EngineRoute, name: str) -> None:

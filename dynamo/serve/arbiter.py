@@ -6,31 +6,31 @@ import asyncio
 import logging
 import os
 import re
-import shlex
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from circus.arbiter import Arbiter
 from circus.exc import MessageError
 from tornado.ioloop import IOLoop
 
 from dynamo.runtime.paths import owner_only
 from dynamo.runtime.tasks import Tasks
+from dynamo.serve.commands import GraphEvents, RollingArbiter
 from dynamo.serve.output import Announcer
 from dynamo.serve.processes import children, environment
 from dynamo.serve.supervised import SupervisedWatcher
-from dynamo.serve.supervised_process import SupervisedProcess
+from dynamo.serve.supervised_process import SupervisedProcess, describe_exit
 
-__all__ = ["SupervisingArbiter", "WatcherEvents", "describe_exit", "quote_program"]
+__all__ = ["SupervisingArbiter", "WatcherEvents"]
 
 _CHECK_DELAY_S = 1.0
 _WATCHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 log = logging.getLogger(__name__)
 
 
-class WatcherEvents(Protocol):
+class WatcherEvents(GraphEvents, Protocol):
     """Receives events of watchers and their processes. All calls come on the event loop."""
 
     def changed(self) -> None:
@@ -55,8 +55,10 @@ class WatcherEvents(Protocol):
         """The deployment stops; the watchers of ``stage`` are next."""
 
 
-class SupervisingArbiter(Arbiter):  # type: ignore[misc]
+class SupervisingArbiter(RollingArbiter):
     """The arbiter of one deployment, on the running asyncio loop. It handles no signals."""
+
+    _events: WatcherEvents
 
     def __init__(  # noqa: PLR0913 - four by name
         self,
@@ -146,30 +148,31 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
         known = {w.name: w for w in self.watchers}
         if name in known:
             return super().add_watcher(name, cmd, **options)  # raises: the name is taken
-        watcher = self._make_watcher(name, cmd, **options)
+        return self.adopt(self._make_watcher(name, cmd, **options))
+
+    def adopt(self, watcher: SupervisedWatcher) -> SupervisedWatcher:
+        """Add ``watcher``, not started yet."""
         watcher.initialize(self.evpub_socket, self.sockets, self)
         self.watchers.append(watcher)
-        self._watchers_names[name.lower()] = watcher
+        self._watchers_names[watcher.name.lower()] = watcher
         watcher.notify_event("add", {})
         self._events.changed()
         return watcher
+
+    async def remove(self, watchers: Sequence[SupervisedWatcher]) -> None:
+        """Remove ``watchers``, and stop their processes stage by stage."""
+        for watcher in watchers:
+            self._watchers_names.pop(watcher.name.lower(), None)
+            self.watchers.remove(watcher)
+            watcher.notify_event("remove", {"time": time.time()})
+        await self._by_stage(watchers, SupervisedWatcher.end)
+        self._events.changed()
 
     def rm_watcher(self, name: str, nostop: bool = False) -> Any:
         """Handle ``circusctl rm``: remove a watcher; stop its processes unless ``nostop``."""
         removed = super().rm_watcher(name, nostop)
         self._events.changed()
         return removed
-
-    def restart(self, inside_circusd: bool = False, watcher_iter_func: Any = None) -> Any:
-        """Handle ``circusctl restart``: stop and start the chosen watchers, or all.
-
-        Without a name, circus would end the arbiter and expect circusd to start a new one.
-        """
-        return super().restart(watcher_iter_func=watcher_iter_func)
-
-    def reload_from_config(self, config_file: object = None, inside_circusd: bool = False) -> None:
-        """Reject ``circusctl reloadconfig``: raises MessageError, which becomes the reply."""
-        raise MessageError("dynamo serve has a graph and no circus.ini: stop it and start it again")
 
     async def _stop_watchers(
         self, close_output_streams: bool = False, watcher_iter_func: Any = None
@@ -275,7 +278,7 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
         """Handle a watcher that is not restarted any more; the others continue."""
         self._events.gave_up(watcher, reason)
-        if not watcher.processes and not self._stopping:
+        if not watcher.processes and not self._stopping and not watcher.rolling:
             self._tasks.spawn(watcher.end(), name=f"end {watcher.name}")
 
     def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
@@ -294,20 +297,3 @@ class SupervisingArbiter(Arbiter):  # type: ignore[misc]
 
 async def _wait_for(stop: Awaitable[None]) -> None:
     await stop  # circus returns tornado futures, which a task group does not accept
-
-
-def describe_exit(status: int | None) -> str:
-    """Describe an exit: ``exited with status 1``, ``was killed by SIGKILL``."""
-    if status is None:
-        return "is running"
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
-
-
-def quote_program(argv: Sequence[str]) -> str:
-    """Quote the program of ``argv`` for circus's ``cmd``, which is split like shell words."""
-    return shlex.quote(argv[0])

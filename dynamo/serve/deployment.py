@@ -6,36 +6,33 @@ import asyncio
 import logging
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import zmq
 
-from dynamo.config import environ
 from dynamo.config.serve import ServeSettings
 from dynamo.errors import ConfigError
 from dynamo.runtime.stop_order import write_stop_stage
 from dynamo.runtime.tasks import Tasks
-from dynamo.serve.arbiter import SupervisingArbiter, quote_program
+from dynamo.serve.arbiter import SupervisingArbiter
 from dynamo.serve.guard import KILL_NOW, STOP_SIGNALS
 from dynamo.serve.leases import Leases
-from dynamo.serve.output import Announcer, LogFile, ServiceOutput
+from dynamo.serve.output import Announcer
 from dynamo.serve.processes import end_descendants
 from dynamo.serve.record import RecordedComponent, StatefileWriter
-from dynamo.serve.restarts import RestartPolicy
+from dynamo.serve.reload import GraphReload, Replan
+from dynamo.serve.rolling import LEASE, MODEL, UNKNOWN, RollingRestart
 from dynamo.serve.rundir import RunDirectory
 from dynamo.serve.startup import StartupReport
 from dynamo.serve.supervised import SupervisedWatcher
-from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, plan_added
+from dynamo.serve.watcher_factory import WatcherFactory
+from dynamo.serve.watchers import DeploymentPlan
 
 __all__ = ["Deployment"]
 
 _SWEEP_TIMEOUT_S = 5.0
-_ONE_FRONTEND = (
-    "{} listens on an HTTP port, which a second process cannot share. Add a service with another "
-    "http-port to the graph: see docs/routing/replicas.md and examples/replicas.yaml"
-)
 log = logging.getLogger(__name__)
 
 
@@ -51,33 +48,57 @@ class Deployment:
         settings: ServeSettings,
         run_directory: RunDirectory,
         announcer: Announcer,
+        replan: Replan,
     ) -> None:
         self._plan = plan
         self._settings = settings
         self._run_directory = run_directory
         self._announcer = announcer
-        self._policy = RestartPolicy(settings.restart_burst, settings.restart_window_s)
-        self._specs = {spec.name: spec for spec in plan.specs}
-        self._outputs: dict[str, ServiceOutput] = {}
+        self._replan = replan
         self._stop = asyncio.Event()
-        self._startup = StartupReport(plan, run_directory.logs, announcer, self.last_line)
 
     async def run(self) -> int:
         """Serve; return the exit status: 0 after a requested stop, 1 if a service failed."""
         self._tasks = Tasks("deployment")
         self._handle_signals()
+        logs = self._run_directory.logs
+        logs.mkdir(mode=0o700, exist_ok=True)
+        self._factory = WatcherFactory(self._plan, self._settings, logs, self._announcer)
         self._arbiter = self._make_arbiter()
+        self._rolling = RollingRestart(
+            self._factory, lambda: self._arbiter.watchers, self._registered, self._announcer
+        )
         self._record = StatefileWriter(self._run_directory.statefile, self._plan, self._components)
         self._record.create()
         self._leases = Leases(self._run_directory.store, self.changed)
+        self._reload = self._make_reload()
+        self._startup = self._make_startup()
         try:
             await self._start()
             self._record.start(self._tasks)
-            self._tasks.spawn(self._startup.run(self._arbiter, self._leases), name="readiness")
+            self._report_startup()
             await self._stop.wait()
         finally:
             await self._end()
         return 1 if any(watcher.given_up for watcher in self._arbiter.watchers) else 0
+
+    def _make_startup(self) -> StartupReport:
+        logs = self._run_directory.logs
+        return StartupReport(self._factory.plan, logs, self._announcer, self.last_line)
+
+    def _report_startup(self) -> None:
+        report = self._startup.run(self._arbiter, self._leases)
+        self._reporting = self._tasks.spawn(report, name="readiness")
+
+    def _make_reload(self) -> GraphReload:
+        return GraphReload(
+            self._arbiter,
+            self._factory,
+            self._rolling,
+            self._announcer,
+            self._replan,
+            self._planned,
+        )
 
     async def _start(self) -> None:
         try:
@@ -89,6 +110,29 @@ class Deployment:
         """Write the statefile again: a process, a watcher or a lease appeared or disappeared."""
         self._record.changed()
         self._startup.changed()
+        self._rolling.changed()
+
+    async def restart(self, watchers: Sequence[SupervisedWatcher], stop_first: bool) -> str:
+        """Replace the processes of ``watchers``; return "" or what failed."""
+        return await self._rolling.restart(watchers, stop_first)
+
+    async def reload(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Apply a changed graph; return the reply."""
+        return await self._reload.run(request)
+
+    def _planned(self, plan: DeploymentPlan) -> None:
+        """Apply the ``plan`` of a changed graph to what follows the plan."""
+        self._factory.plan = plan
+        self._record.plan(plan)
+        self._reporting.cancel()
+        self._startup = self._make_startup()
+        self._report_startup()
+
+    def _registered(self, pid: int) -> int:
+        """Return what the process ``pid`` has registered: UNKNOWN, LEASE or MODEL."""
+        if pid in self._leases.with_model():
+            return MODEL
+        return LEASE if pid in self._leases.by_session() else UNKNOWN
 
     def _components(self) -> list[RecordedComponent]:
         leases = self._leases.by_session()
@@ -98,7 +142,10 @@ class Deployment:
         }
         return [
             RecordedComponent(
-                replace(self._specs[name], argv=commands.get(name, self._specs[name].argv)),
+                replace(
+                    self._factory.specs[name],
+                    argv=commands.get(name, self._factory.specs[name].argv),
+                ),
                 processes,
                 next((leases[p.pid] for p in processes if p.pid in leases), None),
             )
@@ -111,11 +158,11 @@ class Deployment:
 
     def has_served(self, watcher: SupervisedWatcher, pid: int) -> bool:
         """Whether the process ``pid`` registered a model, or is of a program that need not."""
-        return not self._specs[watcher.name].registers_model or pid in self._leases.served
+        return not self._factory.specs[watcher.name].registers_model or pid in self._leases.served
 
     def last_line(self, name: str) -> str:
         """Return the last line that the watcher ``name`` wrote, shortened; "" without one."""
-        return self._outputs[name].last_line()
+        return self._factory.output(name).last_line()
 
     def quit_requested(self) -> None:
         """Stop, on ``circusctl quit``."""
@@ -127,7 +174,7 @@ class Deployment:
 
     def gave_up(self, watcher: SupervisedWatcher, reason: str) -> None:
         """Report a failed watcher with its last output; stop if no frontend or worker is left."""
-        tail = b"\n".join(self._outputs[watcher.name].tail).decode(errors="replace")
+        tail = b"\n".join(self._factory.output(watcher.name).tail).decode(errors="replace")
         what = watcher.name if watcher.given_up else f"a process of {watcher.name}"
         lines = [f"gave up {what}: {reason}"]
         if tail:
@@ -138,6 +185,8 @@ class Deployment:
             self._announcer.announce(
                 f"{watcher.name}: {watcher.numprocesses} still running", logging.WARNING
             )
+        elif watcher.rolling:
+            self._announcer.announce(f"{watcher.name}: starting its last command again")
         elif dead := self._reason_to_stop():
             self._announcer.announce(f"{dead}; stopping", logging.ERROR)
             self._stop.set()
@@ -147,14 +196,11 @@ class Deployment:
     def _reason_to_stop(self) -> str:
         """Return why no request can be answered any more, else an empty text."""
         for frontends, what in ((True, "no frontend is left"), (False, "no worker is left")):
-            group = [w for w in self._arbiter.watchers if self._is_frontend(w.name) is frontends]
+            watchers = self._arbiter.watchers
+            group = [w for w in watchers if self._factory.is_frontend(w.name) is frontends]
             if group and all(watcher.given_up for watcher in group):
                 return what
         return ""
-
-    def _is_frontend(self, name: str) -> bool:
-        spec = self._specs.get(name)
-        return spec is not None and spec.is_frontend
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -180,11 +226,7 @@ class Deployment:
         self._arbiter.reap_processes()
 
     def _make_arbiter(self) -> SupervisingArbiter:
-        self._run_directory.logs.mkdir(mode=0o700, exist_ok=True)
-        watchers = [
-            self._make_watcher(spec, quote_program(spec.argv), {"args": list(spec.argv[1:])})
-            for spec in self._plan.specs
-        ]
+        watchers = [self._factory.make(spec) for spec in self._plan.specs]
         # circus's constructor replaces the signal handlers and restores them. Ours are installed
         # before it, and the signals stay blocked until the arbiter exists to act on them.
         arbiter = SupervisingArbiter(
@@ -194,45 +236,10 @@ class Deployment:
             tasks=self._tasks,
             events=self,
             announcer=self._announcer,
-            make_watcher=self._add_watcher,
+            make_watcher=self._factory.make_added,
         )
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGCHLD, KILL_NOW})
         return arbiter
-
-    def _add_watcher(
-        self, name: str, cmd: str, args: Sequence[str] = (), **options: Any
-    ) -> SupervisedWatcher:
-        env = {str(key): str(value) for key, value in (options.pop("env", None) or {}).items()}
-        argv = [*shlex.split(cmd), *(args or ())]
-        spec = self._specs[name] = plan_added(name, argv, env, self._plan.specs)
-        options = {"working_dir": spec.working_dir, **options}
-        return self._make_watcher(spec, cmd, {"args": list(args or ()), **options})
-
-    def _make_watcher(
-        self, spec: WatcherSpec, cmd: str, options: dict[str, Any]
-    ) -> SupervisedWatcher:
-        name = spec.name
-        size_bytes = int(self._settings.log_size_mb * 1e6)
-        log_file = LogFile(self._run_directory.logs / f"{name}.log", size_bytes)
-        self._outputs[name] = ServiceOutput(name, log_file, self._announcer)
-        for ours in ("copy_env", "copy_path", "stop_children", "respawn", "shell", "use_sockets"):
-            options.pop(ours, None)
-        own = {
-            "graceful_timeout": spec.graceful_timeout_s,
-            "working_dir": spec.working_dir,
-            "singleton": bool(spec.gpus),  # a second process would use the same GPUs
-            **options,
-        }
-        return SupervisedWatcher(
-            name,
-            cmd,
-            env={**environ(), "DYN_NAMESPACE": self._plan.namespace, **spec.env},
-            policy=self._policy,
-            on_line=self._outputs[name],
-            stop_stage=spec.stop_stage,
-            single_because=_ONE_FRONTEND.format(name) if spec.is_frontend else None,
-            **own,
-        )
 
     async def _end(self) -> None:
         if not self._arbiter.killing:
@@ -242,8 +249,7 @@ class Deployment:
         self._arbiter.close()
         await self._tasks.close()
         await asyncio.to_thread(end_descendants, _SWEEP_TIMEOUT_S)
-        for output in self._outputs.values():
-            output.close()
+        self._factory.close()
         self._leases.close()
         self._run_directory.clear()
         self._announcer.announce("stopped")

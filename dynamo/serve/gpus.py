@@ -119,6 +119,18 @@ class Allocator:
             self._held[slot].append(name)
         return tuple(self.inventory.ids[slot] for slot in slots)
 
+    def hold(self, name: str, gpus: Sequence[str], count: float) -> None:
+        """Record that ``name`` has ``gpus`` already: all of them, or ``count`` below 1 of one.
+
+        Ids outside the inventory are ignored.
+        """
+        for slot in (self.inventory.ids.index(gpu) for gpu in gpus if gpu in self.inventory.ids):
+            if 0 < count < 1:
+                self._take_share(slot, count)
+            else:
+                self._left[slot] = 0.0
+            self._held[slot].append(name)
+
     def table(self) -> str:
         """Return the assignments as text, one line per GPU."""
         rows = [
@@ -140,11 +152,14 @@ class Allocator:
         open_ = [s for s in slots if self._unit[s] == count and self._left[s] >= count - _EPSILON]
         found = (open_ or [s for s in slots if self._left[s] == 1.0])[:1]
         for slot in found:
-            self._unit[slot] = count
-            # A rest smaller than the unit cannot be used by anyone: count it as assigned.
-            left = self._left[slot] - count
-            self._left[slot] = left if left >= count - _EPSILON else 0.0
+            self._take_share(slot, count)
         return found
+
+    def _take_share(self, slot: int, count: float) -> None:
+        self._unit[slot] = count
+        # A rest smaller than the unit cannot be used by anyone: count it as assigned.
+        left = self._left[slot] - count
+        self._left[slot] = left if left >= count - _EPSILON else 0.0
 
     def _shortage(self, name: str, count: float) -> str:
         return (

@@ -1,12 +1,14 @@
-"""Readiness of a deployment: poll /health and /v1/models of its frontend, as a client does."""
+"""Readiness of a deployment: poll /health of its frontend, which needs no API key."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import os
 import socket
+import ssl
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,6 @@ import msgspec
 
 from dynamo.errors import ConfigError
 from dynamo.http.client import ResponseError, get
-from dynamo.protocols.openai import ModelList
 
 __all__ = [
     "FrontendAddress",
@@ -37,6 +38,7 @@ class FrontendAddress:
 
     host: str
     port: int
+    tls: bool = False
 
     @property
     def reachable(self) -> str:
@@ -60,7 +62,7 @@ class FrontendAddress:
     @property
     def url(self) -> str:
         """The base URL for a user on this machine."""
-        return f"http://{self.authority}"
+        return f"{'https' if self.tls else 'http'}://{self.authority}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def frontend_address(options: Mapping[str, Any], env: Mapping[str, str]) -> Fron
     number = str(env.get("DYN_HTTP_PORT") or 8000 if port is None else port)
     if not number.isdigit() or not 0 < int(number) < 65536:
         raise ConfigError(f"the frontend's http-port must be between 1 and 65535, got {number}")
-    return FrontendAddress(str(host), int(number))
+    tls = _first(options, ("tls-cert-path", "tls_cert_path")) or env.get("DYN_TLS_CERT_PATH")
+    return FrontendAddress(str(host), int(number), bool(tls))
 
 
 def _first(options: Mapping[str, Any], names: tuple[str, ...]) -> Any:
@@ -147,18 +150,17 @@ async def wait_until_ready(
 async def probe(address: FrontendAddress) -> FrontendHealth | None:
     """Probe the frontend once; None while it does not answer or is not healthy."""
     host, port, authority = address.reachable, address.port, address.authority
+    tls = _unverified() if address.tls else None
     try:
         async with asyncio.timeout(_RESPONSE_TIMEOUT_S):
-            found = await get(host, port, authority, "/health", _RESPONSE_LIMIT_BYTES)
+            found = await get(host, port, authority, "/health", _RESPONSE_LIMIT_BYTES, tls)
             if found.status != 200:
                 return None
             health = msgspec.json.decode(found.body, type=_Health)
-            found = await get(host, port, authority, "/v1/models", _RESPONSE_LIMIT_BYTES)
-            models = msgspec.json.decode(found.body, type=ModelList)
     except (OSError, TimeoutError, ResponseError, ValueError, RecursionError):
         return None
     return FrontendHealth(
-        models=tuple(model.id for model in models.data),
+        models=tuple(health.models),
         instances=sum(instance.endpoint == "generate" for instance in health.instances),
     )
 
@@ -171,3 +173,17 @@ class _Health(msgspec.Struct):
     """The body of /health."""
 
     instances: list[_HealthRow] = []
+    models: list[str] = []
+
+
+@functools.cache
+def _unverified() -> ssl.SSLContext:
+    """A context that trusts every certificate.
+
+    The frontend's is for the name that its clients use, not for this address. It is a process of
+    ours, as its listening socket shows, and the probe sends no secret.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -57,10 +57,7 @@ def document_of(plan: DeploymentPlan) -> Document:
             "host": host_id(),
         },
         "components": {spec.name: _component(spec) for spec in plan.specs},
-        "environment": {
-            "DYNAMO_SERVICE_CONFIG": json.dumps(plan.config, ensure_ascii=False, default=str),
-            "SYSTEM_RESOURCES": {"total_gpus": len(plan.gpu_ids), "gpu_info": [*plan.gpu_ids]},
-        },
+        "environment": _environment(plan),
     }
 
 
@@ -92,15 +89,20 @@ class StatefileWriter:
         components: Callable[[], Sequence[RecordedComponent]],
     ) -> None:
         self._statefile = statefile
-        self._plan = plan
         self._components = components
-        self._templates = {spec.name for spec in plan.specs if not spec.index}
         self._written = {spec.name for spec in plan.specs}
+        self._plan = plan
+        self._templates = _templates(plan)
         self._dirty = asyncio.Event()
 
     def create(self) -> None:
         """Write the statefile. Raises StatefileError."""
         self._statefile.create(document_of(self._plan))
+
+    def plan(self, plan: DeploymentPlan) -> None:
+        """Write the configuration of a changed graph with the next change."""
+        self._plan = plan
+        self._templates = _templates(plan)
 
     def start(self, tasks: Tasks) -> None:
         """Write every change until ``tasks`` closes."""
@@ -136,7 +138,11 @@ class StatefileWriter:
         present = {component.spec.name for component in components}
         gone = self._written - present
         change = partial(
-            _apply, components=components, removed=gone - self._templates, emptied=gone
+            _apply,
+            environment=_environment(self._plan),
+            components=components,
+            removed=gone - self._templates,
+            emptied=gone,
         )
         try:
             self._statefile.update(change)
@@ -148,12 +154,26 @@ class StatefileWriter:
         self._written = present | (self._templates & self._written)
 
 
+def _templates(plan: DeploymentPlan) -> set[str]:
+    """Return the first watcher of each service, whose command starts the others."""
+    return {spec.name for spec in plan.specs if not spec.index}
+
+
+def _environment(plan: DeploymentPlan) -> dict[str, Any]:
+    return {
+        "DYNAMO_SERVICE_CONFIG": json.dumps(plan.config, ensure_ascii=False, default=str),
+        "SYSTEM_RESOURCES": {"total_gpus": len(plan.gpu_ids), "gpu_info": [*plan.gpu_ids]},
+    }
+
+
 def _apply(
     document: Document,
+    environment: Mapping[str, Any],
     components: Iterable[RecordedComponent],
     removed: Set[str],
     emptied: Set[str],
 ) -> None:
+    document["environment"].update(environment)
     entries = document["components"]
     for component in components:
         spec = component.spec

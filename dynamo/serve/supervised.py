@@ -8,7 +8,8 @@ Differences of watcher and process from circus, and why:
   the process group is killed with its leader;
 * a dead process is restarted at once, outside circus's one-at-a-time commands, so that a draining
   sibling does not delay it;
-* restarts back off, and end after a burst of deaths.
+* restarts back off, and end after a burst of deaths;
+* ``restart`` and ``reload`` replace the processes one by one, see :mod:`dynamo.serve.rolling`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import Any, Protocol
 from circus.exc import MessageError
 from circus.watcher import Watcher
 
+from dynamo.serve.listener import FrontendListener
 from dynamo.serve.restarts import RestartPolicy, Restarts
-from dynamo.serve.supervised_process import SupervisedProcess, command_words
+from dynamo.serve.supervised_process import SupervisedProcess, command_words, quote_program
+from dynamo.serve.watchers import WatcherSpec
 
 __all__ = ["SupervisedWatcher", "Supervisor"]
 
@@ -61,6 +64,9 @@ class Supervisor(Protocol):
     def overdue(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> None:
         """A process did not exit in time."""
 
+    async def roll(self, watchers: Sequence[SupervisedWatcher], stop_first: bool) -> object:
+        """Replace the processes of ``watchers``."""
+
 
 class SupervisedWatcher(Watcher):  # type: ignore[misc]
     """One watcher. ``on_line`` gets its output; ``single_because``: why it has one process only."""
@@ -77,6 +83,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         on_line: Callable[[bytes], None],
         stop_stage: int = 1,
         single_because: str | None = None,
+        listener: FrontendListener | None = None,
         **options: Any,
     ) -> None:
         super().__init__(name, cmd, **options)
@@ -87,6 +94,8 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._single_because = single_because
         self._check_number(self.numprocesses)
         self.given_up: str | None = None
+        self.rolling = False
+        self.listener = listener or FrontendListener(None)
         self._restarts = Restarts(policy)
         self._not_before_s = 0.0
 
@@ -100,12 +109,47 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self._not_before_s = 0.0
         await super()._start()
 
+    async def _stop(self, close_output_streams: bool = False) -> None:
+        self.listener.close()  # first, so that no client waits for a process that does not come
+        await super()._stop(close_output_streams)
+
+    async def _restart(self) -> None:
+        await self.arbiter.roll([self], False)
+
     async def _reload(self, graceful: bool = True, sequential: bool = False) -> None:
-        # circus would start new processes before it stops the old ones, on the same port and GPUs.
-        if self.is_active() and graceful and (self.send_hup or sequential):
-            await super()._reload(graceful=graceful, sequential=sequential)
+        if self.is_active() and graceful and self.send_hup:
+            await super()._reload(graceful=graceful)
+        elif graceful:
+            await self.arbiter.roll([self], sequential)
         else:
-            await self._restart()
+            await self.stop_then_start()
+
+    async def stop_then_start(self) -> None:
+        """Stop all processes, then start new ones."""
+        await self._stop()
+        await self._start()
+
+    def start_beside(self) -> SupervisedProcess | None:
+        """Start one process more, on trial; None if the command cannot be started."""
+        before = set(self.processes)
+        if self.spawn_process() is False:
+            return None
+        process = next((p for pid, p in self.processes.items() if pid not in before), None)
+        if process is not None:
+            process.on_trial = True
+        return process
+
+    def configure(self, before: WatcherSpec, after: WatcherSpec) -> None:
+        """Use for the next start what differs in ``after``; keep what ``circusctl set`` changed."""
+        if after.argv != before.argv:
+            self.cmd, self.args = quote_program(after.argv), list(after.argv[1:])
+        if after.working_dir != before.working_dir:
+            self.working_dir = after.working_dir
+        if after.graceful_timeout_s != before.graceful_timeout_s:
+            self.graceful_timeout = after.graceful_timeout_s
+        kept = {k: v for k, v in self.env.items() if k in after.env or k not in before.env}
+        self.env = {**kept, **after.env}
+        self.singleton = bool(after.gpus)
 
     def incr(self, nb: int = 1) -> Any:
         """Handle ``circusctl incr``. Raises MessageError, the reply, beyond a limit of one."""
@@ -125,7 +169,8 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
     async def manage_processes(self) -> None:
         """Bring the number of processes to what it should be, unless we wait or are stopping."""
         waiting = asyncio.get_running_loop().time() < self._not_before_s
-        if not waiting and not self.is_stopping() and not self.arbiter.stopping:
+        busy = self.rolling or self.is_stopping() or self.arbiter.stopping
+        if not waiting and not busy:
             await super().manage_processes()
 
     async def spawn_processes(self) -> None:
@@ -192,6 +237,8 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.processes.pop(process.pid, None)
         message = {"process_pid": process.pid, "time": time.time(), "exit_code": status}
         self.notify_event("reap", message)
+        if process.on_trial:
+            return  # another one still serves
         kept = self in self.arbiter.watchers and not self.arbiter.stopping
         if not kept or process.stopping or self.is_stopping() or self.is_stopped():
             return

@@ -17,7 +17,7 @@ from circus.process import Process
 from dynamo.serve.output import OutputPipe
 from dynamo.serve.processes import die_with_parent, end_group, stat
 
-__all__ = ["SupervisedProcess", "command_words"]
+__all__ = ["SupervisedProcess", "command_words", "describe_exit", "quote_program"]
 
 
 class SupervisedProcess(Process):  # type: ignore[misc]
@@ -26,6 +26,8 @@ class SupervisedProcess(Process):  # type: ignore[misc]
     exited: asyncio.Event
     exit_status: int | None = None
     start_ticks = 0
+    on_trial = False
+    """Whether it is to replace another one once it serves; it is not restarted until then."""
 
     def format_args(self, sockets_fds: object = None) -> list[str]:
         """Return the words of the command unchanged."""
@@ -36,11 +38,13 @@ class SupervisedProcess(Process):  # type: ignore[misc]
         self.started = time.time()
         self.exited = asyncio.Event()
         self.output = OutputPipe(self.watcher.on_line)
+        env, fds = self.watcher.listener.inherited(self.env)
         try:
             self._popen = subprocess.Popen(
                 self.format_args(),
                 cwd=self.working_dir,
-                env=self.env,
+                env=env,
+                pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 stdout=self.output.write_fd,
                 stderr=self.output.write_fd,  # the same pipe keeps both in order
@@ -108,3 +112,20 @@ def _before_exec(arbiter: int) -> None:
 def command_words(cmd: str, args: str | Sequence[str] | None) -> list[str]:
     """Return the command as a list; ``circusctl set`` gives ``args`` as text. Raises ValueError."""
     return [*shlex.split(cmd), *(shlex.split(args) if isinstance(args, str) else args or ())]
+
+
+def quote_program(argv: Sequence[str]) -> str:
+    """Quote the program of ``argv`` for circus's ``cmd``, which is split like shell words."""
+    return shlex.quote(argv[0])
+
+
+def describe_exit(status: int | None) -> str:
+    """Describe an exit: ``exited with status 1``, ``was killed by SIGKILL``."""
+    if status is None:
+        return "is running"
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

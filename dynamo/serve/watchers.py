@@ -16,12 +16,30 @@ from dynamo.serve.gpus import Allocator, Inventory
 from dynamo.serve.graph import Graph
 from dynamo.serve.service import PYTHON, Service
 
-__all__ = ["DeploymentPlan", "WatcherSpec", "place", "plan", "plan_added", "watcher_name"]
+__all__ = [
+    "DRAIN_TIMEOUTS",
+    "DeploymentPlan",
+    "WatcherSpec",
+    "drain_env",
+    "place",
+    "plan",
+    "plan_added",
+    "watcher_name",
+    "with_gpus",
+]
 
 _FRONTEND = "dynamo.frontend"
 _FIRST_TO_STOP = (_FRONTEND, "dynamo.planner")
 _MODEL_PROGRAMS = ("dynamo.attach", "dynamo.mocker", "dynamo.vllm")
 _GPUS = "CUDA_VISIBLE_DEVICES"
+DRAIN_TIMEOUTS = (
+    "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
+    "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
+)
+"""Variables that bound the drain of a frontend and of a worker."""
+
+_EXIT_S = 5.0  # of a graceful timeout, for what a process does after its drain
+_EXIT_SHARE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +71,13 @@ class WatcherSpec:
     @property
     def registers_model(self) -> bool:
         """Whether its processes register a model card in file discovery when they can serve."""
+        return self.program in _MODEL_PROGRAMS and self.uses_file_discovery
+
+    @property
+    def uses_file_discovery(self) -> bool:
+        """Whether a program of ours registers in files, where ``dynamo serve`` sees it."""
         backend = self.options.get("discovery-backend") or self.env.get("DYN_DISCOVERY_BACKEND")
-        return self.program in _MODEL_PROGRAMS and backend == "file"
+        return backend == "file"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +108,9 @@ def plan(
 ) -> list[WatcherSpec]:
     """Return the watchers of ``graph`` in its order, without GPUs yet (see :func:`place`).
 
-    ``env`` is common to all; a service's ``envs`` override it. Raises ConfigError if the names of
-    two watchers differ at most in case: circus compares them in lower case.
+    ``env`` is common to all and overrides :func:`drain_env`; a service's ``envs`` override both.
+    Raises ConfigError if the names of two watchers differ at most in case: circus compares them in
+    lower case.
     """
     config = json.dumps(graph.config, ensure_ascii=False, separators=(",", ":"), default=str)
     common = {**env, "DYN_NAMESPACE": graph.namespace, "DYNAMO_SERVICE_CONFIG": config}
@@ -101,14 +125,16 @@ def plan(
                     f"watcher {name}; rename one of them"
                 )
             taken[name.lower()] = service.name
+            timeout_s = _graceful(service, graceful_timeout_s)
+            own = {"DYN_WATCHER_NAME": name, **service.envs}
             specs.append(
                 WatcherSpec(
                     name=name,
                     service=service.name,
                     argv=_argv(service, python),
-                    env={**common, "DYN_WATCHER_NAME": name, **service.envs},
+                    env={**drain_env(timeout_s), **common, **own},
                     working_dir=working_dir,
-                    graceful_timeout_s=_graceful(service, graceful_timeout_s),
+                    graceful_timeout_s=timeout_s,
                     gpu=service.gpu or 0.0,
                     stop_stage=0 if service.module in _FIRST_TO_STOP else 1,
                     is_frontend=service.is_frontend,
@@ -133,14 +159,15 @@ def plan_added(
     module = argv[2] if len(argv) > 2 and argv[1] == "-m" else ""
     inherited = {k: v for k, v in base.env.items() if k != _GPUS} if base else _shared_env(specs)
     given = env.get(_GPUS)
+    gpus = tuple(gpu for gpu in given.split(",") if gpu) if given else ()
     return replace(
         base or specs[0],
         name=name,
         service=base.service if base else name,
         argv=tuple(argv),
         env={**inherited, "DYN_WATCHER_NAME": name, **env},
-        gpu=0.0,
-        gpus=tuple(gpu for gpu in given.split(",") if gpu) if given else (),
+        gpu=float(len(gpus)),
+        gpus=gpus,
         stop_stage=0 if module in _FIRST_TO_STOP else 1,
         is_frontend=module == _FRONTEND,
         options={},
@@ -151,6 +178,21 @@ def _shared_env(specs: Sequence[WatcherSpec]) -> dict[str, str]:
     """Return the variables that have the same value in all ``specs``."""
     first, *others = specs
     return {k: v for k, v in first.env.items() if all(s.env.get(k) == v for s in others)}
+
+
+def drain_env(graceful_timeout_s: float) -> dict[str, str]:
+    """Return the drain timeouts of a process that is killed after ``graceful_timeout_s``.
+
+    They are shorter, so that the process itself ends the streams that are left: a worker's then
+    continue on another one, and it exits with status 0.
+    """
+    seconds = graceful_timeout_s - min(_EXIT_S, _EXIT_SHARE * graceful_timeout_s)
+    return dict.fromkeys(DRAIN_TIMEOUTS, f"{seconds:g}")
+
+
+def with_gpus(spec: WatcherSpec, gpus: Sequence[str]) -> WatcherSpec:
+    """Return ``spec`` on these GPUs."""
+    return replace(spec, gpus=tuple(gpus), env={**spec.env, _GPUS: ",".join(gpus)})
 
 
 def place(specs: Sequence[WatcherSpec], inventory: Inventory) -> list[WatcherSpec]:
@@ -165,8 +207,7 @@ def place(specs: Sequence[WatcherSpec], inventory: Inventory) -> list[WatcherSpe
             placed.append(spec)
             continue
         gpus = allocator.assign(spec.name, spec.gpu)
-        env = {**inventory.env, **spec.env, _GPUS: ",".join(gpus)}
-        placed.append(replace(spec, gpus=gpus, env=env))
+        placed.append(with_gpus(replace(spec, env={**inventory.env, **spec.env}), gpus))
     return placed
 
 

@@ -20,7 +20,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.gc_tuning import freeze_heap
 from dynamo.vllm.arguments import INSTALL, PROG, VllmArguments, check, parse
 from dynamo.vllm.engine import TESTED_VERSIONS, Engine, is_tested
-from dynamo.vllm.start import start_engine
+from dynamo.vllm.start import preset_nixl_port, rpc_directory, start_engine
 from dynamo.vllm.worker import VllmPlan, VllmWorker, make_plan
 from dynamo.worker.lifecycle import WorkerLifecycle, run_workers
 from dynamo.worker.tree_guard import TreeGuard
@@ -53,17 +53,19 @@ async def _serve(plan: VllmPlan, system: SystemSettings, config: Any) -> None:
         runtime = DistributedRuntime(settings=settings, system=system, metrics=Registry())
         async with lifecycle.runtime(runtime):
             await runtime.start()
-            build = partial(_engine, plan, config, runtime.instance_id)
-            engine = await start_engine(build, guard, lifecycle.stopping)
-            if engine is None:
-                return
-            freeze_heap()  # a full collection would traverse vLLM and torch: 0.3 s without a token
-            try:
-                log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,
-                          runtime.instance_id)  # fmt: skip
-                await VllmWorker(plan, runtime, engine).serve()
-            finally:
-                await engine.close()
+            worker_id = runtime.instance_id
+            with rpc_directory(settings, worker_id):
+                build = partial(_engine, plan, config, worker_id)
+                engine = await start_engine(build, guard, lifecycle.stopping)
+                if engine is None:
+                    return
+                freeze_heap()  # a full collection would traverse vLLM and torch: 0.3 s
+                try:
+                    log.info("serving %s at dyn://%s as %x", plan.model_name, plan.endpoint,
+                              worker_id)  # fmt: skip
+                    await VllmWorker(plan, runtime, engine).serve()
+                finally:
+                    await engine.close()
 
     try:
         await lifecycle.run([worker])
@@ -92,6 +94,8 @@ def _engine(plan: VllmPlan, config: Any, worker_id: int) -> Engine:
     from dynamo.vllm.engine_args import set_event_socket
     from dynamo.vllm.params import ParamsBuilder
 
+    if config.kv_transfer_config is not None:
+        preset_nixl_port(config.parallel_config.data_parallel_size)
     set_event_socket(config, plan.arguments.runtime, worker_id)
     params = ParamsBuilder(config, worker_id, plan.mode == "prefill")
     settings = plan.arguments.vllm

@@ -26,6 +26,7 @@ from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
+from dynamo.vllm.images import image_limit, image_loader, load_images
 from dynamo.vllm.params import CLIENT_ERRORS, ParamsBuilder, priority
 
 __all__ = ["AsyncLLMEngine"]
@@ -88,7 +89,9 @@ class AsyncLLMEngine:
         self._running: dict[str, asyncio.Task[None]] = {}
         factory = functools.partial(SchedulerStatsLogger, self)
         self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[factory])
-        self.info = _info(config)
+        limit = image_limit(getattr(self._llm.renderer, "mm_processor", None))
+        self.info = _info(config, limit)
+        self._loader = image_loader(config.model_config)
 
     def submit(self, request: PreprocessedRequest, sink: OutputSink, dp_rank: int | None) -> str:
         """See ``Engine``."""
@@ -164,10 +167,14 @@ class AsyncLLMEngine:
         rank: int | None,
     ) -> None:
         routing = request.routing
-        prompt = TokensPrompt(prompt_token_ids=request.token_ids.tolist())
-        if routing is not None and routing.cache_namespace is not None:
-            prompt["cache_salt"] = routing.cache_namespace
+        images = request.multi_modal_data is not None
         try:
+            if images:
+                prompt = await load_images(request, self._loader)
+            else:
+                prompt = TokensPrompt(prompt_token_ids=request.token_ids.tolist())
+                if routing is not None and routing.cache_namespace is not None:
+                    prompt["cache_salt"] = routing.cache_namespace
             async for output in self._llm.generate(
                 prompt,
                 params,
@@ -176,6 +183,9 @@ class AsyncLLMEngine:
                 priority=priority(routing),
                 data_parallel_rank=rank,
             ):
+                if images:
+                    images = False
+                    sink.on_images(len(output.prompt_token_ids), None)
                 sink.on_output(_step(output, params.logprobs))
         except InvalidArgument as error:
             sink.on_rejected(error)
@@ -209,7 +219,7 @@ def _rows(done: Any, alternatives: int) -> tuple[Any, Any]:
     return np.array(ids), np.array(values)
 
 
-def _info(config: Any) -> EngineInfo:
+def _info(config: Any, max_images: int) -> EngineInfo:
     cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
     return EngineInfo(
         driver="AsyncLLM",
@@ -221,6 +231,7 @@ def _info(config: Any) -> EngineInfo:
         context_length=config.model_config.max_model_len,
         data_parallel_size=ranks,
         pooling=config.model_config.runner_type == "pooling",
+        max_images=max_images,
         event_endpoints=_event_endpoints(config.kv_events_config, ranks),
     )
 

@@ -36,6 +36,7 @@ from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
 from dynamo.vllm.engine_metrics import EngineMetrics
+from dynamo.vllm.images import ImageInputs, check_context, expansions, image_limit
 from dynamo.vllm.params import CLIENT_ERRORS, EMBED, ParamsBuilder, priority
 from dynamo.vllm.plain_requests import PlainRequests
 from dynamo.vllm.plain_tokens import PlainTokens, StepDecoder
@@ -53,11 +54,13 @@ class CoreEngine:
 
     def __init__(self, config: Any, params: ParamsBuilder, client: Any) -> None:
         self.on_stats: StepStats | None = None
-        self.info = _info(config, client)
+        self._processor = InputProcessor(config)
+        renderer = self._processor.renderer
+        self._images = ImageInputs(renderer, config.model_config)
+        self.info = _info(config, client, image_limit(renderer.mm_processor))
         self._params = params
         self._make_params = params.pooling if self.info.pooling else params.sampling
         self._supported_tasks = (EMBED,) if self.info.pooling else _TASKS
-        self._processor = InputProcessor(config)
         self._metrics = EngineMetrics(config, client.engine_ranks_managed)
         self._client = client
         self._sinks: dict[str, OutputSink] = {}
@@ -86,7 +89,11 @@ class CoreEngine:
             self._sinks[number] = sink
             return number
         params = self._make_params(request)
-        if isinstance(params, PoolingParams) or params.structured_outputs is None:
+        if request.multi_modal_data is not None:
+            self._sinks[number] = sink
+            work = self._with_images(request, number, params, dp_rank)
+            self._tasks.spawn(work, name="images")
+        elif isinstance(params, PoolingParams) or params.structured_outputs is None:
             made = self._request(request, number, params, dp_rank)
             self._requests.learn(request, made)
             self._sinks[number] = sink
@@ -169,15 +176,18 @@ class CoreEngine:
         number: str,
         params: SamplingParams | PoolingParams,
         rank: int | None,
+        prompt: Any = None,
     ) -> EngineCoreRequest:
         """Return vLLM's request, checked as its own server does. Raises InvalidArgument.
 
-        A structured output compiles its grammar here, which takes milliseconds.
+        A structured output compiles its grammar here, which takes milliseconds. ``prompt`` is the
+        processed one of a request with images.
         """
         routing = given.routing
-        prompt = {"type": "token", "prompt_token_ids": given.token_ids.tolist()}
-        if routing is not None and routing.cache_namespace is not None:
-            prompt["cache_salt"] = routing.cache_namespace
+        if prompt is None:
+            prompt = {"type": "token", "prompt_token_ids": given.token_ids.tolist()}
+            if routing is not None and routing.cache_namespace is not None:
+                prompt["cache_salt"] = routing.cache_namespace
         try:
             made = self._processor.process_inputs(
                 number,
@@ -205,12 +215,31 @@ class CoreEngine:
         try:
             made = await asyncio.to_thread(self._request, request, number, params, rank)
         except DynamoError as error:
-            sink = self._sinks.pop(number, None)
-            if sink is not None:
-                sink.on_rejected(error)
+            self._reject(number, error)
             return
         if number in self._sinks:
             self._post(made)
+
+    async def _with_images(
+        self, request: PreprocessedRequest, number: str, params: Any, rank: int | None
+    ) -> None:
+        try:
+            inputs = await self._images.process(request)
+            tokens = len(inputs["prompt_token_ids"])
+            check_context(tokens, request.stop_conditions.max_tokens, self.info.context_length)
+            made = await asyncio.to_thread(self._request, request, number, params, rank, inputs)
+        except DynamoError as error:
+            self._reject(number, error)
+            return
+        sink = self._sinks.get(number)
+        if sink is not None:
+            sink.on_images(tokens, expansions(request.token_ids, inputs))
+            self._post(made)
+
+    def _reject(self, number: str, error: DynamoError) -> None:
+        sink = self._sinks.pop(number, None)
+        if sink is not None:
+            sink.on_rejected(error)
 
     async def _send(self) -> None:
         """Send requests and aborts in their order."""
@@ -270,7 +299,7 @@ class CoreEngine:
         return found or "see the engine's log above"
 
 
-def _info(config: Any, client: Any) -> EngineInfo:
+def _info(config: Any, client: Any, max_images: int) -> EngineInfo:
     """Return the sizes that the started processes reported."""
     cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
     sources = client.get_kv_event_sources()
@@ -284,6 +313,7 @@ def _info(config: Any, client: Any) -> EngineInfo:
         context_length=config.model_config.max_model_len,
         data_parallel_size=ranks,
         pooling=config.model_config.runner_type == "pooling",
+        max_images=max_images,
         event_endpoints={
             rank: source.endpoint.replace("*", "127.0.0.1") for rank, source in sources.items()
         },

@@ -9,6 +9,7 @@ import msgspec
 
 from dynamo.errors import DynamoError, EngineFailure, InvalidArgument
 from dynamo.protocols import codec
+from dynamo.protocols.codec import Tokens
 from dynamo.protocols.embedding import EmbeddingsEngineOutput, PreprocessedEmbeddingRequest
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.context import CancelKind
@@ -29,7 +30,7 @@ class EmbeddingService(VllmService):
         """Answer one ``PreprocessedEmbeddingRequest``; an error ends the stream."""
         try:
             request = _decode(payload)
-            self._enter(stream, lambda: self._embed(stream, request))
+            self.admission.enter(stream, lambda: self._embed(stream, request))
         except msgspec.MsgspecError as error:
             stream.error(InvalidArgument(f"not a request for embeddings: {error}"))
         except DynamoError as error:
@@ -125,6 +126,9 @@ class _Input:
             self._response.add(self._place, _float32(output.pooling_output))
         else:
             self._response.fail(EngineFailure("the engine failed to compute an embedding"))
+
+    def on_images(self, prompt_tokens: int, expansions: list[Tokens] | None) -> None:
+        """Ignored: the inputs of embeddings have no images."""
 
     def on_rejected(self, error: DynamoError) -> None:
         """End the response: the engine did not accept the input."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dynamo.errors import DynamoError
+from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import PreprocessedRequest
 from dynamo.runtime.requests.stream import ServerStream
 
@@ -38,7 +39,8 @@ class EngineInfo:
     """The size of a started engine.
 
     ``block_size`` is in tokens, ``blocks`` are those of one rank. ``event_endpoints`` are the ZMQ
-    endpoints of its KV events by rank, empty without prefix caching or events.
+    endpoints of its KV events by rank, empty without prefix caching or events. ``max_images`` are
+    those that the model takes in a prompt.
     """
 
     driver: str
@@ -50,6 +52,7 @@ class EngineInfo:
     context_length: int
     data_parallel_size: int = 1
     pooling: bool = False
+    max_images: int = 0
     event_endpoints: dict[int, str] = field(default_factory=dict)
 
 
@@ -78,6 +81,12 @@ class OutputSink(Protocol):
     def on_output(self, output: EngineStep) -> None:
         """Send what a step produced. Called once per step: its cost is paid for each token."""
 
+    def on_images(self, prompt_tokens: int, expansions: list[Tokens] | None) -> None:
+        """Set the length of a prompt with images, and the tokens that stand for each, if known.
+
+        Called before the first step.
+        """
+
     def on_rejected(self, error: DynamoError) -> None:
         """End the request: the engine did not accept it."""
 
@@ -100,7 +109,7 @@ class Engine(Protocol):
     ) -> str | None:
         """Start ``request``; return its id. Raises InvalidArgument with vLLM's text.
 
-        Requests that need a grammar compiled are checked in a thread: a refusal then reaches
+        Requests with images or a grammar are prepared in a thread: a refusal then reaches
         :meth:`OutputSink.on_rejected`.
         """
 

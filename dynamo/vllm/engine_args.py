@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dynamo.config.runtime import RuntimeSettings
@@ -37,7 +38,8 @@ def engine_config(arguments: VllmArguments, model_path: str, name: str) -> Any:
         args = AsyncEngineArgs.from_cli_args(parsed)
         _set_defaults(args, arguments.vllm.disaggregation_mode)
         args.enable_lora = args.enable_lora or bool(arguments.vllm.lora_modules)
-        return args.create_engine_config()
+        # The context chooses the defaults of max-num-seqs: the same as in `vllm serve`.
+        return args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
         raise ConfigError(f"vLLM refuses this configuration: {error}") from error
 

@@ -33,7 +33,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class PlainRequests:
-    """Sends requests of known parameters: no adapter, salt, priority, grammar, image or transfer.
+    """Sends requests of known parameters: no adapter, salt, priority, grammar, image, transfer or
+    output of another worker.
 
     Works for one rank only: with several, vLLM's client chooses the rank.
     """
@@ -107,6 +108,7 @@ def _is_plain(request: PreprocessedRequest) -> bool:
     return (
         request.multi_modal_data is None
         and request.prefill_result is None
+        and request.extra_args is None
         and request.sampling_options.guided_decoding is None
     )
 

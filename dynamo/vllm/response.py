@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from dynamo.errors import DynamoError
 from dynamo.protocols import codec
+from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import EngineOutput
 from dynamo.runtime.context import CancelKind
 from dynamo.runtime.requests.stream import ServerStream
@@ -51,6 +52,7 @@ class EngineResponse:
     __slots__ = (
         "_cached",
         "_ended",
+        "_expansions",
         "_fast",
         "_held",
         "_on_done",
@@ -83,6 +85,7 @@ class EngineResponse:
         self._held: list[bytes] | None = None
         self._passed = False  # the engine sends plain tokens to the stream
         self._prompt_logprobs: list[Any] | None = None
+        self._expansions: list[Tokens] | None = None
         self._ended = False
 
     def on_output(self, output: EngineStep) -> None:
@@ -96,6 +99,11 @@ class EngineResponse:
                 self._hold()
             return
         self._on_item(output, ids)
+
+    def on_images(self, prompt_tokens: int, expansions: list[Tokens] | None) -> None:
+        """Set the length of a prompt with images, and the tokens that stand for each, if known."""
+        self._prompt = prompt_tokens
+        self._expansions = expansions
 
     def on_rejected(self, error: DynamoError) -> None:
         """End the request: the engine did not accept it."""
@@ -126,9 +134,8 @@ class EngineResponse:
         item = EngineOutput(token_ids=ids)
         if logprobs is not None:
             item.log_probs, item.top_logprobs = sample_rows(logprobs)
-        if ids and self._prompt_logprobs is not None:
-            item.extra_args = {"prompt_logprobs": self._prompt_logprobs}
-            self._prompt_logprobs = None
+        if ids and (self._prompt_logprobs is not None or self._expansions is not None):
+            item.extra_args = self._take_extra()
         if output.finish_reason is not None:
             self._finish(item, output)
         elif ids:
@@ -153,6 +160,12 @@ class EngineResponse:
         elif self.prefill_only:
             item.disaggregated_params = {KV_TRANSFER: {}}
         self._send_last(item)
+
+    def _take_extra(self) -> dict[str, Any]:
+        """Return what the first item with tokens says about the prompt."""
+        given = {"prompt_logprobs": self._prompt_logprobs, "mm_expansions": self._expansions}
+        self._prompt_logprobs = self._expansions = None
+        return {name: value for name, value in given.items() if value is not None}
 
     def _send_last(self, item: EngineOutput) -> None:
         self._send(codec.encode(item))

@@ -6,11 +6,17 @@ server. Values are passed on unchecked: vLLM's errors name them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dynamo.errors import InvalidArgument
-from dynamo.protocols.engine import PreprocessedRequest, SamplingOptions, StopConditions
+from dynamo.protocols.engine import (
+    GENERATED_TOKENS,
+    PreprocessedRequest,
+    SamplingOptions,
+    StopConditions,
+)
 
 __all__ = ["KV_TRANSFER", "SamplingMapping"]
 
@@ -55,6 +61,10 @@ class SamplingMapping:
         sampling, stop = request.sampling_options, request.stop_conditions
         found: dict[str, Any] = {"detokenize": False, "skip_clone": True, **self._defaults}
         _add_numbers(found, sampling)
+        if request.extra_args is not None:
+            generated = request.extra_args.get(GENERATED_TOKENS)
+            if generated:
+                _penalize(found, request.token_ids[-generated:])
         self._add_stops(found, stop)
         output = request.output_options
         if output.logprobs is not None:
@@ -128,6 +138,24 @@ def _add_penalties(found: dict[str, Any], sampling: SamplingOptions) -> None:
         found["repetition_penalty"] = sampling.repetition_penalty
     if sampling.logit_bias:
         found["logit_bias"] = sampling.logit_bias
+
+
+def _penalize(found: dict[str, Any], generated: Iterable[int]) -> None:
+    """Keep the penalties for tokens that an earlier worker ``generated``: vLLM counts only
+    its own output, and these are in its prompt.
+
+    A frequency penalty is linear, so a bias replaces it exactly. A presence penalty counts twice
+    for a token that is generated again. vLLM's repetition penalty covers the prompt, too.
+    """
+    frequency = found.get("frequency_penalty") or 0.0
+    presence = found.get("presence_penalty") or 0.0
+    if not frequency and not presence:
+        return
+    bias = dict(found.get("logit_bias") or {})
+    for token_id, count in Counter(generated).items():
+        key = str(token_id)
+        bias[key] = bias.get(key, 0.0) - frequency * count - presence
+    found["logit_bias"] = bias
 
 
 def _grammar(given: Mapping[str, Any]) -> dict[str, Any]:

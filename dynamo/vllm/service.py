@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 
 from dynamo.errors import DynamoError, InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.engine import PreprocessedRequest
-from dynamo.runtime.context import CancelKind
+from dynamo.runtime.admission import AdmissionQueue
 from dynamo.runtime.requests.stream import ServerStream
 from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import Engine
 from dynamo.vllm.response import EngineResponse
-from dynamo.worker.admission import AdmissionQueue
 
 __all__ = ["VllmService"]
 
@@ -37,7 +34,7 @@ class VllmService:
         try:
             request = _DECODE(payload)
             rank = self._rank(request)
-            self._enter(stream, lambda: self._start(stream, request, rank))
+            self.admission.enter(stream, lambda: self._start(stream, request, rank))
         except msgspec.MsgspecError as error:
             stream.error(InvalidArgument(f"not a request for a Tokens model: {error}"))
         except DynamoError as error:
@@ -78,20 +75,3 @@ class VllmService:
             stream.error(error)
             return
         stream.context.on_cancel(response.cancel)
-
-    def _enter(self, stream: ServerStream, submit: Callable[[], None]) -> None:
-        """Start the request when admitted; one that is cancelled in the queue is withdrawn."""
-
-        def start() -> None:
-            if stream.closed:
-                self.admission.release()
-            else:
-                submit()
-
-        def cancelled(kind: CancelKind) -> None:
-            if self.admission.withdraw(start):
-                stream.end()
-
-        self.admission.submit(start)
-        if self.admission.waiting:
-            stream.context.on_cancel(cancelled)

@@ -12,8 +12,9 @@ from dynamo.llm.model_directory import ModelDirectory
 from dynamo.llm.publishers import KvEventPublisher
 from dynamo.llm.register import register_model
 from dynamo.llm.types import ModelInput, ModelType, WorkerType, api_types
-from dynamo.protocols.card import RuntimeConfig
+from dynamo.protocols.card import MAX_IMAGES_KEY, RuntimeConfig
 from dynamo.runtime import DistributedRuntime, Endpoint
+from dynamo.runtime.admission import AdmissionQueue
 from dynamo.vllm.arguments import VllmArguments
 from dynamo.vllm.control import EngineControl
 from dynamo.vllm.embeddings import EmbeddingService
@@ -22,7 +23,7 @@ from dynamo.vllm.load import LoadReporter
 from dynamo.vllm.loras import parse_loras
 from dynamo.vllm.model import find_model
 from dynamo.vllm.service import VllmService
-from dynamo.worker.admission import AdmissionQueue
+from dynamo.worker.health_payload import health_check_payload
 from dynamo.worker.publish import LoadSender, connect_load
 
 __all__ = ["VllmPlan", "VllmWorker", "make_plan"]
@@ -109,7 +110,9 @@ class VllmWorker:
                 await self.engine.add_lora(name, path)
             for lora_name in (None, *plan.loras):
                 await self._register(lora_name)
-            await self.endpoint.serve_push(self.service.handle)
+            # A pooling engine generates no tokens, so it cannot answer the health check.
+            check = None if self.engine.info.pooling else health_check_payload(plan.model_name)
+            await self.endpoint.serve_push(self.service.handle, health_check_payload=check)
             running.cancel()
 
     async def _run_engine(self) -> None:
@@ -152,5 +155,6 @@ class VllmWorker:
                 context_length=info.context_length,
                 enable_local_indexer=bool(info.event_endpoints),
                 taints=list(plan.arguments.vllm.taints),
+                runtime_data={MAX_IMAGES_KEY: info.max_images},
             ),
         )

@@ -1,3 +1,3 @@
-"""The parts of every engine worker: lifecycle, admission, publishing of KV events and load."""
+"""The parts of every engine worker: lifecycle, publishing of KV events and load."""
 
 __all__: list[str] = []

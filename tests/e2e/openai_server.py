@@ -21,7 +21,7 @@ class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
-    seen: ClassVar[dict[str, Any]] = {"bodies": [], "aborted": 0, "sent_bytes": 0}
+    seen: ClassVar[dict[str, Any]] = {"bodies": [], "headers": [], "aborted": 0, "sent_bytes": 0}
     lock = threading.Lock()
 
     def log_message(self, *args: Any) -> None:
@@ -41,6 +41,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(raw)
         with self.lock:
             self.seen["bodies"].append(body)
+            self.seen["headers"].append(dict(self.headers))
         if body.get("status"):
             error = {"message": "upstream says no", "type": "odd", "param": None, "code": "x7"}
             return self.answer(body["status"], {"error": error}, **{"retry-after": "3"})

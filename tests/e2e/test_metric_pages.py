@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from dynamo.frontend.requests import metrics as frontend
 from dynamo.mocker import metrics as mocker
 from dynamo.router.queue import metrics as queue
+from dynamo.runtime import admission
 from dynamo.runtime import endpoint_metrics as runtime
-from dynamo.worker import admission
 
 TESTED_ELSEWHERE = {
     "dynamo_frontend_event_loop_stall_total": "a stall cannot be ordered: test_loop_delay",

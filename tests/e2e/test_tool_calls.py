@@ -36,6 +36,7 @@ CITY = json.dumps(json.loads(ARGUMENTS)["city"], ensure_ascii=False)[1:-1]
 DAYS = json.dumps(json.loads(ARGUMENTS)["days"])
 HERMES = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>\n'
 CALLS = (("get_weather", ARGUMENTS), ("get_time", "{}"))
+KIMI = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
 THOUGHT = "<think>\nLet me see.\n</think>\n\n"
 
 REPLIES = {
@@ -45,6 +46,24 @@ REPLIES = {
         THOUGHT + "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\n"
         f"{CITY}\n</parameter>\n<parameter=days>\n{DAYS}\n</parameter>\n</function>\n</tool_call>\n"
         "<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
+    ),
+    "glm45": (
+        "glm45",
+        f"{THOUGHT}I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{CITY}"
+        f"</arg_value>\n<arg_key>days</arg_key>\n<arg_value>{DAYS}</arg_value>\n</tool_call>\n"
+        "<tool_call>get_time\n</tool_call>",
+    ),
+    "kimi_k2": (
+        "kimi_k2",
+        f"{THOUGHT}I look.<|tool_calls_section_begin|>"
+        + "".join(KIMI.format(name, n, given) for n, (name, given) in enumerate(CALLS))
+        + "<|tool_calls_section_end|>",
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        f'{THOUGHT}I look.\n<minimax:tool_call>\n<invoke name="get_weather">\n'
+        f'<parameter name="city">{CITY}</parameter>\n<parameter name="days">{DAYS}</parameter>\n'
+        '</invoke>\n<invoke name="get_time">\n</invoke>\n</minimax:tool_call>',
     ),
     "llama3_json": (
         "",

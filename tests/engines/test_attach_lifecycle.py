@@ -41,6 +41,18 @@ async def test_a_dead_server_leaves_routing_and_returns(deployment: Deployment) 
             assert (await fetch(here, {"model": "m"}))[0].status == 200
 
 
+async def test_a_server_that_hangs_leaves_routing_and_returns(deployment: Deployment) -> None:
+    process = deployment.start("dynamo.attach", "--exec", EXEC, "--poll-interval-secs", "0.05")
+    async with asyncio.timeout(60), caller(deployment) as here:
+        (launcher,) = psutil.Process(process.pid).children()
+        (server,) = launcher.children()
+        server.suspend()
+        await here.until(lambda: not here.client.instance_ids())
+        server.resume()
+        await here.until(lambda: bool(here.client.instance_ids()))
+        assert (await fetch(here, {"model": "m"}))[0].status == 200
+
+
 async def test_other_models_after_a_restart(deployment: Deployment) -> None:
     with upstream(deployment, "vllm", ("a", "b")) as server:
         deployment.start("dynamo.attach", "--url", server.url, "--poll-interval-secs", "0.05")

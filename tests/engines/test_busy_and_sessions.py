@@ -6,11 +6,13 @@ import asyncio
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
+from capacity_kit import OpenRequest, chat
 from deployment import Deployment
-from mocker_kit import caller
+from mocker_kit import Caller, caller
 
 
 def complete(deployment: Deployment, max_tokens: int, **headers: str) -> tuple[int, Any]:
@@ -54,6 +56,38 @@ async def test_busy_workers_are_rejected_until_they_are_idle(deployment: Deploym
             while status == 503 and time.monotonic() < deadline + 10:
                 status, _ = await asyncio.to_thread(complete, deployment, 1)
             assert status == 200
+
+
+@pytest.mark.parametrize("mode", ["random", "kv"])
+async def test_a_worker_is_busy_when_all_its_ranks_are(deployment: Deployment, mode: str) -> None:
+    deployment.mocker("--data-parallel-size", "2", "--num-gpu-blocks-override", "1000")
+    deployment.frontend(
+        *("--router-mode", mode, "--admission-control", "token-capacity"),
+        *("--active-decode-blocks-threshold", "0.001"),
+    )
+    await asyncio.to_thread(deployment.wait_for_workers, 1)
+    clients = []
+
+    def ask() -> int:
+        return complete(deployment, 1)[0]
+
+    async with caller(deployment) as here:
+        (instance,) = here.client.instance_ids()
+        for rank in (0, 1):
+            clients.append(OpenRequest(deployment, chat(8000), **{"x-dp-rank": str(rank)}))
+            await here.until(partial(over, here, instance, rank))
+            if rank == 0:
+                assert await asyncio.to_thread(ask) == 200
+    deployment.until(lambda: ask() == 503, "both ranks are busy")
+    clients.pop().drop()
+    deployment.until(lambda: ask() == 200, "rank 1 is idle")
+    clients.pop().drop()
+
+
+def over(here: Caller, instance: int, rank: int) -> bool:
+    """Whether the rank has reported more blocks than the threshold allows."""
+    load = here.loads.get((instance, rank))
+    return load is not None and (load.kv_used_blocks or 0) > 1
 
 
 @pytest.mark.parametrize("mode", ["round-robin", "kv"])

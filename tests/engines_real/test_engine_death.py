@@ -1,10 +1,12 @@
-"""kill -9 of EngineCore: the worker ends with a cause and its whole process tree."""
+"""EngineCore dies: the worker ends with a cause and its whole process tree. It hangs: the worker
+leaves routing, and returns with it."""
 
 from __future__ import annotations
 
 import http.client
 import json
 from pathlib import Path
+from typing import Any
 
 from answers_kit import CHAT, chat
 from servers_kit import EngineDeployment, closing, is_alive
@@ -34,3 +36,34 @@ def test_the_worker_ends_with_its_engine(tmp_path: Path, tiny_model: Path) -> No
         log = next(tmp_path.glob("*-dynamo.vllm.log")).read_text()
         assert "the vLLM engine died" in log and "Traceback" not in log.split("engine died")[1]
         assert made.request("POST", CHAT, {**body, "stream": False})[0] in (404, 503)
+
+
+CHECKS = {
+    "DYN_HEALTH_CHECK_ENABLED": "true",
+    "DYN_CANARY_WAIT_TIME": "1",
+    "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "3",
+}
+
+
+def test_a_hung_engine_fails_its_health_checks(tmp_path: Path, tiny_model: Path) -> None:
+    with closing(EngineDeployment(tmp_path)) as made:
+        made.frontend()
+        made.worker(tiny_model, "tiny", **CHECKS)
+        made.wait_for_models("tiny")
+        body = chat("Hello", model="tiny", max_tokens=4)
+        before = made.post(CHAT, body)["choices"]
+        (core,) = made.engine_cores()
+        core.suspend()
+        try:
+            made.until(lambda: "unavailable" in generate_row(made), "the failed check")
+            assert generate_row(made)["unavailable"]["reason"] == "unhealthy"
+        finally:
+            core.resume()
+        made.until(lambda: "unavailable" not in generate_row(made), "the worker is back")
+        assert made.post(CHAT, body)["choices"] == before
+
+
+def generate_row(made: EngineDeployment) -> dict[str, Any]:
+    rows = json.loads(made.request("GET", "/health")[2])["instances"]
+    (row,) = [one for one in rows if one["endpoint"] == "generate"]
+    return dict(row)

@@ -1,11 +1,10 @@
-"""The router's view of the engine's cache, and what becomes of cancelled requests."""
+"""The router's view of the engine's cache."""
 
 from __future__ import annotations
 
-import http.client
 import json
 
-from answers_kit import CHAT, COMPLETIONS, chat, completion
+from answers_kit import COMPLETIONS, completion
 from servers_kit import EngineDeployment
 
 BLOCK = 32
@@ -37,32 +36,9 @@ def test_a_salt_separates_caches(ours: EngineDeployment) -> None:
     assert cached == [0, 0, 4 * BLOCK]
 
 
-def test_a_disconnect_frees_the_engine(ours: EngineDeployment) -> None:
-    """The client leaves in the middle of a long answer; the engine stops at once."""
-    body = chat("Tell me more", model="tiny", max_tokens=1900, ignore_eos=True, stream=True)
-    connection = http.client.HTTPConnection("127.0.0.1", ours.port, timeout=30)
-    connection.request(
-        "POST", CHAT, json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    answer = connection.getresponse()
-    before = ours.engine_sample("vllm:generation_tokens_total")
-    assert answer.readline().startswith(b"data: ")
-    ours.until(lambda: running(ours) == 1, "the engine computes the answer")
-    answer.close()
-    connection.close()
-    ours.until(lambda: running(ours) == 0, "the engine has aborted the request")
-    # It did not end by itself.
-    assert ours.engine_sample("vllm:generation_tokens_total") - before < 1500
-
-
 def overlap(server: EngineDeployment, body: dict[str, object]) -> int:
     """The blocks that the router assumes on the best worker."""
     status, _, answer = server.request("POST", "/v1/route", body)
     assert status == 200, answer
     found = json.loads(answer)
     return max(int(one["overlap_blocks"]) for one in found["candidates"])
-
-
-def running(server: EngineDeployment) -> float:
-    """The requests in the engine of ``tiny``."""
-    return server.engine_sample("vllm:num_requests_running")

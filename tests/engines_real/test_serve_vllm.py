@@ -11,7 +11,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 from deployment import free_port
+from load_kit import under_load
 from servers_kit import ENGINE_ENV, ENGINE_START_S
 from serving import ROOT, Serving
 from weights_kit import CONTEXT
@@ -68,6 +70,26 @@ def test_a_worker_is_killed_and_comes_back(serving: Serving, tiny_model: Path) -
     serving.wait_for_pids("Worker", unlike=old)
     serving.until(lambda: answers(port), ENGINE_START_S)
     assert serving.stop(timeout_s=60) == 0
+    serving.assert_clean()
+
+
+def test_a_worker_is_restarted_under_load(serving: Serving, tiny_model: Path) -> None:
+    """Without GPUs the new engine starts beside the old one."""
+    serving.namespace, port = "vllm", free_port()
+    serving.start(GRAPH, *flags(tiny_model, port), wait="", **ENGINE_ENV)
+    serving.wait_for("ready: .* workers: 1", ENGINE_START_S)
+    (old,) = serving.pids("Worker")
+    tree = psutil.Process(old).children(recursive=True)
+    with under_load(port, clients=2) as load:
+        serving.until(lambda: load.answered > 5, 60)
+        assert serving.circusctl("restart", "vllm_Worker") == "ok"
+        serving.until(lambda: not psutil.pid_exists(old), ENGINE_START_S)
+        enough = load.answered + 5
+        serving.until(lambda: load.answered > enough, 60)
+    assert serving.pids("Worker") != [old]
+    assert not psutil.wait_procs(tree, timeout=5)[1]
+    assert serving.stop(timeout_s=60) == 0
+    assert "killing" not in serving.text()
     serving.assert_clean()
 
 

@@ -33,6 +33,13 @@ def ended(process: subprocess.Popen[bytes]) -> int:
     return process.wait(timeout=30)
 
 
+def engine_sockets() -> set[Path]:
+    """The sockets with random names that a running engine has bound."""
+    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+    paths = {Path(fields[7]) for line in lines if len(fields := line.split()) > 7}
+    return {path for path in paths if path.parent.suffix == ".engine"}
+
+
 def test_the_engine_is_killed_and_then_a_worker(made: EngineDeployment, tiny_model: Path) -> None:
     made.frontend("--router-mode", "kv")
     worker = made.worker(tiny_model, "tiny")
@@ -41,20 +48,26 @@ def test_the_engine_is_killed_and_then_a_worker(made: EngineDeployment, tiny_mod
         answer = pool.submit(made.request, "POST", COMPLETIONS, {**LONG, "stream": True})
         made.until(lambda: made.sample(FIRST_TOKENS) == 1, "a token")
         (core,) = made.engine_cores()
+        sockets = engine_sockets()
+        assert len(sockets) >= 2
         core.kill()
         _, _, body = answer.result(timeout=20)
     assert b'"error"' in body, "the stream ends with an error"
     assert ended(worker) == 1
     assert "the vLLM engine died: EngineCore exited with status -9" in made.tail()
     made.until(lambda: made.descendants() == own(made), "the engine's processes have ended")
+    assert not any(path.parent.exists() for path in sockets)
 
     made.processes.remove(worker)
     worker = made.worker(tiny_model, "tiny")
     made.wait_for_models("tiny")
     assert made.engine_cores()
+    sockets = engine_sockets()
     worker.kill()
     assert ended(worker) == -signal.SIGKILL
     made.until(lambda: made.descendants() == own(made), "the guard has killed the engine")
+    gone = "the frontend has removed the sockets of the dead worker"
+    made.until(lambda: not any(path.parent.exists() for path in sockets), gone, 30)
 
 
 def test_sigterm_while_the_engine_loads(made: EngineDeployment, tiny_model: Path) -> None:
@@ -75,6 +88,22 @@ def test_sigterm_lets_running_requests_finish(made: EngineDeployment, tiny_model
         worker.send_signal(signal.SIGTERM)
         assert answer.result(timeout=30)["usage"]["completion_tokens"] == 100
     assert ended(worker) == 0
+
+
+def test_the_drain_has_a_deadline(made: EngineDeployment, tiny_model: Path) -> None:
+    """At its timeout the worker ends the stream itself, and exits as after a complete drain."""
+    made.frontend("--router-mode", "kv")
+    worker = made.worker(tiny_model, "tiny", DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0.3")
+    made.wait_for_models("tiny")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(made.request, "POST", COMPLETIONS, {**LONG, "stream": True})
+        made.until(lambda: made.sample(FIRST_TOKENS) == 1, "a token")
+        worker.send_signal(signal.SIGTERM)
+        _, _, body = answer.result(timeout=20)
+    assert b'"error"' in body and b"[DONE]" in body
+    assert ended(worker) == 0
+    assert "1 requests were aborted at shutdown" in made.tail()
+    made.until(lambda: made.descendants() == own(made), "the engine's processes have ended")
 
 
 def test_a_wrong_flag_of_vllm_exits_with_status_2(made: EngineDeployment, tiny_model: Path) -> None:

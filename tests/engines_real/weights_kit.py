@@ -33,7 +33,7 @@ _FIRST_BYTE = 3  # the id of <0x00>, after the special tokens
 # With one expected end in about thirty tokens, a greedy answer ends by itself or by its limit.
 _EOS_SCALE = 1.6
 # Logits far apart: rounding must not decide which token is the best.
-_LOGIT_SCALE = 3.0
+LOGIT_SCALE = 3.0
 
 Shape = tuple[int, ...]
 
@@ -180,16 +180,17 @@ def _write_weights(directory: Path, seed: int, never: Iterable[int] = (), **conf
                 found[row] = array("f", [factor * each for each in found[row]])
         return found
 
-    write_safetensors(directory / "model.safetensors", _llama_shapes(vocabulary), tensor)
+    write_safetensors(directory / "model.safetensors", llama_shapes(vocabulary), tensor)
 
 
 def _scale(name: str, shape: Shape) -> float:
     if name == "model.embed_tokens.weight":
         return 1.0
-    return (_LOGIT_SCALE if name == "lm_head.weight" else 1.0) / math.sqrt(shape[-1])
+    return (LOGIT_SCALE if name == "lm_head.weight" else 1.0) / math.sqrt(shape[-1])
 
 
-def _llama_shapes(vocabulary: int) -> dict[str, Shape]:
+def llama_shapes(vocabulary: int) -> dict[str, Shape]:
+    """The tensors of the small Llama."""
     attention, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocabulary, HIDDEN)}
     for layer in range(LAYERS):

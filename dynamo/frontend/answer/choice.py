@@ -47,6 +47,8 @@ class ChoiceRules:
 class Choice:
     """``pending`` are the texts not yet written (none of them empty), ``tokens`` the number
     generated, ``finish_reason`` (OpenAI's) is None until the end, ``usage`` the engine's counts.
+    ``prompt_output`` is how many of the tokens are in the engine's prompt: an earlier one generated
+    them.
     ``stop_ids`` are the tokens that may end it.
     """
 
@@ -57,6 +59,7 @@ class Choice:
         "finish_reason",
         "logprobs",
         "pending",
+        "prompt_output",
         "stop_ids",
         "stop_reason",
         "tokens",
@@ -77,6 +80,7 @@ class Choice:
         self.logprobs = logprobs
         self.pending: list[str] = []
         self.tokens = 0
+        self.prompt_output = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.usage: CompletionUsage | None = None
@@ -135,6 +139,11 @@ class Choice:
     def count(self, tokens: int) -> None:
         """Count ``tokens`` whose texts are in ``pending``."""
         self.tokens += tokens
+
+    def continued(self) -> None:
+        """Another worker goes on, with the tokens so far in its prompt; its counts include them."""
+        self.prompt_output = self.tokens
+        self.usage = None
 
     def close(self) -> None:
         """Show the text held back when the engine's stream ends. Idempotent."""

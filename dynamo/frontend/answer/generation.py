@@ -21,6 +21,7 @@ import orjson
 from dynamo.errors import DynamoError
 from dynamo.frontend.answer.choice import Choice, ChoiceRules
 from dynamo.frontend.answer.echo import EchoedPrompt, echoed_prompts
+from dynamo.frontend.answer.image_tokens import collect_image_tokens
 from dynamo.frontend.answer.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsCollector
 from dynamo.frontend.answer.prompt_logprobs import PromptLogprobs, collect_prompt_logprobs
 from dynamo.frontend.answer.sse import (
@@ -175,21 +176,27 @@ class GenerationStream:
 
     def usage(self) -> Usage:
         """Tokens so far. A prompt's tokens are the engine's count where it gave one, else ours;
-        generated tokens are always counted here. Spec 5.8."""
+        generated tokens are always counted here, also those that a second engine got in its prompt.
+        Cached tokens are those of the client's prompt, at the last engine. Spec 5.8, 8.2."""
         if self.final_usage is not None:
             return self.final_usage
         prompt_tokens = completion_tokens = 0
         cached_tokens: int | None = None
         choices, n = self.choices, self._prepared.n
         for place, prompt in enumerate(self._prepared.prompts):
-            reported = choices[place * n].usage  # that of its first choice
+            first = choices[place * n]
+            reported, own = first.usage, len(prompt.token_ids)
             if reported is None:
-                prompt_tokens += len(prompt.token_ids)
+                prompt_tokens += own
                 continue
-            prompt_tokens += reported.prompt_tokens or len(prompt.token_ids)
+            found = max(reported.prompt_tokens - first.prompt_output, 0) or own
+            prompt_tokens += found
             details = reported.prompt_tokens_details
             if details is not None and details.cached_tokens is not None:
-                cached_tokens = (cached_tokens or 0) + details.cached_tokens
+                cached = details.cached_tokens
+                cached_tokens = (cached_tokens or 0) + (
+                    min(cached, found) if first.prompt_output else cached
+                )
         for choice in choices:
             completion_tokens += choice.tokens
         return Usage(prompt_tokens, completion_tokens, cached_tokens)
@@ -202,6 +209,7 @@ class GenerationStream:
         collectors = collect_prompt_logprobs(
             prepared, tokenizer, self._collectors(request, prepared, tokenizer)
         )
+        collectors = collect_image_tokens(prepared, collectors)
         # The choices differ in max_tokens at most, which the engine counts.
         conditions = prepared.requests[0].stop_conditions
         rules = ChoiceRules(request, conditions)

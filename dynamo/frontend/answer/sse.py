@@ -37,7 +37,7 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable",
 }
-_VERBATIM_503 = frozenset(("overloaded", "no_instances", "unavailable"))
+_VERBATIM_503 = frozenset(("overloaded", "no_instances", "unavailable", "migration_exhausted"))
 
 
 def stream_head(kind: str, response_id: str, created: int, model: str) -> bytes:

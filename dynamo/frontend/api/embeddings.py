@@ -10,6 +10,7 @@ from functools import partial
 from dynamo.errors import DynamoError
 from dynamo.frontend.answer.embeddings import EmbeddingsAnswer
 from dynamo.frontend.api.headers import request_id, routed
+from dynamo.frontend.api.rejection import reject_early, reject_large
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
@@ -46,17 +47,20 @@ class EmbeddingRoutes:
         routes.post("/v1/embeddings", self._serve)
 
     def _serve(self, exchange: Exchange) -> None:
+        registry, models = self._registry, self._models
+        limited = registry.draining or models.saturation.count
+        if limited and reject_early(registry, models, exchange, _ENDPOINT):
+            return
         size_bytes, model = len(exchange.body), "unknown"
         try:
-            self._registry.check()
             if size_bytes > INLINE_BODY_BYTES:
                 self._tasks.spawn(self._serve_large(exchange), name="large body")
                 return
             asked = self._parse(exchange.body)
             model = asked.model
-            entry = self._models.find(model, _MODEL_TYPE)
+            entry = models.find(model, _MODEL_TYPE)
         except DynamoError as error:
-            self._registry.refuse(exchange, _ENDPOINT, error, model)
+            registry.refuse(exchange, _ENDPOINT, error, model)
             return
         request = self._begin(exchange, entry)
         if size_bytes > entry.preprocessor.inline_limit_bytes:
@@ -69,15 +73,21 @@ class EmbeddingRoutes:
 
     async def _serve_large(self, exchange: Exchange) -> None:
         """As :meth:`_serve`, with all work on the body in a thread."""
-        registry, threads, model = self._registry, self._registry.off_loop, "unknown"
+        registry, models, model = self._registry, self._models, "unknown"
+        threads = registry.off_loop
         registry.enter()
         try:
             with threads.hold(len(exchange.body)):
-                asked = await threads.run(self._parse, exchange.body)
-                if exchange.gone:
+                if models.saturation.count and await reject_large(
+                    registry, models, exchange, _ENDPOINT
+                ):
                     return
+                asked = await threads.run(self._parse, exchange.body)
                 model = asked.model
-                entry = self._models.find(model, _MODEL_TYPE)
+                if exchange.gone:
+                    registry.abandoned(_ENDPOINT, model, False)
+                    return
+                entry = models.find(model, _MODEL_TYPE)
                 await self._send_off_loop(self._begin(exchange, entry), entry, asked)
         except DynamoError as error:
             registry.refuse(exchange, _ENDPOINT, error, model)

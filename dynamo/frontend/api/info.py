@@ -15,7 +15,9 @@ from dynamo.frontend.requests.registry import RequestRegistry
 from dynamo.http import Exchange
 from dynamo.http.routes import Routes
 from dynamo.observability.metrics import Registry
+from dynamo.protocols.control import EndpointRecord
 from dynamo.protocols.openai import ChatCompletionRequest, CompletionRequest
+from dynamo.runtime.availability import Outage
 
 __all__ = ["InfoRoutes"]
 
@@ -51,29 +53,22 @@ class InfoRoutes:
         exchange.respond(200, _LIVE)
 
     def _health(self, exchange: Exchange) -> None:
-        """Respond 200 when a worker can be reached, 503 without workers and while draining."""
-        instances = self._models.instances()
-        rows = [
-            {
-                "namespace": one.namespace,
-                "component": one.component,
-                "endpoint": one.endpoint,
-                "instance_id": one.instance_id,
-                "transport": one.transport,
-                "device_type": one.device_type,
-                "request_plane_codec": one.request_plane_codec,
-            }
-            for one in instances
-        ]
+        """Respond 200 when a worker can be reached, 503 without one and while draining."""
+        instances, outages = self._models.instances(), self._models.outages()
+        rows = [_instance_row(one, outages.get(one.instance_id)) for one in instances]
         body: dict[str, Any]
         if self._requests.draining:
             body = {"status": "draining", "message": "Service is shutting down"}
         elif not instances:
             body = {"status": "unhealthy", "message": "No endpoints available"}
+        elif all(one.instance_id in outages for one in instances):
+            body = {"status": "unhealthy", "message": "No instance answers"}
         else:
             paths = {f"dyn://{one.namespace}.{one.component}.{one.endpoint}" for one in instances}
             body = {"status": "healthy", "endpoints": sorted(paths)}
         body["instances"] = rows
+        # For `dynamo serve`, which has no API key and so may not read /v1/models.
+        body["models"] = [name for name, *_ in self._models.listed()]
         exchange.respond(200 if body["status"] == "healthy" else 503, orjson.dumps(body))
 
     def _metrics(self, exchange: Exchange) -> None:
@@ -100,6 +95,21 @@ class InfoRoutes:
                 exchange.respond(200, orjson.dumps(_row(*one)))
                 return
         exchange.refuse(404, f"Model not found: {name}")
+
+
+def _instance_row(record: EndpointRecord, outage: Outage | None) -> dict[str, Any]:
+    row = {
+        "namespace": record.namespace,
+        "component": record.component,
+        "endpoint": record.endpoint,
+        "instance_id": record.instance_id,
+        "transport": record.transport,
+        "device_type": record.device_type,
+        "request_plane_codec": record.request_plane_codec,
+    }
+    if outage is not None:
+        row["unavailable"] = {"reason": outage.reason, "message": outage.text}
+    return row
 
 
 def _row(name: str, created: int, context_length: int | None) -> dict[str, Any]:

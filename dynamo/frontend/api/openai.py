@@ -13,14 +13,16 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from dynamo.errors import DynamoError
+from dynamo.errors import DynamoError, NoInstances
 from dynamo.frontend.answer.generation import ChatStream, CompletionStream, GenerationStream
 from dynamo.frontend.answer.parsed import ParsedChatStream
 from dynamo.frontend.api.headers import ROUTING_HEADERS, request_id, routed
 from dynamo.frontend.api.nvext import location, location_phase, worker_id_field
+from dynamo.frontend.api.rejection import reject_early, reject_large
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
 from dynamo.frontend.prompt.bounds import INLINE_BODY_BYTES
+from dynamo.frontend.prompt.image_fetch import ImageFetcher
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.preprocessor import Prepared, Preprocessor
 from dynamo.frontend.prompt.validation import parse_chat, parse_completion
@@ -81,6 +83,8 @@ class OpenAIRoutes:
         self._models = models
         self._tasks = tasks
         self._lenient = registry.settings.ignore_unsupported_fields
+        domains = registry.settings.allowed_media_domains
+        self._images = ImageFetcher(domains) if domains else None
         self._ignores_nvext = registry.settings.disable_nvext
 
     def install(self, routes: Routes) -> None:
@@ -89,18 +93,22 @@ class OpenAIRoutes:
         routes.post("/v1/completions", partial(self._serve, _COMPLETION))
 
     def _serve(self, api: _Api, exchange: Exchange) -> None:
-        registry, size_bytes = self._registry, len(exchange.body)
+        registry, models, size_bytes = self._registry, self._models, len(exchange.body)
+        limited = registry.refuses or models.saturation.count
+        if limited and reject_early(registry, models, exchange, api.endpoint):
+            return
+        if size_bytes > INLINE_BODY_BYTES:
+            self._tasks.spawn(self._serve_large(api, exchange), name="large body")
+            return
         model = "unknown"
         try:
-            if registry.draining:
-                registry.check()
-            if size_bytes > INLINE_BODY_BYTES:
-                self._tasks.spawn(self._serve_large(api, exchange), name="large body")
-                return
             parsed = api.parse(exchange.body, ignore_unsupported=self._lenient)
             model = parsed.model
-            entry = self._models.find(model, api.model_type)
+            entry = models.find(model, api.model_type)
         except DynamoError as error:
+            if isinstance(error, NoInstances) and models.is_loading(model):
+                self._tasks.spawn(self._serve_large(api, exchange), name="wait for the model")
+                return
             self._refuse(exchange, api, error, model)
             return
         if self._ignores_nvext:
@@ -109,7 +117,10 @@ class OpenAIRoutes:
         info = RequestInfo(api.endpoint, *request_id(exchange.headers))
         request = ActiveRequest(registry, exchange, info, entry.metrics, bool(parsed.stream))
         preprocessor = entry.preprocessor
-        if size_bytes > preprocessor.inline_limit_bytes:
+        images = self._images
+        if size_bytes > preprocessor.inline_limit_bytes or (
+            images is not None and api is _CHAT and images.wanted(parsed.messages)
+        ):
             later = self._prepare_off_loop(request, entry, api, parsed)
             self._tasks.spawn(later, name="long prompt")
             return
@@ -119,20 +130,25 @@ class OpenAIRoutes:
             request.crashed(error)
 
     async def _serve_large(self, api: _Api, exchange: Exchange) -> None:
-        """As :meth:`_serve`, with all work on the body in a thread."""
-        registry = self._registry
+        """As :meth:`_serve`, with all work on the body in a thread; wait for a loading model."""
+        registry, models = self._registry, self._models
         threads = registry.off_loop
         model = "unknown"
         registry.enter()
         try:
             with threads.hold(len(exchange.body)):
+                if models.saturation.count and await reject_large(
+                    registry, models, exchange, api.endpoint
+                ):
+                    return
                 body, exchange.body = exchange.body, b""
                 parsed = await threads.run(api.parse, body, ignore_unsupported=self._lenient)
                 del body
-                if exchange.gone:
-                    return
                 model = parsed.model
-                entry = self._models.find(model, api.model_type)
+                entry = await models.find_loaded(model, api.model_type)
+                if exchange.gone:
+                    registry.abandoned(api.endpoint, model, bool(parsed.stream))
+                    return
                 if self._ignores_nvext:
                     parsed.nvext = None
                 info = RequestInfo(api.endpoint, *request_id(exchange.headers))
@@ -150,10 +166,14 @@ class OpenAIRoutes:
             registry.leave()
 
     async def _prepare_off_loop(
-        self, request: ActiveRequest, entry: ModelEntry, api: _Api, parsed: GenerationRequest
+        self, request: ActiveRequest, entry: ModelEntry, api: _Api, parsed: Any
     ) -> None:
         try:
             threads = self._registry.off_loop
+            if self._images is not None and entry.preprocessor.images is not None and api is _CHAT:
+                await self._images.fetch(parsed.messages)
+                if request.closed:
+                    return
             prepared = await api.prepare_off_loop(entry.preprocessor, parsed, threads)
             if not request.closed:
                 self._dispatch(request, entry, api, parsed, prepared)

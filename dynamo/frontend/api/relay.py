@@ -121,6 +121,8 @@ class RelayRoutes:
             with threads.hold(len(exchange.body)):
                 asked = await threads.run(_peek, exchange.body, otherwise)
                 if exchange.gone:
+                    if asked is not None:
+                        registry.abandoned(_label(exchange.path), asked.model, asked.streams)
                     return
                 entry = self._entry(asked, exchange.path, otherwise)
                 if entry is not None and asked is not None:
@@ -144,7 +146,7 @@ class RelayRoutes:
         """The relayed model of the request; None if ``otherwise`` serves it, or refuses it.
 
         Raises ModelNotFound, also for a path that the model does not have, Unavailable while
-        draining, and NoInstances.
+        draining, NoInstances, and Overloaded while the model can take no request.
         """
         if asked is None:
             return None
@@ -161,6 +163,8 @@ class RelayRoutes:
         self._registry.check()
         if not entry.served:
             raise NoInstances
+        if self._models.saturation.count:
+            entry.dispatch.check()
         return entry
 
     def _begin(self, exchange: Exchange, entry: ModelEntry, asked: RelayedBody) -> _Relay:
@@ -225,7 +229,9 @@ class RelayRoutes:
         path = exchange.path
         known = any(path in entry.paths for entry in self._models.entries())
         model = "unknown" if asked is None else asked.model
-        self._registry.refuse(exchange, _label(path) if known else "unknown", error, model)
+        kind = "stream" if asked is not None and asked.streams else "unary"
+        label = _label(path) if known else "unknown"
+        self._registry.refuse(exchange, label, error, model, kind)
 
 
 def _peek(body: bytes, otherwise: Route | None) -> RelayedBody | None:

@@ -18,6 +18,7 @@ from dynamo.router.discovery.kv_router import make_router
 from dynamo.router.discovery.router import ConnectedRouter, RoutedWorkers
 from dynamo.router.eligibility.busy import Thresholds
 from dynamo.runtime import Client, DistributedRuntime
+from dynamo.runtime.availability import Outage
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["PrefillPool", "prefill_settings"]
@@ -70,6 +71,10 @@ class PrefillPool:
     def instances(self) -> list[EndpointRecord]:
         """The live instances of prefill workers."""
         return [] if self._active is None else self._active.instances()
+
+    def outages(self) -> dict[int, Outage]:
+        """Why each avoided prefill worker is avoided."""
+        return {} if self._active is None else self._active.outages()
 
     def disagreement(self, card: ModelCard) -> str:
         """Why ``card`` conflicts with the others: ``endpoint`` or ""."""
@@ -155,6 +160,10 @@ class _Active:
         """The live instances of the endpoint."""
         return [] if self._client is None else self._client.records()
 
+    def outages(self) -> dict[int, Outage]:
+        """Why each avoided instance is avoided."""
+        return {} if self._client is None else self._client.outages()
+
     def admit(self, card: ModelCard) -> None:
         """Admit the worker of ``card``."""
         known = card.instance_id in self._cards
@@ -175,6 +184,7 @@ class _Active:
         """Connect. Raises DynamoError."""
         runtime, endpoint, router = self._runtime, self.endpoint, self._router
         client = self._client = await runtime.endpoint(".".join(endpoint)).client()
+        client.has_fallback = True  # decode workers compute prompts, too
         workers = self._workers = AdmittedWorkers(client)
         for worker_id in self._cards:
             workers.admit(worker_id)
@@ -216,6 +226,8 @@ class _Active:
         if self._live is not None and worker_id in self._live.picker.worker_pool.members:
             config = card.runtime_config if card is not None else RuntimeConfig()
             self._router.add_worker(worker_id, config)
+            if self._client is not None and self._client.is_inhibited(worker_id):
+                self._router.suspend(worker_id, True)
 
 
 def prefill_settings(settings: RouterSettings) -> RouterSettings:

@@ -19,6 +19,7 @@ from dynamo.errors import (
     HttpFailure,
     InvalidArgument,
     Overloaded,
+    WorkerAtCapacity,
     WorkerUnavailable,
 )
 from dynamo.frontend.disagg.fallback import Fallback
@@ -216,7 +217,7 @@ class PrefillRouter:
         prefill.release()
         prefill.engine_request.request.engine_stopped()
         prefill.output = None
-        if isinstance(error, WorkerUnavailable):
+        if isinstance(error, WorkerUnavailable) or self._fits_another(prefill, error):
             self._retry(prefill, error)
         elif isinstance(error, InvalidArgument) or _is_client_error(error):
             self._sender.refuse(prefill, error, by_worker=True)
@@ -227,9 +228,20 @@ class PrefillRouter:
 
     # -- private steps
 
+    def _fits_another(self, prefill: PrefillRequest, error: DynamoError) -> bool:
+        """Whether a worker rejected the prompt at its capacity and another may have room for it."""
+        if not isinstance(error, WorkerAtCapacity) or prefill.decision is None:
+            return False
+        another = self.workers.avoid_while_full(prefill.decision.worker_id)
+        return another and prefill.pin is None
+
     def _retry(self, prefill: PrefillRequest, error: DynamoError) -> None:
         prefill.attempts += 1
-        if prefill.attempts > self._settings.prefill_retries:
+        request = prefill.engine_request
+        counts = request.migration_limit and not error.unsent  # the worker may have received it
+        if prefill.attempts > self._settings.prefill_retries or (
+            counts and not request.count_migration()
+        ):
             self._sender.decode_only(prefill, "retries", error)
         elif not self.active or prefill.pin not in (None, *self.queue.all_workers):
             self._sender.decode_only(prefill, "no_worker", error)

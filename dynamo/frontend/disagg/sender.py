@@ -10,6 +10,7 @@ from dynamo.errors import DynamoError, InvalidArgument, NoInstances, Overloaded,
 from dynamo.frontend.disagg.fallback import Fallback
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.prefill_request import PrefillRequest, prefill_routing, to_prefill
+from dynamo.frontend.requests.dispatch import avoid_while_full
 from dynamo.protocols.codec import Tokens, encode
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
@@ -36,6 +37,14 @@ class PrefillWorkers:
     def busy(self) -> Collection[int]:
         """The workers over the thresholds of ``--admission-control``; the set is live."""
         return frozenset() if self.picker is None else self.picker.worker_pool.busy
+
+    def avoid_while_full(self, worker_id: int) -> bool:
+        """Skip a worker that has rejected a prompt at its capacity; return whether any other is
+        idle enough to take it."""
+        if self.picker is None:
+            return False
+        avoid_while_full(self.picker, worker_id)
+        return not self.picker.worker_pool.all_busy
 
     def __contains__(self, worker_id: int) -> bool:
         return self.picker is not None and worker_id in self.picker.worker_pool.members

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 
+from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.frontend.disagg.metrics import PrefillMetrics
 from dynamo.frontend.disagg.pool import PrefillPool
@@ -20,6 +21,7 @@ from dynamo.frontend.models.workers import AdmittedWorkers
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.frontend.requests.migration import MigrationMetrics, Migrations
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
 from dynamo.router.discovery.kv_router import make_router
@@ -47,7 +49,9 @@ class ModelEntry:
     picker: Picker
     dispatch: Dispatch
 
-    def __init__(self, card: ModelCard, metrics: FrontendMetrics) -> None:
+    def __init__(
+        self, card: ModelCard, metrics: FrontendMetrics, settings: FrontendSettings
+    ) -> None:
         self.card = card
         self.name = card.display_name
         self.created_s = int(time.time())
@@ -59,6 +63,12 @@ class ModelEntry:
         self.has_preprocessor = False
         self.metrics = metrics.model(self.name)
         self.prefill = PrefillPool(self.name, metrics)
+        # A worker's own limit is that of old versions of Dynamo, whose frontends had none.
+        self._migrations = Migrations(
+            settings.migration_limit or card.migration_limit,
+            settings.migration_max_seq_len,
+            MigrationMetrics(metrics, self.name),
+        )
         self.ready = False
         self.served = False
         self.loading = False
@@ -131,7 +141,7 @@ class ModelEntry:
             self._router = await self._start_router(runtime, settings, self._admitted)
             self._admitted.on_change(self._workers_changed)  # after the picker's own
             self.picker = self._router.picker
-            self.dispatch = Dispatch(self.picker, self.client, self._router.queue)
+            self.dispatch = Dispatch(self.picker, self.client, self._router.queue, self._migrations)
             self.client.on_inhibited(self._router.picker.worker_pool.avoid)
             self._open_prefill(runtime, settings)
             self.ready = not self._closed
@@ -182,7 +192,7 @@ class ModelEntry:
             self.paths = paths_of(self.workers.values())
         self.served = self.ready and bool(self.workers)
         if self.ready:
-            self._all_metrics.show_card(self.card, self.served)
+            self._all_metrics.show_card(self.card, self.served, self._migrations.limit)
 
     def _open_prefill(self, runtime: DistributedRuntime, settings: RouterSettings) -> None:
         metrics = PrefillMetrics(self._all_metrics, self.name)

@@ -8,6 +8,7 @@ stays loaded, so that it is ready as soon as a worker returns, and requests in b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 
@@ -19,12 +20,15 @@ from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
 from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import MODEL_CARDS, EndpointRecord
+from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.availability import Outage
 from dynamo.runtime.discovery import KeyEvent, Watch
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["Models"]
 
+_LOAD_S = 30.0
 log = logging.getLogger(__name__)
 
 
@@ -32,7 +36,7 @@ class Models:
     """Watches the cards. :meth:`find` is on the path of every request: one dict look-up.
 
     ``on_loaded`` is called after each model that was loaded. ``relays``: some model takes whole
-    bodies.
+    bodies. ``saturation.count`` is not zero while some model may reject every request.
     """
 
     def __init__(
@@ -44,8 +48,10 @@ class Models:
         tasks: Tasks,
     ) -> None:
         self.kv_mode = router.mode == "kv"
+        self.saturation = Saturation()
         self.relays = False
         self._runtime = runtime
+        self._settings = settings
         self._prefix = settings.namespace_prefix or ""
         self._router = router
         self._metrics = metrics
@@ -79,14 +85,34 @@ class Models:
     def find(self, name: str, model_type: str) -> ModelEntry:
         """The model for a request of ``model_type`` (Chat, Completions).
 
-        Raises ModelNotFound, or NoInstances if the model is known but has no worker now.
+        Raises ModelNotFound, or NoInstances if the model is known but has no worker now. Before the
+        first model is known any may come: clients repeat a request after 503, not after 404.
         """
         entry = self._names.get(name)
         if entry is None or model_type not in entry.types:
+            if not self._names:
+                raise NoInstances
             raise ModelNotFound(f"Model not found: {shorten(name)}")
         if not entry.served:
             raise NoInstances
         return entry
+
+    async def find_loaded(self, name: str, model_type: str) -> ModelEntry:
+        """As :meth:`find`, but wait for a model that is loading, at most 30 s."""
+        try:
+            return self.find(name, model_type)
+        except NoInstances:
+            if not self.is_loading(name):
+                raise
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOAD_S):
+                await self.loaded()
+        return self.find(name, model_type)
+
+    def is_loading(self, name: str) -> bool:
+        """Whether the model has workers and will be served in a moment."""
+        entry = self._names.get(name)
+        return entry is not None and entry.loading and bool(entry.workers)
 
     def named(self, name: str) -> ModelEntry | None:
         """The model called ``name``, served now or not."""
@@ -108,6 +134,14 @@ class Models:
         """Tokens of prompt and answer together, of every model that is loaded."""
         return [entry.context_length for entry in self._entries.values() if entry.ready]
 
+    def takes_images(self) -> bool:
+        """Whether a loaded model reads images in chat messages."""
+        return any(
+            entry.has_preprocessor and entry.preprocessor.images is not None
+            for entry in self._entries.values()
+            if entry.ready
+        )
+
     def instances(self) -> list[EndpointRecord]:
         """Every live instance of every model, once: models may share an endpoint."""
         found = {
@@ -117,6 +151,14 @@ class Models:
             for one in (*entry.client.records(), *entry.prefill.instances())
         }
         return list(found.values())
+
+    def outages(self) -> dict[int, Outage]:
+        """Why each instance that is out of routing is out, by instance id."""
+        found: dict[int, Outage] = {}
+        for entry in self._entries.values():
+            if entry.ready:
+                found |= entry.client.outages() | entry.prefill.outages()
+        return found
 
     def count(self) -> None:
         """Update the counters that the tokenizers keep, before a scrape."""
@@ -173,7 +215,7 @@ class Models:
             self._drop(entry)
             entry = None
         if entry is None:
-            entry = self._entries[name] = ModelEntry(card, self._metrics)
+            entry = self._entries[name] = ModelEntry(card, self._metrics, self._settings)
             self.relays = any(one.relayed for one in self._entries.values())
             for alias in (name, *card.model_aliases):
                 self._names.setdefault(alias, entry)
@@ -219,6 +261,7 @@ class Models:
     async def _load(self, entry: ModelEntry) -> None:
         try:
             await entry.load(self._runtime, self._router)
+            entry.dispatch.report_to(self.saturation)
             self.on_loaded()
         except DynamoError as error:
             self._reject(entry.name, "load", error.message)

@@ -14,6 +14,8 @@ __all__ = [
     "MAX_BODY_BYTES",
     "MAX_CHOICES",
     "MAX_ENGINE_BYTES",
+    "MAX_IMAGES",
+    "MAX_IMAGES_BYTES",
     "MAX_JSON_DEPTH",
     "MAX_JSON_WEIGHT",
     "MAX_MESSAGES",
@@ -37,17 +39,25 @@ MAX_CHOICES = 1_024
 MAX_ENGINE_BYTES = 80 << 20
 """Sent to engines for all choices together: 128 choices of a prompt of 128 Ki tokens fit."""
 
+MAX_IMAGES = 64
+"""In a request; a model may take fewer."""
+
+MAX_IMAGES_BYTES = 24 << 20
+"""Of all images of a request as data: URLs. A message to a worker has at most 32 MiB by default."""
+
 MAX_BODY_BYTES = 45 << 20
 _BODY_BASE_BYTES = 4 << 20
 _BODY_BYTES_PER_TOKEN = 32
 
 
-def body_limit_bytes(context_lengths: list[int | None]) -> int:
+def body_limit_bytes(context_lengths: list[int | None], images: bool = False) -> int:
     """The default limit on a body, for models of these context lengths in tokens.
 
     4 MiB and 32 bytes for each token of the longest context, at most 45 MiB; 45 MiB without models
-    or where one does not state its length.
+    or where one does not state its length, and with ``images``.
     """
+    if images:
+        return MAX_BODY_BYTES
     known = [each for each in context_lengths if each is not None]
     if not known or len(known) < len(context_lengths):
         return MAX_BODY_BYTES

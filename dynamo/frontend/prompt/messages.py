@@ -15,9 +15,13 @@ import msgspec
 from dynamo.errors import InvalidArgument, shorten
 from dynamo.frontend.prompt.validation import check_json
 
-__all__ = ["CallForm", "ContentForm", "message_text", "template_messages"]
+__all__ = ["IMAGE", "CallForm", "ContentForm", "message_text", "template_messages"]
 
 Message = Mapping[str, Any]
+
+IMAGE: Message = {"type": "image"}
+"""The part that :mod:`dynamo.frontend.prompt.images` puts in place of an image, this very object.
+"""
 
 
 class ContentForm(enum.Enum):
@@ -44,7 +48,10 @@ _PLAIN_CALLS = CallForm()
 def template_messages(
     messages: Sequence[Message], form: ContentForm, calls: CallForm = _PLAIN_CALLS
 ) -> list[Message]:
-    """Convert ``messages`` to ``form``. Raises InvalidArgument for parts without text."""
+    """Convert ``messages`` to ``form``. Raises InvalidArgument for parts that are not text.
+
+    :data:`IMAGE` passes, and no other part of that type.
+    """
     return [
         message
         if type(message.get("content")) is str
@@ -85,6 +92,8 @@ def _convert(position: int, message: Message, form: ContentForm, call_form: Call
 
 
 def _part_text(position: int, number: int, part: Mapping[str, Any]) -> str:
+    if part is IMAGE:
+        return ""
     for key in ("text", "refusal"):
         if part.get("type") == key and isinstance(part.get(key), str):
             return str(part[key])

@@ -6,7 +6,7 @@ Spec 5.6, 7.4. ``n`` choices and lists of prompts become one engine request each
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from dynamo.frontend.prompt.engine_options import (
     known_annotations,
     routing,
 )
+from dynamo.frontend.prompt.images import ImageReader, PromptImages
 from dynamo.frontend.prompt.messages import message_text
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.prompt.template import load_template, template_variables
@@ -53,7 +54,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
     ``prompt_tokens`` counts each prompt once. ``rendered_s`` is the time in the chat template, None
     without one; ``tokenized_s`` those of the prompts that were text. ``answer`` is how to read the
-    answer, None if it is content alone.
+    answer, None if it is content alone. ``images`` are those of a chat that has some.
     """
 
     requests: list[PreprocessedRequest]
@@ -63,6 +64,7 @@ class Prepared(msgspec.Struct, frozen=True):
     rendered_s: float | None = None
     tokenized_s: Sequence[float] = ()
     answer: AnswerFormat | None = None
+    images: PromptImages | None = None
 
 
 class PromptMetrics(Protocol):
@@ -102,6 +104,8 @@ class Preprocessor:
         self.context_length = (
             card.context_length or card.runtime_config.context_length or directory.context_length
         )
+
+        self.images = ImageReader.of(card, directory, self.template)
 
     def chat(self, request: ChatCompletionRequest) -> Prepared:
         """Prepare a chat request. Raises InvalidArgument. O(characters)."""
@@ -154,12 +158,14 @@ class Preprocessor:
     def _chat(self, request: ChatCompletionRequest) -> Prepared:
         max_tokens = request.max_completion_tokens or request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        images = None if self.images is None else self.images.read(request.messages)
         if request.nvext is not None and request.nvext.token_data:
             answer = answer_format(self.formats, request, None)
-            prepared = self._given(request, request.nvext.token_data, max_tokens, logprobs)
+            given = request.nvext.token_data
+            prepared = self._given(request, given, max_tokens, logprobs, images)
             return msgspec.structs.replace(prepared, answer=answer)
         begun = time.perf_counter()
-        text = self._render(request)
+        text = self._render(request, None if images is None else images.messages)
         rendered = time.perf_counter()
         if self.context_length is not None and 4 * len(text) > self.context_length:
             self._check_size(text)
@@ -169,9 +175,11 @@ class Preprocessor:
         if self.formats is not None or request.tool_choice is not None:
             answer = answer_format(self.formats, request, text)
         prompts = [TokenizedPrompt(ids, text)]
-        requests = self._engine_requests(request, prompts, max_tokens, logprobs)
+        requests = self._engine_requests(request, prompts, max_tokens, logprobs, images)
         n = request.n or 1
-        return Prepared(requests, prompts, n, len(ids), rendered - begun, (tokenized_s,), answer)
+        return Prepared(
+            requests, prompts, n, len(ids), rendered - begun, (tokenized_s,), answer, images
+        )
 
     def _completion(self, request: CompletionRequest) -> Prepared:
         max_tokens, logprobs = request.max_tokens, request.logprobs
@@ -200,11 +208,13 @@ class Preprocessor:
         token_data: list[int],
         max_tokens: int | None,
         logprobs: int | None,
+        images: PromptImages | None = None,
     ) -> Prepared:
         """Prepare ``nvext.token_data``, which replaces messages and prompts."""
         prompt = self._from_ids(token_data)
-        requests = self._engine_requests(request, [prompt], max_tokens, logprobs)
-        return Prepared(requests, [prompt], request.n or 1, len(prompt.token_ids))
+        requests = self._engine_requests(request, [prompt], max_tokens, logprobs, images)
+        n, count = request.n or 1, len(prompt.token_ids)
+        return Prepared(requests, [prompt], n, count, images=images)
 
     def _check_size(self, prompt: str | list[int]) -> None:
         """Refuse a prompt that cannot fit into the context, before it is tokenized."""
@@ -215,7 +225,10 @@ class Preprocessor:
         if least > context:
             raise _too_long(context, f"your prompt has at least {least} tokens")
 
-    def _render(self, request: ChatCompletionRequest) -> str:
+    def _render(
+        self, request: ChatCompletionRequest, messages: list[Mapping[str, Any]] | None = None
+    ) -> str:
+        """Return the prompt of ``messages``, by default those of ``request``."""
         nvext = request.nvext
         if nvext is not None and nvext.use_raw_prompt:
             return "".join(message_text(*each) for each in enumerate(request.messages))
@@ -225,7 +238,7 @@ class Preprocessor:
                 "worker a template"
             )
         return self.template.render(
-            request.messages,
+            request.messages if messages is None else messages,
             None if request.tool_choice == "none" else request.tools,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=request.continue_final_message is True,
@@ -246,8 +259,12 @@ class Preprocessor:
         prompts: list[TokenizedPrompt],
         max_tokens: int | None,
         logprobs: int | None,
+        images: PromptImages | None = None,
     ) -> list[PreprocessedRequest]:
-        """One for each choice of each prompt; they share what does not differ."""
+        """One for each choice of each prompt; they share what does not differ.
+
+        A chat, which has one prompt, may have ``images``.
+        """
         limits = [self._limit(len(prompt.token_ids), max_tokens) for prompt in prompts]
         nvext = request.nvext
         sampling = _sampling_options(request)
@@ -262,6 +279,10 @@ class Preprocessor:
         place = None
         if nvext is not None or request.cache_salt is not None or self.card.lora_name is not None:
             place = routing(request, self.card.lora_name)
+        if images is not None and self.images is not None:
+            place = self.images.routing(place, images, prompts[0].token_ids)
+            if max_tokens is None:
+                limits = [None]  # the engine counts the tokens of the images
         eos_ids = self.tokenizer.eos_ids
         requests = [
             PreprocessedRequest(
@@ -276,6 +297,8 @@ class Preprocessor:
                 routing=place,
                 router_config_override=nvext.router_config_override if nvext is not None else None,
                 backend_instance_id=nvext.backend_instance_id if nvext is not None else None,
+                extra_args=None if images is None else images.extra_args,
+                multi_modal_data=None if images is None else images.data,
             )
             for prompt, limit in zip(prompts, limits, strict=True)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import jinja2
 
 from dynamo.errors import ConfigError, InvalidArgument, shorten
-from dynamo.frontend.prompt.messages import CallForm, ContentForm, template_messages
+from dynamo.frontend.prompt.messages import IMAGE, CallForm, ContentForm, template_messages
 from dynamo.frontend.prompt.template_environment import RenderContext, TemplateEnvironment
 from dynamo.llm.model_directory import ModelDirectory
 from dynamo.protocols.openai import ChatCompletionRequest
@@ -61,6 +62,21 @@ class ChatTemplate:
         form = next(filter(self._prints_call, _CALL_FORMS), _CALL_FORMS[0])
         thinking = form._replace(thinking=True)
         self._call_form = thinking if self._prints_call(thinking) else form
+
+    @functools.cached_property
+    def prints_images(self) -> bool:
+        """Whether this template writes something for an image."""
+        if self._content is ContentForm.TEXT:
+            return False
+        text = {"type": "text", "text": _PROBE}
+        try:
+            without, given = (
+                self._render([{"role": "user", "content": parts}], None, True)
+                for parts in ([text], [IMAGE, text])
+            )
+        except InvalidArgument:
+            return False
+        return _PROBE in given and given != without
 
     def render(
         self,

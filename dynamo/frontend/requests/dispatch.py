@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -10,22 +11,49 @@ from typing import Protocol
 
 import msgspec
 
-from dynamo.errors import DynamoError, InstanceGone, InvalidArgument, NoInstances
+from dynamo.errors import (
+    DynamoError,
+    InstanceGone,
+    InvalidArgument,
+    NoInstances,
+    Overloaded,
+    WorkerAtCapacity,
+)
 from dynamo.frontend.requests.engine_request import EngineRequest
+from dynamo.frontend.requests.migration import Migrations
 from dynamo.protocols.codec import Tokens
 from dynamo.protocols.engine import Routing
 from dynamo.router.picker import Decision, Picker
 from dynamo.router.queue.request_queue import QueuedRequest, RequestQueue
+from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import Client
 from dynamo.runtime.requests.stream import REQUEST_ID
 
-__all__ = ["Dispatch", "PrefillStep"]
+__all__ = ["Dispatch", "PrefillStep", "avoid_while_full"]
+
+_FULL_S = 1.0
+"""A worker at capacity gets no requests for this long, or until its next load report, or until one
+of this frontend's requests there ends."""
 
 log = logging.getLogger(__name__)
+_RESEND_S = 0.0002
+_RESEND_TOKEN_S = 1e-8
+"""The time to route and send a request, and each of its tokens: a worker may fail with many."""
+_FULL_RETRY_S = 0.1
+_FULL_LIMIT_S = 30.0
+"""A request that a worker had accepted waits so long for room on another one."""
 
 
 class PrefillStep(Protocol):
-    """The prefill workers of a model; see :class:`PrefillRouter`."""
+    """The prefill workers of a model; see :class:`PrefillRouter`.
+
+    ``active``: some prefill worker can compute a prompt now.
+    """
+
+    @property
+    def active(self) -> bool:
+        """See the class."""
+        ...
 
     def take(self, engine_request: EngineRequest) -> bool:
         """Have a prefill worker compute the prompt, then call :meth:`Dispatch.decode_later`.
@@ -43,15 +71,43 @@ class Dispatch:
     """Send engine requests to the workers behind ``client`` that ``picker`` chooses.
 
     With a ``queue``, requests may wait for a worker. With a ``prefill`` step, other workers may
-    compute their prompts first.
+    compute their prompts first. ``migrations`` says how often a request may go on elsewhere.
     """
 
-    def __init__(self, picker: Picker, client: Client, queue: RequestQueue | None = None) -> None:
+    def __init__(
+        self,
+        picker: Picker,
+        client: Client,
+        queue: RequestQueue | None = None,
+        migrations: Migrations | None = None,
+    ) -> None:
         self.picker = picker
         self.client = client
         self.queue = queue
         self.prefill: PrefillStep | None = None
+        self.migrations = migrations or Migrations()
+        self._resend_at_s = 0.0
         self.tracks_output = picker.tracks_output
+
+    def check(self) -> None:
+        """Raise Overloaded if every request would be rejected now, whatever its prompt and its
+        constraints. O(1), so it precedes the work on the prompt.
+
+        With prefill workers the answer is not known yet: decode workers may be free by the time the
+        prompt is computed.
+        """
+        if self.prefill is not None and self.prefill.active:
+            return
+        if self.queue is not None:
+            self.queue.check()
+        elif self.picker.worker_pool.all_busy:
+            raise Overloaded("all eligible workers are overloaded")
+
+    def report_to(self, saturation: Saturation) -> None:
+        """Count there whether :meth:`check` may raise."""
+        self.picker.worker_pool.report_to(saturation)
+        if self.queue is not None:
+            self.queue.report_to(saturation)
 
     def send(self, engine_request: EngineRequest) -> None:
         """Send it, through a prefill worker first where that applies.
@@ -90,7 +146,7 @@ class Dispatch:
             routing=routing,
             override=preprocessed.router_config_override,
             on_decision=partial(self._dequeued, queue, engine_request),
-            on_error=partial(_fail, engine_request),
+            on_error=partial(self._fail, engine_request),
         )
         if isinstance(found, QueuedRequest):
             engine_request.pending = found
@@ -107,19 +163,94 @@ class Dispatch:
             _run(engine_request, partial(self.decode, engine_request))
 
     def reroute(self, engine_request: EngineRequest, error: DynamoError) -> None:
-        """Choose again among the untried workers: the chosen one has not seen the request."""
-        decision, engine_request.decision = engine_request.decision, None
-        assert decision is not None, "only a request with a worker is rerouted"
-        self.picker.free(engine_request.id)
-        log.info("%s: worker %x: %s; trying another", engine_request.id, decision.worker_id, error)
-        engine_request.tried |= {decision.worker_id}
-        engine_request.last_error = error
+        """Choose again among the untried workers: the chosen one has not seen the request.
+
+        Each worker gets the request at most once, so a full fleet is asked once and no more.
+        """
+        worker_id = engine_request.leave_worker(error).worker_id
+        level = logging.INFO
+        if isinstance(error, WorkerAtCapacity):
+            level = logging.DEBUG  # expected under overload, and counted by the worker
+            avoid_while_full(self.picker, worker_id)
+        log.log(level, "%s: worker %x: %s; trying another", engine_request.id, worker_id, error)
+        engine_request.tried |= {worker_id}
+        self._again(engine_request, self.decode)
+
+    def migrate(self, engine_request: EngineRequest, error: DynamoError) -> None:
+        """Continue the request on another worker, with the tokens so far behind its prompt.
+
+        One after another, so that the loop serves others in between: a worker may have failed with
+        a thousand requests. The prompt goes through a prefill worker again: the blocks that one
+        computed may be gone.
+        """
+        worker_id, tokens = engine_request.leave_worker(error).worker_id, engine_request.tokens
+        log.info(
+            "%s: worker %x: %s; continuing on another after %d tokens, migration %d",
+            engine_request.id,
+            worker_id,
+            error,
+            tokens,
+            engine_request.migrations,
+        )
+        engine_request.resume(worker_id)
+        loop = asyncio.get_running_loop()
+        now_s, due_s = loop.time(), self._resend_at_s
+        cost_s = _RESEND_S + _RESEND_TOKEN_S * len(engine_request.preprocessed.token_ids)
+        self._resend_at_s = max(due_s, now_s) + cost_s
+        if due_s <= now_s:
+            self._resend(engine_request)
+        else:
+            engine_request.pending = loop.call_at(due_s, self._resend, engine_request)
+
+    def _resend(self, engine_request: EngineRequest) -> None:
+        engine_request.pending = None
+        self._again(engine_request, self._send_anywhere)
+
+    def _send_anywhere(self, engine_request: EngineRequest) -> None:
+        """:meth:`send`, to the worker that failed if no other may take the request: it may have
+        lost its connection only."""
         try:
-            self.decode(engine_request)
-        except DynamoError as later:
-            _fail(engine_request, later)
+            self.send(engine_request)
+        except (InvalidArgument, NoInstances):
+            if not engine_request.tried:
+                raise
+            engine_request.tried = frozenset()
+            routing = engine_request.routing
+            if routing is not None and routing.prefill_worker_id is not None:  # it may have left
+                engine_request.routing = msgspec.structs.replace(
+                    routing, prefill_worker_id=None, prefill_dp_rank=None
+                )
+            self.send(engine_request)
+
+    def _again(self, engine_request: EngineRequest, step: Callable[[EngineRequest], None]) -> None:
+        """Run ``step``, after a worker failed; an error ends the request."""
+        try:
+            step(engine_request)
+        except DynamoError as error:
+            self._fail(engine_request, error)
         except BaseException as unexpected:  # noqa: BLE001 - also panics in Rust; crashed() logs it
             engine_request.request.crashed(unexpected)
+
+    def _fail(self, engine_request: EngineRequest, error: DynamoError) -> None:
+        """End the request: with the last worker's error if all were tried, else with ``error``.
+
+        One that a worker had accepted waits while all others are full.
+        """
+        last_error, migration = engine_request.last_error, engine_request.migration
+        if last_error is None:
+            engine_request.request.fail(error)
+        elif isinstance(error, InvalidArgument | NoInstances):
+            engine_request.fail(last_error)
+        elif (
+            isinstance(error, Overloaded)
+            and migration is not None
+            and engine_request.migrations
+            and time.monotonic() < migration.since_s + _FULL_LIMIT_S
+        ):
+            loop = asyncio.get_running_loop()
+            engine_request.pending = loop.call_later(_FULL_RETRY_S, self._resend, engine_request)
+        else:
+            engine_request.fail(error)
 
     def _dequeued(
         self, queue: RequestQueue, engine_request: EngineRequest, decision: Decision
@@ -157,19 +288,17 @@ class Dispatch:
         return msgspec.structs.replace(routing, allowed_worker_ids=untried)
 
 
+def avoid_while_full(picker: Picker, worker_id: int) -> None:
+    """Treat a worker as busy that has rejected a request at its capacity. Spec 9."""
+    if picker.eligibility.rejected(worker_id):
+        # Other frontends may have filled it, and it may report no load: this ends in any case.
+        loop = asyncio.get_running_loop()
+        loop.call_later(_FULL_S, picker.eligibility.recovered, worker_id)
+
+
 def _run(engine_request: EngineRequest, step: Callable[[], None]) -> None:
     """Run ``step``; its error ends the request."""
     try:
         step()
     except BaseException as error:  # noqa: BLE001 - also panics in Rust; crashed() logs it
         engine_request.request.crashed(error)
-
-
-def _fail(engine_request: EngineRequest, error: DynamoError) -> None:
-    """End the request: with the last worker's error if all were tried, else with ``error``."""
-    last_error = engine_request.last_error
-    if last_error is None:
-        engine_request.request.fail(error)
-        return
-    tried_all = isinstance(error, InvalidArgument | NoInstances)
-    engine_request.request.fail(last_error if tried_all else error, by_worker=True)

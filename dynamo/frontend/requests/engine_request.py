@@ -10,13 +10,21 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dynamo.errors import DynamoError, EngineFailure
+from dynamo.errors import DynamoError, EngineFailure, MigrationExhausted
 from dynamo.frontend.answer.choice import Choice
 from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.requests.metrics import ModelMetrics
+from dynamo.frontend.requests.migration import (
+    Migration,
+    MigrationOutcome,
+    Migrations,
+    continued,
+    without_pin,
+)
 from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics
-from dynamo.protocols.codec import decoder, encode
+from dynamo.protocols.codec import Tokens, decoder, encode
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing
+from dynamo.router.eligibility.filters import pinned_worker
 from dynamo.router.picker import Decision, Picker
 from dynamo.runtime.requests import ClientStream
 
@@ -24,6 +32,7 @@ __all__ = ["EngineRequest", "Pending", "RequestOwner", "Rerouter"]
 
 _decode = decoder(EngineOutput).decode
 _NEVER = 0.0
+_NO_LENGTH = -1
 
 
 class Pending(Protocol):
@@ -39,9 +48,14 @@ class Rerouter(Protocol):
 
     picker: Picker
     tracks_output: bool
+    migrations: Migrations
 
     def reroute(self, engine_request: EngineRequest, error: DynamoError) -> None:
         """Choose a worker again after ``error`` of one that has not seen the request."""
+        ...
+
+    def migrate(self, engine_request: EngineRequest, error: DynamoError) -> None:
+        """Continue on another worker after ``error`` of one that may have seen the request."""
         ...
 
 
@@ -88,23 +102,34 @@ class EngineRequest:
 
     ``id`` is unique among the active requests: the engine identifies the request by it, and the
     picker its reservation. ``pending`` is set while it waits in a queue; ``decision`` and
-    ``stream`` once a worker has it. ``tried`` are workers that could not be reached, ``last_error``
-    is the error of the last of them. Times are monotonic seconds.
+    ``stream`` once a worker has it; ``answering`` once that worker has sent tokens. ``tried`` are
+    workers that could not be reached, ``last_error`` is the error of the last of them. Times are
+    monotonic seconds.
+
+    ``original`` is the request as the client made it, and ``generated`` its output so far, None if
+    that is not kept; ``migrations`` counts the workers that failed with it, ``migration`` is the
+    one that has not ended.
     """
 
     __slots__ = (
         "_choice",
         "_dispatch",
+        "_record_limit",
         "_reported",
         "_text_complete",
+        "answering",
         "counted",
         "decision",
         "first_token_s",
+        "generated",
         "id",
         "index",
         "last_error",
         "last_token_s",
+        "migration",
+        "migrations",
         "open",
+        "original",
         "pending",
         "picker",
         "preprocessed",
@@ -128,7 +153,7 @@ class EngineRequest:
         self.index = index
         self._choice = request.generation.choices[index]
         self.id = engine_id
-        self.preprocessed = preprocessed
+        self.preprocessed = self.original = preprocessed
         self.routing: Routing | None = preprocessed.routing
         self.picker = dispatch.picker
         self._dispatch = dispatch
@@ -140,6 +165,13 @@ class EngineRequest:
         self.open = True
         self.counted = False  # in the request's metrics; a reroute does not count it twice
         self.released = False
+        self.answering = False
+        self.migrations = 0
+        self.migration: Migration | None = None
+        self.generated: Tokens | None = None
+        self._record_limit = 0
+        if dispatch.migrations.limit:
+            self.generated, self._record_limit = dispatch.migrations.record(preprocessed)
         self.first_token_s = _NEVER
         self.last_token_s = _NEVER
         self.tokens = 0
@@ -160,26 +192,20 @@ class EngineRequest:
         try:
             output = _decode(payload)
             text_complete = self._text_complete = self._choice.push(output)
-        except DynamoError as error:
-            request.fail(error, by_worker=True)
-            return
-        except msgspec.MsgspecError as error:
-            request.fail(EngineFailure(f"not an engine output: {error}"), by_worker=True)
+        except (DynamoError, msgspec.MsgspecError) as error:
+            request.fail(_as_failure(error), by_worker=True)
             return
         request.detokenize_s += time.monotonic() - now
         if output.token_ids:
-            self._count(len(output.token_ids), now)
+            self._add_tokens(output.token_ids, now)
+        else:
+            self._no_tokens(output)
         if request.streaming:
             request.output_ready(len(payload))
         if not text_complete:
             self._pass_tokens()
         elif output.finish_reason is None:
-            # A stop string ended the text before the engine ended its output.
-            if self.stream is not None:
-                self.stream.kill()
-            self.open = False
-            self.release()
-            request.engine_request_done()
+            self._stop_early()
 
     def on_tokens(self, ids: list[int], size_bytes: int, now_s: float, spent_s: float) -> None:
         """Count tokens whose texts are in the choice: those of most reads, without ``on_data``."""
@@ -190,8 +216,11 @@ class EngineRequest:
         request.last_activity_s = now_s
         request.detokenize_s += spent_s
         choice.count(len(ids))
-        for _ in ids:
-            self._count(1, now_s)
+        if len(ids) == 1:
+            self._add_tokens(ids, now_s)
+        else:
+            for each in ids:  # items of one token each
+                self._add_tokens([each], now_s)
         if request.streaming:
             request.output_ready(size_bytes)
 
@@ -201,34 +230,99 @@ class EngineRequest:
         if self.open and not request.closed:
             if not self._text_complete:
                 self._choice.close()
+            self._migrated("success")
             self.open = False
             self.release()
             request.engine_request_done()
 
     def on_error(self, error: DynamoError) -> None:
-        """Reroute if no worker has seen the request, else fail it."""
+        """Go on with another worker if the error allows it, else fail the request.
+
+        A worker that has not seen the request costs no migration.
+        """
         if not self.open or self.request.closed:
             return
-        if error.unsent and not self.first_token_s and self.decision is not None:
-            self.stream = None
-            self.request.engine_stopped()
+        if error.unsent and not self.answering and self.decision is not None and not self._pinned():
             self._dispatch.reroute(self, error)
-            return
+        elif not error.retryable or not self.migration_limit:
+            self.fail(error)
+        elif self._is_complete():
+            self.on_end()
+        elif not self.can_migrate:
+            self.fail(error)
+        elif self.count_migration():
+            self._dispatch.migrate(self, error)
+        else:
+            self.fail(self._exhausted(error))
+
+    @property
+    def can_migrate(self) -> bool:
+        """Whether another worker can continue exactly here, the limit aside."""
+        if self.generated is not None:
+            return True
+        return not self.tokens and self._record_limit != _NO_LENGTH
+
+    @property
+    def migration_limit(self) -> int:
+        """How many workers may fail with the request without ending it."""
+        return self._dispatch.migrations.limit
+
+    def count_migration(self) -> bool:
+        """Count one more migration; False if the limit is reached."""
+        if self.migrations >= self.migration_limit:
+            return False
+        self.migrations += 1
+        return True
+
+    def silent(self, error: DynamoError) -> None:
+        """End the stream of a worker that has sent nothing for too long."""
+        if self.stream is not None:
+            self.stream.give_up(error)
+
+    def leave_worker(self, error: DynamoError) -> Decision:
+        """Free the reservation at a worker that failed; return the decision for it."""
+        decision, self.decision = self.decision, None
+        assert decision is not None, "only a request with a worker leaves it"
+        self.stream = None
+        self.answering = False
+        self.last_error = error
+        self.picker.free(self.id, self.tokens - self._reported)
+        self._reported = self.tokens
+        begun = self._dispatch.migrations.begun(not error.unsent, time.monotonic())
+        self.migration = self.migration or begun
+        self.request.engine_stopped()
+        return decision
+
+    def resume(self, worker_id: int) -> None:
+        """Make the request for the worker after ``worker_id``: with the tokens so far."""
+        self.preprocessed = continued(self.original, self.generated, worker_id)
+        self.routing = without_pin(self.routing, worker_id, self.tokens)
+        self.tried |= {worker_id}
+        if self.tokens and isinstance(self._choice, Choice):
+            self._choice.continued()
+
+    def fail(self, error: DynamoError) -> None:
+        """End the request with an error of the workers."""
         self.open = False
+        self._migrated("failure")
         self.request.fail(error, by_worker=True)
 
-    def _count(self, count: int, now_s: float) -> None:
-        """Count ``count`` tokens received at ``now_s``."""
-        request = self.request
-        if self.tokens:
+    def _add_tokens(self, ids: list[int], now_s: float) -> None:
+        """Count and keep the tokens ``ids`` of one item, received at ``now_s``."""
+        count = len(ids)
+        if self.answering:
             gap_s = now_s - self.last_token_s
-            request.model.itl.observe(gap_s / count, count)
+            self.request.model.itl.observe(gap_s / count, count)
         else:
-            self.first_token_s = now_s
-            self.picker.mark_prefill_complete(self.id)
-            request.metrics.first_token(now_s)
+            self._answer_begins(now_s, count)
         self.tokens += count
         self.last_token_s = now_s
+        generated = self.generated
+        if generated is not None:
+            generated.fromlist(ids)
+            if self.tokens > self._record_limit:
+                self.generated = None
+                self._dispatch.migrations.too_long()
         if self._dispatch.tracks_output:  # tokens count as load as they arrive
             self._reported = self.tokens
             self.picker.add_output_tokens(self.id, count)
@@ -256,3 +350,64 @@ class EngineRequest:
         self.open = False
         if self.decision is not None:
             self.picker.free(self.id, self.tokens - self._reported)
+        if self.migration is not None:
+            self._migrated("cancelled")
+
+    def _no_tokens(self, output: EngineOutput) -> None:
+        """Accept an item without tokens; text without its tokens cannot be continued."""
+        if output.text:
+            self.generated, self._record_limit = None, _NO_LENGTH
+
+    def _stop_early(self) -> None:
+        """A stop string ended the text before the engine ended its output."""
+        if self.stream is not None:
+            self.stream.kill()
+        self.open = False
+        self.release()
+        self.request.engine_request_done()
+
+    def _answer_begins(self, now: float, count: int) -> None:
+        """The worker has computed the prompt, and sent ``count`` tokens."""
+        self.answering = True
+        self.picker.mark_prefill_complete(self.id)
+        if self.tokens:  # those of workers that failed
+            self.request.model.itl.observe((now - self.last_token_s) / count, count)
+        else:
+            self.first_token_s = now
+            self.request.metrics.first_token(now)
+        self._migrated("success")
+
+    def _is_complete(self) -> bool:
+        """Whether nothing is left to generate, although the worker has not ended its output."""
+        if self._text_complete:
+            return True
+        limit = self.original.stop_conditions.max_tokens
+        if limit is None or self.tokens < limit:
+            return False
+        self._text_complete = self._choice.push(EngineOutput(finish_reason="length"))
+        if self.request.streaming:
+            self.request.output_ready(0)
+        return self._text_complete
+
+    def _pinned(self) -> bool:
+        """Whether the client chose the worker, and a migration may drop that choice."""
+        if self.routing is None or not self._dispatch.migrations.limit:
+            return False
+        return pinned_worker(self.routing) is not None
+
+    def _exhausted(self, error: DynamoError) -> DynamoError:
+        """The error after the last migration; without any limit that of the worker."""
+        limited = self._dispatch.migrations.limit
+        return MigrationExhausted("Migration limit exhausted") if limited else error
+
+    def _migrated(self, outcome: MigrationOutcome) -> None:
+        """End the migration in progress, if any."""
+        migration, self.migration = self.migration, None
+        if migration is not None:
+            self._dispatch.migrations.ended(migration, outcome, time.monotonic())
+
+
+def _as_failure(error: DynamoError | msgspec.MsgspecError) -> DynamoError:
+    if isinstance(error, DynamoError):
+        return error
+    return EngineFailure(f"not an engine output: {error}")

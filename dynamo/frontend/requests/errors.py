@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import orjson
@@ -12,6 +13,7 @@ from dynamo.errors import (
     DynamoError,
     HttpFailure,
     InvalidArgument,
+    MigrationExhausted,
     ModelNotFound,
     NoInstances,
     Overloaded,
@@ -23,8 +25,17 @@ from dynamo.frontend.answer.sse import public_message
 from dynamo.http import error_body, reason_phrase
 from dynamo.router.eligibility.filters import NoneAllowed
 
-__all__ = ["BackendSilent", "Labels", "SlowClient", "error_response", "explained", "labels"]
+__all__ = [
+    "BackendSilent",
+    "Labels",
+    "SlowClient",
+    "error_response",
+    "explained",
+    "labels",
+    "with_retry",
+]
 
+_RETRY = ("retry-after", "1")
 _OVERLOADED = "Service temporarily unavailable: All workers are busy, please retry later"
 
 
@@ -62,6 +73,7 @@ _LABELS: tuple[tuple[type[DynamoError], Labels], ...] = (
     (BackendSilent, Labels("response_timeout", "Timeout", "backend.silent")),
     (NoInstances, Labels("unavailable", "Unavailable", "instances.none")),
     (WorkerUnavailable, Labels("unavailable", "Unavailable", "transport.disconnected")),
+    (MigrationExhausted, Labels("unavailable", "Unavailable", "migration.exhausted")),
     (Unavailable, Labels("unavailable", "Unavailable", "service.unavailable")),
     (DynamoError, Labels("internal", "Internal", "engine.failure")),
 )
@@ -97,6 +109,11 @@ def explained(error: DynamoError, model: str) -> DynamoError:
             "starting up or is not fully provisioned. Please retry shortly."
         )
     return error
+
+
+def with_retry(error: DynamoError, headers: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
+    """Return ``headers``, with ``Retry-After`` if the same request may succeed a second later."""
+    return (*headers, _RETRY) if isinstance(error, Unavailable) else headers
 
 
 def error_response(error: DynamoError, overload_status: int = 503) -> tuple[int, bytes]:

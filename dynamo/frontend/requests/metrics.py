@@ -285,8 +285,8 @@ class FrontendMetrics:
         """The outcomes of ``name`` if it is or was served, else of all unknown models together."""
         return self._models.get(name) or self._unknown
 
-    def show_card(self, card: ModelCard, ready: bool) -> None:
-        """Set the model's gauges from its card."""
+    def show_card(self, card: ModelCard, ready: bool, migration_limit: int) -> None:
+        """Set the model's gauges, most of them from its card."""
         config = card.runtime_config
         rows: list[tuple[MetricSpec[Gauge], float | None]] = [
             (_MODEL_READY, ready),
@@ -294,7 +294,7 @@ class FrontendMetrics:
             (_MODEL_BLOCK_SIZE, card.kv_cache_block_size),
             (_MODEL_BATCHED_TOKENS, config.max_num_batched_tokens),
             (_MODEL_SEQS, config.max_num_seqs),
-            (_MODEL_MIGRATION, card.migration_limit),
+            (_MODEL_MIGRATION, migration_limit),
             (_MODEL_KV_BLOCKS, config.total_kv_blocks),
         ]
         for spec, value in rows:

@@ -7,9 +7,15 @@ import itertools
 import time
 
 from dynamo.config.frontend import FrontendSettings
-from dynamo.errors import DynamoError, Unavailable
+from dynamo.errors import Cancelled, DynamoError, Unavailable
 from dynamo.frontend.prompt.off_loop import OffLoop
-from dynamo.frontend.requests.errors import BackendSilent, error_response, explained, labels
+from dynamo.frontend.requests.errors import (
+    BackendSilent,
+    error_response,
+    explained,
+    labels,
+    with_retry,
+)
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.request import ActiveRequest
 from dynamo.http import Exchange, WriteBatch
@@ -17,15 +23,14 @@ from dynamo.http import Exchange, WriteBatch
 __all__ = ["RequestRegistry"]
 
 _MIB = 1024 * 1024
-_RETRY = ("retry-after", "1")
 
 
 class RequestRegistry:
     """Create it on the running loop; :meth:`close` stops its timers.
 
     ``admitted`` counts the requests in progress, those whose large body is still being parsed
-    included. The limit on connections bounds it: a connection has one request at a time. New
-    requests are refused while ``draining``.
+    included. The limit on connections bounds it: a connection has one request at a time. While
+    ``draining``, /health says so; new requests are refused once ``refuses`` is set.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class RequestRegistry:
         self.off_loop = OffLoop()
         self.write_batch = write_batch or WriteBatch()
         self.draining = False
+        self.refuses = False
         self.admitted = 0
         self._active: set[ActiveRequest] = set()
         self._engine_ids: set[str] = set()
@@ -66,8 +72,8 @@ class RequestRegistry:
     # -- admission
 
     def check(self) -> None:
-        """Raise Unavailable while draining. It is free, so it precedes the parsing of the body."""
-        if self.draining:
+        """Raise Unavailable once requests are refused. It is free, so it precedes the parsing."""
+        if self.refuses:
             raise Unavailable("Service is shutting down, please retry elsewhere")
 
     def enter(self) -> None:
@@ -82,28 +88,47 @@ class RequestRegistry:
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the admitted ones; False if some outlast the timeout."""
-        self.draining = True
-        self._drained = asyncio.Event()
-        if not self.admitted:
-            return True
+        self.draining = self.refuses = True
         try:
             async with asyncio.timeout(timeout_s):
-                await self._drained.wait()
+                await self.idle()
         except TimeoutError:
-            return False
+            return not self.admitted
         return True
 
-    def refuse(self, exchange: Exchange, endpoint: str, error: DynamoError, model: str) -> None:
-        """Respond with ``error`` to a request that has not reached its model; count it."""
+    async def idle(self) -> None:
+        """Wait until no request is admitted."""
+        while self.admitted:
+            self._drained = asyncio.Event()
+            await self._drained.wait()
+
+    def refuse(
+        self,
+        exchange: Exchange,
+        endpoint: str,
+        error: DynamoError,
+        model: str,
+        request_type: str = "unary",
+    ) -> None:
+        """Respond with ``error`` to a request that has not reached its model; count it.
+
+        ``request_type`` is ``stream`` or ``unary``.
+        """
         found = labels(error)
         self.metrics.failures[found.failure_class, found.reason].value += 1
-        self.metrics.outcomes(model).failed(endpoint, "unary", found.error_type)
+        self.metrics.outcomes(model).failed(endpoint, request_type, found.error_type)
         echoed = exchange.headers.get("x-request-id")
-        headers = [] if echoed is None else [("x-request-id", echoed)]
-        if error.status == 503:
-            headers.append(_RETRY)
+        headers = () if echoed is None else (("x-request-id", echoed),)
         status, body = error_response(explained(error, model), self.overload_status)
-        exchange.respond(status, body, headers=headers)
+        exchange.respond(status, body, headers=with_retry(error, headers))
+
+    def abandoned(self, endpoint: str, model: str, streams: bool) -> None:
+        """Count a request whose client has disconnected while its body was parsed in a thread."""
+        found = labels(Cancelled())
+        self.metrics.disconnected.value += 1
+        self.metrics.failures[found.failure_class, found.reason].value += 1
+        kind = "stream" if streams else "unary"
+        self.metrics.outcomes(model).failed(endpoint, kind, found.error_type)
 
     # -- active requests
 
@@ -139,7 +164,7 @@ class RequestRegistry:
         assert self._silence_s is not None, "armed only with a timeout"
         limit_s = time.monotonic() - self._silence_s
         for request in [one for one in self._active if one.last_activity_s < limit_s]:
-            request.fail(BackendSilent(f"the engine was silent for {self._silence_s:g} s"))
+            request.silent(BackendSilent(f"the engine was silent for {self._silence_s:g} s"))
         self._timer = self._loop.call_later(min(1.0, self._silence_s / 4), self._sweep)
 
     def _keep_alive(self, interval_s: float) -> None:

@@ -131,7 +131,7 @@ class RelayedEngineRequest(EngineRequest):
     """The only engine request of a relayed one. ``message`` is sent in place of ``preprocessed``,
     which has the prompt and the routing for the router."""
 
-    __slots__ = ("_answer", "_lost", "_message")
+    __slots__ = ("_answer", "_message")
 
     def __init__(
         self,
@@ -144,7 +144,6 @@ class RelayedEngineRequest(EngineRequest):
         super().__init__(request, 0, dispatch, request.engine_id, preprocessed)
         self._answer = answer
         self._message = message
-        self._lost = 0
 
     def payload(self) -> bytes:
         """The message for the worker."""
@@ -168,9 +167,11 @@ class RelayedEngineRequest(EngineRequest):
             return
         if not self.first_token_s:
             self._message = b""  # no other worker gets it now
+            self.answering = True
             self.first_token_s = self.last_token_s = now
             self.picker.mark_prefill_complete(self.id)
             request.metrics.first_token(now)
+            self._migrated("success")
         if count:
             self._count(count, now)
         if request.streaming:
@@ -193,16 +194,15 @@ class RelayedEngineRequest(EngineRequest):
         self.release()
         request.engine_request_done()
 
-    def on_error(self, error: DynamoError) -> None:
-        """Send the request to another worker while nothing of the body has arrived."""
-        lost = error.retryable and not error.unsent and not self._answer.begun
-        if lost and self.open and not self.request.closed and self._lost < _LOST_WORKERS:
-            self._lost += 1
-            self.stream = None
-            self.request.engine_stopped()
-            self._dispatch.reroute(self, error)
-            return
-        super().on_error(error)
+    @property
+    def can_migrate(self) -> bool:
+        """Whether nothing of the body has arrived: a relayed answer cannot be continued."""
+        return not self._answer.begun
+
+    @property
+    def migration_limit(self) -> int:
+        """As for every request, and at least one."""
+        return super().migration_limit or _LOST_WORKERS
 
     def _count(self, count: int, now: float) -> None:
         if self.tokens:

@@ -19,7 +19,14 @@ from dynamo.errors import Cancelled, DynamoError, Unavailable
 from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.frontend.requests.errors import Labels, SlowClient, error_response, explained, labels
+from dynamo.frontend.requests.errors import (
+    Labels,
+    SlowClient,
+    error_response,
+    explained,
+    labels,
+    with_retry,
+)
 from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.requests.request_metrics import Prefilled, RequestMetrics, RequestOutput
 from dynamo.http import NEVER, Exchange, WriteBatch
@@ -197,6 +204,18 @@ class ActiveRequest:
 
     # -- called by the write batch and the registry
 
+    def silent(self, error: DynamoError) -> None:
+        """Its workers have sent nothing for too long: end their streams with ``error``.
+
+        A prefill worker's stream is not among them: without others the request fails.
+        """
+        streams = [one for one in self.engine_requests if one.stream is not None]
+        for engine_request in streams:
+            if not self.closed:
+                engine_request.silent(error)
+        if not streams:
+            self.fail(error)
+
     def flush(self) -> None:
         """Write the output since the last flush, unless the client reads too slowly."""
         self._output_deferred = False
@@ -235,7 +254,7 @@ class ActiveRequest:
             self._end_with(error)
         else:
             status, body = error_response(error, self._shared.overload_status)
-            self.exchange.respond(status, body, headers=self._headers)
+            self.exchange.respond(status, body, headers=with_retry(error, self._headers))
         self._close(found)
 
     def crashed(self, error: BaseException) -> None:

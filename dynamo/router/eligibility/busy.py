@@ -1,6 +1,7 @@
-"""Workers that are too busy to take a request: thresholds over reported and booked load.
+"""Workers that are too busy to take a request: thresholds over reported and booked load, and
+workers that have just rejected one.
 
-Pure. A worker is busy when every rank of it is. Spec 3.11; seed: request rejection.
+Pure. A worker is busy when every rank of it is. Spec 3.11, 9; seed: request rejection.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class BusyWatch:
     """Keeps ``worker_pool.busy`` up to date with the load and the ``thresholds``.
 
     ``booked`` gives the active prefill tokens of a slot, None where the router tracks none. A
-    worker is busy when all its ranks are. Each call is O(ranks of the worker).
+    worker is busy when all its ranks are, and from a rejection "worker at capacity" until its next
+    load report. Each call is O(ranks of the worker).
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class BusyWatch:
         self._thresholds = thresholds
         self._booked = booked
         self._reports: dict[int, dict[int, KvMetrics]] = {}
+        self._at_capacity: set[int] = set()
 
     @property
     def thresholds(self) -> Thresholds:
@@ -99,18 +102,37 @@ class BusyWatch:
     def report(self, state: KvMetrics) -> None:
         """Store a worker's report of its load. Reports of unknown workers are ignored."""
         if state.worker_id in self._worker_pool.members:
+            self._at_capacity.discard(state.worker_id)
             self._reports.setdefault(state.worker_id, {})[state.dp_rank] = state
             self.update(state.worker_id)
 
     def update(self, worker_id: int) -> None:
         """Decide again whether the worker is busy, after its load or configuration changed."""
+        pool = self._worker_pool
         if not self._thresholds.any:
-            if self._worker_pool.busy:
-                self._worker_pool.set_busy(worker_id, False)
+            if pool.busy:
+                pool.set_busy(worker_id, worker_id in self._at_capacity)
             return
-        member = self._worker_pool.members.get(worker_id)
+        member = pool.members.get(worker_id)
         if member is not None:
-            self._worker_pool.set_busy(worker_id, self._all_busy(member))
+            pool.set_busy(worker_id, worker_id in self._at_capacity or self._all_busy(member))
+
+    def rejected(self, worker_id: int) -> bool:
+        """Treat a worker that has rejected a request as busy; return False if it was already."""
+        if worker_id in self._at_capacity or worker_id not in self._worker_pool.members:
+            return False
+        self._at_capacity.add(worker_id)
+        self._worker_pool.set_busy(worker_id, True)
+        return True
+
+    def recovered(self, worker_id: int) -> None:
+        """Take back :meth:`rejected`: one of the worker's requests has ended, or time has passed.
+
+        Unknown workers are ignored.
+        """
+        if worker_id in self._at_capacity:
+            self._at_capacity.discard(worker_id)
+            self.update(worker_id)
 
     def would_prefill_too_much(self, worker_id: int, more_tokens: int) -> bool:
         """Whether ``more_tokens`` take each rank of the worker over a limit of prefill tokens.
@@ -131,7 +153,13 @@ class BusyWatch:
     def forget(self, worker_id: int) -> None:
         """Forget the reports of a removed worker."""
         self._reports.pop(worker_id, None)
+        self._at_capacity.discard(worker_id)
         self._worker_pool.set_busy(worker_id, False)
+
+    @property
+    def any_at_capacity(self) -> bool:
+        """Whether some worker is busy because it has rejected a request."""
+        return bool(self._at_capacity)
 
     def _all_busy(self, member: Member) -> bool:
         reports = self._reports.get(member.worker_id, {})

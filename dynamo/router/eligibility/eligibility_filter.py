@@ -18,7 +18,7 @@ __all__ = ["EligibilityFilter", "export_eligibility"]
 
 _BUSY_WORKERS = gauge(
     "dynamo_component_router_busy_workers",
-    "Workers over their busy thresholds, which get no requests",
+    "Workers over their busy thresholds or at capacity, which get no requests",
     COMPONENT,
 )
 _SESSIONS = gauge("dynamo_component_router_sessions", "Sessions bound to a worker", COMPONENT)
@@ -97,12 +97,28 @@ class EligibilityFilter:
         if self.sessions is not None:
             self.sessions.bind(session_id, worker_id, dp_rank, now_s)
 
+    def rejected(self, worker_id: int) -> bool:
+        """See :meth:`BusyWatch.rejected`."""
+        marked = self.busy.rejected(worker_id)
+        self._update_follows_load()
+        return marked
+
+    def recovered(self, worker_id: int) -> None:
+        """See :meth:`BusyWatch.recovered`. Requests that wait are routed again."""
+        self.busy.recovered(worker_id)
+        self._update_follows_load()
+        if self._on_change is not None:
+            self._on_change()
+
     def load_added(self, worker_id: int) -> None:
         """Update the worker after a request was booked there."""
         self.busy.update(worker_id)
 
     def load_changed(self, worker_id: int) -> None:
         """Update the worker after its load dropped or its configuration changed."""
+        if self.busy.any_at_capacity:
+            self.busy.recovered(worker_id)
+            self._update_follows_load()
         self.busy.update(worker_id)
         if self._on_change is not None:
             self._on_change()
@@ -110,11 +126,15 @@ class EligibilityFilter:
     def forget(self, worker_id: int) -> None:
         """Forget a removed worker."""
         self.busy.forget(worker_id)
+        self._update_follows_load()
         if self._on_change is not None:
             self._on_change()
 
     def _update_follows_load(self) -> None:
-        self.follows_load = self.busy.thresholds.any or self._on_change is not None
+        watch = self.busy
+        self.follows_load = (
+            watch.thresholds.any or watch.any_at_capacity or self._on_change is not None
+        )
 
 
 def export_eligibility(

@@ -89,7 +89,7 @@ def exclusion(
         return f"lacks the taints: {', '.join(sorted(missing))}"
     if member.worker_id in worker_pool.busy:
         return "busy"
-    return "has just failed to answer" if member.worker_id in worker_pool.avoided else ""
+    return "does not answer" if member.worker_id in worker_pool.avoided else ""
 
 
 def multiplier(preferred: Mapping[str, float], taints: list[str]) -> float:
@@ -190,7 +190,7 @@ def _ready(worker_pool: WorkerPool, members: Iterable[Member]) -> list[Member]:
     ready = [member for member in members if member.worker_id not in worker_pool.busy]
     if not ready:
         raise Overloaded("all eligible workers are overloaded")
-    # Avoided workers just failed to answer. With no other left, one of them may have recovered.
+    # Avoided workers do not answer. With no other left, one of them may have recovered.
     if worker_pool.avoided:
         return [member for member in ready if member.worker_id not in worker_pool.avoided] or ready
     return ready

@@ -26,6 +26,7 @@ from dynamo.router.metrics import RouterLabels
 from dynamo.router.picker import Decision
 from dynamo.router.queue.metrics import QueueMetrics
 from dynamo.router.queue.waiting import QueueEntry, WaitingQueue, priority_of
+from dynamo.router.worker_pool import Saturation
 
 __all__ = ["TICK_S", "OnDecision", "OnError", "QueuedRequest", "RequestQueue", "make_queue"]
 
@@ -104,6 +105,8 @@ class RequestQueue:
         self._drain_timer: Timer | None = None
         self._tick_timer: Timer | None = None
         self._closed = False
+        self._saturation = Saturation()
+        self._was_full = False
         picker.eligibility.on_change = self.wake
 
     def __len__(self) -> int:
@@ -148,6 +151,27 @@ class RequestQueue:
             self._metrics.refused(error)
             raise
 
+    def check(self) -> None:
+        """Raise Overloaded, counted, if every request would be rejected now, whatever it asks for.
+
+        O(1), so that a caller need not prepare such a request.
+        """
+        error: Overloaded | None = None
+        if self.picker.worker_pool.all_busy:
+            error = Overloaded("all eligible workers are overloaded")
+        elif self._was_full:
+            error = self._queue.limit_error()
+        if error is not None:
+            self._metrics.received.value += 1
+            self._metrics.refused(error)
+            raise error
+
+    def report_to(self, saturation: Saturation) -> None:
+        """Count this queue there while it is full."""
+        self._saturation = saturation
+        if self._was_full:
+            saturation.changed(True)
+
     def wake(self) -> None:
         """Schedule another look at the head: load or workers have changed."""
         if self._queue and self._drain_timer is None:
@@ -189,6 +213,7 @@ class RequestQueue:
         self._metrics.joined(len(self._queue))
         self._queue.add(request)
         self._requests[request_id] = request
+        self._size_changed()
         self.wake()  # it may be the new head, and eligible for workers that the old head was not
         if self._tick_timer is None:
             self._tick_timer = self._call_later(TICK_S, self._tick)
@@ -255,10 +280,16 @@ class RequestQueue:
         if not self._queue.remove(request):
             return False
         del self._requests[request.request_id]
+        self._size_changed()
         if not self._queue and self._tick_timer is not None:
             self._tick_timer.cancel()
             self._tick_timer = None
         return True
+
+    def _size_changed(self) -> None:
+        if self._queue.is_full != self._was_full:
+            self._was_full = not self._was_full
+            self._saturation.changed(self._was_full)
 
     def _tick(self) -> None:
         self._tick_timer = None

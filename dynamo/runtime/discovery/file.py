@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo.errors import InvalidArgument, WorkerUnavailable
+from dynamo.errors import InvalidArgument, Unavailable, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery.base import OnKeyEvent
 from dynamo.runtime.discovery.inotify import Inotify
@@ -23,6 +23,7 @@ from dynamo.runtime.discovery.layout import (
     lease_path,
     names,
     remove_if_lease,
+    shown,
     write_atomic,
 )
 from dynamo.runtime.discovery.owned import OwnedLease
@@ -77,7 +78,7 @@ class FileDiscovery:
             raise InvalidArgument(f"lease {chosen:x} exists")
         pid = os.getpid()
         record = LeaseRecord(chosen, pid, start_ticks(pid) or 0, ttl_s, host_id())
-        write_atomic(path, msgspec.json.encode(record))
+        self._write(path, msgspec.json.encode(record))
         lease = OwnedLease(path, record, inotify, self._forget)
         self._owned[chosen] = lease
         return lease
@@ -91,7 +92,7 @@ class FileDiscovery:
         if lease_file.exists():
             data = encode_stored(lease_id, value)
             self._disown(path)
-            write_atomic(path, data)
+            self._write(path, data)
             if owned is not None:
                 owned.keys[path] = data
             if lease_file.exists():
@@ -125,6 +126,16 @@ class FileDiscovery:
         """Deliver the existing keys on the next turn of the loop, then every change."""
         self._ensure_watching()
         return self._cache.watch(prefix, on_event)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """Write ``path``. Unavailable: the disk is full, or the like."""
+        try:
+            write_atomic(path, data)
+        except OSError as error:
+            raise Unavailable(
+                f"cannot register in {shown(self._root)}: {error.strerror or error}; "
+                "check the space and the permissions of DYN_LOCAL_STATE_DIR"
+            ) from error
 
     def _open(self) -> Inotify:
         if self._inotify is None:

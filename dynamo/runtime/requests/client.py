@@ -8,21 +8,30 @@ from typing import Any
 
 from dynamo.config.option import from_env
 from dynamo.config.requests import RequestPlaneSettings
-from dynamo.errors import CannotConnect, ConnectTimeout, Disconnected
+from dynamo.errors import CannotConnect, ConnectTimeout, Disconnected, DynamoError
 from dynamo.runtime.addresses import parse_address
 from dynamo.runtime.context import Context
 from dynamo.runtime.requests.client_connection import ClientConnection, ClientStream, StreamSink
+from dynamo.runtime.requests.peer import OnPeer, Peer
 from dynamo.runtime.tasks import Tasks
 
 __all__ = ["RequestClient"]
 
 
 class RequestClient:
-    """Opens streams on any number of workers. Use it on the thread of the loop."""
+    """Opens streams on any number of workers. Use it on the thread of the loop.
 
-    def __init__(self, settings: RequestPlaneSettings | None = None) -> None:
+    A worker that :meth:`follow` names is probed while it cannot be reached, at most every
+    ``longest_pause_s``.
+    """
+
+    def __init__(
+        self, settings: RequestPlaneSettings | None = None, longest_pause_s: float = 5.0
+    ) -> None:
         self.settings = settings or from_env(RequestPlaneSettings)
+        self._longest_pause_s = longest_pause_s
         self._connections: dict[str, ClientConnection] = {}
+        self._peers: dict[str, Peer] = {}
         self._tasks = Tasks("request client")
 
     def __len__(self) -> int:
@@ -59,16 +68,59 @@ class RequestClient:
         if connection is not None:
             connection.close_when_idle()
 
+    def follow(self, address: str, listener: OnPeer) -> None:
+        """Call ``listener`` when the worker at ``address`` stops answering and when it answers."""
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = Peer(
+                lambda: self.connection(address), self._longest_pause_s
+            )
+        peer.listeners.append(listener)
+        if peer.reason is not None:
+            listener(peer.reason, peer.text)
+
+    def unfollow(self, address: str, listener: OnPeer) -> None:
+        """Undo one :meth:`follow`; the last one ends the probes."""
+        peer = self._peers[address]
+        peer.listeners.remove(listener)
+        if not peer.listeners:
+            peer.close()
+            del self._peers[address]
+
+    def silent(self, connection: ClientConnection, text: str) -> None:
+        """See :class:`ConnectionOwner`."""
+        peer = self._peers.get(connection.address)
+        if peer is not None:
+            peer.silent(text)
+
+    def answered(self, connection: ClientConnection) -> None:
+        """See :class:`ConnectionOwner`."""
+        peer = self._peers.get(connection.address)
+        if peer is not None:
+            peer.answered()
+
+    def lost(self, connection: ClientConnection, error: DynamoError | None) -> None:
+        """See :class:`ConnectionOwner`."""
+        address = connection.address
+        if self._connections.get(address) is not connection:
+            return
+        del self._connections[address]
+        peer = self._peers.get(address)
+        if peer is not None and error is not None:
+            peer.lost(error.message)
+
     async def close(self) -> None:
         """Fail what is in flight with Disconnected and close all connections. Idempotent."""
+        for peer in self._peers.values():
+            peer.close()
         await self._tasks.close()
         for connection in list(self._connections.values()):
-            connection.lose(Disconnected("the request client was closed"))
+            connection.lose(Disconnected("the request client was closed"), fault=False)
 
     def _connect(self, address: str) -> ClientConnection:
         target = parse_address(address)
         loop = asyncio.get_running_loop()
-        connection = ClientConnection(self.settings, loop, address, self._forget)
+        connection = ClientConnection(self.settings, loop, address, self)
 
         def protocol() -> ClientConnection:
             return connection
@@ -80,6 +132,9 @@ class RequestClient:
             dial = loop.create_connection(protocol, target.host, target.port)
         self._tasks.spawn(self._dial(connection, dial), name=f"connect {address}")
         self._connections[address] = connection
+        peer = self._peers.get(address)
+        if peer is not None and peer.reason is not None:
+            connection.probe()
         return connection
 
     async def _dial(self, connection: ClientConnection, dial: Coroutine[Any, Any, Any]) -> None:
@@ -92,7 +147,3 @@ class RequestClient:
             connection.lose(ConnectTimeout(text))
         except (OSError, ValueError) as error:
             connection.lose(CannotConnect(f"cannot connect to {connection.address}: {error}"))
-
-    def _forget(self, connection: ClientConnection) -> None:
-        if self._connections.get(connection.address) is connection:
-            del self._connections[connection.address]

@@ -11,12 +11,13 @@ from typing import Protocol
 from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import (
     Cancelled,
-    ConnectionTimeout,
+    ConnectTimeout,
     Disconnected,
     DynamoError,
     EngineFailure,
     InvalidArgument,
-    Overloaded,
+    WorkerAtCapacity,
+    WorkerSilent,
 )
 from dynamo.runtime.context import CancelKind, Context
 from dynamo.runtime.requests.connection import FramedConnection
@@ -41,11 +42,16 @@ from dynamo.runtime.requests.frames import (
 )
 from dynamo.runtime.requests.stream import REQUEST_ID
 
-__all__ = ["ClientConnection", "ClientStream", "OnTokens", "StreamSink"]
+__all__ = [
+    "ClientConnection",
+    "ClientStream",
+    "ConnectionOwner",
+    "OnTokens",
+    "StreamOwner",
+    "StreamSink",
+]
 
-_TICKS_PER_TIMEOUT = 4
-_SILENT_TICKS = 1 + _TICKS_PER_TIMEOUT  # the first one sends the ping
-_SILENT_TICKS_WHEN_RELEASED = 1 + _TICKS_PER_TIMEOUT // 2
+_SILENT_TICKS = 4
 log = logging.getLogger(__name__)
 
 
@@ -72,11 +78,31 @@ OnTokens = Callable[[list[int], int, float, float], None]
 bytes of their items, when they came (monotonic seconds), and the seconds spent on their texts."""
 
 
-class ClientStream:
-    """The caller's handle of one request. Every method is idempotent, a no-op after the end.
+class StreamOwner(Protocol):
+    """The instance that a stream was opened on."""
 
-    ``on_failure`` is called with the error of a failed stream, before its sink.
-    """
+    def failed(self, error: DynamoError) -> None:
+        """Accept the error of a failed stream, before its sink does."""
+
+    def may_move(self) -> bool:
+        """Return whether another instance can take the requests of this one now."""
+
+
+class ConnectionOwner(Protocol):
+    """Receives the state of a connection, before its streams do; see :class:`RequestClient`."""
+
+    def silent(self, connection: ClientConnection, text: str) -> None:
+        """The connection is open, but the worker does not answer pings."""
+
+    def answered(self, connection: ClientConnection) -> None:
+        """A silent or probing connection has received a frame."""
+
+    def lost(self, connection: ClientConnection, error: DynamoError | None) -> None:
+        """The connection is closed; None: on purpose."""
+
+
+class ClientStream:
+    """The caller's handle of one request. Every method is idempotent, a no-op after the end."""
 
     __slots__ = (
         "_connection",
@@ -84,8 +110,8 @@ class ClientStream:
         "_number",
         "closed",
         "on_data",
-        "on_failure",
         "on_tokens",
+        "owner",
         "received_any",
         "sink",
         "token_sink",
@@ -102,9 +128,9 @@ class ClientStream:
         self.received_any = False
         self.sink = sink
         self.on_data = sink.on_data  # bound once: it is called for every token
-        self.on_failure: Callable[[DynamoError], None] | None = None
         self.on_tokens: OnTokens | None = None
         self.token_sink: TokenSink | None = None
+        self.owner: StreamOwner | None = None
         self._connection = connection
         self._number = number
         self._context = context
@@ -150,13 +176,18 @@ class ClientStream:
         self._send_control(KILL)
         self.finish()
 
+    def give_up(self, error: DynamoError) -> None:
+        """Drop the stream on both sides, and pass ``error`` to its sink."""
+        self._send_control(KILL)
+        self.fail(error)
+
     def fail(self, error: DynamoError) -> None:
         """End the stream on this side and pass ``error`` to its sink."""
         if not self.closed:
             self.finish()
             try:
-                if self.on_failure is not None:
-                    self.on_failure(error)
+                if self.owner is not None:
+                    self.owner.failed(error)
                 self.sink.on_error(error)
             except Exception:
                 log.exception("the sink of a stream from %s failed", self.address)
@@ -201,9 +232,13 @@ class ClientConnection(FramedConnection):
     """Numbers the streams, passes frames to their sinks, and detects a worker that stops answering.
 
     Requests are not acknowledged one by one. While streams are open and nothing was received for a
-    quarter of ``request_timeout_s``, the client sends a ping; after the whole of it without an
-    answer the connection is lost. Half of it is enough once discovery has dropped the worker: a
-    worker that drains still answers pings, one that hangs does not.
+    quarter of ``silence_timeout_s``, the client sends one ping, which the worker's loop answers
+    however long its engine takes. After the whole of that time the connection is ``silent``:
+    streams that another instance may take fail with WorkerSilent and are killed, so that the worker
+    stops them when it resumes. The others keep waiting until ``request_timeout_s``, when the
+    connection is lost. Any frame ends the silence.
+
+    Silence is counted in ticks of a timer, not in time: after a stall of this process, one tick.
 
     ``released`` is set by :meth:`close_when_idle` and cleared by the next request.
     """
@@ -213,16 +248,17 @@ class ClientConnection(FramedConnection):
         settings: RequestPlaneSettings,
         loop: asyncio.AbstractEventLoop,
         address: str,
-        on_lost: Callable[[ClientConnection], None],
+        owner: ConnectionOwner,
     ) -> None:
         super().__init__(settings, loop)
         self.address = address
         self.streams: dict[int, ClientStream] = {}
         self.token_sinks = self._splitter.sinks
-        self._on_lost = on_lost
+        self.released = False
+        self.silent = False
+        self._owner = owner
         self._number = 0
         self._early_bytes = 0
-        self.released = False
         self._received_any = False
         self._silent_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -261,15 +297,22 @@ class ClientConnection(FramedConnection):
             self._watch()
         return stream
 
+    def probe(self) -> None:
+        """Count as silent from the start, until the worker answers a ping."""
+        self.silent = True
+        self.write(pack(PING, 0, b""))
+        self._watch()
+
     def close_when_idle(self) -> None:
         """Close after the last stream; at once without streams."""
         self.released = True
         if not self.streams:
-            self.lose(Disconnected(f"the connection to {self.address} was released"))
+            error = Disconnected(f"the connection to {self.address} was released")
+            self.lose(error, fault=False)
 
-    def lose(self, error: DynamoError) -> None:
+    def lose(self, error: DynamoError, fault: bool = True) -> None:
         """Close the connection and fail every stream with ``error``. Idempotent."""
-        self._on_lost(self)
+        self._owner.lost(self, error if fault else None)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -281,6 +324,11 @@ class ClientConnection(FramedConnection):
         for stream in streams:  # each gets its own error: a traceback belongs to one raise
             stream.fail(type(error)(error.message))
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send what was queued; the time for an answer begins."""
+        self._silent_ticks = 0
+        super().connection_made(transport)
+
     def connection_lost(self, error: Exception | None) -> None:
         """Fail the open streams: one without an end frame is disconnected, never complete."""
         super().connection_lost(error)
@@ -290,6 +338,8 @@ class ClientConnection(FramedConnection):
     def on_frames(self, frames: list[tuple[int, int, bytes]]) -> None:
         """Pass frames to the sinks. Drop those of streams that ended on this side."""
         self._received_any = True
+        if self.silent and (frames or self._splitter.touched):
+            self._end_silence()  # a preamble alone may come from a listener without a worker
         if self._splitter.touched:
             self._pass_tokens()
         streams = self.streams
@@ -357,7 +407,8 @@ class ClientConnection(FramedConnection):
         else:  # below the high-water mark the sum over all buffers is not worth computing
             unsent = self.unsent_bytes() + size_bytes if self.above_high_water else 0
         if unsent > settings.hard_cap_bytes:
-            return Overloaded(f"{unsent} unsent bytes are queued for the worker at {self.address}")
+            text = f"{unsent} unsent bytes are queued for the worker at {self.address}"
+            return WorkerAtCapacity(text)
         return None
 
     def _watch(self) -> None:
@@ -366,30 +417,47 @@ class ClientConnection(FramedConnection):
         self._tick_later()
 
     def _tick_later(self) -> None:
-        interval_s = self.settings.request_timeout_s / _TICKS_PER_TIMEOUT
-        self._timer = self._loop.call_later(interval_s, self._tick)
+        self._timer = self._loop.call_later(self._tick_s(), self._tick)
+
+    def _tick_s(self) -> float:
+        settings = self.settings
+        return min(settings.silence_timeout_s, settings.request_timeout_s) / _SILENT_TICKS
 
     def _tick(self) -> None:
         self._timer = None
-        if not self.streams:
+        if not self.streams and not self.silent:
             return
-        # While it connects, connect_timeout_s applies instead.
-        if self._received_any or self._transport is None:
+        if self._received_any:
             self._watch()
             return
-        self._silent_ticks += 1
-        allowed = _SILENT_TICKS_WHEN_RELEASED if self.released else _SILENT_TICKS
-        if self._silent_ticks >= allowed:
-            self._give_up((allowed - 1) * self.settings.request_timeout_s / _TICKS_PER_TIMEOUT)
-            return
-        self.write(pack(PING, 0, b""))
-        self._tick_later()
+        ticks = self._silent_ticks = self._silent_ticks + 1
+        if ticks == 1 and not self.silent:
+            self.write(pack(PING, 0, b""))
+        if ticks >= _SILENT_TICKS:
+            if not self.silent:
+                self._begin_silence()
+            self._move_streams()
+        if ticks * self._tick_s() >= self.settings.request_timeout_s:
+            self.lose(self._silence())
+        else:
+            self._tick_later()
 
-    def _give_up(self, timeout_s: float) -> None:
-        text = f"the worker at {self.address} has not answered for {timeout_s:g} s"
-        log.warning("request plane: %s", text)
-        # A stream without any response gets the error that allows a retry on another worker.
-        unanswered = [stream for stream in self.streams.values() if not stream.received_any]
-        for stream in unanswered:
-            stream.fail(ConnectionTimeout(text))
-        self.lose(Disconnected(text))
+    def _begin_silence(self) -> None:
+        self.silent = True
+        self._owner.silent(self, self._silence().message)
+
+    def _end_silence(self) -> None:
+        self.silent = False
+        self._owner.answered(self)
+
+    def _move_streams(self) -> None:
+        """Fail the streams that may go elsewhere; after a release none can expect an answer."""
+        for stream in tuple(self.streams.values()):
+            if self.released or stream.owner is None or stream.owner.may_move():
+                stream.give_up(self._silence())
+
+    def _silence(self) -> DynamoError:
+        seconds = self._silent_ticks * self._tick_s()
+        if self._transport is None:
+            return ConnectTimeout(f"no connection to {self.address} within {seconds:g} s")
+        return WorkerSilent(f"the worker at {self.address} has not answered for {seconds:g} s")

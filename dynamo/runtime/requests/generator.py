@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from dynamo.errors import (
     DynamoError,
@@ -22,14 +22,26 @@ from dynamo.runtime.requests.response_items import ResponseSender, encode_item
 from dynamo.runtime.requests.stream import PushHandler, ServerStream
 from dynamo.runtime.tasks import Tasks
 
-__all__ = ["ResponseStream", "generator_handler"]
+__all__ = ["Admission", "ResponseStream", "generator_handler"]
 
 PAUSE_BYTES = 1024 * 1024
 PAUSE_ITEMS = 1024
 HARD_CAP_FACTOR = 16
 
 
-def generator_handler(generate: Callable[..., Any], tasks: Tasks) -> PushHandler:
+class Admission(Protocol):
+    """Bounds the requests that run at once; see ``dynamo.runtime.admission``."""
+
+    def enter(self, stream: ServerStream, start: Callable[[], None]) -> None:
+        """Call ``start`` when there is room. Raises WorkerAtCapacity."""
+
+    def release(self) -> None:
+        """End a started request."""
+
+
+def generator_handler(
+    generate: Callable[..., Any], tasks: Tasks, admission: Admission | None = None
+) -> PushHandler:
     """Serve ``async def generate(request[, context])``, an async generator, as a push handler.
 
     One task of ``tasks`` per request. The request is decoded to plain values, a preprocessed one
@@ -39,14 +51,29 @@ def generator_handler(generate: Callable[..., Any], tasks: Tasks) -> PushHandler
     asyncio.CancelledError raised by the generator means HandlerCancelled;
     :meth:`ServerStream.raised` maps other exceptions. After a kill the generator is closed at its
     second item, so that it can check its context before. A handler that stops its own context and
-    returns ends the stream as incomplete.
+    returns ends the stream as incomplete. With ``admission`` requests may wait or be rejected; a
+    generator counts until it has ended, also after a cancellation that it ignores.
     """
     call = _caller(generate)
 
     def handle(stream: ServerStream, payload: bytes) -> None:
         tasks.spawn(_serve(call, stream, payload), name=stream.endpoint)
 
-    return handle
+    if admission is None:
+        return handle
+    limit = admission
+
+    def admit(stream: ServerStream, payload: bytes) -> None:
+        def start() -> None:
+            task = tasks.spawn(_serve(call, stream, payload), name=stream.endpoint)
+            task.add_done_callback(lambda _: limit.release())
+
+        try:
+            limit.enter(stream, start)
+        except Overloaded as error:
+            stream.error(error)
+
+    return admit
 
 
 class ResponseStream:

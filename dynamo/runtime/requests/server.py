@@ -14,8 +14,8 @@ from dynamo.config.requests import RequestPlaneSettings
 from dynamo.errors import (
     CannotConnect,
     EngineShutdown,
-    Overloaded,
     UnknownEndpoint,
+    WorkerAtCapacity,
     WorkerLeaving,
 )
 from dynamo.runtime.addresses import RequestAddress, parse_address
@@ -160,7 +160,7 @@ class RequestServer:
         if served is None:
             raise UnknownEndpoint(f"Unknown endpoint: {endpoint}")
         if self._inflight >= self.settings.max_streams:
-            raise Overloaded("Server overloaded: worker at capacity")
+            raise WorkerAtCapacity("Server overloaded: worker at capacity")
         self._inflight += 1
         return served
 

@@ -60,6 +60,15 @@ Router: {run: dynamo.router}
     [
         ("{run: dynamo.mocker}", "W: model-path is missing; give a directory or an id"),
         ("{run: dynamo.mocker, model-path: nowhere}", "W: model-path: no such directory: the mo"),
+        (
+            "{run: dynamo.frontend, api-key-file: none}",
+            "W: --api-key-file none: No such file or directory",
+        ),
+        ("{run: dynamo.frontend, tls-cert-path: c}", "W: --tls-key-path is missing"),
+        (
+            "{run: dynamo.frontend, tls-cert-path: c, tls-key-path: k}",
+            "W: --tls-cert-path c: No such file",
+        ),
         ("{run: dynamo.mocker, model-path: .}", "has no config.json and no tokenizer.json"),
         (
             "{run: dynamo.mocker, model-path: MODEL, max-num-seqs: 9, max-num-batched-tokens: 2}",

@@ -36,7 +36,7 @@ def test_every_problem_is_found_at_once() -> None:
         OptionProblem("watermark", "expected one argument"),
         OptionProblem("enable-prefix-caching", "must be true or false, got 'false'"),
         OptionProblem("", "DYN_REQUEST_PLANE must be one of uds, tcp, got 'pigeon'"),
-        OptionProblem("reply", "must be one of random, echo, script, got 'loud'"),
+        OptionProblem("reply", "must be one of random, sequence, echo, script, got 'loud'"),
         OptionProblem("speedup-ratio", "must be a number, got 'fast'"),
         OptionProblem("block-size", "must be between 1 and 4096, got 0"),
     ]

@@ -44,6 +44,8 @@ NESTED = '{"city": "Köln \\u00e9 \\"}{\\"", "options": {"a": [1, {"b": null}], 
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
 V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 SECTION = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+KIMI = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+KIMI_SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
 TO_WEATHER = "commentary to=functions.get_weather <|constrain|>json<|message|>"
 
 CASES = (
@@ -179,6 +181,63 @@ CASES = (
     ),
     Case("qwen3_coder", "<tool_call>\nno", content="<tool_call>\nno"),
     Case("qwen3_coder", "<function=>x", content="<function=>x"),
+    # minimax_m2
+    Case(
+        "minimax_m2",
+        'I look.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris'
+        '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n<invoke name="get_time">\n'
+        "</invoke>\n</minimax:tool_call>",
+        (("get_weather", '{"city": "Paris", "days": 3}'), TIME),
+        "I look.",
+    ),
+    Case(
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="get_weather"><parameter name="city">\nPa',
+        (("get_weather", '{"city": "Pa'),),
+    ),
+    Case("minimax_m2", "<minimax:tool_call>no", content="<minimax:tool_call>no"),
+    # glm45: also GLM 4.7, without line breaks
+    Case(
+        "glm45",
+        "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n"
+        "<tool_call>get_time\n</tool_call>",
+        (("get_weather", '{"city": "Paris", "days": 3}'), TIME),
+        "I look.",
+    ),
+    Case(
+        "glm45",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>a\n<b>\n</arg_value></tool_call>"
+        "<tool_call>get_time</tool_call>Done",
+        (("get_weather", '{"city": "a\\n<b>\\n"}'), TIME),
+        "Done",
+    ),
+    Case(
+        "glm45",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Pa",
+        (("get_weather", '{"city": "Pa'),),
+    ),
+    Case(
+        "glm45", '<tool_call>{"name": 1}</tool_call>', content='<tool_call>{"name": 1}</tool_call>'
+    ),
+    Case("glm45", "<tool_call>two words", content="<tool_call>two words"),
+    Case("glm45", "<tool_call>unfinished", content="<tool_call>unfinished"),
+    # kimi_k2
+    Case(
+        "kimi_k2",
+        "I look."
+        + KIMI_SECTION.format(
+            KIMI.format("get_weather", 0, PARIS[1]) + KIMI.format("get_time", 1, "{}")
+        ),
+        (PARIS, TIME),
+        "I look.",
+    ),
+    Case(
+        "kimi_k2",
+        KIMI_SECTION.format(KIMI.format("get_weather", 0, PARIS[1])).partition("ris")[0],
+        (("get_weather", '{"city": "Pa'),),
+    ),
+    Case("kimi_k2", KIMI_SECTION.format(""), content=KIMI_SECTION.format("")),
     # deepseek_v3, deepseek_v3_1
     Case(
         "deepseek_v3",
@@ -240,8 +299,9 @@ def expected(case: Case) -> dict[str, Any]:
     if case.reasoning is not None:
         message["reasoning_content"] = case.reasoning
     if case.calls:
+        own = "functions.{1}:{0}" if case.format == "kimi_k2" else "call_{0}"
         message["tool_calls"] = [
-            {"id": f"call_{n}", "type": "function", "function": {"name": f, "arguments": a}}
+            {"id": own.format(n, f), "type": "function", "function": {"name": f, "arguments": a}}
             for n, (f, a) in enumerate(case.calls)
         ]
     return message

@@ -11,6 +11,7 @@ from http_bench import Bench
 from test_request import Site
 from text_kit import card
 
+from dynamo.errors import DynamoError
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.relay import RelayRoutes
 from dynamo.frontend.models.inputs import paths_of
@@ -45,6 +46,10 @@ class RelayStream:
 
     def kill(self) -> None:
         self.calls.append("kill")
+
+    def give_up(self, error: DynamoError) -> None:
+        self.calls.append("kill")
+        self.sink.on_error(error)
 
     def pause(self) -> None:
         self.calls.append("pause")

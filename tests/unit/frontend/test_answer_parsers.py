@@ -49,6 +49,9 @@ MARKUP = [
     ', "arguments": {', "}}", "}", "[", "]", "get_time(", "city=", ")", '"', "\\", "'", "<",
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json\n", "\n```",
     "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|start|>", "<|channel|>", "<|message|>",
+    "<invoke name=", '"get_weather">', "<parameter name=", "</invoke>", "<arg_key>", "</arg_key>",
+    "<arg_value>", "</arg_value>", "<minimax:tool_call>", "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
     "analysis", "to=functions.get_time", "<|end|>", "functools", " ", "\n", ",", "null", "é",
 ]  # fmt: skip
 
@@ -109,6 +112,39 @@ def think(shape: ReasoningShape, inside: bool, *pieces: str, json_only: bool = F
 def test_reasoning(inside: bool, text: str, reasoning: str | None, content: str) -> None:
     assert think(THINK, inside, text) == [reasoning, content]
     assert think(THINK, inside, *text) == [reasoning, content]
+
+
+HERMES_CALL = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (f"<think>So.\n{HERMES_CALL}", "So.", None),
+        (f"<think>So.{HERMES_CALL}\n</think>\n\nDone", "So.", "\nDone"),
+        (f"{HERMES_CALL}", None, None),
+        (f"<think>So.{HERMES_CALL}</thi", "So.", "</thi"),
+    ],
+)
+def test_a_call_ends_unclosed_reasoning(
+    text: str, reasoning: str | None, content: str | None
+) -> None:
+    for pieces in ([text], list(text)):
+        message, rest = tool_parser("hermes")
+        shape = THINK._replace(calls=TOOL_FORMATS["hermes"].begins)
+        parser = ReasoningParser(message, shape, False, rest)
+        for piece in pieces:
+            parser.push(piece)
+        parser.finish()
+        found = message.whole()
+        assert (found.get("reasoning_content"), found["content"]) == (reasoning, content)
+        assert [call["function"]["name"] for call in found["tool_calls"]] == ["get_time"]
+
+
+def test_every_format_with_a_marker_ends_reasoning() -> None:
+    """The others have no marker that must be there, or reasoning of their own."""
+    without = {name for name, each in TOOL_FORMATS.items() if not each.begins}
+    assert without == {"harmony", "llama3_json", "phi4", "pythonic"}
 
 
 def test_a_grammar_from_the_first_token_leaves_no_reasoning() -> None:

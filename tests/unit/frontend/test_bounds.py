@@ -339,11 +339,16 @@ async def test_large_bodies_are_worked_on_in_threads(site: Site) -> None:
     site.settled()
 
 
-async def test_a_client_that_leaves_a_large_body_behind(site: Site) -> None:
-    site.chat(metadata="x" * LARGE)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_a_large_body_behind(site: Site, stream: bool) -> None:
+    site.chat(metadata="x" * LARGE, stream=stream)
     site.bench.connection.connection_lost(None)
     await answered(site)
     assert site.streams == [] and site.active.off_loop.held_bytes == 0
+    kind = "stream" if stream else "unary"
+    assert site.ended("cancelled", kind) == 1
+    name = "dynamo_frontend_model_cancellation_total"
+    assert site.sample(name, endpoint="chat_completions", model="tiny", request_type=kind) == 1
     site.settled()
 
 

@@ -15,6 +15,7 @@ from answer_cases import TOOLS, merge
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from text_kit import EXAMPLE, card, chat_body, events, outputs
 
+from dynamo.config.frontend import FrontendSettings
 from dynamo.errors import InvalidArgument
 from dynamo.frontend.answer.generation import ChatStream
 from dynamo.frontend.answer.parsed import ParsedChatStream
@@ -272,7 +273,7 @@ def test_unknown_parser_of_a_foreign_worker(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_workers_of_a_model_have_one_format() -> None:
-    entry = ModelEntry(card(), FrontendMetrics(Registry()))
+    entry = ModelEntry(card(), FrontendMetrics(Registry()), FrontendSettings())
     other = card(runtime_config=RuntimeConfig(tool_call_parser="hermes"))
     assert entry.agrees_with(other) == "tool_call_parser"
     assert entry.agrees_with(card()) == ""

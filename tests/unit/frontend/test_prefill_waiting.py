@@ -10,7 +10,7 @@ import prefill_patience
 import pytest
 from test_prefill import CONDITIONS, DECODE, PREFILL, SPARE, Box, Caller
 
-from dynamo.errors import DynamoError, Overloaded
+from dynamo.errors import DynamoError, Overloaded, WorkerAtCapacity
 from dynamo.frontend.api.route import explain_request
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.protocols.card import RuntimeConfig
@@ -321,3 +321,33 @@ def test_the_benchmark_of_patience_runs(capsys: pytest.CaptureFixture[str]) -> N
     )
     _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["0", "3"]
+
+
+async def test_a_prompt_that_a_full_worker_rejects_goes_to_another() -> None:
+    box = Box()
+    box.join(PREFILL, SPARE)
+    caller = box.send()
+    (first,) = box.prefillers.streams
+    first.fail(WorkerAtCapacity("Server overloaded: worker at capacity"))
+    assert len(box.prefillers.streams) == 2 and caller.error is None
+    second = box.prefillers.streams[1]
+    assert {first.worker_id, second.worker_id} == {PREFILL, SPARE}
+    third = box.send()  # the full one is not asked again
+    assert box.prefillers.streams[2].worker_id == second.worker_id
+    second.answer({})
+    assert len(box.decoders.streams) == 1 and box.counted("fallbacks_total") == {}
+    for one in (caller, third):
+        one.leave()
+    assert box.nothing_left()
+
+
+async def test_when_all_prefill_workers_are_full_the_decode_worker_computes() -> None:
+    box = Box()
+    box.join(PREFILL, SPARE)
+    caller = box.send()
+    for number in range(2):
+        box.prefillers.streams[number].fail(WorkerAtCapacity("worker at capacity"))
+    assert len(box.prefillers.streams) == 2 and len(box.decoders.streams) == 1
+    assert box.counted("fallbacks_total") == {"overloaded": 1}
+    caller.leave()
+    assert box.nothing_left()

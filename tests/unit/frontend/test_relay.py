@@ -221,7 +221,7 @@ async def test_a_model_without_workers(site: RelaySite) -> None:
 
 
 async def test_a_draining_frontend_relays_nothing(site: RelaySite) -> None:
-    site.active.draining = True
+    site.active.refuses = True
     site.ask()
     assert site.status == 503 and not site.relayed
 

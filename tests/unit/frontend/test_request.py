@@ -45,6 +45,7 @@ from dynamo.protocols.engine import (
     PromptTokensDetails,
 )
 from dynamo.router.picker import Decision
+from dynamo.router.worker_pool import Saturation
 from dynamo.runtime.tasks import Tasks
 
 MODEL_DIR = Path(__file__).parents[3] / "examples" / "model"
@@ -63,8 +64,15 @@ class Stream:
         self.engine_id = headers["request-id"]
         self.killed = 0
 
+    def pass_tokens(self, *args: Any) -> None:
+        """Leave all items to ``on_data``."""
+
     def kill(self) -> None:
         self.killed += 1
+
+    def give_up(self, error: DynamoError) -> None:
+        self.killed += 1
+        self.sink.on_error(error)
 
     def say(self, ids: list[int], **more: Any) -> None:
         self.sink.on_data(encode(EngineOutput(token_ids=ids, **more)))
@@ -100,6 +108,7 @@ class Site:
             prefill=SimpleNamespace(router=None),
         )
         self.kv_mode = True
+        self.saturation = Saturation()
         self.worker_pool = SimpleNamespace(members={7: None})
         self.tasks = Tasks("test")
         self.streams: list[Stream] = []
@@ -120,6 +129,12 @@ class Site:
         if self.found is not None:
             raise self.found("Model not found")
         return self.entry
+
+    async def find_loaded(self, name: str, model_type: str) -> Any:
+        return self.find(name, model_type)
+
+    def is_loading(self, name: str) -> bool:
+        return False
 
     def pick(
         self, request_id: str | None, tokens: Any, *, routing: Any, override: Any = None
@@ -551,7 +566,7 @@ async def test_before_any_model(site: Site) -> None:
     site.chat()
     assert site.answer == NOT_READY
     site = Site()
-    site.active.draining = True
+    site.active.refuses = True
     site.post(b"not even parsed")
     assert site.status == 503 and site.ended("unavailable", model="unknown_model") == 1
 

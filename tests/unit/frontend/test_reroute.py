@@ -31,8 +31,8 @@ MAYBE_SENT = [ConnectionTimeout, Disconnected, EngineShutdown]
 class Fleet(Site):
     """Workers 1, 2, …; the lowest that a request allows gets it."""
 
-    def __init__(self, workers: int = 3) -> None:
-        super().__init__()
+    def __init__(self, workers: int = 3, **settings: Any) -> None:
+        super().__init__(**settings)
         self.worker_pool = SimpleNamespace(members=dict.fromkeys(range(1, workers + 1)))
         self.gone: set[int] = set()
 

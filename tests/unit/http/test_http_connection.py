@@ -460,6 +460,40 @@ def test_a_client_that_leaves_is_told_once_and_only_before_the_end() -> None:
         assert bench.server.connections == 0
 
 
+@pytest.mark.parametrize("started", [False, True])
+def test_a_half_closed_client_is_gone_at_once_even_if_it_reads_nothing(started: bool) -> None:
+    bench = Bench()
+    bench.answer = False
+    lost: list[int] = []
+    bench.feed(GET)
+    exchange = bench.seen[0]
+    exchange.deadline = bench.connection.deadline = NEVER
+    exchange.on_disconnect = lambda: lost.append(1)
+    if started:
+        exchange.start(200, "text/plain")
+        exchange.write(b"some")
+        bench.connection.pause_writing()
+    bench.connection.eof_received()
+    assert lost == [1] and bench.transport.closed and not bench.transport.aborted
+    exchange.write(b"void")
+    exchange.end()
+    assert b"void" not in bench.transport.out
+    bench.later(61)  # what is buffered for a client that does not read is dropped in the end
+    assert bench.transport.aborted
+    bench.connection.connection_lost(None)
+    assert lost == [1] and bench.server.connections == 0
+
+
+def test_what_was_answered_before_the_half_close_is_sent() -> None:
+    bench = Bench()
+    bench.answer = False
+    bench.feed(GET + GET)
+    bench.seen[0].respond(200, b"first")
+    bench.connection.eof_received()
+    assert bench.transport.out.endswith(b"first") and bench.transport.closed
+    assert bench.seen[1].gone
+
+
 def test_no_news_after_a_complete_response() -> None:
     bench = Bench()
     bench.answer = False

@@ -15,6 +15,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from dynamo._fast.hashing import block_hashes, seed_for
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.llm import KvEventPublisher, WorkerMetricsPublisher, compute_block_hash_for_seq
@@ -272,6 +273,35 @@ async def test_the_events_of_an_engine_are_relayed(
     ]
     assert {event.dp_rank for event in subscriber.events} == {1}
     assert dropped(endpoint) == 2
+
+
+async def test_salted_blocks_are_hashed_as_the_router_does(
+    subscriber: Subscriber, engine: Engine
+) -> None:
+    """VLLM names the salt at the root; blocks below it inherit it until they are removed."""
+
+    def stored(block: int, parent: int | None, *keys: Any) -> dict[str, Any]:
+        fields = {"block_hashes": [block], "parent_block_hash": parent, "token_ids": TOKENS[:B]}
+        more = {"block_size": B, "lora_id": None, "extra_keys": [list(keys) or None]}
+        return {"type": "BlockStored", **fields, **more}
+
+    await engine.send(0, stored(1, None, "salt"), stored(2, 1), stored(3, None), stored(4, 3))
+    await engine.send(1, ["BlockRemoved", [1, 2]], stored(1, None), stored(2, 1))
+    await subscriber.wait_until(lambda: len(subscriber.events) == 7)
+    found = [each.data for each in subscriber.events if isinstance(each.data, BlocksStored)]
+    salted = block_hashes(TOKENS[:B], B, seed=seed_for(None, "salt")).tobytes()
+    plain = local(TOKENS[:B])
+    assert [each.tokens_hashes for each in found] == [salted] * 2 + [plain] * 4
+
+
+async def test_blocks_with_images_have_their_hashes(subscriber: Subscriber, engine: Engine) -> None:
+    fields = {"block_hashes": [1, 2], "parent_block_hash": None, "token_ids": TOKENS}
+    keys = [None, [["00ab" * 16, 2]]]
+    event = {"type": "BlockStored", **fields, "block_size": B, "lora_id": None, "extra_keys": keys}
+    await engine.send(0, event)
+    await subscriber.wait_until(lambda: len(subscriber.events) == 1)
+    hashes = block_hashes(TOKENS, B, mm_hashes=[[], [0x00AB00AB00AB00AB]])
+    assert subscriber.events[0].data == BlocksStored(u64(1, 2), hashes.tobytes())
 
 
 @pytest.mark.parametrize(

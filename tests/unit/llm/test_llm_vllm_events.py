@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo._fast.hashing import xxh3_64
 from dynamo.llm.vllm_events import (
     AttentionGroup,
     EngineCleared,
@@ -91,6 +92,24 @@ SHAPES = {
         ],
         0,
         STORED._replace(group=1, attention="sliding_window"),
+    ),
+    "a salt at the root": (
+        [
+            1.5,
+            [
+                stored(
+                    parent_block_hash=None, lora_name="sql", extra_keys=[["sql", "salt"], ["sql"]]
+                )
+            ],
+            0,
+        ],
+        0,
+        STORED._replace(parent_hash=None, lora_name="sql", cache_salt="salt"),
+    ),
+    "images": (
+        [1.5, [stored(extra_keys=[None, [["00ab" * 16, -1], ["cat", 1]]])], 0],
+        0,
+        STORED._replace(mm_hashes=[[], [0x00AB00AB00AB00AB, xxh3_64(b"cat")]]),
     ),
     "a group of layers in an array": (
         [1.5, [[*as_array(**stored()), "GPU", None, None, 2, "mla_attention"]], 0],

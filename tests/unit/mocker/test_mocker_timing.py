@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from dynamo.mocker.reply import echo_reply, random_reply
+from dynamo.mocker.reply import echo_reply, random_reply, sequence_reply
 from dynamo.mocker.timing import Timing
 from dynamo.protocols.codec import tokens
 from dynamo.protocols.engine import StopConditions
@@ -68,3 +68,18 @@ def test_echo_of_a_conversation_is_its_last_turn(
     stops = StopConditions(stop_token_ids=shown, stop_token_ids_hidden=hidden)
     reply = echo_reply(tokens(prompt), limit, stops)
     assert (list(reply.ids), reply.length, reply.finish_reason) == (expected, len(expected), reason)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_sequence_goes_on_from_any_of_its_tokens(seed: int | None) -> None:
+    prompt = [5, 70_000, 2**32 - 1]
+    whole = list(islice(sequence_reply(tokens(prompt), 200, seed).ids, 200))
+    assert all(1000 <= token < 2000 for token in whole) and len(set(whole)) > 100
+    for cut in (1, 2, 99):
+        rest = sequence_reply(tokens(prompt + whole[:cut]), 200 - cut, seed)
+        assert list(islice(rest.ids, 200 - cut)) == whole[cut:]
+    for changed in (whole[1:9], whole[:4] + whole[5:9], [*whole[:3], whole[4], whole[3]]):
+        rest = sequence_reply(tokens(prompt + changed), 9, seed)
+        assert list(islice(rest.ids, 9)) != whole[len(changed) : len(changed) + 9]
+    other = sequence_reply(tokens(prompt), 200, 8)
+    assert list(islice(other.ids, 200)) != whole

@@ -13,6 +13,7 @@ OWN = {
     "dynamo_frontend_http_connections",
     "dynamo_frontend_http_refused_total",
     "dynamo_frontend_model_cards_rejected_total",
+    "dynamo_frontend_model_migration_duration_seconds",  # Dynamo has it, with unknown buckets
     "dynamo_frontend_prefill_active_requests",
     "dynamo_frontend_prefill_fallbacks_total",
     "dynamo_frontend_prefill_local_total",
@@ -25,6 +26,9 @@ OWN = {
     "dynamo_frontend_prefill_workers",
     "dynamo_frontend_router_queue_left_total",
     "dynamo_frontend_router_queue_wait_seconds",
+    "dynamo_request_plane_unavailable_workers",
+    "dynamo_request_plane_worker_outages_total",
+    "dynamo_component_health_checks_total",
     "dynamo_component_router_approximate_lru_fallbacks",
     "dynamo_component_router_busy_workers",
     "dynamo_component_router_index_blocks",

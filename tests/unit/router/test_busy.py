@@ -15,7 +15,7 @@ from dynamo.protocols.load import KvMetrics
 from dynamo.router.eligibility.busy import BusyWatch, Thresholds, is_busy
 from dynamo.router.eligibility.eligibility_filter import EligibilityFilter
 from dynamo.router.factory import make_index, make_picker
-from dynamo.router.worker_pool import DenseSlots, WorkerPool
+from dynamo.router.worker_pool import DenseSlots, Saturation, WorkerPool
 
 BLOCKS = Thresholds(decode_blocks_share=0.8)
 TOKENS = Thresholds(prefill_tokens=100)
@@ -169,3 +169,81 @@ def test_own_bookings_make_a_worker_busy_until_the_first_token() -> None:
     assert len(picker.worker_pool.busy) == 1
     picker.remove_worker(first)
     assert not picker.worker_pool.busy
+
+
+MODES = ["random", "round-robin", "power-of-two", "least-loaded", "device-aware-weighted"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_prompts_make_a_worker_busy_in_every_mode(mode: str) -> None:
+    settings = RouterSettings(
+        mode=mode, admission_control="token-capacity", active_prefill_tokens_threshold=10
+    )
+    picker = make_picker(settings, 4)
+    for worker_id in (1, 2):
+        picker.add_worker(worker_id, RuntimeConfig())
+    prompt = array("I", range(12))
+    first = picker.pick("a", prompt).worker_id
+    assert picker.worker_pool.busy == {first}
+    second = picker.pick("b", prompt).worker_id
+    assert second != first
+    with pytest.raises(Overloaded, match="all eligible workers are overloaded"):
+        picker.pick("c", prompt)
+    picker.mark_prefill_complete("a")
+    picker.mark_prefill_complete("a")
+    assert picker.worker_pool.busy == {second}
+    assert picker.pick("c", prompt).worker_id == first
+    picker.free("b")
+    picker.free("b")
+    assert picker.worker_pool.busy == {first}
+    picker.remove_worker(first)
+    assert not picker.worker_pool.busy
+    picker.free("a")
+    picker.add_worker(first, RuntimeConfig())
+    assert not picker.worker_pool.busy
+
+
+@pytest.mark.parametrize("mode", ["kv", *MODES])
+def test_a_worker_at_capacity_is_busy_without_thresholds(mode: str) -> None:
+    settings = RouterSettings(mode=mode)
+    picker = make_picker(settings, 4, index=make_index(settings))
+    for worker_id in (1, 2):
+        picker.add_worker(worker_id, RuntimeConfig(total_kv_blocks=10))
+    prompt = array("I", range(12))
+    eligibility = picker.eligibility
+    assert eligibility.rejected(1) and not eligibility.rejected(1) and not eligibility.rejected(9)
+    assert {picker.pick(f"a{number}", prompt).worker_id for number in range(8)} == {2}
+    with pytest.raises(Overloaded):
+        picker.pick("b", prompt, routing=Routing(backend_instance_id=1))
+    eligibility.busy.report(KvMetrics(2, active_decode_blocks=9))
+    assert picker.worker_pool.busy == {1}
+    eligibility.busy.report(KvMetrics(1, active_decode_blocks=9))
+    assert not picker.worker_pool.busy
+    eligibility.rejected(2)
+    picker.free("a0")  # there is room again
+    assert not picker.worker_pool.busy
+    eligibility.rejected(2)
+    eligibility.recovered(2)
+    eligibility.recovered(2)
+    assert not picker.worker_pool.busy
+    eligibility.rejected(2)
+    picker.remove_worker(2)
+    assert not picker.worker_pool.busy and not eligibility.follows_load
+    for number in range(8):
+        picker.free(f"a{number}")
+
+
+def test_a_saturated_pool_is_counted_once() -> None:
+    saturation = Saturation()
+    worker_pool = one_worker()
+    worker_pool.set_busy(1, True)
+    worker_pool.report_to(saturation)
+    assert worker_pool.all_busy and saturation.count == 1
+    worker_pool.set_busy(1, True)
+    assert saturation.count == 1
+    worker_pool.add(2, RuntimeConfig())
+    assert not worker_pool.all_busy and saturation.count == 0
+    worker_pool.remove(2)
+    assert saturation.count == 1
+    worker_pool.remove(1)
+    assert saturation.count == 0

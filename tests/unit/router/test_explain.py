@@ -90,7 +90,7 @@ def test_an_avoided_worker_is_excluded_while_others_remain() -> None:
     found = picker.explain(PROMPT)
     assert [(row.worker_id, row.excluded) for row in found.candidates] == [
         (1, ""),
-        (2, "has just failed to answer"),
+        (2, "does not answer"),
     ]
     picker.worker_pool.avoid(1, True)
     assert all(row.cost is not None for row in picker.explain(PROMPT).candidates)

@@ -138,11 +138,13 @@ def test_an_avoided_worker_is_the_last_resort(worker_pool: WorkerPool) -> None:
     assert owners(worker_pool, None) == [(1, 0), (3, 4), (3, 5)]
     assert owners(worker_pool, Routing(backend_instance_id=2)) == [(2, 0), (2, 1)]
     assert owners(worker_pool, Routing(allowed_worker_ids=[2])) == [(2, 0), (2, 1)]
-    assert exclusion(worker_pool, None, worker_pool.members[2], 0) == "has just failed to answer"
+    assert exclusion(worker_pool, None, worker_pool.members[2], 0) == "does not answer"
     worker_pool.set_busy(1, True)
     worker_pool.avoid(3, True)
     assert owners(worker_pool, None) == [(2, 0), (2, 1), (3, 4), (3, 5)]
     worker_pool.avoid(3, False)
     assert owners(worker_pool, None) == [(3, 4), (3, 5)]
-    worker_pool.remove(2)
+    worker_pool.remove(2)  # the end of the outage is reported after the removal
+    worker_pool.avoid(2, False)
+    worker_pool.avoid(99, False)
     assert worker_pool.avoided == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from functools import partial
 
 import pytest
@@ -98,6 +99,59 @@ async def test_waiting_returns_true_for_stop_and_for_kill() -> None:
         assert len(done) == 3
         assert all(wait.result() is True for wait in waits)
         assert await context.async_killed_or_stopped() is True
+
+
+async def test_stopped_and_killed_wait_for_their_own_level() -> None:
+    context = Context()
+    stopped, killed, either = (
+        context.stopped(),
+        context.killed(),
+        context.async_killed_or_stopped(),
+    )
+    context.stop()
+    assert stopped.result() is True and either.result() is True and not killed.done()
+    assert context.is_stopped() and not context.is_killed()
+    assert await context.stopped() is True
+    context.kill()
+    assert killed.result() is True
+    assert await context.killed() is True and await context.stopped() is True
+    assert not context._waiters or all(wait.done() for wait in context._waiters)
+
+
+def note_thread(received: list[tuple[str, int]], kind: str) -> None:
+    received.append((kind, threading.get_ident()))
+
+
+async def test_any_thread_may_cancel_and_listeners_run_on_the_loop() -> None:
+    """An engine's own thread stops a request; what listens writes to sockets of the loop."""
+    here = threading.get_ident()
+    for cancel in (Context.stop, Context.kill):
+        context, child, late = Context(), Context(), Context()
+        received: list[tuple[str, int]] = []
+        context.link_child(child)
+        child.on_cancel(partial(note_thread, received))
+        waiter = context.stopped()
+        thread = threading.Thread(target=cancel, args=(context,))
+        thread.start()
+        thread.join()
+        assert context.is_stopped() and not received  # the state at once, the listeners later
+        context.link_child(late)
+        assert await waiter is True
+        assert received == [("stop" if cancel is Context.stop else "kill", here)]
+        assert late.is_stopped()
+        context.kill()
+        assert child.is_killed() and late.is_killed()
+
+
+def test_a_thread_may_cancel_after_the_loop_has_closed() -> None:
+    async def link() -> Context:
+        context = Context()
+        context.link_child(Context())
+        return context
+
+    context = asyncio.run(link())
+    context.kill()
+    assert context.is_killed()
 
 
 async def test_a_cancelled_wait_leaves_nothing() -> None:

@@ -16,6 +16,7 @@ from dynamo.config.runtime import RuntimeSettings
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.stale_sockets import (
     StaleSockets,
+    engine_directory_name,
     event_socket_name,
     request_socket_name,
 )
@@ -87,6 +88,29 @@ def test_a_sweep_removes_old_sockets_without_lease_or_listener(
     ]
     StaleSockets(lambda: [tmp_path]).sweep(lambda lease_id: lease_id == 0xA4)
     assert names(tmp_path) == {"a2.sock", "a3.sock", "a4.sock", "circus.sock"}
+
+
+def test_the_directory_of_an_engine_is_removed_with_its_sockets(
+    tmp_path: Path, sockets: list[socket.socket]
+) -> None:
+    """But not one with a listener, and no other files."""
+    for number in range(0xA1, 0xA5):
+        (tmp_path / engine_directory_name(number)).mkdir()
+    sockets += [
+        bound(tmp_path / "a1.engine" / "x"),
+        bound(tmp_path / "a2.engine" / "x", listening=True),
+        bound(tmp_path / "a3.engine" / "x", age_s=1),
+    ]
+    (tmp_path / "a4.engine" / "notes").write_text("not ours")
+    (tmp_path / "a5.engine").symlink_to(tmp_path / "a2.engine")
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1))
+    StaleSockets(lambda: [tmp_path]).sweep(lambda lease_id: False)
+    assert names(tmp_path) == {"a2.engine", "a3.engine", "a4.engine", "a5.engine"}
+    for number in (0xA2, 0xA4, 0xA5):
+        StaleSockets(lambda: [tmp_path]).remove(number)
+    assert names(tmp_path) == {"a3.engine", "a4.engine", "a5.engine"}
+    assert names(tmp_path / "a4.engine") == {"notes"}
 
 
 class Fleet:

@@ -22,6 +22,7 @@ from dynamo.errors import (
     HttpError,
     HttpFailure,
     NoInstances,
+    WorkerAtCapacity,
     WorkerUnavailable,
 )
 from dynamo.protocols import codec
@@ -491,6 +492,33 @@ async def test_a_failed_connection_inhibits(deployment: Deployment) -> None:
     assert set(client._usable()) == {bad.instance_id, good.instance_id}
 
 
+async def test_an_unhealthy_endpoint_is_avoided_and_not_ready(deployment: Deployment) -> None:
+    sick, well = deployment.runtime(), deployment.runtime()
+    for worker in (sick, well):
+        deployment.serve(worker, "ns.comp.gen", echo)
+    client = await deployment.client("ns.comp.gen")
+    await until_count(client, 2)
+    changed = asyncio.Event()
+    client.on_inhibited(lambda instance_id, out: changed.set())
+    for problem in ("no answer to a health check", ""):
+        changed.clear()
+        await sick.serving.set_health(("ns", "comp", "gen"), problem)
+        async with asyncio.timeout(5):
+            await changed.wait()
+        assert client.is_inhibited(sick.instance_id) is bool(problem)
+        assert sick.serving.health.is_ready() is not bool(problem)
+        assert [one.text for one in client.outages().values()] == [problem] * bool(problem)
+    changed.clear()
+    await sick.serving.set_health(("ns", "comp", "gen"), "again")
+    async with asyncio.timeout(5):
+        await changed.wait()
+    seen: list[tuple[int, bool]] = []
+    client.on_inhibited(lambda instance_id, out: seen.append((instance_id, out)))
+    assert seen == [(sick.instance_id, True)]
+    sick.serving.begin_shutdown()
+    await sick.serving.set_health(("ns", "comp", "gen"), "")  # not registered again
+
+
 async def test_events_reach_subscribers_through_discovery(deployment: Deployment) -> None:
     one, two, listener = (deployment.runtime() for _ in range(3))
     got: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
@@ -688,3 +716,63 @@ async def test_dynamo_endpoint_validates(deployment: Deployment) -> None:
     with pytest.raises(ValueError, match="text: field required"):
         async for _ in await client.random({}):
             pass
+
+
+class Held:
+    """A handler that holds each request until the test lets it go, whatever its context says."""
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.free = asyncio.Event()
+
+    async def __call__(self, request: Any) -> AsyncIterator[Any]:
+        self.started.append(request)
+        yield request
+        await self.free.wait()
+        yield request
+
+
+async def test_handlers_share_the_limit_of_the_process(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYN_ENGINE_REQUEST_LIMIT", "1")
+    monkeypatch.setenv("DYN_DYNAMO_REQUEST_QUEUE_LIMIT", "2")
+    worker, held = deployment.runtime(), Held()
+    deployment.serve(worker, "ns.comp.gen", held.__call__)
+    deployment.serve(worker, "ns.comp.other", held.__call__)
+    client, other = await deployment.client("ns.comp.gen"), await deployment.client("ns.comp.other")
+    context = Context()
+    first = await client.random(1, annotated=False)
+    assert await anext(first) == 1
+    second = await other.random(2, annotated=False, context=context)
+    third = await client.random(3, annotated=False)
+    with pytest.raises(WorkerAtCapacity, match="Server overloaded: worker at capacity"):
+        await anext(await other.random(4, annotated=False))
+    page = worker.metrics.render().decode().replace(".0\n", "\n")
+    for line in (
+        "dynamo_engine_request 1",
+        "dynamo_request_queue 1",
+        "dynamo_rejection_request_total 1",
+        "dynamo_work_handler_pool_capacity 1",
+    ):
+        assert line in page
+    context.kill()  # it leaves the queue
+    fifth = await client.random(5, annotated=False)
+    await first.aclose()  # its handler has not ended: it still counts
+    with pytest.raises(WorkerAtCapacity):
+        await anext(await client.random(6, annotated=False))
+    assert held.started == [1]
+    held.free.set()
+    assert [item async for item in third] == [3, 3]
+    assert [item async for item in fifth] == [5, 5]
+    assert held.started == [1, 3, 5]
+    with pytest.raises(Cancelled):
+        await anext(second)
+    assert worker.admission is not None
+    assert (worker.admission.running, worker.admission.waiting) == (0, 0)
+
+
+async def test_without_a_limit_nothing_is_counted(deployment: Deployment) -> None:
+    worker = deployment.runtime()
+    assert worker.admission is None
+    assert "dynamo_engine_request" not in worker.metrics.render().decode()

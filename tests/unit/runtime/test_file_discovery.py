@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo.errors import ConfigError, InvalidArgument, WorkerUnavailable
+from dynamo.errors import ConfigError, InvalidArgument, Unavailable, WorkerUnavailable
 from dynamo.protocols.control import LeaseRecord
 from dynamo.runtime.discovery import FileDiscovery, KeyEvent, layout
 from dynamo.runtime.discovery.process import ProcessEnd, host_id, is_running, start_ticks
@@ -554,3 +555,23 @@ async def test_no_inotify_instance_left_is_a_clear_error(
     monkeypatch.setattr("dynamo.runtime.discovery.inotify.asyncinotify.Inotify", none_left)
     with pytest.raises(ConfigError, match="max_user_instances"):
         await FileDiscovery(root).start()
+
+
+async def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that starts then exits with this text, and a later start of it succeeds."""
+    store = FileDiscovery(tmp_path / "store")
+    lease = await store.grant(10, 1)
+    with monkeypatch.context() as patched:
+
+        def full(path: Path, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patched.setattr(Path, "write_bytes", full)
+        text = r"cannot register in .*store: No space left on device; check the space"
+        with pytest.raises(Unavailable, match=text):
+            await store.grant(10, 2)
+        with pytest.raises(Unavailable, match=text):
+            await store.put(KEY, b"here", lease.id)
+    await store.put(KEY, b"here", lease.id)
+    assert await store.list("") == {KEY: b"here"}
+    await store.close()

@@ -16,7 +16,14 @@ import pytest
 from request_kit import ENDPOINT, TIMEOUT_S, Recorder, pair, until
 
 from dynamo.config.requests import RequestPlaneSettings
-from dynamo.errors import ConnectionTimeout, Disconnected, InvalidArgument, Overloaded
+from dynamo.errors import (
+    ConnectionTimeout,
+    Disconnected,
+    DynamoError,
+    InvalidArgument,
+    Overloaded,
+    WorkerSilent,
+)
 from dynamo.runtime.requests import RequestClient, RequestServer, ServerStream
 from dynamo.runtime.requests.frames import (
     DATA,
@@ -183,29 +190,52 @@ async def test_a_worker_that_never_answers_times_out(tmp_path: Path) -> None:
         assert isinstance(sink.errors[0], ConnectionTimeout) and sink.errors[0].retryable
     async with fake_worker(tmp_path / "t", PREAMBLE + pack(DATA, 1, b"x"), hang=True) as address:
         sink = await call(client, address).finish()
-        assert type(sink.errors[0]) is Disconnected and sink.items == [b"x"]
+        assert isinstance(sink.errors[0], WorkerSilent) and sink.items == [b"x"]
     await client.close()
 
 
-@pytest.mark.parametrize(("released", "ticks"), [(False, 5), (True, 3)])
-async def test_a_hung_worker_that_discovery_dropped_is_given_up_sooner(
-    tmp_path: Path, released: bool, ticks: int
+@pytest.mark.parametrize(("other", "released"), [(True, False), (False, False), (False, True)])
+async def test_only_the_streams_of_a_silent_worker_that_may_move_end_before_its_connection(
+    tmp_path: Path, other: bool, released: bool
 ) -> None:
-    client = RequestClient(RequestPlaneSettings(request_timeout_s=1000))
+    settings = RequestPlaneSettings(silence_timeout_s=1000, request_timeout_s=2000)
+    client = RequestClient(settings)
     response = PREAMBLE + pack(DATA, 1, b"x")
     async with fake_worker(tmp_path / "s", response, hang=True) as address:
-        sink = call(client, address)
+        sink = Recorder()
+        stream = client.open(address, ENDPOINT, {}, b"request", sink)
+        stream.owner = owner = Owner(other)
         await sink.have(1)
         [connection] = client._connections.values()
-        connection._tick()  # something was received since the last one
         if released:
             client.release(address)
-        for _ in range(ticks - 1):
+        connection._tick()  # something was received since the last one
+        for _ in range(3):
             connection._tick()
-        assert not sink.over
+        assert not connection.silent and not sink.over
         connection._tick()
-        assert type(sink.errors[0]) is Disconnected
+        assert connection.silent and sink.over is (other or released)
+        assert len(owner.errors) == len(sink.errors)
+        for _ in range(3):
+            connection._tick()
+        assert connection.closed is released  # it had no stream left
+        connection._tick()
+        assert isinstance(sink.errors[0], WorkerSilent) and connection.closed
     await client.close()
+
+
+class Owner:
+    """An instance beside another one, or not."""
+
+    def __init__(self, other: bool) -> None:
+        self.other = other
+        self.errors: list[DynamoError] = []
+
+    def failed(self, error: DynamoError) -> None:
+        self.errors.append(error)
+
+    def may_move(self) -> bool:
+        return self.other
 
 
 async def test_a_stream_on_a_released_connection_keeps_it_open(tmp_path: Path) -> None:

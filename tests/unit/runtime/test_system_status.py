@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ from dynamo.config import from_env
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import SystemSettings
 from dynamo.errors import ConfigError
+from dynamo.http.api_keys import key_line
 from dynamo.observability.metrics import Registry, counter
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.health import SystemHealth
@@ -205,6 +207,29 @@ async def test_web_pages_get_nothing(make: Make) -> None:
         answer = await parts.ask(f"{post}{more}\r\n".encode())
         assert int(answer.split()[1]) == status, more
     assert called == [None]
+
+
+async def test_engine_routes_with_keys_need_an_operators(make: Make, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(key_line("alice", "user", "u") + key_line("root", "operator", "o"))
+    keys.chmod(0o600)
+    parts = await make(api_key_file=str(keys))
+    called: list[Any] = []
+
+    async def route(body: Any) -> Any:
+        called.append(body)
+
+    parts.server.routes["sleep"] = route
+    post = "POST /engine/sleep HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    for key, status in ((None, 401), ("wrong", 401), ("u", 403), ("o", 200)):
+        given = "" if key is None else f"Authorization: Bearer {key}\r\n"
+        answer = await parts.ask(f"{post}{given}Content-Length: 0\r\n\r\n".encode())
+        assert int(answer.split()[1]) == status, key
+    assert called == [None]
+    assert (await parts.get("/live"))[0] == 200 and (await parts.get("/metrics"))[0] == 200
+    with pytest.raises(ConfigError, match="has mode"):
+        keys.chmod(0o644)
+        await make(api_key_file=str(keys))
 
 
 async def test_off_by_default_and_a_used_port_is_a_config_error(make: Make) -> None:

@@ -51,11 +51,10 @@ async def test_ready_when_all_workers_are_registered(chunked: bool) -> None:
 
     def answer(path: str) -> tuple[int, object]:
         nonlocal looks
-        looks += path == "/health"
-        if path == "/v1/models":
-            return 200, {"data": [{"id": "tiny"}] if looks > 2 else []}
-        worker = {"endpoint": "generate"}
-        return (200 if looks > 1 else 503), {"instances": [worker] * (looks - 2)}
+        looks += 1
+        models = ["tiny"] if looks > 2 else []
+        workers = [{"endpoint": "generate"}] * (looks - 2)
+        return (200 if looks > 1 else 503), {"instances": workers, "models": models}
 
     server, address = await serve(answer, chunked)
     async with server, asyncio.timeout(10):
@@ -63,13 +62,13 @@ async def test_ready_when_all_workers_are_registered(chunked: bool) -> None:
 
 
 async def test_a_frontend_alone_needs_no_model() -> None:
-    server, address = await serve(lambda path: (200, {"data": [], "instances": []}))
+    server, address = await serve(lambda path: (200, {"models": [], "instances": []}))
     async with server, asyncio.timeout(10):
         assert await wait_until_ready(address, lambda: 0) == FrontendHealth((), 0)
 
 
 async def test_another_program_is_not_ready() -> None:
-    server, address = await serve(lambda path: (200, {"data": [{"id": "x"}], "instances": []}))
+    server, address = await serve(lambda path: (200, {"models": ["x"], "instances": []}))
     answers = iter([False, False, True])
     async with server, asyncio.timeout(10):
         await wait_until_ready(address, lambda: 0, lambda: next(answers))
@@ -79,9 +78,7 @@ async def test_another_program_is_not_ready() -> None:
 async def test_a_worker_that_still_loads_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "_ALL_WORKERS_WITHIN_S", 0.1)
     worker = {"endpoint": "generate"}
-    server, address = await serve(
-        lambda path: (200, {"data": [{"id": "x"}], "instances": [worker]})
-    )
+    server, address = await serve(lambda path: (200, {"models": ["x"], "instances": [worker]}))
     missing, parts = ["W_1"], []
 
     def partly(health: FrontendHealth, names: Collection[str]) -> None:
@@ -123,6 +120,8 @@ async def test_an_invalid_answer_is_not_ready() -> None:
         ({"http-host": "::"}, {}, "http://[::1]:8000"),
         ({"http-host": "0:0::0"}, {}, "http://[::1]:8000"),
         ({"http-host": "box.example"}, {}, "http://box.example:8000"),
+        ({"tls-cert-path": "cert.pem"}, {}, "https://127.0.0.1:8000"),
+        ({}, {"DYN_TLS_CERT_PATH": "cert.pem"}, "https://127.0.0.1:8000"),
     ],
 )
 def test_address(options: dict[str, object], env: dict[str, str], url: str) -> None:

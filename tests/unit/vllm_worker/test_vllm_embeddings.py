@@ -15,11 +15,11 @@ from dynamo.errors import InvalidArgument
 from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
 from dynamo.protocols.embedding import EmbeddingsEngineOutput, PreprocessedEmbeddingRequest
+from dynamo.runtime.admission import AdmissionQueue
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
 from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.embeddings import EmbeddingService
-from dynamo.worker.admission import AdmissionQueue
 
 DECODE = codec.decoder(EmbeddingsEngineOutput).decode
 

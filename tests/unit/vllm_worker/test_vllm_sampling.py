@@ -9,6 +9,7 @@ import pytest
 from dynamo.errors import InvalidArgument
 from dynamo.protocols import codec
 from dynamo.protocols.engine import (
+    GENERATED_TOKENS,
     OutputOptions,
     PreprocessedRequest,
     SamplingOptions,
@@ -120,3 +121,15 @@ def test_a_decode_passes_the_parameters_of_its_prefill() -> None:
 def test_the_prefill_of_another_engine_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="not from a vLLM prefill worker"):
         mapping().arguments(request(prefill_result={"disaggregated_params": {"room": 1}}))
+
+
+def test_penalties_count_the_output_of_an_earlier_worker() -> None:
+    more = {"extra_args": {GENERATED_TOKENS: 2}}
+    given = SamplingOptions(frequency_penalty=0.5, logit_bias={"3": 1.0})
+    found = mapping().arguments(request(sampling=given, **more))
+    assert found["logit_bias"] == {"3": 0.5, "2": -0.5} and found["frequency_penalty"] == 0.5
+    assert given.logit_bias == {"3": 1.0}
+    found = mapping(presence_penalty=1.5).arguments(request(**more))
+    assert found["logit_bias"] == {"2": -1.5, "3": -1.5}
+    for sampling in (SamplingOptions(), SamplingOptions(repetition_penalty=1.5)):
+        assert "logit_bias" not in mapping().arguments(request(sampling=sampling, **more))

@@ -16,6 +16,7 @@ from dynamo.errors import DynamoError, InvalidArgument, Overloaded
 from dynamo.observability.metrics import Registry
 from dynamo.protocols import codec
 from dynamo.protocols.engine import EngineOutput, PreprocessedRequest, Routing, StopConditions
+from dynamo.runtime.admission import AdmissionQueue
 from dynamo.runtime.requests.client import RequestClient
 from dynamo.runtime.requests.server import RequestServer
 from dynamo.runtime.requests.stream import ServerStream
@@ -23,7 +24,6 @@ from dynamo.runtime.tasks import Tasks
 from dynamo.vllm.engine import EngineInfo, OutputSink, StepStats
 from dynamo.vllm.plain_tokens import PlainTokens
 from dynamo.vllm.service import VllmService
-from dynamo.worker.admission import AdmissionQueue
 
 DECODE = codec.decoder(EngineOutput).decode
 ENDPOINT = "test/backend/generate"
@@ -218,6 +218,21 @@ def step_message(tokens: dict[str, int]) -> bytes:
     """Encode an engine's step with one plain token for each request."""
     rows = [[request_id, [token], *[None] * 10, 0] for request_id, token in tokens.items()]
     return msgspec.msgpack.encode([0, rows, None, 1.5])
+
+
+async def test_a_prompt_with_images_has_the_length_that_the_engine_found(tmp_path: Path) -> None:
+    async with deployed(tmp_path) as made:
+        sink, _ = made.start()
+        await made.engine.started(1)
+        (engine_sink,) = made.engine.sinks.values()
+        engine_sink.on_images(20, [codec.tokens([7, 8])])
+        engine_sink.on_output(Step([5], prefill_stats=Stats(0)))
+        engine_sink.on_output(Step([6], "length"))
+        await sink.end()
+        assert sink.items[0].extra_args == {"mm_expansions": [codec.tokens([7, 8])]}
+        assert sink.items[-1].extra_args is None
+        assert sink.items[-1].completion_usage is not None
+        assert sink.items[-1].completion_usage.prompt_tokens == 20
 
 
 async def test_plain_tokens_of_a_step_go_to_their_streams(tmp_path: Path) -> None:

@@ -24,12 +24,19 @@ from dynamo.frontend.answer.parsers.message import AnswerMessage, AnswerParser
 from dynamo.frontend.answer.parsers.pythonic_calls import PythonicCallParser
 from dynamo.frontend.answer.parsers.reasoning import ContentParser, ReasoningParser, ReasoningShape
 from dynamo.frontend.answer.parsers.section_calls import (
-    DEEPSEEK_MARKERS,
     DEEPSEEK_V3,
     DEEPSEEK_V3_1,
+    KIMI_K2,
     SectionCallParser,
+    SectionShape,
 )
-from dynamo.frontend.answer.parsers.xml_calls import XmlCallParser
+from dynamo.frontend.answer.parsers.xml_calls import (
+    GLM_45,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    XmlCallParser,
+    XmlCallShape,
+)
 from dynamo.frontend.prompt.tokenizer import Tokenizer
 from dynamo.frontend.prompt.tool_choice import forced_name, forced_schema, is_forced, tool_functions
 from dynamo.protocols.card import ModelCard
@@ -69,11 +76,13 @@ MakeParser = Callable[[AnswerMessage, RequestTools], AnswerParser]
 
 class ToolFormat(NamedTuple):
     """``markers`` are shown to the parser even if they are special tokens. ``short_ids``: the chat
-    template takes ids of nine letters and digits only."""
+    template takes ids of nine letters and digits only. ``begins``: a marker that begins calls, and
+    so ends reasoning that the model has not closed."""
 
     make: MakeParser
     markers: tuple[str, ...] = ()
     short_ids: bool = False
+    begins: tuple[str, ...] = ()
 
 
 def _json(shape: JsonCallShape, kind: type[JsonCallParser] = JsonCallParser) -> MakeParser:
@@ -81,36 +90,50 @@ def _json(shape: JsonCallShape, kind: type[JsonCallParser] = JsonCallParser) -> 
 
 
 def _tagged(opens: str, closes: str) -> ToolFormat:
-    return ToolFormat(_json(JsonCallShape((opens,), closes)), (opens, closes))
+    shape = JsonCallShape((opens,), closes)
+    return ToolFormat(_json(shape), (opens, closes), begins=(opens,))
+
+
+def _section(shape: SectionShape) -> ToolFormat:
+    return ToolFormat(
+        lambda message, tools: SectionCallParser(message, shape),
+        shape.every_marker,
+        begins=shape.markers[:1],
+    )
+
+
+def _xml(shape: XmlCallShape) -> ToolFormat:
+    return ToolFormat(
+        lambda message, tools: XmlCallParser(message, tools.schemas, shape),
+        shape.every_marker,
+        begins=shape.call[:1],
+    )
 
 
 _REQUIRED = JsonCallShape((), bare=True)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "deepseek_v3": ToolFormat(
-        lambda message, tools: SectionCallParser(message, DEEPSEEK_V3), DEEPSEEK_MARKERS
-    ),
-    "deepseek_v3_1": ToolFormat(
-        lambda message, tools: SectionCallParser(message, DEEPSEEK_V3_1), DEEPSEEK_MARKERS
-    ),
+    "deepseek_v3": _section(DEEPSEEK_V3),
+    "deepseek_v3_1": _section(DEEPSEEK_V3_1),
+    "glm45": _xml(GLM_45),
     "harmony": ToolFormat(lambda message, tools: HarmonyParser(message, True), HARMONY_MARKERS),
     "hermes": _tagged("<tool_call>", "</tool_call>"),
     "jamba": _tagged("<tool_calls>", "</tool_calls>"),
+    "kimi_k2": _section(KIMI_K2),
     "llama3_json": ToolFormat(
         _json(JsonCallShape(("<|python_tag|>",), bare=True)), ("<|python_tag|>",)
     ),
+    "minimax_m2": _xml(MINIMAX_M2),
     "mistral": ToolFormat(
         _json(JsonCallShape(("[TOOL_CALLS]",)), MistralCallParser),
         ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         short_ids=True,
+        begins=("[TOOL_CALLS]",),
     ),
     "nemotron_deci": _tagged("<TOOLCALL>", "</TOOLCALL>"),
     "phi4": ToolFormat(_json(JsonCallShape(("functools",)))),
     "pythonic": ToolFormat(lambda message, tools: PythonicCallParser(message, tools.names)),
-    "qwen3_coder": ToolFormat(
-        lambda message, tools: XmlCallParser(message, tools.schemas),
-        ("<tool_call>", "</tool_call>"),
-    ),
+    "qwen3_coder": _xml(QWEN3_CODER),
 }
 
 _THINK = ReasoningShape("<think>", "</think>")
@@ -121,6 +144,8 @@ REASONING_FORMATS: Mapping[str, ReasoningShape | None] = {
     "deepseek_v3_1": _THINK,
     "glm45": _THINK,
     "gpt_oss": None,  # harmony
+    "kimi_k2": _THINK,
+    "minimax_m2": _THINK,
     "mistral": ReasoningShape("[THINK]", "[/THINK]"),
     "nemotron_deci": _THINK,
     "qwen3": _THINK,
@@ -194,8 +219,11 @@ class ModelFormats:
         parser = ContentParser(message) if tool is None else _calls(request, tool, message)
         if self._shape is None:
             return parser
-        forced = tool is not None and is_forced(request.tool_choice)
-        return ReasoningParser(message, self._shape, inside, parser, forced)
+        shape, forced = self._shape, False
+        if tool is not None:
+            forced = is_forced(request.tool_choice)
+            shape = shape._replace(calls=() if forced else tool.begins)
+        return ReasoningParser(message, shape, inside, parser, forced)
 
 
 def answer_format(

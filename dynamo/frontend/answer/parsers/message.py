@@ -125,12 +125,12 @@ class AnswerMessage:
             part.drop_space()
             part.add("\n")
 
-    def begin_call(self, name: str) -> None:
-        """Begin a tool call; its arguments follow."""
+    def begin_call(self, name: str, call_id: str | None = None) -> None:
+        """Begin a tool call, with the id that the model gave it, if any; its arguments follow."""
         self._content.drop_space()
         self._muted = self._count == self._max_calls
         if not self._muted:
-            self._calls.append(ToolCallPart(self._count, self._new_id(), name))
+            self._calls.append(ToolCallPart(self._count, call_id or self._new_id(), name))
             self._count += 1
 
     def add_arguments(self, text: str) -> None:

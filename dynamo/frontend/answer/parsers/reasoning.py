@@ -12,11 +12,12 @@ __all__ = ["ContentParser", "ReasoningParser", "ReasoningShape"]
 
 class ReasoningShape(NamedTuple):
     """The tags. ``forced``: an answer is reasoning from its beginning even without the first tag,
-    unless the prompt ends with the second."""
+    unless the prompt ends with the second. ``calls``: markers of tool calls, which end it too."""
 
     opens: str
     closes: str
     forced: bool = False
+    calls: tuple[str, ...] = ()
 
     def begins_inside(self, prompt: str | None) -> bool:
         """Whether the answer to ``prompt`` begins inside the reasoning."""
@@ -49,9 +50,12 @@ class ReasoningParser(TextSteps):
     The white space around the tags is dropped. With ``json_only`` a grammar makes the answer JSON:
     an engine that applies it from the first token leaves no room for reasoning, so an answer that
     begins with a bracket has none.
+
+    A tool call inside the reasoning goes to ``rest``, and so does all that follows, without the
+    second tag.
     """
 
-    __slots__ = ("_close", "_inside", "_json_only", "_message", "_open", "_rest")
+    __slots__ = ("_close", "_ends", "_inside", "_json_only", "_message", "_open", "_rest")
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class ReasoningParser(TextSteps):
         self._message = message
         self._open = Markers(shape.opens)
         self._close = Markers(shape.closes)
+        self._ends = Markers(shape.closes, *shape.calls)
         self._inside = inside
         self._json_only = json_only
         self._rest = rest
@@ -99,12 +104,24 @@ class ReasoningParser(TextSteps):
         return True
 
     def _reasoning(self) -> bool:
-        count, marker = self._close.find(self._text)
+        count, marker = self._ends.find(self._text)
         if count:
             self._message.add_reasoning(self._take(count))
         if marker:
-            self._take(len(marker))
             self._message.end_reasoning()
+            self._step = self._unclosed
+            if marker == self._close.texts[0]:
+                self._take(len(marker))
+                self._step = self._gap
+        return bool(marker)
+
+    def _unclosed(self) -> bool:
+        """After a call in the reasoning: drop the tag that may still follow."""
+        count, marker = self._close.find(self._text)
+        if count:
+            self._rest.push(self._take(count))
+        if marker:
+            self._take(len(marker))
             self._step = self._gap
         return bool(marker)
 

@@ -1,50 +1,72 @@
-"""The tool calls of DeepSeek V3 and V3.1: a section of calls, each between markers."""
+"""The tool calls of DeepSeek V3 and V3.1, and of Kimi K2: a section of calls between markers."""
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from dynamo.frontend.answer.parsers.message import AnswerMessage
 from dynamo.frontend.answer.parsers.scan import Markers, TextSteps
 
-__all__ = ["DEEPSEEK_MARKERS", "DEEPSEEK_V3", "DEEPSEEK_V3_1", "SectionCallParser", "SectionShape"]
+__all__ = ["DEEPSEEK_V3", "DEEPSEEK_V3_1", "KIMI_K2", "SectionCallParser", "SectionShape"]
 
 _SECTION, _END_SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEPARATOR, _END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-DEEPSEEK_MARKERS = (_SECTION, _END_SECTION, _CALL, _SEPARATOR, _END_CALL)
-_START = Markers(_SECTION)
-_IN_SECTION = Markers(_CALL, _END_SECTION)
 _MAX_HEADER = 512
+_KIMI_END = "<|tool_call_end|>"
+_NUMBERED = re.compile(r"^(?:functions\.)?(.*?)(?::\d+)?$", re.DOTALL)
 
 
 class SectionShape(NamedTuple):
-    """A call is a header, ``opens`` and its arguments, up to one of ``closes``. The name follows
-    ``before_name`` in the header."""
+    """``markers`` are those of the section's beginning and end, and of a call.
 
+    A call is a header, ``opens`` and its arguments, up to one of ``closes``. The name follows
+    ``before_name`` in the header. With ``numbered`` the header is the id of the call, as
+    ``functions.NAME:NUMBER``; later prompts must have this id.
+    """
+
+    markers: tuple[str, str, str]
     before_name: str
     opens: str
     closes: tuple[str, ...]
+    numbered: bool = False
+
+    @property
+    def every_marker(self) -> tuple[str, ...]:
+        """All that may be special tokens."""
+        return tuple(filter(None, (*self.markers, self.before_name, self.opens, *self.closes)))
 
 
-DEEPSEEK_V3 = SectionShape(_SEPARATOR, "```json\n", ("\n```" + _END_CALL, _END_CALL))
-DEEPSEEK_V3_1 = SectionShape("", _SEPARATOR, (_END_CALL,))
+_DEEPSEEK = (_SECTION, _END_SECTION, _CALL)
+DEEPSEEK_V3 = SectionShape(_DEEPSEEK, _SEPARATOR, "```json\n", ("\n```" + _END_CALL, _END_CALL))
+DEEPSEEK_V3_1 = SectionShape(_DEEPSEEK, "", _SEPARATOR, (_END_CALL,))
+KIMI_K2 = SectionShape(
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    "",
+    "<|tool_call_argument_begin|>",
+    (_KIMI_END,),
+    numbered=True,
+)
 
 
 class SectionCallParser(TextSteps):
     """Content, then one section of calls, then perhaps content again."""
 
-    __slots__ = ("_closes", "_message", "_opening", "_shape")
+    __slots__ = ("_closes", "_in_section", "_message", "_opening", "_shape", "_start")
 
     def __init__(self, message: AnswerMessage, shape: SectionShape) -> None:
         super().__init__(self._outside)
         self._message = message
         self._shape = shape
+        section, end_section, call = shape.markers
+        self._start = Markers(section)
+        self._in_section = Markers(call, end_section)
         self._closes = Markers(*shape.closes)
         self._opening = ""  # markup that is content if no call follows
 
     def finish(self) -> None:
         """Take the text held back into the message: nothing follows."""
-        markup = self._step == self._between and _IN_SECTION.may_begin(self._text)
+        markup = self._step == self._between and self._in_section.may_begin(self._text)
         if self._opening or not (markup or self._step == self._arguments):
             self._message.add_content(self._opening + self._text)
         self._message.finish()
@@ -54,7 +76,7 @@ class SectionCallParser(TextSteps):
         if self._opening:
             self._message.add_content(self._opening)
             self._opening = ""
-        count, marker = _START.find(self._text)
+        count, marker = self._start.find(self._text)
         self._message.add_content(self._take(count))
         if marker:
             self._opening = self._take(len(marker))
@@ -66,15 +88,16 @@ class SectionCallParser(TextSteps):
         space = self._take_space()
         if self._opening:
             self._opening += space
-        if _IN_SECTION.may_begin(self._text):
+        if self._in_section.may_begin(self._text):
             return False
-        marker = _IN_SECTION.leading(self._text)
-        if marker == _END_SECTION and not self._opening:
+        _, end_section, call = self._shape.markers
+        marker = self._in_section.leading(self._text)
+        if marker == end_section and not self._opening:
             self._take(len(marker))
             marker = ""
         else:
             self._opening += self._take(len(marker))
-        self._step = self._header if marker == _CALL else self._outside
+        self._step = self._header if marker == call else self._outside
         return True
 
     def _header(self) -> bool:
@@ -84,13 +107,15 @@ class SectionCallParser(TextSteps):
         if end < 0 and len(self._text) <= _MAX_HEADER + len(shape.opens):
             return False
         before, _, name = self._text[: max(0, end)].rpartition(shape.before_name or "\n")
-        name = name.strip()
+        name = call_id = name.strip()
+        if shape.numbered:
+            name = _NUMBERED.sub(r"\1", call_id)
         if not name or end > _MAX_HEADER or (shape.before_name and not before):
             self._step = self._outside
             return True
         self._take(end + len(shape.opens))
         self._opening = ""
-        self._message.begin_call(name)
+        self._message.begin_call(name, call_id if shape.numbered else None)
         self._step = self._arguments
         return True
 

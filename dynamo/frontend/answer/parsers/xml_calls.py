@@ -1,37 +1,109 @@
-"""The tool calls of Qwen3-Coder: a tag for the function and one for each parameter."""
+"""The tool calls of Qwen3-Coder, MiniMax M2 and GLM 4.5: a tag for each parameter."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamo.frontend.answer.parsers.literals import escaped, json_text, value_json
 from dynamo.frontend.answer.parsers.message import AnswerMessage
 from dynamo.frontend.answer.parsers.scan import MAX_HELD, Markers, TextSteps
 
-__all__ = ["XmlCallParser"]
+__all__ = ["GLM_45", "MINIMAX_M2", "QWEN3_CODER", "XmlCallParser", "XmlCallShape"]
 
-_CALL, _FUNCTION, _PARAMETER = "<tool_call>", "<function=", "<parameter="
-_END_CALL, _END_FUNCTION, _END_PARAMETER = "</tool_call>", "</function>", "</parameter>"
-_STARTS = Markers(_CALL, _FUNCTION)
-_FUNCTION_START = Markers(_FUNCTION)
-_CALL_END = Markers(_END_CALL)
-_IN_FUNCTION = Markers(_PARAMETER, _END_FUNCTION, _END_CALL)
-_VALUE_END = Markers(_END_PARAMETER)
 _MAX_NAME = 256
+_QUOTES = "\"'"
+_BARE_NAME = re.compile(r"[\w./:-]+")
+
+
+class XmlCallShape(NamedTuple):
+    """``call`` and ``function`` are the tags around a call and a function, each as (opens, closes).
+
+    ``function`` and ``parameter`` are followed by a name, in quotes or not, up to ``name_ends``.
+    Where ``function`` opens with "", the name follows ``call`` at once, and the first parameter or
+    the end of the call ends it. ``value_opens`` is a tag between the name of a parameter and its
+    value. Line breaks around a value are dropped with ``trims``.
+    """
+
+    call: tuple[str, str]
+    function: tuple[str, str]
+    parameter: tuple[str, str]
+    name_ends: str = ">"
+    value_opens: str = ""
+    trims: bool = True
+
+    @property
+    def every_marker(self) -> tuple[str, ...]:
+        """All that may be special tokens."""
+        tags = (*self.call, *self.function, *self.parameter, self.name_ends, self.value_opens)
+        return tuple(tag for tag in dict.fromkeys(tags) if len(tag) > 1)
+
+
+QWEN3_CODER = XmlCallShape(
+    ("<tool_call>", "</tool_call>"), ("<function=", "</function>"), ("<parameter=", "</parameter>")
+)
+MINIMAX_M2 = XmlCallShape(
+    ("<minimax:tool_call>", "</minimax:tool_call>"),
+    ("<invoke name=", "</invoke>"),
+    ("<parameter name=", "</parameter>"),
+)
+GLM_45 = XmlCallShape(
+    ("<tool_call>", "</tool_call>"),
+    ("", "</tool_call>"),
+    ("<arg_key>", "</arg_value>"),
+    "</arg_key>",
+    "<arg_value>",
+    trims=False,
+)
+
+
+class _Tags:
+    """The tags of one shape, as what is searched for in each step."""
+
+    __slots__ = ("call_end", "function", "in_function", "starts", "value", "value_end")
+
+    def __init__(self, shape: XmlCallShape) -> None:
+        functions = (shape.function[0],) if shape.function[0] else ()
+        closes = dict.fromkeys((shape.function[1], shape.call[1]))
+        self.starts = Markers(shape.call[0], *functions)
+        self.function = Markers(*functions)
+        self.call_end = Markers(shape.call[1])
+        self.in_function = Markers(shape.parameter[0], *closes)
+        self.value = Markers(*((shape.value_opens,) if shape.value_opens else ()))
+        self.value_end = Markers(shape.parameter[1])
+
+
+_TAGS = {shape: _Tags(shape) for shape in (QWEN3_CODER, MINIMAX_M2, GLM_45)}
 
 
 class XmlCallParser(TextSteps):
-    """``<tool_call><function=f><parameter=a>value</parameter></function></tool_call>``.
+    """``<tool_call><function=f><parameter=a>value</parameter></function></tool_call>``, and alike.
 
     ``schemas`` maps the name of a tool to the JSON schemas of its parameters. They decide whether a
     value is a text, which is passed on as it arrives, or a JSON value.
     """
 
-    __slots__ = ("_message", "_opening", "_parameters", "_reads_text", "_schemas", "_types")
+    __slots__ = (
+        "_message",
+        "_opening",
+        "_parameters",
+        "_reads_text",
+        "_schemas",
+        "_shape",
+        "_tags",
+        "_types",
+    )
 
-    def __init__(self, message: AnswerMessage, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        message: AnswerMessage,
+        schemas: Mapping[str, Mapping[str, Any]],
+        shape: XmlCallShape = QWEN3_CODER,
+    ) -> None:
         super().__init__(self._outside)
+        self._shape = shape
+        self._tags = _TAGS[shape]
         self._message = message
         self._schemas = schemas
         self._types: Mapping[str, Any] = {}
@@ -44,7 +116,7 @@ class XmlCallParser(TextSteps):
         # What is held back of a text value is the beginning of its end.
         if self._step == self._json_value:
             self._message.add_arguments(self._text)
-        elif self._step in (self._outside, self._tag, self._name):
+        elif self._step in (self._outside, self._tag, self._name, self._bare_name):
             self._message.add_content(self._opening + self._text)
         self._message.finish()
 
@@ -53,19 +125,22 @@ class XmlCallParser(TextSteps):
         if self._opening:
             self._message.add_content(self._opening)
             self._opening = ""
-        count, marker = _STARTS.find(self._text)
+        count, marker = self._tags.starts.find(self._text)
         self._message.add_content(self._take(count))
         if marker:
             self._opening = self._take(len(marker))
-            self._step = self._tag if marker == _CALL else self._name
+            self._step = self._tag if marker == self._shape.call[0] else self._name
         return bool(marker)
 
     def _tag(self) -> bool:
         """After ``<tool_call>``."""
         self._opening += self._take_space()
-        if _FUNCTION_START.may_begin(self._text):
+        if not self._shape.function[0]:
+            self._step = self._bare_name
+            return True
+        if self._tags.function.may_begin(self._text):
             return False
-        found = _FUNCTION_START.leading(self._text)
+        found = self._tags.function.leading(self._text)
         self._opening += self._take(len(found))
         self._step = self._name if found else self._outside
         return True
@@ -75,30 +150,47 @@ class XmlCallParser(TextSteps):
         end = self._text.find(">")
         if end < 0 and len(self._text) <= _MAX_NAME:
             return False
-        name = self._text[: max(0, end)].strip()
+        name = self._text[: max(0, end)].strip().strip(_QUOTES)
         if not name or end > _MAX_NAME:
             self._step = self._outside
             return True
         self._take(end + 1)
+        self._begin(name)
+        return True
+
+    def _bare_name(self) -> bool:
+        """After ``<tool_call>``, where the name follows: up to the next tag."""
+        count, marker = self._tags.in_function.find(self._text)
+        name = self._text[:count].strip()
+        plain = count <= _MAX_NAME and _BARE_NAME.fullmatch(name) is not None
+        if not marker and (plain or not name):
+            return False
+        if not plain:
+            self._step = self._outside
+            return True
+        self._take(count)
+        self._begin(name)
+        return True
+
+    def _begin(self, name: str) -> None:
         self._opening = ""
         self._types = self._schemas.get(name, {})
         self._parameters = 0
         self._message.begin_call(name)
         self._step = self._function
-        return True
 
     def _function(self) -> bool:
         """Between parameters."""
         self._take_space()
-        if _IN_FUNCTION.may_begin(self._text):
+        if self._tags.in_function.may_begin(self._text):
             return False
-        marker = _IN_FUNCTION.leading(self._text)
-        if marker == _PARAMETER:
+        marker = self._tags.in_function.leading(self._text)
+        if marker == self._shape.parameter[0]:
             self._take(len(marker))
             self._step = self._parameter
         elif marker:
             self._message.add_arguments("}" if self._parameters else "{}")
-            self._take(len(marker) if marker == _END_FUNCTION else 0)
+            self._take(len(marker) if marker == self._shape.function[1] else 0)
             self._step = self._after
         else:
             self._step = self._stray
@@ -106,7 +198,7 @@ class XmlCallParser(TextSteps):
 
     def _stray(self) -> bool:
         """Text between parameters, which belongs to none of them: content."""
-        count, marker = _IN_FUNCTION.find(self._text)
+        count, marker = self._tags.in_function.find(self._text)
         self._message.add_content(self._take(count))
         if marker:
             self._step = self._function
@@ -114,18 +206,28 @@ class XmlCallParser(TextSteps):
 
     def _parameter(self) -> bool:
         """After ``<parameter=``."""
-        end = self._text.find(">")
+        ends = self._shape.name_ends
+        end = self._text.find(ends)
         if end < 0 and len(self._text) <= _MAX_NAME:
             return False
         if not 0 <= end <= _MAX_NAME:
             self._step = self._stray
             return True
-        name = self._take(end + 1)[:-1].strip()
+        name = self._take(end + len(ends))[:end].strip().strip(_QUOTES)
         self._reads_text = _is_text(self._types.get(name))
         quote = '"' if self._reads_text else ""
         separator = ", " if self._parameters else "{"
         self._message.add_arguments(f"{separator}{json_text(name)}: {quote}")
         self._parameters += 1
+        self._step = self._before_value if self._shape.value_opens else self._value
+        return True
+
+    def _before_value(self) -> bool:
+        """Between the name of a parameter and its value, where a tag separates them."""
+        self._take_space()
+        if self._tags.value.may_begin(self._text):
+            return False
+        self._take(len(self._tags.value.leading(self._text)))
         self._step = self._value
         return True
 
@@ -133,26 +235,28 @@ class XmlCallParser(TextSteps):
         """At the beginning of a value: drop the line break that the format puts there."""
         if not self._text:
             return False
-        if self._text[0] == "\n":
+        if self._text[0] == "\n" and self._shape.trims:
             self._take(1)
         self._step = self._text_value if self._reads_text else self._json_value
         return True
 
     def _text_value(self) -> bool:
-        count, marker = _VALUE_END.find(self._text)
-        if not marker and self._text[:count].endswith("\n"):
+        trims = self._shape.trims
+        count, marker = self._tags.value_end.find(self._text)
+        if trims and not marker and self._text[:count].endswith("\n"):
             count -= 1  # dropped if the tag follows
         text = self._take(count)
         if marker:
             self._take(len(marker))
             self._step = self._function
-            self._message.add_arguments(escaped(text.removesuffix("\n")) + '"')
+            text = text.removesuffix("\n") if trims else text
+            self._message.add_arguments(escaped(text) + '"')
         else:
             self._message.add_arguments(escaped(text))
         return bool(marker)
 
     def _json_value(self) -> bool:
-        count, marker = _VALUE_END.find(self._text)
+        count, marker = self._tags.value_end.find(self._text)
         if marker:
             self._message.add_arguments(value_json(self._take(count)))
             self._take(len(marker))
@@ -167,9 +271,9 @@ class XmlCallParser(TextSteps):
     def _after(self) -> bool:
         """After ``</function>``."""
         self._message.add_content(self._take_space())
-        if _CALL_END.may_begin(self._text):
+        if self._tags.call_end.may_begin(self._text):
             return False
-        self._take(len(_CALL_END.leading(self._text)))
+        self._take(len(self._tags.call_end.leading(self._text)))
         self._step = self._outside
         return True
 

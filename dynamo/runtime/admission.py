@@ -6,9 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from dynamo.errors import Overloaded
+from dynamo.errors import WorkerAtCapacity
 from dynamo.observability.metrics import Registry, counter, gauge, histogram
+from dynamo.runtime.context import CancelKind
 from dynamo.runtime.endpoint_metrics import POOL_ACTIVE, POOL_CAPACITY
+from dynamo.runtime.requests.stream import ServerStream
 
 __all__ = ["AdmissionQueue"]
 
@@ -54,7 +56,7 @@ class AdmissionQueue:
         return len(self._queue)
 
     def submit(self, start: Callable[[], None]) -> None:
-        """Call ``start`` now or when a running request ends. Raises Overloaded: the queue is full.
+        """Call ``start`` now or when a running request ends. Raises WorkerAtCapacity.
 
         Call :meth:`release` once for each started request, :meth:`withdraw` for one that is queued
         and no longer wanted.
@@ -68,7 +70,27 @@ class AdmissionQueue:
         else:
             self._rejections.value += 1
             self._enqueue_rejections.value += 1
-            raise Overloaded("Server overloaded: worker at capacity")
+            raise WorkerAtCapacity("Server overloaded: worker at capacity")
+
+    def enter(self, stream: ServerStream, start: Callable[[], None]) -> None:
+        """:meth:`submit` the request of ``stream``; one that is cancelled in the queue leaves it.
+
+        ``start`` is not called, and nothing is to be released, for a stream that has ended.
+        """
+
+        def admitted() -> None:
+            if stream.closed:
+                self.release()
+            else:
+                start()
+
+        def cancelled(kind: CancelKind) -> None:
+            if self.withdraw(admitted):
+                stream.end()
+
+        self.submit(admitted)
+        if self._queue:
+            stream.context.on_cancel(cancelled)
 
     def release(self) -> None:
         """End a started request; start the head of the queue."""

@@ -1,0 +1,114 @@
+"""``dynamo reload graph.yaml``: apply a changed graph to a running deployment."""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from dynamo.config import from_env, load
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.serve import ReloadSettings
+from dynamo.errors import ConfigError, DynamoError, StatefileError
+from dynamo.runtime.paths import state_dir
+from dynamo.serve.graph import parse_graph
+from dynamo.serve.overrides import split_overrides
+from dynamo.serve.processes import same_process
+from dynamo.serve.statefile import Document, Statefile
+from dynamo.serve.yamlmap import MAX_TEXT_BYTES
+
+__all__ = ["main"]
+
+DESCRIPTION = "Apply a changed graph to a running deployment, one process after another."
+EPILOG = """Only what changed is touched: services and workers are added, restarted or removed.
+Overrides replace those of the start: --Service.key=value. Without a graph file, the file and the
+overrides of the start or the last reload are used. A graph with an error changes nothing.
+Exit status: 0 reloaded, 1 a new process failed, or no deployment runs, 2 the graph is wrong."""
+
+_RELOAD_GRAPH = "reload_graph"
+_CHECK_MS = 1000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb; return the exit status."""
+    try:
+        rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+        (settings,) = load("dynamo reload", DESCRIPTION, [ReloadSettings], rest, epilog=EPILOG)
+        runtime = from_env(RuntimeSettings)
+        namespace = settings.namespace or runtime.namespace
+        request: dict[str, Any] = {"overrides": [override.text for override in overrides]}
+        if settings.graph:
+            path = Path(settings.graph).absolute()
+            namespace = parse_graph(
+                _read(path), str(path), overrides, settings.namespace, namespace
+            ).namespace
+            request["graph"] = str(path)
+        document = _running(Statefile(state_dir(runtime), namespace))
+        planned = _call(document, {**request, "dry_run": True})
+        print("\n".join(planned["changes"]) or "nothing to change", flush=True)
+        if settings.dry_run:
+            print(planned["summary"])
+            return 0
+        print(f"reloaded: {_call(document, request)['summary']}")
+    except (DynamoError, OSError) as error:
+        print(f"dynamo reload: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_TEXT_BYTES + 1)  # one more byte: parse_graph rejects it
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}") from None
+
+
+def _running(statefile: Statefile) -> Document:
+    """Return the statefile of a deployment whose arbiter runs. Raises StatefileError."""
+    document = statefile.read()
+    if document is None or not _is_alive(document):
+        raise StatefileError(
+            f"no deployment runs in namespace {statefile.namespace!r} ({statefile.path}); "
+            "start it with dynamo serve, or name another one with --namespace"
+        )
+    return document
+
+
+def _is_alive(document: Document) -> bool:
+    arbiter = document.get("arbiter") or {}
+    return same_process(int(arbiter.get("pid", 0)), int(arbiter.get("start_ticks", 0)))
+
+
+def _call(document: Document, request: dict[str, Any]) -> Any:
+    """Send the request to the arbiter, wait for the reply. ConfigError: the graph is wrong."""
+    number = uuid.uuid4().hex
+    message = {
+        "id": number,
+        "command": _RELOAD_GRAPH,
+        "properties": {**request, "waiting": True},
+    }
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    try:
+        socket.connect(document["circus_endpoint"])
+        socket.send(json.dumps(message).encode())
+        while not socket.poll(_CHECK_MS):
+            if not _is_alive(document):
+                raise StatefileError("the deployment ended before the reload was complete")
+        reply = json.loads(socket.recv())
+    finally:
+        socket.close()
+        context.term()
+    if reply.get("status") != "ok":
+        kind = ConfigError if reply.get("graph_is_wrong") else DynamoError
+        raise kind(str(reply.get("reason")))
+    return reply

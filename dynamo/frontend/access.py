@@ -1,0 +1,77 @@
+"""Who may use the frontend: its open paths, its operators' routes, its warnings."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+
+from dynamo.config.frontend import FrontendSettings
+from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.http.access import Access, OperatorGuard
+from dynamo.http.api_keys import ApiKeys
+from dynamo.http.routes import Routes
+from dynamo.http.tls import ServerTls
+from dynamo.observability.metrics import counter
+
+__all__ = ["frontend_access", "guard_operator_routes", "show_key_requests", "warn_if_exposed"]
+
+log = logging.getLogger(__name__)
+_OPEN_PATHS = frozenset(("/health", "/live", "/metrics"))
+_OPERATOR_ROUTES = {"/v1/route": ("GET", "HEAD", "POST"), "/busy_threshold": ("POST",)}
+_KEY_REQUESTS = counter(
+    "dynamo_frontend_api_key_requests_total", "Requests with a valid API key, by its name", "key"
+)
+
+
+def frontend_access(settings: FrontendSettings) -> Access | None:
+    """Return what the frontend demands of clients; None for nothing. Raises ConfigError."""
+    keys = None if settings.api_key_file is None else ApiKeys(settings.api_key_file)
+    tls = None
+    if settings.tls_cert_path is not None and settings.tls_key_path is not None:
+        ca_path = settings.tls_client_ca_cert_path
+        tls = ServerTls(settings.tls_cert_path, settings.tls_key_path, ca_path)
+    if keys is None and tls is None:
+        return None
+    return Access(keys=keys, tls=tls, is_open=_OPEN_PATHS.__contains__)
+
+
+def guard_operator_routes(routes: Routes, settings: FrontendSettings) -> None:
+    """Admit only operators to the routes that change or explain what the router does."""
+    if settings.disable_admin_api:
+        return
+    names = (settings.http_host, *settings.allowed_hosts)
+    guard = OperatorGuard(settings.api_key_file is not None, names)
+    for path, methods in _OPERATOR_ROUTES.items():
+        routes.wrap(path, methods, guard.before)
+
+
+def show_key_requests(metrics: FrontendMetrics, keys: ApiKeys) -> None:
+    """Bring the count of each key up to date at a scrape; the file bounds the names."""
+    family = metrics.family(_KEY_REQUESTS)
+
+    def count() -> None:
+        counts = {(key.name,): key.requests for key in keys.entries.values()}
+        for removed in family.keys() - counts.keys():
+            family.remove(*removed)
+        for labels, requests in counts.items():
+            family[labels].value = requests
+
+    metrics.registry.before_render.append(count)
+
+
+def warn_if_exposed(settings: FrontendSettings, host: str) -> None:
+    """Log what everyone who reaches ``host``, the bound address, can do or read."""
+    if ipaddress.ip_address(host).is_loopback:
+        return
+    if settings.api_key_file is None and settings.tls_client_ca_cert_path is None:
+        log.warning(
+            "OPEN TO THE NETWORK WITHOUT API KEYS: everyone who reaches %s can use the models; "
+            "set --api-key-file ('dynamo key add NAME' makes one) or --http-host 127.0.0.1",
+            host,
+        )
+    if settings.api_key_file is not None and settings.tls_cert_path is None:
+        log.warning(
+            "API keys are sent in plain text to %s: set --tls-cert-path and --tls-key-path, or "
+            "listen on 127.0.0.1 behind a proxy with TLS",
+            host,
+        )

@@ -1,0 +1,205 @@
+"""Images in chat messages: their checks, and what engine and router get of them.
+
+The engine gets each image as the data: URL that the client sent, and decodes it. The router gets
+the prompt as the engine caches it: with the tokens that stand for an image, once an engine has
+said which these are, and with the hash of the image in all blocks that it overlaps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.prompt.bounds import MAX_IMAGES, MAX_IMAGES_BYTES
+from dynamo.frontend.prompt.messages import IMAGE
+from dynamo.frontend.prompt.template import ChatTemplate
+from dynamo.llm.model_directory import ModelDirectory
+from dynamo.protocols.card import MAX_IMAGES_KEY, ModelCard
+from dynamo.protocols.codec import Tokens, tokens
+from dynamo.protocols.engine import MmObject, MmRoutingInfo, Routing
+
+__all__ = ["ImageExpansions", "ImageReader", "PromptImages"]
+
+Message = Mapping[str, Any]
+
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
+_KEPT_TOKENS = 1 << 20
+_HASH_BYTES = 32
+
+
+class ImageExpansions:
+    """The token ids that stand for an image, by its hash, as engines have reported them.
+
+    The least recently used are dropped when together they have more than ``kept_tokens`` tokens.
+    Thread-safe.
+    """
+
+    def __init__(self, kept_tokens: int = _KEPT_TOKENS) -> None:
+        self._kept_tokens = kept_tokens
+        self._size = 0
+        self._ids: OrderedDict[str, Tokens] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, image_hash: str) -> Tokens | None:
+        """Return the ids; None if they are unknown."""
+        with self._lock:
+            found = self._ids.get(image_hash)
+            if found is not None:
+                self._ids.move_to_end(image_hash)
+            return found
+
+    def put(self, image_hash: str, ids: Tokens) -> None:
+        """Keep the ids of an image."""
+        with self._lock:
+            if image_hash in self._ids or not ids:
+                return
+            self._ids[image_hash] = ids
+            self._size += len(ids)
+            while self._size > self._kept_tokens:
+                self._size -= len(self._ids.popitem(last=False)[1])
+
+
+class PromptImages(NamedTuple):
+    """The images of one request, in the order of their places.
+
+    ``messages`` are the client's with :data:`IMAGE` in place of each image. ``fields`` are the
+    places of the images in the request, ``hashes`` have 64 hex digits. ``expansions`` are those of
+    the model.
+    """
+
+    messages: list[Message]
+    urls: list[str]
+    fields: list[str]
+    hashes: list[str]
+    expansions: ImageExpansions
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The request's ``multi_modal_data``."""
+        return {"image_url": [{"Url": url} for url in self.urls]}
+
+    @property
+    def extra_args(self) -> dict[str, Any]:
+        """The request's ``extra_args``."""
+        return {"mm_hashes": self.hashes, "mm_fields": self.fields}
+
+
+class ImageReader:
+    """Reads the images of requests to one model, which takes at most ``limit`` in a prompt.
+
+    ``token_id`` is the token that the chat template writes for an image, None if it is unknown.
+    """
+
+    def __init__(self, limit: int, token_id: int | None) -> None:
+        self.limit = min(limit, MAX_IMAGES)
+        self.expansions = ImageExpansions()
+        self._token_id = token_id
+
+    @classmethod
+    def of(
+        cls, card: ModelCard, directory: ModelDirectory, template: ChatTemplate | None
+    ) -> ImageReader | None:
+        """Return a reader; None for a model that takes no images.
+
+        Workers say in their cards how many they take. If they do not, config.json decides.
+        """
+        known = card.runtime_config.runtime_data.get(MAX_IMAGES_KEY)
+        limit = known if isinstance(known, int) else MAX_IMAGES * directory.takes_images
+        if not limit or template is None or not template.prints_images:
+            return None
+        return cls(limit, directory.image_token_id)
+
+    def read(self, messages: Sequence[Message]) -> PromptImages | None:
+        """Return the images of ``messages``; None without any. Raises InvalidArgument.
+
+        O(messages, and bytes of images).
+        """
+        found: PromptImages | None = None
+        for position, message in enumerate(messages):
+            content = message.get("content")
+            if type(content) is not list:
+                continue
+            for number, part in enumerate(content):
+                if part["type"] == "image_url":
+                    field = f"messages[{position}].content[{number}].image_url"
+                    found = found or PromptImages(list(messages), [], [], [], self.expansions)
+                    found.urls.append(_url(field, part))
+                    found.fields.append(field)
+            if found is not None:
+                parts = [IMAGE if part["type"] == "image_url" else part for part in content]
+                found.messages[position] = {**message, "content": parts}
+        if found is not None:
+            self._check(found)
+            found.hashes.extend(map(_hash, found.urls))
+        return found
+
+    def routing(self, given: Routing | None, images: PromptImages, ids: Tokens) -> Routing:
+        """Return ``given`` with the prompt as an engine caches it."""
+        info = self._known_places(images, ids)
+        if info is None:
+            # Equal prompts with equal images are found, and no others.
+            whole = [(0, len(ids))]
+            info = MmRoutingInfo(ids, [MmObject(_short(each), whole) for each in images.hashes])
+        return msgspec.structs.replace(given or Routing(), mm_routing_info=info)
+
+    def _known_places(self, images: PromptImages, ids: Tokens) -> MmRoutingInfo | None:
+        """Put the tokens of the images into ``ids``; None if their places are unknown."""
+        if self._token_id is None or ids.count(self._token_id) != len(images.hashes):
+            return None
+        whole, objects, start = tokens(()), [], 0
+        for image_hash in images.hashes:
+            place = ids.index(self._token_id, start)
+            whole += ids[start:place]
+            begin = len(whole)
+            expansion = self.expansions.get(image_hash)
+            if expansion is None:
+                whole.append(self._token_id)
+            else:
+                whole += expansion
+            objects.append(MmObject(_short(image_hash), [(begin, len(whole))]))
+            start = place + 1
+        whole += ids[start:]
+        return MmRoutingInfo(whole, objects)
+
+    def _check(self, images: PromptImages) -> None:
+        count, size_bytes = len(images.urls), sum(map(len, images.urls))
+        if count > self.limit:
+            raise InvalidArgument(
+                f"Validation: {images.fields[self.limit]}: this model takes at most {self.limit} "
+                f"images in a request, got {count}"
+            )
+        if size_bytes > MAX_IMAGES_BYTES:
+            raise InvalidArgument(
+                f"Validation: {images.fields[-1]}: the images of a request have at most "
+                f"{MAX_IMAGES_BYTES >> 20} MiB as data: URLs, got {size_bytes} bytes; send smaller "
+                "ones"
+            )
+
+
+def _url(field: str, part: Mapping[str, Any]) -> str:
+    value = part.get("image_url")
+    url = value.get("url") if isinstance(value, dict) else None
+    if not isinstance(url, str):
+        raise InvalidArgument(f"Validation: {field}: expected an object with a `url`")
+    if _DATA_URL.match(url) is None:
+        raise InvalidArgument(
+            f"Validation: {field}.url: expected `data:image/…;base64,…`, got `{shorten(url)}`; "
+            "images are not fetched without --allowed-media-domains"
+        )
+    return url
+
+
+def _hash(url: str) -> str:
+    return hashlib.blake2b(url.encode(), digest_size=_HASH_BYTES).hexdigest()
+
+
+def _short(image_hash: str) -> int:
+    """Return the 64 bits of a hash that routing needs. Spec 1.3."""
+    return int(image_hash[:16], 16)

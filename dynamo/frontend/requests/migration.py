@@ -1,0 +1,172 @@
+"""Continue a request on another worker after its own has failed, token for token. Spec 8.2.
+
+The tokens that the client may have seen are never generated again: they follow the prompt in the
+request for the next worker, and the limits on the output shrink by their number. The state of the
+answer (text, stop strings, parsers, log probabilities) stays in the frontend and goes on.
+
+Pure, except for the counters.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.observability.metrics import counter, histogram
+from dynamo.protocols.codec import Tokens, tokens
+from dynamo.protocols.engine import GENERATED_TOKENS, PreprocessedRequest, Routing
+
+__all__ = [
+    "Migration",
+    "MigrationMetrics",
+    "MigrationOutcome",
+    "Migrations",
+    "continued",
+    "without_pin",
+]
+
+MigrationOutcome = Literal["success", "failure", "cancelled"]
+
+_TOTAL = counter(
+    "dynamo_frontend_model_migration_total",
+    "Requests sent to another worker: before theirs received them, or after it failed",
+    "migration_type model",
+)
+_SECONDS = histogram(
+    "dynamo_frontend_model_migration_duration_seconds",
+    "From the failure of a worker to the next worker's first tokens",
+    (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+    "migration_type model outcome",
+)
+_TOO_LONG = counter(
+    "dynamo_frontend_model_migration_max_seq_len_exceeded_total",
+    "Requests that became too long to migrate",
+    "model",
+)
+_UNBOUNDED = sys.maxsize
+
+
+class Migration(NamedTuple):
+    """One change of workers: ``new_request`` if the first never received the request, else
+    ``ongoing_request``; when it began (monotonic seconds)."""
+
+    kind: str
+    since_s: float
+
+
+class MigrationMetrics:
+    """The counters of one model."""
+
+    def __init__(self, metrics: FrontendMetrics, model: str) -> None:
+        self._model = model
+        self._total = metrics.family(_TOTAL)
+        self._seconds = metrics.family(_SECONDS)
+        self._too_long = metrics.family(_TOO_LONG)
+
+    def begun(self, kind: str) -> None:
+        """Count a migration."""
+        self._total[kind, self._model].value += 1
+
+    def ended(self, kind: str, outcome: MigrationOutcome, seconds: float) -> None:
+        """Observe how long a migration took."""
+        self._seconds[kind, self._model, outcome].observe(seconds)
+
+    def too_long(self) -> None:
+        """Count a request whose tokens exceed the length up to which requests migrate."""
+        self._too_long.labels(self._model).value += 1
+
+
+class Migrations:
+    """How often an engine request of one model may migrate after a worker received it.
+
+    With a ``limit`` the frontend keeps the generated tokens of running requests, up to
+    ``max_seq_len`` tokens with the prompt; a longer one cannot be continued.
+    """
+
+    def __init__(
+        self,
+        limit: int = 0,
+        max_seq_len: int | None = None,
+        metrics: MigrationMetrics | None = None,
+    ) -> None:
+        self.limit = limit
+        self._max_seq_len = max_seq_len
+        self._metrics = metrics
+
+    def record(self, request: PreprocessedRequest) -> tuple[Tokens | None, int]:
+        """Return an empty array for the output of ``request``, and how many tokens it may get.
+
+        None: it cannot be continued. An engine checks a grammar from the first token of the
+        output, so it would take the rest of a constrained output for the beginning of another one.
+        """
+        if not self.limit or request.sampling_options.guided_decoding is not None:
+            return None, 0
+        if self._max_seq_len is None:
+            return tokens(()), _UNBOUNDED
+        return tokens(()), max(self._max_seq_len - len(request.token_ids), 0)
+
+    def begun(self, received: bool, now_s: float) -> Migration:
+        """Count a migration; ``received``: the failed worker may have received the request."""
+        migration = Migration("ongoing_request" if received else "new_request", now_s)
+        if self._metrics is not None:
+            self._metrics.begun(migration.kind)
+        return migration
+
+    def ended(self, migration: Migration, outcome: MigrationOutcome, now_s: float) -> None:
+        """Observe the end of a migration: first tokens, or the end of the request."""
+        if self._metrics is not None:
+            self._metrics.ended(migration.kind, outcome, now_s - migration.since_s)
+
+    def too_long(self) -> None:
+        """Count a request whose tokens are no longer kept."""
+        if self._metrics is not None:
+            self._metrics.too_long()
+
+
+def continued(
+    request: PreprocessedRequest, generated: Tokens | None, failed_worker: int
+) -> PreprocessedRequest:
+    """Return ``request`` with its ``generated`` tokens behind the prompt, and limits on the rest.
+
+    ``request`` is the original one; ``max_tokens`` must exceed the generated tokens. Log
+    probabilities of the prompt are not asked for again: they came with the first token.
+    """
+    if request.backend_instance_id == failed_worker:
+        request = msgspec.structs.replace(request, backend_instance_id=None)
+    if not generated:
+        return request
+    count, stop, output = len(generated), request.stop_conditions, request.output_options
+    stop = msgspec.structs.replace(
+        stop,
+        max_tokens=None if stop.max_tokens is None else stop.max_tokens - count,
+        min_tokens=None if stop.min_tokens is None else max(stop.min_tokens - count, 0),
+    )
+    if output.prompt_logprobs is not None:
+        output = msgspec.structs.replace(output, prompt_logprobs=None)
+    return msgspec.structs.replace(
+        request,
+        token_ids=request.token_ids + generated,
+        stop_conditions=stop,
+        output_options=output,
+        extra_args={**(request.extra_args or {}), GENERATED_TOKENS: count},
+    )
+
+
+def without_pin(routing: Routing | None, worker_id: int, generated: int) -> Routing | None:
+    """Return ``routing`` for the rest of a request after ``worker_id`` failed.
+
+    A pin to that worker is dropped, with its rank. Other constraints stay.
+    """
+    if routing is None:
+        return None
+    if worker_id in (routing.backend_instance_id, routing.decode_worker_id):
+        routing = msgspec.structs.replace(
+            routing, backend_instance_id=None, decode_worker_id=None, dp_rank=None
+        )
+    expected = routing.expected_output_tokens
+    if expected is None or not generated:
+        return routing
+    return msgspec.structs.replace(routing, expected_output_tokens=max(expected - generated, 1))

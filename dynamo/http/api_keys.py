@@ -1,0 +1,177 @@
+"""API keys: a file of names, roles and digests, and the check of the key of a request.
+
+The file holds SHA-256 digests, never keys. A plain digest is enough, because keys are random: 256
+bits can't be guessed, so a slow hash would only make requests slow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+from dynamo.errors import ConfigError
+from dynamo.http.errors import KeyRefused
+from dynamo.http.file_watch import FileWatch
+
+__all__ = [
+    "KEY_NAME",
+    "ROLES",
+    "ApiKey",
+    "ApiKeys",
+    "key_line",
+    "new_key",
+    "parse_keys",
+    "read_keys",
+]
+
+ROLES = ("user", "operator")
+KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_LINE = re.compile(rf"({KEY_NAME.pattern}):({'|'.join(ROLES)}):([0-9a-f]{{64}})")
+_MAX_FILE_BYTES = 1 << 20
+_MAX_KEYS = 4096  # each is a label of a metric
+_REMEMBERED = 1024
+_REMEMBERED_CHARACTERS = 256
+_CREDENTIALS = ("authorization", "x-api-key")
+
+
+class ApiKey:
+    """One entry of the file; ``requests`` counts the requests that were made with it."""
+
+    __slots__ = ("digest", "name", "operator", "requests")
+
+    def __init__(self, name: str, role: str, digest: bytes) -> None:
+        self.name = name
+        self.operator = role == "operator"
+        self.digest = digest
+        self.requests = 0
+
+
+class ApiKeys:
+    """The keys of ``path``, reloaded by ``watch``. Raises ConfigError if the file is wrong."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.watch = FileWatch((path,), self._load)
+        self.entries: dict[bytes, ApiKey] = {}
+        self._remembered: dict[str, ApiKey] = {}
+        self._load()
+
+    def take(self, headers: dict[str, str]) -> ApiKey | None:
+        """Remove the credentials from ``headers`` and return their key; None without credentials.
+
+        Removed, because nothing behind this may log them or send them to another server.
+        ``Authorization`` counts before ``X-Api-Key``. Raises KeyRefused.
+        """
+        bearer, plain = (headers.pop(name, None) for name in _CREDENTIALS)
+        given = plain if bearer is None else bearer
+        if given is None:
+            return None
+        found = self._remembered.get(given)
+        return self._find(given, bearer is not None) if found is None else found
+
+    def _find(self, given: str, has_scheme: bool) -> ApiKey:
+        key = given
+        if has_scheme:
+            scheme, _, key = given.partition(" ")
+            if scheme.lower() != "bearer":
+                raise KeyRefused("Send the API key as 'Authorization: Bearer KEY'", given=True)
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        # The lookup hashes with a secret of the process, and the digest of a guess can't be
+        # steered: neither it nor the comparison takes longer for a key that is almost right.
+        found = self.entries.get(digest)
+        if found is None or not hmac.compare_digest(found.digest, digest):
+            raise KeyRefused("Incorrect API key provided", given=True)
+        if len(given) <= _REMEMBERED_CHARACTERS:
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            self._remembered[given] = found
+        return found
+
+    def _load(self) -> None:
+        entries = read_keys(self._path)
+        if not entries:
+            raise ConfigError(
+                f"--api-key-file {self._path} has no key; add one with 'dynamo key add NAME'"
+            )
+        counted = {one.name: one.requests for one in self.entries.values()}
+        for one in entries.values():
+            one.requests = counted.get(one.name, 0)
+        self.entries = entries
+        self._remembered.clear()
+
+
+def new_key() -> str:
+    """Return a random key of 256 bits."""
+    return f"dyn-{secrets.token_urlsafe(32)}"
+
+
+def key_line(name: str, role: str, key: str) -> str:
+    """Return the line of the file for ``key``, with its line end."""
+    return f"{name}:{role}:{hashlib.sha256(key.encode()).hexdigest()}\n"
+
+
+def read_keys(path: str) -> dict[bytes, ApiKey]:
+    """Return the keys in the file ``path`` by digest. Raises ConfigError."""
+    return parse_keys(_read(path), f"--api-key-file {path}")
+
+
+def parse_keys(text: str, source: str) -> dict[bytes, ApiKey]:
+    """Return the keys in ``text`` by digest. Raises ConfigError naming ``source`` and the line.
+
+    The error quotes nothing of the line, which may be a key that was pasted as it is.
+    """
+    entries: dict[bytes, ApiKey] = {}
+    names: set[str] = set()
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise ConfigError(
+                f"{source}, line {number}: must be NAME:ROLE:DIGEST with a role of "
+                f"{' or '.join(ROLES)} and 64 hex digits; make one with 'dynamo key add NAME'"
+            )
+        one = ApiKey(match[1], match[2], bytes.fromhex(match[3]))
+        if one.name in names or one.digest in entries:
+            what = f"the name {one.name}" if one.name in names else "this key"
+            raise ConfigError(f"{source}, line {number}: {what} is in the file twice; remove one")
+        names.add(one.name)
+        entries[one.digest] = one
+    if len(entries) > _MAX_KEYS:
+        raise ConfigError(f"{source} has {len(entries)} keys, at most {_MAX_KEYS} are allowed")
+    return entries
+
+
+def _read(path: str) -> str:
+    """The text of the key file, if other users can neither read nor replace it."""
+    try:
+        with Path(path).open("rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigError(f"--api-key-file {path}: not a regular file")
+            if found.st_uid not in (os.geteuid(), 0):
+                raise ConfigError(
+                    f"--api-key-file {path} belongs to user {found.st_uid}; "
+                    f"run: chown {os.geteuid()} {path}"
+                )
+            if found.st_mode & 0o077:
+                mode = stat.S_IMODE(found.st_mode)
+                raise ConfigError(
+                    f"--api-key-file {path} has mode {mode:04o}, so other users can use it; "
+                    f"run: chmod 600 {path}"
+                )
+            content = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {path}: {error.strerror}") from None
+    if len(content) > _MAX_FILE_BYTES:
+        raise ConfigError(f"--api-key-file {path} exceeds {_MAX_FILE_BYTES} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--api-key-file {path} is not UTF-8 text: {error.reason}") from None

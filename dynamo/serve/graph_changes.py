@@ -1,0 +1,100 @@
+"""What a changed graph means for a running deployment: watchers to add, replace and remove. Pure.
+
+A watcher is replaced if its command, directory, environment or number of GPUs changed. The GPUs
+themselves do not count: a running process keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from dynamo.serve.gpus import Allocator, Inventory
+from dynamo.serve.watchers import WatcherSpec, with_gpus
+
+__all__ = ["GraphChanges", "allocator_beside", "compare"]
+
+_NOT_COMPARED = ("CUDA_VISIBLE_DEVICES", "DYNAMO_SERVICE_CONFIG")
+"""The GPUs that were assigned, and the whole graph, which changes with every service."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphChanges:
+    """The difference of a graph to what runs. Specs are those of the new graph.
+
+    ``changed`` and ``kept`` have the GPUs of the running watcher if the number is the same. ``why``
+    has what changed, by watcher.
+    """
+
+    added: Sequence[WatcherSpec]
+    changed: Sequence[WatcherSpec]
+    kept: Sequence[WatcherSpec]
+    removed: Sequence[str]
+    why: Mapping[str, str]
+
+    def lines(self) -> list[str]:
+        """Return one line per watcher that changes."""
+        return [
+            *(f"add      {spec.name}" for spec in self.added),
+            *(f"restart  {spec.name}   changed: {self.why[spec.name]}" for spec in self.changed),
+            *(f"remove   {name}" for name in self.removed),
+        ]
+
+    def summary(self) -> str:
+        """``1 added, 2 restarted, 0 removed, 3 unchanged``."""
+        return (
+            f"{len(self.added)} added, {len(self.changed)} restarted, "
+            f"{len(self.removed)} removed, {len(self.kept)} unchanged"
+        )
+
+
+def compare(
+    running: Mapping[str, WatcherSpec], wanted: Sequence[WatcherSpec], planned: Collection[str]
+) -> GraphChanges:
+    """Compare the ``running`` watchers with the ``wanted`` ones.
+
+    Only watchers of the last graph (``planned``) are removed: others were added by command.
+    """
+    added, changed, kept = [], [], []
+    why: dict[str, str] = {}
+    for spec in wanted:
+        before = running.get(spec.name)
+        if before is None:
+            added.append(spec)
+            continue
+        if before.gpus and before.gpu == spec.gpu:
+            spec = with_gpus(spec, before.gpus)
+        difference = _difference(before, spec)
+        if difference:
+            why[spec.name] = difference
+            changed.append(spec)
+        else:
+            kept.append(spec)
+    names = {spec.name for spec in wanted}
+    removed = [name for name in running if name in planned and name not in names]
+    return GraphChanges(added=added, changed=changed, kept=kept, removed=removed, why=why)
+
+
+def allocator_beside(gpu_ids: Sequence[str], holders: Collection[WatcherSpec]) -> Allocator:
+    """Return an allocator of what ``holders`` leave of the GPUs of the deployment."""
+    allocator = Allocator(Inventory(ids=tuple(gpu_ids), source="this deployment"))
+    for spec in holders:
+        allocator.hold(spec.name, spec.gpus, spec.gpu)
+    return allocator
+
+
+def _difference(before: WatcherSpec, after: WatcherSpec) -> str:
+    """Name what differs, without values: they may be secrets."""
+    parts = {
+        "command": before.argv != after.argv,
+        "directory": before.working_dir != after.working_dir,
+        "GPUs": before.gpu != after.gpu or bool(before.gpus) != bool(after.gpus),
+        "environment": _compared_env(before) != _compared_env(after),
+    }
+    return ", ".join(part for part, differs in parts.items() if differs)
+
+
+def _compared_env(spec: WatcherSpec) -> Mapping[str, str]:
+    # Without assigned GPUs, the graph itself sets CUDA_VISIBLE_DEVICES.
+    ignored = _NOT_COMPARED if spec.gpus else _NOT_COMPARED[1:]
+    return {key: value for key, value in spec.env.items() if key not in ignored}

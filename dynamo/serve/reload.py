@@ -1,0 +1,184 @@
+"""Applies a changed graph to a running deployment: additions first, then replacements, removals.
+
+A graph with an error changes nothing. If a new process fails, the rest of the change is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.serve.arbiter import SupervisingArbiter
+from dynamo.serve.commands import error_reply
+from dynamo.serve.graph_changes import GraphChanges, allocator_beside, compare
+from dynamo.serve.output import Announcer
+from dynamo.serve.readiness import check_free
+from dynamo.serve.rolling import RollingRestart
+from dynamo.serve.supervised import SupervisedWatcher
+from dynamo.serve.watcher_factory import WatcherFactory, address_of
+from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, with_gpus
+
+__all__ = ["GraphReload", "Replan"]
+
+Replan = Callable[[str, Sequence[str]], DeploymentPlan]
+"""(graph file, overrides as words) → plan; with "" those of ``dynamo serve``. Blocks; raises
+ConfigError and OSError."""
+
+log = logging.getLogger(__name__)
+
+
+class GraphReload:
+    """Reloads the graph of one deployment. ``on_plan`` is called with a plan that is applied."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a deployment
+        self,
+        arbiter: SupervisingArbiter,
+        factory: WatcherFactory,
+        rolling: RollingRestart,
+        announcer: Announcer,
+        replan: Replan,
+        on_plan: Callable[[DeploymentPlan], None],
+    ) -> None:
+        self._arbiter = arbiter
+        self._factory = factory
+        self._rolling = rolling
+        self._announcer = announcer
+        self._replan = replan
+        self._on_plan = on_plan
+        self._source: tuple[str, Sequence[str]] = ("", ())
+
+    async def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Apply the graph of ``request`` (see ReloadGraph); return the reply."""
+        source = self._source_of(request)
+        try:
+            plan = await asyncio.to_thread(self._replan, *source)
+            changes = self._compare(plan)
+            self._check_room(plan, changes)
+            self._check_ports(changes)
+        except (DynamoError, OSError) as error:
+            return {**error_reply(str(error)), "graph_is_wrong": isinstance(error, ConfigError)}
+        reply = {"changes": changes.lines(), "summary": changes.summary()}
+        if request.get("dry_run"):
+            return reply
+        self._announcer.announce(f"reloading the graph: {changes.summary()}")
+        self._source = source
+        self._on_plan(plan)
+        problem = await self._apply(changes)
+        if problem:
+            self._announcer.announce(f"the graph was reloaded in part: {problem}", logging.ERROR)
+            return error_reply(f"reloaded in part: {problem}")
+        self._announcer.announce(f"reloaded the graph: {changes.summary()}")
+        return reply
+
+    def _source_of(self, request: Mapping[str, Any]) -> tuple[str, Sequence[str]]:
+        """Return graph file and overrides; what ``request`` leaves out is as last time."""
+        graph, words = request.get("graph"), request.get("overrides")
+        if not graph and not words:
+            return self._source
+        return str(graph or self._source[0]), [str(word) for word in words or ()]
+
+    def _compare(self, plan: DeploymentPlan) -> GraphChanges:
+        present = {watcher.name for watcher in self._arbiter.watchers}
+        specs = self._factory.specs
+        running = {name: specs[name] for name in specs if name in present}
+        planned = {spec.name for spec in self._factory.plan.specs}
+        return compare(running, plan.specs, planned)
+
+    def _check_room(self, plan: DeploymentPlan, changes: GraphChanges) -> None:
+        """Raise ConfigError if the watchers of the changed graph do not fit on the GPUs."""
+        leaving = {*changes.removed, *(spec.name for spec in changes.changed)}
+        holders = [
+            self._factory.specs[watcher.name]
+            for watcher in self._arbiter.watchers
+            if watcher.name not in leaving
+        ]
+        allocator = allocator_beside(plan.gpu_ids, holders)
+        for spec in (*changes.changed, *changes.added):
+            if spec.gpus:
+                allocator.assign(spec.name, spec.gpu)
+
+    def _check_ports(self, changes: GraphChanges) -> None:
+        """Raise ConfigError if another program has the port of a frontend."""
+        ours = {address_of(spec) for spec in self._factory.specs.values()}
+        for spec in (*changes.changed, *changes.added):
+            address = address_of(spec)
+            if address is not None and address not in ours:
+                check_free(address)
+
+    async def _apply(self, changes: GraphChanges) -> str:
+        stopped = [spec for spec in changes.changed if self._is_stopped(spec)]
+        for spec in (*changes.kept, *stopped):
+            self._keep(spec)
+        try:
+            waiting = [spec for spec in changes.added if not self._add(spec)]
+            problem = await self._start([s.name for s in changes.added if s not in waiting])
+            changed = [spec for spec in changes.changed if spec not in stopped]
+            while not problem and (following := self._next(changed)):
+                changed.remove(following)
+                watcher = self._watcher(following.name)
+                problem = await self._rolling.replace(watcher, following)
+            if problem:
+                return problem
+            await self._remove(changes.removed)
+            return await self._finish(changed, waiting)
+        except ConfigError as error:
+            return error.message
+
+    def _keep(self, spec: WatcherSpec) -> None:
+        """Use the new graph for the next start of a watcher that is not touched now."""
+        self._factory.configure(self._watcher(spec.name), spec)
+
+    def _add(self, spec: WatcherSpec) -> bool:
+        """Add a watcher; False if its GPUs are not free yet."""
+        if spec.gpus:
+            holders = [self._factory.specs[watcher.name] for watcher in self._arbiter.watchers]
+            allocator = allocator_beside(self._factory.plan.gpu_ids, holders)
+            try:
+                spec = with_gpus(spec, allocator.assign(spec.name, spec.gpu))
+            except ConfigError as error:
+                log.debug("%s: added later: %s", spec.name, error)
+                return False
+        self._arbiter.adopt(self._factory.make(spec))
+        return True
+
+    async def _start(self, names: Sequence[str]) -> str:
+        """Start added watchers and wait until they serve; return "" or what failed."""
+        watchers = [self._watcher(name) for name in names]
+        for watcher in watchers:
+            await watcher._start()
+        for watcher in watchers:
+            if not await self._rolling.serving(watcher):
+                return f"{watcher.name}: {watcher.given_up or 'stopped'}"
+        return ""
+
+    def _next(self, changed: Sequence[WatcherSpec]) -> WatcherSpec | None:
+        """Return a watcher whose GPUs suffice or are free now, workers first."""
+        ordered = sorted(changed, key=lambda spec: -spec.stop_stage)
+        return next((s for s in ordered if self._rolling.fits(self._watcher(s.name), s)), None)
+
+    def _is_stopped(self, spec: WatcherSpec) -> bool:
+        """Whether an operator stopped the watcher: then it stays stopped."""
+        watcher = self._watcher(spec.name)
+        return bool(watcher.is_stopped()) and not watcher.given_up
+
+    async def _remove(self, names: Sequence[str]) -> None:
+        await self._arbiter.remove([self._watcher(name) for name in names])
+
+    async def _finish(self, changed: Sequence[WatcherSpec], waiting: Sequence[WatcherSpec]) -> str:
+        """Start what had to wait for GPUs of removed or of each other's processes."""
+        for spec in changed:
+            await self._watcher(spec.name).end()
+        for spec in changed:
+            if problem := await self._rolling.replace(self._watcher(spec.name), spec):
+                return problem
+        for spec in waiting:
+            if not self._add(spec):
+                return f"{spec.name}: no GPU is free"
+        return await self._start([spec.name for spec in waiting])
+
+    def _watcher(self, name: str) -> SupervisedWatcher:
+        found: SupervisedWatcher = self._arbiter.get_watcher(name.lower())
+        return found

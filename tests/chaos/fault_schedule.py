@@ -1,0 +1,54 @@
+"""Which fault happens when: drawn from a seed, before the run. Pure."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+__all__ = ["FAULTS", "PlannedFault", "make_schedule"]
+
+FAULTS = {
+    "worker killed": 20,
+    "worker terminated": 8,
+    "worker stopped": 12,
+    "requests cut": 20,
+    "events cut": 12,
+    "socket removed": 5,
+    "lease removed": 4,
+    "statefile removed": 2,
+    "disk full": 4,
+    "frontend killed": 3,
+    "frontend terminated": 2,
+    "frontend stopped": 5,
+    "arbiter stopped": 3,
+    "guard stopped": 2,
+    "all workers killed": 1,
+    "arbiter killed": 1,
+    "guard killed": 1,
+    "deployment terminated": 1,
+}
+"""The faults, and how often each comes among a hundred."""
+
+
+class PlannedFault(NamedTuple):
+    """A fault at ``at_s`` of the run; ``dice`` seeds its choice of target and duration."""
+
+    at_s: float
+    kind: str
+    dice: str
+
+
+def make_schedule(seed: int, seconds: float, per_second: float) -> list[PlannedFault]:
+    """Return the faults of a run in order: shuffled decks of all faults, at random times."""
+    dice = random.Random(f"faults {seed}")
+    count = int(seconds * per_second)
+    kinds: list[str] = []
+    while len(kinds) < count:
+        deck = [kind for kind, weight in FAULTS.items() for _ in range(weight)]
+        dice.shuffle(deck)
+        kinds += deck
+    times = sorted(dice.uniform(0.0, seconds) for _ in range(count))
+    return [
+        PlannedFault(at_s, kind, f"{seed}/{number}")
+        for number, (at_s, kind) in enumerate(zip(times, kinds[:count], strict=True))
+    ]

@@ -1,0 +1,316 @@
+"""API keys and operators' routes on real sockets: files, headers, roles, reload, hostile pages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo.errors import ConfigError
+from dynamo.http import Exchange, HttpLimits, HttpServer
+from dynamo.http.access import Access, OperatorGuard
+from dynamo.http.api_keys import ApiKeys, key_line, new_key, parse_keys
+from dynamo.http.errors import KeyRefused
+
+OPEN = frozenset(("/health", "/live", "/metrics"))
+
+
+class KeyFile:
+    """A key file with a user's and an operator's key."""
+
+    def __init__(self, at: Path) -> None:
+        self.path = str(at / "keys")
+        self.user, self.operator = new_key(), new_key()
+        self.write(
+            key_line("alice", "user", self.user), key_line("root", "operator", self.operator)
+        )
+
+    def write(self, *lines: str) -> None:
+        """Replace the file as an editor does."""
+        new = Path(self.path + "~")
+        new.write_text("# comment\n\n" + "".join(lines))
+        new.chmod(0o600)
+        new.replace(self.path)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> KeyFile:
+    return KeyFile(tmp_path)
+
+
+class Site:
+    """A server that demands keys and shows what a route sees."""
+
+    def __init__(self, file: KeyFile) -> None:
+        self.keys = ApiKeys(file.path)
+        access = Access(keys=self.keys, is_open=OPEN.__contains__)
+        limits = HttpLimits(sweep_s=0.02, linger_s=0.1)
+        self.refused: list[int] = []
+        self.server = HttpServer(self.handle, limits, self.refused.append, access=access)
+        self.port = 0
+
+    def handle(self, exchange: Exchange) -> None:
+        key = exchange.api_key
+        shown = {"key": key and key.name, "headers": exchange.headers, "size": len(exchange.body)}
+        exchange.respond(200, json.dumps(shown).encode())
+
+    async def send(self, data: bytes) -> tuple[int, dict[str, str], Any]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        found = await response(reader)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        return found
+
+    async def ask(self, *headers: str, path: str = "/v1/models") -> tuple[int, Any]:
+        head = "\r\n".join((f"GET {path} HTTP/1.1", "Host: a", *headers))
+        status, _, body = await self.send(f"{head}\r\n\r\n".encode("latin-1"))
+        return status, body
+
+    async def until(self, key: str, status: int) -> None:
+        """Wait until requests with ``key`` get ``status``."""
+        async with asyncio.timeout(5):
+            while (await self.ask(f"X-Api-Key: {key}"))[0] != status:  # noqa: ASYNC110 - see name
+                await asyncio.sleep(0.01)
+
+
+async def response(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], Any]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    lines = [line.split(": ", 1) for line in head.split("\r\n")[1:-2]]
+    headers = {name.lower(): value for name, value in lines}
+    body = await reader.readexactly(int(headers["content-length"]))
+    return int(head[9:12]), headers, json.loads(body)
+
+
+@pytest.fixture
+async def site(file: KeyFile) -> AsyncIterator[Site]:
+    site = Site(file)
+    _, site.port = await site.server.start("127.0.0.1", 0)
+    yield site
+    await site.server.close(0.2)
+
+
+async def test_keys_open_and_credentials_go_no_further(site: Site, file: KeyFile) -> None:
+    for headers in (
+        [f"Authorization: Bearer {file.user}"],
+        [f"authorization: bEARER   {file.user}"],
+        [f"X-Api-Key: {file.user}"],
+        [f"X-Api-Key: {file.operator}", f"Authorization: Bearer {file.user}"],
+    ):
+        for _ in range(2):  # also from the cache of heads
+            status, seen = await site.ask(*headers)
+            assert (status, seen["key"]) == (200, "alice")
+            assert seen["headers"] == {"host": "a"}
+    counts = {key.name: key.requests for key in site.keys.entries.values()}
+    assert counts == {"alice": 8, "root": 0}
+
+
+async def test_what_is_open_needs_no_key(site: Site) -> None:
+    for path in OPEN:
+        assert await site.ask(path=path) == (
+            200,
+            {"key": None, "headers": {"host": "a"}, "size": 0},
+        )
+    for path in ("/", "/health/", "/HEALTH", "/v1/models", "/metrics2", "//live", "/openapi.json"):
+        assert (await site.ask(path=path))[0] == 401, path
+    assert (await site.ask(path="/h%65alth?x=1"))[0] == 200  # the route sees the same path
+
+
+async def test_wrong_keys(site: Site, file: KeyFile, caplog: pytest.LogCaptureFixture) -> None:
+    digest = hashlib.sha256(file.user.encode()).hexdigest()
+    for headers in (
+        *([], ["Authorization:"], ["Authorization: Bearer"], ["Authorization: Bearer "]),
+        ["Authorization: Bearer wrong"],
+        [f"Authorization: Bearer {file.user[:-1]}"],
+        [f"Authorization: Bearer {file.user}x"],
+        [f"Authorization: Bearer {digest}"],
+        [f"Authorization: Basic {file.user}"],
+        [f"Authorization: {file.user}"],
+        [f"Authorization: Bearer {file.user}", f"Authorization: Bearer {file.user}"],
+        ["Authorization: Bearer wrong", f"X-Api-Key: {file.user}"],
+        [f"X-Api-Key: Bearer {file.user}"],
+        ["Authorization: Bearer \xff\xe9"],
+    ):
+        status, body = await site.ask(*headers)
+        assert status == 401, headers
+        error = body["error"]
+        assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+        assert file.user not in json.dumps(body) and "wrong" not in json.dumps(body)
+    assert (await site.ask(f"Authorization: Bearer {file.user}x", path="/live"))[0] == 401
+    assert set(site.refused) == {401}
+    assert file.user not in caplog.text
+
+
+async def test_the_challenge_tells_a_missing_key_from_a_wrong_one(site: Site) -> None:
+    _, headers, _ = await site.send(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert headers["www-authenticate"] == 'Bearer realm="dynamo"'
+    assert headers["connection"] == "close"
+    _, headers, _ = await site.send(b"GET /x HTTP/1.1\r\nHost: a\r\nX-Api-Key: k\r\n\r\n")
+    assert headers["www-authenticate"] == 'Bearer realm="dynamo", error="invalid_token"'
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 40000000", "Transfer-Encoding: chunked"])
+async def test_refused_before_the_body(site: Site, length: str) -> None:
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n{length}\r\nExpect: 100-continue\r\n"
+    status, _, body = await site.send(f"{head}\r\n".encode())
+    assert status == 401 and body["error"]["code"] == "invalid_api_key"
+    assert site.server.bodies_bytes == 0
+
+
+async def test_each_request_of_a_connection_is_checked(site: Site, file: KeyFile) -> None:
+    good = f"GET /v1 HTTP/1.1\r\nHost: a\r\nX-Api-Key: {file.user}\r\n\r\n".encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    writer.write(good + good + b"GET /v1 HTTP/1.1\r\nHost: a\r\n\r\n" + good)
+    assert [(await response(reader))[0] for _ in range(3)] == [200, 200, 401]
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_rotation_under_load(
+    site: Site, file: KeyFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests with a key that stays never fail; one that is removed opens nothing any more."""
+    caplog.set_level("INFO")
+    kept, removed, added = file.operator, file.user, new_key()
+    stop = asyncio.Event()
+    seen: list[int] = []
+
+    async def load() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+        while not stop.is_set():
+            path = random.choice(("/v1/a", "/v1/b"))
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: a\r\nX-Api-Key: {kept}\r\n\r\n".encode())
+            seen.append((await response(reader))[0])
+        writer.close()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(4):
+            group.create_task(load())
+        for _ in range(3):
+            file.write(key_line("root", "operator", kept), key_line("bob", "user", added))
+            await site.until(removed, 401)
+            assert (await site.ask(f"X-Api-Key: {added}"))[1]["key"] == "bob"
+            file.write(key_line("root", "operator", kept), key_line("alice", "user", removed))
+            await site.until(removed, 200)
+            assert (await site.ask(f"X-Api-Key: {added}"))[0] == 401
+        stop.set()
+    assert len(seen) > 50 and set(seen) == {200}
+    counts = {key.name: key.requests for key in site.keys.entries.values()}
+    assert counts["root"] == len(seen)
+
+
+@pytest.mark.parametrize("damage", ["text", "mode", "gone", "empty", "directory"])
+async def test_a_broken_file_keeps_the_keys(
+    site: Site, file: KeyFile, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    path = Path(file.path)
+    if damage == "text":
+        file.write(key_line("a", "user", "x"), f"pasted {file.user}\n")
+    elif damage == "mode":
+        path.chmod(0o640)
+    elif damage == "empty":
+        file.write()
+    else:
+        path.unlink()
+        if damage == "directory":
+            path.mkdir()
+    async with asyncio.timeout(5):
+        while "keeping what was loaded before" not in caplog.text:  # noqa: ASYNC110 - a log line
+            await asyncio.sleep(0.01)
+    expected = {
+        "text": "line 4: must be NAME:ROLE:DIGEST",
+        "mode": f"has mode 0640, so other users can use it; run: chmod 600 {path}",
+        "gone": "No such file",
+        "empty": "has no key",
+        "directory": "",
+    }
+    assert expected[damage] in caplog.text and file.user not in caplog.text
+    assert (await site.ask(f"X-Api-Key: {file.user}"))[0] == 200
+    if damage == "mode":
+        path.chmod(0o600)
+        caplog.set_level("INFO")
+        async with asyncio.timeout(5):
+            while "reloaded" not in caplog.text:  # noqa: ASYNC110 - a log line
+                await asyncio.sleep(0.01)
+
+
+def test_errors_at_the_start(tmp_path: Path) -> None:
+    good = key_line("a", "user", "x")
+    for lines, message in (
+        (["a:user"], "line 1: must be NAME:ROLE:DIGEST with a role of user or operator"),
+        (["# c", "", "a:root:" + "0" * 64], "line 3: must be"),
+        ([good, "b:user:" + "0" * 63], "line 2: must be"),
+        ([good, "b c:user:" + "0" * 64], "line 2: must be"),
+        ([good, good], "line 2: the name a is in the file twice"),
+        ([good, good.replace("a:", "b:", 1)], "line 2: this key is in the file twice"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse_keys("\n".join(line.strip() for line in lines), "f")
+        assert message in caught.value.message
+    (tmp_path / "keys").write_text(good)
+    for mode in (0o640, 0o604, 0o620, 0o666):
+        (tmp_path / "keys").chmod(mode)
+        with pytest.raises(ConfigError, match=f"has mode {mode:04o}.*run: chmod 600"):
+            ApiKeys(str(tmp_path / "keys"))
+    (tmp_path / "keys").chmod(0o400)
+    assert [key.name for key in ApiKeys(str(tmp_path / "keys")).entries.values()] == ["a"]
+    with pytest.raises(ConfigError, match="No such file"):
+        ApiKeys(str(tmp_path / "none"))
+
+
+def test_what_is_remembered_is_bounded(file: KeyFile) -> None:
+    keys = ApiKeys(file.path)
+    for number in range(5000):
+        with pytest.raises(KeyRefused):
+            keys.take({"x-api-key": f"guess {number}"})
+        assert (
+            keys.take({"authorization": "Bearer" + " " * (number % 300 + 1) + file.user})
+            is not None
+        )
+    assert len(keys._remembered) < 256  # not the long ones
+
+
+def exchange(peer: str | None = "127.0.0.1", key: Any = None, **headers: str) -> Any:
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    seen = {"host": "localhost:8000", **given}
+    return SimpleNamespace(peer=peer, api_key=key, headers=seen, path="/op", method="POST")
+
+
+def test_operators_without_keys_call_from_this_machine() -> None:
+    guard = OperatorGuard(False, ("0.0.0.0", "Box.lan", "*"))
+    for host in ("localhost", "127.0.0.1:80", "[::1]:8000", "127.8.8.8", "box.LAN:1", "localhost."):
+        assert guard.check(exchange(host=host)) == "", host
+    for peer in ("::1", "127.0.0.9", "::ffff:127.0.0.1"):
+        assert guard.check(exchange(peer)) == ""
+    assert guard.check(exchange(sec_fetch_site="none")) == ""
+    for other in ("10.0.0.1", "::ffff:10.0.0.1", "2001:db8::1", None, ""):
+        assert "send an operator's API key" in guard.check(exchange(other))
+    for host in ("evil.example", "", "*", "192.168.1.2", "localhost.evil.example", "[::1", "a b"):
+        assert "is not served as host" in guard.check(exchange(host=host)), host
+    for headers in (
+        {"origin": "http://localhost:8000"},
+        {"origin": "null"},
+        {"sec_fetch_site": "cross-site"},
+    ):
+        assert "not for web pages" in guard.check(exchange(**headers))
+    for name in ("forwarded", "x_forwarded_for", "via", "x_real_ip"):
+        assert "proxy" in guard.check(exchange(**{name: "x"}))
+
+
+def test_with_keys_only_an_operators_key_counts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    guard = OperatorGuard(True)
+    user, operator = (SimpleNamespace(name="n", operator=is_one) for is_one in (False, True))
+    assert guard.check(exchange("10.0.0.1", operator, origin="x", host="any")) == ""
+    assert "POST /op by operator n" in caplog.text
+    assert "the key 'n' has the role user" in guard.check(exchange(key=user))
+    assert "without a key" in guard.check(exchange())
