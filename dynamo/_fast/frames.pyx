@@ -69,10 +69,10 @@ def pack_open(
 cdef class TokenSink:
     """Turns the plain tokens of one stream into text.
 
-    ``pieces[id]`` is the text of a token; it is appended to ``texts``, which is the caller's, unless
-    it is empty. Refused are ids without an entry or with None, and those in ``stop_ids``. After a
-    refused item all are refused until ``active`` is set again: items are handled in their order.
-    ``owner`` is the caller's, too.
+    ``pieces[id]`` is the text of a token; it is appended to the caller's ``texts``, unless it is
+    empty. Refused are ids without an entry or with None, and those in ``stop_ids``. After a refused
+    item all are refused until ``active`` is set again: items are handled in their order. ``owner``
+    is the caller's, too.
     """
 
     cdef public bint active
