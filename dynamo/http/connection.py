@@ -192,13 +192,6 @@ class HttpConnection(asyncio.Protocol):
         if len(out) == 1 and not self._advancing:
             self._server.write_batch.flush_later(self)
 
-    def send_now(self, data: bytes) -> None:
-        """Write at once, or at the end of this loop turn behind output that is written then."""
-        if self._out:
-            self._out.append(data)
-        elif self._transport is not None:
-            self._transport.write(data)
-
     def finish(self, exchange: Exchange, data: bytes) -> None:
         """Write the last bytes of a response, then close, or read the next request."""
         if data:

@@ -44,9 +44,6 @@ class Transport(Protocol):
     def send(self, data: bytes) -> None:
         """Write to the socket at the end of the loop turn."""
 
-    def send_now(self, data: bytes) -> None:
-        """Write to the socket at once, behind what :meth:`send` has got."""
-
     def finish(self, exchange: Exchange, data: bytes) -> None:
         """Write the last bytes of the response; the exchange is complete."""
 
@@ -222,12 +219,6 @@ class Exchange:
         if self.gone or not data or self._bodiless:
             return
         self._transport.send(data if self._raw else http_chunk(data))
-
-    def write_now(self, data: bytes) -> None:
-        """Send a piece without waiting for the end of the loop turn; for its last step."""
-        if self.gone or not data or self._bodiless:
-            return
-        self._transport.send_now(data if self._raw else http_chunk(data))
 
     def end(self, data: bytes = b"") -> None:
         """Send the last piece and end the streamed response. Ending twice does nothing."""

@@ -228,7 +228,7 @@ class ActiveRequest:
             self._held_bytes = self._held_bytes or 1
             return
         self._held_bytes = 0
-        exchange.write_now(self.generation.flush())
+        exchange.write(self.generation.flush())
 
     def keep_alive(self) -> None:
         """Send a comment, so that a client does not take a silent engine for a dead server.
