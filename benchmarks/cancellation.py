@@ -198,15 +198,16 @@ def chat(text: str, stream: bool, max_tokens: int) -> bytes:
 def beside(deployment: Deployment, streams: int) -> Iterator[None]:
     """Keep ``streams`` other answers running, and read them."""
     clients = [deployment.send(SHORT, True, 100_000) for _ in range(streams)]
-    for _ in clients:
+    for client in clients:
         deployment.report(ARRIVED)
+        client.setblocking(False)
     ended = threading.Event()
 
     def read() -> None:
         while not ended.wait(0.05):
             for client in clients:
                 with contextlib.suppress(BlockingIOError):
-                    client.recv(1 << 20, socket.MSG_DONTWAIT)
+                    client.recv(1 << 20)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -298,7 +299,7 @@ def main() -> int:
     """Print a row per stage, then the cost of a rejection; status 1 above a bar."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--streams", type=int, default=32, help="other streams during decode")
+    parser.add_argument("--streams", type=int, default=32, help="beside decode, at most 255")
     parser.add_argument("--only", default="", help="stages whose name contains this; rejection")
     parser.add_argument("--rejections", type=int, default=500)
     parser.add_argument("--body-bytes", type=int, default=100_000)

@@ -7,16 +7,20 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class Load:
     """``clients`` threads that send completions one after another until it is closed.
 
     Every other one streams. ``failures`` has a text for each request that was not answered with
-    exactly ``tokens`` tokens.
+    exactly ``tokens`` tokens; None: with any number.
     """
 
-    def __init__(self, port: int, clients: int = 6, tokens: int = 40) -> None:
+    def __init__(
+        self, port: int, clients: int = 6, tokens: int | None = 40, model: str = "tiny"
+    ) -> None:
+        self.model = model
         self.port = port
         self.tokens = tokens
         self.answered = 0
@@ -53,7 +57,12 @@ class Load:
         connection.close()
 
     def _request(self, connection: http.client.HTTPConnection, prompt: str, stream: bool) -> str:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": self.tokens, "stream": stream}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": self.tokens,
+            "stream": stream,
+        }
         body["ignore_eos"] = True
         if stream:
             body["stream_options"] = {"include_usage": True}
@@ -69,14 +78,18 @@ class Load:
             if events[-1] != "[DONE]" or '"error"' in text:
                 return text[-300:]
             text = events[-2]
+        if self.tokens is None:
+            return ""
         tokens = json.loads(text)["usage"]["completion_tokens"]
         return "" if tokens == self.tokens else f"{tokens} tokens"
 
 
 @contextmanager
-def under_load(port: int, clients: int = 6) -> Iterator[Load]:
+def under_load(
+    port: int, clients: int = 6, model: str = "tiny", tokens: int | None = 40
+) -> Iterator[Load]:
     """Run the block under load; then no request may have failed."""
-    load = Load(port, clients)
+    load = Load(port, clients, tokens, model)
     try:
         yield load
     finally:

@@ -125,7 +125,9 @@ class Frontend:
             raise self._cannot_listen(error) from None
         log.info("listening on %s://%s:%d", self.scheme, *bound)
         warn_if_exposed(settings, bound[0])
-        await self._runtime.granted()  # by its lease `dynamo serve` sees that it listens
+        if self._runtime.settings.discovery_backend == "file":
+            # By its lease `dynamo serve` sees that it listens.
+            self._tasks.spawn(self._runtime.granted(), name="lease")
         return bound
 
     async def _load_models(self) -> None:

@@ -52,7 +52,7 @@ class HttpServer:
         self.clock = time.monotonic()
         self.draining = False
         self.bodies_bytes = 0
-        self._undecoded: deque[HttpConnection] = deque()
+        self._undecoded: deque[HttpConnection | TlsConnection] = deque()
         self.handler = handler
         self._on_refused = on_refused
         self._connections: set[HttpConnection] = set()
@@ -96,6 +96,8 @@ class HttpServer:
                 backlog=backlog,
                 start_serving=False,
             )
+        for one in self._server.sockets:
+            _detect_lost_peers(one, self.limits.stall_timeout_s)
         bound = [one.getsockname() for one in self._server.sockets]
         local = all(ipaddress.ip_address(address[0]).is_loopback for address in bound)
         if names is not None and "*" not in names and (names or local):
@@ -184,8 +186,8 @@ class HttpServer:
         """Advance the connection in the next loop turn, after the others."""
         asyncio.get_running_loop().call_soon(connection.advance)
 
-    def decode_later(self, connection: HttpConnection) -> None:
-        """Queue a connection with more chunks than it may decode in one turn."""
+    def decode_later(self, connection: HttpConnection | TlsConnection) -> None:
+        """Queue a connection with a handshake, or with more chunks than it may decode in a turn."""
         self._undecoded.append(connection)
         if len(self._undecoded) == 1:
             self._schedule_decoding()
@@ -195,7 +197,7 @@ class HttpServer:
         connection = HttpConnection(self)
         if self._tls is None:
             return connection
-        return TlsConnection(self._tls, connection, self._uncertified)
+        return TlsConnection(self._tls, connection, self._uncertified, self.decode_later)
 
     def _schedule_decoding(self) -> None:
         asyncio.get_running_loop().call_soon(self._decode)
@@ -220,3 +222,15 @@ class HttpServer:
                 self._uncertified.forget_heads()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self.limits.sweep_s, self._sweep)
+
+
+def _detect_lost_peers(listener: socket.socket, timeout_s: float) -> None:
+    """Close connections whose client has vanished without a FIN: lost power, an unplugged cable.
+
+    Accepted sockets inherit the options (Linux). Sent bytes may go unacknowledged for
+    ``timeout_s``; a connection that only waits for its answer is probed after 15 s.
+    """
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1e3))

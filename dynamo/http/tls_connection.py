@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
+from collections.abc import Callable
 from typing import Any, cast
 
 from dynamo.http.connection import HttpConnection
@@ -29,11 +30,19 @@ class TlsConnection(asyncio.Transport, asyncio.Protocol):
     """The protocol of the socket, and the transport of ``inner``.
 
     ``uncertified`` reads the heads of a client that sends no certificate though one is wanted.
+    ``decode_later`` calls :meth:`decode` in a later loop turn.
+
     Its states: handshake, established, plain (the client speaks HTTP, for the refusal), ended
     (everything was written: input is discarded).
     """
 
-    def __init__(self, tls: ServerTls, inner: HttpConnection, uncertified: HeadReader) -> None:
+    def __init__(
+        self,
+        tls: ServerTls,
+        inner: HttpConnection,
+        uncertified: HeadReader,
+        decode_later: Callable[[TlsConnection], None],
+    ) -> None:
         super().__init__()
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
@@ -41,6 +50,7 @@ class TlsConnection(asyncio.Transport, asyncio.Protocol):
         self._wants_client = tls.wants_client
         self._inner = inner
         self._uncertified = uncertified
+        self._decode_later = decode_later
         self._socket: asyncio.Transport
         self._unsent: list[bytes] = []  # written before the end of the handshake: one refusal
         self._started = False
@@ -48,6 +58,7 @@ class TlsConnection(asyncio.Transport, asyncio.Protocol):
         self._plain = False
         self._ended = False
         self._paused = False
+        self._queued = False
 
     # -- called by the transport of the socket
 
@@ -69,8 +80,13 @@ class TlsConnection(asyncio.Transport, asyncio.Protocol):
                 self._refuse_plain()
                 return
         self._incoming.write(data)
-        if self._established or self._handshake():
+        if self._established:
             self._read()
+        elif not self._queued:
+            self._queued = True
+            self._decode_later(self)
+        elif not self._paused:
+            self.pause_reading()
 
     def eof_received(self) -> bool:
         """Let the transport close: a client that ends its output counts as disconnected."""
@@ -91,6 +107,18 @@ class TlsConnection(asyncio.Transport, asyncio.Protocol):
     def resume_writing(self) -> None:
         """The client has caught up."""
         self._inner.resume_writing()
+
+    # -- called by the server
+
+    def decode(self) -> None:
+        """Continue the handshake: up to some milliseconds, so that others get turns between."""
+        self._queued = False
+        if self._ended:
+            return
+        if self._paused:  # more arrived while it was queued
+            self.resume_reading()
+        if self._handshake():
+            self._read()
 
     # -- called by the HttpConnection
 

@@ -74,6 +74,7 @@ class RoutedEndpoint:
         self._router = ConnectedKvRouter(self._runtime, workers, self._settings, self.client)
         self.picker = self._router.picker
         self.client.on_inhibited(self.picker.worker_pool.avoid)
+        self.picker.worker_pool.is_silent = self.client.is_silent
         await self._router.start()
 
     async def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,9 +80,10 @@ class WorkerPool:
 
     ``candidates`` is the column of all slots, ``owners[slot]`` its (worker_id, dp_rank), ``width``
     the length that columns indexed by slot need. ``busy`` are the workers over their busy
-    thresholds, ``avoided`` those that do not answer: they are chosen only when no other
-    remains. ``all_eligible`` is ``candidates`` where every request without constraints may go to
-    any of them, else None. ``all_busy``: every request is rejected now, also one with a pin.
+    thresholds, ``avoided`` those that do not answer: they are chosen only when no other remains,
+    those that ``is_silent`` last. ``all_eligible`` is ``candidates`` where every request without
+    constraints may go to any of them, else None. ``all_busy``: every request is rejected now, also
+    one with a pin.
     """
 
     def __init__(self, source: SlotSource) -> None:
@@ -92,6 +94,7 @@ class WorkerPool:
         self.candidates = array("I")
         self.busy: set[int] = set()
         self.avoided: set[int] = set()
+        self.is_silent: Callable[[int], bool] = _never
         self.all_eligible: array[int] | None = None
         self.all_busy = False
         self.width = 0
@@ -163,3 +166,7 @@ class WorkerPool:
         if all_busy != self.all_busy:
             self.all_busy = all_busy
             self._saturation.changed(all_busy)
+
+
+def _never(worker_id: int) -> bool:
+    return False

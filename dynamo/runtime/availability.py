@@ -65,6 +65,11 @@ class Availability:
         """Return the number of instances that are out."""
         return len(self._outages)
 
+    def is_silent(self, instance_id: int) -> bool:
+        """Return whether the worker of the instance does not answer pings."""
+        found = self._outages.get(instance_id)
+        return found is not None and any(one.reason == "silent" for one in found.values())
+
     def outages(self) -> dict[int, Outage]:
         """Return the first outage of every instance that is out."""
         return {one: next(iter(found.values())) for one, found in self._outages.items()}

@@ -141,6 +141,10 @@ class Client:
         """Return whether the instance is avoided."""
         return instance_id in self.availability
 
+    def is_silent(self, instance_id: int) -> bool:
+        """Return whether the worker hangs: to try it costs seconds."""
+        return self.availability.is_silent(instance_id)
+
     def outages(self) -> dict[int, Outage]:
         """Return why each avoided instance is avoided."""
         return self.availability.outages()
@@ -246,6 +250,8 @@ class Client:
         if not self._instances:
             raise NoInstances(f"Unavailable: No workers available for endpoint {self.path}")
         usable = [one for one in self._instances if not self.is_inhibited(one)]
+        if not usable:
+            usable = [one for one in self._instances if not self.is_silent(one)]
         return usable or self.instance_ids()
 
     def _call(

@@ -144,6 +144,10 @@ class AsyncLLMEngine:
         """See ``Engine``."""
         await self._llm.wake_up(None if tags is None else list(tags))
 
+    async def reload_weights(self) -> None:
+        """See ``Engine``."""
+        await self._llm.collective_rpc("reload_weights")
+
     async def is_sleeping(self) -> bool:
         """See ``Engine``."""
         return bool(await self._llm.is_sleeping())

@@ -28,6 +28,7 @@ class EngineControl:
         self._endpoint = endpoint
         self._engine = engine
         self._turn = asyncio.Lock()
+        self._discarded = False  # the weights: waking does not bring them back
 
     def install(self, runtime: DistributedRuntime) -> None:
         """Answer the routes on the status server (``DYN_SYSTEM_PORT``)."""
@@ -38,7 +39,8 @@ class EngineControl:
     async def sleep(self, body: Any) -> dict[str, Any]:
         """Unregister the worker, finish its requests, then free memory.
 
-        ``level`` 1 (the default) keeps the weights in CPU memory, 2 discards them. Raises
+        ``level`` 1 (the default) keeps the weights in CPU memory, 2 discards them
+        until the engine wakes and reads the model's files again. Raises
         InvalidArgument for another level. A failure of the engine registers the worker again.
         """
         level = _fields(body, "level").get("level", 1)
@@ -50,6 +52,7 @@ class EngineControl:
             await self._endpoint.unregister_endpoint_instance()
             try:
                 await self._engine.sleep(level)
+                self._discarded = level == 2
             except BaseException:
                 await self._endpoint.register_endpoint_instance()
                 raise
@@ -64,6 +67,9 @@ class EngineControl:
             raise InvalidArgument(f"'tags' must be a list of {', '.join(_TAGS)}, got {tags!r:.80}")
         async with self._turn:
             await self._engine.wake_up(tags)
+            if self._discarded and (tags is None or "weights" in tags):
+                await self._engine.reload_weights()
+                self._discarded = False
             if await self._engine.is_sleeping():
                 return {"status": "ok", "message": "a part of the engine sleeps still"}
             await self._endpoint.register_endpoint_instance()

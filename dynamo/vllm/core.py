@@ -151,6 +151,10 @@ class CoreEngine:
         """See ``Engine``."""
         await self._client.wake_up_async(None if tags is None else list(tags))
 
+    async def reload_weights(self) -> None:
+        """See ``Engine``."""
+        await self._client.collective_rpc_async("reload_weights")
+
     async def is_sleeping(self) -> bool:
         """See ``Engine``."""
         return bool(await self._client.is_sleeping_async())

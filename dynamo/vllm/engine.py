@@ -145,6 +145,9 @@ class Engine(Protocol):
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore what :meth:`sleep` freed; ``tags`` are weights and kv_cache, default both."""
 
+    async def reload_weights(self) -> None:
+        """Read the weights from the model's files again, in place."""
+
     async def is_sleeping(self) -> bool:
         """Return whether the engine sleeps."""
 

@@ -35,12 +35,12 @@ def test_restart_all(serving: Serving, words: list[str]) -> None:
 def test_restart_all_of_a_real_deployment(
     serving: Serving, unused_tcp_port: int, verb: str
 ) -> None:
-    """Frontends stop first; the port is free again when the new frontend starts."""
+    """The new frontend starts beside the old one, on the same port."""
     own = ("--namespace", serving.namespace, f"--Frontend.http-port={unused_tcp_port}")
     serving.start(QUICKSTART, *own)
     (old,) = serving.wait_for_pids("Frontend")
     assert serving.circusctl(verb) == "ok"
-    serving.wait_for_pids("Frontend", unlike=old)
+    serving.wait_for_pids("Frontend", unlike=old, timeout_s=60)  # the last one
     serving.wait_for("Frontend .*OpenAI API at")
     assert serving.stop() == 0
     assert "restarting it" not in serving.text()
@@ -58,7 +58,7 @@ def test_stop_and_start_all(serving: Serving) -> None:
 
 
 def test_a_stop_during_a_restart(serving: Serving) -> None:
-    serving.start("A: {run: SLEEPER, drain: 1}\nB: {run: SLEEPER}\n")
+    serving.start("A: {run: SLEEPER, drain: 4}\nB: {run: SLEEPER}\n")
     assert serving.circusctl("restart") == "ok"
     name = f"{serving.namespace}_A"
     serving.until(lambda: serving.circusctl("status", name) == "stopping")

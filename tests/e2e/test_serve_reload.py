@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import psutil
 import pytest
 from deployment import MODEL, free_port
 from load_kit import Load, under_load
-from serving import Serving
+from serving import ROOT, Serving
 
 GRAPH = """
 Frontend: {{run: dynamo.frontend, http-port: {port}, router-mode: kv}}
@@ -80,6 +81,50 @@ def test_restart_of_everything_under_load(serving: Serving) -> None:
     assert serving.stop() == 0
     assert "killing" not in serving.text()
     serving.assert_clean()
+
+
+DISAGG = """
+Frontend: {{run: dynamo.frontend, http-port: {port}, router-mode: kv}}
+PrefillWorker:
+  run: dynamo.mocker
+  disaggregation-mode: prefill
+  model-path: {model}
+  model-name: tiny
+DecodeWorker:
+  run: dynamo.mocker
+  disaggregation-mode: decode
+  model-path: {model}
+  model-name: tiny
+"""
+
+
+def test_restart_of_prefill_and_decode_workers(serving: Serving) -> None:
+    port = free_port()
+    path = serving.graph(DISAGG.format(port=port, model=MODEL))
+    serving.start(path, wait="ready: http://127.0.0.1:.* model: tiny")
+    old = [serving.pids(name)[0] for name in ("PrefillWorker", "DecodeWorker")]
+    with under_load(port) as load:
+        some_requests(serving, load)
+        assert serving.circusctl("restart", f"{serving.namespace}_*Worker", "--waiting") == "ok"
+        assert not any(psutil.pid_exists(pid) for pid in old)
+        some_requests(serving, load)
+    assert serving.stop() == 0
+
+
+def test_restart_of_a_worker_of_ones_own(serving: Serving) -> None:
+    """It registers a model, so the new process takes over as one of ours does."""
+    port = free_port()
+    command = ["python", str(ROOT / "examples/worker_hello.py"), str(MODEL)]
+    frontend = f"Frontend: {{run: dynamo.frontend, http-port: {port}}}\n"
+    path = serving.graph(f"{frontend}Own: {{run: {json.dumps(command)}}}\n")
+    serving.start(path, wait="ready: http://")
+    (old,) = serving.wait_for_pids("Own")
+    with under_load(port, model="hello", tokens=None) as load:
+        some_requests(serving, load)
+        serving.circusctl("restart", f"{serving.namespace}_Own", "--waiting")
+        assert not psutil.pid_exists(old)
+        some_requests(serving, load)
+    assert serving.stop() == 0
 
 
 def test_a_changed_frontend_keeps_its_port(serving: Serving) -> None:

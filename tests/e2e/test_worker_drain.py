@@ -79,3 +79,19 @@ def test_the_drain_ends_at_its_timeout_or_a_second_signal(
     assert b'"error"' in events[-3] and events[-2] == b"data: [DONE]"
     assert not psutil.wait_procs(tree, timeout=5)[1]
     deployment.until(lambda: deployment.sample("dynamo_frontend_inflight_requests") == 0)
+
+
+def test_streams_that_outlast_the_drain_go_on_elsewhere(deployment: Deployment) -> None:
+    """A short drain under load: every request still gets all of its tokens."""
+    short = {"DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": "0.05"}
+    slow = ("--speedup-ratio", "0.5", "--reply", "random")
+    workers = [deployment.mocker(*slow, **short) for _ in range(2)]
+    deployment.frontend("--router-mode", "round-robin", "--migration-limit", "3")
+    deployment.wait_for_workers(2)
+    with under_load(deployment.port) as load:
+        deployment.until(lambda: load.answered > 6)
+        workers[0].send_signal(signal.SIGTERM)
+        assert workers[0].wait(20) == 0
+        enough = load.answered + 20
+        deployment.until(lambda: load.answered > enough)
+    assert deployment.sample("dynamo_frontend_model_migration_total") > 0

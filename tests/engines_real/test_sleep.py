@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from answers_kit import CHAT, chat
 from servers_kit import EngineDeployment
 
 
-def test_sleep_and_wake_up(ours: EngineDeployment) -> None:
-    """The CPU build keeps its memory; registration, requests and cache behave as on a GPU."""
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake_up(ours: EngineDeployment, level: int) -> None:
+    """As on a GPU, except that the CPU build keeps its memory. Level 2 reads the weights again."""
     body = chat("Good night", model="tiny", max_tokens=4)
     before = ours.post(CHAT, body)["choices"]
     assert ours.control("is_sleeping") == (200, {"is_sleeping": False})
     try:
-        assert ours.control("sleep", {"level": 1})[0] == 200
+        assert ours.control("sleep", {"level": level})[0] == 200
         assert ours.control("is_sleeping") == (200, {"is_sleeping": True})
         ours.until(lambda: instances(ours) == 1, "the worker of tiny has left")
         assert ours.request("POST", CHAT, body)[0] == 503

@@ -194,6 +194,7 @@ class _Active:
         publisher = await runtime.publisher(*endpoint[:2], PREFILL_QUEUE)
         self._publisher = QueueStatePublisher(model, router.queue, publisher.publish)
         client.on_inhibited(live.picker.worker_pool.avoid)
+        live.picker.worker_pool.is_silent = client.is_silent
         router.attach(live.picker, client)
         router.on_change = self._publisher.check
         workers.on_change(self._changed)  # after the picker's own

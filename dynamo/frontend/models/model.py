@@ -143,6 +143,7 @@ class ModelEntry:
             self.picker = self._router.picker
             self.dispatch = Dispatch(self.picker, self.client, self._router.queue, self._migrations)
             self.client.on_inhibited(self._router.picker.worker_pool.avoid)
+            self._router.picker.worker_pool.is_silent = self.client.is_silent
             self._open_prefill(runtime, settings)
             self.ready = not self._closed
         finally:

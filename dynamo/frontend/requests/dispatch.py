@@ -239,9 +239,10 @@ class Dispatch:
         last_error, migration = engine_request.last_error, engine_request.migration
         if last_error is None:
             engine_request.request.fail(error)
-        elif isinstance(error, InvalidArgument | NoInstances):
-            engine_request.fail(last_error)
-        elif (
+            return
+        if isinstance(error, InvalidArgument | NoInstances):
+            error = last_error
+        if (
             isinstance(error, Overloaded)
             and migration is not None
             and engine_request.migrations

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dynamo.errors import DynamoError, EngineFailure, MigrationExhausted
+from dynamo.errors import DynamoError, EngineFailure, MigrationExhausted, WorkerAtCapacity
 from dynamo.frontend.answer.choice import Choice
 from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.requests.metrics import ModelMetrics
@@ -242,7 +242,7 @@ class EngineRequest:
         """
         if not self.open or self.request.closed:
             return
-        if error.unsent and not self.answering and self.decision is not None and not self._pinned():
+        if self._is_free(error):
             self._dispatch.reroute(self, error)
         elif not error.retryable or not self.migration_limit:
             self.fail(error)
@@ -254,6 +254,15 @@ class EngineRequest:
             self._dispatch.migrate(self, error)
         else:
             self.fail(self._exhausted(error))
+
+    def _is_free(self, error: DynamoError) -> bool:
+        """Whether a choice of another worker costs no migration: this one has not seen the request.
+
+        The pin of a client is not left for free, and not at all because its worker is full.
+        """
+        if not error.unsent or self.answering or self.decision is None:
+            return False
+        return isinstance(error, WorkerAtCapacity) or not self._pinned()
 
     @property
     def can_migrate(self) -> bool:

@@ -187,13 +187,21 @@ def _tainted(members: list[Member], required: list[str]) -> list[Member]:
 
 
 def _ready(worker_pool: WorkerPool, members: Iterable[Member]) -> list[Member]:
+    members = list(members)
     ready = [member for member in members if member.worker_id not in worker_pool.busy]
     if not ready:
         raise Overloaded("all eligible workers are overloaded")
-    # Avoided workers do not answer. With no other left, one of them may have recovered.
-    if worker_pool.avoided:
-        return [member for member in ready if member.worker_id not in worker_pool.avoided] or ready
-    return ready
+    avoided, is_silent = worker_pool.avoided, worker_pool.is_silent
+    if not avoided:
+        return ready
+    answering = [member for member in ready if member.worker_id not in avoided]
+    if answering:
+        return answering
+    # A lost connection may work again, and fails at once if not; a silent one costs seconds.
+    not_silent = [member for member in ready if not is_silent(member.worker_id)]
+    if not not_silent and any(member.worker_id not in avoided for member in members):
+        raise Overloaded("all eligible workers that answer are overloaded")
+    return not_silent or ready
 
 
 def _slots(members: Iterable[Member], dp_rank: int | None) -> array[int]:

@@ -246,6 +246,8 @@ class RequestQueue:
                 request_id, request.tokens, routing=request.routing, override=request.override
             )
         except DynamoError as error:
+            if isinstance(error, Overloaded) and self.picker.eligibility.busy.any_at_capacity:
+                return False  # a full worker has room again within a second
             self._reject(request, error)
             return True
         except Exception:

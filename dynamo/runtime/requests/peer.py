@@ -21,8 +21,8 @@ OutageReason = Literal["silent", "unreachable", "shutting_down", "unhealthy"]
 OnPeer = Callable[[OutageReason | None, str], None]
 """(reason, description) when an outage begins or gets another reason, (None, "") at its end."""
 
-_FIRST_PAUSE_S = 0.1
-_DOUBLINGS = 10
+_FIRST_PAUSE_S = 0.02
+_DOUBLINGS = 12
 log = logging.getLogger(__name__)
 
 
@@ -30,7 +30,7 @@ class Peer:
     """The worker at one address, and the clients that follow it.
 
     ``connect`` opens a connection unless there is one. The pauses between two probes double from
-    0.1 s to ``longest_pause_s``; they start small again after that time without a failure.
+    0.02 s to ``longest_pause_s``; they start small again after that time without a failure.
     """
 
     def __init__(self, connect: Callable[[], object], longest_pause_s: float) -> None:

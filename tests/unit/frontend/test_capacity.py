@@ -12,9 +12,10 @@ from http_bench import Bench
 from test_request import Site, ids, turn
 
 from dynamo.config.router import RouterSettings
-from dynamo.errors import DynamoError, WorkerAtCapacity
+from dynamo.errors import Disconnected, DynamoError, WorkerAtCapacity
 from dynamo.frontend.requests import dispatch as dispatching
 from dynamo.frontend.requests.dispatch import Dispatch
+from dynamo.frontend.requests.migration import Migrations
 from dynamo.protocols.card import RuntimeConfig
 from dynamo.protocols.load import KvMetrics
 from dynamo.router.eligibility.busy import Thresholds
@@ -32,9 +33,16 @@ BUSY = {
 
 
 class Capacity(Site):
-    """Two workers behind a real picker; with ``queue_limit`` a queue before it."""
+    """Two workers behind a real picker; with ``queue_limit`` a queue before it. Requests may
+    migrate ``migrations`` times."""
 
-    def __init__(self, mode: str = "round-robin", queue_limit: int = 0, **settings: Any) -> None:
+    def __init__(
+        self,
+        mode: str = "round-robin",
+        queue_limit: int = 0,
+        migrations: int = 0,
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings)
         queue: dict[str, Any] = {}
         if queue_limit:
@@ -52,7 +60,12 @@ class Capacity(Site):
         self.entry.picker = self.real
         self.entry.served = True
         self.entry.name = "tiny"
-        self.entry.dispatch = Dispatch(self.real, self, self.queue)  # type: ignore[arg-type]
+        self.entry.dispatch = Dispatch(
+            self.real,
+            self,  # type: ignore[arg-type]
+            self.queue,
+            Migrations(migrations),
+        )
         self.entry.dispatch.report_to(self.saturation)
 
     def named(self, name: str) -> Any:
@@ -147,11 +160,42 @@ async def test_room_is_assumed_after_a_while(monkeypatch: pytest.MonkeyPatch) ->
     assert not site.real.worker_pool.busy
 
 
-async def test_a_pin_is_not_left_for_another_worker() -> None:
-    site = Capacity()
+@pytest.mark.parametrize("migrations", [0, 3])
+async def test_a_pin_is_not_left_for_another_worker(migrations: int) -> None:
+    site = Capacity(migrations=migrations)
     site.chat(nvext={"backend_instance_id": 2})
     site.refuse(0)
     assert site.asked == [2] and site.status == 503 and site.answer == BUSY
+    assert site.real.worker_pool.busy == {2}
+
+
+async def test_a_request_that_was_accepted_waits_for_room_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has lost its worker in the middle of its answer, and all others are full."""
+    monkeypatch.setattr(dispatching, "_FULL_RETRY_S", 0.0)
+    site = Capacity(migrations=3)
+    site.chat(max_tokens=8)
+    site.streams[0].say(ids(site, "good"))
+    site.streams[0].sink.on_error(Disconnected("gone"))
+    assert site.asked == [1, 2]
+    site.refuse(1)
+    for _ in range(5):
+        await turn()
+    assert site.asked == [1, 2, 1], "the first may be back"
+    site.refuse(2)
+    for _ in range(5):
+        await turn()
+    assert site.asked == [1, 2, 1], "full workers are not asked again and again"
+    assert site.real.worker_pool.all_busy and site.bench.transport.out == b""
+    site.real.eligibility.recovered(2)
+    for _ in range(5):
+        await turn()
+    assert site.asked == [1, 2, 1, 2]
+    site.streams[-1].say(ids(site, " day"), finish_reason="stop")
+    site.streams[-1].sink.on_end()
+    await turn()
+    assert site.status == 200 and b"good day" in site.body
 
 
 async def test_an_error_of_the_engine_is_not_sent_elsewhere() -> None:
@@ -257,6 +301,24 @@ async def test_with_prefill_workers_the_answer_is_not_known_yet() -> None:
     site.entry.dispatch.prefill = SimpleNamespace(active=False, take=lambda one: False)
     site.another()
     assert site.status == 503 and len(taken) == 1
+
+
+async def test_queued_requests_wait_while_workers_are_at_capacity() -> None:
+    site = Capacity("kv", queue_limit=4)
+    assert site.queue is not None
+    clients = [site.another() for _ in range(4)]
+    assert len(site.streams) == 2 and len(site.queue) == 2
+    site.refuse(0)  # no other worker has room for the first: it is queued again
+    assert len(site.queue) == 3
+    site.real.eligibility.rejected(site.asked[1])
+    await asyncio.sleep(0.15)  # the queue polls
+    assert len(site.queue) == 3 and all(one.transport.out == b"" for one in clients)
+    site.another()
+    assert site.status == 503 and site.answer == BUSY  # a new request is rejected
+    for worker_id in (1, 2):
+        site.real.eligibility.recovered(worker_id)
+    await asyncio.sleep(0.15)
+    assert len(site.streams) > 2 and len(site.queue) < 3
 
 
 async def test_a_full_queue_rejects_before_the_body_is_parsed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -157,3 +158,20 @@ async def test_closing_lets_written_bytes_leave_and_cuts_the_rest(site: Site) ->
 async def test_a_port_in_use_is_an_error(site: Site) -> None:
     with pytest.raises(OSError):
         await Site().server.start("127.0.0.1", site.port)
+
+
+async def test_a_client_that_vanishes_is_noticed_by_tcp(site: Site) -> None:
+    """The kernel probes accepted connections; a cut cable itself is beyond a unit test."""
+    _, writer = await site.connect()
+    writer.write(GET.replace(b"/x", b"/hold"))
+    async with asyncio.timeout(5):
+        await site.waiting.get()
+    (connection,) = site.server._connections
+    assert connection._transport is not None
+    accepted = connection._transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+    await shut(writer)
+    async with asyncio.timeout(5):
+        await site.gone.wait()

@@ -7,11 +7,13 @@ import contextlib
 import logging
 import os
 import random
+import select
 import shutil
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ class Site:
 
     async def start(self, **limits: Any) -> None:
         tls = ServerTls(self.cert, self.key, self.client_ca)
-        given = {"sweep_s": 0.02, "header_timeout_s": 0.3, "linger_s": 0.1, **limits}
+        given = {"sweep_s": 0.02, "linger_s": 0.1, **limits}
         access = Access(tls=tls, is_open=OPEN.__contains__)
         bounds = HttpLimits(**given)
         self.server = HttpServer(self.handle, bounds, self.refused.append, access=access)
@@ -204,7 +206,9 @@ async def test_a_request_in_pieces(site: Site) -> None:
     await shut(writer)
 
 
-async def test_a_handshake_has_a_deadline_and_counts(site: Site, authority: Authority) -> None:
+async def test_a_handshake_has_a_deadline_and_counts(tmp_path: Path, authority: Authority) -> None:
+    site = Site(tmp_path, authority)
+    await site.start(header_timeout_s=1.0)
     half = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(20)]
     await site.until(lambda: site.server.connections == 20)
     for number, (_, writer) in enumerate(half):
@@ -219,6 +223,28 @@ async def test_a_handshake_has_a_deadline_and_counts(site: Site, authority: Auth
             slow_writer.write(b"\x01")
         assert await slow_reader.read() == b""
         await shut(slow_writer)
+    await site.until(lambda: site.server.connections == 0)
+    await site.server.close(0.2)
+
+
+async def test_many_handshakes_take_many_turns(site: Site) -> None:
+    """100 clients that begin at once do not stop the loop for the time of 100 handshakes."""
+    hello = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        plain_context().wrap_bio(ssl.MemoryBIO(), hello).do_handshake()
+    data = hello.read()
+    clients = [socket.create_connection(("127.0.0.1", site.port)) for _ in range(100)]
+    for one in clients:
+        one.sendall(data + b"x" * 10)  # the rest of it is not the next message of a handshake
+        one.setblocking(False)
+    answered = [0]
+    while answered[-1] < len(clients):
+        await asyncio.sleep(0)
+        ready, _, _ = select.select(clients, [], [], 0)
+        answered.append(len(ready))
+    assert max(after - before for before, after in pairwise(answered)) <= 8
+    for one in clients:
+        one.close()
     await site.until(lambda: site.server.connections == 0)
 
 
@@ -248,13 +274,18 @@ async def test_plain_http_gets_a_plain_explanation(site: Site) -> None:
 
 
 @pytest.mark.parametrize("junk", [b"\x00" * 100, b"\x16\x03\x01\x00\x02zz", b"\x80.\x01\x00\x02"])
-async def test_junk_costs_its_connection_alone(site: Site, junk: bytes) -> None:
+async def test_junk_costs_its_connection_alone(
+    tmp_path: Path, authority: Authority, junk: bytes
+) -> None:
+    site = Site(tmp_path, authority)
+    await site.start(header_timeout_s=0.2)  # some of it looks like a part of a message
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
     writer.write(junk)
     with contextlib.suppress(ConnectionError):
         await reader.read()  # an alert, perhaps
     await shut(writer)
     await site.until(lambda: site.server.connections == 0)
+    await site.server.close(0.2)
 
 
 async def test_damaged_records_end_the_request(site: Site) -> None:

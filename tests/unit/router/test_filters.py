@@ -144,6 +144,16 @@ def test_an_avoided_worker_is_the_last_resort(worker_pool: WorkerPool) -> None:
     assert owners(worker_pool, None) == [(2, 0), (2, 1), (3, 4), (3, 5)]
     worker_pool.avoid(3, False)
     assert owners(worker_pool, None) == [(3, 4), (3, 5)]
+    worker_pool.avoid(3, True)
+    worker_pool.is_silent = lambda worker_id: worker_id == 2
+    assert owners(worker_pool, None) == [(3, 4), (3, 5)]  # 2 would cost seconds
+    worker_pool.is_silent = lambda worker_id: worker_id in (2, 3)
+    with pytest.raises(Overloaded, match="that answer"):
+        eligible(worker_pool, None)  # 1 is busy: better to come back than to wait for a hung one
+    worker_pool.avoid(1, True)
+    assert owners(worker_pool, None) == [(2, 0), (2, 1), (3, 4), (3, 5)]
+    worker_pool.avoid(1, False)
+    worker_pool.avoid(3, False)
     worker_pool.remove(2)  # the end of the outage is reported after the removal
     worker_pool.avoid(2, False)
     worker_pool.avoid(99, False)

@@ -138,6 +138,19 @@ async def test_which_errors_inhibit(
     assert events == ([(1, True), (1, False)] if inhibits else [])
 
 
+async def test_a_silent_instance_is_the_last_that_is_tried(
+    runtime: DistributedRuntime, client: Client
+) -> None:
+    await put(runtime, 1, {"uds": "/a"})
+    await put(runtime, 2, {"uds": "/b"})
+    client.availability.begin(1, "connection", "silent", "x")
+    assert client._usable() == [2]
+    client.availability.begin(2, "connection", "unreachable", "x")
+    assert client._usable() == [2]
+    client.availability.begin(2, "record", "silent", "x")
+    assert client._usable() == [1, 2]
+
+
 async def test_an_inhibition_ends_by_itself_and_with_the_instance() -> None:
     settings = RuntimeSettings(discovery_backend="mem")
     runtime = DistributedRuntime(None, settings, system=SystemSettings(inhibited_duration_s=0.01))

@@ -31,6 +31,9 @@ class Recorder:
         self.calls.append("wake up")
         self.asleep -= {"weights", "kv_cache"} if tags is None else set(tags)
 
+    async def reload_weights(self) -> None:
+        self.calls.append("reload")
+
     async def is_sleeping(self) -> bool:
         return bool(self.asleep)
 
@@ -53,7 +56,10 @@ async def test_leave_sleep_wake_up_return() -> None:
     await control.sleep(None)  # no effect
     await control.wake_up(None)
     assert await control.is_sleeping({}) == {"is_sleeping": False}
-    assert recorder.calls == ["leave", "sleep 2", "wake up", "return"]
+    assert recorder.calls == ["leave", "sleep 2", "wake up", "reload", "return"]
+    await control.sleep(None)
+    await control.wake_up(None)
+    assert recorder.calls[5:] == ["leave", "sleep 1", "wake up", "return"]
 
 
 async def test_a_part_awake_gets_no_requests() -> None:

@@ -1,0 +1,94 @@
+"""What a changed graph means for the watchers that run, and for their GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dynamo.errors import ConfigError
+from dynamo.serve.graph import parse_graph
+from dynamo.serve.graph_changes import GraphChanges, allocator_beside, compare
+from dynamo.serve.watchers import WatcherSpec, drain_env, plan, plan_added, with_gpus
+
+TEXT = """
+A: {run: m, x: 1, ServiceArgs: {workers: 2, resources: {gpu: 1}}}
+B: {run: [python, b.py]}
+"""
+
+
+def specs(text: str) -> list[WatcherSpec]:
+    """The watchers of a graph, the n-th with a GPU on GPU n."""
+    found = plan(
+        parse_graph(text, "g.yaml"), python="py", working_dir="/", env={}, graceful_timeout_s=30
+    )
+    return [with_gpus(s, [str(n)]) if s.gpu else s for n, s in enumerate(found)]
+
+
+def changes(before: str, after: str) -> GraphChanges:
+    running = specs(before)
+    return compare({s.name: s for s in running}, specs(after), {s.name for s in running})
+
+
+def names(found: list[WatcherSpec]) -> list[str]:
+    return [spec.name for spec in found]
+
+
+def test_nothing_changes() -> None:
+    found = changes(TEXT, TEXT)
+    assert found.lines() == [] and len(found.kept) == 3
+    assert found.summary() == "0 added, 0 restarted, 0 removed, 3 unchanged"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("x: 1", "x: 2", "command"),
+        ("resources: {gpu: 1}", "resources: {gpu: 2}", "GPUs"),
+        ("resources: {gpu: 1}", "resources: {gpu: 1}, envs: {K: v}", "environment"),
+        ("resources: {gpu: 1}", "resources: {gpu: 1}, graceful_timeout: 5", "environment"),
+        ("gpu: 1}", "gpu: 0}", "GPUs"),
+    ],
+)
+def test_only_a_changed_service_is_restarted(old: str, new: str, why: str) -> None:
+    found = changes(TEXT, TEXT.replace(old, new))
+    assert names([*found.changed]) == ["dynamo_A", "dynamo_A_1"] == list(found.why)
+    assert set(found.why.values()) == {why}
+    assert names([*found.kept]) == ["dynamo_B"]
+    assert "v" not in found.lines()[0].partition("changed")[2].replace("environment", "")
+
+
+def test_a_running_worker_keeps_its_gpus() -> None:
+    """The new graph alone would place A on GPU 1, behind C."""
+    found = changes(TEXT, "C: {run: m, ServiceArgs: {resources: {gpu: 1}}}" + TEXT)
+    assert [spec.gpus for spec in found.kept] == [("0",), ("1",), ()]
+    assert names([*found.added]) == ["dynamo_C"]
+    moved = changes(TEXT, TEXT.replace("x: 1", "x: 2"))
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in moved.changed] == ["0", "1"]
+
+
+def test_a_watcher_added_by_command_stays_until_the_graph_names_it() -> None:
+    running = {spec.name: spec for spec in specs(TEXT)}
+    planned = set(running)
+    a = running["dynamo_A"]
+    added = plan_added("dynamo_A_2", a.argv, {"CUDA_VISIBLE_DEVICES": "5"}, running.values())
+    running[added.name] = added
+    assert compare(running, specs(TEXT), planned).lines() == []
+    three = compare(running, specs(TEXT.replace("workers: 2", "workers: 3")), planned)
+    assert three.lines() == [] and three.kept[2].gpus == ("5",)
+    none = compare(running, specs("B: {run: [python, b.py]}"), planned)
+    assert none.removed == ["dynamo_A", "dynamo_A_1"]
+
+
+def test_gpus_beside_those_that_are_held() -> None:
+    half = replace(specs(TEXT)[0], name="half", gpu=0.5, gpus=("1",))
+    allocator = allocator_beside(("0", "1", "2", "9"), [*specs(TEXT)[:1], half])
+    assert allocator.assign("x", 0.5) == ("1",)
+    assert allocator.assign("y", 2) == ("2", "9")
+    with pytest.raises(ConfigError, match="0 of 4 free"):
+        allocator.assign("z", 1)
+
+
+@pytest.mark.parametrize(("graceful", "drain"), [(30, "25"), (10, "8"), (0, "0"), (600, "595")])
+def test_a_drain_ends_before_the_kill(graceful: float, drain: str) -> None:
+    assert set(drain_env(graceful).values()) == {drain}
