@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from email.utils import formatdate
 from typing import Protocol
 
+from dynamo._fast.http_chunk import http_chunk
 from dynamo.http.api_keys import ApiKey
 from dynamo.http.errors import error_body, reason_phrase
 from dynamo.http.head import Head
@@ -217,7 +218,7 @@ class Exchange:
         """Send a piece of a streamed response."""
         if self.gone or not data or self._bodiless:
             return
-        self._transport.send(data if self._raw else b"%x\r\n%b\r\n" % (len(data), data))
+        self._transport.send(data if self._raw else http_chunk(data))
 
     def end(self, data: bytes = b"") -> None:
         """Send the last piece and end the streamed response. Ending twice does nothing."""
@@ -227,7 +228,7 @@ class Exchange:
         if self._bodiless:
             data = b""
         elif not self._raw:
-            data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n"
+            data = http_chunk(data) + b"0\r\n\r\n" if data else b"0\r\n\r\n"
         self.done = True
         self.on_disconnect = self.on_drain = self.on_expired = None
         self._transport.finish(self, data)

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from dynamo.protocols.codec import Tokens
+from dynamo.protocols.codec import Tokens, encode
 
 __all__ = [
     "GENERATED_TOKENS",
+    "TOKEN_PREFIX",
     "CompletionUsage",
     "EngineOutput",
     "MmObject",
@@ -30,6 +31,9 @@ client but output of a worker that failed. ``max_tokens`` and ``min_tokens`` do 
 
 _TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 _Count = Annotated[int, Meta(ge=0)]
+
+TOKEN_PREFIX = encode({"token_ids": [0]})[:-1]
+"""An item of a response stream with one token and nothing else, up to the id."""
 
 
 class StopConditions(msgspec.Struct, omit_defaults=True):

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynamo._fast.engine_core import TokenRouter
+from dynamo.protocols.engine import TOKEN_PREFIX
 from dynamo.runtime.requests.frames import DATA
 from dynamo.runtime.requests.stream import Carrier, EndpointStats, ServerStream
-from dynamo.worker.items import TOKEN_PREFIX
 
 __all__ = ["PlainTokens", "StepDecoder"]
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 import struct
 from functools import lru_cache
 
-from dynamo.protocols import codec
-from dynamo.protocols.engine import CompletionUsage, PromptTokensDetails
+from dynamo.protocols.engine import TOKEN_PREFIX, CompletionUsage, PromptTokensDetails
 
-__all__ = ["TOKEN_PREFIX", "token_item", "usage"]
+__all__ = ["token_item", "usage"]
 
 # An item with one token differs only in the id at its end: a prefix and a cache cost less than
 # encoding a struct.
-TOKEN_PREFIX = codec.encode({"token_ids": [0]})[:-1]
 _U16 = struct.Struct(">BH")
 _U32 = struct.Struct(">BI")
 

@@ -111,3 +111,59 @@ def test_wrong_types_are_refused() -> None:
         frames.pack(1, 2**32, b"")
     with pytest.raises(OverflowError):
         frames.pack_open(2**32, "name", b"", b"")
+
+
+PREFIX = b"\x81\xa9token_ids\x91"
+DATA = 2
+PIECES = ["", "a", None, "ä", *("x" * (n % 7) for n in range(4, 300))]
+STOP_IDS = frozenset((5, 150))
+numbers = st.one_of(
+    st.integers(0, 310).map(lambda n: bytes((n,)) if n < 0x80 else b"\xcd" + n.to_bytes(2, "big")),
+    st.integers(0, 255).map(lambda n: bytes((0xCC, n))),
+    st.integers(0, 400).map(lambda n: b"\xce" + n.to_bytes(4, "big")),
+    st.binary(max_size=6),
+)
+items = st.one_of(numbers, numbers, numbers).map(PREFIX.__add__) | st.binary(max_size=20)
+token_frames = st.builds(
+    oracle.pack, st.sampled_from([DATA, DATA, DATA, DATA, 3]), st.integers(1, 3), items
+)
+
+
+@given(st.lists(st.tuples(st.lists(token_frames, max_size=12), st.booleans()), max_size=6))
+def test_sinks_take_what_the_reference_takes(reads: list[tuple[list[bytes], bool]]) -> None:
+    splitter = frames.Splitter(LIMIT_BYTES, b"", LAST_KIND, DATA, PREFIX)
+    texts: dict[int, list[str]] = {1: [], 2: []}
+    expected_texts: dict[int, list[str]] = {1: [], 2: []}
+    expected = {}
+    for stream in texts:  # stream 3 has no sink
+        splitter.sinks[stream] = frames.TokenSink(stream, PIECES, STOP_IDS, texts[stream])
+        expected[stream] = oracle.TokenSink(PREFIX, PIECES, STOP_IDS, expected_texts[stream])
+    for parts, reactivate in reads:
+        rest = [
+            frame
+            for frame in oracle.split(b"".join(parts), LIMIT_BYTES, b"", LAST_KIND)[0]
+            if not (frame[0] == DATA and frame[1] in expected and expected[frame[1]].push(frame[2]))
+        ]
+        assert splitter.feed(b"".join(parts)) == rest
+        assert {sink.owner for sink in splitter.touched} == {
+            stream for stream, one in expected.items() if one.taken
+        }
+        assert texts == expected_texts
+        for stream, one in expected.items():
+            sink = splitter.sinks[stream]
+            assert sink.active == one.active
+            assert sink.take() == (one.taken, one.size_bytes)
+            one.taken, one.size_bytes = [], 0
+            if reactivate:
+                sink.active = one.active = True
+
+
+def test_tokens_before_a_refused_item_are_taken_and_those_after_it_are_not() -> None:
+    splitter = frames.Splitter(LIMIT_BYTES, b"", LAST_KIND, DATA, PREFIX)
+    texts: list[str] = []
+    splitter.sinks[1] = frames.TokenSink(None, PIECES, STOP_IDS, texts)
+    parts = [oracle.pack(DATA, 1, PREFIX + bytes((token,))) for token in (1, 3, 2, 1)]
+    assert [frame[2][-1] for frame in splitter.feed(b"".join(parts))] == [2, 1]
+    assert texts == ["a", "ä"] and splitter.sinks[1].take()[0] == [1, 3]
+    del splitter.sinks[1]
+    assert len(splitter.feed(parts[0])) == 1 and not splitter.touched

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-__all__ = ["OPEN", "OVERSIZE", "pack", "pack_open", "split"]
+__all__ = ["OPEN", "OVERSIZE", "TokenSink", "pack", "pack_open", "split"]
 
 OPEN = 1
 OVERSIZE = 0x7F
@@ -46,3 +46,43 @@ def split(
             break
         at += _HEADER.size + size
     return frames, False
+
+
+class TokenSink:
+    """The plain tokens of one stream: items of ``prefix`` and one MessagePack integer."""
+
+    def __init__(
+        self, prefix: bytes, pieces: list[str | None], stop_ids: frozenset[int], texts: list[str]
+    ) -> None:
+        self.active = True
+        self.taken: list[int] = []
+        self.size_bytes = 0
+        self._prefix = prefix
+        self._pieces = pieces
+        self._stop_ids = stop_ids
+        self._texts = texts
+
+    def push(self, payload: bytes) -> bool:
+        """Take ``payload`` if it is a plain token with a text; refuse all after one that is not."""
+        token = self._token(payload)
+        piece = None
+        if token is not None and token < len(self._pieces) and token not in self._stop_ids:
+            piece = self._pieces[token]
+        self.active = self.active and piece is not None
+        if token is None or piece is None or not self.active:
+            return False
+        if piece:
+            self._texts.append(piece)
+        self.taken.append(token)
+        self.size_bytes += len(payload)
+        return True
+
+    def _token(self, payload: bytes) -> int | None:
+        if not payload.startswith(self._prefix):
+            return None
+        number = payload[len(self._prefix) :]
+        if len(number) == 1 and number[0] < 0x80:
+            return number[0]
+        if number and {0xCC: 2, 0xCD: 3, 0xCE: 5}.get(number[0]) == len(number):
+            return int.from_bytes(number[1:], "big")
+        return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo.errors import EngineFailure
-from dynamo.frontend.answer.detokenizer import make_detokenizer
+from dynamo.frontend.answer.detokenizer import TableDetokenizer, make_detokenizer
 from dynamo.frontend.answer.logprobs import LogprobsCollector
 from dynamo.frontend.answer.stops import StopMatcher, StopStrings
 from dynamo.frontend.prompt.tokenizer import Tokenizer
@@ -49,17 +49,18 @@ class Choice:
     generated, ``finish_reason`` (OpenAI's) is None until the end, ``usage`` the engine's counts.
     ``prompt_output`` is how many of the tokens are in the engine's prompt: an earlier one generated
     them.
+    ``stop_ids`` are the tokens that may end it.
     """
 
     __slots__ = (
         "_detokenizer",
         "_rules",
-        "_stop_ids",
         "_stops",
         "finish_reason",
         "logprobs",
         "pending",
         "prompt_output",
+        "stop_ids",
         "stop_reason",
         "tokens",
         "usage",
@@ -73,7 +74,7 @@ class Choice:
     ) -> None:
         self._detokenizer = make_detokenizer(tokenizer, rules.skip_special)
         self._rules = rules
-        self._stop_ids = rules.stop_ids
+        self.stop_ids = rules.stop_ids
         strings = rules.strings
         self._stops = None if strings is None else StopMatcher(strings, rules.include_stop)
         self.logprobs = logprobs
@@ -96,7 +97,7 @@ class Choice:
             raise EngineFailure(reason.removeprefix(_ERROR).lstrip(": ") or "engine error")
         count = len(shown)
         stop_id: int | None = None
-        if self._stop_ids and not self._stop_ids.isdisjoint(shown):
+        if self.stop_ids and not self.stop_ids.isdisjoint(shown):
             shown, count, stop_id = self._cut(shown)
             reason = reason if stop_id is None else _STOP
         self.tokens += count
@@ -118,6 +119,26 @@ class Choice:
             self._release()
         self.finish_reason = self.finish_reason or _FINISH_REASONS.get(reason, reason)
         return True
+
+    def plain_texts(self) -> list[str | None] | None:
+        """The text of each token while :meth:`push` adds just that to ``pending``; else None.
+
+        Tokens without a text and ``stop_ids`` are for :meth:`push`. The others may be added to
+        ``pending`` and reported to :meth:`count`.
+        """
+        detokenizer = self._detokenizer
+        if (
+            self.finish_reason is not None
+            or self._stops is not None
+            or self.logprobs is not None
+            or not isinstance(detokenizer, TableDetokenizer)
+        ):
+            return None
+        return detokenizer.texts
+
+    def count(self, tokens: int) -> None:
+        """Count ``tokens`` whose texts are in ``pending``."""
+        self.tokens += tokens
 
     def continued(self) -> None:
         """Another worker goes on, with the tokens so far in its prompt; its counts include them."""

@@ -50,6 +50,11 @@ class TableDetokenizer:
         self._held = ""
         self._decoder: codecs.IncrementalDecoder | None = None
 
+    @property
+    def texts(self) -> list[str | None] | None:
+        """The text of each token, None if it cuts a character; None while one is cut."""
+        return None if self._slow else self._texts
+
     def push(self, ids: Sequence[int]) -> str:
         """Add ``ids``, return the characters that are complete now; an unknown id has no text."""
         if not self._slow:

@@ -43,6 +43,12 @@ class ParsedChoice(Choice):
             self._finish()
         return done
 
+    def count(self, tokens: int) -> None:
+        """As in :class:`Choice`."""
+        super().count(tokens)
+        if self.pending:
+            self._parse()
+
     def close(self) -> None:
         """Show the text held back when the engine's stream ends. Idempotent."""
         super().close()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -196,30 +196,33 @@ class EngineRequest:
             request.fail(_as_failure(error), by_worker=True)
             return
         request.detokenize_s += time.monotonic() - now
-        count = len(output.token_ids)
-        if count:
-            if self.answering:
-                gap_s = now - self.last_token_s
-                request.model.itl.observe(gap_s / count, count)
-            else:
-                self._answer_begins(now, count)
-            self.tokens += count
-            self.last_token_s = now
-            generated = self.generated
-            if generated is not None:
-                generated.fromlist(output.token_ids)
-                if self.tokens > self._record_limit:
-                    self.generated = None
-                    self._dispatch.migrations.too_long()
-            if self._dispatch.tracks_output:  # tokens count as load as they arrive
-                self._reported = self.tokens
-                self.picker.add_output_tokens(self.id, count)
+        if output.token_ids:
+            self._add_tokens(output.token_ids, now)
         else:
             self._no_tokens(output)
         if request.streaming:
             request.output_ready(len(payload))
-        if text_complete and output.finish_reason is None:
+        if not text_complete:
+            self._pass_tokens()
+        elif output.finish_reason is None:
             self._stop_early()
+
+    def on_tokens(self, ids: list[int], size_bytes: int, now_s: float, spent_s: float) -> None:
+        """Count tokens whose texts are in the choice: those of most reads, without ``on_data``."""
+        request = self.request
+        if request.closed:
+            return
+        choice: Any = self._choice  # a Choice: see _pass_tokens
+        request.last_activity_s = now_s
+        request.detokenize_s += spent_s
+        choice.count(len(ids))
+        if len(ids) == 1:
+            self._add_tokens(ids, now_s)
+        else:
+            for each in ids:  # items of one token each
+                self._add_tokens([each], now_s)
+        if request.streaming:
+            request.output_ready(size_bytes)
 
     def on_end(self) -> None:
         """The engine has ended its output."""
@@ -325,6 +328,35 @@ class EngineRequest:
         self.open = False
         self._migrated("failure")
         self.request.fail(error, by_worker=True)
+
+    def _add_tokens(self, ids: list[int], now_s: float) -> None:
+        """Count and keep the tokens ``ids`` of one item, received at ``now_s``."""
+        count = len(ids)
+        if self.answering:
+            gap_s = now_s - self.last_token_s
+            self.request.model.itl.observe(gap_s / count, count)
+        else:
+            self._answer_begins(now_s, count)
+        self.tokens += count
+        self.last_token_s = now_s
+        generated = self.generated
+        if generated is not None:
+            generated.fromlist(ids)
+            if self.tokens > self._record_limit:
+                self.generated = None
+                self._dispatch.migrations.too_long()
+        if self._dispatch.tracks_output:  # tokens count as load as they arrive
+            self._reported = self.tokens
+            self.picker.add_output_tokens(self.id, count)
+
+    def _pass_tokens(self) -> None:
+        """Let the compiled sink take the next tokens, if their texts are all that they add."""
+        choice, stream = self._choice, self.stream
+        if stream is None or not isinstance(choice, Choice):
+            return
+        texts = choice.plain_texts()
+        if texts is not None:
+            stream.pass_tokens(texts, choice.stop_ids, choice.pending, self.on_tokens)
 
     def release(self) -> None:
         """Leave the queue, stop the engine if it still runs, free the reservation. Idempotent."""

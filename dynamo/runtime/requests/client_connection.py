@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 from dynamo.config.requests import RequestPlaneSettings
@@ -32,6 +34,7 @@ from dynamo.runtime.requests.frames import (
     RESUME,
     STOP,
     FrameError,
+    TokenSink,
     encode_headers,
     pack,
     pack_open,
@@ -39,7 +42,14 @@ from dynamo.runtime.requests.frames import (
 )
 from dynamo.runtime.requests.stream import REQUEST_ID
 
-__all__ = ["ClientConnection", "ClientStream", "ConnectionOwner", "StreamOwner", "StreamSink"]
+__all__ = [
+    "ClientConnection",
+    "ClientStream",
+    "ConnectionOwner",
+    "OnTokens",
+    "StreamOwner",
+    "StreamSink",
+]
 
 _SILENT_TICKS = 4
 log = logging.getLogger(__name__)
@@ -61,6 +71,11 @@ class StreamSink(Protocol):
 
     def on_error(self, error: DynamoError) -> None:
         """Accept the error that ends an incomplete response."""
+
+
+OnTokens = Callable[[list[int], int, float, float], None]
+"""Receives the plain tokens of one read, whose texts a ``TokenSink`` has passed on: their ids, the
+bytes of their items, when they came (monotonic seconds), and the seconds spent on their texts."""
 
 
 class StreamOwner(Protocol):
@@ -95,9 +110,11 @@ class ClientStream:
         "_number",
         "closed",
         "on_data",
+        "on_tokens",
         "owner",
         "received_any",
         "sink",
+        "token_sink",
     )
 
     def __init__(
@@ -111,6 +128,8 @@ class ClientStream:
         self.received_any = False
         self.sink = sink
         self.on_data = sink.on_data  # bound once: it is called for every token
+        self.on_tokens: OnTokens | None = None
+        self.token_sink: TokenSink | None = None
         self.owner: StreamOwner | None = None
         self._connection = connection
         self._number = number
@@ -132,6 +151,25 @@ class ClientStream:
     def resume(self) -> None:
         """Resume the worker's handler after :meth:`pause`."""
         self._send_control(RESUME)
+
+    def pass_tokens(
+        self,
+        pieces: list[str | None],
+        stop_ids: frozenset[int],
+        texts: list[str],
+        on_tokens: OnTokens,
+    ) -> None:
+        """Append the pieces of plain tokens to ``texts`` and call ``on_tokens``, not ``on_data``.
+
+        Until the first item that is no plain token, which ``on_data`` gets: call it again then. The
+        arguments of the first call count. See ``_fast/frames``.
+        """
+        if self.token_sink is not None:
+            self.token_sink.active = True
+        elif not self.closed:
+            self.on_tokens = on_tokens
+            self.token_sink = TokenSink(self, pieces, stop_ids, texts)
+            self._connection.token_sinks[self._number] = self.token_sink
 
     def kill(self) -> None:
         """Drop the stream on both sides. The sink is not called again."""
@@ -169,6 +207,9 @@ class ClientStream:
         self.closed = True
         connection = self._connection
         connection.streams.pop(self._number, None)
+        if self.token_sink is not None:
+            del connection.token_sinks[self._number]
+            self.token_sink = self.on_tokens = None
         if connection.released and not connection.streams:
             connection.close_when_idle()
         if self._context is not None:
@@ -212,6 +253,7 @@ class ClientConnection(FramedConnection):
         super().__init__(settings, loop)
         self.address = address
         self.streams: dict[int, ClientStream] = {}
+        self.token_sinks = self._splitter.sinks
         self.released = False
         self.silent = False
         self._owner = owner
@@ -296,8 +338,10 @@ class ClientConnection(FramedConnection):
     def on_frames(self, frames: list[tuple[int, int, bytes]]) -> None:
         """Pass frames to the sinks. Drop those of streams that ended on this side."""
         self._received_any = True
-        if self.silent:
-            self._end_silence(frames)
+        if self.silent and (frames or self._splitter.touched):
+            self._end_silence()  # a preamble alone may come from a listener without a worker
+        if self._splitter.touched:
+            self._pass_tokens()
         streams = self.streams
         for kind, number, payload in frames:
             stream = streams.get(number)
@@ -320,6 +364,18 @@ class ClientConnection(FramedConnection):
                 self._fail_stream(stream, kind, payload)
         elif kind != PONG:
             raise FrameError(f"a worker may not send frame kind {kind}")
+
+    def _pass_tokens(self) -> None:
+        """Report the tokens that the splitter has passed to sinks; frames come after them."""
+        sinks, now_s = self._splitter.touched, time.monotonic()
+        spent_s = self._splitter.fed_s / len(sinks)
+        for sink in sinks:
+            stream = sink.owner
+            try:
+                if stream.on_tokens is not None:  # an earlier one may have ended it
+                    stream.on_tokens(*sink.take(), now_s, spent_s)
+            except Exception as error:  # noqa: BLE001 - it ends its own stream
+                self._sink_failed(stream, error)
 
     def _fail_stream(self, stream: ClientStream, kind: int, payload: bytes) -> None:
         if kind == ERROR:
@@ -390,10 +446,9 @@ class ClientConnection(FramedConnection):
         self.silent = True
         self._owner.silent(self, self._silence().message)
 
-    def _end_silence(self, frames: list[tuple[int, int, bytes]]) -> None:
-        if frames:  # a preamble alone may come from a listener without a worker
-            self.silent = False
-            self._owner.answered(self)
+    def _end_silence(self) -> None:
+        self.silent = False
+        self._owner.answered(self)
 
     def _move_streams(self) -> None:
         """Fail the streams that may go elsewhere; after a release none can expect an answer."""

@@ -8,7 +8,8 @@ import socket
 from typing import cast
 
 from dynamo.config.requests import RequestPlaneSettings
-from dynamo.runtime.requests.frames import LAST_KIND, PREAMBLE, FrameError, Splitter
+from dynamo.protocols.engine import TOKEN_PREFIX
+from dynamo.runtime.requests.frames import DATA, LAST_KIND, PREAMBLE, FrameError, Splitter
 
 __all__ = ["FramedConnection"]
 
@@ -29,7 +30,9 @@ class FramedConnection(asyncio.Protocol):
         self.closed = False
         self._loop = loop
         self._transport: asyncio.Transport | None = None
-        self._splitter = Splitter(settings.max_message_size_bytes, PREAMBLE, LAST_KIND)
+        self._splitter = Splitter(
+            settings.max_message_size_bytes, PREAMBLE, LAST_KIND, DATA, TOKEN_PREFIX
+        )
         self._out: list[bytes] = [PREAMBLE]
         self._corked = True  # until connection_made flushes
         self._peer = "?"

@@ -27,7 +27,15 @@ import struct
 
 import msgspec
 
-from dynamo._fast.frames import HEADER_SIZE_BYTES, OPEN, OVERSIZE, Splitter, pack, pack_open
+from dynamo._fast.frames import (
+    HEADER_SIZE_BYTES,
+    OPEN,
+    OVERSIZE,
+    Splitter,
+    TokenSink,
+    pack,
+    pack_open,
+)
 from dynamo.errors import DynamoError, from_code
 
 __all__ = [
@@ -47,6 +55,7 @@ __all__ = [
     "STOP",
     "FrameError",
     "Splitter",
+    "TokenSink",
     "encode_headers",
     "pack",
     "pack_error",

@@ -55,6 +55,9 @@ class Stream:
         self.sink = sink
         self.killed = False
 
+    def pass_tokens(self, *args: Any) -> None:
+        """Leave all items to ``on_data``."""
+
     def kill(self) -> None:
         self.killed = True
 

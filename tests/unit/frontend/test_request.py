@@ -64,6 +64,9 @@ class Stream:
         self.engine_id = headers["request-id"]
         self.killed = 0
 
+    def pass_tokens(self, *args: Any) -> None:
+        """Leave all items to ``on_data``."""
+
     def kill(self) -> None:
         self.killed += 1
 

@@ -1,0 +1,3 @@
+__all__ = ["http_chunk"]
+
+def http_chunk(data: bytes) -> bytes: ...
