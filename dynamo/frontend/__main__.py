@@ -14,7 +14,7 @@ from dynamo.config.option import deprecations, load
 from dynamo.config.router import RouterSettings
 from dynamo.config.runtime import RuntimeSettings
 from dynamo.config.system import LogSettings
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, Unavailable
 from dynamo.frontend.service import Frontend
 from dynamo.observability.logs import setup_logging
 from dynamo.runtime import DistributedRuntime
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.warning("%s", line)
     try:
         uvloop.run(_serve(frontend, router, runtime))
-    except ConfigError as error:
+    except (ConfigError, Unavailable) as error:  # Unavailable: the disk is full
         log.error("%s", error.message)
         return 1
     return 0

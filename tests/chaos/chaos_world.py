@@ -77,7 +77,7 @@ class World:
         self.restarts = 0
         self._live: dict[str, Life] = {}
         self._doomed: set[int] = set()
-        self._paused: set[int] = set()
+        self._paused: dict[int, float] = {}
         self._frontend_pid = 0
         text = PROFILES[profile].format(
             model=ROOT / "examples/model", reply="sequence", port=self.port
@@ -146,7 +146,7 @@ class World:
 
     def live_workers(self) -> dict[str, int]:
         """The decode workers that are registered and run, and whose socket has its file."""
-        harmed = self._doomed | self._paused
+        harmed = {*self._doomed, *self._paused}
         return {
             lease: pid
             for lease, pid in self.leases().items()
@@ -165,18 +165,21 @@ class World:
         self._end(lambda pid: pid in self._doomed)
 
     def closing(self, pid: int) -> None:
-        """The frontend ``pid`` is about to drain: it lives on, and accepts nothing new."""
+        """The frontend ``pid`` is about to drain: it lives on, and accepts nothing new.
+
+        One that is stopped has accepted nothing since then.
+        """
         for life in self._live.values():
             if life.pid == pid and life.closing_s is None:
-                life.closing_s = self.clock()
+                life.closing_s = self._paused.get(pid, self.clock())
 
     def paused(self, pid: int, is_paused: bool) -> None:
         """The process is about to be stopped, or runs again."""
         if is_paused:
-            self._paused.add(pid)
+            self._paused[pid] = self.clock()
             self._end(lambda one: one == pid and one != self._frontend_pid)
         else:
-            self._paused.discard(pid)
+            self._paused.pop(pid, None)
 
     async def watch(self) -> None:
         """Follow the lives until cancelled."""
