@@ -10,6 +10,7 @@ from metric_specs import declarations, kind_of
 from dynamo.observability.metrics import Registry
 
 OWN = {
+    "dynamo_frontend_api_key_requests_total",
     "dynamo_frontend_http_connections",
     "dynamo_frontend_http_refused_total",
     "dynamo_frontend_model_cards_rejected_total",
