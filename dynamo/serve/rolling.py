@@ -101,7 +101,7 @@ class RollingRestart:
         processes = list(watcher.processes.values())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SURVIVES_S):
-                while all(process.is_alive() for process in processes):
+                while processes and all(process.is_alive() for process in processes):
                     self._change.clear()
                     await self._change.wait()
 

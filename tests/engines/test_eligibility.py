@@ -259,8 +259,9 @@ def test_a_busy_pin_and_no_idle_worker(deployment: Deployment) -> None:
         assert time.monotonic() < deadline, deployment.tail()
     assert here.complete() == (503, BUSY)
     assert here.complete(backend_instance_id=next(iter(workers))) == (503, BUSY)
-    assert here.complete(backend_instance_id=12345)[0] == 400
+    assert here.complete(backend_instance_id=12345) == (503, BUSY)  # rejected before it is read
     assert here.limit({**limit, "active_prefill_tokens_threshold": 10**9})[0] == 200
+    assert here.complete(backend_instance_id=12345)[0] == 400
     assert {row["excluded"] for row in here.candidates()} == {""}
     for connection in running:
         connection.close()
