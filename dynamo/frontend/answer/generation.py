@@ -209,7 +209,8 @@ class GenerationStream:
         collectors = collect_prompt_logprobs(
             prepared, tokenizer, self._collectors(request, prepared, tokenizer)
         )
-        collectors = collect_image_tokens(prepared, collectors)
+        if prepared.images is not None:
+            collectors = collect_image_tokens(prepared, collectors)
         # The choices differ in max_tokens at most, which the engine counts.
         conditions = prepared.requests[0].stop_conditions
         rules = ChoiceRules(request, conditions)

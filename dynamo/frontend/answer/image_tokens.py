@@ -57,9 +57,7 @@ class ImageTokens:
 def collect_image_tokens(
     prepared: Prepared, collectors: Sequence[LogprobsCollector]
 ) -> Sequence[LogprobsCollector]:
-    """Wrap ``collectors``, one for each choice or none, if the prompt has images."""
-    if prepared.images is None:
-        return collectors
+    """Wrap ``collectors``, one for each choice or none, for a prompt with images."""
     found: Sequence[LogprobsCollector | None] = collectors or [None] * len(prepared.requests)
     return [ImageTokens(prepared, each) for each in found]
 

@@ -230,7 +230,8 @@ class EngineRequest:
         if self.open and not request.closed:
             if not self._text_complete:
                 self._choice.close()
-            self._migrated("success")
+            if self.migration is not None:
+                self._migrated("success")
             self.open = False
             self.release()
             request.engine_request_done()
@@ -397,7 +398,8 @@ class EngineRequest:
         else:
             self.first_token_s = now
             self.request.metrics.first_token(now)
-        self._migrated("success")
+        if self.migration is not None:
+            self._migrated("success")
 
     def _is_complete(self) -> bool:
         """Whether nothing is left to generate, although the worker has not ended its output."""
