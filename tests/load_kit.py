@@ -11,15 +11,21 @@ from typing import Any
 
 
 class Load:
-    """``clients`` threads that send completions one after another until it is closed.
+    """``clients`` threads that send completions, ``pause_s`` apart, until it is closed.
 
     Every other one streams. ``failures`` has a text for each request that was not answered with
     exactly ``tokens`` tokens; None: with any number.
     """
 
     def __init__(
-        self, port: int, clients: int = 6, tokens: int | None = 40, model: str = "tiny"
+        self,
+        port: int,
+        clients: int = 6,
+        tokens: int | None = 40,
+        model: str = "tiny",
+        pause_s: float = 0.0,
     ) -> None:
+        self.pause_s = pause_s
         self.model = model
         self.port = port
         self.tokens = tokens
@@ -54,6 +60,7 @@ class Load:
                     self.failures.append(problem)
                 else:
                     self.answered += 1
+            self._stop.wait(self.pause_s)
         connection.close()
 
     def _request(self, connection: http.client.HTTPConnection, prompt: str, stream: bool) -> str:
@@ -86,10 +93,14 @@ class Load:
 
 @contextmanager
 def under_load(
-    port: int, clients: int = 6, model: str = "tiny", tokens: int | None = 40
+    port: int,
+    clients: int = 6,
+    model: str = "tiny",
+    tokens: int | None = 40,
+    pause_s: float = 0.0,
 ) -> Iterator[Load]:
     """Run the block under load; then no request may have failed."""
-    load = Load(port, clients, tokens, model)
+    load = Load(port, clients, tokens, model, pause_s)
     try:
         yield load
     finally:

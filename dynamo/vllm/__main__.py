@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import signal
@@ -66,6 +67,7 @@ async def _serve(plan: VllmPlan, system: SystemSettings, config: Any) -> None:
                     await VllmWorker(plan, runtime, engine).serve()
                 finally:
                     await engine.close()
+                    gc.unfreeze()  # else extension modules report leaks at the exit
 
     try:
         await lifecycle.run([worker])
