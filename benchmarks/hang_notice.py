@@ -153,7 +153,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--hangs", type=int, default=20)
-    parser.add_argument("--idle", action="store_true", help="no requests: only the lease tells")
+    parser.add_argument("--idle", action="store_true", help="no requests: only the lease shows it")
     parser.add_argument("--ttl", type=float, default=10.0, help="seconds of the workers' leases")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Who may use the frontend: its open paths, its operators' routes, its warnings."""
+"""Access to the frontend: open paths, routes of operators, warnings at the start."""
 
 from __future__ import annotations
 

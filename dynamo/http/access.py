@@ -1,4 +1,4 @@
-"""Who may call what: API keys, client certificates, and routes for operators alone.
+"""Rules of access: API keys, client certificates, and routes for operators alone.
 
 Keys and certificates are checked when the head of a request is parsed, before its body is read.
 Routes for operators are checked by an :class:`OperatorGuard` in front of them.

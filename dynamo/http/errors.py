@@ -36,7 +36,7 @@ class HttpStatusError(Exception):
 
 
 class KeyRefused(HttpStatusError):
-    """The request has no valid API key; ``given`` tells whether it has one at all.
+    """The request has no valid API key; ``given``: it has one.
 
     The body is OpenAI's, so that its clients raise their AuthenticationError. RFC 6750 3.
     """

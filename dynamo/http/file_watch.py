@@ -54,5 +54,5 @@ def _stat(path: str) -> tuple[int, ...] | None:
         found = os.stat(path)  # noqa: PTH116 - a third of the cost of Path.stat
     except OSError:
         return None
-    # The time of the inode's change tells also of a corrected mode or owner.
+    # The time of the inode's change also shows a corrected mode or owner.
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
