@@ -1,0 +1,145 @@
+"""Options of the planner. Seed planner.txt; spec 5.2, 6.1 of the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo.config.option import option
+
+__all__ = ["PlannerSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerSettings:
+    """planner: when workers are added and removed"""
+
+    served_model_name: str | None = option(
+        None, "--served-model-name", help="model whose workers are scaled; default: every model"
+    )
+    environment: str = option(
+        "local", "--environment", choices=("local", "kubernetes"), help="only local is supported"
+    )
+    mode: str = option(
+        "load",
+        "--mode",
+        choices=("load", "sla", "load+sla"),
+        help="load: KV load and prefill queue against thresholds; sla: forecast of the traffic "
+        "against --ttft and --itl; load+sla: the forecast and a fast reaction to load",
+    )
+    no_operation: bool = option(
+        False, "--no-operation", help="observe and log only; never change the workers"
+    )
+    log_dir: str | None = option(
+        None, "--log-dir", metavar="DIR", help="tensorboard directory; default: logs/<time>"
+    )
+    adjustment_interval_s: float = option(
+        30.0,
+        "--adjustment-interval",
+        minimum=0,
+        exclusive_minimum=True,
+        metavar="SECONDS",
+        help="time between decisions",
+    )
+    metric_pulling_interval_s: float = option(
+        1.0,
+        "--metric-pulling-interval",
+        minimum=0,
+        exclusive_minimum=True,
+        metavar="SECONDS",
+        help="time between metric pulls",
+    )
+    max_gpu_budget: int = option(
+        8,
+        "--max-gpu-budget",
+        minimum=0,
+        help="GPUs that prefill and decode workers together may hold",
+    )
+    min_gpu_budget: int = option(
+        1,
+        "--min-gpu-budget",
+        "--min-endpoint",
+        minimum=0,
+        help="workers that each pool keeps; 0: scale to zero after --idle-timeout",
+    )
+    decode_kv_scale_up_threshold: float = option(
+        0.9, "--decode-kv-scale-up-threshold", minimum=0, help="KV load that adds a decode worker"
+    )
+    decode_kv_scale_down_threshold: float = option(
+        0.5,
+        "--decode-kv-scale-down-threshold",
+        minimum=0,
+        help="KV load below which a decode worker is removed",
+    )
+    prefill_queue_scale_up_threshold: float = option(
+        0.5,
+        "--prefill-queue-scale-up-threshold",
+        minimum=0,
+        help="queued prefill requests per slot that add a prefill worker",
+    )
+    prefill_queue_scale_down_threshold: float = option(
+        0.2,
+        "--prefill-queue-scale-down-threshold",
+        minimum=0,
+        help="queued prefill requests per slot below which a prefill worker is removed",
+    )
+    decode_engine_num_gpu: float | None = option(
+        None,
+        "--decode-engine-num-gpu",
+        minimum=0,
+        help="GPUs of a decode worker; default: as the graph says, else 1",
+    )
+    prefill_engine_num_gpu: float | None = option(
+        None,
+        "--prefill-engine-num-gpu",
+        minimum=0,
+        help="GPUs of a prefill worker; default: as the graph says, else 1",
+    )
+    ttft_ms: float = option(
+        500.0,
+        "--ttft",
+        minimum=0,
+        exclusive_minimum=True,
+        metavar="MS",
+        help="target of the time to first token",
+    )
+    itl_ms: float = option(
+        50.0,
+        "--itl",
+        minimum=0,
+        exclusive_minimum=True,
+        metavar="MS",
+        help="target of the time between tokens",
+    )
+    load_predictor: str = option(
+        "arima",
+        "--load-predictor",
+        choices=("constant", "arima", "kalman", "prophet"),
+        help="how the traffic of the next interval is forecast",
+    )
+    load_prediction_window_size: int = option(
+        50, "--load-prediction-window-size", minimum=1, help="intervals that the forecast looks at"
+    )
+    profile_results_dir: str | None = option(
+        None,
+        "--profile-results-dir",
+        metavar="DIR",
+        help="result of `dynamo profile`; without it capacity is learned from the traffic",
+    )
+    no_correction: bool = option(
+        False, "--no-correction", help="do not correct the profile by what is observed"
+    )
+    idle_timeout_s: float = option(
+        300.0,
+        "--idle-timeout",
+        minimum=0,
+        metavar="SECONDS",
+        help="with --min-gpu-budget 0: time without requests after which the last worker goes",
+    )
+    start_timeout_s: float = option(
+        1800.0,
+        "--start-timeout",
+        minimum=0,
+        exclusive_minimum=True,
+        metavar="SECONDS",
+        help="time a new worker has to serve; then it is removed again",
+    )

@@ -1,0 +1,77 @@
+"""What the planner needs of the system it scales: its services, and how to change them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynamo.errors import DynamoError
+
+__all__ = [
+    "ASLEEP",
+    "DRAINING",
+    "READY",
+    "STARTING",
+    "ActionFailed",
+    "Connector",
+    "ScaledService",
+    "ScaledWorker",
+]
+
+STARTING, READY, DRAINING, ASLEEP = "starting", "ready", "draining", "asleep"
+"""States of a worker; one that has exited is not listed."""
+
+
+class ActionFailed(DynamoError):
+    """A worker could not be added or removed; everything reserved for it is free again."""
+
+    code = "action_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledWorker:
+    """One worker of a service: the watcher ``name``, and its instance once it is ready."""
+
+    name: str
+    state: str
+    worker_id: int | None = None
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledService:
+    """A service of the graph whose workers the planner may add and remove.
+
+    ``pool`` is ``decode`` (aggregated workers, too) or ``prefill``. The template is not a worker:
+    a service without workers has an empty ``workers``.
+    """
+
+    name: str
+    model: str
+    pool: str
+    gpus_per_worker: float
+    workers: tuple[ScaledWorker, ...] = ()
+    minimum: int | None = None
+    maximum: int | None = None
+    priority: int = 0
+
+
+class Connector(Protocol):
+    """Changes the workers of a deployment."""
+
+    async def services(self) -> Mapping[str, ScaledService]:
+        """Return the services as they are now, by name. Raises StatefileError, ActionFailed."""
+
+    async def add(self, service: str) -> str:
+        """Wake or start one worker; return its watcher's name when it serves.
+
+        Raises ActionFailed when there are no GPUs, when circus refuses, or when it does not serve
+        in time; then nothing of it is left.
+        """
+
+    async def remove(self, service: str) -> str:
+        """Remove the newest worker; return its watcher's name when it has exited.
+
+        Its requests finish first. Raises ActionFailed without a worker, or when it does not exit.
+        """

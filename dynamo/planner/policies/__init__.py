@@ -1,0 +1,3 @@
+"""Policies: how many workers each pool should have. Pure: no clock, no I/O."""
+
+__all__: list[str] = []
