@@ -45,7 +45,7 @@ class Policy(Protocol):
     """Decides once per ``interval_s`` how many workers there should be.
 
     With ``blocking`` the planner waits until a change is complete (a new worker serves, an old one
-    has exited) before it pulls metrics and decides again. Without, decisions go on at the same time.
+    has exited) before it pulls metrics and decides again. Without, it also decides in between.
     """
 
     name: str
