@@ -21,7 +21,7 @@ import numpy as np
 __all__ = ["TrendFilter"]
 
 _LEVEL_NOISE = (1e-3, 1e-2, 1e-1, 1.0)
-_SLOPE_NOISE = (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+_SLOPE_NOISE = (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 _DAMPING = (1.0, 0.98, 0.9)
 _BANK = np.array(list(itertools.product(_LEVEL_NOISE, _SLOPE_NOISE, _DAMPING)))
 

@@ -79,7 +79,7 @@ class _Arima(Predictor):
     """
 
     ORDERS = ((0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1), (2, 1, 0))
-    _CHOOSE_EVERY = 10
+    _CHOOSE_EVERY = 20
 
     def __init__(self, window: int) -> None:
         super().__init__(window)

@@ -55,8 +55,8 @@ def test_no_prediction_is_negative(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["arima", "kalman"])
 def test_a_wave_is_predicted_better_than_by_its_last_value(name: str) -> None:
-    wave = [10 + 8 * math.sin(step / 4) for step in range(60)]
-    predictor, errors, naive = make_predictor(name, 50), [], []
+    wave = [10 + 8 * math.sin(step / 4) for step in range(50)]
+    predictor, errors, naive = make_predictor(name, 30), [], []
     for step, value in enumerate(wave):
         if step >= 40:
             errors.append(abs(predictor.predict() - value))
