@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.planner.observation import Observation, Pool, Traffic
@@ -77,6 +77,7 @@ POOLS = st.builds(
 SEEN = st.builds(seen, st.none() | POOLS, POOLS, st.integers(0, 16))
 
 
+@settings(deadline=None)
 @given(st.builds(Workers, st.integers(0, 40), st.integers(0, 40)), SEEN)
 def test_no_pair_leaves_the_limits(wanted: Workers, observed: Observation) -> None:
     prefill = observed.prefill or Pool(ready=0, minimum=0, maximum=0)
@@ -94,6 +95,7 @@ def test_no_pair_leaves_the_limits(wanted: Workers, observed: Observation) -> No
     assert clamp(result, observed) == result or least > observed.max_gpus
 
 
+@settings(deadline=None)
 @given(st.builds(Workers, st.integers(0, 40), st.integers(0, 40)), SEEN)
 def test_additions_never_exceed_what_is_free(wanted: Workers, observed: Observation) -> None:
     result = affordable(wanted, observed)

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import msgspec
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.planner.decisions import DecisionLog, DecisionRecord, PoolChange
@@ -57,6 +57,7 @@ def test_a_failure_and_a_dry_decision_say_so() -> None:
     assert "(now 3)" in record(ADDED).finished({"decode": 3}, 1.0, {}).text()
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         DecisionRecord,
