@@ -251,9 +251,9 @@ def test_the_last_worker_is_left_to_the_idle_timeout() -> None:
 
 
 def test_thresholds_that_contradict_each_other_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="--decode-kv-scale-down-threshold 0.5 is above"):
+    with pytest.raises(ConfigError, match="--decode-kv-scale-down-threshold"):
         PlannerSettings(decode_kv_scale_up_threshold=0.4)
-    with pytest.raises(ConfigError, match="--prefill-queue-scale-up-threshold 0.5; a load"):
+    with pytest.raises(ConfigError, match="--prefill-queue-scale-up-threshold"):
         PlannerSettings(prefill_queue_scale_down_threshold=0.6)
 
 
