@@ -73,9 +73,9 @@ def parse_pattern(text: str, option: str) -> Rate:
         low, high = span.split("-")
         return PATTERNS[name](_positive(low, zero=True), _positive(high), _positive(period))
     except (KeyError, ValueError):
+        curves = "|".join(name for name in PATTERNS if name != "flat")
         raise ConfigError(
-            f"{option} must look like flat:RATE or {'|'.join(list(PATTERNS)[1:])}:LOW-HIGH:SECONDS, "
-            f"got {text!r}"
+            f"{option} must look like flat:RATE or {curves}:LOW-HIGH:SECONDS, got {text!r}"
         ) from None
 
 
@@ -122,9 +122,7 @@ def warp(requests: Sequence[ReplayRequest], rate: Rate) -> list[ReplayRequest]:
             raise ConfigError("--warp: the rate is too low for the trace to end; raise it")
         ends, totals = _integral(rate, duration_s)
     at = np.interp([request.at_s for request in requests], totals, ends)
-    moved = [
-        replace(request, at_s=float(at_s)) for request, at_s in zip(requests, at, strict=True)
-    ]
+    moved = [replace(request, at_s=float(at_s)) for request, at_s in zip(requests, at, strict=True)]
     return sorted_by_arrival(moved)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynamo.bench.trace import TraceRequest, parents
 
@@ -36,10 +36,12 @@ def sorted_by_arrival(requests: Iterable[ReplayRequest]) -> list[ReplayRequest]:
     given = list(requests)
     order = sorted(range(len(given)), key=lambda number: given[number].at_s)
     place = {old: new for new, old in enumerate(order)}
-    return [
-        ReplayRequest(r.at_s, r.isl, r.osl, r.blocks, place.get(-1 if r.parent is None else r.parent), r.delay_s)
-        for r in (given[number] for number in order)
-    ]
+    return [_move(given[number], place) for number in order]
+
+
+def _move(request: ReplayRequest, place: dict[int, int]) -> ReplayRequest:
+    parent = None if request.parent is None else place[request.parent]
+    return replace(request, parent=parent)
 
 
 def _convert(requests: Sequence[TraceRequest]) -> Iterable[ReplayRequest]:
