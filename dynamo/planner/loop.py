@@ -113,6 +113,12 @@ class ScalingLoop:
             await asyncio.wait(running, timeout=timeout_s)
         await self._tasks.close()
 
+    def abort(self) -> None:
+        """Cancel all changes in flight; their rest is done at the next start."""
+        for state in self._models.values():
+            for task in state.tasks:
+                task.cancel()
+
     async def explain(self) -> list[tuple[ModelState, DecisionRecord]]:
         """Return each model, and what its policy would decide now."""
         await self._sources.read_frontends()

@@ -86,16 +86,18 @@ class TrafficCounter:
     def add(self, pages: Mapping[str, FrontendPage], missing: Collection[str]) -> None:
         """Add a round of ``pages`` by address; the frontends ``missing`` did not answer."""
         self._missing = bool(missing) or not pages
-        self._missed += self._missing
+        is_partial = self._missing
         self._gauges = {}
         for address, page in pages.items():
             before = self._replace((address, page.started_at), page)
+            is_partial |= before is None
             for model, counts in page.models.items():
                 old = before.get(model, {}) if before is not None else counts
                 risen = {name: counts[name] - old.get(name, 0) for name in _counters(counts)}
                 _add(self._totals.setdefault(model, {}), risen)
                 shown = {name: counts.get(name, 0) for name in _GAUGES}
                 _add(self._gauges.setdefault(model, {}), shown)
+        self._missed += is_partial
 
     def take(self, model: str, now_s: float) -> Traffic:
         """Return the traffic of ``model`` since the last call, and begin its next interval."""
