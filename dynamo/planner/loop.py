@@ -22,7 +22,7 @@ from dynamo.runtime.tasks import Tasks
 
 __all__ = ["LoopObserver", "MetricSources", "ScalingLoop"]
 
-_EARLY = 0.05  # of a pulling interval: a decision that is due then does not wait for the next pull
+_EARLY = 0.5  # of a pulling interval: a decision is made at the pull that is nearest to its time
 log = logging.getLogger(__name__)
 
 
@@ -44,6 +44,9 @@ class MetricSources(Protocol):
 
 class LoopObserver(Protocol):
     """Is told what the loop sees and does."""
+
+    def counted(self, model: str, now_s: float, pools: Pools) -> None:
+        """The workers were counted: with every pull, and also while they change."""
 
     def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
         """Metrics were pulled."""
@@ -133,6 +136,10 @@ class ScalingLoop:
         if not await self._refresh():
             return
         self._sources.follow(state.model for state in self._models.values())
+        for state in self._models.values():
+            pools = self._pools(state.model)
+            for observer in self._observers:
+                observer.counted(state.model.name, self._clock(), pools)
         active = [state for state in self._models.values() if not state.is_paused]
         if any(state.is_new for state in active):
             await self._sources.read_frontends()

@@ -68,17 +68,20 @@ class PlannerMetrics:
         self._registry = registry
         self._namespace = namespace
         self._settings = settings
-        self._pulled_s: dict[str, float] = {}
+        self._counted_s: dict[str, float] = {}
 
-    def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
+    def counted(self, model: str, now_s: float, pools: Pools) -> None:
         """See :class:`LoopObserver`."""
         for name in (DECODE, PREFILL):
             pool = pools.get(name)
             self._set(model, f"num_{name}_replicas", 0 if pool is None else pool.ready)
-        hours = (pull.at_s - self._pulled_s.get(model, pull.at_s)) / 3600
-        self._pulled_s[model] = pull.at_s
+        hours = (now_s - self._counted_s.get(model, now_s)) / 3600
+        self._counted_s[model] = now_s
         gpus = sum(pool.gpus for pool in pools.values())
         self._gauge(model, "gpu_hours").value += hours * gpus
+
+    def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
+        """See :class:`LoopObserver`."""
 
     def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
         """See :class:`LoopObserver`."""

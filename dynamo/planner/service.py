@@ -62,6 +62,9 @@ class DecisionWriter:
         self._log = DecisionLog(path)
         self._failed = False
 
+    def counted(self, model: str, now_s: float, pools: Pools) -> None:
+        """See :class:`LoopObserver`."""
+
     def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
         """See :class:`LoopObserver`."""
 

@@ -45,6 +45,9 @@ class TensorboardLog:
         for writer in self._writers.values():
             writer.close()
 
+    def counted(self, model: str, now_s: float, pools: Pools) -> None:
+        """See :class:`LoopObserver`."""
+
     def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
         """See :class:`LoopObserver`."""
         self._write(model, pull_scalars(pull, pools))

@@ -117,7 +117,9 @@ class FakeSources:
         self.pulls += 1
         loads = [
             WorkerLoad(
-                worker_id=worker.worker_id, kv_used_blocks=int(1000 * self.usage), kv_total_blocks=1000
+                worker_id=worker.worker_id,
+                kv_used_blocks=int(1000 * self.usage),
+                kv_total_blocks=1000,
             )
             for worker in model.decode.workers
             if worker.state == READY and worker.worker_id is not None
@@ -158,10 +160,14 @@ class Recorder:
     """Keeps what the loop reports."""
 
     def __init__(self) -> None:
+        self.counts: list[Pools] = []
         self.pools: list[Pools] = []
         self.decisions: list[DecisionRecord] = []
         self.records: list[DecisionRecord] = []
         self.actions: list[WorkerAction] = []
+
+    def counted(self, model: str, now_s: float, pools: Pools) -> None:
+        self.counts.append(pools)
 
     def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
         self.pools.append(pools)
