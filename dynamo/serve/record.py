@@ -186,7 +186,7 @@ def _apply(
         ]
         entry["lease"] = component.lease
     for name in gone - templates.keys():
-        if RESERVED_BY not in entries.get(name, ()):  # a planner may have taken the name again
+        if not _is_taken(entries.get(name)):
             entries.pop(name, None)
     for name in templates.keys() - present:
         entry = entries.get(name)
@@ -194,6 +194,12 @@ def _apply(
             entry = entries[name] = _component(templates[name])
         _set_command(entry, templates[name])
         entry.update(resources={}, state="running", processes=[], lease=None)
+        entry.pop(RESERVED_BY, None)
+
+
+def _is_taken(entry: object) -> bool:
+    """Whether a planner has taken the name of a removed worker for a new one."""
+    return isinstance(entry, dict) and RESERVED_BY in entry and entry.get("state") != DRAINING
 
 
 def _set_command(entry: dict[str, Any], spec: WatcherSpec) -> None:

@@ -24,8 +24,7 @@ DRAINING = "draining"
 """``state`` of the entry of a worker that is to exit and not to be restarted."""
 
 RESERVED_BY = "reserved_by"
-"""Key of an entry whose worker is being added: the process that adds it, and deletes the entry if
-that fails."""
+"""Key of an entry whose worker is being added or removed: the process that does it."""
 
 _LOCK_TIMEOUT_S = 5.0
 _LOCK_RETRY_S = 0.01

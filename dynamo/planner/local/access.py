@@ -19,7 +19,7 @@ from dynamo.runtime.discovery.process import host_id
 from dynamo.serve.processes import same_process, stat
 from dynamo.serve.statefile import Document, Statefile
 
-__all__ = ["LocalAccess", "is_reserved", "reservation_mark"]
+__all__ = ["LocalAccess", "is_reserved", "owner_mark"]
 
 _COMMAND_TIMEOUT_S = 30.0
 _GRACEFUL_TIMEOUT_S = 30.0
@@ -64,7 +64,7 @@ class LocalAccess:
         return services[name]
 
     async def statuses(self) -> Mapping[str, str]:
-        """Return the status of each watcher, by name in lower case. Raises ActionFailed."""
+        """Return the status of each watcher, by name. Raises ActionFailed."""
         deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
         try:
             return await retried(self.circus.statuses, deadline_s)
@@ -111,14 +111,14 @@ class LocalAccess:
         return lines[-1][-_LINE_CHARACTERS:] if lines else ""
 
 
-def reservation_mark() -> dict[str, Any]:
-    """Return this process as the owner of a reservation."""
+def owner_mark() -> dict[str, Any]:
+    """Return this process, as the one that adds or removes a worker."""
     me = stat(os.getpid())
     return {"pid": os.getpid(), "start_ticks": me.start_ticks if me else 0, "host": host_id()}
 
 
 def is_reserved(entry: Entry, active: Collection[str]) -> bool:
-    """Whether a living process adds this worker now; ``active``: those of this process."""
+    """Whether a living process adds or removes this worker now; ``active``: those of this one."""
     mark = entry.reserved_by
     if mark is None or mark.get("host") != host_id():
         return False

@@ -35,11 +35,11 @@ class CircusEndpoint:
     async def statuses(self) -> Mapping[str, str]:
         """See :class:`CircusControl`."""
         found = (await self._call("status")).get("statuses")
-        return {str(name).lower(): str(status) for name, status in dict(found or {}).items()}
+        return {str(name): str(status) for name, status in dict(found or {}).items()}
 
     async def options(self, name: str) -> WatcherOptions:
         """See :class:`CircusControl`."""
-        keys = ["cmd", "args", "env", "graceful_timeout"]
+        keys = ["cmd", "args", "env", "graceful_timeout", "numprocesses"]
         found = (await self._call("get", name=name, keys=keys))["options"]
         args = found.get("args") or ()
         words = shlex.split(args) if isinstance(args, str) else [str(word) for word in args]
@@ -48,6 +48,7 @@ class CircusEndpoint:
             argv=(*shlex.split(found["cmd"]), *words),
             gpus=tuple(gpu for gpu in gpus.split(",") if gpu),
             graceful_timeout_s=float(found["graceful_timeout"]),
+            numprocesses=int(found["numprocesses"]),
         )
 
     async def add(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:

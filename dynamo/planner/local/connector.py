@@ -18,8 +18,9 @@ from dynamo.planner.local.access import LocalAccess, is_reserved
 from dynamo.planner.local.circus import CircusEndpoint
 from dynamo.planner.local.entries import read_services
 from dynamo.planner.local.ports import Sleepers
+from dynamo.planner.local.reconcile import reconcile
 from dynamo.planner.local.registered import FileRegistrations
-from dynamo.planner.local.removal import WorkerRemoval
+from dynamo.planner.local.removal import remove_worker
 from dynamo.planner.local.starting import WorkerStart
 from dynamo.planner.local.view import Sighting, service_now
 from dynamo.runtime.paths import run_dir, state_dir, store_dir
@@ -50,9 +51,18 @@ class LocalConnector:
             for name, service in read_services(document).items()
         }
 
+    async def reconcile(self) -> list[str]:
+        """Repair what an earlier crash left; return what was repaired, one sentence each.
+
+        Call it before the first action. Raises ActionFailed, StatefileError.
+        """
+        self._access.needs_repair = False
+        return await reconcile(self._access)
+
     async def add(self, service: str) -> str:
         """See :class:`Connector`."""
         try:
+            await self._repair()
             asleep = await self._asleep(service)
             if asleep is not None and self._sleepers is not None:
                 await self._sleepers.wake(asleep)
@@ -64,11 +74,17 @@ class LocalConnector:
     async def remove(self, service: str) -> str:
         """See :class:`Connector`."""
         try:
+            await self._repair()
             statuses = await self._access.statuses()
             sighting = self._sighting(self._access.document(), statuses)
-            return await WorkerRemoval(self._access, service).run(sighting)
+            return await remove_worker(self._access, service, sighting)
         except StatefileError as error:
             raise ActionFailed(f"{service}: {error.message}") from error
+
+    async def _repair(self) -> None:
+        """Finish what an earlier action could not finish or undo."""
+        if self._access.needs_repair and not self._access.active:
+            await self.reconcile()
 
     async def _asleep(self, service: str) -> str | None:
         """Return the oldest sleeping worker of ``service``, if any."""

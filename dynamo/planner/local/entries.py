@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dynamo.errors import ConfigError
@@ -27,6 +27,7 @@ __all__ = [
     "gpu_ids",
     "held_gpus",
     "is_freed",
+    "new_entry",
     "next_name",
     "read_services",
 ]
@@ -53,10 +54,12 @@ class Entry:
 class ServiceEntries:
     """A service of the graph that the planner may scale, with its entries by ``index``.
 
-    ``gpus`` is the number per worker: a fraction below 1 shares a GPU; 0 if none are assigned.
+    ``base`` is the name of its first watcher. ``gpus`` is the number per worker: a fraction below 1
+    shares a GPU; 0 if none are assigned.
     """
 
     name: str
+    base: str
     model: str
     is_prefill: bool
     gpus: float
@@ -65,7 +68,6 @@ class ServiceEntries:
     minimum: int | None = None
     maximum: int | None = None
     priority: int = 0
-    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_services(document: Document) -> dict[str, ServiceEntries]:
@@ -81,6 +83,7 @@ def read_services(document: Document) -> dict[str, ServiceEntries]:
         flags = _flags(entries[0].argv)
         found[name] = ServiceEntries(
             name=name,
+            base=watcher_name(document["namespace"], name, 0),
             model=next((flags[flag] for flag in _MODEL_FLAGS if flag in flags), name),
             is_prefill=flags.get(_MODE_FLAG) == "prefill",
             gpus=_gpus_per_worker(document, entries, args),
@@ -89,7 +92,6 @@ def read_services(document: Document) -> dict[str, ServiceEntries]:
             minimum=_integer(args.get("min")),
             maximum=_integer(args.get("max")),
             priority=_integer(args.get("priority")) or 0,
-            args=args,
         )
     return found
 
@@ -120,6 +122,23 @@ def free_gpus(document: Document, name: str, count: float) -> tuple[str, ...]:
 def held_gpus(document: Document) -> Mapping[str, tuple[tuple[str, ...], float]]:
     """Return the GPUs of each entry that holds any, and the number: below 1 for a share."""
     return {name: (gpus, share) for name, gpus, share in _holders(document)}
+
+
+def new_entry(
+    service: ServiceEntries, name: str, argv: Sequence[str], gpus: Sequence[str]
+) -> dict[str, Any]:
+    """Return the entry of a further watcher of ``service``, without processes."""
+    return {
+        "watcher_name": name,
+        "cmd": shlex.join(argv),
+        "argv": list(argv),
+        "service": service.name,
+        "resources": {"allocated_gpus": list(gpus)} if gpus else {},
+        "gpus_per_worker": service.gpus,
+        "state": "running",
+        "processes": [],
+        "lease": None,
+    }
 
 
 def delete_entry(document: Document, name: str) -> None:

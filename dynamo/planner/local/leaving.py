@@ -48,6 +48,6 @@ async def has_exited(access: LocalAccess, name: str) -> bool:
     if isinstance(entry, dict) and entry.get("processes"):
         return False
     try:
-        return name.lower() not in await access.circus.statuses()
+        return name not in await access.circus.statuses()
     except CircusBusy:
         return False

@@ -48,18 +48,19 @@ class NoSuchWatcher(CircusError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatcherOptions:
-    """What a watcher runs: its command, its GPUs, and how long its processes may drain."""
+    """What a watcher runs: its command, its GPUs, how many processes, how long they may drain."""
 
     argv: tuple[str, ...]
     gpus: tuple[str, ...] = ()
     graceful_timeout_s: float = 30.0
+    numprocesses: int = 1
 
 
 class CircusControl(Protocol):
     """The commands of the arbiter. Each raises CircusError, and sends one message only."""
 
     async def statuses(self) -> Mapping[str, str]:
-        """Return the status of each watcher, by its name in lower case, as circus compares it."""
+        """Return the status of each watcher, by name. Circus ignores the case of names."""
 
     async def options(self, name: str) -> WatcherOptions:
         """Return the options of a watcher."""

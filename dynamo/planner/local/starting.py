@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shlex
 from collections.abc import Collection
-from typing import Any
 
 from dynamo.errors import StatefileError
 from dynamo.planner.connector import ActionFailed
-from dynamo.planner.local.access import LocalAccess, reservation_mark
+from dynamo.planner.local.access import LocalAccess, owner_mark
 from dynamo.planner.local.entries import (
     delete_entry,
     free_gpus,
     gpu_ids,
+    new_entry,
     next_name,
     read_services,
 )
@@ -59,6 +58,9 @@ class WorkerStart:
             log.warning("%s: not added: %s; undoing it", self._name, error.message)
             await self._undo()
             raise ActionFailed(f"{self._name}: {error.message}") from error
+        except BaseException:  # cancelled, or a bug: a later action repairs it
+            access.needs_repair = True
+            raise
         finally:
             access.active.discard(self._name)
         return self._name
@@ -75,24 +77,8 @@ class WorkerStart:
         self._gpus = ()
         if count and gpu_ids(document):
             self._gpus = free_gpus(document, self._name, count)
-        document["components"][self._name] = {
-            **self._of_template(document["components"][service.template.name]),
-            "resources": {"allocated_gpus": list(self._gpus)} if self._gpus else {},
-            RESERVED_BY: reservation_mark(),
-        }
-
-    def _of_template(self, template: dict[str, Any]) -> dict[str, Any]:
-        kept = {key: template[key] for key in ("gpus_per_worker",) if key in template}
-        return {
-            "watcher_name": self._name,
-            "cmd": shlex.join(self._argv),
-            "argv": list(self._argv),
-            "service": self._service,
-            "state": "running",
-            "processes": [],
-            "lease": None,
-            **kept,
-        }
+        entry = new_entry(service, self._name, self._argv, self._gpus)
+        document["components"][self._name] = {**entry, RESERVED_BY: owner_mark()}
 
     def _check_budget(self, document: Document, needed: float) -> None:
         settings = self._access.settings
@@ -123,7 +109,7 @@ class WorkerStart:
         if access.serves(entry):
             return True
         try:
-            status = (await access.circus.statuses()).get(self._name.lower())
+            status = (await access.circus.statuses()).get(self._name)
         except CircusBusy:
             return False
         if status is None:

@@ -26,7 +26,7 @@ __all__ = ["Sighting", "budget_held", "engine_gpus", "newest", "service_now"]
 class Sighting:
     """What was seen of a deployment at one time.
 
-    ``statuses`` are those of the watchers, by name in lower case. ``reserved`` are the watchers
+    ``statuses`` are those of the watchers, by name. ``reserved`` are the watchers
     that are being added, ``asleep`` those whose worker sleeps.
     """
 
@@ -37,7 +37,7 @@ class Sighting:
 
     def is_kept(self, entry: Entry) -> bool:
         """Whether the arbiter has this watcher and starts its processes."""
-        return self.statuses.get(entry.name.lower(), STOPPED) != STOPPED
+        return self.statuses.get(entry.name, STOPPED) != STOPPED
 
 
 def service_now(
