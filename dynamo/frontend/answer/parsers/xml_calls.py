@@ -48,8 +48,8 @@ class XmlCallShape(NamedTuple):
     @property
     def every_marker(self) -> tuple[str, ...]:
         """All that may be special tokens."""
-        tags = (*self.call, *self.function, *self.parameter)
-        tags += (self.name_ends, self.value_opens, self.token)
+        tags = [*self.call, *self.function, *self.parameter]
+        tags += self.name_ends, self.value_opens, self.token
         return tuple(tag for tag in dict.fromkeys(tags) if len(tag) > 1)
 
 
