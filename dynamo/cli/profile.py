@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = asyncio.run(_until_signal(run_profile(graph, settings, on_progress)))
         plots = draw_profile(result, Path(settings.output)) if settings.plots else []
     except DynamoError as error:
-        errors.print(f"[red]dynamo profile:[/] {escape(error.message)}", highlight=False)
+        message = f"[red]dynamo profile:[/] {escape(error.message)}"
+        errors.print(message, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError) else 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         errors.print("dynamo profile: interrupted; nothing was written")

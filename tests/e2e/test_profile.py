@@ -6,6 +6,8 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +29,12 @@ OVERHEAD_MS = 15.0
 
 
 @pytest.fixture
-def command(serving: Serving, tmp_path: Path) -> list[str]:
+def command(serving: Serving) -> Iterator[list[str]]:
     model = Path(__file__).resolve().parents[2] / "examples/model"
     path = serving.graph(GRAPH.replace("MODEL", str(model)))
-    serving.env["TMPDIR"] = str(tmp_path / "t")
-    Path(serving.env["TMPDIR"]).mkdir()
-    return [sys.executable, "-m", "dynamo", "profile", str(path), "--quick", "--no-plots"]
+    with tempfile.TemporaryDirectory() as short:  # pytest's is too long for a socket
+        serving.env["TMPDIR"] = short
+        yield [sys.executable, "-m", "dynamo", "profile", str(path), "--quick", "--no-plots"]
 
 
 def test_a_profile_of_the_mocker_is_its_own_timing(
