@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo.config.option import option
+from dynamo.errors import ConfigError
 
 __all__ = ["PlannerSettings"]
 
@@ -143,3 +144,14 @@ class PlannerSettings:
         metavar="SECONDS",
         help="time a new worker has to serve; then it is removed again",
     )
+
+    def __post_init__(self) -> None:
+        """Reject a load that would both add and remove a worker. Raises ConfigError."""
+        for name in ("decode_kv", "prefill_queue"):
+            up, down = (getattr(self, f"{name}_scale_{way}_threshold") for way in ("up", "down"))
+            if down > up:
+                flag = f"--{name.replace('_', '-')}-scale"
+                raise ConfigError(
+                    f"{flag}-down-threshold {down:g} is above {flag}-up-threshold {up:g}; a load "
+                    "between them would add and remove a worker: lower the first or raise the other"
+                )

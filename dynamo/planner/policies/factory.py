@@ -10,6 +10,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.planner.policies.base import Policy
 from dynamo.planner.policies.fixed import FixedPolicy
+from dynamo.planner.policies.hpa import HpaPolicy
 from dynamo.planner.policies.load import LoadPolicy
 
 __all__ = ["POLICIES", "make_policy", "named_policy"]
@@ -24,6 +25,7 @@ POLICIES: dict[str, Factory] = {
 
 _WITH_ARGUMENT: dict[str, Callable[[PlannerSettings, bool, str], Policy]] = {
     "fixed": FixedPolicy,
+    "hpa": HpaPolicy,
 }
 
 
