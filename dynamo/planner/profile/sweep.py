@@ -189,7 +189,7 @@ class _Sweep:
     ) -> None:
         assert result.max_kv_tokens is not None
         for step in steps:
-            what = f"decode: {step.concurrency} requests of {step.isl} tokens"
+            what = f"decode: {step.concurrency} x {step.isl} tokens"
             try:
                 point = await probe.decode(step, self._effort, result.max_kv_tokens)
             except MeasurementFailed as failed:
