@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["KV_METRICS", "PREFILL_QUEUE", "KvMetrics", "PrefillQueueState"]
+__all__ = [
+    "COLD_START_QUEUE",
+    "KV_METRICS",
+    "PREFILL_QUEUE",
+    "ColdStartQueueState",
+    "KvMetrics",
+    "PrefillQueueState",
+]
+
+COLD_START_QUEUE = "cold_start_queue"
+"""Topic, of the component ``planner``, on which each frontend publishes
+:class:`ColdStartQueueState`: at once when the first request waits and when none waits any more,
+every second in between."""
 
 KV_METRICS = "kv_metrics"
 """Topic of load reports; a message is a list of :class:`KvMetrics`."""
@@ -38,3 +50,14 @@ class PrefillQueueState(msgspec.Struct, omit_defaults=True):
     size: int = 0
     active: int = 0
     workers: int = 0
+
+
+class ColdStartQueueState(msgspec.Struct, omit_defaults=True):
+    """The requests of one frontend that wait for the first worker of ``model``.
+
+    The oldest has waited ``oldest_s``.
+    """
+
+    model: str
+    size: int = 0
+    oldest_s: float = 0.0
