@@ -84,9 +84,9 @@ class EventChannelRecord(msgspec.Struct, tag_field="type", tag="EventChannel", k
 class OnDemandModel(msgspec.Struct, omit_defaults=True):
     """``v1/on_demand/<ns>/<service>/<planner hex>``: a model whose workers start on demand.
 
-    Under the lease of the planner that starts its workers. Frontends list ``model`` and hold its
-    requests while it has no worker, and publish how many on the topic ``cold_start_queue`` of the
-    component ``planner``. ``model_input`` is that of its card.
+    Under the lease of the planner that starts them. Frontends list ``model``, hold its requests
+    while it has no worker, and publish their number (:data:`ON_DEMAND_STATE`). ``model_input`` is
+    that of its card.
     """
 
     namespace: str

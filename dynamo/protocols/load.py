@@ -5,18 +5,13 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
-    "COLD_START_QUEUE",
     "KV_METRICS",
+    "ON_DEMAND_STATE",
     "PREFILL_QUEUE",
-    "ColdStartQueueState",
     "KvMetrics",
+    "OnDemandState",
     "PrefillQueueState",
 ]
-
-COLD_START_QUEUE = "cold_start_queue"
-"""Topic, of the component ``planner``, on which each frontend publishes
-:class:`ColdStartQueueState`: at once when the first request waits and when none waits any more,
-every second in between."""
 
 KV_METRICS = "kv_metrics"
 """Topic of load reports; a message is a list of :class:`KvMetrics`."""
@@ -24,6 +19,10 @@ KV_METRICS = "kv_metrics"
 PREFILL_QUEUE = "prefill_queue"
 """Topic, of the prefill workers' component, on which each frontend publishes
 :class:`PrefillQueueState`."""
+
+ON_DEMAND_STATE = "on_demand_state"
+"""Topic, of the component ``planner``, on which each frontend publishes :class:`OnDemandState`:
+every second, and at once when the first request waits and when none waits any more."""
 
 
 class KvMetrics(msgspec.Struct, omit_defaults=True):
@@ -52,12 +51,14 @@ class PrefillQueueState(msgspec.Struct, omit_defaults=True):
     workers: int = 0
 
 
-class ColdStartQueueState(msgspec.Struct, omit_defaults=True):
-    """The requests of one frontend that wait for the first worker of ``model``.
+class OnDemandState(msgspec.Struct, omit_defaults=True):
+    """The requests of one frontend for a ``model`` that is started on demand.
 
-    The oldest has waited ``oldest_s``.
+    ``waiting`` of them wait for its first worker, the oldest for ``oldest_s``. The frontend has had
+    no request of the model for ``idle_s``.
     """
 
     model: str
-    size: int = 0
+    waiting: int = 0
     oldest_s: float = 0.0
+    idle_s: float = 0.0

@@ -21,11 +21,11 @@ from dynamo.frontend.requests.cold_start import (
     Refusals,
 )
 from dynamo.frontend.requests.engine_request import EngineRequest
-from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
 from dynamo.http import Exchange
 from dynamo.protocols.codec import encode
 from dynamo.protocols.control import ON_DEMAND, OnDemandModel, record_decoder
-from dynamo.protocols.load import COLD_START_QUEUE
+from dynamo.protocols.load import ON_DEMAND_STATE, OnDemandState
 from dynamo.protocols.relay import HTTP_INPUT
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery import KeyEvent, Watch
@@ -63,6 +63,7 @@ class OnDemandModels:
         self._records: dict[str, OnDemandModel] = {}
         self._names: dict[str, OnDemandModel] = {}
         self._created_s: dict[str, int] = {}
+        self._activity: dict[str, _Activity] = {}
         self._queues: dict[str, ColdStartQueue] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
         self._publishers: dict[str, EventPublisher] = {}
@@ -165,8 +166,9 @@ class OnDemandModels:
             expiry.cancel()
         self._records[key] = record
         self._created_s.setdefault(record.model, int(time.time()))
+        self._activity.setdefault(record.model, _Activity(self._metrics.model(record.model)))
         self._update_names()
-        self._tasks.spawn(self._advertise(record.namespace), name="cold start queue")
+        self._tasks.spawn(self._advertise(record.namespace), name="on-demand state")
 
     def _expired(self, key: str) -> None:
         """The planner has not come back."""
@@ -196,39 +198,57 @@ class OnDemandModels:
         if namespace in self._publishers:
             return
         try:
-            publisher = await self._runtime.publisher(namespace, _PLANNER, COLD_START_QUEUE)
+            publisher = await self._runtime.publisher(namespace, _PLANNER, ON_DEMAND_STATE)
         except DynamoError as error:
             log.warning("the planner of %s sees no waiting requests: %s", namespace, error)
             return
         self._publishers[namespace] = publisher
-        for queue in self._queues.values():
-            if queue:
-                self._publish(queue)
+        if self._timer is None:
+            self._tick()
 
     def _changed(self, queue: ColdStartQueue) -> None:
         """The first request waits, or none waits any more."""
-        self._publish(queue)
         if queue:
             log.info("model %s has no worker: its requests wait for one", queue.model)
-        if self._timer is None and queue:
-            self._ticked_s = time.monotonic()
-            self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        record = self._names.get(queue.model)
+        if record is not None:
+            self._publish(record)
 
     def _tick(self) -> None:
-        self._timer = None
         now_s = time.monotonic()
         elapsed_s, self._ticked_s = now_s - self._ticked_s, now_s
-        waiting = False
         for queue in self._queues.values():
-            if queue:
-                queue.tick(elapsed_s, self._settings.cold_start_timeout_s)
-                self._publish(queue)
-                waiting = True
-        if waiting:
-            self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+            queue.tick(elapsed_s, self._settings.cold_start_timeout_s)
+        for record in {one.model: one for one in self._records.values()}.values():
+            self._publish(record)
+        again = self._records or any(self._queues.values())
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_TICK_S, self._tick) if again else None
 
-    def _publish(self, queue: ColdStartQueue) -> None:
-        record = self._names.get(queue.model)
-        publisher = None if record is None else self._publishers.get(record.namespace)
-        if publisher is not None:
-            publisher.publish(encode(queue.state()))
+    def _publish(self, record: OnDemandModel) -> None:
+        publisher = self._publishers.get(record.namespace)
+        if publisher is None:
+            return
+        queue = self._queue(record.model)
+        idle_s = self._activity[record.model].idle_s(len(queue))
+        state = OnDemandState(
+            record.model, len(queue), round(queue.oldest_s(), 3), round(idle_s, 3)
+        )
+        publisher.publish(encode(state))
+
+
+class _Activity:
+    """When the last request of a model was in progress, according to its metrics."""
+
+    def __init__(self, metrics: ModelMetrics) -> None:
+        self._metrics = metrics
+        self._ended = 0
+        self._last_s = time.monotonic()
+
+    def idle_s(self, waiting: int) -> float:
+        """How long no request is in progress; 0 while one is, or ``waiting`` ones are."""
+        now_s = time.monotonic()
+        ended = sum(self._metrics.duration.counts)
+        if waiting or self._metrics.active.value or ended != self._ended:
+            self._ended, self._last_s = ended, now_s
+        return now_s - self._last_s

@@ -19,7 +19,6 @@ from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.resend import RESEND_SLICE_S
 from dynamo.http import NEVER, Exchange
 from dynamo.observability.metrics import Gauge
-from dynamo.protocols.load import ColdStartQueueState
 
 __all__ = ["ColdStartQueue", "HeldDispatch", "HeldExchange", "Refusals", "WaitingRequest"]
 
@@ -95,12 +94,9 @@ class ColdStartQueue:
         """Continue the requests that wait now, in their order: 2 ms of work in a loop turn."""
         self._releasing = len(self._waiting)
         if self._releasing and self._turn is None:
-            waited_s = time.monotonic() - next(iter(self._waiting.values()))
             log.info(
                 "model %s: %d waiting requests continue, the oldest after %.1f s",
-                self.model,
-                self._releasing,
-                waited_s,
+                *(self.model, self._releasing, self.oldest_s()),
             )
             self._turn = asyncio.get_running_loop().call_soon(self._drain)
 
@@ -124,11 +120,10 @@ class ColdStartQueue:
             elif waited_s // _COMMENT_EVERY_S > (waited_s - elapsed_s) // _COMMENT_EVERY_S >= 0:
                 request.comment(b": loading, %d s\n\n" % waited_s)
 
-    def state(self) -> ColdStartQueueState:
-        """The state, as the planner gets it."""
-        oldest_s = next(iter(self._waiting.values()), None)
-        waited_s = 0.0 if oldest_s is None else time.monotonic() - oldest_s
-        return ColdStartQueueState(self.model, len(self._waiting), round(waited_s, 3))
+    def oldest_s(self) -> float:
+        """How long the oldest request has waited; 0 without any."""
+        since_s = next(iter(self._waiting.values()), None)
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     def _timeout(self, waited_s: float) -> Unavailable:
         return Unavailable(

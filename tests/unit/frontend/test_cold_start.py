@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from dynamo.frontend.service import Frontend
 from dynamo.protocols import codec
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import OnDemandModel
-from dynamo.protocols.load import COLD_START_QUEUE, ColdStartQueueState
+from dynamo.protocols.load import ON_DEMAND_STATE, OnDemandState
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.requests import ServerStream
 
 MODEL_DIR = Path(__file__).parents[3] / "examples" / "model"
-_STATE = codec.decoder(ColdStartQueueState).decode
+_STATE = codec.decoder(OnDemandState).decode
 
 
 class Planner:
@@ -35,20 +35,20 @@ class Planner:
 
     def __init__(self, settings: RuntimeSettings) -> None:
         self.runtime = DistributedRuntime(None, settings)
-        self.states: list[ColdStartQueueState] = []
+        self.states: list[OnDemandState] = []
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
         lease = await self.runtime.granted()
-        self.runtime.subscribe("ns", "planner", COLD_START_QUEUE, self._on_event)
+        self.runtime.subscribe("ns", "planner", ON_DEMAND_STATE, self._on_event)
         record = OnDemandModel("ns", "tiny", ["small"], context_length=2048)
         key = f"v1/on_demand/ns/Worker/{self.runtime.instance_id:x}"
         await self.runtime.discovery.put(key, msgspec.json.encode(record), lease.id)
 
-    async def until(self, size: int) -> None:
-        """Wait until the last state has ``size`` requests."""
+    async def until(self, waiting: int) -> None:
+        """Wait until the last state has ``waiting`` requests."""
         async with asyncio.timeout(10):
-            while not self.states or self.states[-1].size != size:
+            while not self.states or self.states[-1].waiting != waiting:
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -132,6 +132,13 @@ async def running(tmp_path: Path, planner: bool = True, **settings: Any) -> Asyn
         await site.frontend.close()
         for one in (site.runtime, site.planner.runtime, *(one.runtime for one in site.workers)):
             await one.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait, in loop turns, for what has no event."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -237,8 +244,7 @@ async def test_the_queue_is_bounded(tmp_path: Path) -> None:
         asked = [asyncio.ensure_future(site.complete()) for _ in range(2)]
         await asyncio.sleep(0)
         await site.planner.until(1)
-        while site.metric("dynamo_frontend_cold_start_queue_requests") < 2:
-            await asyncio.sleep(0.005)
+        await until(lambda: site.metric("dynamo_frontend_cold_start_queue_requests") == 2)
         full = await site.complete()
         assert full.status_code == 503
         assert full.headers["retry-after"] == "1"
@@ -303,8 +309,7 @@ async def test_a_request_for_the_worker_that_just_left_waits(site: Site) -> None
     entry = site.frontend.models.named("tiny")
     assert entry is not None
     await first.runtime.close()
-    while entry.picker.worker_pool.members:
-        await asyncio.sleep(0.005)
+    await until(lambda: not entry.picker.worker_pool.members)
     entry.served = True  # as in the moment in which only its instance is removed
     asked = asyncio.ensure_future(site.complete("two"))
     await site.planner.until(1)
@@ -314,6 +319,20 @@ async def test_a_request_for_the_worker_that_just_left_waits(site: Site) -> None
     assert len(second.order) == 1
 
 
+async def test_the_planner_sees_how_long_a_model_is_idle(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "_TICK_S", 0.05)
+    await site.worker()
+    assert (await site.complete()).status_code == 200
+    site.planner.states.clear()
+    await until(lambda: bool(site.planner.states) and site.planner.states[-1].idle_s > 0.2)
+    assert (await site.complete()).status_code == 200
+    site.planner.states.clear()
+    await until(lambda: bool(site.planner.states))
+    assert site.planner.states[-1].idle_s < 0.2
+
+
 async def test_a_model_returns_after_zero_workers(site: Site) -> None:
     for _ in range(2):
         asked = asyncio.ensure_future(site.complete())
@@ -321,8 +340,7 @@ async def test_a_model_returns_after_zero_workers(site: Site) -> None:
         worker = await site.worker()
         assert (await asked).status_code == 200
         await worker.runtime.close()
-        while len(site.frontend.models.instances()):
-            await asyncio.sleep(0.005)
+        await until(lambda: not site.frontend.models.instances())
     assert "tiny" in [one[0] for one in site.frontend.models.listed()]
 
 
