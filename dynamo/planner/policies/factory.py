@@ -11,6 +11,7 @@ from dynamo.errors import ConfigError
 from dynamo.planner.policies.base import Policy
 from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.fixed import FixedPolicy
+from dynamo.planner.policies.hpa import HpaPolicy
 from dynamo.planner.policies.load import LoadPolicy
 from dynamo.planner.policies.sla import SlaPolicy
 
@@ -28,6 +29,7 @@ POLICIES: dict[str, Factory] = {
 
 _WITH_ARGUMENT: dict[str, Callable[[PlannerSettings, bool, str], Policy]] = {
     "fixed": FixedPolicy,
+    "hpa": HpaPolicy,
 }
 
 

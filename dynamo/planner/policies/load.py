@@ -73,16 +73,16 @@ class LoadPolicy:
         depths = [depth for depth in depths if math.isfinite(depth)]
         load = fmean(depths) if depths else None
         inputs: dict[str, float] = {}
-        blocked = ""
+        blocked = outlook = ""
         if depths:
             trend = depths[-1] - depths[0]
             predicted = depths[-1] + NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD * trend
-            inputs = {"prefill_queue_predicted": predicted}
-            if not predicted > self._settings.prefill_queue_scale_up_threshold:
-                blocked = (
-                    f"it is predicted at {predicted:.4g} "
-                    f"in {NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD} intervals"
-                )
+            inputs["prefill_queue_predicted"] = predicted
+            period = f"in {NEW_PREFILL_WORKER_QUEUE_BUFFER_PERIOD} intervals"
+            if predicted > self._settings.prefill_queue_scale_up_threshold:
+                outlook = f", predicted {predicted:.4g} {period}"
+            else:
+                blocked = f"{predicted:.4g} is predicted {period}"
         return _Signal(
             pool_name=PREFILL,
             pool=pool,
@@ -91,6 +91,7 @@ class LoadPolicy:
             low=self._settings.prefill_queue_scale_down_threshold,
             high=self._settings.prefill_queue_scale_up_threshold,
             add_blocked=blocked,
+            outlook=outlook,
             more_inputs=inputs,
         )
 
@@ -98,7 +99,8 @@ class LoadPolicy:
         loads = [kv_load(worker) for pull in seen.pulls for worker in _reported(pull.decode)]
         blocked = ""
         if self._grace:
-            blocked = f"{self._grace} intervals of grace are left for a new worker"
+            period = NEW_DECODE_WORKER_GRACE_PERIOD
+            blocked = f"a new worker has {self._grace} of {period} intervals of grace left"
         return _Signal(
             pool_name=DECODE,
             pool=seen.decode,
@@ -134,6 +136,7 @@ class _Signal:
     low: float
     high: float
     add_blocked: str = ""
+    outlook: str = ""
     remove_blocked: str = ""
     more_inputs: Mapping[str, float] = field(default_factory=dict)
 
@@ -169,12 +172,11 @@ class _Signal:
             return self.keep(f"{rule}, but {maximum} is the maximum")
         if self.add_blocked:
             return self.keep(f"{rule}, but {self.add_blocked}")
-        return self._change(1, rule)
+        return self._change(1, rule + self.outlook)
 
     def _change(self, step: int, rule: str) -> PoolDecision:
-        inputs = dict(self.more_inputs)
-        if self.load is not None:
-            inputs[self.metric.replace(" ", "_").lower()] = self.load
+        inputs = {} if self.load is None else {self.metric.replace(" ", "_").lower(): self.load}
+        inputs |= self.more_inputs
         workers = self.pool.workers + step
         return PoolDecision(pool=self.pool_name, wanted=workers, rule=rule, inputs=inputs)
 
@@ -194,8 +196,6 @@ def _in_order(signals: list[_Signal], seen: Observation) -> tuple[PoolDecision, 
             free -= need
             added.append(made)
         elif made.wanted > signal.pool.workers:
-            limit = (
-                f"a worker needs {need:g} of {seen.max_gpus:g} GPUs, free are {max(0.0, free):g}"
-            )
-            kept.append(signal.keep(f"{made.rule}, but {limit}"))
+            left = f"{max(0.0, free):g} of {seen.max_gpus:g} GPUs are free"
+            kept.append(signal.keep(f"{made.rule}, but {left} and a worker needs {need:g}"))
     return (*(made for _, made in removed), *added, *kept)
