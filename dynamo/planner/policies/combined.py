@@ -32,10 +32,10 @@ _REACTION_S = 5.0
 _INTERVALS = 3
 """Decisions in one interval of the forecast."""
 
-_TAIL = 2.6
-"""Times to first token have about an exponential tail: 1 in 13 is above 2.6 times the mean."""
+_TAIL = math.log(10)
+"""Times to first token have about an exponential tail: 1 in 10 is above ln 10 times the mean."""
 
-_ITL_SHARE = 0.5
+_ITL_SHARE = 0.6
 _KV_USAGE = 0.85
 """Means that leave room for the variation between requests and workers."""
 

@@ -18,9 +18,11 @@ __all__ = ["LoadMeter"]
 _MEMORY_S = 150.0
 """Time after which an observation counts about a third."""
 
-_BURST_MEMORY_S = 600.0
-_BURST_SUMS = ("waited_s", "mm_wait_s", "itl_more_ms", "itl_even_ms")
-"""How bursty the traffic is shows in its rare moments."""
+_MEMORIES_S = {
+    **dict.fromkeys(("waited_s", "mm_wait_s", "itl_more_ms", "itl_even_ms"), 600.0),
+    **dict.fromkeys(("recent_started", "recent_s"), 30.0),
+}
+"""How bursty the traffic is shows in its rare moments; its rate is that of now."""
 
 _PRIOR_BURST, _PRIOR_S = 1.5, 20.0
 """First guess of the burst factor, and the seconds of waiting for which it counts."""
@@ -37,6 +39,7 @@ _UNLOADED = 0.1
 
 _INTERVALS = 120
 
+_FEW_SEQUENCES = 8.0
 _PRIOR_SHARE, _SHARES = 0.5, (0.2, 0.9)
 """Share of a decode step that grows with the sequences: first guess, and what is plausible."""
 
@@ -59,7 +62,7 @@ class LoadMeter:
         """Take one interval that began with ``queued_before`` requests without a first token."""
         traffic = seen.traffic
         for name in self._sums:
-            memory_s = _BURST_MEMORY_S if name in _BURST_SUMS else _MEMORY_S
+            memory_s = _MEMORIES_S.get(name, _MEMORY_S)
             self._sums[name] *= math.exp(-traffic.duration_s / memory_s)
         started = max(traffic.arrived + queued_before - traffic.queued, 0)
         if traffic.isl is not None:
@@ -119,13 +122,14 @@ class LoadMeter:
         traffic, pool = seen.traffic, seen.prefill or seen.decode
         self._add("busy_s", busy * traffic.duration_s)
         self._add("started", started)
-        self._add("time_s", traffic.duration_s)
+        self._add("recent_started", started)
+        self._add("recent_s", traffic.duration_s)
         ready = max(pool.ready, 1)
         calm = busy < _CALM * ready and not seen.changed
         if traffic.ttft_ms is None or not calm or not self._sum("started"):
             return
         service_s = self._ratio("busy_s", "started")
-        load = min(self._ratio("busy_s", "time_s"), _CALM * ready)
+        load = min(self._ratio("recent_started", "recent_s") * service_s, _CALM * ready)
         self._add("waited_s", started * max(traffic.ttft_ms / 1000.0 - service_s, 0.0))
         self._add("mm_wait_s", started * service_s * wait_factor(load, ready))
 
@@ -142,7 +146,7 @@ class LoadMeter:
         self._steps.append((running, step_ms))
         model = self.model(DECODE)
         if model is not None and not seen.changed:
-            used = model.usage(self._ratio("started", "time_s"), max(seen.decode.ready, 1))
+            used = model.usage(self._ratio("recent_started", "recent_s"), max(seen.decode.ready, 1))
             if used < _CALM:
                 self._add("itl_more_ms", duration_s * max(itl_ms - model.step_ms, 0.0))
                 self._add("itl_even_ms", duration_s * model.step_ms * used / (1.0 - used))
@@ -154,12 +158,14 @@ class LoadMeter:
     def _decode_step(self) -> tuple[float, float]:
         """Return the fixed part of a decode step and that of each sequence, in ms."""
         whole_ms, running = self._ratio("itl_ms", "itl_s"), self._ratio("running", "itl_s")
-        if running <= 0:
-            return whole_ms, 0.0
+        if whole_ms <= 0:
+            return 0.0, 0.0
         line = fit_line(self._steps)
-        share = line.slope * running / whole_ms if line and whole_ms > 0 else _PRIOR_SHARE
-        share = min(max(share, _SHARES[0]), _SHARES[1])
-        return whole_ms * (1.0 - share), whole_ms * share / running
+        share = line.slope * running / whole_ms if line else _PRIOR_SHARE
+        # Of few sequences the share is small, and cannot be measured.
+        few = min(running / _FEW_SEQUENCES, 1.0)
+        share = min(max(share, _SHARES[0] * few), _SHARES[1] * few)
+        return whole_ms * (1.0 - share), whole_ms * share / max(running, 1e-3)
 
     def _add(self, name: str, value: float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + value
