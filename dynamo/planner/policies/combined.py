@@ -39,9 +39,12 @@ _ITL_SHARE = 0.6
 _KV_USAGE = 0.85
 """Means that leave room for the variation between requests and workers."""
 
-_AHEAD_S = 30.0
-_HOLD_S = 60.0
-_LEARN_S = 120.0
+_AHEAD_S, _AHEAD_STARTS = 15.0, 0.5
+_HOLD_S, _HOLD_STARTS = 30.0, 0.5
+"""Time after the next start-up that is looked at, and time for which fewer workers must have been
+enough: some seconds, and a part of a start-up, because mistakes last as long."""
+
+_LEARN_S = 300.0
 """No worker is removed before so much of the traffic was seen."""
 
 _DOWN_MARGIN = 1.05
@@ -103,7 +106,8 @@ class CombinedPolicy:
 
     def _outlook(self, sizing: _PoolSizing, seen: Observation) -> _Outlook:
         start_s = sizing.start_up.seconds + self.interval_s
-        path = self._forecast.path(start_s + _AHEAD_S)
+        ahead_s = _AHEAD_S + _AHEAD_STARTS * sizing.start_up.seconds
+        path = self._forecast.path(start_s + ahead_s)
         first = min(int(start_s / self._forecast.interval_s), len(path) - 1)
         expected = self._forecast.rate * sizing.limits.ttft_ms / 1000.0 + _UNREMARKABLE
         return _Outlook(
@@ -166,6 +170,7 @@ class _Need:
     extra: int
     floor: int
     learned: bool
+    hold_s: float
 
     def change(self, workers: int, actions: ActionLimit) -> int:
         """Return the workers to have instead of ``workers``."""
@@ -185,7 +190,7 @@ class _Need:
         if wanted > workers and self.extra:
             rule += f", {outlook.backlog:.0f} queued requests {self.extra} more"
         elif wanted < workers:
-            rule = f"{self.floor} workers were enough for {_HOLD_S:.0f} s and will be"
+            rule = f"{self.floor} workers were enough for {self.hold_s:.0f} s and will be"
         elif wanted == workers and self.target + self.extra != workers:
             rule += f"; {self.floor} to {self.target + self.extra} keep {workers}"
         inputs = {
@@ -235,7 +240,8 @@ class _PoolSizing:
         if self._first_s is None:
             self._first_s = seen.now_s
         self._recent.append((seen.now_s, most))
-        while self._recent[0][0] < seen.now_s - _HOLD_S:
+        hold_s = _HOLD_S + _HOLD_STARTS * self.start_up.seconds
+        while self._recent[0][0] < seen.now_s - hold_s:
             self._recent.popleft()
         floor = max(workers for _, workers in self._recent)
         return _Need(
@@ -244,6 +250,7 @@ class _PoolSizing:
             target=target,
             extra=extra,
             floor=floor,
+            hold_s=hold_s,
             learned=seen.now_s - self._first_s >= _LEARN_S,
         )
 

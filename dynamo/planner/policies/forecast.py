@@ -76,9 +76,7 @@ class RateForecast:
         """Return the rates after 1, 2, … intervals, up to ``horizon_s``. O(history)."""
         steps = math.ceil(horizon_s / self.interval_s) + 1
         if self._path is None or len(self._path) < steps:
-            trend = self._trend(steps)
-            # A rise that has begun counts even if it ended sooner in the past.
-            self._path = np.maximum(trend, self._with_history(trend))
+            self._path = self._with_history(self._trend(steps))
         return self._path[:steps]
 
     def _trend(self, steps: int) -> _Rates:
@@ -93,7 +91,7 @@ class RateForecast:
         """Return the mean of ``trend`` and what followed similar moments, by their weight."""
         levels, steps = np.array(self._levels), len(trend)
         past = np.arange(_LONG, len(levels) - steps)
-        scale = _SIMILAR * levels[-2 * _HISTORY :].mean() if len(levels) else 0.0
+        scale = _SIMILAR * levels.mean() if len(levels) else 0.0
         if not len(past) or scale <= 0:
             return trend
         now = len(levels) - 1
