@@ -4,7 +4,7 @@ Every few seconds it compares three figures of each pool, in workers:
 
 - what the forecast needs when a worker that is added now will serve, one start-up from now;
 - what the backlog needs on top, if it will still be there then;
-- the most that was needed in the last minute, or will be until a start-up from now.
+- the most that was needed in the last minutes, or will be until a start-up from now.
 
 Workers are added up to the sum of the first two at once, and removed down to the third.
 """
@@ -18,13 +18,12 @@ from dataclasses import dataclass
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.observation import Observation, Pool
-from dynamo.planner.policies.action_limit import ActionLimit
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
 from dynamo.planner.policies.budget import Workers, affordable, clamp
 from dynamo.planner.policies.forecast import RateForecast
 from dynamo.planner.policies.load_meter import LoadMeter
+from dynamo.planner.policies.pacing import ActionLimit, StartUpTime
 from dynamo.planner.policies.staffing import Limits, WorkerLoadModel
-from dynamo.planner.policies.start_up import StartUpTime
 
 __all__ = ["CombinedPolicy"]
 
