@@ -72,6 +72,7 @@ class HpaPolicy:
     def _pool(
         self, name: str, pool: Pool, requests: float, reported: int, now_s: float
     ) -> PoolDecision:
+        reported = min(reported, pool.ready)  # others drain: pods that end are no replicas
         if not reported:
             return PoolDecision(pool=name, wanted=pool.workers, rule="no ready worker reported")
         now = self._recommended(pool, requests, reported)
@@ -88,7 +89,7 @@ class HpaPolicy:
         up = requests > self._target * reported
         # The documented damping: a pod that is not ready or has no metrics has no requests when
         # the load asks for more; one that has no metrics has the target when it asks for fewer.
-        replicas = pool.workers if up else max(pool.ready, reported)
+        replicas = pool.workers if up else pool.ready
         if not up:
             requests += self._target * (replicas - reported)
         ratio = requests / (self._target * replicas)
