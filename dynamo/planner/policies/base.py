@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dynamo.planner.observation import Observation
 
-__all__ = ["DECODE", "PREFILL", "Policy", "PoolDecision", "ScalingDecision"]
+__all__ = ["DECODE", "PREFILL", "Policy", "PoolDecision", "ScalingDecision", "unchanged"]
 
 DECODE, PREFILL = "decode", "prefill"
 """Names of the pools; an aggregated deployment has only ``DECODE``."""
@@ -32,14 +32,24 @@ class PoolDecision:
 class ScalingDecision:
     """The pools in the order in which they are to be changed.
 
-    A pool that is missing keeps its workers. An addition may need the GPUs that a removal before it
-    frees: if that fails, check the budget again. ``forecast`` has predicted and estimated figures
-    of the policy for metrics and tensorboard, by the names of Dynamo's metrics without
-    ``dynamo_planner_``.
+    A policy names every pool, with the reason if it keeps its workers. An addition may need the
+    GPUs that a removal before it frees: if that fails, check the budget again. ``forecast`` has
+    predicted and estimated figures of the policy for metrics and tensorboard, by the names of
+    Dynamo's metrics without ``dynamo_planner_``.
     """
 
     pools: tuple[PoolDecision, ...] = ()
     forecast: Mapping[str, float] = field(default_factory=dict)
+
+
+def unchanged(
+    seen: Observation, rule: str, forecast: Mapping[str, float] | None = None
+) -> ScalingDecision:
+    """Return the decision to keep all workers, and why."""
+    pools = [PoolDecision(pool=DECODE, wanted=seen.decode.workers, rule=rule)]
+    if seen.prefill is not None:
+        pools.insert(0, PoolDecision(pool=PREFILL, wanted=seen.prefill.workers, rule=rule))
+    return ScalingDecision(pools=tuple(pools), forecast=forecast or {})
 
 
 class Policy(Protocol):

@@ -57,8 +57,9 @@ class HpaPolicy:
         decode = self._pool(DECODE, seen.decode, requests, len(reports), seen.now_s)
         prefill = None
         if seen.prefill is not None:
-            queued, ready = float(seen.traffic.queued), seen.prefill.ready
-            prefill = self._pool(PREFILL, seen.prefill, queued, ready, seen.now_s)
+            queued = float(seen.traffic.queued)
+            reported = seen.prefill.ready if seen.traffic.known else 0
+            prefill = self._pool(PREFILL, seen.prefill, queued, reported, seen.now_s)
         wanted = Workers(prefill.wanted if prefill else 0, decode.wanted)
         limited = affordable(clamp(wanted, seen), seen)
         pools = [_limited(decode, limited.decode)]

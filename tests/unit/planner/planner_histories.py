@@ -81,4 +81,5 @@ def _traffic(random: Random, interval_s: float) -> Traffic:
         request_s=request_s,
         queued=queued,
         inflight=queued + random.randint(0, 200),
+        known=random.random() < 0.8,
     )
