@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dynamo.planner.observation import Observation
 
-__all__ = ["DECODE", "PREFILL", "Policy", "PoolDecision", "ScalingDecision", "unchanged"]
+__all__ = ["DECODE", "PREFILL", "Policy", "PoolDecision", "ScalingDecision"]
 
 DECODE, PREFILL = "decode", "prefill"
 """Names of the pools; an aggregated deployment has only ``DECODE``."""
@@ -40,16 +40,6 @@ class ScalingDecision:
 
     pools: tuple[PoolDecision, ...] = ()
     forecast: Mapping[str, float] = field(default_factory=dict)
-
-
-def unchanged(
-    seen: Observation, rule: str, forecast: Mapping[str, float] | None = None
-) -> ScalingDecision:
-    """Return the decision to keep all workers, and why."""
-    pools = [PoolDecision(pool=DECODE, wanted=seen.decode.workers, rule=rule)]
-    if seen.prefill is not None:
-        pools.insert(0, PoolDecision(pool=PREFILL, wanted=seen.prefill.workers, rule=rule))
-    return ScalingDecision(pools=tuple(pools), forecast=forecast or {})
 
 
 class Policy(Protocol):

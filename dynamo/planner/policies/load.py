@@ -13,7 +13,7 @@ from statistics import fmean
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.observation import Observation, Pool, WorkerLoad
-from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision, unchanged
+from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
 from dynamo.planner.policies.budget import fits, free_gpus
 
 __all__ = [
@@ -52,11 +52,12 @@ class LoadPolicy:
     def decide(self, seen: Observation) -> ScalingDecision:
         """Return at most one worker more or less per pool."""
         self._decode_workers = seen.decode.workers
-        if seen.changed:
-            return unchanged(seen, "the set of workers changed during the interval")
         pools = [self._decode_signal(seen)]
         if seen.prefill is not None:
             pools.insert(0, self._prefill_signal(seen.prefill, seen))
+        if seen.changed:
+            reason = "the set of workers changed during the interval"
+            return ScalingDecision(pools=tuple(signal.keep(reason) for signal in pools))
         self._grace = max(0, self._grace - 1)
         return ScalingDecision(pools=_in_order(pools, seen))
 

@@ -13,14 +13,8 @@ from dynamo.planner.capacity.learned import LearnedCapacity
 from dynamo.planner.capacity.model import Capacity, DecodeModel, PrefillModel
 from dynamo.planner.capacity.profile_files import read_profile
 from dynamo.planner.observation import Observation, Traffic
-from dynamo.planner.policies.base import (
-    DECODE,
-    PREFILL,
-    PoolDecision,
-    ScalingDecision,
-    unchanged,
-)
-from dynamo.planner.policies.budget import Workers, affordable, clamp
+from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
+from dynamo.planner.policies.budget import Workers, affordable, at_limits, clamp
 from dynamo.planner.policies.predictors import make_predictor
 from dynamo.planner.policies.sizing import (
     Demand,
@@ -72,7 +66,7 @@ class SlaPolicy:
             return _decision(seen, Workers(0, 0), rule, {}, {})
         figures = _Figures.of(traffic)
         if figures is None:
-            return unchanged(seen, "the means of the interval are not all known")
+            return at_limits(seen, "the means of the interval are not all known")
         self._learned.observe(seen)
         demand = self._predicted(figures, traffic)
         forecast = {
@@ -82,7 +76,7 @@ class SlaPolicy:
         }
         prefill, decode = self._capacity.prefill, self._capacity.decode
         if prefill is None or decode is None:
-            return unchanged(seen, "the capacity of a worker is not learned yet", forecast)
+            return at_limits(seen, "the capacity of a worker is not learned yet", forecast)
         if self._correct and not isinstance(self._capacity, LearnedCapacity):
             demand = _corrected(demand, figures, seen, prefill, decode)
         wanted = self._size(demand, seen, prefill, decode)

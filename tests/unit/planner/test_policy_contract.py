@@ -46,17 +46,21 @@ def check_decision(decision: ScalingDecision, seen: Observation) -> None:
 
 
 def check_limits(policy: Policy, decision: ScalingDecision, seen: Observation) -> None:
-    """Additions have GPUs and stay below the maximum; removals leave the minimum."""
+    """Additions have GPUs and stay below the maximum; pools reach and keep their minimum."""
     pools = pools_of(seen)
     added = removed = 0.0
+    least = sum(pool.minimum * pool.gpus_per_worker for pool in pools.values())
     for name, pool in pools.items():
         change = step(decision, seen, name)
         wanted = pool.workers + change
         added += max(0, change) * pool.gpus_per_worker
         removed += max(0, -change) * pool.gpus_per_worker
         assert change <= 0 or pool.maximum is None or wanted <= pool.maximum
-        least = sum(other.minimum * other.gpus_per_worker for other in pools.values())
         assert change >= 0 or wanted >= pool.minimum or least > seen.max_gpus
     # A blocking policy removes first, and the planner waits until the GPUs are free.
     free = free_gpus(seen) + (removed if policy.blocking else 0.0)
     assert added <= max(0.0, free) + 1e-6
+    short = [pool for pool in pools.values() if pool.workers < pool.minimum]
+    if short and not seen.changed and least <= seen.max_gpus:
+        cheapest = min(pool.gpus_per_worker for pool in short)
+        assert added or cheapest > free_gpus(seen)
