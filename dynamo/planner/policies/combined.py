@@ -123,12 +123,12 @@ class CombinedPolicy:
             if count != pool.workers:
                 self._actions.use()
                 sizing.start_up.changed(pool, count, seen.now_s)
-            need = needs.get(name)
-            if need is None:
+            sized = needs.get(name)
+            if sized is None:
                 made.append(kept(name, pool, count, "the cost of a request is not learned yet"))
                 continue
-            made.append(need.decision(name, pool.workers, count))
-            forecast |= need.forecast(name, count)
+            made.append(sized.decision(name, pool.workers, count))
+            forecast |= sized.forecast(name, count)
         return ScalingDecision(pools=tuple(made), forecast=forecast)
 
     def _predicted(self) -> dict[str, float]:
