@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.planner.policies.factory import named_policy
-from dynamo.planner.replay.oracle import oracle_runs
+from dynamo.planner.replay.oracle import Oracle
 from dynamo.planner.replay.request import ReplayRequest
 from dynamo.planner.replay.result import ReplayResult
 from dynamo.planner.replay.score import Point, score
@@ -18,6 +18,7 @@ from dynamo.planner.replay.simulation import simulate
 __all__ = ["ORACLE", "Comparison", "compare", "run_policy"]
 
 ORACLE = "oracle"
+_ATTAINMENT = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ def compare(
     requests: Sequence[ReplayRequest],
     setup: ReplaySetup,
     settings: PlannerSettings,
-    attainment: float | None = 0.9,
+    attainment: float | None = _ATTAINMENT,
 ) -> Comparison:
     """Run ``policies`` by name. Raises ConfigError for an unknown one.
 
@@ -50,14 +51,18 @@ def compare(
     results = {
         name: run_policy(name, requests, setup, settings) for name in policies if name != ORACLE
     }
-    oracle = oracle_runs(requests, setup) if scored or ORACLE in policies else []
-    if ORACLE in policies:
-        results[ORACLE] = _cheapest(oracle, attainment or 0.9)
+    oracle = Oracle(requests, setup) if scored or ORACLE in policies else None
+    best = oracle.search(attainment or _ATTAINMENT) if oracle else None
     fixed = _fixed(requests, setup, settings, results) if scored else []
+    runs = oracle.runs if oracle else ()
+    if best is not None:
+        # A schedule may also be constant.
+        enough = [r for r in (best, *fixed) if r.attainment >= best.attainment]
+        results[ORACLE] = replace(min(enough, key=lambda r: r.gpu_hours), policy=ORACLE)
     found = [results[name] for name in policies]
     if scored:
-        found = [_scored(result, fixed, oracle) for result in found]
-    return Comparison(results=found, fixed=fixed, oracle=oracle)
+        found = [_scored(result, fixed, runs) for result in found]
+    return Comparison(results=found, fixed=fixed, oracle=runs)
 
 
 def run_policy(
@@ -86,13 +91,6 @@ def _fixed(
     most = int(setup.max_gpus / setup.gpus_per_worker)
     names = [f"fixed:{workers}" for workers in range(1, most + 1)]
     return [known.get(name) or run_policy(name, requests, setup, settings) for name in names]
-
-
-def _cheapest(runs: Sequence[ReplayResult], attainment: float) -> ReplayResult:
-    enough = [run for run in runs if run.attainment >= attainment]
-    if enough:
-        return min(enough, key=lambda run: run.gpu_hours)
-    return max(runs, key=lambda run: run.attainment)
 
 
 def _scored(
