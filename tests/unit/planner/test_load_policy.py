@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -188,7 +190,7 @@ def test_three_full_intervals_are_protected() -> None:
     decided = [policy.decide(idle) for _ in range(4)]
     assert [pool(decision, "decode").wanted for decision in decided] == [2, 2, 2, 1]
     assert pool(decided[0], "decode").rule == (
-        "KV load 0.1 < 0.5, but 3 intervals of grace are left for a new worker"
+        "KV load 0.1 < 0.5, but a new worker has 3 of 3 intervals of grace left"
     )
 
 
@@ -250,10 +252,32 @@ def test_the_last_worker_is_left_to_the_idle_timeout() -> None:
     assert pool(LoadPolicy(SETTINGS).decide(seen(None, asleep)), "decode").wanted == 0
 
 
+def test_the_worked_example_of_the_manual() -> None:
+    page = Path(__file__).parents[3] / "docs" / "planner.md"
+    lines = [
+        line for line in page.read_text().splitlines() if re.match(r"\| [1-5] \| [\d., ]+ \|", line)
+    ]
+    policy, prefill, decode = LoadPolicy(PlannerSettings()), 1, 2
+    for line in lines:
+        _, queue, kv, *texts = (cell.strip() for cell in line.strip("|").split(" | "))
+        samples = pulls([float(depth) for depth in queue.split(",")], [float(kv)])
+        decision = policy.decide(seen(prefill, decode, samples))
+        policy.applied(decision, failed=())
+        assert texts == [
+            f"{count} -> {made.wanted}: {made.rule}" if made.wanted != count else made.rule
+            for count, made in (
+                (prefill, pool(decision, "prefill")),
+                (decode, pool(decision, "decode")),
+            )
+        ]
+        prefill, decode = (pool(decision, name).wanted for name in ("prefill", "decode"))
+    assert len(lines) == 5
+
+
 def test_thresholds_that_contradict_each_other_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="--decode-kv-scale-down-threshold 0.5 is above"):
+    with pytest.raises(ConfigError, match="--decode-kv-scale-down-threshold"):
         PlannerSettings(decode_kv_scale_up_threshold=0.4)
-    with pytest.raises(ConfigError, match="--prefill-queue-scale-up-threshold 0.5; a load"):
+    with pytest.raises(ConfigError, match="--prefill-queue-scale-up-threshold"):
         PlannerSettings(prefill_queue_scale_down_threshold=0.6)
 
 
