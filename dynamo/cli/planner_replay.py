@@ -95,11 +95,11 @@ def _setup(settings: ReplaySettings, planner: PlannerSettings) -> ReplaySetup:
 
 
 def _figures(found: Comparison) -> dict[str, object]:
-    return {
-        "policies": [result.figures() for result in found.results],
-        "fixed": [result.figures() for result in found.fixed],
-        "oracle": [result.figures() for result in found.oracle],
-    }
+    figures: dict[str, object] = {"policies": [result.figures() for result in found.results]}
+    if found.baseline is not None:
+        figures["fixed"] = [run.figures() for run in found.baseline.fixed]
+        figures["oracle"] = [run.figures() for run in found.baseline.oracle]
+    return figures
 
 
 def _print_table(found: Comparison) -> None:
@@ -117,7 +117,8 @@ def _print_table(found: Comparison) -> None:
     ):
         table.add_column(heading, justify="right")
     shown = {result.policy for result in found.results}
-    for result in (*found.results, *(r for r in found.fixed if r.policy not in shown)):
+    fixed = found.baseline.fixed if found.baseline else ()
+    for result in (*found.results, *(run for run in fixed if run.policy not in shown)):
         table.add_row(*_row(result))
     Console(width=120).print(table)
 

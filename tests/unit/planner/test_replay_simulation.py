@@ -203,11 +203,15 @@ def test_the_oracle_is_at_least_as_good_as_every_fixed_deployment() -> None:
     setup = replace(SETUP, workers=1, max_gpus=5)
     found = compare(["oracle", "fixed:3"], requests, setup, SETTINGS, 0.9)
     oracle, fixed = found.results
+    assert found.baseline is not None
     assert oracle.attainment >= 0.9
-    enough = [result.gpu_hours for result in found.fixed if result.attainment >= 0.9]
+    enough = [run.gpu_hours for run in found.baseline.fixed if run.attainment >= 0.9]
     assert oracle.gpu_hours < min(enough)
     assert oracle.score == pytest.approx(1.0, abs=0.1)
-    assert fixed == next(r for r in found.results if r.policy == "fixed:3")
+    assert fixed.policy == "fixed:3" and fixed.score in (None, pytest.approx(0.0))
+    for run in found.baseline.fixed:
+        hours = found.baseline.oracle_hours(run.attainment)
+        assert hours is not None and hours <= run.gpu_hours
 
 
 def test_fixed_deployments_start_complete() -> None:
