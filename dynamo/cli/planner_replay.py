@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,7 @@ from dynamo.config.planner_replay import ReplaySettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.planner.replay.compare import Comparison, compare
 from dynamo.planner.replay.patterns import generate, parse_pattern, speed_up, warp
+from dynamo.planner.replay.plot import draw_comparison, require_matplotlib
 from dynamo.planner.replay.request import ReplayRequest, from_trace
 from dynamo.planner.replay.result import ReplayResult
 from dynamo.planner.replay.service_model import service_model
@@ -36,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "dynamo planner replay", DESCRIPTION, [ReplaySettings, PlannerSettings], argv, epilog=EPILOG
     )
     try:
+        if settings.plot is not None:
+            require_matplotlib()
         found = compare(
             settings.policy or (planner.mode,),
             traffic(settings),
@@ -43,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             planner,
             settings.attainment if settings.score else None,
         )
+        if settings.plot is not None:
+            draw_comparison(found, Path(settings.plot))
     except DynamoError as error:
         print(f"dynamo planner replay: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -110,8 +110,8 @@ def replay_times(requests: Items[ReplayRequest], model: ServiceModel) -> list[tu
     ids=["light", "busy", "small chunks", "few sequences", "small cache"],
 )
 def test_means_agree_with_the_mocker(rate: float, limits: dict[str, int], tolerance: float) -> None:
-    """Mean TTFT and ITL agree within 2 %, or 8 % when sequences or blocks run out: the replay counts
-    KV in tokens, not in blocks."""
+    """Mean TTFT and ITL agree within 2 %, or 8 % when sequences or blocks run out: the replay
+    counts KV in tokens, not in blocks."""
     model = replace(service_model("mocker"), **limits)  # type: ignore[arg-type]
     requests = generate(flat(rate), duration_s=40, isl=2000, osl=120, spread=0.5, seed=3)
     expected, found = mocker_times(requests, model), replay_times(requests, model)
