@@ -105,7 +105,7 @@ def generate(  # noqa: PLR0913 - all but the first by name
         load += rng.gammavariate(1 / cv**2, cv**2)
     return [
         ReplayRequest(at_s, _length(rng, isl, spread), _length(rng, osl, spread))
-        for at_s in np.interp(loads, totals, ends).tolist()
+        for at_s in np.interp(np.asarray(loads), totals, ends).tolist()
     ]
 
 
@@ -120,7 +120,7 @@ def warp(requests: Sequence[ReplayRequest], rate: Rate) -> list[ReplayRequest]:
     ends, totals = _integral(rate, _LONGEST_S, last_s)
     if totals[-1] < last_s:
         raise ConfigError("--warp: the rate is too low for the trace to end; raise it")
-    times_s = np.interp([request.at_s for request in requests], totals, ends).tolist()
+    times_s = np.interp(np.array([r.at_s for r in requests]), totals, ends).tolist()
     return [replace(r, at_s=at_s) for r, at_s in zip(requests, times_s, strict=True)]
 
 
