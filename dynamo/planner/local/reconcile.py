@@ -26,6 +26,7 @@ from dynamo.serve.statefile import RESERVED_BY, Document
 __all__ = ["reconcile"]
 
 _COMMAND_TIMEOUT_S = 30.0
+_ARBITER_WRITES_WITHIN_S = 0.5
 log = logging.getLogger(__name__)
 
 
@@ -37,6 +38,8 @@ async def reconcile(access: LocalAccess, dry_run: bool = False) -> list[str]:
     the rest as it is, and StatefileError.
     """
     statuses = await access.statuses()
+    # A process that has just started is in the statefile after this time, at the latest.
+    await asyncio.sleep(_ARBITER_WRITES_WITHIN_S)
     services = read_services(access.document())
     found: list[str] = []
     removals: list[tuple[ServiceEntries, Entry]] = []
@@ -66,16 +69,25 @@ async def reconcile(access: LocalAccess, dry_run: bool = False) -> list[str]:
 
 
 async def _finish(access: LocalAccess, removals: list[tuple[ServiceEntries, Entry]]) -> None:
-    access.active.update(entry.name for _, entry in removals)
+    """Finish removals side by side: each may take as long as its worker drains."""
+    problems: list[str] = []
+
+    async def finish(entry: Entry, is_prefill: bool) -> None:
+        try:
+            await finish_removal(access, entry, is_prefill)
+        except (ActionFailed, CircusError, StatefileError) as error:
+            problems.append(error.message)
+
+    names = {entry.name for _, entry in removals}
+    access.active |= names
     try:
         async with asyncio.TaskGroup() as group:
             for service, entry in removals:
-                group.create_task(finish_removal(access, entry, service.is_prefill))
-    except* (ActionFailed, CircusError, StatefileError) as errors:
-        problems = "; ".join(str(error) for error in errors.exceptions)
-        raise ActionFailed(f"repaired in part: {problems}") from errors
+                group.create_task(finish(entry, service.is_prefill))
     finally:
-        access.active.difference_update(entry.name for _, entry in removals)
+        access.active -= names
+    if problems:
+        raise ActionFailed(f"repaired in part: {'; '.join(problems)}")
 
 
 def _without_watcher(

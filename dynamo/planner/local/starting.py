@@ -10,7 +10,6 @@ from dynamo.errors import StatefileError
 from dynamo.planner.connector import ActionFailed
 from dynamo.planner.local.access import LocalAccess, owner_mark
 from dynamo.planner.local.entries import (
-    delete_entry,
     free_gpus,
     gpu_ids,
     new_entry,
@@ -141,10 +140,9 @@ class WorkerStart:
             graceful_s = await access.graceful_timeout_s(name)
             # From here on the arbiter deletes the entry, when the last process has exited.
             access.statefile.update(self._release)
-            if await access.remove_watcher(name, deadline_s):
-                await wait_until_gone(access, name, graceful_s)
-            else:
-                access.statefile.update(lambda document: delete_entry(document, name))
+            # Without a watcher, a person removed it, or circus refused it.
+            await access.remove_watcher(name, deadline_s)
+            await wait_until_gone(access, name, graceful_s)
         except (ActionFailed, CircusError, StatefileError) as error:
             access.needs_repair = True
             log.error("%s: cannot undo its start now: %s", name, error.message)
