@@ -29,6 +29,7 @@ __all__ = [
     "is_freed",
     "new_entry",
     "next_name",
+    "read_entries",
     "read_services",
 ]
 
@@ -94,6 +95,12 @@ def read_services(document: Document) -> dict[str, ServiceEntries]:
             priority=_integer(args.get("priority")) or 0,
         )
     return found
+
+
+def read_entries(document: Document) -> list[Entry]:
+    """Return all entries, those of other programs too, in the order of the statefile."""
+    components = document["components"].items()
+    return [_entry(name, entry, 0) for name, entry in components if isinstance(entry, dict)]
 
 
 def next_name(document: Document, service: str, watchers: Collection[str]) -> str:
@@ -244,17 +251,21 @@ def _entries(document: Document, service: str) -> Iterator[Entry]:
             continue
         if entry.get("service", service) != service:  # "A_1" may also be a service of that name
             continue
-        reserved = entry.get(RESERVED_BY)
-        yield Entry(
-            name=name,
-            index=int(match[1] or 0),
-            argv=tuple(str(word) for word in entry.get("argv") or shlex.split(entry["cmd"])),
-            gpus=_gpus(entry),
-            draining=entry.get("state") == DRAINING,
-            pids=tuple(_pids(entry)),
-            lease=_integer(entry.get("lease")),
-            reserved_by=reserved if isinstance(reserved, Mapping) else None,
-        )
+        yield _entry(name, entry, int(match[1] or 0))
+
+
+def _entry(name: str, entry: Mapping[str, Any], index: int) -> Entry:
+    reserved = entry.get(RESERVED_BY)
+    return Entry(
+        name=name,
+        index=index,
+        argv=tuple(str(word) for word in entry.get("argv") or shlex.split(entry["cmd"])),
+        gpus=_gpus(entry),
+        draining=entry.get("state") == DRAINING,
+        pids=tuple(_pids(entry)),
+        lease=_integer(entry.get("lease")),
+        reserved_by=reserved if isinstance(reserved, Mapping) else None,
+    )
 
 
 def _pids(entry: Mapping[str, Any]) -> Iterator[int]:

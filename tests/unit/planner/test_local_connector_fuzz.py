@@ -171,9 +171,9 @@ class Fuzz:
                 assert watcher is not None or (entry.index == 0 and not entry.gpus)
                 assert entry.gpus == (watcher.spec.gpus if watcher else ())
         held = budget_held(document, read_services(document).values(), SETTINGS)
-        for service_name, service in (await connector.services()).items():
-            for _ in service.workers:
-                await connector.remove(service_name)
+        for name, scaled in (await connector.services()).items():
+            for _ in scaled.workers:
+                await connector.remove(name)
         assert held >= 0 and not any(s.workers for s in (await connector.services()).values())
 
 
