@@ -31,6 +31,7 @@ __all__ = [
     "next_name",
     "read_entries",
     "read_services",
+    "release",
 ]
 
 _MODEL_FLAGS = ("served-model-name", "model-name", "model", "model-path")
@@ -146,6 +147,13 @@ def new_entry(
         "processes": [],
         "lease": None,
     }
+
+
+def release(document: Document, name: str) -> None:
+    """Let the arbiter delete the entry when the watcher is removed: its worker is added."""
+    entry = document["components"].get(name)
+    if isinstance(entry, dict):
+        entry.pop(RESERVED_BY, None)
 
 
 def delete_entry(document: Document, name: str) -> None:

@@ -17,11 +17,13 @@ from dynamo.planner.local.entries import (
     delete_entry,
     new_entry,
     read_services,
+    release,
 )
+from dynamo.planner.local.leaving import wait_until_gone
 from dynamo.planner.local.patience import retried
 from dynamo.planner.local.ports import STOPPED, CircusError, NoSuchWatcher, WatcherOptions
 from dynamo.planner.local.removal import finish_removal
-from dynamo.serve.statefile import RESERVED_BY, Document
+from dynamo.serve.statefile import Document
 
 __all__ = ["reconcile"]
 
@@ -131,14 +133,15 @@ async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run:
 
 async def _remove_unstarted(access: LocalAccess, name: str) -> None:
     deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
+    access.statefile.update(lambda document: release(document, name))
     await access.remove_watcher(name, deadline_s)
-    access.statefile.update(lambda document: delete_entry(document, name))
+    await wait_until_gone(access, name, 0.0)
 
 
 def _correct(document: Document, name: str, options: WatcherOptions) -> None:
+    release(document, name)
     entry: dict[str, Any] | None = document["components"].get(name)
     if entry is not None:
-        entry.pop(RESERVED_BY, None)
         entry["resources"] = {"allocated_gpus": list(options.gpus)} if options.gpus else {}
 
 
