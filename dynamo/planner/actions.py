@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -190,11 +190,11 @@ class WorkerActions:
         return self._flights.setdefault(service, _Flight())
 
 
-def _unseen(adds: Iterable[_Add], service: ScaledService) -> int:
+def _unseen(adds: Sequence[_Add], service: ScaledService) -> int:
     """Return how many of ``adds`` have no new worker in ``service`` yet."""
     names = {worker.name for worker in service.workers}
     unseen = 0
-    for add in adds:
+    for add in reversed(adds):  # a newer one has fewer workers that can be its own
         new = set() if add.before is None else names - add.before
         if new:
             names.discard(max(new))

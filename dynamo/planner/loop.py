@@ -149,8 +149,9 @@ class ScalingLoop:
         due = [state for state in active if state.due_s <= soon_s]
         if due:
             await self._sources.read_frontends()
-        for state in due:
-            self._decide(state)
+        if not self._stopped.is_set():
+            for state in due:
+                self._decide(state)
 
     def _pull(self, state: ModelState) -> None:
         name, now_s = state.model.name, self._clock()

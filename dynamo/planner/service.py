@@ -15,12 +15,11 @@ import msgspec
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
-from dynamo.errors import ConfigError
+from dynamo.errors import ConfigError, DynamoError
 from dynamo.planner.actions import WorkerAction
-from dynamo.planner.connector import Connector
 from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
 from dynamo.planner.explain import EXPLAIN, model_reports
-from dynamo.planner.local.connector import open_connector
+from dynamo.planner.local.connector import LocalConnector, open_connector
 from dynamo.planner.loop import ScalingLoop
 from dynamo.planner.metrics import PlannerMetrics
 from dynamo.planner.model_state import Pools
@@ -31,12 +30,13 @@ from dynamo.planner.sources import LiveSources
 from dynamo.planner.tensorboard import TensorboardLog, default_log_dir
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.discovery.layout import read_file
-from dynamo.runtime.paths import run_dir, state_dir
+from dynamo.runtime.paths import private_dir, run_dir, state_dir
 from dynamo.runtime.stop_signals import StopSignals
 from dynamo.serve.statefile import FileLock, Statefile
 
 __all__ = ["DecisionWriter", "run_planner"]
 
+_REPAIR_S = 60.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class DecisionWriter:
     """Writes each finished decision to the file of ``dynamo planner explain``."""
 
     def __init__(self, path: Path) -> None:
+        private_dir(path.parent)
         self._log = DecisionLog(path)
         self._failed = False
 
@@ -85,7 +86,7 @@ class DecisionWriter:
 
 
 async def _run(
-    runtime: DistributedRuntime, connector: Connector, settings: PlannerSettings
+    runtime: DistributedRuntime, connector: LocalConnector, settings: PlannerSettings
 ) -> None:
     namespace = runtime.settings.namespace
     sources = LiveSources(runtime, Statefile(state_dir(runtime.settings), namespace), settings)
@@ -102,14 +103,29 @@ async def _run(
         with _signals(stop, loop):
             await runtime.start()
             await sources.start()
+            await _repair(connector, settings)
             runtime.tasks.spawn(_serve_explain(runtime, loop, stop), name="explain")
             work = runtime.tasks.spawn(loop.run(), name="planner")
             work.add_done_callback(lambda _: stop.set())  # it failed
             await stop.wait()
             await loop.stop(runtime.system.shutdown_timeout_s)
             await work
+            await _repair(connector, settings)  # what the cancelled changes have left
     finally:
         tensorboard.close()
+
+
+async def _repair(connector: LocalConnector, settings: PlannerSettings) -> None:
+    """Repair what a crash, or a change that was cancelled, has left."""
+    if settings.no_operation:
+        return
+    try:
+        async with asyncio.timeout(_REPAIR_S):
+            await connector.reconcile()
+    except TimeoutError:
+        log.warning("not repaired in %g s; the next start goes on with it", _REPAIR_S)
+    except DynamoError as error:
+        log.warning("%s", error.message)
 
 
 async def _serve_explain(

@@ -31,10 +31,13 @@ class FakeConnector:
         self.gates: list[asyncio.Event] = []
         self.most_gpus = 0.0
         self.failure: Exception | None = None
+        self.unknown: Exception | None = None
         self._manual = manual
         self._number = 0
 
     async def services(self) -> Mapping[str, ScaledService]:
+        if self.unknown is not None:
+            raise self.unknown
         return dict(self.by_name)
 
     async def add(self, service: str) -> str:
