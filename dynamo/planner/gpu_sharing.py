@@ -23,6 +23,9 @@ from dynamo.protocols.control import OnDemandModel
 
 __all__ = ["DemandSource", "GpuSharing"]
 
+_PATIENCE = 4
+"""Minimum residencies after which a waiting model comes before those of higher priority."""
+
 
 class DemandSource(Protocol):
     """The frontends' view of models on demand; see :class:`OnDemandRegistry`."""
@@ -109,4 +112,5 @@ class GpuSharing:
             gpus=self.capacity,
             idle_timeout_s=settings.idle_timeout_s,
             residency_s=settings.min_residency_s,
+            patience_s=_PATIENCE * settings.min_residency_s,
         )
