@@ -83,6 +83,9 @@ class InfoRoutes:
         for entry in self._models.entries():
             for path in sorted(entry.paths) if entry.served else ():
                 paths.setdefault(path, {"post": _operation()})
+            for route in sorted(entry.patterns.routes) if entry.served else ():
+                method, _, path = route.partition(" ")
+                paths[path] = {method.lower(): _operation(), **paths.get(path, {})}
         exchange.respond(200, orjson.dumps({**self._openapi, "paths": paths}))
 
     def _list(self, exchange: Exchange) -> None:

@@ -16,6 +16,7 @@ from dynamo.frontend.models.inputs import (
     is_relayed,
     load_preprocessor,
     paths_of,
+    patterns_of,
     router_settings,
 )
 from dynamo.frontend.models.workers import AdmittedWorkers
@@ -23,6 +24,7 @@ from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.migration import MigrationMetrics, Migrations
+from dynamo.http.patterns import RoutePatterns
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
 from dynamo.router.discovery.kv_router import make_router
@@ -42,8 +44,9 @@ class ModelEntry:
 
     ``workers`` maps keys to cards and may be empty for a while; ``prefill`` holds the cards of the
     prefill workers. ``served``: a request can be answered now, according to the cards. ``types``
-    are the APIs of a model that takes tokens, ``paths`` those of a relayed one. ``on_worker`` is
-    called when requests can be sent to a new worker.
+    are the APIs of a model that takes tokens, ``paths`` those of a relayed one, and ``patterns``
+    its routes whose requests do not name the model in the body. ``on_worker`` is called when
+    requests can be sent to a new worker.
     """
 
     preprocessor: Preprocessor
@@ -62,6 +65,7 @@ class ModelEntry:
         types = () if self.relayed else card.model_type.split("|")
         self.types = frozenset(one.strip() for one in types)
         self.paths: frozenset[str] = frozenset()
+        self.patterns = RoutePatterns()
         self.has_preprocessor = False
         self.metrics = metrics.model(self.name)
         self.prefill = PrefillPool(self.name, metrics)
@@ -191,9 +195,10 @@ class ModelEntry:
             found.metrics = self._all_metrics
 
     def _update(self) -> None:
-        """Recompute ``served``, ``paths`` and the model's gauges."""
+        """Recompute ``served``, ``paths``, ``patterns`` and the model's gauges."""
         if self.relayed and self.workers:
             self.paths = paths_of(self.workers.values())
+            self.patterns = patterns_of(self.workers.values())
         self.served = self.ready and bool(self.workers)
         if self.ready:
             self._all_metrics.show_card(self.card, self.served, self._migrations.limit)
