@@ -10,13 +10,12 @@ from dynamo.errors import StatefileError
 from dynamo.planner.connector import ActionFailed
 from dynamo.planner.local.access import LocalAccess, owner_mark
 from dynamo.planner.local.entries import (
-    free_gpus,
-    gpu_ids,
     new_entry,
     next_name,
     read_services,
     release,
 )
+from dynamo.planner.local.gpu_booking import free_gpus, gpu_ids
 from dynamo.planner.local.leaving import wait_until_gone
 from dynamo.planner.local.patience import retried, wait_until
 from dynamo.planner.local.ports import STOPPED, CircusBusy, CircusError

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo.planner.local.access import is_reserved
-from dynamo.planner.local.entries import Entry, gpu_ids, held_gpus, read_entries
+from dynamo.planner.local.entries import Entry, read_entries
+from dynamo.planner.local.gpu_booking import gpu_ids, held_gpus
 from dynamo.planner.local.ports import RegisteredWorker
 from dynamo.runtime.discovery.process import host_id
 from dynamo.serve.processes import same_process

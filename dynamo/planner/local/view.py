@@ -14,7 +14,8 @@ from dynamo.planner.connector import (
     ScaledService,
     ScaledWorker,
 )
-from dynamo.planner.local.entries import Entry, ServiceEntries, held_gpus
+from dynamo.planner.local.entries import Entry, ServiceEntries
+from dynamo.planner.local.gpu_booking import held_gpus
 from dynamo.planner.local.ports import STOPPED, STOPPING, RegisteredWorker
 from dynamo.planner.policies.base import DECODE, PREFILL
 from dynamo.serve.statefile import Document

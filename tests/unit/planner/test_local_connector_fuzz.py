@@ -21,7 +21,8 @@ from dynamo.errors import DynamoError
 from dynamo.planner.connector import ActionFailed
 from dynamo.planner.local.access import LocalAccess
 from dynamo.planner.local.connector import LocalConnector
-from dynamo.planner.local.entries import held_gpus, read_services
+from dynamo.planner.local.entries import read_services
+from dynamo.planner.local.gpu_booking import held_gpus
 from dynamo.planner.local.view import budget_held
 
 ROOT = Path(__file__).resolve().parents[3]
