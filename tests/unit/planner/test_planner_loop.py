@@ -16,7 +16,6 @@ from dynamo.planner.connector import DRAINING, READY, STARTING, ActionFailed
 from dynamo.planner.loop import ScalingLoop
 from dynamo.planner.policies.factory import make_policy
 
-pytestmark = pytest.mark.anyio
 FAST = PlannerSettings(
     metric_pulling_interval_s=0.005, adjustment_interval_s=0.02, max_gpu_budget=4
 )
