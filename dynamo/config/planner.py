@@ -154,6 +154,15 @@ class PlannerSettings:
     )
 
     def __post_init__(self) -> None:
+        """Reject another backend, and a load that would both add and remove a worker."""
+        for name in ("decode_kv", "prefill_queue"):
+            up, down = (getattr(self, f"{name}_scale_{way}_threshold") for way in ("up", "down"))
+            if down > up:
+                flag = f"--{name.replace('_', '-')}-scale"
+                raise ConfigError(
+                    f"{flag}-down-threshold {down:g} is above {flag}-up-threshold {up:g}; a load "
+                    "between them would add and remove a worker: lower the first or raise the other"
+                )
         if self.environment == "kubernetes":
             raise ConfigError(
                 "--environment kubernetes: this planner scales one box. Of the backends in the "

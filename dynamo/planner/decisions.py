@@ -22,7 +22,8 @@ __all__ = ["DECISIONS_FILE", "DecisionLog", "DecisionRecord", "PoolChange"]
 DECISIONS_FILE = "logs/planner-decisions.jsonl"
 """Path of the file in the run directory of a deployment; its logs stay when it ends."""
 
-_ERROR_CHARACTERS = 300
+_TEXT_CHARACTERS = 300
+"""Longest rule or error of a pool, so that a line of the file is bounded, too."""
 
 
 class PoolChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -79,16 +80,15 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         pools = tuple(
             PoolChange(
                 pool=made.pool,
-                before=before[made.pool],
+                before=before.get(made.pool, 0),
                 wanted=made.wanted,
-                rule=made.rule,
+                rule=shorten(made.rule, _TEXT_CHARACTERS),
                 inputs={k: float(v) for k, v in made.inputs.items() if math.isfinite(v)},
             )
             for made in decision.pools
         )
-        changes = any(change.before != change.wanted for change in pools)
-        outcome = "decided" if changes else "unchanged"
-        return cls(at_s=at_s, model=model, mode=mode, pools=pools, outcome=outcome)
+        record = cls(at_s=at_s, model=model, mode=mode, pools=pools, outcome="unchanged")
+        return msgspec.structs.replace(record, outcome="decided") if record.changes else record
 
     @property
     def changes(self) -> bool:
@@ -108,7 +108,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             msgspec.structs.replace(
                 pool,
                 after=after.get(pool.pool),
-                error=shorten(errors.get(pool.pool, ""), _ERROR_CHARACTERS),
+                error=shorten(" ".join(errors.get(pool.pool, "").split()), _TEXT_CHARACTERS),
             )
             for pool in self.pools
         )

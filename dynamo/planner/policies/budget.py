@@ -43,23 +43,20 @@ def clamp(wanted: Workers, seen: Observation) -> Workers:
     leaves over. If the minima do not fit, 1.x stops every worker; here decode workers get what
     fits, because they serve a prompt without prefill workers, too.
     """
-    prefill, decode = seen.prefill or _NO_POOL, seen.decode
+    prefill, decode, budget = seen.prefill or _NO_POOL, seen.decode, seen.max_gpus
     within = Workers(_within_pool(wanted.prefill, prefill), _within_pool(wanted.decode, decode))
-    if _cost(within, seen) <= seen.max_gpus + _ROUNDING:
+    if _cost(within, seen) <= budget + _ROUNDING:
         return within
-    scale = seen.max_gpus / _cost(within, seen)
-    at_most = min(
-        _count(seen.max_gpus - decode.minimum * decode.gpus_per_worker, prefill, within.prefill),
-        math.floor(within.prefill * scale + _ROUNDING),
-    )
-    fewer = max(_within_pool(0, prefill), at_most)
-    left = seen.max_gpus - fewer * prefill.gpus_per_worker
-    result = Workers(fewer, _count(left, decode, within.decode))
-    if result.decode >= _within_pool(0, decode):
-        return result
-    some = _count(seen.max_gpus, decode, _within_pool(0, decode))
-    left = seen.max_gpus - some * decode.gpus_per_worker
-    return Workers(_count(left, prefill, fewer), some)
+    least = Workers(prefill.minimum, decode.minimum)
+    if _cost(least, seen) > budget + _ROUNDING:
+        some = _count(budget, decode, least.decode)
+        left = budget - some * decode.gpus_per_worker
+        return Workers(_count(left, prefill, least.prefill), some)
+    share = math.floor(within.prefill * budget / _cost(within, seen) + _ROUNDING)
+    beside_decode = budget - least.decode * decode.gpus_per_worker
+    fewer = max(least.prefill, _count(beside_decode, prefill, share))
+    left = budget - fewer * prefill.gpus_per_worker
+    return Workers(fewer, _count(left, decode, within.decode))
 
 
 def affordable(wanted: Workers, seen: Observation) -> Workers:

@@ -10,7 +10,9 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.planner.policies.base import Policy
 from dynamo.planner.policies.fixed import FixedPolicy
+from dynamo.planner.policies.hpa import HpaPolicy
 from dynamo.planner.policies.load import LoadPolicy
+from dynamo.planner.policies.sla import SlaPolicy
 
 __all__ = ["POLICIES", "make_policy", "named_policy"]
 
@@ -19,11 +21,13 @@ Factory = Callable[[PlannerSettings, bool], Policy]
 
 POLICIES: dict[str, Factory] = {
     "load": lambda settings, prefill: LoadPolicy(settings),
+    "sla": SlaPolicy,
 }
 """Policies without an argument. Those of --mode must be here."""
 
 _WITH_ARGUMENT: dict[str, Callable[[PlannerSettings, bool, str], Policy]] = {
     "fixed": FixedPolicy,
+    "hpa": HpaPolicy,
 }
 
 

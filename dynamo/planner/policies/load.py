@@ -99,7 +99,8 @@ class LoadPolicy:
         loads = [kv_load(worker) for pull in seen.pulls for worker in _reported(pull.decode)]
         blocked = ""
         if self._grace:
-            blocked = f"{self._grace} intervals of grace are left for a new worker"
+            period = NEW_DECODE_WORKER_GRACE_PERIOD
+            blocked = f"a new worker has {self._grace} of {period} intervals of grace left"
         return _Signal(
             pool_name=DECODE,
             pool=seen.decode,
@@ -174,9 +175,8 @@ class _Signal:
         return self._change(1, rule + self.outlook)
 
     def _change(self, step: int, rule: str) -> PoolDecision:
-        inputs = dict(self.more_inputs)
-        if self.load is not None:
-            inputs[self.metric.replace(" ", "_").lower()] = self.load
+        inputs = {} if self.load is None else {self.metric.replace(" ", "_").lower(): self.load}
+        inputs |= self.more_inputs
         workers = self.pool.workers + step
         return PoolDecision(pool=self.pool_name, wanted=workers, rule=rule, inputs=inputs)
 

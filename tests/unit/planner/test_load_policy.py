@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.config.planner import PlannerSettings
+from dynamo.errors import ConfigError
 from dynamo.planner.observation import Observation, Pool, Pull, Traffic, WorkerLoad
 from dynamo.planner.policies.base import PoolDecision, ScalingDecision
 from dynamo.planner.policies.load import LoadPolicy, kv_load
@@ -72,9 +75,9 @@ def pool(decision: ScalingDecision, name: str) -> PoolDecision:
     return next(made for made in decision.pools if made.pool == name)
 
 
-def with_grace(intervals: int, settings: PlannerSettings = SETTINGS) -> LoadPolicy:
+def with_grace(intervals: int) -> LoadPolicy:
     """A policy that has added a decode worker, and decided since, so ``intervals`` are left."""
-    policy = LoadPolicy(settings)
+    policy = LoadPolicy(SETTINGS)
     added = seen(1, 1, pulls(kv=[0.95]))
     policy.applied(policy.decide(added), failed=())
     while policy.grace > intervals:
@@ -178,17 +181,16 @@ def test_the_kv_load_is_the_mean_over_all_reports_of_all_pulls() -> None:
     assert pool(decision, "decode").inputs["kv_load"] == pytest.approx(0.7)
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, PlannerSettings()])
-def test_three_full_intervals_are_protected(settings: PlannerSettings) -> None:
+def test_three_full_intervals_are_protected() -> None:
     """The seed: no decode worker is removed in the next three adjustment intervals."""
-    policy = LoadPolicy(settings)
+    policy = LoadPolicy(PlannerSettings())
     added = policy.decide(seen(None, 1, pulls(kv=[0.95])))
     policy.applied(added, failed=())
     idle = seen(None, 2, pulls(kv=[0.1]))
     decided = [policy.decide(idle) for _ in range(4)]
     assert [pool(decision, "decode").wanted for decision in decided] == [2, 2, 2, 1]
     assert pool(decided[0], "decode").rule == (
-        "KV load 0.1 < 0.5, but 3 intervals of grace are left for a new worker"
+        "KV load 0.1 < 0.5, but a new worker has 3 of 3 intervals of grace left"
     )
 
 
@@ -250,6 +252,35 @@ def test_the_last_worker_is_left_to_the_idle_timeout() -> None:
     assert pool(LoadPolicy(SETTINGS).decide(seen(None, asleep)), "decode").wanted == 0
 
 
+def test_the_worked_example_of_the_manual() -> None:
+    page = Path(__file__).parents[3] / "docs" / "planner.md"
+    lines = [
+        line for line in page.read_text().splitlines() if re.match(r"\| [1-5] \| [\d., ]+ \|", line)
+    ]
+    policy, prefill, decode = LoadPolicy(PlannerSettings()), 1, 2
+    for line in lines:
+        _, queue, kv, *texts = (cell.strip() for cell in line.strip("|").split(" | "))
+        samples = pulls([float(depth) for depth in queue.split(",")], [float(kv)])
+        decision = policy.decide(seen(prefill, decode, samples))
+        policy.applied(decision, failed=())
+        assert texts == [
+            f"{count} -> {made.wanted}: {made.rule}" if made.wanted != count else made.rule
+            for count, made in (
+                (prefill, pool(decision, "prefill")),
+                (decode, pool(decision, "decode")),
+            )
+        ]
+        prefill, decode = (pool(decision, name).wanted for name in ("prefill", "decode"))
+    assert len(lines) == 5
+
+
+def test_thresholds_that_contradict_each_other_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="--decode-kv-scale-down-threshold"):
+        PlannerSettings(decode_kv_scale_up_threshold=0.4)
+    with pytest.raises(ConfigError, match="--prefill-queue-scale-up-threshold"):
+        PlannerSettings(prefill_queue_scale_down_threshold=0.6)
+
+
 FIGURES = st.floats(min_value=0, max_value=50) | st.just(math.nan)
 POOLS = st.builds(
     Pool,
@@ -302,6 +333,7 @@ def gpus_after(decision: ScalingDecision, observed: Observation) -> float:
     return most
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(OBSERVATIONS, st.sets(st.sampled_from(["decode", "prefill"])))))
 def test_no_history_breaks_a_limit(history: list[tuple[Observation, set[str]]]) -> None:
     policy = LoadPolicy(PlannerSettings())
