@@ -57,7 +57,7 @@ def _model(state: ModelState, record: DecisionRecord) -> ModelReport:
 def _lines(found: ExplainReport) -> Iterator[str]:
     if found.decisions:
         yield "last decisions:"
-    else:
+    elif found.running:
         yield "no decision yet"
     for record in found.decisions:
         yield f"  {time.strftime('%H:%M:%S', time.localtime(record.at_s))}  {record.text()}"
@@ -68,4 +68,5 @@ def _lines(found: ExplainReport) -> Iterator[str]:
         when = "when that is done" if model.running else f"in {model.next_s:.0f} s"
         yield f"now, model {model.now.model}: {pools} (next decision {when})"
     if not found.running:
-        yield "no planner runs: these are the decisions of the last one"
+        last = ": these are the decisions of the last one" if found.decisions else ""
+        yield f"no planner runs in this namespace{last}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,8 +127,7 @@ class ScalingLoop:
         found = []
         for state in self._models.values():
             seen = self._observe(state, ends=False)
-            made = copy.deepcopy(state.policy).decide(seen)
-            found.append((state, self._record(state, made, seen)))
+            found.append((state, self._record(state, state.rehearse(seen), seen)))
         return found
 
     async def _tick(self) -> None:
@@ -197,7 +195,8 @@ class ScalingLoop:
                     *(name, policy.name, policy.interval_s),
                     " and ".join(service.name for service in model.services),
                 )
-                self._models[name] = ModelState(model, policy)
+                needs_traffic = self._settings.mode != "load"
+                self._models[name] = ModelState(model, policy, needs_traffic)
             else:
                 state.model = model
 
@@ -222,7 +221,7 @@ class ScalingLoop:
     def _decide(self, state: ModelState) -> None:
         seen = self._observe(state, ends=True)
         try:
-            made = state.policy.decide(seen)
+            made = state.decide(seen)
             record = self._record(state, made, seen)
         except Exception:  # a mistake in a policy must not stop the planner
             log.exception("policy %s failed; nothing is changed", state.policy.name)
