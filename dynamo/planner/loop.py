@@ -263,13 +263,15 @@ class ScalingLoop:
     async def _carry_out(
         self, state: ModelState, record: DecisionRecord, errors: dict[str, str]
     ) -> None:
-        """Change one pool after the other if the policy is blocking, else all at once."""
+        """Start all changes at once; with a blocking policy after its removals, which free GPUs."""
+        changes = list(record.pools)
         if state.policy.blocking:
-            for change in record.pools:
-                await self._change(state, change, errors)
-            return
+            for change in changes:
+                if change.wanted < change.before:
+                    await self._change(state, change, errors)
+            changes = [change for change in changes if change.wanted > change.before]
         async with asyncio.TaskGroup() as group:
-            for change in record.pools:
+            for change in changes:
                 group.create_task(self._change(state, change, errors))
 
     async def _change(self, state: ModelState, change: PoolChange, errors: dict[str, str]) -> None:
