@@ -1,8 +1,9 @@
-"""The names under which models are offered, and the model name in a request body."""
+"""The names under which models are offered, and the model name in a request."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from urllib.parse import quote, unquote_plus
 
 import msgspec
 
@@ -41,7 +42,7 @@ def choose_models(wanted: str | None, listed: Sequence[str]) -> dict[str, str]:
 
 
 class ModelNames:
-    """Replaces the name of a renamed model in request bodies."""
+    """Replaces the name of a renamed model in requests."""
 
     def __init__(self, chosen: dict[str, str] | None = None) -> None:
         self._renamed = {
@@ -69,6 +70,19 @@ class ModelNames:
         fields["model"] = msgspec.Raw(server_name)
         return _encode(fields)
 
+    def rewrite_target(self, target: str, spans: Iterable[tuple[int, int]]) -> str:
+        """As :meth:`rewrite`, of path and query: ``spans`` are the parameters of the path."""
+        if not self._renamed:
+            return target
+        path, mark, query = target.partition("?")
+        for begin, end in sorted(spans, reverse=True):
+            path = path[:begin] + self._quoted(path[begin:end]) + path[end:]
+        fields = query.split("&")
+        for number, field in enumerate(fields):
+            if field.startswith("model="):
+                fields[number] = f"model={self._quoted(field[6:])}"
+        return f"{path}{mark}{'&'.join(fields)}"
+
     def rewrite_form(self, body: bytes, content_type: str) -> bytes:
         """As :meth:`rewrite`, of a form with files."""
         span = field_span(body, content_type, "model") if self._renamed else None
@@ -79,3 +93,8 @@ class ModelNames:
         if server_name is None:
             return body
         return b"".join((body[:begin], _NAME.decode(server_name).encode(), body[end:]))
+
+    def _quoted(self, text: str) -> str:
+        """The server's name for ``text`` from a URL, else ``text``."""
+        server_name = self._renamed.get(unquote_plus(text))
+        return text if server_name is None else quote(_NAME.decode(server_name), safe="")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dynamo.http.patterns import RoutePatterns
 from dynamo.llm.types import ModelType
 
 __all__ = ["PROFILES", "LoadNames", "Profile", "model_type_of", "offered_routes"]
@@ -111,7 +112,7 @@ PROFILES = {
 }
 """Every profile by the name that ``--profile`` takes."""
 
-_ADMINISTRATION = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_NOT_OFFERED = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models"))
 _TYPES = {
     "/v1/chat/completions": ModelType.Chat,
     "/v1/completions": ModelType.Completions,
@@ -127,23 +128,23 @@ _TYPES = {
 def offered_routes(openapi: object) -> tuple[str, ...]:
     """Return the routes of an /openapi.json that clients may use; none if it is something else.
 
-    These are the POST routes under /v1/ with a fixed path. The rest has no model in its body to
-    route by, or changes the server.
+    A POST to a fixed path, whose body names the model, is a path; GET, DELETE, and a POST with
+    parameters in the path are ``METHOD /path``. Left out is what changes the server, and
+    /v1/models, which the frontend has itself.
     """
     paths = openapi.get("paths") if isinstance(openapi, dict) else None
     if not isinstance(paths, dict):
         return ()
-    return tuple(
-        sorted(
-            path
-            for path, methods in paths.items()
-            if path.startswith("/v1/")
-            and "{" not in path
-            and isinstance(methods, dict)
-            and "post" in methods
-            and path not in _ADMINISTRATION
-        )
-    )
+    found = []
+    for path, methods in paths.items():
+        own = path in _NOT_OFFERED or path.startswith("/v1/models/")
+        if own or not path.startswith("/v1/") or not isinstance(methods, dict):
+            continue
+        if "post" in methods and "{" not in path:
+            found.append(path)
+        names = (one for one in methods if isinstance(one, str) and (one != "post" or "{" in path))
+        found += RoutePatterns(f"{one.upper()} {path}" for one in names).routes
+    return tuple(sorted(found))
 
 
 def model_type_of(routes: tuple[str, ...]) -> ModelType:

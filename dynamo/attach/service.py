@@ -11,6 +11,7 @@ from dynamo.attach.names import ModelNames
 from dynamo.attach.pool import ClientRequest, ConnectionPool
 from dynamo.errors import DynamoError, HttpFailure, InvalidArgument
 from dynamo.http.multipart import is_multipart
+from dynamo.http.patterns import RoutePatterns
 from dynamo.http.target import Target
 from dynamo.protocols import codec
 from dynamo.protocols.relay import HttpRequest, HttpResponseHead
@@ -36,7 +37,7 @@ _HOP_BY_HOP = frozenset(
     )
 )
 _NOT_SENT = _HOP_BY_HOP | {"host", "content-length", "expect"}
-_METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE"))
+_METHODS = frozenset(("GET", "POST", "DELETE"))
 
 
 class AttachService:
@@ -58,17 +59,19 @@ class AttachService:
         self.on_unreachable = on_unreachable
         self.names = ModelNames()
         self.routes: Collection[str] = ()
+        self.patterns = RoutePatterns()
 
     def offer(self, chosen: dict[str, str], routes: Collection[str]) -> None:
         """Relay requests for the models ``chosen``, {name: name in the server}, on ``routes``."""
         self.names = ModelNames(chosen)
         self.routes = routes
+        self.patterns = RoutePatterns(routes)
 
     def handle(self, stream: ServerStream, payload: bytes) -> None:
         """Relay one ``HttpRequest``; an error ends the stream."""
         try:
             request = _DECODE(payload)
-            self._check(request)
+            request.path = self._target(request)
             message = request_message(self.pool.target, request, self._body(request))
             RelayedRequest(self, stream, message).submit()
         except msgspec.MsgspecError as error:
@@ -83,12 +86,18 @@ class AttachService:
                 return self.names.rewrite_form(request.body, value)
         return self.names.rewrite(request.body)
 
-    def _check(self, request: HttpRequest) -> None:
+    def _target(self, request: HttpRequest) -> str:
+        """Return path and query with the server's own name of its model. Raises HttpFailure."""
         if request.method not in _METHODS:
             raise HttpFailure(f"method {request.method!r:.20} is not relayed", 405)
         path = request.path.partition("?")[0]
-        if path not in self.routes:
-            raise HttpFailure(f"the server of this model does not offer {path!r:.100}", 404)
+        if request.method == "POST" and path in self.routes:
+            return self.names.rewrite_target(request.path, ())
+        found = self.patterns.find(request.method, path)
+        if found is None:
+            offered = f"{request.method} {path}"
+            raise HttpFailure(f"the server of this model does not offer {offered!r:.100}", 404)
+        return self.names.rewrite_target(request.path, found.spans)
 
 
 class RelayedRequest:

@@ -19,7 +19,7 @@ VERBS = {
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
     "profile": ("dynamo.cli.profile", "measure a worker for the planner"),
     "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
-    "planner": ("dynamo.cli.planner", "simulate the scaling of workers"),
+    "planner": ("dynamo.cli.planner", "add and remove workers as their load changes"),
     "key": ("dynamo.cli.key", "add an API key to a frontend's key file"),
     "version": ("dynamo.cli.version", "print versions"),
 }

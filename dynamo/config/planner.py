@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dynamo.config.option import option
 from dynamo.errors import ConfigError
 
-__all__ = ["PlannerSettings"]
+__all__ = ["ExplainSettings", "PlannerSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class PlannerSettings:
         minimum=0,
         exclusive_minimum=True,
         metavar="SECONDS",
+        heading="intervals and budget",
         help="time between decisions",
     )
     metric_pulling_interval_s: float = option(
@@ -63,7 +64,11 @@ class PlannerSettings:
         help="workers that each pool keeps; 0: scale to zero after --idle-timeout",
     )
     decode_kv_scale_up_threshold: float = option(
-        0.9, "--decode-kv-scale-up-threshold", minimum=0, help="KV load that adds a decode worker"
+        0.9,
+        "--decode-kv-scale-up-threshold",
+        minimum=0,
+        heading="load: thresholds",
+        help="KV load that adds a decode worker",
     )
     decode_kv_scale_down_threshold: float = option(
         0.5,
@@ -87,6 +92,7 @@ class PlannerSettings:
         None,
         "--decode-engine-num-gpu",
         minimum=0,
+        heading="GPUs of a worker",
         help="GPUs of a decode worker; default: as the graph says, else 1",
     )
     prefill_engine_num_gpu: float | None = option(
@@ -101,6 +107,7 @@ class PlannerSettings:
         minimum=0,
         exclusive_minimum=True,
         metavar="MS",
+        heading="sla: targets and forecast",
         help="target of the time to first token",
     )
     itl_ms: float = option(
@@ -134,6 +141,7 @@ class PlannerSettings:
         "--idle-timeout",
         minimum=0,
         metavar="SECONDS",
+        heading="start and stop of workers",
         help="with --min-gpu-budget 0: time without requests after which the last worker goes",
     )
     start_timeout_s: float = option(
@@ -146,7 +154,7 @@ class PlannerSettings:
     )
 
     def __post_init__(self) -> None:
-        """Reject a load that would both add and remove a worker. Raises ConfigError."""
+        """Reject another backend, and a load that would both add and remove a worker."""
         for name in ("decode_kv", "prefill_queue"):
             up, down = (getattr(self, f"{name}_scale_{way}_threshold") for way in ("up", "down"))
             if down > up:
@@ -155,3 +163,20 @@ class PlannerSettings:
                     f"{flag}-down-threshold {down:g} is above {flag}-up-threshold {up:g}; a load "
                     "between them would add and remove a worker: lower the first or raise the other"
                 )
+        if self.environment == "kubernetes":
+            raise ConfigError(
+                "--environment kubernetes: this planner scales one box. Of the backends in the "
+                "table of planner.txt it has local; kubernetes is NVIDIA Dynamo's own. "
+                "Use --environment local"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainSettings:
+    """explain: which decisions"""
+
+    number: int = option(10, "-n", "--number", minimum=0, help="decisions to show")
+    json: bool = option(False, "--json", help="print the report as JSON")
+    timeout_s: float = option(
+        10.0, "--timeout-secs", minimum=0.1, help="seconds to wait for the planner"
+    )

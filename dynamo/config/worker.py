@@ -18,6 +18,9 @@ __all__ = [
 TOOL_CALL_PARSERS = (
     "deepseek_v3",
     "deepseek_v3_1",
+    "deepseek_v3_2",
+    "deepseek_v4",
+    "gemma4",
     "glm45",
     "harmony",
     "hermes",
@@ -25,6 +28,7 @@ TOOL_CALL_PARSERS = (
     "kimi_k2",
     "llama3_json",
     "minimax_m2",
+    "minimax_m3",
     "mistral",
     "nemotron_deci",
     "phi4",
@@ -36,13 +40,21 @@ REASONING_PARSERS = (
     "deepseek_r1",
     "deepseek_v3",
     "deepseek_v3_1",
+    "deepseek_v4",
+    "gemma4",
     "glm45",
     "gpt_oss",
+    "kimi",
     "kimi_k2",
+    "kimi_k25",
+    "minimax_append_think",
     "minimax_m2",
+    "minimax_m3",
     "mistral",
     "nemotron_deci",
+    "nemotron_nano",
     "qwen3",
+    "step3",
 )
 
 
@@ -51,12 +63,24 @@ def _dashed(names: tuple[str, ...]) -> dict[str, str]:
 
 
 TOOL_CALL_ALIASES = {
+    "gemma-4": "gemma4",
     "glm47": "glm45",
+    "kimi_k25": "kimi_k2",
+    "kimi-k25": "kimi_k2",
     "qwen25": "hermes",
     "qwen3": "hermes",
     **_dashed(TOOL_CALL_PARSERS),
 }
-REASONING_ALIASES = _dashed(REASONING_PARSERS)
+REASONING_ALIASES = {
+    "deepseek_v3_2": "deepseek_v3_1",
+    "deepseek-v3-2": "deepseek_v3_1",
+    "gemma-4": "gemma4",
+    "glm47": "glm45",
+    "nemotron3": "nemotron_nano",
+    "nemotron_v3": "nemotron_nano",
+    "nemotron-v3": "nemotron_nano",
+    **_dashed(REASONING_PARSERS),
+}
 """Other spellings, in flags and in the cards of other workers."""
 
 

@@ -38,15 +38,15 @@ class Routes:
         """Handle POST of a JSON body to ``path``."""
         self._exact.setdefault(path, {})["POST"] = route
 
-    def post_rest(self, prefix: str, route: Route) -> None:
-        """Handle POST to every path under ``prefix`` that has no route of its own.
+    def rest(self, prefix: str, methods: Sequence[str], route: Route) -> None:
+        """Handle ``methods`` of every path under ``prefix`` that has no route of its own.
 
-        The body is JSON or a form with files.
+        The body of a POST is JSON or a form with files.
 
         ``route`` refuses those that do not exist.
         """
         self._rest_prefix = prefix
-        self._rest = {"POST": route}
+        self._rest = dict.fromkeys(methods, route)
 
     def wrap_posts(self, prefix: str, wrap: Callable[[Route], Route]) -> None:
         """Replace the POST routes under ``prefix`` that exist now by the results of ``wrap``."""
@@ -67,7 +67,7 @@ class Routes:
     def __call__(self, exchange: Exchange) -> None:
         """Handle ``exchange``: the handler of the HTTP server."""
         methods = self._exact.get(exchange.path) or self._prefixed(exchange.path)
-        if methods is None and exchange.method == "POST":
+        if methods is None and exchange.method in self._rest:
             methods = self._rest if exchange.path.startswith(self._rest_prefix) else None
         if not methods:
             text = f"Route not found: {exchange.method} {exchange.path}"

@@ -19,8 +19,8 @@ from dynamo.runtime.discovery.layout import write_atomic
 
 __all__ = ["DECISIONS_FILE", "DecisionLog", "DecisionRecord", "PoolChange"]
 
-DECISIONS_FILE = "planner-decisions.jsonl"
-"""Name of the file in the run directory of a deployment."""
+DECISIONS_FILE = "logs/planner-decisions.jsonl"
+"""Path of the file in the run directory of a deployment; its logs stay when it ends."""
 
 _TEXT_CHARACTERS = 300
 """Longest rule or error of a pool, so that a line of the file is bounded, too."""

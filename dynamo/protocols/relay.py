@@ -5,8 +5,9 @@ one MessagePack ``HttpResponseHead`` first, then parts of the body: raw bytes, c
 empty. The end frame follows the last byte; an error frame means that the server is unreachable
 (before the head) or broke off (after it). An error status of the server is a normal response.
 
-The card of such a model has ``model_input: "Http"``, and ``user_data["routes"]`` lists the paths
-that the server answers, e.g. ``["/v1/chat/completions", "/v1/embeddings"]``.
+The card of such a model has ``model_input: "Http"``, and ``user_data["routes"]`` lists what the
+server answers: a path for a POST whose body names the model, ``/v1/embeddings``; method and path
+for all else, ``GET /v1/responses/{id}``, where a name in braces stands for one segment.
 """
 
 from __future__ import annotations

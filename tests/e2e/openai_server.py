@@ -14,6 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 MODEL = "org/remote-model"
+POSTS = (
+    *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/chat/completions"),
+    *("/v1/completions", "/v1/embeddings", "/v1/responses/{response_id}/cancel"),
+)
+PATHS: dict[str, Any] = {path: {"post": {}} for path in POSTS}
+PATHS["/v1/responses/{response_id}"] = {"get": {}, "delete": {}}
 USAGE = {"prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14}
 
 
@@ -21,7 +27,13 @@ class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
-    seen: ClassVar[dict[str, Any]] = {"bodies": [], "headers": [], "aborted": 0, "sent_bytes": 0}
+    seen: ClassVar[dict[str, Any]] = {
+        "bodies": [],
+        "headers": [],
+        "paths": [],
+        "aborted": 0,
+        "sent_bytes": 0,
+    }
     lock = threading.Lock()
 
     def log_message(self, *args: Any) -> None:
@@ -32,9 +44,22 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/models": {"object": "list", "data": [{"id": MODEL, "owned_by": "someone"}]},
             "/health": {},
             "/seen": self.seen,
+            "/openapi.json": {"paths": PATHS},
         }
+        if self.path.startswith("/v1/responses/"):
+            return self.stored(status="completed")
         page = pages.get(self.path)
-        self.answer(404 if page is None else 200, page or {})
+        return self.answer(404 if page is None else 200, page or {})
+
+    def do_DELETE(self) -> None:
+        self.stored(deleted=True)
+
+    def stored(self, **more: Any) -> None:
+        """Answer about a response that the server has stored."""
+        with self.lock:
+            self.seen["paths"].append(f"{self.command} {self.path}")
+        output: list[Any] = []
+        self.answer(200, {"id": "resp_1", "object": "response", "output": output, **more})
 
     def do_POST(self) -> None:
         raw = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -42,6 +67,8 @@ class Handler(BaseHTTPRequestHandler):
             with self.lock:
                 self.seen["bodies"].append(raw.decode("latin-1"))
             return self.answer(200, {"text": f"{len(raw)} bytes"})
+        if self.path.startswith("/v1/responses/"):
+            return self.stored(status="cancelled")
         body = json.loads(raw)
         with self.lock:
             self.seen["bodies"].append(body)

@@ -121,6 +121,23 @@ def test_embeddings(client: openai.OpenAI) -> None:
     assert made.data[0].embedding == [0.25, -1.0]
 
 
+def test_stored_responses(client: openai.OpenAI, shared: Attached) -> None:
+    """The body names no model: there is one server that has these routes."""
+    assert client.responses.retrieve("resp_1").status == "completed"
+    client.responses.delete("resp_1", extra_query={"model": "far"})
+    assert client.responses.cancel("resp_1").status == "cancelled"
+    path = "/v1/responses/resp_1"
+    assert shared.ask(shared.ports[0])["paths"] == [
+        f"GET {path}",
+        f"DELETE {path}?model=org%2Fremote-model",
+        f"POST {path}/cancel",
+    ]
+    with pytest.raises(openai.NotFoundError, match="no model `tiny` has GET of this path"):
+        client.responses.retrieve("resp_1", extra_query={"model": "tiny"})
+    paths = json.loads(shared.request("GET", "/openapi.json")[2])["paths"]
+    assert set(paths["/v1/responses/{response_id}"]) == {"get", "delete"}
+
+
 @pytest.mark.parametrize("size", [100, 9 << 20])
 def test_a_form_with_a_file(client: openai.OpenAI, shared: Attached, size: int) -> None:
     """The model is found in the form, gets its own name there, and all else is unchanged."""

@@ -94,9 +94,13 @@ def open_request(
     headers: tuple[tuple[str, str], ...] = (),
     context: Context | None = None,
 ) -> ResponseStream:
-    """Open a request on the first worker; the stream yields the encoded items."""
+    """Open a request on the first worker; the stream yields the encoded items.
+
+    ``path`` may have a method in front.
+    """
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    payload = codec.encode(HttpRequest("POST", path, list(headers), data))
+    method, _, path = path.rpartition(" ")
+    payload = codec.encode(HttpRequest(method or "POST", path, list(headers), data))
     stream = ResponseStream(decode=lambda item: item)
     worker = here.client.instance_ids()[0]
     return stream.attach(here.client.open(worker, payload, stream.sink, None, context))

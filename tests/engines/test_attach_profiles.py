@@ -17,13 +17,19 @@ from dynamo.errors import HttpFailure
 from dynamo.protocols.kv import BlocksCleared, BlocksStored
 
 AUDIO = ["/v1/audio/transcriptions", "/v1/audio/translations"]
+OTHERS = [
+    "DELETE /v1/responses/{id}",
+    "GET /v1/responses/{id}",
+    "GET /v1/server",
+    "POST /v1/responses/{id}/cancel",
+]
 GENERATION = [CHAT, "/v1/completions", "/v1/embeddings"]
 
 
 @pytest.mark.parametrize(
     ("profile", "routes", "sizes", "load"),
     [
-        ("vllm", [CHAT, "/v1/rerank"], (900, 32, 200, None), (50, 200 * 2, 7, 1)),
+        ("vllm", [CHAT, "/v1/rerank", *OTHERS], (900, 32, 200, None), (50, 200 * 2, 7, 1)),
         ("sglang", GENERATION, (700, 16, 100, 33), (50, 100, 5, 2)),
         ("trtllm", GENERATION[:2], (None, 32, 90, None), (7, 90, 2, 1)),
         ("llama.cpp", None, (512, 64, None, 4), (None, None, 2, 1)),
@@ -49,7 +55,7 @@ async def test_a_server_is_recognized(
             assert (config.total_kv_blocks, config.max_num_seqs) == sizes[2:]
             assert card.user_data is not None
             if routes is not None:
-                assert card.user_data["routes"] == routes
+                assert card.user_data["routes"] == sorted(routes)
             assert card.model_type.startswith("Chat")
             state = next(iter(here.loads.values()))
             assert load == (

@@ -153,6 +153,33 @@ async def test_only_the_routes_of_the_server_are_relayed(deployment: Deployment)
         assert server.seen["requests"] == []
 
 
+@pytest.mark.parametrize(
+    ("asked", "body", "line"),
+    [
+        ("GET /v1/server?a=%20b&model=mine", b"", "GET /v1/server?a=%20b&model=a%2Fm"),
+        ("DELETE /v1/responses/mine", b"\0", "DELETE /v1/responses/a%2Fm"),
+        ("POST /v1/responses/r_1/cancel", b"{ }", "POST /v1/responses/r_1/cancel"),
+        ("GET /v1/responses/r_1?model=other", b"", "GET /v1/responses/r_1?model=other"),
+    ],
+)
+async def test_other_methods_pass_unchanged(
+    deployment: Deployment, asked: str, body: bytes, line: str
+) -> None:
+    with upstream(deployment, "vllm", ("a/m",)) as server:
+        deployment.start("dynamo.attach", "--url", server.url, "--served-model-name", "mine")
+        async with asyncio.timeout(60), caller(deployment) as here:
+            headers = (("x-mine", "1"), ("connection", "x-hop"), ("x-hop", "1"))
+            head, answer = await fetch(here, body, asked, headers)
+            sent_line, names, received = answer.split(b"\n", 2)
+            assert head.status == 200 and ("content-type", "application/x-echo") in head.headers
+            assert sent_line.decode() == f"{line} HTTP/1.1" and received == body
+            length = "" if line.startswith("GET") else "content-length "
+            assert names.decode() == f"{length}host x-mine"
+            for wrong in ("PUT /v1/server", "DELETE /v1/server", "GET /v1/chat/completions"):
+                with pytest.raises(HttpFailure, match=r"does not offer|is not relayed"):
+                    await fetch(here, b"", wrong)
+
+
 async def test_the_key_of_the_server_replaces_the_clients(deployment: Deployment) -> None:
     async with attached(deployment, "--api-key", "s3cret") as (here, server):
         await fetch(here, {"model": "m"}, headers=(("authorization", "Bearer client"),))

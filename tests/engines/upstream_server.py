@@ -41,7 +41,10 @@ OPENAPI: dict[str, Any] = {
         "/v1/chat/completions": {"post": {}},
         "/v1/rerank": {"post": {}},
         "/v1/models": {"get": {}},
-        "/v1/responses/{id}": {"post": {}},
+        "/v1/models/{id}": {"delete": {}},
+        "/v1/responses/{id}": {"get": {}, "delete": {}, "head": {}, "parameters": []},
+        "/v1/responses/{id}/cancel": {"post": {}},
+        "/v1/server": {"get": {}, "put": {}},
         "/v1/load_lora_adapter": {"post": {}},
         "/sleep": {"post": {}},
     }
@@ -104,7 +107,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         page = self.state.pages().get(self.path)
-        if page is None:
+        if self.path.startswith(("/v1/responses/", "/v1/server")):
+            self.echo()
+        elif page is None:
             self.answer(404, b'{"detail":"Not Found"}')
         elif self.path in ("/health", "/api/version"):
             self.answer(self.state.health, json.dumps(page).encode())
@@ -113,7 +118,18 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.answer(200, json.dumps(page).encode())
 
+    def do_DELETE(self) -> None:
+        self.echo()
+
+    def echo(self) -> None:
+        """Answer with the request."""
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        names = " ".join(sorted(name.lower() for name in self.headers))
+        self.answer(200, f"{self.requestline}\n{names}\n".encode() + body, "application/x-echo")
+
     def do_POST(self) -> None:
+        if self.path.startswith("/v1/responses/"):
+            return self.echo()
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         fields = json.loads(body)
         if self.path == "/_set":

@@ -1,8 +1,8 @@
 """The routes of relayed models: their workers take whole HTTP requests, or whole OpenAI bodies.
 
 ``RelayRoutes.install`` puts itself in front of the POST routes under /v1/ that exist by then, and
-takes all paths under /v1/ without a route. So one place decides, by the model, how a request is
-served. While no relayed model is known, this costs a request one call.
+takes GET, POST and DELETE of all paths under /v1/ without a route. So one place decides, by the
+model, how a request is served. While no relayed model is known, this costs a request one call.
 """
 
 from __future__ import annotations
@@ -10,13 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dynamo.errors import DynamoError, InvalidArgument, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.answer.relayed_http import HttpAnswer
 from dynamo.frontend.answer.relayed_text import TextAnswer
 from dynamo.frontend.api.headers import request_id, routed
+from dynamo.frontend.api.relay_lookup import (
+    RouteModel,
+    choose_model,
+    models_with_route,
+    route_label,
+)
 from dynamo.frontend.models.inputs import TEXT_INPUT
 from dynamo.frontend.models.model import ModelEntry
 from dynamo.frontend.models.registry import Models
@@ -69,9 +75,9 @@ class RelayRoutes:
         self._tasks = tasks
 
     def install(self, routes: Routes) -> None:
-        """Take the POST routes under /v1/: those installed so far, and all without a route."""
+        """Take the POST routes under /v1/ installed so far, and all paths without a route."""
         routes.wrap_posts(_PREFIX, self._before)
-        routes.post_rest(_PREFIX, partial(self._serve, None))
+        routes.rest(_PREFIX, ("GET", "POST", "DELETE"), self._serve_rest)
 
     def _before(self, route: Route) -> Route:
         models, serve = self._models, self._serve
@@ -84,11 +90,31 @@ class RelayRoutes:
 
         return choose
 
+    def _serve_rest(self, exchange: Exchange) -> None:
+        """Relay a request to a path that only other servers have."""
+        found = models_with_route(self._models.entries(), exchange) if self._models.relays else []
+        if found:
+            self._serve_route(found, exchange)
+        elif exchange.method == "POST" and self._models.relays:
+            self._serve(None, exchange)
+        else:
+            exchange.refuse(404, f"Route not found: {exchange.method} {exchange.path}")
+
+    def _serve_route(self, found: Sequence[RouteModel], exchange: Exchange) -> None:
+        """Relay a request whose body does not name its model."""
+        label = route_label(found[0].match)
+        try:
+            entry, match = choose_model(found, exchange)
+            label = route_label(match)
+            self._check(entry)
+        except DynamoError as error:
+            self._registry.refuse(exchange, label, error, "unknown", "unary")
+            return
+        asked = RelayedBody(entry.name)
+        self._relay(self._begin(exchange, entry, asked, label))
+
     def _serve(self, otherwise: Route | None, exchange: Exchange) -> None:
         """Relay the request, or pass it to ``otherwise``, the route of models that take tokens."""
-        if otherwise is None and not self._models.relays:
-            exchange.refuse(404, f"Route not found: {exchange.method} {exchange.path}")
-            return
         if len(exchange.body) > INLINE_BODY_BYTES:
             self._tasks.spawn(self._serve_large(otherwise, exchange), name="large body")
             return
@@ -103,7 +129,11 @@ class RelayRoutes:
             assert otherwise is not None, "without another route an error was raised"
             otherwise(exchange)
             return
-        relay = self._begin(exchange, entry, asked)
+        self._relay(self._begin(exchange, entry, asked, _label(exchange.path)))
+
+    def _relay(self, relay: _Relay) -> None:
+        """Send the request, in a thread if its prompt is long."""
+        entry = relay.entry
         limit_bytes = entry.preprocessor.inline_limit_bytes if entry.has_preprocessor else None
         if limit_bytes is not None and len(relay.body) > limit_bytes:
             self._tasks.spawn(self._send_off_loop(relay), name="long prompt")
@@ -128,7 +158,8 @@ class RelayRoutes:
                     return
                 entry = self._entry(asked, exchange.path, otherwise)
                 if entry is not None and asked is not None:
-                    await self._send_off_loop(self._begin(exchange, entry, asked))
+                    label = _label(exchange.path)
+                    await self._send_off_loop(self._begin(exchange, entry, asked, label))
                     return
             assert otherwise is not None, "without another route an error was raised"
             otherwise(exchange)
@@ -162,21 +193,26 @@ class RelayRoutes:
             raise ModelNotFound(
                 f"Route not found: model `{entry.name}` has no {shorten(path)}, it has {known}"
             )
+        self._check(entry)
+        return entry
+
+    def _check(self, entry: ModelEntry) -> None:
         self._registry.check()
         if not entry.served:
             raise NoInstances
         if self._models.saturation.count:
             entry.dispatch.check()
-        return entry
 
-    def _begin(self, exchange: Exchange, entry: ModelEntry, asked: RelayedBody) -> _Relay:
+    def _begin(
+        self, exchange: Exchange, entry: ModelEntry, asked: RelayedBody, label: str
+    ) -> _Relay:
         """Admit the request: from here on it ends through its :class:`ActiveRequest`."""
         text = entry.card.model_input == TEXT_INPUT
         kind = RelayedActiveRequest if text else RelayedHttpRequest
         streams = asked.streams and exchange.path != EMBEDDINGS
         answer: RelayedAnswer = TextAnswer(streams) if text else HttpAnswer()
         body, exchange.body = exchange.body, b""
-        info = RequestInfo(_label(exchange.path), *request_id(exchange.headers))
+        info = RequestInfo(label, *request_id(exchange.headers))
         request = kind(self._registry, exchange, info, entry.metrics, streams)
         request.generation = answer
         return _Relay(request, answer, entry, asked, body)
@@ -198,7 +234,8 @@ class RelayRoutes:
             )
         else:
             target = path, exchange.query
-            message = http_message(target, exchange.headers, body, relay.request.engine_id)
+            head = exchange.method, exchange.headers
+            message = http_message(target, head, body, relay.request.engine_id)
         ids = prompt_ids(preprocessor, path, body, relay.asked, entry.context_length)
         return ids, message
 

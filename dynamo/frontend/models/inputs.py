@@ -16,10 +16,19 @@ from dynamo.config.router import RouterSettings
 from dynamo.errors import ConfigError
 from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.prompt.relayed_body import CHAT, COMPLETIONS, EMBEDDINGS
+from dynamo.http.patterns import RoutePatterns
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.relay import HTTP_INPUT, ROUTES
 
-__all__ = ["INPUTS", "TEXT_INPUT", "is_relayed", "load_preprocessor", "paths_of", "router_settings"]
+__all__ = [
+    "INPUTS",
+    "TEXT_INPUT",
+    "is_relayed",
+    "load_preprocessor",
+    "paths_of",
+    "patterns_of",
+    "router_settings",
+]
 
 TEXT_INPUT = "Text"
 INPUTS = ("Tokens", TEXT_INPUT, HTTP_INPUT)
@@ -37,9 +46,15 @@ def is_relayed(card: ModelCard) -> bool:
 
 
 def paths_of(cards: Iterable[ModelCard]) -> frozenset[str]:
-    """The paths that all these workers of one relayed model answer."""
+    """The paths to which all these workers of one relayed model take a POST that names it."""
     found = [_paths(card) for card in cards]
     return frozenset.intersection(*found) if found else frozenset()
+
+
+def patterns_of(cards: Iterable[ModelCard]) -> RoutePatterns:
+    """The other routes of all these workers: with another method, or parameters in the path."""
+    found = [RoutePatterns(_listed(card)).routes for card in cards]
+    return RoutePatterns(frozenset.intersection(*found) if found else ())
 
 
 def router_settings(card: ModelCard, settings: RouterSettings) -> RouterSettings:
@@ -74,6 +89,13 @@ def _paths(card: ModelCard) -> frozenset[str]:
     if card.model_input == TEXT_INPUT:
         types = [one.strip() for one in card.model_type.split("|")]
         return frozenset(_TYPE_PATHS[one] for one in types if one in _TYPE_PATHS)
+    return frozenset(one for one in _listed(card) if _PATH.fullmatch(one))
+
+
+def _listed(card: ModelCard) -> list[str]:
+    """The routes in a card of an HTTP server."""
+    if card.model_input != HTTP_INPUT:
+        return []
     given = (card.user_data or {}).get(ROUTES)
     listed = given[:_MAX_PATHS] if isinstance(given, list) else []
-    return frozenset(one for one in listed if isinstance(one, str) and _PATH.fullmatch(one))
+    return [one for one in listed if isinstance(one, str)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
@@ -15,6 +16,7 @@ from dynamo.frontend.models.inputs import (
     is_relayed,
     load_preprocessor,
     paths_of,
+    patterns_of,
     router_settings,
 )
 from dynamo.frontend.models.workers import AdmittedWorkers
@@ -22,6 +24,7 @@ from dynamo.frontend.prompt.preprocessor import Preprocessor
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.metrics import FrontendMetrics
 from dynamo.frontend.requests.migration import MigrationMetrics, Migrations
+from dynamo.http.patterns import RoutePatterns
 from dynamo.protocols.card import ModelCard
 from dynamo.protocols.control import EndpointRecord
 from dynamo.router.discovery.kv_router import make_router
@@ -41,7 +44,9 @@ class ModelEntry:
 
     ``workers`` maps keys to cards and may be empty for a while; ``prefill`` holds the cards of the
     prefill workers. ``served``: a request can be answered now, according to the cards. ``types``
-    are the APIs of a model that takes tokens, ``paths`` those of a relayed one.
+    are the APIs of a model that takes tokens, ``paths`` those of a relayed one, and ``patterns``
+    its routes whose requests do not name the model in the body. ``on_worker`` is called when
+    requests can be sent to a new worker.
     """
 
     preprocessor: Preprocessor
@@ -60,6 +65,7 @@ class ModelEntry:
         types = () if self.relayed else card.model_type.split("|")
         self.types = frozenset(one.strip() for one in types)
         self.paths: frozenset[str] = frozenset()
+        self.patterns = RoutePatterns()
         self.has_preprocessor = False
         self.metrics = metrics.model(self.name)
         self.prefill = PrefillPool(self.name, metrics)
@@ -72,6 +78,7 @@ class ModelEntry:
         self.ready = False
         self.served = False
         self.loading = False
+        self.on_worker: Callable[[], None] | None = None
         self._all_metrics = metrics
         self._admitted: AdmittedWorkers | None = None
         self._router: ConnectedRouter | None = None
@@ -188,9 +195,10 @@ class ModelEntry:
             found.metrics = self._all_metrics
 
     def _update(self) -> None:
-        """Recompute ``served``, ``paths`` and the model's gauges."""
+        """Recompute ``served``, ``paths``, ``patterns`` and the model's gauges."""
         if self.relayed and self.workers:
             self.paths = paths_of(self.workers.values())
+            self.patterns = patterns_of(self.workers.values())
         self.served = self.ready and bool(self.workers)
         if self.ready:
             self._all_metrics.show_card(self.card, self.served, self._migrations.limit)
@@ -214,3 +222,5 @@ class ModelEntry:
     def _workers_changed(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for worker_id in removed:
             self._all_metrics.workers.forget(worker_id)
+        if added and self.on_worker is not None:
+            self.on_worker()

@@ -29,18 +29,22 @@ _decode = msgspec.json.Decoder().decode
 
 
 def http_message(
-    target: tuple[str, str], headers: Mapping[str, str], body: bytes, request_id: str
+    target: tuple[str, str],
+    head: tuple[str, Mapping[str, str]],
+    body: bytes,
+    request_id: str,
 ) -> bytes:
     """The ``HttpRequest`` for the server: the client's body unchanged, and its headers but those of
-    its connection. ``target`` is the path and the query. O(bytes)."""
+    its connection. ``target`` is the path and the query, ``head`` method and headers. O(bytes)."""
     path, query = target
+    method, headers = head
     given = [
         one
         for one in headers.items()
         if one[0] not in _OWN_HEADERS and not one[0].startswith(_ROUTING_PREFIX)
     ]
     given.append(("x-request-id", request_id))
-    return encode(HttpRequest("POST", f"{path}?{query}" if query else path, given, body))
+    return encode(HttpRequest(method, f"{path}?{query}" if query else path, given, body))
 
 
 def text_message(path: str, body: bytes, *, ignore_unsupported: bool, ignore_nvext: bool) -> bytes:

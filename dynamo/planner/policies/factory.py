@@ -12,6 +12,7 @@ from dynamo.planner.policies.base import Policy
 from dynamo.planner.policies.fixed import FixedPolicy
 from dynamo.planner.policies.hpa import HpaPolicy
 from dynamo.planner.policies.load import LoadPolicy
+from dynamo.planner.policies.sla import SlaPolicy
 
 __all__ = ["POLICIES", "make_policy", "named_policy"]
 
@@ -20,6 +21,7 @@ Factory = Callable[[PlannerSettings, bool], Policy]
 
 POLICIES: dict[str, Factory] = {
     "load": lambda settings, prefill: LoadPolicy(settings),
+    "sla": SlaPolicy,
 }
 """Policies without an argument. Those of --mode must be here."""
 

@@ -10,7 +10,7 @@ from math import cos, pi
 import numpy as np
 
 from dynamo.errors import ConfigError
-from dynamo.planner.replay.request import ReplayRequest, sorted_by_arrival
+from dynamo.planner.replay.request import ReplayRequest
 
 __all__ = ["PATTERNS", "Rate", "generate", "parse_pattern", "speed_up", "warp"]
 
@@ -97,7 +97,8 @@ def generate(  # noqa: PLR0913 - all but the first by name
     """
     rng = random.Random(seed)
     ends, totals = _integral(rate, duration_s)
-    found, load = [], 0.0
+    found: list[ReplayRequest] = []
+    load = 0.0
     while True:
         load += rng.gammavariate(1 / cv**2, cv**2)
         if load >= totals[-1]:
@@ -121,9 +122,7 @@ def warp(requests: Sequence[ReplayRequest], rate: Rate) -> list[ReplayRequest]:
         if duration_s > 1e7:
             raise ConfigError("--warp: the rate is too low for the trace to end; raise it")
         ends, totals = _integral(rate, duration_s)
-    at = np.interp([request.at_s for request in requests], totals, ends)
-    moved = [replace(request, at_s=float(at_s)) for request, at_s in zip(requests, at, strict=True)]
-    return sorted_by_arrival(moved)
+    return [replace(r, at_s=float(np.interp(r.at_s, totals, ends))) for r in requests]
 
 
 def _integral(rate: Rate, duration_s: float) -> tuple[list[float], list[float]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dynamo.planner.connector import DRAINING, READY, STARTING
 from dynamo.planner.observation import Pool
@@ -36,10 +35,9 @@ class ReplayWorker:
 
 @dataclass(slots=True)
 class GpuBudget:
-    """GPUs of the box; ``on_free`` starts what waits for them."""
+    """GPUs of the box that no worker holds."""
 
     free: float
-    on_free: list[Callable[[], None]] = field(default_factory=list)
 
 
 class ReplayPool:
@@ -63,20 +61,12 @@ class ReplayPool:
         self._clock, self._setup, self._budget = clock, setup, budget
         self._make, self._on_ready = make, on_ready
         self._number = 0
-        self._waiting_starts: deque[Callable[[], None]] = deque()
-        self._ends: dict[ReplayWorker, Callable[[], None]] = {}
-        budget.on_free.append(self._start_waiting)
+        self._exits: dict[ReplayWorker, Callable[[], None]] = {}
 
     @property
     def ready(self) -> list[ReplayWorker]:
         """The workers that take requests."""
         return [worker for worker in self.workers if worker.state == READY]
-
-    @property
-    def wanted(self) -> int:
-        """The workers that serve or will serve, those included that wait for GPUs."""
-        going = sum(worker.state != DRAINING for worker in self.workers)
-        return going + len(self._waiting_starts)
 
     def count(self, state: str) -> int:
         """Return the number of workers in ``state``."""
@@ -86,40 +76,35 @@ class ReplayPool:
         """Return what a policy sees."""
         return Pool(
             ready=self.count(READY),
-            starting=self.count(STARTING) + len(self._waiting_starts),
+            starting=self.count(STARTING),
             draining=self.count(DRAINING),
             gpus_per_worker=self.gpus_per_worker,
             minimum=self._setup.minimum,
         )
 
-    def add(self, done: Callable[[], None], start_up_s: float | None = None) -> None:
-        """Start a worker once its GPUs are free; call ``done`` when it serves or is removed."""
+    def add(self, done: Callable[[], None], start_up_s: float | None = None) -> bool:
+        """Start a worker and call ``done`` when it serves; return False without free GPUs."""
         if self._budget.free + _ROUNDING < self.gpus_per_worker:
-            self._waiting_starts.append(done)
-            return
+            return False
         self._budget.free -= self.gpus_per_worker
         worker = ReplayWorker(self._number, self._clock.now_s, self._make(self._number))
         self._number += 1
         self.workers.append(worker)
-        self._ends[worker] = done
         delay_s = self._setup.start_up_s if start_up_s is None else start_up_s
         self._clock.at(self._clock.now_s + delay_s, self._serve, worker, done)
+        return True
 
-    def remove(self, done: Callable[[], None]) -> None:
-        """Remove the newest worker; call ``done`` when it has exited. One that waits for GPUs or
-        starts goes at once; one that serves finishes its requests first."""
-        if self._waiting_starts:
-            self._waiting_starts.pop()()
-            done()
-            return
-        worker = next(w for w in reversed(self.workers) if w.state != DRAINING)
-        started = self._ends.pop(worker, None)
-        if worker.state == STARTING and started is not None:
-            started()
+    def remove(self, done: Callable[[], None]) -> bool:
+        """Let the newest ready worker finish its requests and call ``done`` when it has exited;
+        return False if there is none."""
+        worker = next((w for w in reversed(self.workers) if w.state == READY), None)
+        if worker is None:
+            return False
         worker.state = DRAINING
-        self._ends[worker] = done
+        self._exits[worker] = done
         if worker.idle:
             self.release(worker)
+        return True
 
     def release(self, worker: ReplayWorker) -> None:
         """End a draining worker whose last request has finished."""
@@ -132,20 +117,12 @@ class ReplayPool:
         self.workers = []
 
     def _serve(self, worker: ReplayWorker, done: Callable[[], None]) -> None:
-        if worker.state == STARTING and worker in self.workers:
-            del self._ends[worker]
-            worker.state = READY
-            self._on_ready(worker)
-            done()
+        worker.state = READY
+        self._on_ready(worker)
+        done()
 
     def _exit(self, worker: ReplayWorker) -> None:
         self.workers.remove(worker)
         self.gpu_s += (self._clock.now_s - worker.begin_s) * self.gpus_per_worker
         self._budget.free += self.gpus_per_worker
-        self._ends.pop(worker)()
-        for start in self._budget.on_free:
-            start()
-
-    def _start_waiting(self) -> None:
-        while self._waiting_starts and self._budget.free + _ROUNDING >= self.gpus_per_worker:
-            self.add(self._waiting_starts.popleft())
+        self._exits.pop(worker)()

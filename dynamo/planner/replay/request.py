@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from dynamo.bench.trace import TraceRequest, parents
 
@@ -27,8 +29,24 @@ class ReplayRequest:
 
 
 def from_trace(requests: Sequence[TraceRequest]) -> list[ReplayRequest]:
-    """Convert a trace; conversations are found as ``dynamo.bench.trace.parents`` describes."""
-    return sorted_by_arrival(_convert(requests))
+    """Convert a trace; conversations are found as ``dynamo.bench.trace.parents`` describes.
+
+    Requests with the same timestamp are spread evenly over one tick of the trace's clock, which is
+    the smallest gap in it: 3 s in the Mooncake traces, whose timestamps are rounded.
+    """
+    return sorted_by_arrival(_convert(requests, _spread([r.timestamp / 1000 for r in requests])))
+
+
+def _spread(times_s: Sequence[float]) -> list[float]:
+    sizes = Counter(times_s)
+    distinct = sorted(sizes)
+    tick_s = min((after - before for before, after in pairwise(distinct)), default=0.0)
+    seen: Counter[float] = Counter()
+    spread = []
+    for at_s in times_s:
+        spread.append(at_s + tick_s * seen[at_s] / sizes[at_s])
+        seen[at_s] += 1
+    return spread
 
 
 def sorted_by_arrival(requests: Iterable[ReplayRequest]) -> list[ReplayRequest]:
@@ -44,11 +62,11 @@ def _move(request: ReplayRequest, place: dict[int, int]) -> ReplayRequest:
     return replace(request, parent=parent)
 
 
-def _convert(requests: Sequence[TraceRequest]) -> Iterable[ReplayRequest]:
-    for request, parent in zip(requests, parents(requests), strict=True):
+def _convert(requests: Sequence[TraceRequest], times_s: Sequence[float]) -> Iterable[ReplayRequest]:
+    for request, parent, at_s in zip(requests, parents(requests), times_s, strict=True):
         isl = request.input_length or max(1, len(request.hash_ids) * BLOCK_TOKENS)
         yield ReplayRequest(
-            at_s=request.timestamp / 1000,
+            at_s=at_s,
             isl=isl,
             osl=max(1, request.output_length),
             blocks=tuple(request.hash_ids[: (isl - 1) // BLOCK_TOKENS]),

@@ -46,6 +46,10 @@ V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜
 SECTION = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 KIMI = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
 KIMI_SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+DSML = '<｜DSML｜parameter name="{}" string="{}">{}</｜DSML｜parameter>\n'
+DSML_CALL = '<｜DSML｜invoke name="{}">\n{}</｜DSML｜invoke>\n'
+NS = "]<]minimax[>["
+GEMMA = "<|tool_call>call:{}{{{}}}<tool_call|>"
 TO_WEATHER = "commentary to=functions.get_weather <|constrain|>json<|message|>"
 
 CASES = (
@@ -222,6 +226,105 @@ CASES = (
     ),
     Case("glm45", "<tool_call>two words", content="<tool_call>two words"),
     Case("glm45", "<tool_call>unfinished", content="<tool_call>unfinished"),
+    # deepseek_v3_2, deepseek_v4: string="…" says what a value is, not the schema
+    Case(
+        "deepseek_v3_2",
+        "I look.\n\n<｜DSML｜function_calls>\n"
+        + DSML_CALL.format("get_weather", DSML.format("city", "true", "杭州 <b>\n"))
+        + DSML_CALL.format(
+            "get_weather",
+            DSML.format("city", "false", '["a"]') + DSML.format("days", "true", "5"),
+        )
+        + DSML_CALL.format("get_time", "")
+        + "</｜DSML｜function_calls>",
+        (
+            ("get_weather", '{"city": "杭州 <b>\\n"}'),
+            ("get_weather", '{"city": ["a"], "days": "5"}'),
+            TIME,
+        ),
+        "I look.",
+    ),
+    Case(
+        "deepseek_v3_2",
+        '<｜DSML｜function_calls><｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="city" '
+        'string="true">Pa',
+        (("get_weather", '{"city": "Pa'),),
+    ),
+    Case("deepseek_v3_2", "<｜DSML｜tool_calls>", content="<｜DSML｜tool_calls>"),
+    Case(
+        "deepseek_v4",
+        "<｜DSML｜tool_calls>\n"
+        + DSML_CALL.format("get_weather", DSML.format("city", "true", "Paris"))
+        + "</｜DSML｜tool_calls>",
+        (PARIS,),
+    ),
+    # gemma4
+    Case(
+        "gemma4",
+        "I look."
+        + GEMMA.format("get_weather", 'city:<|"|>Paris<|"|>')
+        + GEMMA.format("get_time", ""),
+        (PARIS, TIME),
+        "I look.",
+    ),
+    Case(
+        "gemma4",
+        GEMMA.format(
+            "get_weather",
+            'city:<|"|>a, "b"}\n<|<|"|>,days:-3.5,options:{a:[1,{b:null,<|"|>c d<|"|>:true},[]],'
+            "e:word,f:{}}",
+        ),
+        (
+            (
+                "get_weather",
+                '{"city": "a, \\"b\\"}\\n<|", "days": -3.5, "options": {"a": [1, {"b": null, '
+                '"c d": true}, []], "e": "word", "f": {}}}',
+            ),
+        ),
+    ),
+    Case(
+        "gemma4",
+        "<|tool_call>call:get_weather{options:{a:[1<tool_call|>Done",
+        (("get_weather", '{"options": {"a": [1]}}'),),
+        "Done",
+    ),
+    Case("gemma4", '<|tool_call>call:get_weather{city:<|"|>Pa', (("get_weather", '{"city": "Pa'),)),
+    Case("gemma4", "<|tool_call>call me", content="<|tool_call>call me"),
+    Case("gemma4", "<|tool_call>call:f(", content="<|tool_call>call:f("),
+    Case("gemma4", "<|tool_c", content="<|tool_c"),
+    # minimax_m3
+    Case(
+        "minimax_m3",
+        f'I look.\n{NS}<tool_call>\n{NS}<invoke name="get_weather">{NS}<city>Pa<b>ris{NS}</city>'
+        f"{NS}<days>3{NS}</days>{NS}<options>{NS}<a>{NS}<item>1{NS}</item>{NS}<item>{NS}<b>x{NS}</b>"
+        f"{NS}</item>{NS}</a>{NS}<c>true{NS}</c>{NS}</options>{NS}</invoke>\n"
+        f'{NS}<invoke name="get_time">{NS}</invoke>\n{NS}</tool_call>',
+        (
+            (
+                "get_weather",
+                '{"city": "Pa<b>ris", "days": 3, "options": {"a": ["1", {"b": "x"}], "c": "true"}}',
+            ),
+            TIME,
+        ),
+        "I look.",
+    ),
+    Case(
+        "minimax_m3",
+        f'{NS}<tool_call>{NS}<invoke name="get_weather">{NS}<options>{NS}</options>{NS}<days>many'
+        f"{NS}</days>{NS}<options>{NS}<a>x{NS}</invoke>{NS}</tool_call>Done",
+        (("get_weather", '{"options": {}, "days": "many", "options": {"a": "x"}}'),),
+        "Done",
+    ),
+    Case(
+        "minimax_m3",
+        f'{NS}<tool_call>{NS}<invoke name="get_weather">{NS}<city>Pa',
+        (("get_weather", '{"city": "Pa'),),
+    ),
+    Case("minimax_m3", f"{NS}<tool_call>no", content=f"{NS}<tool_call>no"),
+    Case(
+        "minimax_m3", f"{NS}<tool_call>{NS}</tool_call>", content=f"{NS}<tool_call>{NS}</tool_call>"
+    ),
+    Case("minimax_m3", "a ]<] b", content="a ]<] b"),
     # kimi_k2
     Case(
         "kimi_k2",

@@ -14,15 +14,22 @@ from text_kit import card
 from dynamo.errors import DynamoError
 from dynamo.frontend.api.openai import OpenAIRoutes
 from dynamo.frontend.api.relay import RelayRoutes
-from dynamo.frontend.models.inputs import paths_of
+from dynamo.frontend.models.inputs import paths_of, patterns_of
 from dynamo.frontend.requests.dispatch import Dispatch
 from dynamo.frontend.requests.relayed import RelayedEngineRequest
+from dynamo.http.patterns import RoutePatterns
 from dynamo.http.routes import Routes
 from dynamo.protocols.codec import plain_decode
 from dynamo.protocols.relay import HttpRequest, HttpResponseHead
 from dynamo.router.picker import Decision
 
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/audio/speech"]
+ROUTES = [
+    "GET /v1/voices",
+    "GET /v1/responses/{id}",
+    "DELETE /v1/responses/{id}",
+    "POST /v1/responses/{id}/cancel",
+]
 _decode_request = msgspec.msgpack.Decoder(HttpRequest).decode
 
 
@@ -89,7 +96,7 @@ class RelaySite(Site):
             display_name="far",
             model_input=model_input,
             model_type=model_type,
-            user_data={"routes": PATHS},
+            user_data={"routes": [*PATHS, *ROUTES]},
         )
         self.far = SimpleNamespace(
             **vars(self.entry) | {"dispatch": Dispatch(self, self)},  # type: ignore[arg-type]
@@ -98,15 +105,19 @@ class RelaySite(Site):
             relayed=True,
             served=True,
             paths=paths_of([self.far_card]),
+            patterns=patterns_of([self.far_card]),
+            workers={"7": self.far_card},
             has_preprocessor=False,
             context_length=2048,
         )
         self.far.metrics = self.metrics.model("far")
         self.entry.relayed, self.entry.name, self.entry.paths = False, "tiny", frozenset()
+        self.entry.patterns = RoutePatterns()
         self.worker_pool = SimpleNamespace(members=dict.fromkeys(self.workers))
         routes = Routes()
         OpenAIRoutes(self.active, self, self.tasks).install(routes)  # type: ignore[arg-type]
         RelayRoutes(self.active, self, self.tasks).install(routes)  # type: ignore[arg-type]
+        self.routes = routes
         self.bench = Bench(handler=routes)
 
     def entries(self) -> list[Any]:

@@ -52,7 +52,12 @@ MARKUP = [
     "<invoke name=", '"get_weather">', "<parameter name=", "</invoke>", "<arg_key>", "</arg_key>",
     "<arg_value>", "</arg_value>", "<minimax:tool_call>", "<|tool_calls_section_begin|>",
     "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
-    "analysis", "to=functions.get_time", "<|end|>", "functools", " ", "\n", ",", "null", "é",
+    "analysis", "to=functions.get_time", "<|end|>", "functools", " ",
+    "<|tool_call>", "call:f", "{", "}", '<|"|>', "<tool_call|>", "[", "]", "a:", "]<]minimax[>[",
+    "<tool_call>", '<invoke name="f">', "<city>", "</city>", "<item>", "</item>", "</tool_call>",
+    "<｜DSML｜function_calls>", "<｜DSML｜invoke name=",
+    '<｜DSML｜parameter name="a" string="true">',
+    "</｜DSML｜parameter>", "</｜DSML｜invoke>", "\n", ",", "null", "é",
 ]  # fmt: skip
 
 
@@ -112,6 +117,25 @@ def think(shape: ReasoningShape, inside: bool, *pieces: str, json_only: bool = F
 def test_reasoning(inside: bool, text: str, reasoning: str | None, content: str) -> None:
     assert think(THINK, inside, text) == [reasoning, content]
     assert think(THINK, inside, *text) == [reasoning, content]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reasoning", "content"),
+    [
+        ("gemma4", "<|channel>thought\nSo.\n<channel|>Hi", "So.", "Hi"),
+        ("gemma4", "<|channel>thought\n<channel|>Hi", None, "Hi"),
+        ("kimi", "◁think▷So.◁/think▷Hi", "So.", "Hi"),
+        ("kimi_k25", "So.</think>Hi", "So.", "Hi"),
+        ("minimax_append_think", "So.\n</think>\n\nHi", "So.", "Hi"),
+        ("minimax_m3", "<mm:think>So.</mm:think>Hi", "So.", "Hi"),
+        ("step3", "So.</think>Hi", "So.", "Hi"),
+    ],
+)
+def test_reasoning_by_name(name: str, text: str, reasoning: str | None, content: str) -> None:
+    shape = REASONING_FORMATS[name]
+    assert shape is not None
+    assert think(shape, shape.begins_inside(""), text) == [reasoning, content]
+    assert think(shape, shape.begins_inside(""), *text) == [reasoning, content]
 
 
 HERMES_CALL = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from http_bench import Bench
 from relayed_kit import PATHS, RelaySite, event
 from test_request import turn
+from text_kit import card
 
 from dynamo.errors import (
     CannotConnect,
@@ -240,6 +243,89 @@ async def test_a_draining_frontend_relays_nothing(site: RelaySite) -> None:
     site.active.refuses = True
     site.ask()
     assert site.status == 503 and not site.relayed
+
+
+# -- requests whose body names no model
+
+
+def ask_route(site: RelaySite, line: str, *headers: str, body: bytes = b"") -> None:
+    """Send a request on a connection of its own."""
+    site.bench = Bench(handler=site.routes)
+    head = "\r\n".join((f"{line} HTTP/1.1", "Host: a", f"Content-Length: {len(body)}", *headers))
+    site.bench.feed(head.encode() + b"\r\n\r\n" + body)
+
+
+@pytest.mark.parametrize(
+    ("line", "body"),
+    [
+        ("GET /v1/voices?model=far&b=%20x", b""),
+        ("GET /v1/responses/resp_1:a~b", b""),
+        ("DELETE /v1/responses/resp_1", b""),
+        ("DELETE /v1/responses/resp_1", b"\0any"),
+        ("POST /v1/responses/resp_1/cancel?x=1", b"{ }"),
+    ],
+)
+async def test_other_methods_are_relayed(site: RelaySite, line: str, body: bytes) -> None:
+    ask_route(site, line, "Content-Type: application/json", "TE: trailers", "X-Mine: 1", body=body)
+    (stream,) = site.relayed
+    request = stream.request
+    assert f"{request.method} {request.path}" == line and request.body == body
+    sent = dict(request.headers)
+    assert sent["x-mine"] == "1" and "te" not in sent and "host" not in sent
+    stream.head(x_one="1")
+    stream.body(b'{"id":', b"1}")
+    stream.sink.on_end()
+    assert site.status == 200 and site.body == b'{"id":1}' and "x-one: 1" in site.head
+    site.settled()
+
+
+async def test_an_id_is_no_label(site: RelaySite) -> None:
+    ask_route(site, "GET /v1/responses/resp_1")
+    site.relayed[0].head()
+    site.relayed[0].sink.on_end()
+    assert site.sample("dynamo_frontend_requests_total", endpoint="responses_id", model="far") == 1
+    assert b"resp_1" not in site.registry.render()
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "words"),
+    [
+        ("GET /v1/other", 404, "Route not found: GET /v1/other"),
+        ("GET /v1/responses/a/b", 404, "Route not found"),
+        ("GET /v1/responses/..", 404, "Route not found"),
+        ("GET /v1/responses/a%2fb", 404, "Route not found"),
+        ("GET /v1/responses/a%0d%0ax", 404, "Route not found"),
+        ("DELETE /v1/voices", 404, "Route not found"),
+        ("PUT /v1/voices", 404, "Route not found"),
+        ("GET /v1/embeddings", 404, "Route not found"),
+        ("GET /v1/voices?model=nope", 404, "no model `nope` has GET of this path"),
+        ("GET /v1/voices?model=a" + "&b=1" * 64, 400, "query"),
+        ("POST /v1/responses/a/cancel", 415, "application/json"),
+    ],
+)
+async def test_other_methods_are_refused(
+    site: RelaySite, line: str, status: int, words: str
+) -> None:
+    ask_route(site, line)
+    assert site.status == status and words in site.answer["message"]
+    assert not site.relayed
+    site.settled()
+
+
+async def test_one_of_several_servers_is_named(site: RelaySite) -> None:
+    near = SimpleNamespace(**vars(site.far) | {"name": "near", "workers": {"8": card()}})
+    near.workers["8"].instance_id = 8
+    site.entries = lambda: [site.entry, site.far, near]  # type: ignore[method-assign]
+    ask_route(site, "GET /v1/voices")
+    assert site.status == 400 and "one of far, near" in site.answer["message"]
+    for line in ("GET /v1/voices?model=near", "GET /v1/responses/near"):
+        ask_route(site, line)
+        site.relayed[-1].head()
+        site.relayed[-1].sink.on_end()
+    assert site.status == 200 and len(site.relayed) == 2
+    near.workers = site.far.workers  # now both are models of one server
+    ask_route(site, "GET /v1/voices")
+    assert len(site.relayed) == 3
 
 
 # -- routing

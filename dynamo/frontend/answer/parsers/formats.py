@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from dynamo.config.worker import REASONING_ALIASES, TOOL_CALL_ALIASES
 from dynamo.errors import InvalidArgument, shorten
+from dynamo.frontend.answer.parsers.brace_calls import GEMMA_4_MARKERS, BraceCallParser
+from dynamo.frontend.answer.parsers.element_calls import MINIMAX_M3_MARKERS, ElementCallParser
 from dynamo.frontend.answer.parsers.forced_calls import NamedCallParser
 from dynamo.frontend.answer.parsers.harmony import HARMONY_MARKERS, HarmonyParser
 from dynamo.frontend.answer.parsers.json_calls import (
@@ -31,6 +33,8 @@ from dynamo.frontend.answer.parsers.section_calls import (
     SectionShape,
 )
 from dynamo.frontend.answer.parsers.xml_calls import (
+    DEEPSEEK_V3_2,
+    DEEPSEEK_V4,
     GLM_45,
     MINIMAX_M2,
     QWEN3_CODER,
@@ -115,6 +119,13 @@ _REQUIRED = JsonCallShape((), bare=True)
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseek_v3": _section(DEEPSEEK_V3),
     "deepseek_v3_1": _section(DEEPSEEK_V3_1),
+    "deepseek_v3_2": _xml(DEEPSEEK_V3_2),
+    "deepseek_v4": _xml(DEEPSEEK_V4),
+    "gemma4": ToolFormat(
+        lambda message, tools: BraceCallParser(message),
+        GEMMA_4_MARKERS,
+        begins=GEMMA_4_MARKERS[:1],
+    ),
     "glm45": _xml(GLM_45),
     "harmony": ToolFormat(lambda message, tools: HarmonyParser(message, True), HARMONY_MARKERS),
     "hermes": _tagged("<tool_call>", "</tool_call>"),
@@ -124,6 +135,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         _json(JsonCallShape(("<|python_tag|>",), bare=True)), ("<|python_tag|>",)
     ),
     "minimax_m2": _xml(MINIMAX_M2),
+    "minimax_m3": ToolFormat(
+        lambda message, tools: ElementCallParser(message, tools.schemas),
+        MINIMAX_M3_MARKERS,
+        begins=(MINIMAX_M3_MARKERS[0],),
+    ),
     "mistral": ToolFormat(
         _json(JsonCallShape(("[TOOL_CALLS]",)), MistralCallParser),
         ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
@@ -137,18 +153,27 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 }
 
 _THINK = ReasoningShape("<think>", "</think>")
+_FORCED = _THINK._replace(forced=True)
 REASONING_FORMATS: Mapping[str, ReasoningShape | None] = {
     "basic": _THINK,
-    "deepseek_r1": ReasoningShape("<think>", "</think>", forced=True),
+    "deepseek_r1": _FORCED,
     "deepseek_v3": _THINK,
     "deepseek_v3_1": _THINK,
+    "deepseek_v4": _THINK,
+    "gemma4": ReasoningShape("<|channel>thought\n", "<channel|>", tokens=("<|channel>",)),
     "glm45": _THINK,
     "gpt_oss": None,  # harmony
+    "kimi": ReasoningShape("◁think▷", "◁/think▷"),
     "kimi_k2": _THINK,
+    "kimi_k25": _FORCED,
+    "minimax_append_think": _FORCED,
     "minimax_m2": _THINK,
+    "minimax_m3": ReasoningShape("<mm:think>", "</mm:think>"),
     "mistral": ReasoningShape("[THINK]", "[/THINK]"),
     "nemotron_deci": _THINK,
+    "nemotron_nano": _FORCED,
     "qwen3": _THINK,
+    "step3": _FORCED,
 }
 
 
@@ -174,7 +199,7 @@ class ModelFormats:
         self._shape = None if reasoning is None else REASONING_FORMATS[reasoning]
         self._calls = tool == "harmony"
         self._harmony = self._calls or reasoning == "gpt_oss"
-        marks = HARMONY_MARKERS if self._harmony else self._shape[:2] if self._shape else ()
+        marks = HARMONY_MARKERS if self._harmony else self._shape.markers if self._shape else ()
         self._tokenizer = tokenizer.showing(marks)
         self._with_tools = tokenizer.showing((*marks, *(self._tool.markers if self._tool else ())))
 

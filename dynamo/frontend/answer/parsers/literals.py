@@ -1,4 +1,4 @@
-"""Values that models write in JSON or Python, as JSON."""
+"""Values that models write in JSON or Python, as JSON; the types that a schema allows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import warnings
 from typing import Any
 
-__all__ = ["escaped", "json_text", "value_json"]
+__all__ = ["escaped", "is_text", "json_text", "kinds_of", "value_json"]
 
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
@@ -33,6 +33,24 @@ def value_json(text: str) -> str:
         return json_text(_python_value(text))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return json_text(text)
+
+
+def is_text(schema: Any) -> bool:
+    """Return whether a parameter takes text, as far as its schema says."""
+    kinds = kinds_of(schema)
+    return not kinds or "string" in kinds
+
+
+def kinds_of(schema: Any) -> set[str]:
+    """Return the types that a JSON schema allows, none if it names none."""
+    if not isinstance(schema, dict):
+        return set()
+    kind = schema.get("type")
+    kinds = {each for each in (kind if isinstance(kind, list) else [kind]) if each}
+    for name in ("anyOf", "oneOf"):
+        for each in schema.get(name) or ():
+            kinds |= kinds_of(each)
+    return kinds
 
 
 def _python_value(text: str) -> Any:

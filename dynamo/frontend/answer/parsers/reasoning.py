@@ -12,17 +12,24 @@ __all__ = ["ContentParser", "ReasoningParser", "ReasoningShape"]
 
 class ReasoningShape(NamedTuple):
     """The tags. ``forced``: an answer is reasoning from its beginning even without the first tag,
-    unless the prompt ends with the second. ``calls``: markers of tool calls, which end it too."""
+    unless the prompt ends with the second. ``calls``: markers of tool calls, which end it too.
+    ``tokens``: special tokens that are parts of the tags."""
 
     opens: str
     closes: str
     forced: bool = False
     calls: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All that may be special tokens."""
+        return (self.opens, self.closes, *self.tokens)
 
     def begins_inside(self, prompt: str | None) -> bool:
         """Whether the answer to ``prompt`` begins inside the reasoning."""
         end = "" if prompt is None else prompt[-1024:].rstrip(SPACE)
-        if end.endswith(self.opens):
+        if end.endswith(self.opens.rstrip(SPACE)):
             return True
         return self.forced and not end.endswith(self.closes)
 

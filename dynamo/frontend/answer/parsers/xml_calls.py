@@ -1,4 +1,4 @@
-"""The tool calls of Qwen3-Coder, MiniMax M2 and GLM 4.5: a tag for each parameter."""
+"""The tool calls of Qwen3-Coder, MiniMax M2, GLM 4.5 and DeepSeek V3.2: a tag a parameter."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dynamo.frontend.answer.parsers.literals import escaped, json_text, value_json
+from dynamo.frontend.answer.parsers.literals import escaped, is_text, json_text, value_json
 from dynamo.frontend.answer.parsers.message import AnswerMessage
 from dynamo.frontend.answer.parsers.scan import MAX_HELD, Markers, TextSteps
 
-__all__ = ["GLM_45", "MINIMAX_M2", "QWEN3_CODER", "XmlCallParser", "XmlCallShape"]
+__all__ = [
+    "DEEPSEEK_V3_2",
+    "DEEPSEEK_V4",
+    "GLM_45",
+    "MINIMAX_M2",
+    "QWEN3_CODER",
+    "XmlCallParser",
+    "XmlCallShape",
+]
 
 _MAX_NAME = 256
 _QUOTES = "\"'"
 _BARE_NAME = re.compile(r"[\w./:-]+")
+_TYPED = re.compile(r'(.*?)"?\s+string\s*=\s*"(true|false)"', re.DOTALL)
 
 
 class XmlCallShape(NamedTuple):
@@ -23,7 +32,9 @@ class XmlCallShape(NamedTuple):
     ``function`` and ``parameter`` are followed by a name, in quotes or not, up to ``name_ends``.
     Where ``function`` opens with "", the name follows ``call`` at once, and the first parameter or
     the end of the call ends it. ``value_opens`` is a tag between the name of a parameter and its
-    value. Line breaks around a value are dropped with ``trims``.
+    value. Line breaks around a value are dropped with ``trims``. ``token`` is a special token that
+    the tags contain. With ``string="true"`` or ``"false"`` behind its name a parameter says itself
+    whether it is a text.
     """
 
     call: tuple[str, str]
@@ -32,11 +43,13 @@ class XmlCallShape(NamedTuple):
     name_ends: str = ">"
     value_opens: str = ""
     trims: bool = True
+    token: str = ""
 
     @property
     def every_marker(self) -> tuple[str, ...]:
         """All that may be special tokens."""
-        tags = (*self.call, *self.function, *self.parameter, self.name_ends, self.value_opens)
+        tags = [*self.call, *self.function, *self.parameter]
+        tags += self.name_ends, self.value_opens, self.token
         return tuple(tag for tag in dict.fromkeys(tags) if len(tag) > 1)
 
 
@@ -56,6 +69,14 @@ GLM_45 = XmlCallShape(
     "<arg_value>",
     trims=False,
 )
+DEEPSEEK_V3_2 = XmlCallShape(
+    ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    ("<｜DSML｜invoke name=", "</｜DSML｜invoke>"),
+    ("<｜DSML｜parameter name=", "</｜DSML｜parameter>"),
+    trims=False,
+    token="｜DSML｜",
+)
+DEEPSEEK_V4 = DEEPSEEK_V3_2._replace(call=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"))
 
 
 class _Tags:
@@ -74,7 +95,9 @@ class _Tags:
         self.value_end = Markers(shape.parameter[1])
 
 
-_TAGS = {shape: _Tags(shape) for shape in (QWEN3_CODER, MINIMAX_M2, GLM_45)}
+_TAGS = {
+    shape: _Tags(shape) for shape in (QWEN3_CODER, MINIMAX_M2, GLM_45, DEEPSEEK_V3_2, DEEPSEEK_V4)
+}
 
 
 class XmlCallParser(TextSteps):
@@ -213,8 +236,10 @@ class XmlCallParser(TextSteps):
         if not 0 <= end <= _MAX_NAME:
             self._step = self._stray
             return True
-        name = self._take(end + len(ends))[:end].strip().strip(_QUOTES)
-        self._reads_text = _is_text(self._types.get(name))
+        name = self._take(end + len(ends))[:end].strip()
+        typed = _TYPED.fullmatch(name) if self._shape.token else None
+        name = (name if typed is None else typed[1]).strip(_QUOTES)
+        self._reads_text = is_text(self._types.get(name)) if typed is None else typed[2] == "true"
         quote = '"' if self._reads_text else ""
         separator = ", " if self._parameters else "{"
         self._message.add_arguments(f"{separator}{json_text(name)}: {quote}")
@@ -276,20 +301,3 @@ class XmlCallParser(TextSteps):
         self._take(len(self._tags.call_end.leading(self._text)))
         self._step = self._outside
         return True
-
-
-def _is_text(schema: Any) -> bool:
-    """Whether a parameter takes text, as far as its schema says."""
-    kinds = _kinds(schema)
-    return not kinds or "string" in kinds
-
-
-def _kinds(schema: Any) -> set[str]:
-    if not isinstance(schema, dict):
-        return set()
-    kind = schema.get("type")
-    kinds = {each for each in (kind if isinstance(kind, list) else [kind]) if each}
-    for name in ("anyOf", "oneOf"):
-        for each in schema.get(name) or ():
-            kinds |= _kinds(each)
-    return kinds
