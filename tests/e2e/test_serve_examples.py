@@ -70,7 +70,10 @@ def test_a_graph_of_real_engines_passes_a_dry_run(name: str) -> None:
 def test_the_planner_adds_workers_under_load_and_removes_them(serving: Serving) -> None:
     serving.namespace = "planner"
     url = f"http://127.0.0.1:{free_port()}"
-    flags = ("--Planner.adjustment-interval=1", "--Planner.metric-pulling-interval=0.2")
+    flags: tuple[str, ...] = (
+        "--Planner.adjustment-interval=1",
+        "--Planner.metric-pulling-interval=0.2",
+    )
     flags += (f"--Planner.log-dir={serving.tmp_path}", "--Worker.num-gpu-blocks-override=128")
     flags += (
         "--Worker.startup-time=0",
