@@ -21,7 +21,10 @@ _PULLS = 100_000
 
 
 class ModelState:
-    """``model`` as the connector lists it now, and the ``pulls`` since the last decision."""
+    """``model`` as the connector lists it now, and the ``pulls`` since the last decision.
+
+    ``wanted`` has the workers that the last decision of its policy wants, by pool.
+    """
 
     def __init__(self, model: ScaledModel, policy: Policy) -> None:
         self.model = model
@@ -29,6 +32,7 @@ class ModelState:
         self.pulls: deque[Pull] = deque(maxlen=_PULLS)
         self.pending: list[DecisionRecord] = []
         self.tasks: set[asyncio.Task[None]] = set()
+        self.wanted: dict[str, int] = {}
         self.is_new = True
         self.begins = True
         self.due_s = math.inf

@@ -56,7 +56,7 @@ def document_of(plan: DeploymentPlan) -> Document:
             "guard_pid": os.getppid(),
             "host": host_id(),
         },
-        "components": {spec.name: _component(spec) for spec in plan.specs},
+        "components": {spec.name: _component(spec) for spec in (*plan.specs, *plan.templates)},
         "environment": _environment(plan),
     }
 
@@ -141,7 +141,11 @@ class StatefileWriter:
             _apply,
             environment=_environment(self._plan),
             components=components,
-            templates={spec.name: spec for spec in self._plan.specs if not spec.index},
+            templates={
+                spec.name: spec
+                for spec in (*self._plan.specs, *self._plan.templates)
+                if not spec.index
+            },
             gone=gone,
         )
         try:

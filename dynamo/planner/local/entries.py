@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dynamo.errors import ConfigError
@@ -32,7 +33,8 @@ __all__ = [
     "read_services",
 ]
 
-_MODEL_FLAGS = ("served-model-name", "model-name", "model", "model-path")
+_NAME_FLAGS = ("served-model-name", "model-name")
+_MODEL_FLAGS = ("model", "model-path")
 _MODE_FLAG = "disaggregation-mode"
 
 
@@ -84,7 +86,7 @@ def read_services(document: Document) -> dict[str, ServiceEntries]:
         found[name] = ServiceEntries(
             name=name,
             base=watcher_name(document["namespace"], name, 0),
-            model=next((flags[flag] for flag in _MODEL_FLAGS if flag in flags), name),
+            model=_model_name(flags) or name,
             is_prefill=flags.get(_MODE_FLAG) == "prefill",
             gpus=_gpus_per_worker(document, entries, args),
             template=entries[0],
@@ -266,6 +268,17 @@ def _pids(entry: Mapping[str, Any]) -> Iterator[int]:
 
 def _serves_model(argv: tuple[str, ...]) -> bool:
     return argv[1:2] == ("-m",) and len(argv) > 2 and argv[2] in MODEL_PROGRAMS
+
+
+def _model_name(flags: Mapping[str, str]) -> str:
+    """Return the name under which a worker with these flags registers its model, if known."""
+    named = next((flags[flag] for flag in _NAME_FLAGS if flag in flags), "")
+    source = next((flags[flag] for flag in _MODEL_FLAGS if flag in flags), "")
+    if named or not source:
+        return named
+    path = Path(source).expanduser()
+    is_local = path.is_absolute() or source.startswith(".") or path.is_dir()
+    return path.resolve().name if is_local else source
 
 
 def _flags(argv: tuple[str, ...]) -> dict[str, str]:
