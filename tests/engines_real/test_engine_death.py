@@ -38,25 +38,24 @@ def test_the_worker_ends_with_its_engine(tmp_path: Path, tiny_model: Path) -> No
         assert made.request("POST", CHAT, {**body, "stream": False})[0] in (404, 503)
 
 
-CHECKS = {
-    "DYN_HEALTH_CHECK_ENABLED": "true",
-    "DYN_CANARY_WAIT_TIME": "1",
-    "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "3",
-}
+NOTICED_S = 3.0
 
 
-def test_a_hung_engine_fails_its_health_checks(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_stopped_engine_leaves_routing(tmp_path: Path, tiny_model: Path) -> None:
     with closing(EngineDeployment(tmp_path)) as made:
         made.frontend()
-        made.worker(tiny_model, "tiny", **CHECKS)
+        made.worker(tiny_model, "tiny")
         made.wait_for_models("tiny")
         body = chat("Hello", model="tiny", max_tokens=4)
         before = made.post(CHAT, body)["choices"]
         (core,) = made.engine_cores()
         core.suspend()
         try:
-            made.until(lambda: "unavailable" in generate_row(made), "the failed check")
-            assert generate_row(made)["unavailable"]["reason"] == "unhealthy"
+            noticed_s = made.until(lambda: "unavailable" in generate_row(made), "out of routing")
+            assert noticed_s < NOTICED_S
+            found = generate_row(made)["unavailable"]
+            assert found["reason"] == "unhealthy"
+            assert f"process {core.pid} is stopped" in found["message"]
         finally:
             core.resume()
         made.until(lambda: "unavailable" not in generate_row(made), "the worker is back")
