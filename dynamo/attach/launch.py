@@ -17,7 +17,7 @@ from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.output import OutputPipe
 from dynamo.serve.processes import become_subreaper, end_descendants
 
-__all__ = ["LaunchedServer", "ServerExited", "command_line"]
+__all__ = ["LaunchedServer", "ServerExited", "command_line", "free_port"]
 
 _TAIL_LINES = 20
 _PORT = "{port}"
@@ -47,7 +47,7 @@ def command_line(command: str, port: int | None) -> tuple[list[str], int]:
             f"--exec {command!r} has no {{port}}: write {{port}} where the server takes its port, "
             "or give --url too"
         )
-    port = _free_port() if port is None else port
+    port = free_port() if port is None else port
     return [word.replace(_PORT, str(port)) for word in words], port
 
 
@@ -125,7 +125,8 @@ class LaunchedServer:
         self.exited.set()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of the loopback address that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -17,7 +17,9 @@ VERBS = {
     "serve": ("dynamo.cli.serve", "start the services of a graph and keep them running"),
     "reload": ("dynamo.cli.reload", "apply a changed graph to a running deployment"),
     "bench": ("dynamo.cli.bench", "load an OpenAI endpoint and measure it"),
+    "profile": ("dynamo.cli.profile", "measure a worker for the planner"),
     "route": ("dynamo.cli.route", "show which worker a prompt would go to, and why"),
+    "planner": ("dynamo.cli.planner", "add and remove workers as their load changes"),
     "key": ("dynamo.cli.key", "add an API key to a frontend's key file"),
     "version": ("dynamo.cli.version", "print versions"),
 }

@@ -39,7 +39,7 @@ from dynamo.serve.statefile import Statefile
 from dynamo.serve.watchers import DRAIN_TIMEOUTS, DeploymentPlan, WatcherSpec, plan
 from dynamo.serve.yamlmap import MAX_TEXT_BYTES
 
-__all__ = ["main", "prepare"]
+__all__ = ["main", "prepare", "read_graph"]
 
 DESCRIPTION = "Start the services of a graph file, keep them running, end them all on Ctrl-C."
 EPILOG = """overrides: --Service.key=value for every key of the file, for example
@@ -139,18 +139,24 @@ def _read(settings: ServeSettings, overrides: Sequence[Override]) -> Graph:
             file=sys.stderr,
         )
     if text is None:
-        source = settings.graph
-        if not source:
-            raise ConfigError("no graph file given; try: dynamo serve examples/quickstart.yaml")
-        try:
-            with Path(source).open(encoding="utf-8") as file:
-                text = file.read(MAX_TEXT_BYTES + 1)  # one more byte: parse_graph rejects it
-        except OSError as error:
-            raise ConfigError(f"cannot read {source}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{source} is not UTF-8 text: {error.reason}") from None
+        return read_graph(settings.graph, overrides, settings.namespace)
     default = from_env(RuntimeSettings).namespace
     return parse_graph(text, source, overrides, settings.namespace, default)
+
+
+def read_graph(source: str, overrides: Sequence[Override], namespace: str | None) -> Graph:
+    """Read the graph file ``source``; ``namespace`` overrides the file's. Raises ConfigError."""
+    if not source:
+        raise ConfigError("no graph file given; try: examples/quickstart.yaml")
+    try:
+        with Path(source).open(encoding="utf-8") as file:
+            text = file.read(MAX_TEXT_BYTES + 1)  # one more byte: parse_graph rejects it
+    except OSError as error:
+        raise ConfigError(f"cannot read {source}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source} is not UTF-8 text: {error.reason}") from None
+    default = from_env(RuntimeSettings).namespace
+    return parse_graph(text, source, overrides, namespace, default)
 
 
 def _check(graph: Graph, specs: Sequence[WatcherSpec]) -> None:

@@ -38,6 +38,7 @@ def check_services(graph: Graph, directory: Path, env: Mapping[str, str]) -> Non
     with contextlib.chdir(directory):  # relative paths are relative to where a service runs
         for service in graph.services:
             problems += _problems(service, {**environ(), **env, **service.envs})
+    problems += _second_planners(graph)
     _raise(graph, problems)
 
 
@@ -129,6 +130,25 @@ def _missing(service: Service, env: Mapping[str, str]) -> Iterator[str]:
         yield (
             f"no Python module {module}; "
             "a program is written as a list, e.g. run: [my-program, --flag]"
+        )
+
+
+def _second_planners(graph: Graph) -> Iterator[str]:
+    """Find planners beside the first one, which would undo its decisions."""
+    planners = [
+        service
+        for service in graph.services
+        if service.program == "dynamo.planner"
+        and service.options.get("no-operation") is not True
+        and "--no-operation" not in service.command
+    ]
+    for service in planners:
+        if service.workers > 1:
+            yield f"{service.origin}: {service.name}: one process scales all; set workers: 1"
+    for service in planners[1:]:
+        yield (
+            f"{service.origin}: {service.name} and {planners[0].name} would scale the same "
+            "services; remove one, or set no-operation: true"
         )
 
 

@@ -146,6 +146,22 @@ class FrontendSettings:
         help="tokens of prompt and answer above which a request does not go on with another "
         "worker; default: no limit",
     )
+    cold_start_queue_limit: int = option(
+        1000,
+        "--cold-start-queue-limit",
+        env="DYN_COLD_START_QUEUE_LIMIT",
+        minimum=0,
+        help="requests of a model that may wait for its first worker; more get 503",
+    )
+    cold_start_timeout_s: float = option(
+        600.0,
+        "--cold-start-timeout",
+        env="DYN_COLD_START_TIMEOUT_SECS",
+        minimum=0,
+        exclusive_minimum=True,
+        metavar="SECONDS",
+        help="longest wait of a request for the first worker of its model; then it gets 503",
+    )
     sse_keep_alive_ms: float | None = option(
         None,
         env="DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS",

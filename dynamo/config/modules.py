@@ -26,6 +26,10 @@ def settings_groups(module: str) -> tuple[type[Any], ...] | None:
         from dynamo.config.router import RouterProcessSettings, RouterSettings
 
         return RouterProcessSettings, RouterSettings, RuntimeSettings, LogSettings
+    if module == "dynamo.planner":
+        from dynamo.config.planner import PlannerSettings
+
+        return PlannerSettings, RuntimeSettings, LogSettings
     if module == "dynamo.mocker":
         from dynamo.config.mocker import MockerSettings
         from dynamo.config.worker import WorkerSettings

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dynamo.config.option import option
+from dynamo.errors import ConfigError
 
-__all__ = ["PlannerSettings"]
+__all__ = ["ExplainSettings", "PlannerSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class PlannerSettings:
         minimum=0,
         exclusive_minimum=True,
         metavar="SECONDS",
+        heading="intervals and budget",
         help="time between decisions",
     )
     metric_pulling_interval_s: float = option(
@@ -62,7 +64,11 @@ class PlannerSettings:
         help="workers that each pool keeps; 0: scale to zero after --idle-timeout",
     )
     decode_kv_scale_up_threshold: float = option(
-        0.9, "--decode-kv-scale-up-threshold", minimum=0, help="KV load that adds a decode worker"
+        0.9,
+        "--decode-kv-scale-up-threshold",
+        minimum=0,
+        heading="load: thresholds",
+        help="KV load that adds a decode worker",
     )
     decode_kv_scale_down_threshold: float = option(
         0.5,
@@ -86,6 +92,7 @@ class PlannerSettings:
         None,
         "--decode-engine-num-gpu",
         minimum=0,
+        heading="GPUs of a worker",
         help="GPUs of a decode worker; default: as the graph says, else 1",
     )
     prefill_engine_num_gpu: float | None = option(
@@ -100,6 +107,7 @@ class PlannerSettings:
         minimum=0,
         exclusive_minimum=True,
         metavar="MS",
+        heading="sla: targets and forecast",
         help="target of the time to first token",
     )
     itl_ms: float = option(
@@ -133,6 +141,7 @@ class PlannerSettings:
         "--idle-timeout",
         minimum=0,
         metavar="SECONDS",
+        heading="start and stop of workers",
         help="with --min-gpu-budget 0: time without requests after which the last worker goes",
     )
     start_timeout_s: float = option(
@@ -142,4 +151,32 @@ class PlannerSettings:
         exclusive_minimum=True,
         metavar="SECONDS",
         help="time a new worker has to serve; then it is removed again",
+    )
+
+    def __post_init__(self) -> None:
+        """Reject another backend, and a load that would both add and remove a worker."""
+        for name in ("decode_kv", "prefill_queue"):
+            up, down = (getattr(self, f"{name}_scale_{way}_threshold") for way in ("up", "down"))
+            if down > up:
+                flag = f"--{name.replace('_', '-')}-scale"
+                raise ConfigError(
+                    f"{flag}-down-threshold {down:g} is above {flag}-up-threshold {up:g}; a load "
+                    "between them would add and remove a worker: lower the first or raise the other"
+                )
+        if self.environment == "kubernetes":
+            raise ConfigError(
+                "--environment kubernetes: this planner scales one box. Of the backends in the "
+                "table of planner.txt it has local; kubernetes is NVIDIA Dynamo's own. "
+                "Use --environment local"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainSettings:
+    """explain: which decisions"""
+
+    number: int = option(10, "-n", "--number", minimum=0, help="decisions to show")
+    json: bool = option(False, "--json", help="print the report as JSON")
+    timeout_s: float = option(
+        10.0, "--timeout-secs", minimum=0.1, help="seconds to wait for the planner"
     )

@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
@@ -83,6 +84,8 @@ class Frontend:
             BusyThresholdRoutes(self.models, self._tasks).install(routes)
         InfoRoutes(self.models, self._requests, runtime.metrics).install(routes)
         guard_operator_routes(routes, settings)
+        self.models.on_demand.again = routes
+        self._requests.hold = partial(self.models.hold, self._requests)
         self._server = HttpServer(routes, _limits(settings), metrics.refused, write_batch, access)
         if access is not None and access.keys is not None:
             show_key_requests(metrics, access.keys)
@@ -183,6 +186,7 @@ class Frontend:
         """
         await self._stop.wait()
         self._server.drain()
+        self.models.on_demand.stop(Unavailable("Service is shutting down, please retry elsewhere"))
         timeout_s = self._settings.graceful_shutdown_timeout_s
         deadline_s = time.monotonic() + timeout_s
         log.info("draining %d requests, at most %g s", self._requests.admitted, timeout_s)

@@ -44,7 +44,8 @@ class Traffic:
 
     ``arrived`` requests arrived in ``duration_s``. The means are those of requests that finished or
     got tokens in the interval; None without any. ``queued`` wait for their first token at its end,
-    ``inflight`` are not finished then (the queued ones included).
+    ``inflight`` are not finished then (the queued ones included). Not ``known``: the metrics of a
+    frontend could not be read, so more requests may have arrived than are counted here.
     """
 
     duration_s: float
@@ -57,6 +58,7 @@ class Traffic:
     request_s: float | None = None
     queued: int = 0
     inflight: int = 0
+    known: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,12 @@ __all__ = [
     "EVENT_CHANNELS",
     "INSTANCES",
     "MODEL_CARDS",
+    "ON_DEMAND",
     "EndpointRecord",
     "EventChannelRecord",
     "Id",
     "LeaseRecord",
+    "OnDemandModel",
     "instance_key",
     "record_decoder",
 ]
@@ -22,6 +24,7 @@ __all__ = [
 INSTANCES = "v1/instances/"
 MODEL_CARDS = "v1/mdc/"
 EVENT_CHANNELS = "v1/event_channels/"
+ON_DEMAND = "v1/on_demand/"
 """Prefixes of the keys in the discovery store; cards and instances end in :func:`instance_key`."""
 
 T = TypeVar("T")
@@ -76,6 +79,21 @@ class EventChannelRecord(msgspec.Struct, tag_field="type", tag="EventChannel", k
     instance_id: Id
     lease_id: Id
     transport: dict[str, str]
+
+
+class OnDemandModel(msgspec.Struct, omit_defaults=True):
+    """``v1/on_demand/<ns>/<service>/<planner hex>``: a model whose workers start on demand.
+
+    Under the lease of the planner that starts them. Frontends list ``model``, hold its requests
+    while it has no worker, and publish their number (:data:`ON_DEMAND_STATE`). ``model_input`` is
+    that of its card.
+    """
+
+    namespace: str
+    model: str
+    aliases: list[str] = []
+    model_input: str = "Tokens"
+    context_length: int | None = None
 
 
 def instance_key(namespace: str, component: str, endpoint: str, instance_id: int) -> str:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["KV_METRICS", "PREFILL_QUEUE", "KvMetrics", "PrefillQueueState"]
+__all__ = [
+    "KV_METRICS",
+    "ON_DEMAND_STATE",
+    "PREFILL_QUEUE",
+    "KvMetrics",
+    "OnDemandState",
+    "PrefillQueueState",
+]
 
 KV_METRICS = "kv_metrics"
 """Topic of load reports; a message is a list of :class:`KvMetrics`."""
@@ -12,6 +19,10 @@ KV_METRICS = "kv_metrics"
 PREFILL_QUEUE = "prefill_queue"
 """Topic, of the prefill workers' component, on which each frontend publishes
 :class:`PrefillQueueState`."""
+
+ON_DEMAND_STATE = "on_demand_state"
+"""Topic, of the component ``planner``, on which each frontend publishes :class:`OnDemandState`:
+every second, and at once when the first request waits and when none waits any more."""
 
 
 class KvMetrics(msgspec.Struct, omit_defaults=True):
@@ -38,3 +49,16 @@ class PrefillQueueState(msgspec.Struct, omit_defaults=True):
     size: int = 0
     active: int = 0
     workers: int = 0
+
+
+class OnDemandState(msgspec.Struct, omit_defaults=True):
+    """The requests of one frontend for a ``model`` that is started on demand.
+
+    ``waiting`` of them wait for its first worker, the oldest for ``oldest_s``. The frontend has had
+    no request of the model for ``idle_s``.
+    """
+
+    model: str
+    waiting: int = 0
+    oldest_s: float = 0.0
+    idle_s: float = 0.0

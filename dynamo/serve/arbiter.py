@@ -290,9 +290,18 @@ class SupervisingArbiter(RollingArbiter):
                 logging.WARNING,
             )
 
-    def is_draining(self, watcher: SupervisedWatcher, status: int) -> bool:
-        """Whether an exit with ``status`` is the intended end of a scale-down."""
-        return status == 0 and self._events.is_draining(watcher)
+    def drained(self, watcher: SupervisedWatcher) -> bool:
+        """Whether an exit is the end of a scale-down, whatever its status: then nothing replaces
+        the process, and the last one takes the watcher with it."""
+        if not self._events.is_draining(watcher):
+            return False
+        if not watcher.processes:
+            self._tasks.spawn(self._remove_drained(watcher), name=f"remove {watcher.name}")
+        return True
+
+    async def _remove_drained(self, watcher: SupervisedWatcher) -> None:
+        if watcher in self.watchers:  # `circusctl rm` may have come first
+            await self.remove([watcher])
 
 
 async def _wait_for(stop: Awaitable[None]) -> None:

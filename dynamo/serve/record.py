@@ -16,7 +16,7 @@ from dynamo.errors import StatefileError
 from dynamo.runtime.discovery.process import host_id
 from dynamo.runtime.tasks import Tasks
 from dynamo.serve.processes import stat
-from dynamo.serve.statefile import Document, Statefile
+from dynamo.serve.statefile import DRAINING, RESERVED_BY, Document, Statefile
 from dynamo.serve.watchers import DeploymentPlan, WatcherSpec
 
 __all__ = ["RecordedComponent", "RecordedProcess", "StatefileWriter", "document_of"]
@@ -68,6 +68,7 @@ def _component(spec: WatcherSpec) -> dict[str, Any]:
         "argv": list(spec.argv),
         "service": spec.service,
         "resources": _resources(spec),
+        "gpus_per_worker": spec.gpu,
         "state": "running",
         "processes": [],
         "lease": None,
@@ -92,7 +93,6 @@ class StatefileWriter:
         self._components = components
         self._written = {spec.name for spec in plan.specs}
         self._plan = plan
-        self._templates = _templates(plan)
         self._dirty = asyncio.Event()
 
     def create(self) -> None:
@@ -102,7 +102,6 @@ class StatefileWriter:
     def plan(self, plan: DeploymentPlan) -> None:
         """Write the configuration of a changed graph with the next change."""
         self._plan = plan
-        self._templates = _templates(plan)
 
     def start(self, tasks: Tasks) -> None:
         """Write every change until ``tasks`` closes."""
@@ -120,7 +119,7 @@ class StatefileWriter:
             log.warning("%s", error)
             return False
         entry = (document or {}).get("components", {}).get(name)
-        return isinstance(entry, dict) and entry.get("state") == "draining"
+        return isinstance(entry, dict) and entry.get("state") == DRAINING
 
     async def _write_changes(self) -> None:
         while True:
@@ -130,19 +129,20 @@ class StatefileWriter:
             components = self._components()
             try:
                 # In a thread: another process may hold the lock of the statefile.
-                await asyncio.to_thread(self._write, components)
+                await asyncio.to_thread(self.write, components)
             except (StatefileError, OSError) as error:
                 log.error("cannot write the statefile: %s; the next change tries again", error)
 
-    def _write(self, components: Sequence[RecordedComponent]) -> None:
+    def write(self, components: Sequence[RecordedComponent]) -> None:
+        """Write ``components``, those that run now. Blocks; raises StatefileError, OSError."""
         present = {component.spec.name for component in components}
         gone = self._written - present
         change = partial(
             _apply,
             environment=_environment(self._plan),
             components=components,
-            removed=gone - self._templates,
-            emptied=gone,
+            templates={spec.name: spec for spec in self._plan.specs if not spec.index},
+            gone=gone,
         )
         try:
             self._statefile.update(change)
@@ -151,12 +151,7 @@ class StatefileWriter:
             document = document_of(self._plan)
             change(document)
             self._statefile.create(document)
-        self._written = present | (self._templates & self._written)
-
-
-def _templates(plan: DeploymentPlan) -> set[str]:
-    """Return the first watcher of each service, whose command starts the others."""
-    return {spec.name for spec in plan.specs if not spec.index}
+        self._written = present
 
 
 def _environment(plan: DeploymentPlan) -> dict[str, Any]:
@@ -170,17 +165,19 @@ def _apply(
     document: Document,
     environment: Mapping[str, Any],
     components: Iterable[RecordedComponent],
-    removed: Set[str],
-    emptied: Set[str],
+    templates: Mapping[str, WatcherSpec],
+    gone: Set[str],
 ) -> None:
     document["environment"].update(environment)
     entries = document["components"]
+    present = set()
     for component in components:
         spec = component.spec
+        present.add(spec.name)
         entry = entries.get(spec.name)
         if not isinstance(entry, dict):
             entry = entries[spec.name] = _component(spec)
-        entry["cmd"], entry["argv"] = shlex.join(spec.argv), list(spec.argv)
+        _set_command(entry, spec)
         if spec.gpus and not _holds(entry, spec.gpus):
             entry["resources"] = _resources(spec)
         entry["processes"] = [
@@ -188,13 +185,26 @@ def _apply(
             for process in component.processes
         ]
         entry["lease"] = component.lease
-    for name in removed:
-        entries.pop(name, None)
-    for name in (
-        emptied - removed
-    ):  # keep the first of a service: others are started from its command
-        if isinstance(entry := entries.get(name), dict):
-            entry.update(resources={}, state="running", processes=[], lease=None)
+    for name in gone - templates.keys():
+        if not _is_taken(entries.get(name)):
+            entries.pop(name, None)
+    for name in templates.keys() - present:
+        entry = entries.get(name)
+        if not isinstance(entry, dict):
+            entry = entries[name] = _component(templates[name])
+        _set_command(entry, templates[name])
+        entry.update(resources={}, state="running", processes=[], lease=None)
+        entry.pop(RESERVED_BY, None)
+
+
+def _is_taken(entry: object) -> bool:
+    """Whether a planner has taken the name of a removed worker for a new one."""
+    return isinstance(entry, dict) and RESERVED_BY in entry and entry.get("state") != DRAINING
+
+
+def _set_command(entry: dict[str, Any], spec: WatcherSpec) -> None:
+    entry["cmd"], entry["argv"] = shlex.join(spec.argv), list(spec.argv)
+    entry["gpus_per_worker"] = spec.gpu
 
 
 def _holds(entry: dict[str, Any], gpus: Sequence[str]) -> bool:

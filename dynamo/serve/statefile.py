@@ -18,7 +18,13 @@ from typing import Any
 
 from dynamo.errors import StatefileError
 
-__all__ = ["FileLock", "Statefile"]
+__all__ = ["DRAINING", "RESERVED_BY", "FileLock", "Statefile"]
+
+DRAINING = "draining"
+"""``state`` of the entry of a worker that is to exit and not to be restarted."""
+
+RESERVED_BY = "reserved_by"
+"""Key of an entry whose worker is being added or removed: the process that does it."""
 
 _LOCK_TIMEOUT_S = 5.0
 _LOCK_RETRY_S = 0.01

@@ -46,8 +46,8 @@ class Supervisor(Protocol):
     def reap_processes(self) -> None:
         """Reap the exited processes of all watchers."""
 
-    def is_draining(self, watcher: SupervisedWatcher, status: int) -> bool:
-        """Whether an exit with ``status`` is intended."""
+    def drained(self, watcher: SupervisedWatcher) -> bool:
+        """Whether the exit of a process is the end of a scale-down; then the watcher is removed."""
 
     def has_served(self, watcher: SupervisedWatcher, process: SupervisedProcess) -> bool:
         """Whether the process registered a model, or is of a program that need not."""
@@ -242,7 +242,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         kept = self in self.arbiter.watchers and not self.arbiter.stopping
         if not kept or process.stopping or self.is_stopping() or self.is_stopped():
             return
-        if self.arbiter.is_draining(self, status):
+        if self.arbiter.drained(self):
             return
         loop = asyncio.get_running_loop()
         lived_s = time.time() - process.started

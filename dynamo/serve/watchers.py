@@ -18,6 +18,7 @@ from dynamo.serve.service import PYTHON, Service
 
 __all__ = [
     "DRAIN_TIMEOUTS",
+    "MODEL_PROGRAMS",
     "DeploymentPlan",
     "WatcherSpec",
     "drain_env",
@@ -30,7 +31,9 @@ __all__ = [
 
 _FRONTEND = "dynamo.frontend"
 _FIRST_TO_STOP = (_FRONTEND, "dynamo.planner")
-_MODEL_PROGRAMS = ("dynamo.attach", "dynamo.mocker", "dynamo.vllm")
+MODEL_PROGRAMS = ("dynamo.attach", "dynamo.mocker", "dynamo.vllm")
+"""Programs that register a model; the planner scales their services."""
+
 _GPUS = "CUDA_VISIBLE_DEVICES"
 DRAIN_TIMEOUTS = (
     "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
@@ -71,7 +74,7 @@ class WatcherSpec:
     @property
     def registers_model(self) -> bool:
         """Whether its processes register a model card in file discovery when they can serve."""
-        return self.program in _MODEL_PROGRAMS and self.uses_file_discovery
+        return self.program in MODEL_PROGRAMS and self.uses_file_discovery
 
     @property
     def uses_file_discovery(self) -> bool:
@@ -160,17 +163,18 @@ def plan_added(
     inherited = {k: v for k, v in base.env.items() if k != _GPUS} if base else _shared_env(specs)
     given = env.get(_GPUS)
     gpus = tuple(gpu for gpu in given.split(",") if gpu) if given else ()
+    shares = base is not None and 0 < base.gpu < 1 and len(gpus) == 1
     return replace(
         base or specs[0],
         name=name,
         service=base.service if base else name,
         argv=tuple(argv),
         env={**inherited, "DYN_WATCHER_NAME": name, **env},
-        gpu=float(len(gpus)),
+        gpu=base.gpu if base and shares else float(len(gpus)),
         gpus=gpus,
         stop_stage=0 if module in _FIRST_TO_STOP else 1,
         is_frontend=module == _FRONTEND,
-        options={},
+        options=base.options if base and base.argv == tuple(argv) else {},
     )
 
 

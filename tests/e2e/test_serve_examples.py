@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from deployment import free_port
@@ -64,6 +65,31 @@ def test_a_graph_of_real_engines_passes_a_dry_run(name: str) -> None:
     gpus = [gpu for row in rows for gpu in row["gpus"]]
     assert len(gpus) == {"vllm": 1, "vllm-disagg": 2, "attach-sglang": 2}.get(name, 0)
     assert "# Needs: " in path.read_text()
+
+
+def test_the_planner_adds_workers_under_load_and_removes_them(serving: Serving) -> None:
+    serving.namespace = "planner"
+    url = f"http://127.0.0.1:{free_port()}"
+    flags = ("--Planner.adjustment-interval=1", "--Planner.metric-pulling-interval=0.2")
+    flags += (f"--Planner.log-dir={serving.tmp_path}", "--Worker.num-gpu-blocks-override=128")
+    flags += ("--Worker.startup-time=0", f"--Frontend.http-port={_port(url)}")
+    serving.start(ROOT / "examples/planner.yaml", *flags)
+    with ThreadPoolExecutor(24) as clients:
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 150}
+        answers = [clients.submit(_post, f"{url}/v1/completions", body) for _ in range(48)]
+        serving.wait_for("added planner_Worker_1 to Worker", 30)
+        assert {json.loads(a.result())["usage"]["completion_tokens"] for a in answers} == {150}
+    serving.wait_for("removed planner_Worker_1 from Worker", 30)
+    assert serving.stop() == 0
+
+
+def test_prefill_and_decode_workers_beside_a_planner_pass_a_dry_run() -> None:
+    path = ROOT / "examples/planner_disagg.yaml"
+    command = [sys.executable, "-m", "dynamo", "serve", str(path), "--dry-run", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    names = [row["service"] for row in json.loads(done.stdout)["watchers"]]
+    assert names == ["Frontend", "PrefillWorker", "DecodeWorker", "Planner"]
 
 
 def test_the_size_of_the_engine_decides_its_gpus() -> None:

@@ -165,6 +165,7 @@ def test_the_lease_of_a_worker(serving: Serving) -> None:
     statefile.update(lambda document: document["components"][name].update(state="draining"))
     (leases / f"{again['W']['lease']:x}").unlink()
     last = until(serving, lambda now: not now["W"]["processes"])["W"]
-    assert last["lease"] is None and last["state"] == "draining"
+    assert (last["lease"], last["state"], last["argv"]) == (None, "running", found["W"]["argv"])
+    assert name.lower() not in serving.circusctl("list")
     assert serving.stop() == 0
     serving.assert_clean()

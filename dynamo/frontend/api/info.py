@@ -53,15 +53,16 @@ class InfoRoutes:
         exchange.respond(200, _LIVE)
 
     def _health(self, exchange: Exchange) -> None:
-        """Respond 200 when a worker can be reached, 503 without one and while draining."""
+        """Respond 200 when a worker can be reached, or is started when a request needs it; 503
+        without one and while draining."""
         instances, outages = self._models.instances(), self._models.outages()
         rows = [_instance_row(one, outages.get(one.instance_id)) for one in instances]
         body: dict[str, Any]
         if self._requests.draining:
             body = {"status": "draining", "message": "Service is shutting down"}
-        elif not instances:
+        elif not instances and not self._models.on_demand.listed():
             body = {"status": "unhealthy", "message": "No endpoints available"}
-        elif all(one.instance_id in outages for one in instances):
+        elif instances and all(one.instance_id in outages for one in instances):
             body = {"status": "unhealthy", "message": "No instance answers"}
         else:
             paths = {f"dyn://{one.namespace}.{one.component}.{one.endpoint}" for one in instances}

@@ -141,11 +141,12 @@ class OpenAIRoutes:
                     registry, models, exchange, api.endpoint
                 ):
                     return
-                body, exchange.body = exchange.body, b""
-                parsed = await threads.run(api.parse, body, ignore_unsupported=self._lenient)
-                del body
+                parsed = await threads.run(
+                    api.parse, exchange.body, ignore_unsupported=self._lenient
+                )
                 model = parsed.model
                 entry = await models.find_loaded(model, api.model_type)
+                exchange.body = b""
                 if exchange.gone:
                     registry.abandoned(api.endpoint, model, bool(parsed.stream))
                     return

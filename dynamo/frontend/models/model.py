@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
@@ -44,7 +45,8 @@ class ModelEntry:
     ``workers`` maps keys to cards and may be empty for a while; ``prefill`` holds the cards of the
     prefill workers. ``served``: a request can be answered now, according to the cards. ``types``
     are the APIs of a model that takes tokens, ``paths`` those of a relayed one, and ``patterns``
-    its routes whose requests do not name the model in the body.
+    its routes whose requests do not name the model in the body. ``on_worker`` is called when
+    requests can be sent to a new worker.
     """
 
     preprocessor: Preprocessor
@@ -76,6 +78,7 @@ class ModelEntry:
         self.ready = False
         self.served = False
         self.loading = False
+        self.on_worker: Callable[[], None] | None = None
         self._all_metrics = metrics
         self._admitted: AdmittedWorkers | None = None
         self._router: ConnectedRouter | None = None
@@ -219,3 +222,5 @@ class ModelEntry:
     def _workers_changed(self, added: list[EndpointRecord], removed: list[int]) -> None:
         for worker_id in removed:
             self._all_metrics.workers.forget(worker_id)
+        if added and self.on_worker is not None:
+            self.on_worker()

@@ -2,7 +2,8 @@
 
 The first card of a model loads it; when the last worker leaves, the model is no longer listed. It
 stays loaded, so that it is ready as soon as a worker returns, and requests in between get 503
-(retry) instead of 404 (give up).
+(retry) instead of 404 (give up). Requests of a model that is started on demand wait (see
+:class:`OnDemandModels`).
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from dynamo.config.frontend import FrontendSettings
 from dynamo.config.router import RouterSettings
 from dynamo.errors import DynamoError, ModelNotFound, NoInstances, shorten
 from dynamo.frontend.models.inputs import INPUTS, router_settings
 from dynamo.frontend.models.model import ModelEntry
+from dynamo.frontend.models.on_demand import OnDemandModels
+from dynamo.frontend.requests.cold_start import Refusals
 from dynamo.frontend.requests.metrics import UNKNOWN_MODEL, FrontendMetrics
+from dynamo.http import Exchange
 from dynamo.protocols.card import ModelCard, decode_card
 from dynamo.protocols.control import MODEL_CARDS, EndpointRecord
 from dynamo.router.worker_pool import Saturation
@@ -53,6 +58,7 @@ class Models:
         self.kv_mode = router.mode == "kv"
         self.saturation = Saturation()
         self.relays = False
+        self.on_demand = OnDemandModels(runtime, settings, metrics, tasks)
         self._runtime = runtime
         self._settings = settings
         self._prefix = settings.namespace_prefix or ""
@@ -70,6 +76,7 @@ class Models:
 
     async def start(self) -> None:
         """Watch; the cards that exist have been seen when this returns, not yet loaded."""
+        await self.on_demand.start()
         self._watch = self._runtime.discovery.watch(MODEL_CARDS, self._on_event)
         await self._watch.ready()
 
@@ -80,6 +87,7 @@ class Models:
 
     async def close(self) -> None:
         """Stop watching, close all models."""
+        self.on_demand.close()
         if self._watch is not None:
             self._watch.close()
         for entry in self._entries.values():
@@ -126,12 +134,27 @@ class Models:
         return list(self._entries.values())
 
     def listed(self) -> list[tuple[str, int, int | None]]:
-        """(name, created in seconds, context length in tokens) of every model served now."""
-        return [
+        """(name, created in seconds, context length in tokens) of every model served now, or
+        started on demand."""
+        served = [
             (name, entry.created_s, entry.card.context_length)
             for name, entry in self._names.items()
             if entry.served
         ]
+        known = {one[0] for one in served}
+        return served + [one for one in self.on_demand.listed() if one[0] not in known]
+
+    def hold(
+        self, registry: Refusals, exchange: Exchange, endpoint: str, error: DynamoError, name: str
+    ) -> bool:
+        """Let a request wait that failed with ``error``, if the first worker of its model ends it.
+
+        Raises Unavailable if too many wait.
+        """
+        entry = self._names.get(name)
+        if entry is not None and (entry.served or isinstance(error, ModelNotFound)):
+            return False  # the model has no such API
+        return self.on_demand.hold(exchange, endpoint, name, registry)
 
     def context_lengths(self) -> list[int | None]:
         """Tokens of prompt and answer together, of every model that is loaded."""
@@ -266,7 +289,11 @@ class Models:
         try:
             await entry.load(self._runtime, self._router)
             entry.dispatch.report_to(self.saturation)
+            entry.dispatch.hold = partial(self.on_demand.hold_dispatch, entry.name)
+            entry.on_worker = partial(self.on_demand.release, entry.name)
             self.on_loaded()
+            if entry.picker.worker_pool.members:
+                entry.on_worker()
         except DynamoError as error:
             self._reject(entry.name, "load", error.message)
 

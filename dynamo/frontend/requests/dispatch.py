@@ -17,6 +17,7 @@ from dynamo.errors import (
     InvalidArgument,
     NoInstances,
     Overloaded,
+    Unavailable,
     WorkerAtCapacity,
 )
 from dynamo.frontend.requests.engine_request import EngineRequest
@@ -30,7 +31,9 @@ from dynamo.router.worker_pool import Saturation
 from dynamo.runtime import Client
 from dynamo.runtime.requests.stream import REQUEST_ID
 
-__all__ = ["Dispatch", "PrefillStep", "avoid_while_full"]
+__all__ = ["Dispatch", "Hold", "PrefillStep", "avoid_while_full"]
+
+Hold = Callable[[EngineRequest, Callable[[EngineRequest], None]], bool]
 
 _FULL_S = 1.0
 """A worker at capacity gets no requests for this long, or until its next load report, or until one
@@ -70,6 +73,7 @@ class Dispatch:
 
     With a ``queue``, requests may wait for a worker. With a ``prefill`` step, other workers may
     compute their prompts first. ``migrations`` says how often a request may go on elsewhere.
+    ``hold`` may let an engine request wait while there is no worker at all, and sends it later.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Dispatch:
         self.queue = queue
         self.prefill: PrefillStep | None = None
         self.migrations = migrations or Migrations()
+        self.hold: Hold | None = None
         self._resends = ResendQueue(self._resend)
         self.tracks_output = picker.tracks_output
 
@@ -121,6 +126,13 @@ class Dispatch:
         Raises what :meth:`Picker.pick` raises, and RouterQueueLimitExceeded; a later failure ends
         the request.
         """
+        try:
+            self._decode(engine_request)
+        except NoInstances as error:
+            if not self._held(engine_request, error):
+                raise
+
+    def _decode(self, engine_request: EngineRequest) -> None:
         preprocessed, queue = engine_request.preprocessed, self.queue
         routing = engine_request.routing
         if engine_request.tried:
@@ -237,6 +249,8 @@ class Dispatch:
 
         One that a worker had accepted waits while all others are full.
         """
+        if self._held(engine_request, error):
+            return
         last_error, migration = engine_request.last_error, engine_request.migration
         if last_error is None:
             engine_request.request.fail(error)
@@ -250,6 +264,21 @@ class Dispatch:
         engine_request.tried = frozenset()
         loop = asyncio.get_running_loop()
         engine_request.pending = loop.call_later(_FULL_RETRY_S, self._resend, engine_request)
+
+    def _held(self, engine_request: EngineRequest, error: DynamoError) -> bool:
+        """Let the request wait for a worker if there is none and the model is started on demand."""
+        if self.hold is None or not isinstance(error, NoInstances):
+            return False
+        if self.picker.worker_pool.members or engine_request.request.closed:
+            return False
+        try:
+            return self.hold(engine_request, self._restart)
+        except Unavailable as full:
+            engine_request.request.fail(full)
+            return True
+
+    def _restart(self, engine_request: EngineRequest) -> None:
+        self._again(engine_request, self.send)
 
     def _dequeued(
         self, queue: RequestQueue, engine_request: EngineRequest, decision: Decision

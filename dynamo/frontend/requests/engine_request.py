@@ -96,6 +96,9 @@ class RequestOwner(Protocol):
     def crashed(self, error: BaseException) -> None:
         """End the request after an unexpected exception."""
 
+    def keep_alive(self, comment: bytes) -> None:
+        """Send an SSE comment, if the answer is a stream."""
+
 
 class EngineRequest:
     """Choice ``index`` of ``request``: ``preprocessed`` is sent under ``id`` with ``routing``.

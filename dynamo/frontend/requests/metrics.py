@@ -51,6 +51,11 @@ _INFLIGHT = gauge(
 _QUEUED = gauge(
     "dynamo_frontend_queued_requests", "Requests waiting for their first token", "model"
 )
+_COLD_START_QUEUE = gauge(
+    "dynamo_frontend_cold_start_queue_requests",
+    "Requests waiting for the first worker of their model",
+    "model",
+)
 _DURATION = histogram(
     "dynamo_frontend_request_duration_seconds",
     "From the request's arrival to the end of its response",
@@ -332,6 +337,7 @@ class ModelMetrics(Outcomes):
         self.active = metrics.child(_ACTIVE, name)
         self.inflight = metrics.child(_INFLIGHT, name)
         self.queued = metrics.child(_QUEUED, name)
+        self.cold_start_queue = metrics.child(_COLD_START_QUEUE, name)
         self.duration = metrics.child(_DURATION, name)
         self.ttft = metrics.child(_TTFT, name)
         self.itl = metrics.child(_ITL, name)

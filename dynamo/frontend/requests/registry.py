@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 
 from dynamo.config.frontend import FrontendSettings
-from dynamo.errors import Cancelled, DynamoError, Unavailable
+from dynamo.errors import Cancelled, DynamoError, ModelNotFound, NoInstances, Unavailable
+from dynamo.frontend.answer.sse import DONE, error_event
 from dynamo.frontend.prompt.off_loop import OffLoop
 from dynamo.frontend.requests.errors import (
     BackendSilent,
@@ -30,7 +32,8 @@ class RequestRegistry:
 
     ``admitted`` counts the requests in progress, those whose large body is still being parsed
     included. The limit on connections bounds it: a connection has one request at a time. While
-    ``draining``, /health says so; new requests are refused once ``refuses`` is set.
+    ``draining``, /health says so; new requests are refused once ``refuses`` is set. ``hold`` may
+    let a request wait that no model serves now: (exchange, endpoint, error, model).
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class RequestRegistry:
         self.draining = False
         self.refuses = False
         self.admitted = 0
+        self.hold: Callable[[Exchange, str, DynamoError, str], bool] | None = None
         self._active: set[ActiveRequest] = set()
         self._engine_ids: set[str] = set()
         self._duplicates = itertools.count(1)
@@ -112,14 +116,32 @@ class RequestRegistry:
     ) -> None:
         """Respond with ``error`` to a request that has not reached its model; count it.
 
-        ``request_type`` is ``stream`` or ``unary``.
+        ``request_type`` is ``stream`` or ``unary``. A request for a model that is started on demand
+        waits instead.
         """
+        if self.hold is not None and isinstance(error, NoInstances | ModelNotFound):
+            try:
+                if self.hold(exchange, endpoint, error, model):
+                    return
+            except Unavailable as full:
+                error = full
+        self.respond_refused(exchange, endpoint, error, (model, request_type))
+
+    def respond_refused(
+        self, exchange: Exchange, endpoint: str, error: DynamoError, request: tuple[str, str]
+    ) -> None:
+        """Respond with ``error`` and count it; ``request`` is the model and ``request_type``."""
+        model, request_type = request
         found = labels(error)
         self.metrics.failures[found.failure_class, found.reason].value += 1
         self.metrics.outcomes(model).failed(endpoint, request_type, found.error_type)
+        shown = explained(error, model)
+        if exchange.started:  # with comments, while it waited
+            exchange.end(error_event(shown) + DONE)
+            return
         echoed = exchange.headers.get("x-request-id")
         headers = () if echoed is None else (("x-request-id", echoed),)
-        status, body = error_response(explained(error, model), self.overload_status)
+        status, body = error_response(shown, self.overload_status)
         exchange.respond(status, body, headers=with_retry(error, headers))
 
     def abandoned(self, endpoint: str, model: str, streams: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 from dynamo.errors import DynamoError, EngineFailure, HttpFailure
 from dynamo.frontend.answer.interface import Answer
 from dynamo.frontend.answer.relayed_http import HttpAnswer
+from dynamo.frontend.answer.sse import KEEP_ALIVE
 from dynamo.frontend.requests.engine_request import EngineRequest, Rerouter
 from dynamo.frontend.requests.errors import Labels, labels
 from dynamo.frontend.requests.metrics import ModelMetrics
@@ -86,10 +87,10 @@ class RelayedHttpRequest(RelayedActiveRequest):
         super().engine_stopped()
         self.generation.restart()
 
-    def keep_alive(self) -> None:
+    def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
         """Send a comment between two events of the server, once it has begun to send events."""
         if self.generation.can_add_event and not self._output_deferred:
-            super().keep_alive()
+            super().keep_alive(comment)
 
     def _complete(self) -> Labels | None:
         answer = self.generation

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from dynamo.errors import Cancelled, DynamoError, Unavailable
 from dynamo.frontend.answer.interface import Answer
-from dynamo.frontend.answer.sse import KEEP_ALIVE
+from dynamo.frontend.answer.sse import DONE, KEEP_ALIVE, error_event
 from dynamo.frontend.requests.engine_request import EngineRequest
 from dynamo.frontend.requests.errors import (
     Labels,
@@ -230,7 +230,7 @@ class ActiveRequest:
         self._held_bytes = 0
         exchange.write(self.generation.flush())
 
-    def keep_alive(self) -> None:
+    def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
         """Send a comment, so that a client does not take a silent engine for a dead server.
 
         It starts the response if necessary; a later error is an event then. Spec 5.8.
@@ -238,7 +238,7 @@ class ActiveRequest:
         if self.streaming and not self.closed and not self.exchange.above_high_water:
             if not self._started:
                 self._start()
-            self.exchange.write(KEEP_ALIVE)
+            self.exchange.write(comment)
 
     def fail(self, error: DynamoError, by_worker: bool = False) -> None:
         """End the request with ``error``: as a status if nothing was sent, else in the stream."""
@@ -252,6 +252,8 @@ class ActiveRequest:
             self.exchange.abort()
         elif self._started:
             self._end_with(error)
+        elif self.exchange.started:  # with comments, before it reached the model
+            self.exchange.end(error_event(error) + DONE)
         else:
             status, body = error_response(error, self._shared.overload_status)
             self.exchange.respond(status, body, headers=with_retry(error, self._headers))
@@ -289,7 +291,8 @@ class ActiveRequest:
         self._started = True
         exchange = self.exchange
         exchange.on_drain = self.flush
-        exchange.start(200, "text/event-stream", [_NO_CACHE, *self._headers])
+        if not exchange.started:
+            exchange.start(200, "text/event-stream", [_NO_CACHE, *self._headers])
         exchange.write(self.generation.opening())
 
     def _client_disconnected(self) -> None:

@@ -32,8 +32,9 @@ class PoolDecision:
 class ScalingDecision:
     """The pools in the order in which they are to be changed.
 
-    A pool that is missing keeps its workers. ``forecast`` has predicted and estimated figures of
-    the policy for metrics and tensorboard, by the names of Dynamo's metrics without
+    A pool that is missing keeps its workers. An addition may need the GPUs that a removal before it
+    frees: if that fails, check the budget again. ``forecast`` has predicted and estimated figures
+    of the policy for metrics and tensorboard, by the names of Dynamo's metrics without
     ``dynamo_planner_``.
     """
 

@@ -41,7 +41,7 @@ __all__ = [
     "write_atomic",
 ]
 
-BUCKETS = ("instances", "mdc", "event_channels")
+BUCKETS = ("instances", "mdc", "event_channels", "on_demand")
 LARGEST_VALUE_BYTES = 1 << 20
 """The largest value in any store; etcd itself refuses more than 1.5 MiB."""
 

@@ -179,3 +179,20 @@ def test_the_checked_options_are_those_of_the_program(module: str) -> None:
     options = [field.metadata["option"] for group in groups for field in fields_of(group)]
     known = {flag for option in options for flag in option.flags if flag.startswith("--")}
     assert {flag for flag in shown if not flag.startswith("--no-")} == known | {"--help"}
+
+
+def test_one_planner_scales_a_graph(tmp_path: Path) -> None:
+    planners = "A: {run: dynamo.planner}\nB: {run: [python, -m, dynamo.planner, --mode, sla]}\n"
+    observer = "C: {run: dynamo.planner, no-operation: true, mode: sla}\n"
+    assert problems(tmp_path, "A: {run: dynamo.planner}\n" + observer) == ""
+    assert problems(tmp_path, planners + observer) == (
+        "g.yaml:2:1: B and A would scale the same services; remove one, or set no-operation: true"
+    )
+    several = "A: {run: dynamo.planner, ServiceArgs: {workers: 2}}"
+    assert "A: one process scales all; set workers: 1" in problems(tmp_path, several)
+
+
+def test_the_planner_of_kubernetes_is_not_this_one(tmp_path: Path) -> None:
+    text = problems(tmp_path, "A: {run: dynamo.planner, environment: kubernetes}")
+    assert "A: --environment kubernetes: this planner scales one box." in text
+    assert "planner.txt" in text

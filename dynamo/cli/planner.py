@@ -1,0 +1,73 @@
+"""``dynamo planner``: scale a deployment, explain the decisions, replay a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from dynamo.config import load
+from dynamo.config.planner import ExplainSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog
+from dynamo.planner.explain import EXPLAIN, ExplainReport, ModelReport, report_text
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.paths import state_path
+
+__all__ = ["main"]
+
+_DESCRIPTION = """Show the last decisions of the planner, and what it would decide now."""
+_VERBS = {
+    "replay": "dynamo.cli.planner_replay",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb; return the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["explain"]:
+        return _explain(words[1:])
+    if words[:1] and words[0] in _VERBS:
+        return int(importlib.import_module(_VERBS[words[0]]).main(words[1:]))
+    from dynamo.planner.__main__ import main as run  # tensorboardX takes a second to import
+
+    return run(words, "dynamo planner")
+
+
+def _explain(words: Sequence[str]) -> int:
+    groups = [ExplainSettings, RuntimeSettings]
+    settings, runtime = load("dynamo planner explain", _DESCRIPTION, groups, words)
+    try:
+        decisions = DecisionLog(state_path(runtime) / runtime.namespace / DECISIONS_FILE).read()
+        models = asyncio.run(_ask(runtime, settings.timeout_s))
+    except (DynamoError, OSError) as error:
+        print(f"dynamo planner explain: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    shown = decisions[-settings.number :] if settings.number else []
+    found = ExplainReport(
+        running=models is not None, models=tuple(models or ()), decisions=tuple(shown)
+    )
+    print(msgspec.json.encode(found).decode() if settings.json else report_text(found))
+    return 0 if found.running else 1
+
+
+async def _ask(settings: RuntimeSettings, timeout_s: float) -> list[ModelReport] | None:
+    """Return what the running planner would decide; None if there is none."""
+    runtime = DistributedRuntime(asyncio.get_running_loop(), settings)
+    try:
+        async with asyncio.timeout(timeout_s):
+            path = ".".join((settings.namespace, *EXPLAIN))
+            client = await runtime.endpoint(path).client()
+            if not client.instance_ids():
+                return None
+            async for item in await client.random({}):
+                return msgspec.convert(item.data(), list[ModelReport])
+    except TimeoutError:
+        raise DynamoError(f"the planner did not answer in {timeout_s:g} s") from None
+    finally:
+        await runtime.close()
+    return None

@@ -1,0 +1,140 @@
+"""``dynamo planner replay``: run policies on a trace in virtual time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from dynamo.bench.trace import read_trace
+from dynamo.config import load
+from dynamo.config.planner import PlannerSettings
+from dynamo.config.planner_replay import ReplaySettings
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.planner.replay.compare import Comparison, compare
+from dynamo.planner.replay.patterns import generate, parse_pattern, speed_up, warp
+from dynamo.planner.replay.request import ReplayRequest, from_trace
+from dynamo.planner.replay.result import ReplayResult
+from dynamo.planner.replay.service_model import service_model
+from dynamo.planner.replay.setup import ReplaySetup
+
+__all__ = ["main"]
+
+DESCRIPTION = """Run the planner's policies on a trace in virtual time, an hour in seconds."""
+EPILOG = """examples:
+  dynamo planner replay trace.jsonl --policy load --policy fixed:6 --ttft 2000
+  dynamo planner replay --synthetic sine:5-20:150 --policy load --policy hpa:12 --plot replay.png
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb; return the exit status."""
+    settings, planner = load(
+        "dynamo planner replay", DESCRIPTION, [ReplaySettings, PlannerSettings], argv, epilog=EPILOG
+    )
+    try:
+        found = compare(
+            settings.policy or (planner.mode,),
+            traffic(settings),
+            _setup(settings, planner),
+            planner,
+            settings.attainment if settings.score else None,
+        )
+    except DynamoError as error:
+        print(f"dynamo planner replay: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    if settings.json:
+        print(json.dumps(_figures(found)))
+    else:
+        _print_table(found)
+    return 0
+
+
+def traffic(settings: ReplaySettings) -> list[ReplayRequest]:
+    """Return the requests that the settings describe. Raises ConfigError."""
+    if (settings.trace is None) == (settings.synthetic is None):
+        raise ConfigError("name either a trace or --synthetic, such as --synthetic sine:5-20:150")
+    if settings.synthetic is not None:
+        if settings.warp is not None or settings.rate != 1.0:
+            raise ConfigError("--warp and --rate need a trace; --synthetic has its own rate")
+        return generate(
+            parse_pattern(settings.synthetic, "--synthetic"),
+            duration_s=settings.duration_s,
+            isl=settings.isl,
+            osl=settings.osl,
+            cv=settings.arrival_cv,
+            spread=settings.length_cv,
+            seed=settings.seed,
+        )
+    assert settings.trace is not None
+    requests = speed_up(from_trace(read_trace(settings.trace)), settings.rate)
+    if settings.warp is not None:
+        requests = warp(requests, parse_pattern(settings.warp, "--warp"))
+    return [request for request in requests if request.at_s < settings.duration_s]
+
+
+def _setup(settings: ReplaySettings, planner: PlannerSettings) -> ReplaySetup:
+    return ReplaySetup(
+        model=service_model(settings.service_model),
+        start_up_s=settings.start_up_s,
+        stop_s=settings.stop_s,
+        max_gpus=planner.max_gpu_budget,
+        gpus_per_worker=planner.decode_engine_num_gpu or 1.0,
+        gpus_per_prefill_worker=planner.prefill_engine_num_gpu or 1.0,
+        minimum=planner.min_gpu_budget,
+        workers=settings.initial_workers,
+        prefill_workers=settings.initial_prefill_workers,
+        max_queue=settings.max_queue,
+        pull_s=planner.metric_pulling_interval_s,
+        ttft_ms=planner.ttft_ms,
+        itl_ms=planner.itl_ms,
+    )
+
+
+def _figures(found: Comparison) -> dict[str, object]:
+    return {
+        "policies": [result.figures() for result in found.results],
+        "fixed": [result.figures() for result in found.fixed],
+        "oracle": [result.figures() for result in found.oracle],
+    }
+
+
+def _print_table(found: Comparison) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("policy")
+    for heading in (
+        "GPU-hours",
+        "attained",
+        "TTFT p99",
+        "ITL p99",
+        "worst minute",
+        "actions",
+        "reversals",
+        "score",
+    ):
+        table.add_column(heading, justify="right")
+    shown = {result.policy for result in found.results}
+    for result in (*found.results, *(r for r in found.fixed if r.policy not in shown)):
+        table.add_row(*_row(result))
+    Console(width=120).print(table)
+
+
+def _row(result: ReplayResult) -> list[str]:
+    return [
+        result.policy,
+        f"{result.gpu_hours:.2f}",
+        f"{result.attainment:.1%}",
+        _ms(result.ttft_p99_ms),
+        _ms(result.itl_p99_ms),
+        "-" if result.worst_minute is None else f"{result.worst_minute:.0%}",
+        str(result.actions),
+        str(result.reversals),
+        "-" if result.score is None else f"{result.score:.2f}",
+    ]
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f} ms"

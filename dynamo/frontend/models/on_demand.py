@@ -1,0 +1,254 @@
+"""The models that the planner starts on demand: their records, and the requests that wait.
+
+A record in discovery says that a model may have no worker and that the planner starts one when its
+requests wait. It exists as long as the planner; a restarted planner has some time to write it
+again, before the waiting requests fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from dynamo.config.frontend import FrontendSettings
+from dynamo.errors import DynamoError, Unavailable
+from dynamo.frontend.requests.cold_start import (
+    ColdStartQueue,
+    HeldDispatch,
+    HeldExchange,
+    Refusals,
+)
+from dynamo.frontend.requests.engine_request import EngineRequest
+from dynamo.frontend.requests.metrics import FrontendMetrics, ModelMetrics
+from dynamo.http import Exchange
+from dynamo.protocols.codec import encode
+from dynamo.protocols.control import ON_DEMAND, OnDemandModel, record_decoder
+from dynamo.protocols.load import ON_DEMAND_STATE, OnDemandState
+from dynamo.protocols.relay import HTTP_INPUT
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.discovery import KeyEvent, Watch
+from dynamo.runtime.events import EventPublisher
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["OnDemandModels"]
+
+_PLANNER = "planner"
+_PLANNER_RESTART_S = 30.0
+_TICK_S = 1.0
+_HELD_LIMIT_BYTES = 256 << 20
+_decode = record_decoder(OnDemandModel)
+log = logging.getLogger(__name__)
+
+
+class OnDemandModels:
+    """The records by their keys, and a queue for each of their models.
+
+    ``again`` handles a request from the start: the route table of the server.
+    """
+
+    def __init__(
+        self,
+        runtime: DistributedRuntime,
+        settings: FrontendSettings,
+        metrics: FrontendMetrics,
+        tasks: Tasks,
+    ) -> None:
+        self.again: Callable[[Exchange], None] | None = None
+        self._runtime = runtime
+        self._settings = settings
+        self._metrics = metrics
+        self._tasks = tasks
+        self._records: dict[str, OnDemandModel] = {}
+        self._names: dict[str, OnDemandModel] = {}
+        self._created_s: dict[str, int] = {}
+        self._activity: dict[str, _Activity] = {}
+        self._queues: dict[str, ColdStartQueue] = {}
+        self._expiries: dict[str, asyncio.TimerHandle] = {}
+        self._publishers: dict[str, EventPublisher] = {}
+        self._watch: Watch | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ticked_s = 0.0
+        self._stopped = False
+
+    async def start(self) -> None:
+        """Watch; the records that exist have been seen when this returns."""
+        self._watch = self._runtime.discovery.watch(ON_DEMAND, self._on_event)
+        await self._watch.ready()
+
+    def stop(self, error: DynamoError) -> None:
+        """End every waiting request with ``error``, and let none wait from now on."""
+        self._stopped = True
+        for queue in self._queues.values():
+            queue.fail_all(error)
+
+    def close(self) -> None:
+        """Stop watching, stop the timers."""
+        if self._watch is not None:
+            self._watch.close()
+        for timer in (self._timer, *self._expiries.values()):
+            if timer is not None:
+                timer.cancel()
+
+    def record(self, name: str) -> OnDemandModel | None:
+        """The record of the model called ``name``."""
+        return self._names.get(name)
+
+    def listed(self) -> list[tuple[str, int, int | None]]:
+        """(name, created in seconds, context length in tokens) of every model and alias."""
+        return [
+            (name, self._created_s[record.model], record.context_length)
+            for name, record in self._names.items()
+        ]
+
+    def hold(self, exchange: Exchange, endpoint: str, name: str, registry: Refusals) -> bool:
+        """Let a request for ``name`` wait if the planner starts the model. Raises Unavailable."""
+        record = self._names.get(name)
+        if record is None or self._stopped or self.again is None or exchange.gone:
+            return False
+        queue = self._queue(record.model)
+        held = HeldExchange(exchange, endpoint, queue, registry, self.again)
+        bodies = sum(one.held_bytes for one in self._queues.values())
+        if bodies and bodies + held.size_bytes > _HELD_LIMIT_BYTES:
+            raise Unavailable(
+                f"{_HELD_LIMIT_BYTES >> 20} MiB of requests wait for the first worker of their "
+                "model already. Please retry later."
+            )
+        held.comments = held.comments and record.model_input != HTTP_INPUT
+        held.wait()
+        return True
+
+    def hold_dispatch(
+        self, name: str, engine_request: EngineRequest, send: Callable[[EngineRequest], None]
+    ) -> bool:
+        """The same for an engine request: all workers of its model have left."""
+        record = self._names.get(name)
+        if record is None or self._stopped:
+            return False
+        HeldDispatch(engine_request, self._queue(record.model), send).wait()
+        return True
+
+    def release(self, name: str) -> None:
+        """Continue the requests of the model: it has a worker."""
+        record = self._names.get(name)
+        queue = self._queues.get(name if record is None else record.model)
+        if queue is not None:
+            queue.release()
+
+    def _queue(self, model: str) -> ColdStartQueue:
+        found = self._queues.get(model)
+        if found is None:
+            gauge = self._metrics.model(model).cold_start_queue
+            limit = self._settings.cold_start_queue_limit
+            found = self._queues[model] = ColdStartQueue(model, limit, gauge, self._changed)
+        return found
+
+    # -- records
+
+    def _on_event(self, event: KeyEvent) -> None:
+        key = event.key
+        if event.value is None:
+            record = self._records.get(key)
+            if record is not None and key not in self._expiries:
+                loop = asyncio.get_running_loop()
+                self._expiries[key] = loop.call_later(_PLANNER_RESTART_S, self._expired, key)
+            return
+        try:
+            record = _decode(event.value)
+        except ValueError as error:
+            log.warning("skipping the on-demand model %s: %s", key, error)
+            return
+        if not record.namespace.startswith(self._settings.namespace_prefix or ""):
+            return
+        expiry = self._expiries.pop(key, None)
+        if expiry is not None:
+            expiry.cancel()
+        self._records[key] = record
+        self._created_s.setdefault(record.model, int(time.time()))
+        self._activity.setdefault(record.model, _Activity(self._metrics.model(record.model)))
+        self._update_names()
+        self._tasks.spawn(self._advertise(record.namespace), name="on-demand state")
+
+    def _expired(self, key: str) -> None:
+        """The planner has not come back."""
+        del self._expiries[key]
+        record = self._records.pop(key)
+        self._update_names()
+        queue = self._queues.get(record.model)
+        if queue is not None and record.model not in self._names:
+            queue.fail_all(
+                Unavailable(
+                    f"Model `{record.model}` has no worker, and the planner that starts it does "
+                    "not run. Please retry later."
+                )
+            )
+
+    def _update_names(self) -> None:
+        self._names = {
+            name: record
+            for record in self._records.values()
+            for name in (record.model, *record.aliases)
+        }
+
+    # -- the planner's view
+
+    async def _advertise(self, namespace: str) -> None:
+        """Make the publisher before the first request waits, so that the planner is subscribed."""
+        if namespace in self._publishers:
+            return
+        try:
+            publisher = await self._runtime.publisher(namespace, _PLANNER, ON_DEMAND_STATE)
+        except DynamoError as error:
+            log.warning("the planner of %s sees no waiting requests: %s", namespace, error)
+            return
+        self._publishers[namespace] = publisher
+        if self._timer is None:
+            self._tick()
+
+    def _changed(self, queue: ColdStartQueue) -> None:
+        """The first request waits, or none waits any more."""
+        if queue:
+            log.info("model %s has no worker: its requests wait for one", queue.model)
+        record = self._names.get(queue.model)
+        if record is not None:
+            self._publish(record)
+
+    def _tick(self) -> None:
+        now_s = time.monotonic()
+        elapsed_s, self._ticked_s = now_s - self._ticked_s, now_s
+        for queue in self._queues.values():
+            queue.tick(elapsed_s, self._settings.cold_start_timeout_s)
+        for record in {one.model: one for one in self._records.values()}.values():
+            self._publish(record)
+        again = self._records or any(self._queues.values())
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_TICK_S, self._tick) if again else None
+
+    def _publish(self, record: OnDemandModel) -> None:
+        publisher = self._publishers.get(record.namespace)
+        if publisher is None:
+            return
+        queue = self._queue(record.model)
+        idle_s = self._activity[record.model].idle_s(len(queue))
+        state = OnDemandState(
+            record.model, len(queue), round(queue.oldest_s(), 3), round(idle_s, 3)
+        )
+        publisher.publish(encode(state))
+
+
+class _Activity:
+    """When the last request of a model was in progress, according to its metrics."""
+
+    def __init__(self, metrics: ModelMetrics) -> None:
+        self._metrics = metrics
+        self._ended = 0
+        self._last_s = time.monotonic()
+
+    def idle_s(self, waiting: int) -> float:
+        """How long no request is in progress; 0 while one is, or ``waiting`` ones are."""
+        now_s = time.monotonic()
+        ended = sum(self._metrics.duration.counts)
+        if waiting or self._metrics.active.value or ended != self._ended:
+            self._ended, self._last_s = ended, now_s
+        return now_s - self._last_s

@@ -1,0 +1,282 @@
+"""Requests that wait for the first worker of a model, which the planner starts on demand.
+
+They wait in order of arrival, whether they have reached the model's router (:class:`HeldDispatch`)
+or not (:class:`HeldExchange`: the model was never loaded here). Streams get comments meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from dynamo.errors import DynamoError, Unavailable
+from dynamo.frontend.requests.engine_request import EngineRequest
+from dynamo.frontend.requests.resend import RESEND_SLICE_S
+from dynamo.http import NEVER, Exchange
+from dynamo.observability.metrics import Gauge
+
+__all__ = ["ColdStartQueue", "HeldDispatch", "HeldExchange", "Refusals", "WaitingRequest"]
+
+_COMMENT_EVERY_S = 5.0
+_NO_CACHE = ("cache-control", "no-cache")
+_STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions")
+log = logging.getLogger(__name__)
+
+
+class _Named(msgspec.Struct):
+    """The members of a body that count here."""
+
+    stream: object = None
+
+
+_decode = msgspec.json.Decoder(_Named).decode
+
+
+class WaitingRequest(Protocol):
+    """A request in a :class:`ColdStartQueue`. ``size_bytes`` is the body that it keeps."""
+
+    size_bytes: int
+
+    def resume(self) -> None:
+        """Continue: the model has a worker."""
+
+    def fail(self, error: DynamoError) -> None:
+        """End the request with ``error``."""
+
+    def comment(self, text: bytes) -> None:
+        """Send an SSE comment, if the request is for a stream."""
+
+
+class ColdStartQueue:
+    """The waiting requests of one model, at most ``limit``.
+
+    ``on_change`` is called when the first one waits and when none waits any more.
+    """
+
+    def __init__(
+        self, model: str, limit: int, gauge: Gauge, on_change: Callable[[ColdStartQueue], None]
+    ) -> None:
+        self.model = model
+        self.held_bytes = 0
+        self._limit = limit
+        self._gauge = gauge
+        self._on_change = on_change
+        self._waiting: dict[WaitingRequest, float] = {}
+        self._releasing = 0
+        self._turn: asyncio.Handle | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: WaitingRequest) -> None:
+        """Let ``request`` wait. Raises Unavailable above the limit."""
+        if len(self._waiting) >= self._limit:
+            raise Unavailable(
+                f"Model `{self.model}` has no worker now, and {len(self._waiting)} requests wait "
+                "for its first one already. Please retry later."
+            )
+        self._waiting[request] = time.monotonic()
+        self.held_bytes += request.size_bytes
+        self._changed(1)
+
+    def remove(self, request: WaitingRequest) -> None:
+        """Forget ``request``. Idempotent."""
+        if self._waiting.pop(request, None) is not None:
+            self.held_bytes -= request.size_bytes
+            self._changed(0)
+
+    def release(self) -> None:
+        """Continue the requests that wait now, in their order: 2 ms of work in a loop turn."""
+        self._releasing = len(self._waiting)
+        if self._releasing and self._turn is None:
+            log.info(
+                "model %s: %d waiting requests continue, the oldest after %.1f s",
+                *(self.model, self._releasing, self.oldest_s()),
+            )
+            self._turn = asyncio.get_running_loop().call_soon(self._drain)
+
+    def fail_all(self, error: DynamoError) -> None:
+        """End every waiting request with ``error``."""
+        for request in list(self._waiting):
+            self.remove(request)
+            request.fail(error)
+
+    def tick(self, elapsed_s: float, timeout_s: float) -> None:
+        """End requests that have waited ``timeout_s``; send comments to the others.
+
+        The last call was ``elapsed_s`` ago.
+        """
+        now_s = time.monotonic()
+        for request, since_s in list(self._waiting.items()):
+            waited_s = now_s - since_s
+            if waited_s >= timeout_s:
+                self.remove(request)
+                request.fail(self._timeout(waited_s))
+            elif waited_s // _COMMENT_EVERY_S > (waited_s - elapsed_s) // _COMMENT_EVERY_S >= 0:
+                request.comment(b": loading, %d s\n\n" % waited_s)
+
+    def oldest_s(self) -> float:
+        """How long the oldest request has waited; 0 without any."""
+        since_s = next(iter(self._waiting.values()), None)
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def _timeout(self, waited_s: float) -> Unavailable:
+        return Unavailable(
+            f"Model `{self.model}` got no worker within {waited_s:.0f} s. Please retry later."
+        )
+
+    def _drain(self) -> None:
+        self._turn = None
+        end_s = time.perf_counter() + RESEND_SLICE_S
+        while self._releasing and self._waiting:
+            self._releasing -= 1
+            request = next(iter(self._waiting))
+            self.remove(request)
+            request.resume()
+            if time.perf_counter() > end_s:
+                break
+        if self._releasing and self._waiting:
+            self._turn = asyncio.get_running_loop().call_soon(self._drain)
+
+    def _changed(self, at_size: int) -> None:
+        """Update the gauge; report that the first request waits (1) or that none does (0)."""
+        self._gauge.value = len(self._waiting)
+        if len(self._waiting) == at_size:
+            self._on_change(self)
+
+
+class Refusals(Protocol):
+    """Counts and ends requests that have not reached a model; see :class:`RequestRegistry`."""
+
+    def enter(self) -> None:
+        """Admit one more request."""
+
+    def leave(self) -> None:
+        """An admitted request has ended."""
+
+    def respond_refused(
+        self, exchange: Exchange, endpoint: str, error: DynamoError, request: tuple[str, str]
+    ) -> None:
+        """Respond with ``error``; ``request`` is the model, and ``stream`` or ``unary``."""
+
+    def abandoned(self, endpoint: str, model: str, streams: bool) -> None:
+        """Count a request whose client has disconnected."""
+
+
+class HeldExchange:
+    """A request whose body is not parsed yet; ``again`` handles it from the start.
+
+    ``comments``: a stream of it may begin with comments.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        endpoint: str,
+        queue: ColdStartQueue,
+        registry: Refusals,
+        again: Callable[[Exchange], None],
+    ) -> None:
+        self.size_bytes = len(exchange.body)
+        self.comments = exchange.path in _STREAMED_PATHS
+        self._exchange = exchange
+        self._endpoint = endpoint
+        self._queue = queue
+        self._registry = registry
+        self._again = again
+        self._streams = _asks_for_stream(exchange.body)
+
+    def wait(self) -> None:
+        """Wait in the queue. Raises Unavailable if it is full."""
+        self._queue.add(self)
+        self._registry.enter()
+        self._exchange.deadline = NEVER  # that of the queue applies
+        self._exchange.on_disconnect = self._disconnected
+
+    def resume(self) -> None:
+        """Handle the request."""
+        exchange = self._exchange
+        exchange.on_disconnect = None
+        self._registry.leave()
+        try:
+            self._again(exchange)
+        except BaseException as error:  # also a panic in Rust, which is not an Exception
+            log.exception("%s %s failed", exchange.method, exchange.path)
+            exchange.crashed(error)
+
+    def fail(self, error: DynamoError) -> None:
+        """Respond with ``error``."""
+        self._exchange.on_disconnect = None
+        self._registry.leave()
+        kind = "stream" if self._streams else "unary"
+        request = (self._queue.model, kind)
+        self._registry.respond_refused(self._exchange, self._endpoint, error, request)
+
+    def comment(self, text: bytes) -> None:
+        """Send a comment to a client that asked for a stream; it begins the response."""
+        exchange = self._exchange
+        if not self._streams or not self.comments or exchange.above_high_water:
+            return
+        if not exchange.started:
+            echoed = exchange.headers.get("x-request-id")
+            own = () if echoed is None else (("x-request-id", echoed),)
+            exchange.start(200, "text/event-stream", [_NO_CACHE, *own])
+        exchange.write(text)
+
+    def _disconnected(self) -> None:
+        self._queue.remove(self)
+        self._registry.leave()
+        self._registry.abandoned(self._endpoint, self._queue.model, self._streams)
+
+
+class HeldDispatch:
+    """An engine request that ``send`` sends to a worker; its request ends it if it is cancelled."""
+
+    size_bytes = 0
+
+    def __init__(
+        self,
+        engine_request: EngineRequest,
+        queue: ColdStartQueue,
+        send: Callable[[EngineRequest], None],
+    ) -> None:
+        self._engine_request = engine_request
+        self._queue = queue
+        self._send = send
+
+    def wait(self) -> None:
+        """Wait in the queue. Raises Unavailable if it is full."""
+        self._queue.add(self)
+        self._engine_request.pending = self
+
+    def cancel(self) -> None:
+        """Leave the queue: the request has ended. Idempotent."""
+        self._queue.remove(self)
+
+    def resume(self) -> None:
+        """Send the request to the new worker."""
+        self._engine_request.pending = None
+        self._engine_request.tried = frozenset()
+        self._send(self._engine_request)
+
+    def fail(self, error: DynamoError) -> None:
+        """End the request with ``error``."""
+        self._engine_request.pending = None
+        self._engine_request.request.fail(error)
+
+    def comment(self, text: bytes) -> None:
+        """Send a comment, if the answer is a stream."""
+        self._engine_request.request.keep_alive(text)
+
+
+def _asks_for_stream(body: bytes) -> bool:
+    """Whether the JSON ``body`` asks for a stream; False for other bodies."""
+    try:
+        return _decode(body).stream is True
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False

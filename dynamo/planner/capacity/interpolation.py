@@ -1,0 +1,110 @@
+"""Capacity of one worker, interpolated between the points of a profile. Spec 6.3 of the planner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dynamo.planner.capacity.model import DecodePoint
+from dynamo.planner.capacity.profile_files import DecodePoints, PrefillPoints, Profile
+from dynamo.planner.libraries import load_library
+
+__all__ = ["GRID", "DecodeSurface", "PrefillCurve", "ProfiledCapacity"]
+
+GRID = 100
+"""Cells of the decode surface in each direction."""
+
+
+class PrefillCurve:
+    """Cubic splines over the prompt length; outside the profiled lengths the nearest one counts."""
+
+    def __init__(self, points: PrefillPoints) -> None:
+        isl, first = np.unique(points.isl, return_index=True)
+        self._range = float(isl[0]), float(isl[-1])
+        self._ttft = _spline(isl, points.ttft_ms[first])
+        self._rate = _spline(isl, points.tokens_per_s[first])
+
+    def ttft_ms(self, isl: float) -> float:
+        """Return the time to first token of a prompt that finds the worker idle."""
+        return float(self._ttft(min(max(isl, self._range[0]), self._range[1])))
+
+    def tokens_per_s(self, isl: float) -> float:
+        """Return the prompt tokens per second and GPU."""
+        return float(self._rate(min(max(isl, self._range[0]), self._range[1])))
+
+
+class DecodeSurface:
+    """ITL and throughput over KV usage (0..1) and context length (0 to the longest profiled).
+
+    Cubic between the points; a cell outside of them has the value of the nearest point.
+    """
+
+    def __init__(self, points: DecodePoints) -> None:
+        self._max_kv_tokens = max(points.max_kv_tokens, 1)
+        self._usage = np.linspace(0.0, 1.0, GRID)
+        self._longest = float(points.context.max())
+        known = np.isfinite(points.itl_ms)
+        at = np.column_stack((points.kv_usage[known], points.context[known]))
+        self._itl = self._surface(at, points.itl_ms[known])
+        self._rate = self._surface(at, points.tokens_per_s[known])
+
+    def itl_ms(self, concurrency: float, context: float) -> float:
+        """Return the ITL with ``concurrency`` sequences of ``context`` tokens on the worker."""
+        return float(self._itl[self._cell(concurrency, context)])
+
+    def tokens_per_s(self, concurrency: float, context: float) -> float:
+        """Return the output tokens per second and GPU at that load."""
+        return float(self._rate[self._cell(concurrency, context)])
+
+    def best(self, itl_ms: float, context: float) -> DecodePoint:
+        """Return the highest KV usage that keeps the ITL, or the lowest if none does."""
+        row = self._row(context)
+        within = np.flatnonzero(self._itl[row] <= itl_ms)
+        column = int(within[-1]) if within.size else 0
+        return DecodePoint(
+            tokens_per_s=float(self._rate[row, column]),
+            itl_ms=float(self._itl[row, column]),
+            kv_usage=float(self._usage[column]),
+        )
+
+    def _surface(self, at: Any, values: Any) -> Any:
+        """Return the grid, one row a context length."""
+        griddata = load_library(
+            "scipy.interpolate", "--profile-results-dir", "no profile: capacity is then learned"
+        ).griddata
+        contexts = np.linspace(0.0, self._longest, GRID)
+        cells: Any = np.meshgrid(self._usage, contexts)
+        nearest = griddata(at, values, tuple(cells), method="nearest", rescale=True)
+        # Points on one line span no triangle, and Qhull rejects them.
+        if len(at) < 4 or any(np.ptp(axis) == 0 for axis in at.T):
+            return nearest
+        cubic = griddata(at, values, tuple(cells), method="cubic", rescale=True)
+        return np.where(np.isnan(cubic), nearest, cubic)
+
+    def _row(self, context: float) -> int:
+        share = context / self._longest if self._longest > 0 else 0.0
+        return round(min(max(share, 0.0), 1.0) * (GRID - 1))
+
+    def _cell(self, concurrency: float, context: float) -> tuple[int, int]:
+        usage = min(max(concurrency * context / self._max_kv_tokens, 0.0), 1.0)
+        return self._row(context), round(usage * (GRID - 1))
+
+
+class ProfiledCapacity:
+    """Both parts of a profile. Prefill and decode were measured one without the other."""
+
+    mixed = False
+
+    def __init__(self, profile: Profile) -> None:
+        self.prefill = PrefillCurve(profile.prefill)
+        self.decode = DecodeSurface(profile.decode)
+
+
+def _spline(x: Any, y: Any) -> Any:
+    if len(x) == 1:
+        return lambda _: y[0]
+    interpolate = load_library(
+        "scipy.interpolate", "--profile-results-dir", "no profile: capacity is then learned"
+    )
+    return interpolate.CubicSpline(x, y)

@@ -1,0 +1,128 @@
+"""The deployment that a connector changes: its parts, and what every action reads of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.errors import StatefileError
+from dynamo.planner.connector import ActionFailed
+from dynamo.planner.local.entries import Entry, ServiceEntries, read_services
+from dynamo.planner.local.patience import retried
+from dynamo.planner.local.ports import CircusControl, CircusError, NoSuchWatcher, Registrations
+from dynamo.runtime.discovery.process import host_id
+from dynamo.serve.processes import same_process, stat
+from dynamo.serve.statefile import Document, Statefile
+
+__all__ = ["LocalAccess", "is_reserved", "owner_mark"]
+
+_COMMAND_TIMEOUT_S = 30.0
+_GRACEFUL_TIMEOUT_S = 30.0
+_LOG_TAIL_BYTES = 4096
+_LINE_CHARACTERS = 300
+
+
+@dataclass(kw_only=True)
+class LocalAccess:
+    """The parts of a running deployment.
+
+    ``logs`` has the watchers' log files. ``active`` are the watchers that an action of this process
+    adds or removes now. ``needs_repair``: an action failed and could not be undone.
+    """
+
+    settings: PlannerSettings
+    statefile: Statefile
+    circus: CircusControl
+    registrations: Registrations
+    logs: Path
+    active: set[str] = field(default_factory=set)
+    needs_repair: bool = False
+
+    def document(self) -> Document:
+        """Read the statefile. Raises StatefileError, also without one."""
+        document = self.statefile.read()
+        if document is None:
+            raise StatefileError(
+                f"no statefile {self.statefile.path}: the planner scales a deployment that "
+                "dynamo serve started; start it, or name another one with --namespace"
+            )
+        return document
+
+    def service(self, document: Document, name: str) -> ServiceEntries:
+        """Return a service of the statefile. Raises ActionFailed for one that is not scaled."""
+        services = read_services(document)
+        if name not in services:
+            raise ActionFailed(
+                f"{name}: not a service with workers that register a model; the statefile has "
+                f"{', '.join(services) or 'none'}"
+            )
+        return services[name]
+
+    async def statuses(self) -> Mapping[str, str]:
+        """Return the status of each watcher, by name. Raises ActionFailed."""
+        deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
+        try:
+            return await retried(self.circus.statuses, deadline_s)
+        except CircusError as error:
+            raise ActionFailed(error.message) from error
+
+    async def graceful_timeout_s(self, name: str) -> float:
+        """Return how long the processes of a watcher may drain."""
+        deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
+        try:
+            options = await retried(lambda: self.circus.options(name), deadline_s)
+        except CircusError:
+            return _GRACEFUL_TIMEOUT_S
+        return options.graceful_timeout_s
+
+    async def remove_watcher(self, name: str, deadline_s: float) -> bool:
+        """Remove a watcher; False if there was none. Raises CircusError."""
+        try:
+            await retried(lambda: self.circus.remove(name), deadline_s)
+        except NoSuchWatcher:
+            return False
+        return True
+
+    def leases(self, pids: Collection[int]) -> list[int]:
+        """Return the leases that processes hold."""
+        workers = self.registrations.workers()
+        return [lease for pid in pids if pid in workers for lease in workers[pid].leases]
+
+    def serves(self, entry: Entry | None) -> bool:
+        """Whether a process of the watcher has registered its model."""
+        workers = self.registrations.workers()
+        return entry is not None and any(
+            pid in workers and workers[pid].model is not None for pid in entry.pids
+        )
+
+    def last_line(self, name: str) -> str:
+        """Return the last line that the watcher wrote, "" without one."""
+        try:
+            with (self.logs / f"{name}.log").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return lines[-1][-_LINE_CHARACTERS:] if lines else ""
+
+
+def owner_mark() -> dict[str, Any]:
+    """Return this process, as the one that adds or removes a worker."""
+    me = stat(os.getpid())
+    return {"pid": os.getpid(), "start_ticks": me.start_ticks if me else 0, "host": host_id()}
+
+
+def is_reserved(entry: Entry, active: Collection[str]) -> bool:
+    """Whether a living process adds or removes this worker now; ``active``: those of this one."""
+    mark = entry.reserved_by
+    if mark is None or mark.get("host") != host_id():
+        return False
+    pid, ticks = mark.get("pid"), mark.get("start_ticks")
+    if pid == os.getpid():
+        return entry.name in active
+    return isinstance(pid, int) and isinstance(ticks, int) and same_process(pid, ticks)

@@ -1,0 +1,116 @@
+"""Commands to the arbiter over its ZeroMQ endpoint."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from dynamo.planner.local.ports import CircusBusy, CircusError, NoSuchWatcher, WatcherOptions
+
+__all__ = ["CircusEndpoint"]
+
+_REPLY_TIMEOUT_S = 10.0
+_BUSY = ("arbiter is already running", "arbiter is restarting")
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+class CircusEndpoint:
+    """A :class:`CircusControl` of the arbiter at ``endpoint``. Close it after use."""
+
+    def __init__(self, endpoint: str, reply_timeout_s: float = _REPLY_TIMEOUT_S) -> None:
+        self.endpoint = endpoint
+        self._timeout_ms = int(reply_timeout_s * 1000)
+        self._context = zmq.asyncio.Context()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._context.destroy(linger=0)
+
+    async def statuses(self) -> Mapping[str, str]:
+        """See :class:`CircusControl`."""
+        found = (await self._call("status")).get("statuses")
+        return {str(name): str(status) for name, status in dict(found or {}).items()}
+
+    async def options(self, name: str) -> WatcherOptions:
+        """See :class:`CircusControl`."""
+        keys = ["cmd", "args", "env", "graceful_timeout", "numprocesses"]
+        found = (await self._call("get", name=name, keys=keys))["options"]
+        args = found.get("args") or ()
+        words = shlex.split(args) if isinstance(args, str) else [str(word) for word in args]
+        gpus = str((found.get("env") or {}).get(_GPUS) or "")
+        return WatcherOptions(
+            argv=(*shlex.split(found["cmd"]), *words),
+            gpus=tuple(gpu for gpu in gpus.split(",") if gpu),
+            graceful_timeout_s=float(found["graceful_timeout"]),
+            numprocesses=int(found["numprocesses"]),
+        )
+
+    async def add(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """See :class:`CircusControl`."""
+        # The command is a list of words: circus would split and format a line.
+        program, *args = argv
+        try:
+            await self._call(
+                "add",
+                name=name,
+                cmd=shlex.quote(program),
+                args=args,
+                start=False,
+                options={"env": dict(env)},
+            )
+        except CircusError as error:
+            if "already exist" not in error.message:
+                raise
+
+    async def start(self, name: str) -> None:
+        """See :class:`CircusControl`."""
+        await self._call("start", name=name, match="simple")
+
+    async def signal(self, name: str, signum: int) -> None:
+        """See :class:`CircusControl`."""
+        await self._call("signal", name=name, signum=int(signum))
+
+    async def decrease(self, name: str) -> None:
+        """See :class:`CircusControl`."""
+        await self._call("decr", name=name, nb=1)
+
+    async def remove(self, name: str) -> None:
+        """See :class:`CircusControl`."""
+        await self._call("rm", name=name)
+
+    async def _call(self, command: str, **properties: Any) -> dict[str, Any]:
+        number = uuid.uuid4().hex
+        message = {"id": number, "command": command, "properties": properties}
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        try:
+            socket.connect(self.endpoint)
+            await socket.send(json.dumps(message).encode())
+            if not await socket.poll(self._timeout_ms):
+                raise CircusBusy(
+                    f"circus at {self.endpoint} did not answer {command!r} within "
+                    f"{self._timeout_ms / 1000:g} s"
+                )
+            reply = json.loads(await socket.recv())
+        except (zmq.ZMQError, ValueError) as error:
+            raise CircusError(f"circus at {self.endpoint}: {command!r} failed: {error}") from error
+        finally:
+            socket.close()
+        if reply.get("status") == "error":
+            raise _refused(command, properties, str(reply.get("reason")))
+        return dict(reply)
+
+
+def _refused(command: str, properties: Mapping[str, Any], reason: str) -> CircusError:
+    text = f"circus refused {command} {properties.get('name', '')}".rstrip() + f": {reason}"
+    if any(mark in reason for mark in _BUSY):  # a normal reply while another command runs
+        return CircusBusy(text)
+    if reason.startswith("program ") and reason.endswith(" not found"):
+        return NoSuchWatcher(text)
+    return CircusError(text)

@@ -1,0 +1,53 @@
+"""The end of a watcher: its processes exit, and the arbiter frees its GPUs in the statefile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from dynamo.planner.connector import ActionFailed
+from dynamo.planner.local.access import LocalAccess
+from dynamo.planner.local.entries import delete_entry, is_freed
+from dynamo.planner.local.patience import wait_until
+from dynamo.planner.local.ports import CircusBusy
+
+__all__ = ["has_exited", "wait_until_gone"]
+
+_EXIT_MARGIN_S = 15.0
+_ARBITER_WRITES_WITHIN_S = 5.0
+log = logging.getLogger(__name__)
+
+
+async def wait_until_gone(access: LocalAccess, name: str, graceful_s: float) -> None:
+    """Wait until a removed watcher's processes have exited and its entry is free of GPUs.
+
+    The arbiter kills what has not exited after ``graceful_s``. Raises ActionFailed, StatefileError,
+    CircusError.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def exited() -> bool:
+        return await has_exited(access, name)
+
+    async def freed() -> bool:
+        return is_freed(access.document(), name)
+
+    limit_s = graceful_s + _EXIT_MARGIN_S
+    if not await wait_until(exited, access.registrations, loop.time() + limit_s):
+        raise ActionFailed(f"{name} has not exited within {limit_s:g} s")
+    # The arbiter frees an entry after its last look at the processes. To do it first would let a
+    # late write of the arbiter bring the entry of a removed worker back.
+    if not await wait_until(freed, access.registrations, loop.time() + _ARBITER_WRITES_WITHIN_S):
+        log.warning("%s: the arbiter did not free its entry; freeing it", name)
+        access.statefile.update(lambda document: delete_entry(document, name))
+
+
+async def has_exited(access: LocalAccess, name: str) -> bool:
+    """Whether the arbiter has neither the watcher nor a process of it. Raises CircusError."""
+    entry = access.document()["components"].get(name)
+    if isinstance(entry, dict) and entry.get("processes"):
+        return False
+    try:
+        return name not in await access.circus.statuses()
+    except CircusBusy:
+        return False

@@ -1,0 +1,114 @@
+"""What the local connector needs of a deployment: its arbiter, and what its workers registered.
+
+Tests replace both; time is that of the running loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynamo.errors import DynamoError
+
+__all__ = [
+    "STOPPED",
+    "CircusBusy",
+    "CircusControl",
+    "CircusError",
+    "NoSuchWatcher",
+    "RegisteredWorker",
+    "Registrations",
+    "Sleepers",
+    "WatcherOptions",
+]
+
+STOPPED = "stopped"
+"""Status of a watcher that starts no process: stopped by command, or given up."""
+
+
+class CircusError(DynamoError):
+    """The arbiter refused a command, or did not answer."""
+
+    code = "circus"
+
+
+class CircusBusy(CircusError):
+    """The arbiter runs another command, or is too busy to answer: the same command may succeed."""
+
+    code = "circus_busy"
+
+
+class NoSuchWatcher(CircusError):
+    """The arbiter has no watcher of this name."""
+
+    code = "no_such_watcher"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatcherOptions:
+    """What a watcher runs: its command, its GPUs, how many processes, how long they may drain."""
+
+    argv: tuple[str, ...]
+    gpus: tuple[str, ...] = ()
+    graceful_timeout_s: float = 30.0
+    numprocesses: int = 1
+
+
+class CircusControl(Protocol):
+    """The commands of the arbiter. Each raises CircusError, and sends one message only."""
+
+    async def statuses(self) -> Mapping[str, str]:
+        """Return the status of each watcher, by name. Circus ignores the case of names."""
+
+    async def options(self, name: str) -> WatcherOptions:
+        """Return the options of a watcher."""
+
+    async def add(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """Add a watcher, not started; do nothing if there is one of this name."""
+
+    async def start(self, name: str) -> None:
+        """Start the processes of a watcher; do nothing if they run."""
+
+    async def signal(self, name: str, signum: int) -> None:
+        """Send ``signum`` to the processes of a watcher."""
+
+    async def decrease(self, name: str) -> None:
+        """Stop the newest process of a watcher gracefully; it has one less from now on."""
+
+    async def remove(self, name: str) -> None:
+        """Remove a watcher; its processes are stopped gracefully, after the reply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredWorker:
+    """What the process ``pid`` has registered: its leases, and its model once it can serve."""
+
+    pid: int
+    leases: tuple[int, ...]
+    worker_id: int | None = None
+    model: str | None = None
+
+
+class Registrations(Protocol):
+    """The leases and model cards of the workers on this machine."""
+
+    def workers(self) -> Mapping[int, RegisteredWorker]:
+        """Return what is registered now, by the pid of the process that the arbiter started."""
+
+    async def revoke(self, lease_id: int) -> None:
+        """End a lease; its process finishes its requests and exits. Idempotent."""
+
+    def next_change(self) -> asyncio.Event:
+        """Return an event that is set at the next change of leases, cards or statefile."""
+
+
+class Sleepers(Protocol):
+    """The workers that sleep: their process runs, but holds no GPU memory."""
+
+    def asleep(self) -> Collection[str]:
+        """Return the watchers whose worker sleeps."""
+
+    async def wake(self, name: str) -> None:
+        """Wake the worker of a watcher; return when it serves. Raises ActionFailed."""

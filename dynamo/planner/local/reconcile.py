@@ -1,0 +1,168 @@
+"""Repairs what a crash of planner, worker or arbiter left between statefile and circus."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dynamo.errors import StatefileError
+from dynamo.planner.connector import ActionFailed
+from dynamo.planner.local.access import LocalAccess, is_reserved
+from dynamo.planner.local.entries import (
+    Entry,
+    ServiceEntries,
+    delete_entry,
+    new_entry,
+    read_services,
+)
+from dynamo.planner.local.patience import retried
+from dynamo.planner.local.ports import STOPPED, CircusError, NoSuchWatcher, WatcherOptions
+from dynamo.planner.local.removal import finish_removal
+from dynamo.serve.statefile import RESERVED_BY, Document
+
+__all__ = ["reconcile"]
+
+_COMMAND_TIMEOUT_S = 30.0
+log = logging.getLogger(__name__)
+
+
+async def reconcile(access: LocalAccess, dry_run: bool = False) -> list[str]:
+    """Make statefile and circus agree; return what was repaired, one sentence each.
+
+    Safe while the deployment and a planner run: watchers that a living process adds or removes now
+    are left alone. ``dry_run`` only says what would be repaired. Raises ActionFailed, which leaves
+    the rest as it is, and StatefileError.
+    """
+    statuses = await access.statuses()
+    services = read_services(access.document())
+    found: list[str] = []
+    removals: list[tuple[ServiceEntries, Entry]] = []
+    try:
+        for service in services.values():
+            for entry in service.entries:
+                if entry.name in access.active or is_reserved(entry, access.active):
+                    continue
+                status = statuses.get(entry.name)
+                if entry.draining and (status is not None or entry.pids):
+                    found.append(f"{entry.name}: finished its removal")
+                    removals.append((service, entry))
+                elif status is None:
+                    found += _without_watcher(access, service, entry, dry_run)
+                else:
+                    found += await _with_watcher(access, entry, status, dry_run)
+        for name in _without_entry(services, statuses):
+            found += await _add_entry(access, services, name, dry_run)
+        if not dry_run:
+            await _finish(access, removals)
+    except CircusError as error:
+        access.needs_repair = True
+        raise ActionFailed(f"repaired in part: {error.message}") from error
+    for sentence in found:
+        log.warning("%s%s", "would repair: " if dry_run else "repaired: ", sentence)
+    return found
+
+
+async def _finish(access: LocalAccess, removals: list[tuple[ServiceEntries, Entry]]) -> None:
+    access.active.update(entry.name for _, entry in removals)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for service, entry in removals:
+                group.create_task(finish_removal(access, entry, service.is_prefill))
+    except* (ActionFailed, CircusError, StatefileError) as errors:
+        problems = "; ".join(str(error) for error in errors.exceptions)
+        raise ActionFailed(f"repaired in part: {problems}") from errors
+    finally:
+        access.active.difference_update(entry.name for _, entry in removals)
+
+
+def _without_watcher(
+    access: LocalAccess, service: ServiceEntries, entry: Entry, dry_run: bool
+) -> list[str]:
+    """Free what the entry of a missing watcher holds, unless its processes are still exiting."""
+    if entry.pids or (entry is service.template and entry.index == 0 and _is_empty(entry)):
+        return []
+    if not dry_run:
+        access.statefile.update(lambda document: delete_entry(document, entry.name))
+    freed = f"; GPU {', '.join(entry.gpus)} is free again" if entry.gpus else ""
+    verb = "emptied" if entry.index == 0 else "deleted"
+    return [f"{entry.name}: {verb} its entry, which had no watcher{freed}"]
+
+
+def _is_empty(entry: Entry) -> bool:
+    held = entry.gpus or entry.draining or entry.reserved_by is not None
+    return not held and entry.lease is None
+
+
+async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run: bool) -> list[str]:
+    """Keep a worker that a crashed planner had started; remove one that it had only added."""
+    if entry.reserved_by is not None and status == STOPPED and not entry.pids:
+        if not dry_run:
+            await _remove_unstarted(access, entry.name)
+        return [f"{entry.name}: removed its watcher, which a planner added and never started"]
+    found: list[str] = []
+    if entry.reserved_by is not None:
+        found.append(f"{entry.name}: kept; the planner that started it has exited")
+    try:
+        options = await _options(access, entry.name)
+    except NoSuchWatcher:
+        return []  # removed since; the arbiter frees it
+    if options.gpus != entry.gpus:
+        has = ", ".join(options.gpus) or "none"
+        found.append(f"{entry.name}: corrected its GPUs in the statefile to {has}")
+    if found and not dry_run:
+        access.statefile.update(lambda document: _correct(document, entry.name, options))
+    return found
+
+
+async def _remove_unstarted(access: LocalAccess, name: str) -> None:
+    deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
+    await access.remove_watcher(name, deadline_s)
+    access.statefile.update(lambda document: delete_entry(document, name))
+
+
+def _correct(document: Document, name: str, options: WatcherOptions) -> None:
+    entry: dict[str, Any] | None = document["components"].get(name)
+    if entry is not None:
+        entry.pop(RESERVED_BY, None)
+        entry["resources"] = {"allocated_gpus": list(options.gpus)} if options.gpus else {}
+
+
+def _without_entry(
+    services: Mapping[str, ServiceEntries], statuses: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield the watchers of scaled services that the statefile does not have."""
+    known = {entry.name for service in services.values() for entry in service.entries}
+    for name in statuses:
+        if name not in known and _service_of(services, name) is not None:
+            yield name
+
+
+def _service_of(services: Mapping[str, ServiceEntries], name: str) -> ServiceEntries | None:
+    for service in services.values():
+        if re.fullmatch(re.escape(service.base) + r"_\d+", name):
+            return service
+    return None
+
+
+async def _add_entry(
+    access: LocalAccess, services: Mapping[str, ServiceEntries], name: str, dry_run: bool
+) -> list[str]:
+    service = _service_of(services, name)
+    try:
+        options = await _options(access, name)
+    except NoSuchWatcher:
+        return []
+    if service is None or name in access.document()["components"]:
+        return []  # the arbiter has written it since
+    if not dry_run:
+        entry = new_entry(service, name, options.argv, options.gpus)
+        access.statefile.update(lambda document: document["components"].setdefault(name, entry))
+    return [f"{name}: added the entry of a watcher that had none"]
+
+
+async def _options(access: LocalAccess, name: str) -> WatcherOptions:
+    deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
+    return await retried(lambda: access.circus.options(name), deadline_s)

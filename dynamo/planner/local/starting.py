@@ -1,0 +1,150 @@
+"""The start of one worker: GPUs, watcher, registration; undone completely if a step fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+
+from dynamo.errors import StatefileError
+from dynamo.planner.connector import ActionFailed
+from dynamo.planner.local.access import LocalAccess, owner_mark
+from dynamo.planner.local.entries import (
+    delete_entry,
+    free_gpus,
+    gpu_ids,
+    new_entry,
+    next_name,
+    read_services,
+)
+from dynamo.planner.local.leaving import wait_until_gone
+from dynamo.planner.local.patience import retried, wait_until
+from dynamo.planner.local.ports import STOPPED, CircusBusy, CircusError
+from dynamo.planner.local.view import budget_held, engine_gpus
+from dynamo.serve.statefile import RESERVED_BY, Document
+
+__all__ = ["WorkerStart"]
+
+_UNDO_TIMEOUT_S = 60.0
+_GPUS = "CUDA_VISIBLE_DEVICES"
+log = logging.getLogger(__name__)
+
+
+class WorkerStart:
+    """Starts one worker of ``service``. Use it once."""
+
+    def __init__(self, access: LocalAccess, service: str) -> None:
+        self._access = access
+        self._service = service
+        self._name = ""
+        self._argv: tuple[str, ...] = ()
+        self._gpus: tuple[str, ...] = ()
+
+    async def run(self) -> str:
+        """Start it; return the name of its watcher once it serves. See :class:`Connector`.
+
+        A cancelled start leaves its reservation to :func:`reconcile`, like a crash.
+        """
+        access = self._access
+        deadline_s = asyncio.get_running_loop().time() + access.settings.start_timeout_s
+        watchers = await access.statuses()
+        # Blocks, so that a cancellation cannot arrive between the write and our note of it.
+        access.statefile.update(lambda document: self._reserve(document, watchers))
+        access.active.add(self._name)
+        try:
+            await self._start(deadline_s)
+            access.statefile.update(self._confirm)
+        except (ActionFailed, CircusError, StatefileError) as error:
+            log.warning("%s: not added: %s; undoing it", self._name, error.message)
+            await self._undo()
+            raise ActionFailed(f"{self._name}: {error.message}") from error
+        except BaseException:  # cancelled, or a bug: a later action repairs it
+            access.needs_repair = True
+            raise
+        finally:
+            access.active.discard(self._name)
+        return self._name
+
+    def _reserve(self, document: Document, watchers: Collection[str]) -> None:
+        """Write the entry of a new worker with its GPUs. Raises ActionFailed."""
+        settings = self._access.settings
+        service = self._access.service(document, self._service)
+        count = engine_gpus(service, settings)
+        self._check_budget(document, count or 1.0)
+        taken = {*watchers, *self._access.active}
+        self._name = next_name(document, self._service, taken)
+        self._argv = service.template.argv
+        self._gpus = ()
+        if count and gpu_ids(document):
+            self._gpus = free_gpus(document, self._name, count)
+        entry = new_entry(service, self._name, self._argv, self._gpus)
+        document["components"][self._name] = {**entry, RESERVED_BY: owner_mark()}
+
+    def _check_budget(self, document: Document, needed: float) -> None:
+        settings = self._access.settings
+        held = budget_held(document, read_services(document).values(), settings)
+        if held + needed > settings.max_gpu_budget:
+            raise ActionFailed(
+                f"{self._service}: {held:g} GPUs are in use and a worker needs {needed:g}: "
+                f"more than --max-gpu-budget {settings.max_gpu_budget}"
+            )
+
+    async def _start(self, deadline_s: float) -> None:
+        access, name = self._access, self._name
+        env = {_GPUS: ",".join(self._gpus)} if self._gpus else {}
+        await retried(lambda: access.circus.add(name, self._argv, env), deadline_s)
+        # Added stopped, then started: only the second command can find circus busy.
+        await retried(lambda: access.circus.start(name), deadline_s)
+        if not await wait_until(self._serves, access.registrations, deadline_s):
+            raise ActionFailed(
+                f"it did not serve within {access.settings.start_timeout_s:g} s"
+                + self._last_output()
+            )
+
+    async def _serves(self) -> bool:
+        """Whether the worker is registered. Raises ActionFailed if it will never be."""
+        access = self._access
+        service = access.service(access.document(), self._service)
+        entry = next((one for one in service.entries if one.name == self._name), None)
+        if access.serves(entry):
+            return True
+        try:
+            status = (await access.circus.statuses()).get(self._name)
+        except CircusBusy:
+            return False
+        if status is None:
+            raise ActionFailed("its watcher was removed")
+        if status == STOPPED:
+            raise ActionFailed("its watcher was stopped, or given up" + self._last_output())
+        return False
+
+    def _last_output(self) -> str:
+        line = self._access.last_line(self._name)
+        return f"; last output: {line}" if line else ""
+
+    def _confirm(self, document: Document) -> None:
+        entry = document["components"].get(self._name)
+        if not isinstance(entry, dict):
+            raise ActionFailed("its entry was deleted from the statefile")
+        entry.pop(RESERVED_BY, None)
+
+    def _release(self, document: Document) -> None:
+        entry = document["components"].get(self._name)
+        if isinstance(entry, dict):
+            entry.pop(RESERVED_BY, None)
+
+    async def _undo(self) -> None:
+        """Remove the watcher, free the GPUs. What fails is left to :func:`reconcile`."""
+        access, name = self._access, self._name
+        try:
+            deadline_s = asyncio.get_running_loop().time() + _UNDO_TIMEOUT_S
+            graceful_s = await access.graceful_timeout_s(name)
+            # From here on the arbiter deletes the entry, when the last process has exited.
+            access.statefile.update(self._release)
+            if await access.remove_watcher(name, deadline_s):
+                await wait_until_gone(access, name, graceful_s)
+            else:
+                access.statefile.update(lambda document: delete_entry(document, name))
+        except (ActionFailed, CircusError, StatefileError) as error:
+            access.needs_repair = True
+            log.error("%s: cannot undo its start now: %s", name, error.message)

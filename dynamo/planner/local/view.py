@@ -1,0 +1,129 @@
+"""What the planner counts as workers of a service, and which one it removes next. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.planner.connector import (
+    ASLEEP,
+    DRAINING,
+    READY,
+    STARTING,
+    ScaledService,
+    ScaledWorker,
+)
+from dynamo.planner.local.entries import Entry, ServiceEntries, held_gpus
+from dynamo.planner.local.ports import STOPPED, RegisteredWorker
+from dynamo.planner.policies.base import DECODE, PREFILL
+from dynamo.serve.statefile import Document
+
+__all__ = ["Sighting", "budget_held", "engine_gpus", "newest", "service_now"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sighting:
+    """What was seen of a deployment at one time.
+
+    ``statuses`` are those of the watchers, by name. ``reserved`` are the watchers
+    that are being added, ``asleep`` those whose worker sleeps.
+    """
+
+    statuses: Mapping[str, str]
+    registered: Mapping[int, RegisteredWorker]
+    reserved: Collection[str] = ()
+    asleep: Collection[str] = ()
+
+    def is_kept(self, entry: Entry) -> bool:
+        """Whether the arbiter has this watcher and starts its processes."""
+        return self.statuses.get(entry.name, STOPPED) != STOPPED
+
+
+def service_now(
+    service: ServiceEntries, sighting: Sighting, settings: PlannerSettings
+) -> ScaledService:
+    """Return ``service`` with its workers, oldest first.
+
+    A stopped watcher, by command or after too many deaths, has no worker; its GPUs stay its own.
+    """
+    workers = tuple(worker for entry in service.entries for worker in _workers(entry, sighting))
+    models = (
+        sighting.registered[pid].model
+        for entry in service.entries
+        for pid in entry.pids
+        if pid in sighting.registered
+    )
+    return ScaledService(
+        name=service.name,
+        model=next((model for model in models if model), service.model),
+        pool=PREFILL if service.is_prefill else DECODE,
+        gpus_per_worker=engine_gpus(service, settings) or 1.0,
+        workers=workers,
+        minimum=service.minimum,
+        maximum=service.maximum,
+        priority=service.priority,
+    )
+
+
+def newest(service: ServiceEntries, sighting: Sighting, spared: Collection[str]) -> Entry | None:
+    """Return the entry of the worker to remove: that with the highest number, the template last.
+
+    Never one that drains already, nor one that is being added or ``spared``.
+    """
+    for entry in reversed(service.entries):
+        states = {worker.state for worker in _workers(entry, sighting)}
+        skipped = entry.name in spared or entry.name in sighting.reserved
+        if not skipped and states and DRAINING not in states:
+            return entry
+    return None
+
+
+def engine_gpus(service: ServiceEntries, settings: PlannerSettings) -> float:
+    """Return the GPUs of a worker: as the options say, else as the graph says; 0 for none."""
+    given = (
+        settings.prefill_engine_num_gpu if service.is_prefill else settings.decode_engine_num_gpu
+    )
+    return service.gpus if given is None else given
+
+
+def budget_held(
+    document: Document, services: Collection[ServiceEntries], settings: PlannerSettings
+) -> float:
+    """Return the GPUs of the budget that ``services`` hold now, draining workers included.
+
+    A worker without GPUs counts as what the options say, else as 1.
+    """
+    held = held_gpus(document)
+    total = 0.0
+    for service in services:
+        each = engine_gpus(service, settings) or 1.0
+        for entry in service.entries:
+            if entry.name in held:
+                total += held[entry.name][1]
+            elif entry.pids or entry.reserved_by is not None:
+                total += each * max(1, len(entry.pids))
+    return total
+
+
+def _workers(entry: Entry, sighting: Sighting) -> Iterator[ScaledWorker]:
+    """Yield one worker for each process, or for the process that is about to start."""
+    for pid in entry.pids:
+        found = sighting.registered.get(pid)
+        serves = found is not None and found.model is not None
+        yield ScaledWorker(
+            name=entry.name,
+            state=_state(entry, sighting, serves),
+            worker_id=found.worker_id if found else None,
+            gpus=entry.gpus,
+        )
+    if not entry.pids and (entry.name in sighting.reserved or sighting.is_kept(entry)):
+        yield ScaledWorker(name=entry.name, state=_state(entry, sighting, False), gpus=entry.gpus)
+
+
+def _state(entry: Entry, sighting: Sighting, serves: bool) -> str:
+    if entry.draining:
+        return DRAINING
+    if entry.name in sighting.asleep:
+        return ASLEEP
+    return READY if serves else STARTING

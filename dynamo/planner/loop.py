@@ -1,0 +1,291 @@
+"""The live loop: pull metrics, let each model's policy decide, change its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.errors import DynamoError
+from dynamo.planner.actions import WorkerAction, WorkerActions
+from dynamo.planner.connector import Connector, ScaledService
+from dynamo.planner.decisions import DecisionRecord, PoolChange
+from dynamo.planner.model_state import ModelState, Pools
+from dynamo.planner.observation import Observation, Pull, Traffic
+from dynamo.planner.policies.base import Policy, ScalingDecision
+from dynamo.planner.scaled_model import ScaledModel, models_of
+from dynamo.runtime.tasks import Tasks
+
+__all__ = ["LoopObserver", "MetricSources", "ScalingLoop"]
+
+_EARLY = 0.5  # of a pulling interval: a decision is made at the pull that is nearest to its time
+log = logging.getLogger(__name__)
+
+
+class MetricSources(Protocol):
+    """The metrics of the workers and frontends."""
+
+    def follow(self, models: Iterable[ScaledModel]) -> None:
+        """Follow the workers of these models and no others."""
+
+    def pull(self, model: ScaledModel, now_s: float) -> Pull:
+        """Return the newest load of the model's workers."""
+
+    async def read_frontends(self) -> None:
+        """Read the counters of all frontends, for the next traffic."""
+
+    def traffic(self, model: str, now_s: float, *, ends: bool) -> Traffic:
+        """Return the traffic of the current interval; ``ends``: begin the next one."""
+
+
+class LoopObserver(Protocol):
+    """Is told what the loop sees and does."""
+
+    def counted(self, model: str, now_s: float, pools: Pools) -> None:
+        """The workers were counted: with every pull, and also while they change."""
+
+    def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
+        """Metrics were pulled."""
+
+    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
+        """A policy decided."""
+
+    def finished(self, record: DecisionRecord) -> None:
+        """The changes of a decision are carried out, or there were none."""
+
+    def acted(self, action: WorkerAction) -> None:
+        """A worker was added or removed, or could not be."""
+
+
+class ScalingLoop:
+    """Runs one policy per model until :meth:`stop`.
+
+    A blocking policy's model is left alone while its workers change. ``make_policy(prefill)``
+    makes the policy of a model that appears. ``clock`` is that of ``sources``.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of a planner
+        self,
+        connector: Connector,
+        sources: MetricSources,
+        settings: PlannerSettings,
+        make_policy: Callable[[bool], Policy],
+        observers: Sequence[LoopObserver] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connector = connector
+        self._sources = sources
+        self._settings = settings
+        self._make_policy = make_policy
+        self._observers = observers
+        self._clock = clock
+        self._actions = WorkerActions(connector, settings, self._acted)
+        self._models: dict[str, ModelState] = {}
+        self._tasks = Tasks("planner")
+        self._stopped = asyncio.Event()
+        self._problem = ""
+
+    async def run(self) -> None:
+        """Pull and decide until :meth:`stop`."""
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while not self._stopped.is_set():
+            await self._tick()
+            # Pulls that took too long are left out, not made up for.
+            due_s = max(due_s + self._settings.metric_pulling_interval_s, loop.time())
+            try:
+                async with asyncio.timeout_at(due_s):
+                    await self._stopped.wait()
+            except TimeoutError:
+                pass
+
+    async def stop(self, timeout_s: float) -> None:
+        """Decide nothing more: cancel starts, which undoes them, and let removals finish.
+
+        Those that last longer than ``timeout_s`` are cancelled.
+        """
+        self._stopped.set()
+        self._actions.cancel_adds()
+        running = [task for state in self._models.values() for task in state.tasks]
+        if running:
+            log.info("finishing %d changes, at most %g s", len(running), timeout_s)
+            await asyncio.wait(running, timeout=timeout_s)
+        await self._tasks.close()
+
+    def abort(self) -> None:
+        """Cancel all changes in flight; their rest is done at the next start."""
+        for state in self._models.values():
+            for task in state.tasks:
+                task.cancel()
+
+    async def explain(self) -> list[tuple[ModelState, DecisionRecord]]:
+        """Return each model, and what its policy would decide now."""
+        await self._sources.read_frontends()
+        found = []
+        for state in self._models.values():
+            seen = self._observe(state, ends=False)
+            made = copy.deepcopy(state.policy).decide(seen)
+            found.append((state, self._record(state, made, seen)))
+        return found
+
+    async def _tick(self) -> None:
+        if not await self._refresh():
+            return
+        self._sources.follow(state.model for state in self._models.values())
+        for state in self._models.values():
+            pools = self._pools(state.model)
+            for observer in self._observers:
+                observer.counted(state.model.name, self._clock(), pools)
+        active = [state for state in self._models.values() if not state.is_paused]
+        if any(state.is_new for state in active):
+            await self._sources.read_frontends()
+        for state in active:
+            self._pull(state)
+        soon_s = self._clock() + _EARLY * self._settings.metric_pulling_interval_s
+        due = [state for state in active if state.due_s <= soon_s]
+        if due:
+            await self._sources.read_frontends()
+        if not self._stopped.is_set():
+            for state in due:
+                self._decide(state)
+
+    def _pull(self, state: ModelState) -> None:
+        name, now_s = state.model.name, self._clock()
+        if state.is_new:
+            self._sources.traffic(name, now_s, ends=True)
+        if state.begins:
+            state.begin(now_s)
+        pull = self._sources.pull(state.model, now_s)
+        state.pulls.append(pull)
+        pools = self._pools(state.model)
+        for observer in self._observers:
+            observer.pulled(name, pull, pools)
+
+    async def _refresh(self) -> bool:
+        """Ask the connector for the services; return whether they are known."""
+        services = await self._services()
+        if services is not None:
+            self._update_models(models_of(services.values(), self._settings.served_model_name))
+        return services is not None
+
+    async def _services(self) -> Mapping[str, ScaledService] | None:
+        try:
+            services = await self._connector.services()
+        except DynamoError as error:
+            if error.message != self._problem:  # once per outage
+                log.warning("the services are unknown: %s; nothing is changed", error.message)
+            self._problem = error.message
+            return None
+        self._problem = ""
+        return services
+
+    def _update_models(self, models: Mapping[str, ScaledModel]) -> None:
+        for name in self._models.keys() - models.keys():
+            if not self._models[name].is_busy:
+                log.info("model %s has no services any more", name)
+                del self._models[name]
+        for name, model in models.items():
+            state = self._models.get(name)
+            if state is None or (state.model.prefill is None) != (model.prefill is None):
+                policy = self._make_policy(model.prefill is not None)
+                log.info(
+                    "model %s: policy %s decides every %g s on %s",
+                    *(name, policy.name, policy.interval_s),
+                    " and ".join(service.name for service in model.services),
+                )
+                self._models[name] = ModelState(model, policy)
+            else:
+                state.model = model
+
+    def _pools(self, model: ScaledModel) -> Pools:
+        return {service.pool: self._actions.pool(service) for service in model.services}
+
+    def _observe(self, state: ModelState, *, ends: bool) -> Observation:
+        now_s = self._clock()
+        others = [
+            service
+            for other in self._models.values()
+            if other is not state
+            for service in other.model.services
+        ]
+        return state.observation(
+            now_s,
+            self._pools(state.model),
+            self._sources.traffic(state.model.name, now_s, ends=ends),
+            self._settings.max_gpu_budget - self._actions.gpus(others),
+        )
+
+    def _decide(self, state: ModelState) -> None:
+        seen = self._observe(state, ends=True)
+        try:
+            made = state.policy.decide(seen)
+            record = self._record(state, made, seen)
+        except Exception:  # a mistake in a policy must not stop the planner
+            log.exception("policy %s failed; nothing is changed", state.policy.name)
+            state.begin(seen.now_s)
+            return
+        if self._settings.no_operation:
+            record = record.observed()
+        log.info("%s", record.text())
+        for observer in self._observers:
+            observer.decided(record, seen, made)
+        state.begin(seen.now_s)
+        if record.changes and not self._settings.no_operation:
+            state.apply(self._tasks.spawn(self._apply(state, made, record), name="scale"))
+        else:
+            state.policy.applied(made, [pool.pool for pool in made.pools if record.changes])
+            self._finished(record)
+
+    def _record(
+        self, state: ModelState, made: ScalingDecision, seen: Observation
+    ) -> DecisionRecord:
+        name = state.model.name
+        return DecisionRecord.of(made, seen, at_s=time.time(), model=name, mode=state.policy.name)
+
+    async def _apply(
+        self, state: ModelState, made: ScalingDecision, record: DecisionRecord
+    ) -> None:
+        state.pending.append(record)
+        started_s = self._clock()
+        errors: dict[str, str] = {}
+        try:
+            await self._carry_out(state, record, errors)
+            await self._refresh()
+        finally:
+            state.pending.remove(record)
+            state.policy.applied(made, errors.keys())
+            after = {name: pool.workers for name, pool in self._pools(state.model).items()}
+            self._finished(record.finished(after, self._clock() - started_s, errors))
+
+    async def _carry_out(
+        self, state: ModelState, record: DecisionRecord, errors: dict[str, str]
+    ) -> None:
+        """Change one pool after the other if the policy is blocking, else all at once."""
+        if state.policy.blocking:
+            for change in record.pools:
+                await self._change(state, change, errors)
+            return
+        async with asyncio.TaskGroup() as group:
+            for change in record.pools:
+                group.create_task(self._change(state, change, errors))
+
+    async def _change(self, state: ModelState, change: PoolChange, errors: dict[str, str]) -> None:
+        service, delta = state.model.service(change.pool), change.wanted - change.before
+        if service is None or not delta:
+            return
+        problem = self._actions.conflict(service.name, delta)
+        problem = problem or await self._actions.begin(service, delta)
+        if problem:
+            errors[change.pool] = problem
+
+    def _finished(self, record: DecisionRecord) -> None:
+        for observer in self._observers:
+            observer.finished(record)
+
+    def _acted(self, action: WorkerAction) -> None:
+        for observer in self._observers:
+            observer.acted(action)

@@ -1,0 +1,77 @@
+"""One model in the live loop: its policy, the current interval, its changes in flight. No I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Mapping
+
+from dynamo.planner.decisions import DecisionRecord
+from dynamo.planner.observation import Observation, Pool, Pull, Traffic
+from dynamo.planner.policies.base import DECODE, PREFILL, Policy
+from dynamo.planner.scaled_model import ScaledModel
+
+__all__ = ["ModelState", "Pools"]
+
+Pools = Mapping[str, Pool]
+"""The pools of a model, by name."""
+
+_PULLS = 100_000
+
+
+class ModelState:
+    """``model`` as the connector lists it now, and the ``pulls`` since the last decision."""
+
+    def __init__(self, model: ScaledModel, policy: Policy) -> None:
+        self.model = model
+        self.policy = policy
+        self.pulls: deque[Pull] = deque(maxlen=_PULLS)
+        self.pending: list[DecisionRecord] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.is_new = True
+        self.begins = True
+        self.due_s = math.inf
+        self._ready = frozenset[str]()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether workers are being added or removed."""
+        return bool(self.tasks)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether pulls and decisions wait for a change."""
+        return self.policy.blocking and self.is_busy
+
+    def begin(self, now_s: float) -> None:
+        """Begin an interval."""
+        self.is_new = self.begins = False
+        self.due_s = now_s + self.policy.interval_s
+        self.pulls.clear()
+        self._ready = self.model.ready()
+
+    def apply(self, task: asyncio.Task[None]) -> None:
+        """Count ``task`` as a change; after that of a blocking policy, an interval begins."""
+        self.tasks.add(task)
+        task.add_done_callback(self._applied)
+
+    def observation(
+        self, now_s: float, pools: Pools, traffic: Traffic, max_gpus: float
+    ) -> Observation:
+        """Return what the policy sees at the end of the interval."""
+        return Observation(
+            now_s=now_s,
+            interval_s=self.policy.interval_s,
+            decode=pools[DECODE],
+            prefill=pools.get(PREFILL),
+            traffic=traffic,
+            pulls=tuple(self.pulls),
+            max_gpus=max_gpus,
+            changed=self.model.ready() != self._ready,
+        )
+
+    def _applied(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if self.policy.blocking:
+            self.begins = True

@@ -1,0 +1,96 @@
+"""Limits that every policy keeps: GPUs of the budget, minimum and maximum of a pool. Pure.
+
+Two bounds count. What a deployment may have in the end is ``max_gpus``; what can be added now is
+what no worker holds, those that drain included.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from dynamo.planner.observation import Observation, Pool
+
+__all__ = ["Workers", "affordable", "clamp", "fits", "free_gpus"]
+
+_ROUNDING = 1e-9
+"""Fractions of a GPU add up with errors, such as 0.1 + 0.2."""
+
+
+class Workers(NamedTuple):
+    """Workers of both pools, ready and starting; ``prefill`` is 0 in aggregated serving."""
+
+    prefill: int
+    decode: int
+
+
+def free_gpus(seen: Observation) -> float:
+    """Return the GPUs of the budget that no worker holds; negative if they hold more."""
+    held = seen.decode.gpus + (seen.prefill.gpus if seen.prefill else 0.0)
+    return seen.max_gpus - held
+
+
+def fits(pool: Pool, free: float) -> bool:
+    """Return whether ``free`` GPUs are enough for one more worker of ``pool``."""
+    return pool.gpus_per_worker <= free + _ROUNDING
+
+
+def clamp(wanted: Workers, seen: Observation) -> Workers:
+    """Return ``wanted`` within the limits of both pools and ``seen.max_gpus``.
+
+    Above the budget both pools shrink in proportion, but not below their minima: spec 6.5, the rule
+    of 1.x. Two cases differ from it. Decode never gets more than was wanted from what rounding
+    leaves over. If the minima do not fit, 1.x stops every worker; here decode workers get what
+    fits, because they serve a prompt without prefill workers, too.
+    """
+    prefill, decode, budget = seen.prefill or _NO_POOL, seen.decode, seen.max_gpus
+    within = Workers(_within_pool(wanted.prefill, prefill), _within_pool(wanted.decode, decode))
+    if _cost(within, seen) <= budget + _ROUNDING:
+        return within
+    least = Workers(prefill.minimum, decode.minimum)
+    if _cost(least, seen) > budget + _ROUNDING:
+        some = _count(budget, decode, least.decode)
+        left = budget - some * decode.gpus_per_worker
+        return Workers(_count(left, prefill, least.prefill), some)
+    share = math.floor(within.prefill * budget / _cost(within, seen) + _ROUNDING)
+    beside_decode = budget - least.decode * decode.gpus_per_worker
+    fewer = max(least.prefill, _count(beside_decode, prefill, share))
+    left = budget - fewer * prefill.gpus_per_worker
+    return Workers(fewer, _count(left, decode, within.decode))
+
+
+def affordable(wanted: Workers, seen: Observation) -> Workers:
+    """Return ``wanted``, but add only workers for which GPUs are free now, prefill first.
+
+    GPUs that a removal frees do not count before its worker has exited.
+    """
+    free = free_gpus(seen)
+    prefill = wanted.prefill
+    if seen.prefill is not None and prefill > seen.prefill.workers:
+        added = _count(free, seen.prefill, prefill - seen.prefill.workers)
+        prefill = seen.prefill.workers + added
+        free -= added * seen.prefill.gpus_per_worker
+    decode = wanted.decode
+    if decode > seen.decode.workers:
+        decode = seen.decode.workers + _count(free, seen.decode, decode - seen.decode.workers)
+    return Workers(prefill, decode)
+
+
+_NO_POOL = Pool(ready=0, minimum=0, maximum=0)
+
+
+def _within_pool(wanted: int, pool: Pool) -> int:
+    most = wanted if pool.maximum is None else min(wanted, pool.maximum)
+    return max(most, pool.minimum)
+
+
+def _cost(workers: Workers, seen: Observation) -> float:
+    prefill = seen.prefill or _NO_POOL
+    return workers.prefill * prefill.gpus_per_worker + workers.decode * seen.decode.gpus_per_worker
+
+
+def _count(gpus: float, pool: Pool, wanted: int) -> int:
+    """Return how many of ``wanted`` workers ``gpus`` are enough for; 0 if negative."""
+    if pool.gpus_per_worker <= 0:
+        return wanted
+    return max(0, min(wanted, math.floor(gpus / pool.gpus_per_worker + _ROUNDING)))

@@ -1,0 +1,87 @@
+"""How many workers a predicted load needs. Spec 6.5 of the planner. Pure.
+
+Throughputs are per GPU, as the profile has them. With ``rate`` in requests per second:
+
+    prefill = ceil(rate * isl * min(1, prefill correction) / throughput / GPUs of a worker)
+    decode  = ceil(rate * osl / throughput at (ITL target / decode correction) / GPUs of a worker)
+
+An aggregated worker divides its time between both. If prefill takes the share ``p`` of it, tokens
+come at the pace of the profile only in the rest, so the ITL is that of the profile / (1 - p).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dynamo.planner.capacity.model import DecodeModel, PrefillModel
+
+__all__ = ["Demand", "aggregated_workers", "decode_workers", "prefill_workers"]
+
+_ROUNDING = 1e-9
+_MOST = 4096
+"""Where a search ends; a budget is below it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Requests per second and their mean lengths, with the corrections of what the profile says.
+
+    ``prefill_correction`` is the observed TTFT divided by the profile's, ``decode_correction`` the
+    same of the ITL.
+    """
+
+    rate: float
+    isl: float
+    osl: float
+    prefill_correction: float = 1.0
+    decode_correction: float = 1.0
+
+    @property
+    def context(self) -> float:
+        """Mean length of a running sequence."""
+        return self.isl + self.osl / 2
+
+    def itl_target_ms(self, itl_ms: float) -> float:
+        """Return the ITL to look up for a target of ``itl_ms``."""
+        return itl_ms / self.decode_correction if self.decode_correction > 0 else itl_ms
+
+
+def prefill_workers(demand: Demand, model: PrefillModel, gpus: float) -> int:
+    """Return the prefill workers of ``gpus`` GPUs that ``demand`` needs."""
+    # A TTFT above the profile's comes from waiting: that is load, which the rate already says.
+    # One below it comes from cached prefixes: they are work that is not done.
+    tokens_per_s = demand.rate * demand.isl * min(1.0, demand.prefill_correction)
+    return _ceil(tokens_per_s / model.tokens_per_s(demand.isl) / gpus)
+
+
+def decode_workers(demand: Demand, model: DecodeModel, gpus: float, itl_ms: float) -> int:
+    """Return the decode workers of ``gpus`` GPUs that keep ``itl_ms``."""
+    best = model.best(demand.itl_target_ms(itl_ms), demand.context)
+    return _ceil(demand.rate * demand.osl / best.tokens_per_s / gpus)
+
+
+def aggregated_workers(
+    demand: Demand, prefill: PrefillModel, decode: DecodeModel, gpus: float, itl_ms: float
+) -> int:
+    """Return the aggregated workers of ``gpus`` GPUs that keep ``itl_ms``.
+
+    The profile has prefill and decode apart, so both take their share of a worker's time.
+    """
+    if demand.rate <= 0:
+        return 0
+    tokens_per_s = demand.rate * demand.isl * min(1.0, demand.prefill_correction)
+    busy = tokens_per_s / prefill.tokens_per_s(demand.isl) / gpus
+    target = demand.itl_target_ms(itl_ms)
+    reachable = decode.best(target, demand.context).itl_ms <= target
+    for workers in range(max(_ceil(busy), 1), _MOST):
+        free = 1.0 - busy / workers
+        best = decode.best(target * free, demand.context)
+        enough = best.tokens_per_s * gpus * free * workers + _ROUNDING >= demand.rate * demand.osl
+        if enough and (best.itl_ms <= target * free or not reachable):
+            return workers
+    return _MOST
+
+
+def _ceil(workers: float) -> int:
+    return max(math.ceil(workers - _ROUNDING), 0)

@@ -1,0 +1,189 @@
+"""The planner as a process: connect its parts, run its loop, stop on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.errors import ConfigError, DynamoError
+from dynamo.planner.actions import WorkerAction
+from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
+from dynamo.planner.explain import EXPLAIN, model_reports
+from dynamo.planner.local.connector import LocalConnector, open_connector
+from dynamo.planner.loop import ScalingLoop
+from dynamo.planner.metrics import PlannerMetrics
+from dynamo.planner.model_state import Pools
+from dynamo.planner.observation import Observation, Pull
+from dynamo.planner.policies.base import ScalingDecision
+from dynamo.planner.policies.factory import make_policy
+from dynamo.planner.sources import LiveSources
+from dynamo.planner.tensorboard import TensorboardLog, default_log_dir
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.discovery.layout import read_file
+from dynamo.runtime.paths import private_dir, run_dir, state_dir
+from dynamo.runtime.stop_signals import StopSignals
+from dynamo.serve.statefile import FileLock, Statefile
+
+__all__ = ["DecisionWriter", "run_planner"]
+
+_REPAIR_S = 60.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+log = logging.getLogger(__name__)
+
+
+async def run_planner(settings: PlannerSettings, runtime_settings: RuntimeSettings) -> None:
+    """Scale the deployment of the namespace until SIGTERM or SIGINT.
+
+    Raises ConfigError without a deployment, or if another planner scales it.
+    """
+    runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
+    try:
+        with _only_planner(settings, runtime_settings):
+            async with open_connector(runtime_settings, settings) as connector:
+                await _run(runtime, connector, settings)
+    finally:
+        await runtime.close()
+
+
+class DecisionWriter:
+    """Writes each finished decision to the file of ``dynamo planner explain``."""
+
+    def __init__(self, path: Path) -> None:
+        private_dir(path.parent)
+        self._log = DecisionLog(path)
+        self._failed = False
+
+    def counted(self, model: str, now_s: float, pools: Pools) -> None:
+        """See :class:`LoopObserver`."""
+
+    def pulled(self, model: str, pull: Pull, pools: Pools) -> None:
+        """See :class:`LoopObserver`."""
+
+    def decided(self, record: DecisionRecord, seen: Observation, made: ScalingDecision) -> None:
+        """See :class:`LoopObserver`."""
+
+    def finished(self, record: DecisionRecord) -> None:
+        """See :class:`LoopObserver`."""
+        try:
+            self._log.append(record)
+        except OSError as error:
+            if not self._failed:
+                log.error("cannot write %s: %s", self._log.path, error.strerror)
+            self._failed = True
+
+    def acted(self, action: WorkerAction) -> None:
+        """See :class:`LoopObserver`."""
+
+
+async def _run(
+    runtime: DistributedRuntime, connector: LocalConnector, settings: PlannerSettings
+) -> None:
+    namespace = runtime.settings.namespace
+    sources = LiveSources(runtime, Statefile(state_dir(runtime.settings), namespace), settings)
+    tensorboard = TensorboardLog(Path(settings.log_dir or default_log_dir()))
+    observers = (
+        PlannerMetrics(runtime.metrics, namespace, settings),
+        tensorboard,
+        DecisionWriter(run_dir(runtime.settings) / DECISIONS_FILE),
+    )
+    policies = partial(make_policy, settings)
+    loop = ScalingLoop(connector, sources, settings, policies, observers)
+    stop = asyncio.Event()
+    try:
+        with _signals(stop, loop):
+            await runtime.start()
+            await sources.start()
+            await _repair(connector, settings)
+            runtime.tasks.spawn(_serve_explain(runtime, loop, stop), name="explain")
+            work = runtime.tasks.spawn(loop.run(), name="planner")
+            work.add_done_callback(lambda _: stop.set())  # it failed
+            await stop.wait()
+            await loop.stop(runtime.system.shutdown_timeout_s)
+            await work
+            await _repair(connector, settings)  # what the cancelled changes have left
+    finally:
+        tensorboard.close()
+
+
+async def _repair(connector: LocalConnector, settings: PlannerSettings) -> None:
+    """Repair what a crash, or a change that was cancelled, has left."""
+    if settings.no_operation:
+        return
+    try:
+        async with asyncio.timeout(_REPAIR_S):
+            await connector.reconcile()
+    except TimeoutError:
+        log.warning("not repaired in %g s; the next start goes on with it", _REPAIR_S)
+    except DynamoError as error:
+        log.warning("%s", error.message)
+
+
+async def _serve_explain(
+    runtime: DistributedRuntime, loop: ScalingLoop, stop: asyncio.Event
+) -> None:
+    """Serve the endpoint of ``dynamo planner explain``; stop when the lease is revoked."""
+
+    async def explain(request: object) -> AsyncIterator[object]:
+        yield msgspec.to_builtins(await model_reports(loop))
+
+    endpoint = runtime.endpoint(".".join((runtime.settings.namespace, *EXPLAIN)))
+    await endpoint.serve_endpoint(explain)
+    stop.set()
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event, planner: ScalingLoop) -> Iterator[None]:
+    """Stop gracefully at SIGTERM or SIGINT, at once at a second SIGINT."""
+    loop = asyncio.get_running_loop()
+    requests = StopSignals()
+
+    def on_signal(number: int) -> None:
+        count = requests.received(number, loop.time())
+        if count:
+            log.info(
+                "%s: %s", signal.Signals(number).name, "stopping" if count == 1 else "aborting"
+            )
+            stop.set()
+        if count > 1:
+            planner.abort()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _only_planner(settings: PlannerSettings, runtime: RuntimeSettings) -> Iterator[None]:
+    """Hold the lock of the namespace's planner, except with --no-operation.
+
+    The kernel frees it when the process dies. Raises ConfigError if another planner has it.
+    """
+    if settings.no_operation:
+        yield
+        return
+    lock = FileLock(run_dir(runtime) / "planner.lock")
+    if not lock.try_acquire():
+        pid = (read_file(lock.path) or b"?").decode(errors="replace").strip()
+        raise ConfigError(
+            f"process {pid} already scales namespace {runtime.namespace!r}; stop it first, or use "
+            "--no-operation, which only observes"
+        )
+    try:
+        lock.note(f"{os.getpid()}\n")
+        yield
+    finally:
+        lock.release(remove=True)

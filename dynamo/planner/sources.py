@@ -1,0 +1,76 @@
+"""The metrics of a running deployment: its event plane, and its frontends' pages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.planner.connector import READY, ScaledService
+from dynamo.planner.frontends import FrontendPages
+from dynamo.planner.observation import Pull, Traffic
+from dynamo.planner.scaled_model import ScaledModel
+from dynamo.planner.traffic import TrafficCounter
+from dynamo.planner.worker_reports import WorkerReports
+from dynamo.runtime import DistributedRuntime
+from dynamo.serve.statefile import Statefile
+
+__all__ = ["LiveSources", "prefill_slots"]
+
+_STALE_INTERVALS = 3
+_STALE_S = 3.5  # workers and frontends repeat their reports every second
+
+
+class LiveSources:
+    """Implements ``MetricSources`` over ``runtime`` and the frontends in ``statefile``."""
+
+    def __init__(
+        self,
+        runtime: DistributedRuntime,
+        statefile: Statefile,
+        settings: PlannerSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        stale_s = max(_STALE_S, _STALE_INTERVALS * settings.metric_pulling_interval_s)
+        self._reports = WorkerReports(runtime, stale_s, clock)
+        self._pages = FrontendPages(statefile)
+        self._traffic = TrafficCounter(time.time(), clock())
+
+    async def start(self) -> None:
+        """Follow the workers' model cards."""
+        await self._reports.start()
+
+    def follow(self, models: Iterable[ScaledModel]) -> None:
+        """See :class:`MetricSources`."""
+        services = [service for model in models for service in model.services]
+        self._reports.follow(worker_id for one in services for worker_id in _ready_ids(one))
+
+    def pull(self, model: ScaledModel, now_s: float) -> Pull:
+        """See :class:`MetricSources`."""
+        queued = None if model.prefill is None else self._reports.prefill_queue(model.name)
+        return Pull(
+            at_s=now_s,
+            decode=self._reports.loads(_ready_ids(model.decode)),
+            prefill_queue=None if queued is None else queued / prefill_slots(model.prefill),
+        )
+
+    async def read_frontends(self) -> None:
+        """See :class:`MetricSources`."""
+        self._traffic.add(*await self._pages.read())
+
+    def traffic(self, model: str, now_s: float, *, ends: bool) -> Traffic:
+        """See :class:`MetricSources`."""
+        return self._traffic.take(model, now_s) if ends else self._traffic.peek(model, now_s)
+
+
+def prefill_slots(service: ScaledService | None) -> int:
+    """Return the prefill slots: one for each worker that serves, at least 1."""
+    return max(1, 0 if service is None else len(_ready_ids(service)))
+
+
+def _ready_ids(service: ScaledService) -> list[int]:
+    return [
+        worker.worker_id
+        for worker in service.workers
+        if worker.state == READY and worker.worker_id is not None
+    ]

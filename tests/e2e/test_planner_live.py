@@ -1,0 +1,94 @@
+"""The planner in a running deployment: a step of the load, and a planner that is killed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from deployment import MODEL, free_port
+from load_kit import under_load
+from serving import Serving
+
+from dynamo.planner.decisions import DECISIONS_FILE, DecisionRecord
+
+GRAPH = """
+Frontend: {{run: dynamo.frontend, http-port: {port}}}
+Worker:
+  run: dynamo.mocker
+  model-path: {model}
+  model-name: tiny
+  block-size: 4
+  num-gpu-blocks-override: 60
+  ServiceArgs: {{resources: {{gpu: 1}}}}
+Planner:
+  run: dynamo.planner
+  adjustment-interval: 1
+  metric-pulling-interval: 0.1
+  max-gpu-budget: 4
+  log-dir: {logs}
+"""
+TOKENS = 96  # 24 blocks at the end of a request: ten clients fill the caches of two workers
+
+
+def start(serving: Serving) -> int:
+    port = free_port()
+    text = GRAPH.format(port=port, model=MODEL, logs=serving.tmp_path / "tensorboard")
+    serving.start(serving.graph(text), "--gpus", "4", wait="ready: http://")
+    return port
+
+
+def workers(serving: Serving) -> dict[str, list[int]]:
+    """The GPUs of each worker in the statefile."""
+    return {
+        name: entry["resources"]["allocated_gpus"]
+        for name, entry in serving.document()["components"].items()
+        if "_Worker" in name and entry["resources"].get("allocated_gpus")
+    }
+
+
+def changes(serving: Serving) -> list[DecisionRecord]:
+    path = serving.state_dir / serving.namespace / DECISIONS_FILE
+    lines = path.read_bytes().splitlines()
+    records = [msgspec.json.decode(line, type=DecisionRecord) for line in lines]
+    return [record for record in records if record.changes]
+
+
+def explain(serving: Serving) -> Any:
+    command = [sys.executable, "-m", "dynamo", "planner", "explain", "--json"]
+    env = {**serving.env, "DYN_NAMESPACE": serving.namespace}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
+    return json.loads(done.stdout)
+
+
+def steps(records: list[DecisionRecord]) -> Iterator[int]:
+    for record in records:
+        (pool,) = record.pools
+        yield pool.wanted - pool.before
+
+
+def test_a_step_of_the_load_and_back(serving: Serving) -> None:
+    port = start(serving)
+    with under_load(port, clients=1, tokens=TOKENS):
+        with under_load(port, clients=9, tokens=TOKENS):
+            serving.until(lambda: len(workers(serving)) == 2)
+            [planner] = serving.pids("Planner")
+            subprocess.run(["kill", "-9", str(planner)], check=True)
+            serving.wait_for_pids("Planner", unlike=planner)
+            serving.until(lambda: len(workers(serving)) == 3, 30)
+            report = explain(serving)
+            assert report["running"]
+            assert report["models"][0]["now"]["model"] == "tiny"
+        serving.until(lambda: len(workers(serving)) == 1, 40)
+    assert workers(serving) == {f"{serving.namespace}_Worker": [0]}
+    directions = list(steps(changes(serving)))
+    assert set(directions) == {1, -1}
+    reversals = sum(a != b for a, b in itertools.pairwise(directions))
+    assert reversals == 1, changes(serving)
+    assert serving.stop() == 0
+    serving.assert_clean()
+    assert not explain(serving)["running"]

@@ -1,0 +1,353 @@
+"""Requests of a model without a worker wait, if a planner starts it: a real frontend, real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import msgspec
+import pytest
+
+from dynamo.config.frontend import FrontendSettings
+from dynamo.config.router import RouterSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.frontend.models import on_demand
+from dynamo.frontend.requests import cold_start
+from dynamo.frontend.service import Frontend
+from dynamo.protocols import codec
+from dynamo.protocols.card import ModelCard
+from dynamo.protocols.control import OnDemandModel
+from dynamo.protocols.load import ON_DEMAND_STATE, OnDemandState
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.requests import ServerStream
+
+MODEL_DIR = Path(__file__).parents[3] / "examples" / "model"
+_STATE = codec.decoder(OnDemandState).decode
+
+
+class Planner:
+    """Writes the record of ``tiny``, and collects the states of its queue."""
+
+    def __init__(self, settings: RuntimeSettings) -> None:
+        self.runtime = DistributedRuntime(None, settings)
+        self.states: list[OnDemandState] = []
+        self._changed = asyncio.Event()
+
+    async def start(self) -> None:
+        lease = await self.runtime.granted()
+        self.runtime.subscribe("ns", "planner", ON_DEMAND_STATE, self._on_event)
+        record = OnDemandModel("ns", "tiny", ["small"], context_length=2048)
+        key = f"v1/on_demand/ns/Worker/{self.runtime.instance_id:x}"
+        await self.runtime.discovery.put(key, msgspec.json.encode(record), lease.id)
+
+    async def until(self, waiting: int) -> None:
+        """Wait until the last state has ``waiting`` requests."""
+        async with asyncio.timeout(10):
+            while not self.states or self.states[-1].waiting != waiting:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _on_event(self, publisher: int, sequence: int, payload: bytes) -> None:
+        self.states.append(_STATE(payload))
+        self._changed.set()
+
+
+class Worker:
+    """Answers each request with three tokens; ``order`` has the prompts as they arrived."""
+
+    def __init__(self, settings: RuntimeSettings) -> None:
+        self.runtime = DistributedRuntime(None, settings)
+        self.order: list[Any] = []
+
+    async def start(self, **changes: Any) -> None:
+        endpoint = self.runtime.endpoint("ns.backend.generate")
+        card = ModelCard(
+            display_name="tiny",
+            slug="tiny",
+            source_path=str(MODEL_DIR),
+            namespace="ns",
+            component="backend",
+            endpoint="generate",
+            instance_id=self.runtime.instance_id,
+            context_length=2048,
+        )
+        card = msgspec.structs.replace(card, **changes)
+        lease = await self.runtime.granted()
+        key = f"v1/mdc/ns/backend/generate/{self.runtime.instance_id:x}"
+        await self.runtime.discovery.put(key, msgspec.json.encode(card), lease.id)
+        self.runtime.tasks.spawn(endpoint.serve_push(self._answer), name="serve")
+
+    def _answer(self, stream: ServerStream, payload: bytes) -> None:
+        self.order.append(codec.plain_decode(payload)["token_ids"])
+        stream.send(codec.encode({"token_ids": [5, 6, 7], "finish_reason": "stop"}))
+        stream.end()
+
+
+class Site:
+    """A frontend, its planner, and workers of it."""
+
+    def __init__(self, tmp_path: Path, **settings: Any) -> None:
+        self.settings = RuntimeSettings(state_dir=str(tmp_path), namespace="ns")
+        self.runtime = DistributedRuntime(None, self.settings)
+        self.frontend = Frontend(
+            self.runtime, FrontendSettings(http_port=0, **settings), RouterSettings()
+        )
+        self.planner = Planner(self.settings)
+        self.workers: list[Worker] = []
+        self.client: httpx.AsyncClient
+
+    async def worker(self, **changes: Any) -> Worker:
+        worker = Worker(self.settings)
+        self.workers.append(worker)
+        await worker.start(**changes)
+        return worker
+
+    async def complete(self, prompt: Any = "hello", model: str = "tiny") -> httpx.Response:
+        body = {"model": model, "prompt": prompt, "max_tokens": 3}
+        return await self.client.post("/v1/completions", json=body)
+
+    def metric(self, name: str) -> float:
+        text = self.runtime.metrics.exposition("")[0].decode()
+        lines = [one for one in text.splitlines() if one.startswith(name + "{")]
+        return sum(float(one.rpartition(" ")[2]) for one in lines)
+
+
+@asynccontextmanager
+async def running(tmp_path: Path, planner: bool = True, **settings: Any) -> AsyncIterator[Site]:
+    site = Site(tmp_path, **settings)
+    await site.runtime.start()
+    if planner:
+        await site.planner.start()
+    try:
+        host, port = await site.frontend.start()
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=20) as client:
+            site.client = client
+            yield site
+    finally:
+        await site.frontend.close()
+        for one in (site.runtime, site.planner.runtime, *(one.runtime for one in site.workers)):
+            await one.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait, in loop turns, for what has no event."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    async with running(tmp_path) as made:
+        yield made
+
+
+async def test_a_model_without_a_worker_is_listed_and_healthy(site: Site) -> None:
+    models = (await site.client.get("/v1/models")).json()["data"]
+    assert [(one["id"], one["context_window"]) for one in models] == [
+        ("tiny", 2048),
+        ("small", 2048),
+    ]
+    health = await site.client.get("/health")
+    assert health.status_code == 200
+    assert health.json()["models"] == ["tiny", "small"]
+
+
+async def test_a_request_waits_for_the_first_worker(site: Site) -> None:
+    asked = asyncio.ensure_future(site.complete())
+    await site.planner.until(1)
+    assert site.metric("dynamo_frontend_cold_start_queue_requests") == 1
+    await site.worker()
+    answer = await asked
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    await site.planner.until(0)
+    assert site.metric("dynamo_frontend_cold_start_queue_requests") == 0
+
+
+async def test_requests_go_in_their_order(site: Site) -> None:
+    asked = []
+    for number in range(30):
+        asked.append(asyncio.ensure_future(site.complete([number + 1] * 3)))
+        await asyncio.sleep(0.002)
+    await site.planner.until(30)
+    worker = await site.worker()
+    answers = await asyncio.gather(*asked)
+    assert {one.status_code for one in answers} == {200}
+    assert [prompt[0] for prompt in worker.order] == list(range(1, 31))
+
+
+async def test_an_alias_a_chat_and_an_unknown_model(site: Site) -> None:
+    alias = asyncio.ensure_future(site.complete(model="small"))
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    chat = asyncio.ensure_future(site.client.post("/v1/chat/completions", json=body))
+    await site.planner.until(2)
+    other = await site.complete(model="unknown")
+    assert other.status_code in (404, 503)
+    await site.worker(model_aliases=["small"])
+    assert (await alias).status_code == 200
+    assert (await chat).status_code == 200
+
+
+async def test_a_stream_gets_comments(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_start, "_COMMENT_EVERY_S", 0.05)
+    monkeypatch.setattr(on_demand, "_TICK_S", 0.05)
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 3, "stream": True}
+    headers = {"x-request-id": "mine"}
+    request = site.client.stream("POST", "/v1/completions", json=body, headers=headers)
+    async with request as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "text/event-stream"
+        assert answer.headers["x-request-id"] == "mine"
+        lines = answer.aiter_lines()
+        assert await anext(lines) == ": loading, 0 s"
+        await site.worker()
+        rest = [line async for line in lines if line and not line.startswith(":")]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[0].removeprefix("data: "))["choices"][0]["text"]
+
+
+async def test_an_error_after_comments_is_an_event(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cold_start, "_COMMENT_EVERY_S", 0.05)
+    monkeypatch.setattr(on_demand, "_TICK_S", 0.05)
+    body = {"model": "tiny", "prompt": "word " * 4000, "stream": True}
+    async with site.client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.aiter_lines()
+        assert (await anext(lines)).startswith(": loading")
+        await site.worker()
+        rest = [line async for line in lines if line.startswith("data: ")]
+    error = json.loads(rest[0].removeprefix("data: "))["error"]
+    assert error["code"] == 400
+    assert "maximum context length" in error["message"]
+    assert rest[1:] == ["data: [DONE]"]
+
+
+async def test_a_client_that_leaves_is_forgotten(site: Site) -> None:
+    asked = asyncio.ensure_future(site.complete())
+    await site.planner.until(1)
+    asked.cancel()
+    await site.planner.until(0)
+    worker = await site.worker()
+    assert (await site.complete("later")).status_code == 200
+    assert len(worker.order) == 1
+
+
+async def test_the_queue_is_bounded(tmp_path: Path) -> None:
+    async with running(tmp_path, cold_start_queue_limit=2) as site:
+        asked = [asyncio.ensure_future(site.complete()) for _ in range(2)]
+        await asyncio.sleep(0)
+        await site.planner.until(1)
+        await until(lambda: site.metric("dynamo_frontend_cold_start_queue_requests") == 2)
+        full = await site.complete()
+        assert full.status_code == 503
+        assert full.headers["retry-after"] == "1"
+        assert "2 requests wait for its first one already" in full.json()["message"]
+        await site.worker()
+        assert [(await one).status_code for one in asked] == [200, 200]
+
+
+async def test_a_wait_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_demand, "_TICK_S", 0.05)
+    async with running(tmp_path, cold_start_timeout_s=0.2) as site:
+        answer = await site.complete()
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        assert "got no worker within" in answer.json()["message"]
+
+
+async def test_without_a_planner_nothing_waits(tmp_path: Path) -> None:
+    async with running(tmp_path, planner=False) as site:
+        assert (await site.complete()).status_code == 503
+
+
+async def test_a_planner_may_restart(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asyncio.ensure_future(site.complete())
+    await site.planner.until(1)
+    await site.planner.runtime.close()
+    site.planner = Planner(site.settings)
+    await site.planner.start()
+    await site.planner.until(1)  # the new one gets the state
+    await site.worker()
+    assert (await asked).status_code == 200
+
+
+async def test_a_planner_that_stays_away_ends_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "_PLANNER_RESTART_S", 0.1)
+    async with running(tmp_path) as site:
+        asked = asyncio.ensure_future(site.complete())
+        await site.planner.until(1)
+        await site.planner.runtime.close()
+        answer = await asked
+        assert answer.status_code == 503
+        assert "the planner that starts it does not run" in answer.json()["message"]
+        assert (await site.complete()).status_code == 503
+
+
+async def test_a_stop_ends_the_waits(site: Site) -> None:
+    asked = asyncio.ensure_future(site.complete())
+    await site.planner.until(1)
+    site.frontend.stop()
+    await site.frontend.run_until_stopped()
+    answer = await asked
+    assert answer.status_code == 503
+    assert answer.json()["message"] == "Service is shutting down, please retry elsewhere"
+
+
+async def test_a_request_for_the_worker_that_just_left_waits(site: Site) -> None:
+    first = await site.worker()
+    asked = asyncio.ensure_future(site.complete("one"))
+    assert (await asked).status_code == 200
+    entry = site.frontend.models.named("tiny")
+    assert entry is not None
+    await first.runtime.close()
+    await until(lambda: not entry.picker.worker_pool.members)
+    entry.served = True  # as in the moment in which only its instance is removed
+    asked = asyncio.ensure_future(site.complete("two"))
+    await site.planner.until(1)
+    entry.served = False
+    second = await site.worker()
+    assert (await asked).status_code == 200
+    assert len(second.order) == 1
+
+
+async def test_the_planner_sees_how_long_a_model_is_idle(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "_TICK_S", 0.05)
+    await site.worker()
+    assert (await site.complete()).status_code == 200
+    site.planner.states.clear()
+    await until(lambda: bool(site.planner.states) and site.planner.states[-1].idle_s > 0.2)
+    assert (await site.complete()).status_code == 200
+    site.planner.states.clear()
+    await until(lambda: bool(site.planner.states))
+    assert site.planner.states[-1].idle_s < 0.2
+
+
+async def test_a_model_returns_after_zero_workers(site: Site) -> None:
+    for _ in range(2):
+        asked = asyncio.ensure_future(site.complete())
+        await site.planner.until(1)
+        worker = await site.worker()
+        assert (await asked).status_code == 200
+        await worker.runtime.close()
+        await until(lambda: not site.frontend.models.instances())
+    assert "tiny" in [one[0] for one in site.frontend.models.listed()]
+
+
+async def test_a_large_body_waits_too(site: Site) -> None:
+    body = {"model": "tiny", "prompt": [1], "max_tokens": 3, "metadata": {"x": "y" * 200_000}}
+    asked = asyncio.ensure_future(site.client.post("/v1/completions", json=body))
+    await site.planner.until(1)
+    await site.worker()
+    answer = await asked
+    assert answer.status_code == 200, answer.text

@@ -1,0 +1,242 @@
+"""The planner's loop: when it decides, what it carries out, and what it never does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.errors import StatefileError
+from dynamo.planner.actions import WorkerActions
+from dynamo.planner.connector import DRAINING, READY, STARTING, ActionFailed
+from dynamo.planner.loop import ScalingLoop
+from dynamo.planner.policies.factory import make_policy
+
+pytestmark = pytest.mark.anyio
+FAST = PlannerSettings(
+    metric_pulling_interval_s=0.005, adjustment_interval_s=0.02, max_gpu_budget=4
+)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    connector: FakeConnector,
+    policy: Wanted | None,
+    settings: PlannerSettings = FAST,
+    sources: FakeSources | None = None,
+) -> AsyncIterator[tuple[ScalingLoop, Recorder]]:
+    """Run a loop for the block; ``policy`` None: those of the settings."""
+    record = Recorder()
+    loop = ScalingLoop(
+        connector,
+        sources or FakeSources(),
+        settings,
+        lambda prefill: make_policy(settings, prefill) if policy is None else policy,
+        [record],
+    )
+    task = asyncio.get_running_loop().create_task(loop.run())
+    try:
+        yield loop, record
+    finally:
+        await loop.stop(1.0)
+        await task
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - no event for every condition
+            await asyncio.sleep(0.002)
+
+
+async def test_the_load_policy_adds_and_removes_workers() -> None:
+    connector, sources = FakeConnector(service("Worker")), FakeSources(0.95)
+    async with running(connector, None, sources=sources) as (_, record):
+        await until(lambda: connector.count("Worker") == 4)
+        sources.usage = 0.1
+        await until(lambda: connector.count("Worker") == 1)
+    assert connector.most_gpus == 4
+    changes = [one for one in record.records if one.changes]
+    assert [one.pools[0].wanted for one in changes] == [2, 3, 4, 3, 2, 1]
+    assert {one.outcome for one in changes} == {"done"}
+    assert [one.pools[0].after for one in changes] == [2, 3, 4, 3, 2, 1]
+
+
+async def test_a_blocking_policy_waits_for_the_worker() -> None:
+    connector, sources = FakeConnector(service("Worker"), manual=True), FakeSources()
+    policy = Wanted(2)
+    async with running(connector, policy, sources=sources) as (_, record):
+        await until(lambda: connector.gates)
+        pulls, decisions = sources.pulls, len(policy.seen)
+        counted = len(record.counts)
+        await until(lambda: len(record.counts) > counted + 20)
+        assert (sources.pulls, len(policy.seen)) == (pulls, decisions)
+        assert record.counts[-1]["decode"].starting == 1
+        connector.gates[0].set()
+        await until(lambda: len(policy.seen) > decisions)
+        assert not policy.seen[-1].changed  # the interval began when the worker served
+        assert policy.seen[-1].decode.ready == 2
+
+
+async def test_cold_starts_of_a_policy_that_does_not_block_overlap() -> None:
+    connector, policy = FakeConnector(service("Worker"), manual=True), Wanted(2, blocking=False)
+    async with running(connector, policy):
+        await until(lambda: connector.count("Worker", STARTING) == 1)
+        decisions = len(policy.seen)
+        policy.decode = 4
+        await until(lambda: connector.count("Worker", STARTING) == 3)
+        assert len(policy.seen) > decisions
+        assert policy.seen[-1].decode.workers in (2, 4)
+        for gate in connector.gates:
+            gate.set()
+        await until(lambda: connector.count("Worker") == 4)
+    assert connector.calls == ["add Worker"] * 3
+
+
+async def test_a_pool_is_never_changed_in_two_directions() -> None:
+    connector, policy = FakeConnector(service("Worker"), manual=True), Wanted(2, blocking=False)
+    async with running(connector, policy) as (_, record):
+        await until(lambda: connector.gates)
+        policy.decode = 1
+        await until(lambda: record.records)
+        assert record.records[-1].outcome == "failed"
+        assert "still being added" in record.records[-1].pools[0].error
+        assert connector.calls == ["add Worker"]
+        connector.gates[0].set()
+        await until(lambda: connector.count("Worker", DRAINING) == 1)
+        policy.decode = 3
+        before = len(record.records)
+        await until(lambda: len(record.records) > before + 1)
+        assert connector.calls == ["add Worker", "remove Worker"]
+        assert "still being removed" in record.records[-1].pools[0].error
+
+
+async def test_the_budget_holds_over_all_models() -> None:
+    names = [("A", "a"), ("B", "b"), ("C", "c")]
+    connector = FakeConnector(*(service(name, model=model) for name, model in names))
+    policies: list[Wanted] = []
+
+    def greedy(prefill: bool) -> Wanted:
+        policies.append(Wanted(9, blocking=False))
+        return policies[-1]
+
+    record = Recorder()
+    loop = ScalingLoop(connector, FakeSources(), FAST, greedy, [record])
+    task = asyncio.get_running_loop().create_task(loop.run())
+    await until(lambda: len(record.records) > 20)
+    await loop.stop(1.0)
+    await task
+    assert connector.most_gpus == 4
+    assert min(connector.count(name) for name, _ in names) == 1
+    assert all(policies[-1].seen[-1].max_gpus <= 2 for _ in policies)
+    assert any("--max-gpu-budget 4" in action.problem for action in record.actions)
+
+
+async def test_a_failed_action_is_reported_and_the_loop_goes_on() -> None:
+    connector, policy = FakeConnector(service("Worker")), Wanted(2)
+    for failure in (ActionFailed("no GPU is free"), RuntimeError("boom")):
+        connector.failure = failure
+        async with running(connector, policy) as (_, record):
+            await until(lambda: len(record.records) >= 2)
+            assert {one.outcome for one in record.records} == {"failed"}
+            connector.failure = None
+            await until(lambda: connector.count("Worker") == 2)
+        assert policy.failures[0] == ("decode",)
+        connector.by_name["Worker"] = service("Worker")
+
+
+async def test_a_policy_that_raises_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(seen: object) -> int:
+        raise ZeroDivisionError
+
+    connector, policy = FakeConnector(service("Worker")), Wanted(fail)
+    async with running(connector, policy):
+        await until(lambda: len(policy.seen) >= 3)
+    assert connector.calls == []
+    assert "policy wanted failed" in caplog.text
+
+
+async def test_no_operation_decides_only() -> None:
+    settings = PlannerSettings(
+        metric_pulling_interval_s=0.005, adjustment_interval_s=0.02, no_operation=True
+    )
+    connector, policy = FakeConnector(service("Worker")), Wanted(3)
+    async with running(connector, policy, settings) as (_, record):
+        await until(lambda: len(record.records) >= 2)
+    assert connector.calls == []
+    assert {one.outcome for one in record.records} == {"no-operation"}
+    assert policy.failures[0] == ("decode",)  # it must not count on the new workers
+
+
+async def test_nothing_is_changed_while_the_services_are_unknown() -> None:
+    connector, policy = FakeConnector(service("Worker")), Wanted(1)
+    async with running(connector, policy):
+        await until(lambda: policy.seen)
+        connector.unknown = StatefileError("it is damaged")
+        decisions = len(policy.seen)
+        policy.decode = 2
+        await asyncio.sleep(0.1)
+        assert len(policy.seen) <= decisions + 1
+        connector.unknown = None
+        await until(lambda: connector.count("Worker") == 2)
+
+
+async def test_a_stop_undoes_starts_and_finishes_removals() -> None:
+    for wanted, calls in ((2, ["add Worker", "undo Worker"]), (0, ["remove Worker"])):
+        connector = FakeConnector(service("Worker"), manual=True)
+        async with running(connector, Wanted(wanted)) as (loop, record):
+            await until(lambda gates=connector.gates: gates)  # type: ignore[misc]
+            stopping = asyncio.get_running_loop().create_task(loop.stop(5.0))
+            await asyncio.sleep(0.02)
+            connector.gates[0].set()
+            await stopping
+        assert connector.calls == calls
+        assert connector.count("Worker", DRAINING) == 0
+        assert record.records[-1].outcome == ("failed" if wanted else "done")
+
+
+async def test_a_stop_cancels_removals_that_take_too_long() -> None:
+    connector = FakeConnector(service("Worker"), manual=True)
+    async with running(connector, Wanted(0)) as (loop, _):
+        await until(lambda: connector.gates)
+        async with asyncio.timeout(2):
+            await loop.stop(0.02)
+    assert connector.count("Worker", DRAINING) == 1  # the next start finishes it
+
+
+async def test_an_explanation_changes_nothing() -> None:
+    connector, policy = FakeConnector(service("Worker")), Wanted(1)
+    async with running(connector, policy) as (loop, _):
+        await until(lambda: policy.seen)
+        policy.decode = 1
+        [(state, record)] = await loop.explain()
+        assert record.pools[0].rule == "test"
+        assert state.due_s - asyncio.get_running_loop().time() <= policy.interval_s
+    assert connector.calls == []
+
+
+async def test_one_service_of_a_model_is_scaled() -> None:
+    settings = PlannerSettings(metric_pulling_interval_s=0.005, served_model_name="b")
+    connector = FakeConnector(service("A", model="a"), service("B", model="b"))
+    async with running(connector, Wanted(2), settings):
+        await until(lambda: connector.count("B") == 2)
+    assert connector.count("A") == 1
+
+
+async def test_a_worker_counts_once_when_the_connector_lists_it() -> None:
+    connector = FakeConnector(service("Worker"), manual=True)
+    actions = WorkerActions(connector, FAST, lambda action: None)
+    work = asyncio.get_running_loop().create_task(actions.begin(connector.by_name["Worker"], 2))
+    assert actions.pool(connector.by_name["Worker"]).workers == 3  # before anything has begun
+    await until(lambda: len(connector.gates) == 2)
+    assert connector.count("Worker", STARTING) == 2
+    assert actions.pool(connector.by_name["Worker"]).workers == 3
+    connector.gates[0].set()
+    await until(lambda: connector.count("Worker", READY) == 2)
+    pool = actions.pool(connector.by_name["Worker"])
+    assert (pool.ready, pool.starting) == (2, 1)
+    connector.gates[1].set()
+    assert await work == ""

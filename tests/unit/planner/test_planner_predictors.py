@@ -1,0 +1,124 @@
+"""Predictors on series whose next value is known, and the rules that all of them keep."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import warnings
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo.errors import ConfigError
+from dynamo.planner.policies.kalman import TrendFilter
+from dynamo.planner.policies.predictors import Predictor, make_predictor
+
+NAMES = ("constant", "arima", "kalman", "prophet")
+
+
+def fed(name: str, values: list[float], window: int = 50) -> Predictor:
+    predictor = make_predictor(name, window)
+    for value in values:
+        predictor.add(value)
+    return predictor
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rules_of_every_predictor(name: str) -> None:
+    assert make_predictor(name, 10).predict() == 0.0
+    assert fed(name, [0.0, 0.0, math.nan]).predict() == 0.0
+    assert list(fed(name, [0.0, math.nan, 3.0, math.nan, 4.0]).values) == [3.0, 0.0, 4.0]
+    assert fed(name, [5.0, 9.0, 1.0, 7.0]).predict() == 7.0  # below five points: the last
+    assert list(fed(name, [1.0, 2.0, 3.0], window=2).values) == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flat_series_stays_flat(name: str) -> None:
+    assert fed(name, [6.0] * 12).predict() == pytest.approx(6.0, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["arima", "kalman", "prophet"])
+def test_a_line_goes_on_by_exactly_one_step(name: str) -> None:
+    """20, 22, ... 58: the next value is 60; two steps would be 62."""
+    predicted = fed(name, [20.0 + 2 * step for step in range(20)]).predict()
+    assert predicted == pytest.approx(60.0, abs=0.8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_prediction_is_negative(name: str) -> None:
+    assert fed(name, [40.0 - 4 * step for step in range(11)]).predict() >= 0.0
+
+
+@pytest.mark.parametrize("name", ["arima", "kalman"])
+def test_a_wave_is_predicted_better_than_by_its_last_value(name: str) -> None:
+    wave = [10 + 8 * math.sin(step / 4) for step in range(50)]
+    predictor, errors, naive = make_predictor(name, 30), [], []
+    for step, value in enumerate(wave):
+        if step >= 40:
+            errors.append(abs(predictor.predict() - value))
+            naive.append(abs(wave[step - 1] - value))
+        predictor.add(value)
+    assert sum(errors) < sum(naive) / 2
+
+
+@pytest.mark.parametrize("name", ["arima", "prophet"])
+def test_predictions_are_quiet_and_bounded_in_time(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    noisy = np.random.default_rng(1).poisson(9.0, 50).astype(float)
+    predictor = fed(name, [float(value) for value in noisy])
+    began = time.process_time()
+    with warnings.catch_warnings(), caplog.at_level(logging.DEBUG):
+        warnings.simplefilter("error")
+        predictor.predict()
+    assert time.process_time() - began < 5.0  # a tenth of it on an idle machine
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("name", "module"), [("arima", "statsmodels"), ("prophet", "prophet")])
+def test_a_missing_library_is_named_with_the_remedy(name: str, module: str) -> None:
+    parts = {"statsmodels": "statsmodels.tsa.arima.model", "prophet": "prophet"}
+    with (
+        mock.patch.dict("sys.modules", {parts[module]: None}),
+        pytest.raises(ConfigError) as caught,
+    ):
+        make_predictor(name, 50)
+    assert module in caught.value.message
+    assert "pip install 'dynamo-appliance[planner]'" in caught.value.message
+    assert "--load-predictor constant" in caught.value.message
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_kalman_predictions_are_finite_and_not_negative(values: list[float]) -> None:
+    predicted = fed("kalman", values).predict()
+    assert math.isfinite(predicted)
+    assert predicted >= 0.0
+
+
+def test_the_deviation_of_a_forecast_is_that_of_its_errors() -> None:
+    """White noise around 50 with a deviation of 4: the forecast says so, and 68 % lie within."""
+    noise = np.random.default_rng(7).normal(50.0, 4.0, 400)
+    fitted, within = TrendFilter(), 0
+    for step, value in enumerate(noise):
+        if step >= 100:
+            mean, deviation = fitted.forecast(1)
+            within += abs(value - mean) < deviation
+        fitted.add(float(value))
+    mean, deviation = fitted.forecast(10)
+    assert mean == pytest.approx(50.0, abs=2.0)
+    assert deviation == pytest.approx(4.0, rel=0.25)
+    assert 0.58 < within / 300 < 0.78
+
+
+def test_uncertainty_grows_with_the_horizon() -> None:
+    fitted = TrendFilter()
+    for value in np.cumsum(np.random.default_rng(3).normal(0.0, 1.0, 200)) + 100:
+        fitted.add(float(value))
+    deviations = [fitted.forecast(steps)[1] for steps in (1, 4, 16)]
+    assert deviations == sorted(deviations)
+    assert deviations[2] > 2 * deviations[0]

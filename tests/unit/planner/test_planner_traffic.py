@@ -1,0 +1,131 @@
+"""Traffic from the frontends' counters: deltas, several frontends, restarts, outages."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo.frontend.requests.metrics import FrontendMetrics
+from dynamo.observability.metrics import Registry
+from dynamo.planner.traffic import FrontendPage, TrafficCounter, read_page
+
+SINCE = 1000.0
+
+
+def page(started_at: float, started: float, **values: float) -> FrontendPage:
+    return FrontendPage(started_at, {"tiny": {"requests_started_total": started, **values}})
+
+
+def test_a_page_has_the_counts_of_each_model() -> None:
+    metrics = FrontendMetrics(Registry())
+    model = metrics.model("tiny")
+    model.started["chat_completions", "tiny", "stream"].value += 3
+    model.started["completions", "tiny", "unary"].value += 2
+    model.requests["completions", "", "tiny", "unary", "success"].value += 4
+    model.ttft.observe(0.25)
+    model.ttft.observe(0.75)
+    model.active.value = 1
+    metrics.model("other").queued.value = 7
+
+    found = read_page(metrics.registry.render().decode())
+
+    assert found.started_at > SINCE
+    tiny = found.models["tiny"]
+    assert tiny["requests_started_total"] == 5
+    assert tiny["requests_total"] == 4
+    assert tiny["time_to_first_token_seconds_sum"] == 1
+    assert tiny["time_to_first_token_seconds_count"] == 2
+    assert tiny["active_requests"] == 1
+    assert found.models["other"]["queued_requests"] == 7
+
+
+def test_a_page_may_have_another_prefix() -> None:
+    metrics = FrontendMetrics(Registry(), "my_frontend")
+    metrics.model("tiny").active.value = 2
+    text = metrics.registry.render().decode()
+    assert read_page(text, "my_frontend").models["tiny"]["active_requests"] == 2
+    assert read_page(text).models == {}
+
+
+def test_a_page_of_another_program_is_refused() -> None:
+    with pytest.raises(ValueError, match="process_start_time_seconds"):
+        read_page("some_metric 1\n")
+
+
+def test_an_interval_has_what_the_counters_rose_by() -> None:
+    counter = TrafficCounter(SINCE, 0.0)
+    counter.add({"a": page(1.0, 100, output_sequence_tokens_sum=900)}, ())  # older than we are
+    assert counter.take("tiny", 0.0).arrived == 0
+    counter.add(
+        {
+            "a": page(
+                *(1.0, 130),
+                requests_total=20,
+                output_sequence_tokens_sum=1100,
+                output_sequence_tokens_count=4,
+                time_to_first_token_seconds_sum=3,
+                time_to_first_token_seconds_count=6,
+                active_requests=9,
+                queued_requests=2,
+            )
+        },
+        (),
+    )
+    seen = counter.take("tiny", 10.0)
+    assert (seen.duration_s, seen.arrived, seen.finished) == (10.0, 30, 20)
+    assert (seen.osl, seen.ttft_ms, seen.isl) == (50, 500, None)
+    assert (seen.inflight, seen.queued, seen.known) == (9, 2, True)
+    assert counter.take("tiny", 11.0).arrived == 0
+
+
+def test_frontends_are_summed() -> None:
+    counter = TrafficCounter(SINCE, 0.0)
+    pages = {"a": page(2000.0, 3, active_requests=1), "b": page(2001.0, 4, active_requests=2)}
+    counter.add(pages, ())
+    seen = counter.take("tiny", 1.0)
+    assert (seen.arrived, seen.inflight) == (7, 3)
+
+
+def test_a_restarted_frontend_counts_from_zero() -> None:
+    counter = TrafficCounter(SINCE, 0.0)
+    counter.add({"a": page(2000.0, 50)}, ())
+    counter.take("tiny", 1.0)
+    counter.add({"a": page(3000.0, 4)}, ())
+    assert counter.take("tiny", 2.0).arrived == 4
+
+
+def test_two_processes_may_share_an_address() -> None:
+    counter = TrafficCounter(SINCE, 0.0)
+    for started_at, started in ((2000.0, 50), (3000.0, 1), (2000.0, 52), (3000.0, 4)):
+        counter.add({"a": page(started_at, started)}, ())
+    assert counter.take("tiny", 1.0).arrived == 56
+
+
+def test_traffic_is_unknown_while_a_frontend_is_missing() -> None:
+    counter = TrafficCounter(SINCE, 0.0)
+    counter.add({"a": page(1.0, 1)}, ())
+    assert not counter.take("tiny", 1.0).known  # it ran before, and nothing was read then
+    counter.add({"a": page(1.0, 2)}, ())
+    assert counter.take("tiny", 2.0).known
+    counter.add({}, ("a",))
+    assert not counter.take("tiny", 3.0).known
+    counter.add({"a": page(1.0, 9)}, ())  # requests of this interval and the one before
+    assert not counter.take("tiny", 4.0).known
+    counter.add({"a": page(1.0, 10)}, ())
+    seen = counter.take("tiny", 5.0)
+    assert seen.known
+    assert seen.arrived == 1
+
+
+def test_without_frontends_traffic_is_unknown() -> None:
+    counter = TrafficCounter(SINCE, 0.0)
+    for _ in range(2):
+        counter.add({}, ())
+        seen = counter.take("tiny", 1.0)
+    assert not seen.known
+
+
+def test_a_look_does_not_end_the_interval() -> None:
+    counter = TrafficCounter(SINCE, 0.0)
+    counter.add({"a": page(2000.0, 5)}, ())
+    assert counter.peek("tiny", 1.0).arrived == 5
+    assert counter.take("tiny", 2.0).arrived == 5

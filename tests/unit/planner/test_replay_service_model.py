@@ -1,0 +1,148 @@
+"""The batches of a replay against the mocker's own scheduler, both in virtual time."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from dynamo.errors import ConfigError
+from dynamo.mocker.blocks import BlockPool, SequenceBlocks
+from dynamo.mocker.reply import random_reply
+from dynamo.mocker.scheduler import Limits, Scheduler, Sequence
+from dynamo.mocker.timing import Timing
+from dynamo.planner.replay.batch_worker import BatchWorker
+from dynamo.planner.replay.patterns import flat, generate
+from dynamo.planner.replay.request import BLOCK_TOKENS, ReplayRequest, RequestState
+from dynamo.planner.replay.service_model import ServiceModel, service_model
+
+BLOCK = 64
+
+
+class TimedOutput:
+    """Records when a sequence of the mocker gets its first and its last token."""
+
+    def __init__(self) -> None:
+        self.now_s = self.arrived_s = self.end_s = 0.0
+        self.first_s: float | None = None
+
+    def allocated(self) -> None:
+        raise AssertionError("no transfers here")
+
+    def token(self, token_id: int) -> None:
+        self.first_s = self.now_s if self.first_s is None else self.first_s
+
+    def finish(self, token_id: int, reason: str) -> None:
+        self.token(token_id)
+        self.end_s = self.now_s
+
+
+def mocker_times(requests: Items[ReplayRequest], model: ServiceModel) -> list[tuple[float, float]]:
+    """Return TTFT and mean ITL of each request, from the mocker's scheduler and timing."""
+    limits = Limits(
+        max_num_seqs=model.max_num_seqs,
+        max_num_batched_tokens=model.max_num_batched_tokens,
+        max_model_len=None,
+        chunked_prefill=True,
+        watermark=model.watermark,
+        preempt_newest=True,
+    )
+    pool = BlockPool(model.kv_tokens // BLOCK, BLOCK)
+    scheduler, timing = Scheduler(pool, limits), Timing()
+    outputs = [TimedOutput() for _ in requests]
+    waiting = [
+        (request, Sequence(_blocks(number, request), random_reply(request.osl, 0), output), output)
+        for number, (request, output) in enumerate(zip(requests, outputs, strict=True))
+    ]
+    waiting.reverse()
+    now_s = 0.0
+    while waiting or scheduler.waiting or scheduler.running:
+        while waiting and waiting[-1][0].at_s <= now_s:
+            request, sequence, output = waiting.pop()
+            output.arrived_s = request.at_s
+            scheduler.add(sequence)
+        batch = scheduler.schedule()
+        if not batch.producing and not batch.prefill_tokens:
+            now_s = waiting[-1][0].at_s
+            continue
+        now_s += timing.iteration_s(batch.prefill_tokens, batch.decodes, pool.used / pool.capacity)
+        for output in outputs:
+            output.now_s = now_s
+        scheduler.commit(batch)
+    return [
+        ((o.first_s or 0.0) - o.arrived_s, (o.end_s - (o.first_s or 0.0)) / max(1, r.osl - 1))
+        for o, r in zip(outputs, requests, strict=True)
+    ]
+
+
+def _blocks(number: int, request: ReplayRequest) -> SequenceBlocks:
+    prefix = len(request.blocks) * BLOCK_TOKENS
+    tokens = [hash((block, at)) % 1000 for block in request.blocks for at in range(BLOCK_TOKENS)]
+    tokens += [1000 + number] * (request.isl - prefix)
+    return SequenceBlocks(array("I", tokens), BLOCK)
+
+
+def replay_times(requests: Items[ReplayRequest], model: ServiceModel) -> list[tuple[float, float]]:
+    worker = BatchWorker(0, model)
+    states = [RequestState(n, request, request.at_s) for n, request in enumerate(requests)]
+    for state in states:
+        while worker.due_s is not None and worker.due_s <= state.arrived_s:
+            worker.finish_span()
+        worker.submit(state, state.arrived_s)
+    while worker.due_s is not None:
+        worker.finish_span()
+    assert not worker.requests and not worker.kv_used and not worker.prefill_tokens
+    return [(state.ttft_s, state.itl_s) for state in states]
+
+
+@pytest.mark.parametrize(
+    ("rate", "limits"),
+    [
+        (1.0, {}),
+        (6.0, {}),
+        (6.0, {"max_num_batched_tokens": 1024}),
+        (8.0, {"max_num_seqs": 16}),
+        (8.0, {"kv_tokens": 60_032}),
+    ],
+    ids=["light", "busy", "small chunks", "few sequences", "small cache"],
+)
+def test_means_agree_with_the_mocker(rate: float, limits: dict[str, int]) -> None:
+    """Mean TTFT and ITL agree within 5 %: the replay counts KV in tokens, not in blocks."""
+    model = replace(service_model("mocker"), **limits)  # type: ignore[arg-type]
+    requests = generate(flat(rate), duration_s=40, isl=2000, osl=120, spread=0.5, seed=3)
+    expected, found = mocker_times(requests, model), replay_times(requests, model)
+    for number in (0, 1):
+        assert fmean(times[number] for times in found) == pytest.approx(
+            fmean(times[number] for times in expected), rel=0.05
+        )
+
+
+def test_reused_prefixes_agree_with_the_mocker() -> None:
+    requests = [
+        replace(request, isl=3000, blocks=tuple(100 * (number % 7) + k for k in range(5)))
+        for number, request in enumerate(generate(flat(5.0), duration_s=30, isl=1, osl=50, seed=1))
+    ]
+    model = service_model("mocker")
+    expected, found = mocker_times(requests, model), replay_times(requests, model)
+    for number in (0, 1):
+        assert fmean(times[number] for times in found) == pytest.approx(
+            fmean(times[number] for times in expected), rel=0.05
+        )
+    without = replay_times([replace(request, blocks=()) for request in requests], model)
+    assert fmean(t for t, _ in found) < 0.8 * fmean(t for t, _ in without)
+
+
+def test_h100_figures() -> None:
+    """The figures of the docstring; Qwen3-8B has 144 KiB of KV per token."""
+    model = service_model("qwen3-8b-h100")
+    assert 1 / model.time.iteration_s(0, 0.0, 1, 0.0) == pytest.approx(150, rel=0.01)
+    assert 12_000 / model.prefill_s(12_000) == pytest.approx(40_000, rel=0.02)
+    assert model.prefill_s(12_000, cached=6_000) < model.prefill_s(12_000)
+
+
+def test_unknown_service_model_names_the_presets() -> None:
+    with pytest.raises(ConfigError, match="qwen3-8b-h100"):
+        service_model("a100")

@@ -1,0 +1,315 @@
+"""How models share GPUs: who starts, who gives up, and that none starves. Virtual rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo.planner.sharing import (
+    ServiceChange,
+    SharedModel,
+    SharedService,
+    Sharing,
+    SharingLimits,
+    share,
+)
+
+LIMITS = SharingLimits(gpus=1, idle_timeout_s=300, yield_idle_s=2, residency_s=30, patience_s=120)
+
+
+def model(
+    name: str,
+    ready: int = 0,
+    *,
+    idle_s: float | None = 0.0,
+    waiting: int = 0,
+    oldest_s: float = 0.0,
+    priority: int = 0,
+    serving_s: float = 100.0,
+    gpus: float = 1,
+    minimum: int = 0,
+    starting: int = 0,
+    draining: int = 0,
+    wanted: int | None = None,
+) -> SharedModel:
+    service = SharedService(
+        name=f"{name}-decode",
+        gpus_per_worker=gpus,
+        ready=ready,
+        starting=starting,
+        draining=draining,
+        minimum=minimum,
+        wanted=wanted,
+    )
+    return SharedModel(
+        name=name,
+        services=(service,),
+        priority=priority,
+        waiting=waiting,
+        oldest_s=oldest_s,
+        idle_s=idle_s,
+        serving_s=serving_s,
+    )
+
+
+def changes(found: Sharing) -> dict[str, int]:
+    return {one.model: one.workers for one in found.changes}
+
+
+def shared(*models: SharedModel, gpus: float = 1, **more: float) -> dict[str, int]:
+    limits = {
+        "idle_timeout_s": 300.0,
+        "yield_idle_s": 2.0,
+        "residency_s": 30.0,
+        "patience_s": 120.0,
+        **more,
+    }
+    return changes(share(models, SharingLimits(gpus=gpus, **limits)))
+
+
+def test_nothing_changes_without_a_reason() -> None:
+    assert shared(model("a", 1), model("b")) == {}
+    assert shared(model("a", 1, idle_s=None)) == {}
+
+
+def test_an_idle_model_drops_to_its_minimum() -> None:
+    assert shared(model("a", 1, idle_s=299)) == {}
+    assert shared(model("a", 1, idle_s=300)) == {"a": 0}
+    assert shared(model("a", 3, idle_s=300, minimum=1), gpus=3) == {"a": 1}
+    assert shared(model("a", 1, idle_s=300, starting=1), gpus=2) == {}
+
+
+def test_waiting_requests_start_a_worker_on_a_free_gpu() -> None:
+    found = share([model("a", waiting=3)], LIMITS)
+    assert list(found.changes) == [
+        ServiceChange(model="a", service="a-decode", workers=1, rule="3 requests wait for a worker")
+    ]
+    assert shared(model("a", waiting=1, starting=1)) == {}
+    assert shared(model("a", waiting=1, draining=1)) == {}
+
+
+def test_an_idle_model_gives_up_its_gpu_to_waiting_requests() -> None:
+    assert shared(model("a", 1, idle_s=2), model("b", waiting=1)) == {"a": 0}
+    assert shared(model("a", 1, idle_s=2, priority=9), model("b", waiting=1)) == {"a": 0}
+    assert shared(model("a", 1, idle_s=2, minimum=1), model("b", waiting=1)) == {}
+    longest = shared(
+        model("a", 1, idle_s=5), model("b", 1, idle_s=9), model("c", waiting=1), gpus=2
+    )
+    assert longest == {"b": 0}
+
+
+def test_gpus_that_are_about_to_be_free_are_not_taken_twice() -> None:
+    busy = model("a", 1)
+    assert shared(model("x", draining=1), busy, model("b", waiting=1), gpus=2) == {}
+    two = (model("b", waiting=1), model("c", waiting=1))
+    assert shared(model("x", draining=1), model("a", 1, idle_s=9), *two, gpus=2) == {"a": 0}
+
+
+def test_a_busy_model_gives_up_its_second_worker_first() -> None:
+    assert shared(model("a", 2, serving_s=1), model("b", waiting=1), gpus=2) == {"a": 1}
+    higher = model("a", 2, priority=1)
+    assert shared(higher, model("b", waiting=1), gpus=2) == {}
+    assert shared(higher, model("b", waiting=1, oldest_s=120), gpus=2) == {"a": 1}
+
+
+def test_a_busy_model_gives_up_its_last_worker_after_its_turn() -> None:
+    assert shared(model("a", 1, serving_s=29), model("b", waiting=1)) == {}
+    assert shared(model("a", 1, serving_s=30), model("b", waiting=1)) == {"a": 0}
+    assert shared(model("a", 1, serving_s=30, minimum=1), model("b", waiting=1)) == {}
+    higher = model("a", 1, serving_s=30, priority=1)
+    assert shared(higher, model("b", waiting=1, oldest_s=119)) == {}
+    assert shared(higher, model("b", waiting=1, oldest_s=120)) == {"a": 0}
+
+
+def test_the_order_of_claims() -> None:
+    old, high = model("old", waiting=1, oldest_s=9), model("high", waiting=1, priority=1)
+    late = model("late", waiting=1, oldest_s=121, priority=-1)
+    assert shared(old, model("young", waiting=1)) == {"old": 1}
+    assert shared(old, high) == {"high": 1}
+    assert shared(old, high, late) == {"late": 1}
+
+
+def test_a_large_worker_takes_what_it_needs_or_nothing() -> None:
+    large = model("large", waiting=1, gpus=2)
+    idle, busy = model("a", 1, idle_s=9), model("b", 1, serving_s=1)
+    assert shared(idle, busy, large, gpus=2) == {}
+    assert shared(idle, model("b", 1), large, gpus=2) == {"a": 0, "b": 0}
+    late = model("large", waiting=1, gpus=2, oldest_s=200)
+    assert shared(busy, late, model("c", waiting=1), gpus=2) == {}  # the free one is reserved
+    assert shared(busy, large, model("c", waiting=1), gpus=2) == {"c": 1}
+
+
+def test_a_policy_gets_the_gpus_of_lower_priorities_and_idle_models() -> None:
+    wants = model("a", 1, wanted=2, priority=1)
+    assert shared(wants, gpus=2) == {"a": 2}
+    assert shared(wants, model("b", 2), gpus=3) == {"b": 1}
+    assert shared(wants, model("b", 2, minimum=2), gpus=3) == {}
+    assert shared(wants, model("b", 2, priority=1), gpus=3) == {}
+    assert shared(wants, model("b", 1, idle_s=9, priority=1), gpus=2) == {"b": 0}
+    assert shared(wants, model("b", 1), gpus=2) == {}
+
+
+def test_the_limits_of_the_policies() -> None:
+    found = share(
+        [model("a", 1, priority=1), model("b", 2), model("c")],
+        SharingLimits(gpus=4, idle_timeout_s=300),
+    )
+    assert found.limits == {"a": 3, "b": 3, "c": 1}
+    found = share(
+        [model("a", 1), model("b", waiting=1, gpus=2)], SharingLimits(gpus=3, idle_timeout_s=9)
+    )
+    assert found.limits["a"] == 1
+
+
+def disaggregated(ready: int, prefill: int, **more: object) -> SharedModel:
+    services = (
+        SharedService(name="d", gpus_per_worker=1, ready=ready),
+        SharedService(name="p", gpus_per_worker=1, ready=prefill),
+    )
+    return SharedModel(name="m", services=services, **more)  # type: ignore[arg-type]
+
+
+def test_a_disaggregated_model_starts_and_stops_both_services() -> None:
+    limits = SharingLimits(gpus=2, idle_timeout_s=9)
+
+    def found(one: SharedModel, *others: SharedModel) -> dict[str, int]:
+        return {x.service: x.workers for x in share([one, *others], limits).changes}
+
+    assert found(disaggregated(0, 0, waiting=1)) == {"d": 1}
+    assert found(disaggregated(1, 0, idle_s=0.0)) == {"p": 1}
+    assert found(disaggregated(1, 1, idle_s=9.0)) == {"d": 0, "p": 0}
+    taken = found(disaggregated(1, 1, idle_s=0.0, serving_s=99), model("b", waiting=1))
+    assert taken["d"] == 0 and taken["p"] == 0
+
+
+# -- no starvation, in virtual time
+
+
+@dataclass
+class VirtualModel:
+    """A model whose clients never stop: what does not fit waits."""
+
+    name: str
+    gpus: float
+    priority: int
+    busy: bool
+    ready: int = 0
+    starting: list[int] = field(default_factory=list)
+    draining: list[int] = field(default_factory=list)
+    waits_since: int | None = None
+    serves_since: int = 0
+    longest_wait: int = 0
+
+    def held(self) -> float:
+        return (self.ready + len(self.starting) + len(self.draining)) * self.gpus
+
+    def step(self, now: int) -> None:
+        started = sum(due <= now for due in self.starting)
+        self.starting = [due for due in self.starting if due > now]
+        self.draining = [due for due in self.draining if due > now]
+        if started and not self.ready:
+            self.serves_since = now
+        self.ready += started
+        if self.busy and not self.ready:
+            self.waits_since = now if self.waits_since is None else self.waits_since
+            self.longest_wait = max(self.longest_wait, now - self.waits_since)
+        else:
+            self.waits_since = None
+
+    def seen(self, now: int) -> SharedModel:
+        waits = self.waits_since is not None
+        return SharedModel(
+            name=self.name,
+            services=(
+                SharedService(
+                    name=self.name,
+                    gpus_per_worker=self.gpus,
+                    ready=self.ready,
+                    starting=len(self.starting),
+                    draining=len(self.draining),
+                    wanted=self.ready + 1 if self.busy and self.ready else None,
+                ),
+            ),
+            priority=self.priority,
+            waiting=5 if waits else 0,
+            oldest_s=float(now - self.waits_since) if self.waits_since is not None else 0.0,
+            idle_s=0.0 if self.busy else 60.0,
+            serving_s=float(now - self.serves_since) if self.ready else 0.0,
+        )
+
+    def change(self, workers: int, now: int, start_s: int, drain_s: int) -> None:
+        for _ in range(workers - self.ready - len(self.starting)):
+            self.starting.append(now + start_s)
+        for _ in range(self.ready + len(self.starting) - workers):
+            assert self.ready, "only ready workers are removed"
+            self.ready -= 1
+            self.draining.append(now + drain_s)
+
+
+virtual_models = st.lists(
+    st.builds(
+        VirtualModel,
+        name=st.just(""),
+        gpus=st.sampled_from([0.5, 1.0, 2.0]),
+        priority=st.integers(-1, 1),
+        busy=st.booleans(),
+    ),
+    min_size=2,
+    max_size=5,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    models=virtual_models,
+    gpus=st.integers(2, 4),
+    start_s=st.integers(1, 15),
+    drain_s=st.integers(1, 10),
+    flips=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 4)), max_size=8),
+)
+def test_no_model_starves_and_the_budget_holds(
+    models: list[VirtualModel],
+    gpus: int,
+    start_s: int,
+    drain_s: int,
+    flips: list[tuple[int, int]],
+) -> None:
+    residency, patience = 20, 40
+    limits = SharingLimits(
+        gpus=gpus, idle_timeout_s=30, yield_idle_s=2, residency_s=residency, patience_s=patience
+    )
+    for number, one in enumerate(models):
+        one.name = str(number)
+    by_name = {one.name: one for one in models}
+    for now in range(700):
+        for at, which in flips:
+            if at == now and which < len(models):
+                models[which].busy = not models[which].busy
+        for one in models:
+            one.step(now)
+        found = share([one.seen(now) for one in models], limits)
+        for change in found.changes:
+            by_name[change.model].change(change.workers, now, start_s, drain_s)
+        assert sum(one.held() for one in models) <= gpus
+    turn = residency + start_s + drain_s + 3
+    assert max(one.longest_wait for one in models) <= patience + len(models) * turn
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_busy_models_of_one_gpu_take_turns(count: int) -> None:
+    models = [VirtualModel(str(number), 1.0, number % 3, True) for number in range(count)]
+    limits = SharingLimits(
+        gpus=1, idle_timeout_s=300, yield_idle_s=2, residency_s=20, patience_s=40
+    )
+    served = dict.fromkeys((one.name for one in models), 0)
+    for now in range(1500):
+        for one in models:
+            one.step(now)
+            served[one.name] += one.ready
+        for change in share([one.seen(now) for one in models], limits).changes:
+            models[int(change.model)].change(change.workers, now, 5, 2)
+        assert sum(one.held() for one in models) <= 1
+    assert min(served.values()) >= 1500 / count / 3
