@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from dynamo.config.planner import PlannerSettings
 from dynamo.planner.observation import Observation, Pool
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
-from dynamo.planner.policies.budget import Workers, affordable, clamp
+from dynamo.planner.policies.budget import Workers, affordable, clamp, kept
 from dynamo.planner.policies.forecast import RateForecast
 from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.pacing import ActionLimit, StartUpTime
@@ -132,11 +132,11 @@ class CombinedPolicy:
             if count != pool.workers:
                 self._actions.use()
                 sizing.start_up.changed(pool, count, seen.now_s)
-            if need is not None:
-                made.append(need.decision(name, pool.workers, count))
-                forecast |= need.forecast(name, pool.workers, count)
-            elif count != pool.workers:
-                made.append(PoolDecision(pool=name, wanted=count, rule="limits of the pool"))
+            if need is None:
+                made.append(kept(name, pool, count, "the cost of a request is not learned yet"))
+                continue
+            made.append(need.decision(name, pool.workers, count))
+            forecast |= need.forecast(name, pool.workers, count)
         return ScalingDecision(pools=tuple(made), forecast=forecast)
 
     def _predicted(self) -> dict[str, float]:
