@@ -32,7 +32,7 @@ _MOST_GROWTH = 2.0
 _FEW_REQUESTS = 2.0
 """Requests in an interval below which a growth in proportion means nothing."""
 
-_RECENT, _SURGE = 2, 4.0
+_RECENT, _SURGE = 2, 5.0
 """A surge: so many standard deviations above the forecast in the last two counts."""
 
 _SHORT, _LONG = 4, 12
