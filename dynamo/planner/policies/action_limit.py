@@ -8,8 +8,8 @@ _PER_HOUR = 24.0
 _BURST = 5.0
 """Together at most 29 in any hour."""
 
-_KEPT_FOR_UP = 2.0
-"""Actions that only adding workers may use: too few workers are worse than too many."""
+_KEPT_FOR_UP = 1.0
+"""An action that only adding workers may use: too few workers are worse than too many."""
 
 
 class ActionLimit:

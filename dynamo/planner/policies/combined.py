@@ -32,15 +32,21 @@ _REACTION_S = 5.0
 _INTERVALS = 3
 """Decisions in one interval of the forecast."""
 
-_TAIL = 2.6
-"""Times to first token have about an exponential tail: 1 in 13 is above 2.6 times the mean."""
+_TAIL = math.log(10)
+"""Times to first token have about an exponential tail: 1 in 10 is above ln 10 times the mean."""
 
-_ITL_SHARE = 0.8
+_ITL_SHARE = 0.6
 _KV_USAGE = 0.85
 """Means that leave room for the variation between requests and workers."""
 
 _AHEAD_S = 30.0
 _HOLD_S = 60.0
+_LEARN_S = 120.0
+"""No worker is removed before so much of the traffic was seen."""
+
+_DOWN_MARGIN = 1.05
+"""Workers are removed only if the rest bears so much more: they are not needed again at once."""
+
 _DRAIN_S = 60.0
 """Time in which a backlog should be gone."""
 
@@ -163,12 +169,13 @@ class _Need:
     target: int
     extra: int
     floor: int
+    learned: bool
 
     def change(self, workers: int, actions: ActionLimit) -> int:
         """Return the workers to have instead of ``workers``."""
         if self.target + self.extra > workers and actions.allows(up=True):
             return self.target + self.extra
-        if self.floor < workers and actions.allows(up=False):
+        if self.floor < workers and self.learned and actions.allows(up=False):
             return self.floor
         return workers
 
@@ -217,6 +224,7 @@ class _PoolSizing:
         self.limits = limits
         self.start_up = StartUpTime()
         self._recent: deque[tuple[float, int]] = deque()
+        self._first_s: float | None = None
 
     def need(self, model: WorkerLoadModel, outlook: _Outlook, seen: Observation) -> _Need:
         """Return what the pool needs."""
@@ -227,12 +235,21 @@ class _PoolSizing:
             work_s = (outlook.backlog + outlook.arriving) * model.service_s
             extra = max(math.ceil((work_s - ready * outlook.served_s) / _DRAIN_S), 0)
         target = model.workers(outlook.later, self.limits)
-        most = max(model.workers(outlook.most, self.limits), target) + extra
+        most = max(model.workers(_DOWN_MARGIN * outlook.most, self.limits), target) + extra
+        if self._first_s is None:
+            self._first_s = seen.now_s
         self._recent.append((seen.now_s, most))
         while self._recent[0][0] < seen.now_s - _HOLD_S:
             self._recent.popleft()
         floor = max(workers for _, workers in self._recent)
-        return _Need(model=model, outlook=outlook, target=target, extra=extra, floor=floor)
+        return _Need(
+            model=model,
+            outlook=outlook,
+            target=target,
+            extra=extra,
+            floor=floor,
+            learned=seen.now_s - self._first_s >= _LEARN_S,
+        )
 
 
 _NO_POOL = Pool(ready=0)

@@ -82,8 +82,8 @@ class RateForecast:
         return self._path[:steps]
 
     def _trend(self, steps: int) -> _Rates:
-        # Nothing is extrapolated further than it has been observed.
-        known = max(1, self._filter.count - 2)
+        # Nothing is extrapolated further than half of what has been observed.
+        known = max(1, self._filter.count // 2 - 1)
         most = _MOST_GROWTH * max(self.rate, _FEW_REQUESTS / self.interval_s)
         path = self._filter.path(min(steps, known))
         rates = [min(max(a.level + _CAUTION * a.deviation, 0.0), most) for a in path]
