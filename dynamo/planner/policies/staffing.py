@@ -65,8 +65,8 @@ class WorkerLoadModel:
         """Return the mean ITL.
 
         The time that is left beside prompts and the share of each sequence in the steps goes to
-        the fixed part of the steps. If u is what they take, an even load gives step / (1 - u), which
-        is step * u / (1 - u) more than an idle worker.
+        the fixed part of the steps. If u is what they take, an even load gives step / (1 - u): that
+        is step * u / (1 - u) more than on an idle worker.
         """
         used = self.usage(rate, workers)
         if used >= 1.0:
