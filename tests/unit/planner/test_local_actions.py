@@ -108,7 +108,7 @@ async def test_a_worker_that_never_serves_is_undone(given: Fixture) -> None:
     await asyncio.sleep(10)
     assert await given.states("W") == [READY, STARTING]
     with pytest.raises(
-        ActionFailed, match=r"W_1: .*did not serve within 60 s; last output: out of"
+        ActionFailed, match=r"W_1: .*did not serve within 60 s; last output: out"
     ):
         await adding
     assert given.entry("W_1") is None and "dynamo_W_1" not in given.world.watchers
