@@ -11,7 +11,7 @@ from dynamo.planner.observation import Pool
 from dynamo.planner.policies.base import PoolDecision, ScalingDecision
 from dynamo.planner.sharing import Sharing, SharingLimits, share
 from dynamo.planner.zero import (
-    Demand,
+    ModelDemand,
     TurnClock,
     is_cold,
     is_on_demand,
@@ -30,7 +30,7 @@ _PATIENCE = 4
 class DemandSource(Protocol):
     """The frontends' view of models on demand; see :class:`OnDemandRegistry`."""
 
-    def demand(self, model: str) -> Demand:
+    def demand(self, model: str) -> ModelDemand:
         """Return the requests of ``model`` in all frontends."""
 
     async def announce(self, records: Mapping[str, OnDemandModel]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo.errors import DynamoError
-from dynamo.planner.zero import Demand
+from dynamo.planner.zero import ModelDemand
 from dynamo.protocols import codec
 from dynamo.protocols.control import ON_DEMAND, OnDemandModel
 from dynamo.protocols.load import ON_DEMAND_STATE, OnDemandState
@@ -55,7 +55,7 @@ class OnDemandRegistry:
             namespace, _COMPONENT, ON_DEMAND_STATE, self._on_report, None, self._on_frontend
         )
 
-    def demand(self, model: str) -> Demand:
+    def demand(self, model: str) -> ModelDemand:
         """Return the requests of ``model`` in all frontends that report."""
         since_s = self._clock() - _STALE_S
         states = [
@@ -64,8 +64,8 @@ class OnDemandRegistry:
             if model in reports and reports[model].at_s > since_s
         ]
         if not states:
-            return Demand()
-        return Demand(
+            return ModelDemand()
+        return ModelDemand(
             waiting=sum(state.waiting for state in states),
             oldest_s=max(state.oldest_s for state in states),
             idle_s=min(state.idle_s for state in states),

@@ -11,11 +11,19 @@ from dynamo.planner.scaled_model import ScaledModel
 from dynamo.planner.sharing import SharedModel, SharedService
 from dynamo.protocols.control import OnDemandModel
 
-__all__ = ["Demand", "TurnClock", "is_cold", "is_on_demand", "record_of", "shared_model", "warm"]
+__all__ = [
+    "ModelDemand",
+    "TurnClock",
+    "is_cold",
+    "is_on_demand",
+    "record_of",
+    "shared_model",
+    "warm",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class ModelDemand:
     """The requests of a model in all frontends, as the frontends report them.
 
     ``waiting`` have no worker, the oldest for ``oldest_s``. There were no requests for ``idle_s``;
@@ -59,7 +67,7 @@ def warm(pools: Mapping[str, Pool]) -> dict[str, Pool]:
 def shared_model(
     model: ScaledModel,
     pools: Mapping[str, Pool],
-    demand: Demand,
+    demand: ModelDemand,
     serving_s: float,
     wanted: Mapping[str, int],
 ) -> SharedModel:

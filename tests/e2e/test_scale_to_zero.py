@@ -33,7 +33,7 @@ class Zero(Serving):
 
     def run(self, *flags: str) -> None:
         self.start(
-            ROOT / "examples/two-models.yaml",
+            ROOT / "examples/two_models.yaml",
             f"--Frontend.http-port={self.port}",
             f"--Planner.idle-timeout={IDLE_S}",
             "--Planner.min-residency=2",
