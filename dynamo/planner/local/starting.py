@@ -19,7 +19,7 @@ from dynamo.planner.local.gpu_booking import free_gpus, gpu_ids
 from dynamo.planner.local.leaving import wait_until_gone
 from dynamo.planner.local.patience import retried, wait_until
 from dynamo.planner.local.ports import STOPPED, CircusBusy, CircusError
-from dynamo.planner.local.view import budget_held, engine_gpus
+from dynamo.planner.local.view import budget_held, budget_share
 from dynamo.serve.statefile import RESERVED_BY, Document
 
 __all__ = ["WorkerStart"]
@@ -66,16 +66,14 @@ class WorkerStart:
 
     def _reserve(self, document: Document, watchers: Collection[str]) -> None:
         """Write the entry of a new worker with its GPUs. Raises ActionFailed."""
-        settings = self._access.settings
         service = self._access.service(document, self._service)
-        count = engine_gpus(service, settings)
-        self._check_budget(document, count or 1.0)
+        self._check_budget(document, budget_share(service, self._access.settings))
         taken = {*watchers, *self._access.active}
         self._name = next_name(document, self._service, taken)
         self._argv = service.template.argv
         self._gpus = ()
-        if count and gpu_ids(document):
-            self._gpus = free_gpus(document, self._name, count)
+        if service.gpus and gpu_ids(document):  # none if the user places the workers
+            self._gpus = free_gpus(document, self._name, service.gpus)
         entry = new_entry(service, self._name, self._argv, self._gpus)
         document["components"][self._name] = {**entry, RESERVED_BY: owner_mark()}
 

@@ -107,9 +107,7 @@ async def test_a_worker_that_never_serves_is_undone(given: Fixture) -> None:
     adding = asyncio.get_running_loop().create_task(given.connector.add("W"))
     await asyncio.sleep(10)
     assert await given.states("W") == [READY, STARTING]
-    with pytest.raises(
-        ActionFailed, match=r"W_1: .*did not serve within 60 s; last output: out"
-    ):
+    with pytest.raises(ActionFailed, match=r"W_1: .*did not serve within 60 s; last output: out"):
         await adding
     assert given.entry("W_1") is None and "dynamo_W_1" not in given.world.watchers
     assert 60 <= now_s() - began_s < 75
