@@ -10,6 +10,7 @@ from dynamo.errors import StatefileError
 from dynamo.planner.connector import ActionFailed
 from dynamo.planner.local.access import LocalAccess, owner_mark
 from dynamo.planner.local.entries import (
+    ServiceEntries,
     new_entry,
     next_name,
     read_services,
@@ -79,12 +80,20 @@ class WorkerStart:
 
     def _check_budget(self, document: Document, needed: float) -> None:
         settings = self._access.settings
-        held = budget_held(document, read_services(document).values(), settings)
+        services = [one for one in read_services(document).values() if self._is_scaled(one)]
+        held = budget_held(document, services, settings)
         if held + needed > settings.max_gpu_budget:
             raise ActionFailed(
                 f"{self._service}: {held:g} GPUs are in use and a worker needs {needed:g}: "
                 f"more than --max-gpu-budget {settings.max_gpu_budget}"
             )
+
+    def _is_scaled(self, service: ServiceEntries) -> bool:
+        """Whether the planner scales the service, or only another model."""
+        wanted = self._access.settings.served_model_name
+        return wanted in (None, service.model) or any(
+            self._access.model(entry) == wanted for entry in service.entries
+        )
 
     async def _start(self, deadline_s: float) -> None:
         access, name = self._access, self._name
@@ -103,7 +112,7 @@ class WorkerStart:
         access = self._access
         service = access.service(access.document(), self._service)
         entry = next((one for one in service.entries if one.name == self._name), None)
-        if access.serves(entry):
+        if entry is not None and access.model(entry) is not None:
             return True
         try:
             status = (await access.circus.statuses()).get(self._name)

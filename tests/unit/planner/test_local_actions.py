@@ -164,6 +164,11 @@ async def test_the_budget_counts_all_services(given: Fixture) -> None:
     assert await given.connector.add("W") == "dynamo_W_2"
 
 
+@simulated(max_gpu_budget=2, served_model_name="other")
+async def test_the_budget_is_that_of_the_scaled_model(given: Fixture) -> None:
+    assert await given.connector.add("W") == "dynamo_W_1"
+
+
 @simulated(max_gpu_budget=20)
 async def test_starts_overlap_and_share_nothing(given: Fixture) -> None:
     names = await asyncio.gather(*(given.connector.add(name) for name in ("W", "P", "Free")))
