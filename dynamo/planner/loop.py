@@ -296,6 +296,7 @@ class ScalingLoop:
         finally:
             state.pending.remove(record)
             state.policy.applied(made, errors.keys())
+            state.changed(bool(errors), self._clock())
             after = {name: pool.workers for name, pool in self._pools(state.model).items()}
             self._finished(record.finished(after, self._clock() - started_s, errors))
             if self._sharing is not None:

@@ -14,6 +14,7 @@ from planner_kit import FakeConnector, FakeSources, Recorder, Wanted, service
 
 from dynamo.config.planner import PlannerSettings
 from dynamo.config.runtime import RuntimeSettings
+from dynamo.planner.connector import ActionFailed
 from dynamo.planner.gpu_sharing import GpuSharing
 from dynamo.planner.loop import ScalingLoop
 from dynamo.planner.on_demand import OnDemandRegistry
@@ -129,6 +130,21 @@ async def test_two_models_swap_their_gpu() -> None:
         assert connector.count("A") == 0
     assert connector.calls == ["remove A", "add B"]
     assert connector.most_gpus == 1
+
+
+async def test_a_model_that_cannot_start_leaves_the_gpu_to_others() -> None:
+    connector, frontends = two(0, 0), Frontends()
+    connector.failure = ActionFailed("it exits at once")
+    async with running(connector, frontends, Wanted(1)):
+        await until(lambda: frontends.announced)
+        frontends.demands["a"] = ModelDemand(waiting=1, oldest_s=9, idle_s=0)
+        await until(lambda: connector.calls == ["add A"])
+        connector.failure = None
+        frontends.demands["b"] = ModelDemand(waiting=1, idle_s=0)
+        await until(lambda: connector.count("B") == 1)
+        assert connector.calls == ["add A", "add B"]
+        frontends.demands["b"] = ModelDemand(idle_s=9)
+        await until(lambda: connector.count("A") == 1)  # after two seconds it is tried again
 
 
 async def test_a_policy_gets_the_gpu_of_an_idle_model() -> None:
