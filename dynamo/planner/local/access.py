@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class LocalAccess:
 
     ``logs`` has the watchers' log files. ``active`` are the watchers that an action of this process
     adds or removes now. ``needs_repair``: an action failed and could not be undone. ``devices``
-    returns the GPUs and their free memory, None without a driver; it may block.
+    returns the GPUs with their free memory, None without a driver.
     """
 
     settings: PlannerSettings
@@ -45,7 +45,7 @@ class LocalAccess:
     logs: Path
     active: set[str] = field(default_factory=set)
     needs_repair: bool = False
-    devices: Callable[[], Sequence[Gpu] | None] = probe_gpus
+    devices: Callable[[], Awaitable[Sequence[Gpu] | None]] = probe_gpus
 
     def document(self) -> Document:
         """Read the statefile. Raises StatefileError, also without one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from dynamo.serve.gpus import Gpu
 
@@ -24,11 +24,11 @@ _GIB = 1 << 30
 log = logging.getLogger(__name__)
 
 
-def probe_gpus() -> Sequence[Gpu] | None:
-    """Return the GPUs of the driver, None without one. Blocks for some milliseconds."""
+async def probe_gpus() -> Sequence[Gpu] | None:
+    """Return the GPUs of the driver, None without one."""
     from dynamo.serve.nvml import probe  # loads the driver's library: only where it is needed
 
-    return probe()
+    return await asyncio.to_thread(probe)
 
 
 def reserved_share(argv: Sequence[str]) -> float:
@@ -61,13 +61,12 @@ def crowded_gpus(gpus: Iterable[str], share: float, devices: Sequence[Gpu]) -> d
 
 
 async def without_room(
-    gpus: Sequence[str], share: float, devices: Callable[[], Sequence[Gpu] | None]
+    gpus: Sequence[str], share: float, devices: Callable[[], Awaitable[Sequence[Gpu] | None]]
 ) -> frozenset[str]:
     """Return those of ``gpus`` that have too little free memory now, and log why."""
     if not share or not gpus:
         return frozenset()
-    seen: Sequence[Gpu] | None = await asyncio.to_thread(devices)
-    found = crowded_gpus(gpus, share, seen or ())
+    found = crowded_gpus(gpus, share, await devices() or ())
     for text in found.values():
         log.warning("%s", text)
     return frozenset(found)
