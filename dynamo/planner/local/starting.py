@@ -16,10 +16,13 @@ from dynamo.planner.local.entries import (
     read_services,
     release,
 )
-from dynamo.planner.local.gpu_booking import free_gpus, gpu_ids
+from dynamo.planner.local.gpu_booking import free_gpus, gpu_ids, held_gpus
+from dynamo.planner.local.gpu_room import reserved_share, without_room
 from dynamo.planner.local.leaving import wait_until_gone
 from dynamo.planner.local.patience import retried, wait_until
 from dynamo.planner.local.ports import STOPPED, CircusBusy, CircusError
+from dynamo.planner.local.removal import remove_entry
+from dynamo.planner.local.sleeping import sleepers_on
 from dynamo.planner.local.view import budget_held, budget_share
 from dynamo.serve.statefile import RESERVED_BY, Document
 
@@ -39,6 +42,7 @@ class WorkerStart:
         self._name = ""
         self._argv: tuple[str, ...] = ()
         self._gpus: tuple[str, ...] = ()
+        self._avoid: frozenset[str] = frozenset()
 
     async def run(self) -> str:
         """Start it; return the name of its watcher once it serves. See :class:`Connector`.
@@ -48,6 +52,7 @@ class WorkerStart:
         access = self._access
         deadline_s = asyncio.get_running_loop().time() + access.settings.start_timeout_s
         watchers = await access.statuses()
+        self._avoid = await self._gpus_without_room()
         # Blocks, so that a cancellation cannot arrive between the write and our note of it.
         access.statefile.update(lambda document: self._reserve(document, watchers))
         access.active.add(self._name)
@@ -65,6 +70,26 @@ class WorkerStart:
             access.active.discard(self._name)
         return self._name
 
+    async def _gpus_without_room(self) -> frozenset[str]:
+        """Return the GPUs that have too little free memory for the worker.
+
+        Where no others are left, workers that sleep on them are removed first.
+        """
+        access = self._access
+        document = access.document()
+        service = access.service(document, self._service)
+        share = reserved_share(service.template.argv)
+        held = {gpu for gpus, _ in held_gpus(document).values() for gpu in gpus}
+        free = [gpu for gpu in gpu_ids(document) if gpu not in held]
+        crowded = await without_room(free, share, access.devices)
+        if len(free) - len(crowded) >= service.gpus:
+            return crowded
+        sleepers = sleepers_on(document, crowded)
+        for owner, entry in sleepers:
+            log.info("%s: removing it; %s needs the memory of its GPU", entry.name, self._service)
+            await remove_entry(access, owner, entry)
+        return await without_room(free, share, access.devices) if sleepers else crowded
+
     def _reserve(self, document: Document, watchers: Collection[str]) -> None:
         """Write the entry of a new worker with its GPUs. Raises ActionFailed."""
         service = self._access.service(document, self._service)
@@ -74,7 +99,7 @@ class WorkerStart:
         self._argv = service.template.argv
         self._gpus = ()
         if service.gpus and gpu_ids(document):  # none if the user places the workers
-            self._gpus = free_gpus(document, self._name, service.gpus)
+            self._gpus = free_gpus(document, self._name, service.gpus, self._avoid)
         entry = new_entry(service, self._name, self._argv, self._gpus)
         document["components"][self._name] = {**entry, RESERVED_BY: owner_mark()}
 

@@ -28,13 +28,12 @@ class Sighting:
     """What was seen of a deployment at one time.
 
     ``statuses`` are those of the watchers, by name. ``reserved`` are the watchers
-    that are being added, ``asleep`` those whose worker sleeps.
+    that are being added.
     """
 
     statuses: Mapping[str, str]
     registered: Mapping[int, RegisteredWorker]
     reserved: Collection[str] = ()
-    asleep: Collection[str] = ()
 
     def is_kept(self, entry: Entry) -> bool:
         """Whether the arbiter has this watcher and keeps its processes running."""
@@ -70,9 +69,10 @@ def service_now(
 def newest(service: ServiceEntries, sighting: Sighting, spared: Collection[str]) -> Entry | None:
     """Return the entry of the worker to remove: that with the highest number, the template last.
 
-    Never one that drains already, nor one that is being added or ``spared``.
+    One that sleeps comes after all others. Never one that drains already, nor one that is being
+    added or ``spared``.
     """
-    for entry in reversed(service.entries):
+    for entry in sorted(service.entries, key=lambda one: (one.asleep, -one.index)):
         states = {worker.state for worker in _workers(entry, sighting)}
         skipped = entry.name in spared or entry.name in sighting.reserved
         if not skipped and states and DRAINING not in states:
@@ -102,6 +102,8 @@ def budget_held(
         for entry in service.entries:
             if entry.name in held:
                 total += held[entry.name][1]
+            elif entry.asleep and entry.reserved_by is None:
+                continue
             elif entry.pids or entry.reserved_by is not None:
                 total += each * max(1, len(entry.pids))
     return total
@@ -126,6 +128,6 @@ def _state(entry: Entry, sighting: Sighting, serves: bool) -> str:
     leaving = not sighting.is_kept(entry) and entry.name not in sighting.reserved
     if entry.draining or leaving:  # by us, or by circusctl rm or stop
         return DRAINING
-    if entry.name in sighting.asleep:
-        return ASLEEP
+    if entry.asleep:
+        return STARTING if entry.name in sighting.reserved else ASLEEP
     return READY if serves else STARTING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +17,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.planner.connector import ASLEEP, DRAINING, READY, STARTING, ActionFailed
 from dynamo.planner.local.access import LocalAccess
 from dynamo.planner.local.connector import LocalConnector
-from dynamo.planner.local.ports import CircusBusy, CircusError, Sleepers
+from dynamo.planner.local.ports import CircusBusy, CircusError, EngineControls
 
 GRAPH = """
 W: {run: dynamo.mocker, model-path: tiny, ServiceArgs: {resources: {gpu: 1}}}
@@ -34,7 +34,7 @@ Other: {run: [sleep, '9']}
 class Fixture:
     """A deployment whose workers serve, and a connector to it."""
 
-    def __init__(self, tmp_path: Path, sleepers: Sleepers | None, **settings: Any) -> None:
+    def __init__(self, tmp_path: Path, engines: EngineControls | None, **settings: Any) -> None:
         self.world = SimulatedDeployment(tmp_path, GRAPH, 6, Random(0))
         logs = tmp_path / "logs"
         logs.mkdir()
@@ -47,7 +47,7 @@ class Fixture:
             registrations=self.world,
             logs=logs,
         )
-        self.connector = LocalConnector(self.access, sleepers)
+        self.connector = LocalConnector(self.access, engines)
 
     def entry(self, name: str) -> Any:
         document = self.world.statefile.read()
@@ -62,14 +62,14 @@ Scenario = Callable[[Fixture], Awaitable[None]]
 
 
 def simulated(
-    sleepers: Sleepers | None = None, **settings: Any
+    engines: EngineControls | None = None, **settings: Any
 ) -> Callable[[Scenario], Callable[[Path], None]]:
     """Run a test in virtual time, five seconds after the start of its deployment."""
 
     def decorate(scenario: Scenario) -> Callable[[Path], None]:
         def test(tmp_path: Path) -> None:
             async def run() -> None:
-                fixture = Fixture(tmp_path, sleepers, **settings)
+                fixture = Fixture(tmp_path, engines, **settings)
                 async with fixture.world:
                     await asyncio.sleep(5)
                     await scenario(fixture)
@@ -239,23 +239,28 @@ async def test_a_busy_arbiter_is_asked_again(given: Fixture) -> None:
     assert len(calls) == 6 and calls[5] - calls[4] > calls[1] - calls[0]
 
 
-class OneAsleep:
-    """The worker W sleeps until it is woken."""
-
-    woken: list[str]
+class SimulatedEngines:
+    """Engines that sleep when they are told to."""
 
     def __init__(self) -> None:
-        self.woken = []
+        self.asleep: set[int] = set()
 
-    def asleep(self) -> Collection[str]:
-        return () if self.woken else ("dynamo_W",)
+    async def can_sleep(self, lease: int) -> bool:
+        return True
 
-    async def wake(self, name: str) -> None:
-        self.woken.append(name)
+    async def is_sleeping(self, lease: int) -> bool | None:
+        return lease in self.asleep
+
+    async def sleep(self, lease: int) -> None:
+        self.asleep.add(lease)
+
+    async def wake(self, lease: int, timeout_s: float) -> None:
+        self.asleep.remove(lease)
 
 
-@functools.partial(simulated, OneAsleep())()
+@functools.partial(simulated, SimulatedEngines())()
 async def test_a_sleeping_worker_is_woken_first(given: Fixture) -> None:
+    assert await given.connector.remove("W") == "dynamo_W"
     assert await given.states("W") == [ASLEEP]
     assert await given.connector.add("W") == "dynamo_W" and await given.states("W") == [READY]
     assert await given.connector.add("W") == "dynamo_W_1"
