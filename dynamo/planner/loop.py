@@ -296,8 +296,11 @@ class ScalingLoop:
         finally:
             state.pending.remove(record)
             state.policy.applied(made, errors.keys())
+            state.changed(bool(errors), self._clock())
             after = {name: pool.workers for name, pool in self._pools(state.model).items()}
             self._finished(record.finished(after, self._clock() - started_s, errors))
+            if self._sharing is not None:
+                self.wake()  # another model may wait for the GPUs that are free now
 
     async def _carry_out(
         self, state: ModelState, record: DecisionRecord, errors: dict[str, str]
