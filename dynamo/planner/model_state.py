@@ -24,6 +24,8 @@ _PULLS = 100_000
 class ModelState:
     """``model`` as the connector lists it now, and the ``pulls`` since the last decision.
 
+    ``wanted`` has the workers that the last decision of its policy wants, by pool.
+
     A policy that ``needs_traffic`` is not asked while a frontend's metrics are missing: the traffic
     would look as if it had ended.
     """
@@ -35,6 +37,7 @@ class ModelState:
         self.pulls: deque[Pull] = deque(maxlen=_PULLS)
         self.pending: list[DecisionRecord] = []
         self.tasks: set[asyncio.Task[None]] = set()
+        self.wanted: dict[str, int] = {}
         self.is_new = True
         self.begins = True
         self.due_s = math.inf
