@@ -24,8 +24,11 @@ Worker:
   model-name: tiny
   block-size: 16
   num-gpu-blocks-override: 1024
+  speedup-ratio: 0.6
 """
-OVERHEAD_MS = 15.0
+SPEED = 0.6
+OVERHEAD_MS = 60.0
+"""Of the frontend, the client, and a machine that is busy with something else."""
 
 
 @pytest.fixture
@@ -50,12 +53,12 @@ def test_a_profile_of_the_mocker_is_its_own_timing(
     result = json.loads(done.stdout)
     assert result["model"] == "tiny" and result["max_kv_tokens"] == 16384
     for point in result["prefill"]:
-        exact = prefill_ms(point["isl"])
-        assert exact * 0.95 <= point["ttft_ms"] <= exact * 1.1 + OVERHEAD_MS, point
+        exact = prefill_ms(point["isl"]) / SPEED
+        assert exact * 0.95 <= point["ttft_ms"] <= exact * 1.2 + OVERHEAD_MS, point
     assert max(point["kv_usage"] for point in result["decode"]) > 0.8
     for point in result["decode"]:
-        exact = decode_ms(point["kv_usage"])
-        assert exact * 0.85 <= point["itl_ms"] <= exact * 1.25 + 3, point
+        exact = decode_ms(point["kv_usage"]) / SPEED
+        assert exact * 0.85 <= point["itl_ms"] <= exact * 1.5 + 10, point
     assert result["decode_kv"]["scale_up"] > result["decode_kv"]["scale_down"]
     read = read_profile(output)
     assert read.prefill.isl.tolist() == [point["isl"] for point in result["prefill"]]
