@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -138,8 +137,7 @@ class ScalingLoop:
         found = []
         for state in self._models.values():
             seen = self._observe(state, ends=False)
-            made = copy.deepcopy(state.policy).decide(seen)
-            found.append((state, self._record(state, made, seen)))
+            found.append((state, self._record(state, state.rehearse(seen), seen)))
         return found
 
     async def _tick(self) -> None:
@@ -228,7 +226,8 @@ class ScalingLoop:
                     *(name, policy.name, policy.interval_s),
                     " and ".join(service.name for service in model.services),
                 )
-                self._models[name] = ModelState(model, policy)
+                needs_traffic = self._settings.mode != "load"
+                self._models[name] = ModelState(model, policy, needs_traffic)
             else:
                 state.model = model
 
@@ -254,7 +253,7 @@ class ScalingLoop:
     def _decide(self, state: ModelState) -> None:
         seen = self._observe(state, ends=True)
         try:
-            made = state.policy.decide(seen)
+            made = state.decide(seen)
             record = self._record(state, made, seen)
         except Exception:  # a mistake in a policy must not stop the planner
             log.exception("policy %s failed; nothing is changed", state.policy.name)
@@ -303,13 +302,15 @@ class ScalingLoop:
     async def _carry_out(
         self, state: ModelState, record: DecisionRecord, errors: dict[str, str]
     ) -> None:
-        """Change one pool after the other if the policy is blocking, else all at once."""
+        """Start all changes at once; with a blocking policy after its removals, which free GPUs."""
+        changes = list(record.pools)
         if state.policy.blocking:
-            for change in record.pools:
-                await self._change(state, change, errors)
-            return
+            for change in changes:
+                if change.wanted < change.before:
+                    await self._change(state, change, errors)
+            changes = [change for change in changes if change.wanted > change.before]
         async with asyncio.TaskGroup() as group:
-            for change in record.pools:
+            for change in changes:
                 group.create_task(self._change(state, change, errors))
 
     async def _change(self, state: ModelState, change: PoolChange, errors: dict[str, str]) -> None:

@@ -52,8 +52,8 @@ async def run_planner(settings: PlannerSettings, runtime_settings: RuntimeSettin
     """
     runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
     try:
-        with _only_planner(settings, runtime_settings):
-            async with open_connector(runtime_settings, settings) as connector:
+        async with open_connector(runtime_settings, settings) as connector:
+            with _only_planner(settings, runtime_settings):
                 await _run(runtime, connector, settings)
     finally:
         await runtime.close()

@@ -181,6 +181,10 @@ class Endpoint:
         serving = await self.runtime.start_serving()
         await serving.publish(self.path)
 
+    async def set_health(self, problem: str) -> None:
+        """Have clients avoid this instance because of ``problem``; "": no longer."""
+        await self.runtime.serving.set_health(self.path, problem)
+
     def __str__(self) -> str:
         return ".".join(self.path)
 

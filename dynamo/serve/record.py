@@ -190,7 +190,9 @@ def _apply(
         ]
         entry["lease"] = component.lease
     for name in gone - templates.keys():
-        if not _is_taken(entries.get(name)):
+        if _is_taken(entries.get(name)):
+            entries[name].update(processes=[], lease=None)
+        else:
             entries.pop(name, None)
     for name in templates.keys() - present:
         entry = entries.get(name)
@@ -202,7 +204,7 @@ def _apply(
 
 
 def _is_taken(entry: object) -> bool:
-    """Whether a planner has taken the name of a removed worker for a new one."""
+    """Whether a planner is adding a worker under this name; the planner deletes the entry."""
     return isinstance(entry, dict) and RESERVED_BY in entry and entry.get("state") != DRAINING
 
 

@@ -19,6 +19,7 @@ from dynamo.serve.service import PYTHON, Service
 __all__ = [
     "DRAIN_TIMEOUTS",
     "MODEL_PROGRAMS",
+    "PLANNER",
     "DeploymentPlan",
     "WatcherSpec",
     "drain_env",
@@ -30,7 +31,10 @@ __all__ = [
 ]
 
 _FRONTEND = "dynamo.frontend"
-_FIRST_TO_STOP = (_FRONTEND, "dynamo.planner")
+PLANNER = "dynamo.planner"
+"""Program of the planner."""
+
+_FIRST_TO_STOP = (_FRONTEND, PLANNER)
 MODEL_PROGRAMS = ("dynamo.attach", "dynamo.mocker", "dynamo.vllm")
 """Programs that register a model; the planner scales their services."""
 

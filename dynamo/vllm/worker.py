@@ -24,6 +24,7 @@ from dynamo.vllm.loras import parse_loras
 from dynamo.vllm.model import find_model
 from dynamo.vllm.service import VllmService
 from dynamo.worker.health_payload import health_check_payload
+from dynamo.worker.process_watch import ProcessWatch
 from dynamo.worker.publish import LoadSender, connect_load
 
 __all__ = ["VllmPlan", "VllmWorker", "make_plan"]
@@ -104,6 +105,7 @@ class VllmWorker:
         plan = self.plan
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self._run_engine())
+            watch = group.create_task(ProcessWatch(self.endpoint.set_health).run())
             self._relay_events()
             await connect_load(self.endpoint, self.load)
             for name, path in plan.loras.items():
@@ -113,6 +115,7 @@ class VllmWorker:
             # A pooling engine generates no tokens, so it cannot answer the health check.
             check = None if self.engine.info.pooling else health_check_payload(plan.model_name)
             await self.endpoint.serve_push(self.service.handle, health_check_payload=check)
+            watch.cancel()
             running.cancel()
 
     async def _run_engine(self) -> None:

@@ -15,9 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["TreeGuard", "descendants"]
+__all__ = ["Process", "TreeGuard", "descendants", "process_state"]
 
-_PPID, _START = 1, 19
+_STATE, _PPID, _START = 0, 1, 19
 """Places in /proc/PID/stat, counted after the command name."""
 
 Process = tuple[int, int]
@@ -73,6 +73,14 @@ def descendants(root: int) -> list[Process]:
         found += below
         next_parents = [pid for pid, _ in below]
     return found
+
+
+def process_state(process: Process) -> str:
+    """Return the letter of proc(5), "" if the process has ended."""
+    fields = _stat(process[0])
+    if fields is None or int(fields[_START]) != process[1]:
+        return ""
+    return fields[_STATE]
 
 
 def _stat(pid: int) -> list[str] | None:

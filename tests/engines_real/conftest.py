@@ -54,26 +54,33 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm_tiny(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, lora: Path
-) -> Iterator[EngineDeployment]:
-    """VLLM's own server with the model ``tiny``."""
-    with closing(EngineDeployment(tmp_path_factory.mktemp("vllm-tiny"))) as made:
+def vllm_servers(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, bytes_model: Path, lora: Path
+) -> Iterator[tuple[EngineDeployment, EngineDeployment]]:
+    """VLLM's own servers with ``tiny`` and ``bytes``, which start side by side."""
+    directory = tmp_path_factory.mktemp("vllm")
+    with (
+        closing(EngineDeployment(directory / "tiny")) as tiny,
+        closing(EngineDeployment(directory / "bytes")) as others,
+    ):
         flags = (*HERMES, *GRAMMAR_FLAGS, "--enable-lora", *adapters(lora))
-        made.vllm_server(tiny_model, "tiny", *flags)
-        made.wait_for_models("tiny")
-        yield made
+        tiny.vllm_server(tiny_model, "tiny", *flags)
+        others.vllm_server(bytes_model, "bytes")
+        tiny.wait_for_models("tiny")
+        others.wait_for_models("bytes")
+        yield tiny, others
 
 
 @pytest.fixture(scope="session")
-def vllm_bytes(
-    tmp_path_factory: pytest.TempPathFactory, bytes_model: Path
-) -> Iterator[EngineDeployment]:
+def vllm_tiny(vllm_servers: tuple[EngineDeployment, EngineDeployment]) -> EngineDeployment:
+    """VLLM's own server with the model ``tiny``."""
+    return vllm_servers[0]
+
+
+@pytest.fixture(scope="session")
+def vllm_bytes(vllm_servers: tuple[EngineDeployment, EngineDeployment]) -> EngineDeployment:
     """VLLM's own server with the model ``bytes``."""
-    with closing(EngineDeployment(tmp_path_factory.mktemp("vllm-bytes"))) as made:
-        made.vllm_server(bytes_model, "bytes")
-        made.wait_for_models("bytes")
-        yield made
+    return vllm_servers[1]
 
 
 @pytest.fixture(scope="session")

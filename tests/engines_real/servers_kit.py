@@ -143,6 +143,18 @@ class EngineDeployment(Deployment):
             started.wait()
 
 
+class AttachedEngine(EngineDeployment):
+    """Our frontend and worker, in front of the server of ``engine``."""
+
+    def __init__(self, directory: Path, engine: EngineDeployment) -> None:
+        super().__init__(directory)
+        self.engine = engine
+
+    def attach(self, *flags: str) -> None:
+        """Start the worker."""
+        self.start("dynamo.attach", "--url", self.engine.url, *flags)
+
+
 def tree(pid: int) -> set[psutil.Process]:
     """The process and its descendants. A marker in the environment would not do: EngineCore
     writes its title over it."""

@@ -5,36 +5,18 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deployment import free_port
-from servers_kit import EngineDeployment, closing, in_parallel
+from servers_kit import AttachedEngine, EngineDeployment, closing, in_parallel
 from weights_kit import CONTEXT
 
 CHAT = "/v1/chat/completions"
 BLOCK = 32
 WORDS = "one two three four five six seven eight nine ten eleven twelve "
-
-
-class AttachedEngine(EngineDeployment):
-    """Our frontend and worker, in front of the server of ``engine``."""
-
-    def __init__(self, directory: Path, engine: EngineDeployment) -> None:
-        super().__init__(directory)
-        self.engine = engine
-
-    def attach(self, *flags: str) -> None:
-        """Start the worker."""
-        self.start("dynamo.attach", "--url", self.engine.url, *flags)
-
-    def overlap(self, body: dict[str, Any]) -> tuple[int, int]:
-        """The blocks of a prompt, and those of them that our router takes as cached."""
-        found = json.loads(self.request("POST", "/v1/route", body)[2])
-        return found["prompt_blocks"], found["candidates"][0]["overlap_blocks"]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +51,12 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": text}], **given}
 
 
+def overlap(attached: AttachedEngine, body: dict[str, Any]) -> tuple[int, int]:
+    """The blocks of a prompt, and those of them that our router takes as cached."""
+    found = json.loads(attached.request("POST", "/v1/route", body)[2])
+    return found["prompt_blocks"], found["candidates"][0]["overlap_blocks"]
+
+
 def test_the_server_is_known(attached: AttachedEngine) -> None:
     (row,) = json.loads(attached.request("GET", "/v1/models")[2])["data"]
     assert (row["id"], row["context_window"]) == ("tiny", CONTEXT)
@@ -100,13 +88,13 @@ def test_a_stream_has_the_same_text(attached: AttachedEngine) -> None:
 def test_the_router_knows_what_the_engine_caches(attached: AttachedEngine) -> None:
     """The overlap is by the engine's events, and equal to what the engine then reports."""
     body = chat("events: " + WORDS * 20)
-    blocks, before = attached.overlap(body)
+    blocks, before = overlap(attached, body)
     assert blocks > 5 and before * BLOCK < 3 * BLOCK  # the start of the template may be cached
     prompt_tokens = attached.post(CHAT, body)["usage"]["prompt_tokens"]
     full = prompt_tokens // BLOCK
-    attached.until(lambda: attached.overlap(body)[1] == full, "the events have arrived")
+    attached.until(lambda: overlap(attached, body)[1] == full, "the events have arrived")
     longer = chat("events: " + WORDS * 20 + "and then?")
-    expected = attached.overlap(longer)[1] * BLOCK
+    expected = overlap(attached, longer)[1] * BLOCK
     usage = attached.post(CHAT, longer)["usage"]
     assert expected > 3 * BLOCK
     assert usage["prompt_tokens_details"]["cached_tokens"] == expected
@@ -149,27 +137,3 @@ def test_the_load_of_the_engine_reaches_the_router(attached: AttachedEngine) -> 
     )
     body["active_decode_blocks_threshold"] = 1.0
     attached.request("POST", "/busy_threshold", body)
-
-
-def test_embeddings_of_a_pooling_server(tmp_path: Path, tiny_model: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        engine = EngineDeployment(tmp_path / "engine")
-        stack.enter_context(closing(engine))
-        engine.vllm_server(tiny_model, "embed", "--runner", "pooling", "--convert", "embed")
-        made = AttachedEngine(tmp_path / "ours", engine)
-        stack.enter_context(closing(made))
-        made.frontend()
-        made.attach("--poll-interval-secs", "0.1")
-        engine.wait_for_models("embed")
-        made.wait_for_models("embed")
-        body = {"model": "embed", "input": ["hello", "a longer text"]}
-        ours, direct = (one.post("/v1/embeddings", body)["data"] for one in (made, engine))
-        assert [len(row["embedding"]) for row in ours] == [256, 256]
-        assert ours == direct
-        status, _, answer = made.request("POST", CHAT, {**body, "messages": []})
-        assert status == 404 and b"has no /v1/chat/completions" in answer
-        (core,) = engine.engine_cores()
-        core.send_signal(signal.SIGKILL)
-        made.until(lambda: made.request("POST", "/v1/embeddings", body)[0] == 503, "down")
-        engine.processes[0].wait(30)
-        engine.processes.clear()

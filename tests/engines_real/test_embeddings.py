@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import signal
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 
 import openai
 import pytest
-from answers_kit import prompts
-from servers_kit import EngineDeployment, closing
+from answers_kit import CHAT, prompts
+from servers_kit import AttachedEngine, EngineDeployment, closing
 
 PATH = "/v1/embeddings"
 POOLING = ("--runner", "pooling", "--hf-overrides", '{"is_matryoshka": true}')
@@ -86,3 +87,26 @@ def test_faults_name_the_field(pooling: tuple[EngineDeployment, EngineDeployment
     ):
         status, _, answer = ours.request("POST", PATH, {"model": "tiny", **fields})
         assert status == 400 and text in answer.decode(), answer
+
+
+def test_an_attached_server(
+    pooling: tuple[EngineDeployment, EngineDeployment], tmp_path: Path
+) -> None:
+    """The last test of this module: it kills the engine of vLLM's server."""
+    _, engine = pooling
+    made = AttachedEngine(tmp_path / "attached", engine)
+    with closing(made):
+        made.frontend()
+        made.attach("--poll-interval-secs", "0.1")
+        made.wait_for_models("tiny")
+        body = {"model": "tiny", "input": ["hello", "a longer text"]}
+        relayed, direct = (one.post(PATH, body)["data"] for one in (made, engine))
+        assert [len(row["embedding"]) for row in relayed] == [256, 256]
+        assert relayed == direct
+        status, _, answer = made.request("POST", CHAT, {**body, "messages": []})
+        assert status == 404 and b"has no /v1/chat/completions" in answer
+        (core,) = engine.engine_cores()
+        core.send_signal(signal.SIGKILL)
+        made.until(lambda: made.request("POST", PATH, body)[0] == 503, "down")
+        engine.processes[0].wait(30)
+        engine.processes.clear()

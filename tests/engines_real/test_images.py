@@ -26,22 +26,33 @@ def eyes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mine(tmp_path_factory: pytest.TempPathFactory, eyes: Path) -> Iterator[EngineDeployment]:
-    """Our frontend with KV routing and a worker."""
-    with closing(EngineDeployment(tmp_path_factory.mktemp("mine"))) as made:
-        made.frontend("--router-mode", "kv")
-        made.worker(eyes, "eyes", *LIMIT)
-        made.wait_for_models("eyes")
-        yield made
+def both(
+    tmp_path_factory: pytest.TempPathFactory, eyes: Path
+) -> Iterator[tuple[EngineDeployment, EngineDeployment]]:
+    """Our frontend with KV routing and a worker; vLLM's own server. They start side by side."""
+    directory = tmp_path_factory.mktemp("eyes")
+    with (
+        closing(EngineDeployment(directory / "mine")) as ours,
+        closing(EngineDeployment(directory / "theirs")) as other,
+    ):
+        ours.frontend("--router-mode", "kv")
+        ours.worker(eyes, "eyes", *LIMIT)
+        other.vllm_server(eyes, "eyes", *LIMIT)
+        ours.wait_for_models("eyes")
+        other.wait_for_models("eyes")
+        yield ours, other
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory, eyes: Path) -> Iterator[EngineDeployment]:
+def mine(both: tuple[EngineDeployment, EngineDeployment]) -> EngineDeployment:
+    """Our frontend."""
+    return both[0]
+
+
+@pytest.fixture(scope="module")
+def theirs(both: tuple[EngineDeployment, EngineDeployment]) -> EngineDeployment:
     """VLLM's own server."""
-    with closing(EngineDeployment(tmp_path_factory.mktemp("theirs"))) as made:
-        made.vllm_server(eyes, "eyes", *LIMIT)
-        made.wait_for_models("eyes")
-        yield made
+    return both[1]
 
 
 def seen(*parts: Any, **fields: Any) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def test_a_decode_worker_fetches_the_blocks_of_a_prefill_worker(
     }
     flags = ("--kv-transfer-config", json.dumps(connector))
     made.worker(tiny_model, "tiny", "--disaggregation-mode", "decode", *flags)
-    made.wait_for_models("tiny", timeout_s=START_S)
     made.worker(tiny_model, "tiny", "--disaggregation-mode", "prefill", *flags)
+    made.wait_for_models("tiny", timeout_s=START_S)
     made.until(lambda: "prompts go to" in made.tail(), "a prefill worker", START_S)
     answer = ask(made)
     places = answer["nvext"]["worker_id"]

@@ -20,7 +20,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.planner.observation import Observation, Pool
 from dynamo.planner.policies.action_limit import ActionLimit
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
-from dynamo.planner.policies.budget import Workers, affordable, clamp
+from dynamo.planner.policies.budget import Workers, affordable, clamp, kept
 from dynamo.planner.policies.forecast import RateForecast
 from dynamo.planner.policies.load_meter import LoadMeter
 from dynamo.planner.policies.staffing import Limits, WorkerLoadModel
@@ -117,14 +117,18 @@ class CombinedPolicy:
         allowed = affordable(clamp(Workers(wanted[PREFILL], wanted[DECODE]), seen), seen)
         made = []
         forecast: dict[str, float] = self._predicted() if needs else {}
-        for name, need in needs.items():
+        for name, sizing in self._pools.items():
             count = allowed.prefill if name == PREFILL else allowed.decode
             pool = _pool(seen, name)
             if count != pool.workers:
                 self._actions.use()
-                self._pools[name].start_up.changed(pool, count, seen.now_s)
-            made.append(need.decision(name, pool.workers, count))
-            forecast |= need.forecast(name, count)
+                sizing.start_up.changed(pool, count, seen.now_s)
+            sized = needs.get(name)
+            if sized is None:
+                made.append(kept(name, pool, count, "the cost of a request is not learned yet"))
+                continue
+            made.append(sized.decision(name, pool.workers, count))
+            forecast |= sized.forecast(name, count)
         return ScalingDecision(pools=tuple(made), forecast=forecast)
 
     def _predicted(self) -> dict[str, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import gc
 import json
 import re
@@ -78,14 +80,11 @@ class Stream:
         self.sink.on_data(encode(EngineOutput(token_ids=ids, **more)))
 
 
-class Site:
-    """Everything behind the HTTP server; the test plays picker, worker and client."""
-
-    tracks_output = False
-    relays = False
-
-    def __init__(self, **settings: Any) -> None:
-        card = ModelCard(
+@functools.cache
+def _loaded() -> Preprocessor:
+    """The preprocessor of ``tiny``, loaded once: that takes most of the time of a short test."""
+    return Preprocessor(
+        ModelCard(
             display_name="tiny",
             slug="tiny",
             source_path=str(MODEL_DIR),
@@ -95,10 +94,21 @@ class Site:
             instance_id=7,
             context_length=4096,
         )
+    )
+
+
+class Site:
+    """Everything behind the HTTP server; the test plays picker, worker and client."""
+
+    tracks_output = False
+    relays = False
+
+    def __init__(self, **settings: Any) -> None:
         self.registry = Registry()
         self.metrics = FrontendMetrics(self.registry)
         self.active = RequestRegistry(FrontendSettings(**settings), self.metrics)
-        self.preprocessor = Preprocessor(card)
+        self.preprocessor = copy.copy(_loaded())  # tests change it
+        self.preprocessor.tokenizer = copy.copy(self.preprocessor.tokenizer)
         self.entry = SimpleNamespace(
             preprocessor=self.preprocessor,
             metrics=self.metrics.model("tiny"),

@@ -1,0 +1,77 @@
+"""A stopped child is reported, and its return; a busy or an ended one is not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from dynamo.errors import EngineFailure
+from dynamo.worker.process_watch import ProcessWatch
+
+POLL_S = 0.02
+
+
+class Reports:
+    """What the watch reported; the first report is refused if ``refuses``."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[str] = asyncio.Queue()
+        self.refuses = False
+
+    async def __call__(self, problem: str) -> None:
+        if self.refuses:
+            self.refuses = False
+            raise EngineFailure("no discovery")
+        self.queue.put_nowait(problem)
+
+    async def next(self) -> str:
+        async with asyncio.timeout(10):
+            return await self.queue.get()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    code = "import threading; threading.Event().wait()"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+async def reports(child: subprocess.Popen[bytes]) -> AsyncIterator[Reports]:
+    found = Reports()
+    task = asyncio.get_running_loop().create_task(ProcessWatch(found, POLL_S).run())
+    yield found
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_a_stopped_process_is_reported_until_it_continues(
+    child: subprocess.Popen[bytes], reports: Reports
+) -> None:
+    reports.refuses = True
+    await asyncio.sleep(5 * POLL_S)
+    assert reports.queue.empty()
+    for _ in range(2):
+        os.kill(child.pid, signal.SIGSTOP)
+        assert await reports.next() == f"the engine's process {child.pid} is stopped"
+        os.kill(child.pid, signal.SIGCONT)
+        assert await reports.next() == ""
+
+
+async def test_a_stopped_process_that_ends_is_no_problem(
+    child: subprocess.Popen[bytes], reports: Reports
+) -> None:
+    """The engine's client reports the death."""
+    await asyncio.sleep(2 * POLL_S)
+    os.kill(child.pid, signal.SIGSTOP)
+    assert await reports.next() != ""
+    child.kill()
+    assert await reports.next() == ""
