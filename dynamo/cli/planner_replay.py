@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,7 @@ from dynamo.config.planner_replay import ReplaySettings
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.planner.replay.compare import Comparison, compare
 from dynamo.planner.replay.patterns import generate, parse_pattern, speed_up, warp
+from dynamo.planner.replay.plot import draw_comparison, require_matplotlib
 from dynamo.planner.replay.request import ReplayRequest, from_trace
 from dynamo.planner.replay.result import ReplayResult
 from dynamo.planner.replay.service_model import service_model
@@ -36,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "dynamo planner replay", DESCRIPTION, [ReplaySettings, PlannerSettings], argv, epilog=EPILOG
     )
     try:
+        if settings.plot is not None:
+            require_matplotlib()
         found = compare(
             settings.policy or (planner.mode,),
             traffic(settings),
@@ -43,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             planner,
             settings.attainment if settings.score else None,
         )
+        if settings.plot is not None:
+            draw_comparison(found, Path(settings.plot))
     except DynamoError as error:
         print(f"dynamo planner replay: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -95,11 +101,11 @@ def _setup(settings: ReplaySettings, planner: PlannerSettings) -> ReplaySetup:
 
 
 def _figures(found: Comparison) -> dict[str, object]:
-    return {
-        "policies": [result.figures() for result in found.results],
-        "fixed": [result.figures() for result in found.fixed],
-        "oracle": [result.figures() for result in found.oracle],
-    }
+    figures: dict[str, object] = {"policies": [result.figures() for result in found.results]}
+    if found.baseline is not None:
+        figures["fixed"] = [run.figures() for run in found.baseline.fixed]
+        figures["oracle"] = [run.figures() for run in found.baseline.oracle]
+    return figures
 
 
 def _print_table(found: Comparison) -> None:
@@ -117,7 +123,8 @@ def _print_table(found: Comparison) -> None:
     ):
         table.add_column(heading, justify="right")
     shown = {result.policy for result in found.results}
-    for result in (*found.results, *(r for r in found.fixed if r.policy not in shown)):
+    fixed = found.baseline.fixed if found.baseline else ()
+    for result in (*found.results, *(run for run in fixed if run.policy not in shown)):
         table.add_row(*_row(result))
     Console(width=120).print(table)
 

@@ -109,19 +109,21 @@ def prepare(graph: Graph, settings: ServeSettings, runtime: RuntimeSettings) -> 
         env=env,
         graceful_timeout_s=settings.graceful_timeout_s,
     )
-    if not specs:
+    if not any(spec.starts for spec in specs):
         raise ConfigError(f"{graph.source}: every service has 0 workers")
     placement = place_workers(graph, specs, settings)
-    _check(graph, placement.specs)
+    running = [spec for spec in placement.specs if spec.starts]
+    _check(graph, running)
     control, events = (f"ipc://{planned_socket_path(runtime, name)}" for name in _SOCKETS)
     return DeploymentPlan(
         namespace=graph.namespace,
-        specs=placement.specs,
+        specs=running,
         config=graph.config,
         gpu_ids=placement.gpu_ids,
         endpoint=settings.circus_endpoint or control,
         pubsub_endpoint=events,
         warnings=placement.warnings,
+        templates=[spec for spec in placement.specs if not spec.starts],
     )
 
 

@@ -104,6 +104,10 @@ def _add_argument(
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
     if isinstance(field.default, bool) or field.type in ("bool", "bool | None"):
         options["action"] = argparse.BooleanOptionalAction
+        if spec.flags[0].startswith("--no-"):  # --no-no-x works, but is not worth a place in --help
+            options["action"] = "store_true"
+            off = {**options, "action": "store_false", "help": argparse.SUPPRESS}
+            section.add_argument(f"--no-{spec.flags[0][2:]}", **off)
     else:
         options["metavar"] = _metavar(spec, str(field.type))
         options["action"] = "append" if spec.repeat else "store"

@@ -144,6 +144,13 @@ class PlannerSettings:
         heading="start and stop of workers",
         help="with --min-gpu-budget 0: time without requests after which the last worker goes",
     )
+    min_residency_s: float = option(
+        30.0,
+        "--min-residency",
+        minimum=0,
+        metavar="SECONDS",
+        help="time a model on demand serves before a model with waiting requests takes its GPUs",
+    )
     start_timeout_s: float = option(
         1800.0,
         "--start-timeout",

@@ -118,8 +118,11 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def text(self) -> str:
         """Return the decision in one line."""
         pools = "; ".join(pool.text() for pool in self.pools) or "no pool to change"
-        outcome = f"{self.outcome} in {self.duration_s:.1f} s" if self.duration_s else self.outcome
-        return f"model {self.model}, policy {self.mode}: {pools}; {outcome}"
+        return f"model {self.model}, policy {self.mode}: {pools}; {self.ending()}"
+
+    def ending(self) -> str:
+        """Return the outcome, and how long it took."""
+        return f"{self.outcome} in {self.duration_s:.1f} s" if self.duration_s else self.outcome
 
 
 _decode = msgspec.json.Decoder(DecisionRecord).decode

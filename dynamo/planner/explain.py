@@ -57,15 +57,27 @@ def _model(state: ModelState, record: DecisionRecord) -> ModelReport:
 def _lines(found: ExplainReport) -> Iterator[str]:
     if found.decisions:
         yield "last decisions:"
-    else:
+    elif found.running:
         yield "no decision yet"
     for record in found.decisions:
-        yield f"  {time.strftime('%H:%M:%S', time.localtime(record.at_s))}  {record.text()}"
+        when = time.strftime("%H:%M:%S", time.localtime(record.at_s))
+        yield f"{when}  model {record.model}, policy {record.mode}: {record.ending()}"
+        yield from _pools(record)
     for model in found.models:
+        now = model.now
         for record in model.running:
-            yield f"running: {record.text()}"
-        pools = "; ".join(pool.text() for pool in model.now.pools) or "no pool to change"
-        when = "when that is done" if model.running else f"in {model.next_s:.0f} s"
-        yield f"now, model {model.now.model}: {pools} (next decision {when})"
+            yield f"running   model {record.model}, for {now.at_s - record.at_s:.0f} s"
+            yield from _pools(record)
+        when = "when that is done" if model.running else f"due in {model.next_s:.0f} s"
+        yield f"now       model {now.model}, policy {now.mode}: the next decision is {when}"
+        yield from _pools(now)
     if not found.running:
-        yield "no planner runs: these are the decisions of the last one"
+        last = ": these are the decisions of the last one" if found.decisions else ""
+        yield f"no planner runs in this namespace{last}"
+
+
+def _pools(record: DecisionRecord) -> Iterator[str]:
+    for pool in record.pools:
+        yield f"          {pool.text()}"
+    if not record.pools:
+        yield "          no pool to change"

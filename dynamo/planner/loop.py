@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from dynamo.errors import DynamoError
 from dynamo.planner.actions import WorkerAction, WorkerActions
 from dynamo.planner.connector import Connector, ScaledService
 from dynamo.planner.decisions import DecisionRecord, PoolChange
+from dynamo.planner.gpu_sharing import GpuSharing
 from dynamo.planner.model_state import ModelState, Pools
 from dynamo.planner.observation import Observation, Pull, Traffic
 from dynamo.planner.policies.base import Policy, ScalingDecision
@@ -76,6 +76,7 @@ class ScalingLoop:
         make_policy: Callable[[bool], Policy],
         observers: Sequence[LoopObserver] = (),
         clock: Callable[[], float] = time.monotonic,
+        sharing: GpuSharing | None = None,
     ) -> None:
         self._connector = connector
         self._sources = sources
@@ -83,6 +84,8 @@ class ScalingLoop:
         self._make_policy = make_policy
         self._observers = observers
         self._clock = clock
+        self._sharing = sharing
+        self._woken = asyncio.Event()
         self._actions = WorkerActions(connector, settings, self._acted)
         self._models: dict[str, ModelState] = {}
         self._tasks = Tasks("planner")
@@ -97,11 +100,16 @@ class ScalingLoop:
             await self._tick()
             # Pulls that took too long are left out, not made up for.
             due_s = max(due_s + self._settings.metric_pulling_interval_s, loop.time())
+            self._woken.clear()
             try:
                 async with asyncio.timeout_at(due_s):
-                    await self._stopped.wait()
+                    await self._woken.wait()
             except TimeoutError:
                 pass
+
+    def wake(self) -> None:
+        """Look at the models now: requests wait for a first worker."""
+        self._woken.set()
 
     async def stop(self, timeout_s: float) -> None:
         """Decide nothing more: cancel starts, which undoes them, and let removals finish.
@@ -109,6 +117,7 @@ class ScalingLoop:
         Those that last longer than ``timeout_s`` are cancelled.
         """
         self._stopped.set()
+        self._woken.set()
         self._actions.cancel_adds()
         running = [task for state in self._models.values() for task in state.tasks]
         if running:
@@ -128,8 +137,7 @@ class ScalingLoop:
         found = []
         for state in self._models.values():
             seen = self._observe(state, ends=False)
-            made = copy.deepcopy(state.policy).decide(seen)
-            found.append((state, self._record(state, made, seen)))
+            found.append((state, self._record(state, state.rehearse(seen), seen)))
         return found
 
     async def _tick(self) -> None:
@@ -145,13 +153,34 @@ class ScalingLoop:
             await self._sources.read_frontends()
         for state in active:
             self._pull(state)
+        if self._sharing is not None:
+            await self._share(self._sharing)
+            active = [state for state in active if not state.is_paused]
         soon_s = self._clock() + _EARLY * self._settings.metric_pulling_interval_s
-        due = [state for state in active if state.due_s <= soon_s]
+        due = [state for state in active if state.due_s <= soon_s and not self._is_cold(state)]
         if due:
             await self._sources.read_frontends()
         if not self._stopped.is_set():
             for state in due:
                 self._decide(state)
+
+    async def _share(self, sharing: GpuSharing) -> None:
+        """Carry out what the sharing of GPUs changes, beside the policies."""
+        states = self._models.values()
+        await sharing.update(
+            {state.model.name: (state, self._pools(state.model)) for state in states}
+        )
+        if self._stopped.is_set():
+            return
+        for state in self._models.values():
+            made = sharing.decision(state)
+            if made.pools and not state.is_busy and not state.is_new:
+                seen = self._observe(state, ends=False)
+                state.wanted = {}
+                self._execute(state, made, seen, self._record(state, made, seen, "sharing"))
+
+    def _is_cold(self, state: ModelState) -> bool:
+        return self._sharing is not None and self._sharing.is_cold(self._pools(state.model))
 
     def _pull(self, state: ModelState) -> None:
         name, now_s = state.model.name, self._clock()
@@ -197,7 +226,8 @@ class ScalingLoop:
                     *(name, policy.name, policy.interval_s),
                     " and ".join(service.name for service in model.services),
                 )
-                self._models[name] = ModelState(model, policy)
+                needs_traffic = self._settings.mode != "load"
+                self._models[name] = ModelState(model, policy, needs_traffic)
             else:
                 state.model = model
 
@@ -212,28 +242,36 @@ class ScalingLoop:
             if other is not state
             for service in other.model.services
         ]
-        return state.observation(
-            now_s,
-            self._pools(state.model),
-            self._sources.traffic(state.model.name, now_s, ends=ends),
-            self._settings.max_gpu_budget - self._actions.gpus(others),
-        )
+        pools = self._pools(state.model)
+        max_gpus = self._settings.max_gpu_budget - self._actions.gpus(others)
+        if self._sharing is not None:
+            pools = self._sharing.seen(pools)
+            max_gpus = self._sharing.max_gpus(state.model.name)
+        traffic = self._sources.traffic(state.model.name, now_s, ends=ends)
+        return state.observation(now_s, pools, traffic, max_gpus)
 
     def _decide(self, state: ModelState) -> None:
         seen = self._observe(state, ends=True)
         try:
-            made = state.policy.decide(seen)
+            made = state.decide(seen)
             record = self._record(state, made, seen)
         except Exception:  # a mistake in a policy must not stop the planner
             log.exception("policy %s failed; nothing is changed", state.policy.name)
             state.begin(seen.now_s)
             return
+        state.begin(seen.now_s)
+        state.wanted = {pool.pool: pool.wanted for pool in made.pools}
+        self._execute(state, made, seen, record)
+
+    def _execute(
+        self, state: ModelState, made: ScalingDecision, seen: Observation, record: DecisionRecord
+    ) -> None:
+        """Log and report a decision; begin its changes."""
         if self._settings.no_operation:
             record = record.observed()
         log.info("%s", record.text())
         for observer in self._observers:
             observer.decided(record, seen, made)
-        state.begin(seen.now_s)
         if record.changes and not self._settings.no_operation:
             state.apply(self._tasks.spawn(self._apply(state, made, record), name="scale"))
         else:
@@ -241,10 +279,10 @@ class ScalingLoop:
             self._finished(record)
 
     def _record(
-        self, state: ModelState, made: ScalingDecision, seen: Observation
+        self, state: ModelState, made: ScalingDecision, seen: Observation, mode: str = ""
     ) -> DecisionRecord:
-        name = state.model.name
-        return DecisionRecord.of(made, seen, at_s=time.time(), model=name, mode=state.policy.name)
+        name, mode = state.model.name, mode or state.policy.name
+        return DecisionRecord.of(made, seen, at_s=time.time(), model=name, mode=mode)
 
     async def _apply(
         self, state: ModelState, made: ScalingDecision, record: DecisionRecord
@@ -264,13 +302,15 @@ class ScalingLoop:
     async def _carry_out(
         self, state: ModelState, record: DecisionRecord, errors: dict[str, str]
     ) -> None:
-        """Change one pool after the other if the policy is blocking, else all at once."""
+        """Start all changes at once; with a blocking policy after its removals, which free GPUs."""
+        changes = list(record.pools)
         if state.policy.blocking:
-            for change in record.pools:
-                await self._change(state, change, errors)
-            return
+            for change in changes:
+                if change.wanted < change.before:
+                    await self._change(state, change, errors)
+            changes = [change for change in changes if change.wanted > change.before]
         async with asyncio.TaskGroup() as group:
-            for change in record.pools:
+            for change in changes:
                 group.create_task(self._change(state, change, errors))
 
     async def _change(self, state: ModelState, change: PoolChange, errors: dict[str, str]) -> None:
@@ -278,9 +318,21 @@ class ScalingLoop:
         if service is None or not delta:
             return
         problem = self._actions.conflict(service.name, delta)
+        if not problem and self._waits_for_gpus(service, delta):
+            problem = "it waits for GPUs of other models"
         problem = problem or await self._actions.begin(service, delta)
         if problem:
             errors[change.pool] = problem
+
+    def _waits_for_gpus(self, service: ScaledService, delta: int) -> bool:
+        """Whether other models are to give up GPUs first; the sharing adds the workers then."""
+        if self._sharing is None or delta < 0:
+            return False
+        held = self._actions.gpus(
+            one for state in self._models.values() for one in state.model.services
+        )
+        needed = delta * self._actions.pool(service).gpus_per_worker
+        return held + needed > self._sharing.capacity
 
     def _finished(self, record: DecisionRecord) -> None:
         for observer in self._observers:

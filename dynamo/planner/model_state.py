@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections import deque
 from collections.abc import Mapping
 
 from dynamo.planner.decisions import DecisionRecord
 from dynamo.planner.observation import Observation, Pool, Pull, Traffic
-from dynamo.planner.policies.base import DECODE, PREFILL, Policy
+from dynamo.planner.policies.base import DECODE, PREFILL, Policy, PoolDecision, ScalingDecision
 from dynamo.planner.scaled_model import ScaledModel
 
 __all__ = ["ModelState", "Pools"]
@@ -21,14 +22,22 @@ _PULLS = 100_000
 
 
 class ModelState:
-    """``model`` as the connector lists it now, and the ``pulls`` since the last decision."""
+    """``model`` as the connector lists it now, and the ``pulls`` since the last decision.
 
-    def __init__(self, model: ScaledModel, policy: Policy) -> None:
+    ``wanted`` has the workers that the last decision of its policy wants, by pool.
+
+    A policy that ``needs_traffic`` is not asked while a frontend's metrics are missing: the traffic
+    would look as if it had ended.
+    """
+
+    def __init__(self, model: ScaledModel, policy: Policy, needs_traffic: bool) -> None:
         self.model = model
         self.policy = policy
+        self._needs_traffic = needs_traffic
         self.pulls: deque[Pull] = deque(maxlen=_PULLS)
         self.pending: list[DecisionRecord] = []
         self.tasks: set[asyncio.Task[None]] = set()
+        self.wanted: dict[str, int] = {}
         self.is_new = True
         self.begins = True
         self.due_s = math.inf
@@ -69,6 +78,27 @@ class ModelState:
             pulls=tuple(self.pulls),
             max_gpus=max_gpus,
             changed=self.model.ready() != self._ready,
+        )
+
+    def decide(self, seen: Observation) -> ScalingDecision:
+        """Return what the policy decides."""
+        return self._decide(self.policy, seen)
+
+    def rehearse(self, seen: Observation) -> ScalingDecision:
+        """Return what the policy would decide, without effect on it."""
+        return self._decide(copy.deepcopy(self.policy), seen)
+
+    def _decide(self, policy: Policy, seen: Observation) -> ScalingDecision:
+        if seen.traffic.known or not self._needs_traffic:
+            return policy.decide(seen)
+        rule = "the traffic is unknown: a frontend does not answer"
+        pools = {PREFILL: seen.prefill, DECODE: seen.decode}
+        return ScalingDecision(
+            pools=tuple(
+                PoolDecision(pool=name, wanted=pool.workers, rule=rule)
+                for name, pool in pools.items()
+                if pool is not None
+            )
         )
 
     def _applied(self, task: asyncio.Task[None]) -> None:

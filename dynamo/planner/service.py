@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,11 +20,14 @@ from dynamo.errors import ConfigError, DynamoError
 from dynamo.planner.actions import WorkerAction
 from dynamo.planner.decisions import DECISIONS_FILE, DecisionLog, DecisionRecord
 from dynamo.planner.explain import EXPLAIN, model_reports
+from dynamo.planner.gpu_sharing import GpuSharing
+from dynamo.planner.local.capacity import gpu_capacity
 from dynamo.planner.local.connector import LocalConnector, open_connector
 from dynamo.planner.loop import ScalingLoop
 from dynamo.planner.metrics import PlannerMetrics
 from dynamo.planner.model_state import Pools
 from dynamo.planner.observation import Observation, Pull
+from dynamo.planner.on_demand import OnDemandRegistry
 from dynamo.planner.policies.base import ScalingDecision
 from dynamo.planner.policies.factory import make_policy
 from dynamo.planner.sources import LiveSources
@@ -48,8 +52,8 @@ async def run_planner(settings: PlannerSettings, runtime_settings: RuntimeSettin
     """
     runtime = DistributedRuntime(asyncio.get_running_loop(), runtime_settings)
     try:
-        with _only_planner(settings, runtime_settings):
-            async with open_connector(runtime_settings, settings) as connector:
+        async with open_connector(runtime_settings, settings) as connector:
+            with _only_planner(settings, runtime_settings):
                 await _run(runtime, connector, settings)
     finally:
         await runtime.close()
@@ -89,7 +93,8 @@ async def _run(
     runtime: DistributedRuntime, connector: LocalConnector, settings: PlannerSettings
 ) -> None:
     namespace = runtime.settings.namespace
-    sources = LiveSources(runtime, Statefile(state_dir(runtime.settings), namespace), settings)
+    statefile = Statefile(state_dir(runtime.settings), namespace)
+    sources = LiveSources(runtime, statefile, settings)
     tensorboard = TensorboardLog(Path(settings.log_dir or default_log_dir()))
     observers = (
         PlannerMetrics(runtime.metrics, namespace, settings),
@@ -97,12 +102,17 @@ async def _run(
         DecisionWriter(run_dir(runtime.settings) / DECISIONS_FILE),
     )
     policies = partial(make_policy, settings)
-    loop = ScalingLoop(connector, sources, settings, policies, observers)
+    demand = OnDemandRegistry(runtime, time.monotonic)
+    capacity = partial(gpu_capacity, statefile, settings.served_model_name)
+    sharing = GpuSharing(settings, namespace, demand, capacity, time.monotonic)
+    loop = ScalingLoop(connector, sources, settings, policies, observers, sharing=sharing)
+    demand.on_waiting = loop.wake
     stop = asyncio.Event()
     try:
         with _signals(stop, loop):
             await runtime.start()
             await sources.start()
+            await demand.start()
             await _repair(connector, settings)
             runtime.tasks.spawn(_serve_explain(runtime, loop, stop), name="explain")
             work = runtime.tasks.spawn(loop.run(), name="planner")

@@ -178,6 +178,8 @@ class _Round:
     def grow(self, model: SharedModel) -> None:
         """Add the workers that a policy wants, one at a time, from idle models and those of lower
         priority if need be."""
+        if self._is_idle(model) or not model.decode.workers or self._is_given_up(model):
+            return
         for service in model.services:
             if (service.wanted or 0) <= self._workers[service.name]:
                 continue

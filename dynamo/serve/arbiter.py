@@ -161,7 +161,7 @@ class SupervisingArbiter(RollingArbiter):
 
     async def remove(self, watchers: Sequence[SupervisedWatcher]) -> None:
         """Remove ``watchers``, and stop their processes stage by stage."""
-        for watcher in watchers:
+        for watcher in [watcher for watcher in watchers if watcher in self.watchers]:
             self._watchers_names.pop(watcher.name.lower(), None)
             self.watchers.remove(watcher)
             watcher.notify_event("remove", {"time": time.time()})
@@ -291,17 +291,11 @@ class SupervisingArbiter(RollingArbiter):
             )
 
     def drained(self, watcher: SupervisedWatcher) -> bool:
-        """Whether an exit is the end of a scale-down, whatever its status: then nothing replaces
-        the process, and the last one takes the watcher with it."""
-        if not self._events.is_draining(watcher):
-            return False
-        if not watcher.processes:
-            self._tasks.spawn(self._remove_drained(watcher), name=f"remove {watcher.name}")
-        return True
-
-    async def _remove_drained(self, watcher: SupervisedWatcher) -> None:
-        if watcher in self.watchers:  # `circusctl rm` may have come first
-            await self.remove([watcher])
+        """Whether an exit, with any status, ends a scale-down; the last one ends its watcher."""
+        draining = self._events.is_draining(watcher)
+        if draining and not watcher.processes:
+            self._tasks.spawn(self.remove([watcher]), name=f"remove {watcher.name}")
+        return draining
 
 
 async def _wait_for(stop: Awaitable[None]) -> None:

@@ -15,19 +15,19 @@ from typing import Any, NoReturn
 from dynamo.errors import ConfigError
 from dynamo.serve.flags import are_words, as_flags, as_word
 from dynamo.serve.overrides import Override, merge
+from dynamo.serve.scaling import SCALING_KEYS, BadScaling, read_scaling, read_workers
 from dynamo.serve.service import PYTHON, Service
 from dynamo.serve.yamlmap import YamlDocument, parse_yaml
 
-__all__ = ["MAX_WORKERS", "Graph", "parse_graph"]
+__all__ = ["Graph", "parse_graph"]
 
-MAX_WORKERS = 1024
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _NAMESPACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = ("run", "ServiceArgs", "common-configs")
-_SERVICE_ARGS = ("workers", "resources", "envs", "graceful_timeout")
+_SERVICE_ARGS = ("workers", "resources", "envs", "graceful_timeout", *SCALING_KEYS)
 _RESOURCES = ("gpu", "cpu", "memory")
 
 
@@ -117,13 +117,19 @@ class _Reader:
         self._known((name, "ServiceArgs"), args, _SERVICE_ARGS)
         resources = self.mapping((name, "ServiceArgs", "resources"), args.get("resources"))
         self._known((name, "ServiceArgs", "resources"), resources, _RESOURCES)
+        try:
+            workers = read_workers(args)
+            scaling = read_scaling(args, workers)
+        except BadScaling as error:
+            self.fail((name, "ServiceArgs", error.key), str(error))
         return Service(
             name=name,
             module=module,
             command=command,
             flags=tuple(flags),
             options=options,
-            workers=self._workers(name, args),
+            workers=workers,
+            scaling=scaling,
             gpu=self._gpu(name, resources),
             cpu=_text(resources.get("cpu")),
             memory=_text(resources.get("memory")),
@@ -178,14 +184,6 @@ class _Reader:
             return as_flags(key, value)
         except ValueError as error:
             self.fail(path, str(error))
-
-    def _workers(self, name: str, args: Mapping[str, Any]) -> int:
-        value = args.get("workers", 1)
-        # Not isinstance: `workers: true` would count as 1.
-        if type(value) is not int or not 0 <= value <= MAX_WORKERS:
-            path = (name, "ServiceArgs", "workers")
-            self.fail(path, f"must be an integer between 0 and {MAX_WORKERS}, got {value!r}")
-        return value
 
     def _place(self, name: str, key: str) -> str:
         places = (self.origins.get((part, key)) for part in (name, "Common"))

@@ -6,13 +6,14 @@ themselves do not count: a running process keeps its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynamo.serve.gpus import Allocator, Inventory
 from dynamo.serve.watchers import WatcherSpec, with_gpus
 
-__all__ = ["GraphChanges", "allocator_beside", "compare"]
+__all__ = ["GraphChanges", "added_workers", "allocator_beside", "compare", "follow"]
 
 _NOT_COMPARED = ("CUDA_VISIBLE_DEVICES", "DYNAMO_SERVICE_CONFIG")
 """The GPUs that were assigned, and the whole graph, which changes with every service."""
@@ -53,7 +54,8 @@ def compare(
 ) -> GraphChanges:
     """Compare the ``running`` watchers with the ``wanted`` ones.
 
-    Only watchers of the last graph (``planned``) are removed: others were added by command.
+    Only the watchers ``planned`` are removed, those of the last graph and workers added to them:
+    others were added by command.
     """
     added, changed, kept = [], [], []
     why: dict[str, str] = {}
@@ -73,6 +75,43 @@ def compare(
     names = {spec.name for spec in wanted}
     removed = [name for name in running if name in planned and name not in names]
     return GraphChanges(added=added, changed=changed, kept=kept, removed=removed, why=why)
+
+
+def added_workers(
+    running: Mapping[str, WatcherSpec], planned: Collection[WatcherSpec]
+) -> dict[str, str]:
+    """Return the workers that were added by command to a ``planned`` service, as the planner does.
+
+    The result has the first watcher of the service by the worker's name. A watcher with another
+    command than its service is not one of its workers.
+    """
+    names = {spec.name for spec in planned}
+    found: dict[str, str] = {}
+    for base in planned:
+        pattern = re.compile(re.escape(base.name) + r"_\d+")
+        for name, spec in running.items():
+            is_own = pattern.fullmatch(name) is not None and spec.argv == base.argv
+            if is_own and not base.index and name not in names:
+                found[name] = base.name
+    return found
+
+
+def follow(added: Mapping[str, str], wanted: Collection[WatcherSpec]) -> list[WatcherSpec]:
+    """Return the specs of ``added`` workers (see :func:`added_workers`) in the new graph.
+
+    A worker whose service left the graph has none.
+    """
+    specs = {spec.name: spec for spec in wanted}
+    return [
+        replace(
+            specs[base],
+            name=name,
+            index=int(name.rpartition("_")[2]),
+            env={**specs[base].env, "DYN_WATCHER_NAME": name},
+        )
+        for name, base in added.items()
+        if base in specs and name not in specs
+    ]
 
 
 def allocator_beside(gpu_ids: Sequence[str], holders: Collection[WatcherSpec]) -> Allocator:

@@ -56,7 +56,7 @@ def document_of(plan: DeploymentPlan) -> Document:
             "guard_pid": os.getppid(),
             "host": host_id(),
         },
-        "components": {spec.name: _component(spec) for spec in plan.specs},
+        "components": {spec.name: _component(spec) for spec in (*plan.specs, *plan.templates)},
         "environment": _environment(plan),
     }
 
@@ -141,7 +141,11 @@ class StatefileWriter:
             _apply,
             environment=_environment(self._plan),
             components=components,
-            templates={spec.name: spec for spec in self._plan.specs if not spec.index},
+            templates={
+                spec.name: spec
+                for spec in (*self._plan.specs, *self._plan.templates)
+                if not spec.index
+            },
             gone=gone,
         )
         try:
@@ -186,7 +190,9 @@ def _apply(
         ]
         entry["lease"] = component.lease
     for name in gone - templates.keys():
-        if not _is_taken(entries.get(name)):
+        if _is_taken(entries.get(name)):
+            entries[name].update(processes=[], lease=None)
+        else:
             entries.pop(name, None)
     for name in templates.keys() - present:
         entry = entries.get(name)
@@ -198,7 +204,7 @@ def _apply(
 
 
 def _is_taken(entry: object) -> bool:
-    """Whether a planner has taken the name of a removed worker for a new one."""
+    """Whether a planner is adding a worker under this name; the planner deletes the entry."""
     return isinstance(entry, dict) and RESERVED_BY in entry and entry.get("state") != DRAINING
 
 

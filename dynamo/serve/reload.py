@@ -13,13 +13,25 @@ from typing import Any
 from dynamo.errors import ConfigError, DynamoError
 from dynamo.serve.arbiter import SupervisingArbiter
 from dynamo.serve.commands import error_reply
-from dynamo.serve.graph_changes import GraphChanges, allocator_beside, compare
+from dynamo.serve.graph_changes import (
+    GraphChanges,
+    added_workers,
+    allocator_beside,
+    compare,
+    follow,
+)
 from dynamo.serve.output import Announcer
 from dynamo.serve.readiness import check_free
 from dynamo.serve.rolling import RollingRestart
 from dynamo.serve.supervised import SupervisedWatcher
 from dynamo.serve.watcher_factory import WatcherFactory, address_of
-from dynamo.serve.watchers import DeploymentPlan, WatcherSpec, with_gpus
+from dynamo.serve.watchers import (
+    MODEL_PROGRAMS,
+    PLANNER,
+    DeploymentPlan,
+    WatcherSpec,
+    with_gpus,
+)
 
 __all__ = ["GraphReload", "Replan"]
 
@@ -84,8 +96,14 @@ class GraphReload:
         present = {watcher.name for watcher in self._arbiter.watchers}
         specs = self._factory.specs
         running = {name: specs[name] for name in specs if name in present}
-        planned = {spec.name for spec in self._factory.plan.specs}
-        return compare(running, plan.specs, planned)
+        last = self._factory.plan
+        added = added_workers(running, (*last.specs, *last.templates))
+        wanted = [*plan.specs, *follow(added, (*plan.specs, *plan.templates))]
+        if any(spec.program == PLANNER for spec in plan.specs):
+            # The planner decides how many workers there are: what it removed stays removed.
+            left = {spec.name for spec in last.specs} - present
+            wanted = [s for s in wanted if s.name not in left or s.program not in MODEL_PROGRAMS]
+        return compare(running, wanted, {*added, *(spec.name for spec in last.specs)})
 
     def _check_room(self, plan: DeploymentPlan, changes: GraphChanges) -> None:
         """Raise ConfigError if the watchers of the changed graph do not fit on the GPUs."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo.serve.flags import as_flags
+from dynamo.serve.scaling import Scaling
 
 __all__ = ["PYTHON", "Service"]
 
@@ -30,6 +31,7 @@ class Service:
     flags: tuple[str, ...]
     options: Mapping[str, Any]
     workers: int = 1
+    scaling: Scaling = field(default_factory=Scaling)
     gpu: float | None = None
     gpu_is_derived: bool = False
     cpu: str | None = None

@@ -88,7 +88,9 @@ class StartupReport:
                 )
             urls.append(f"{address.url}/v1")
         models = ", ".join(found.models) or "none yet"
-        return f"{', '.join(urls)}   model: {models}   workers: {found.instances}"
+        line = f"{', '.join(urls)}   model: {models}   workers: {found.instances}"
+        cold = ", ".join(spec.service for spec in self._plan.templates)
+        return f"{line}   started on demand: {cold}" if cold else line
 
     def _workers(self) -> int:
         """The number of processes besides the frontends that are not given up."""

@@ -98,6 +98,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.listener = listener or FrontendListener(None)
         self._restarts = Restarts(policy)
         self._not_before_s = 0.0
+        self._drained = False
 
     @property
     def _process_class(self) -> type[SupervisedProcess]:
@@ -107,6 +108,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         self.given_up = None
         self._restarts.forget()
         self._not_before_s = 0.0
+        self._drained = False
         await super()._start()
 
     async def _stop(self, close_output_streams: bool = False) -> None:
@@ -202,7 +204,8 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         return float(process.started)
 
     def _may_start(self) -> bool:
-        return not (self.is_stopped() or self.is_stopping() or self.arbiter.stopping)
+        ends = self._drained or self.is_stopped() or self.is_stopping()
+        return not (ends or self.arbiter.stopping)
 
     async def kill_process(
         self,
@@ -243,6 +246,7 @@ class SupervisedWatcher(Watcher):  # type: ignore[misc]
         if not kept or process.stopping or self.is_stopping() or self.is_stopped():
             return
         if self.arbiter.drained(self):
+            self._drained = True  # circus's periodic check may come before the removal
             return
         loop = asyncio.get_running_loop()
         lived_s = time.time() - process.started

@@ -65,7 +65,9 @@ class WatcherFactory:
         """Make the watcher of ``circusctl add``."""
         env = {str(key): str(value) for key, value in (options.pop("env", None) or {}).items()}
         argv = [*shlex.split(cmd), *(args or ())]
-        spec = self.specs[name] = plan_added(name, argv, env, self.plan.specs)
+        spec = self.specs[name] = plan_added(
+            name, argv, env, (*self.plan.specs, *self.plan.templates)
+        )
         options = {"working_dir": spec.working_dir, **options}
         return self._make(spec, cmd, {"args": list(args or ()), **options})
 

@@ -19,6 +19,7 @@ from dynamo.serve.service import PYTHON, Service
 __all__ = [
     "DRAIN_TIMEOUTS",
     "MODEL_PROGRAMS",
+    "PLANNER",
     "DeploymentPlan",
     "WatcherSpec",
     "drain_env",
@@ -30,7 +31,10 @@ __all__ = [
 ]
 
 _FRONTEND = "dynamo.frontend"
-_FIRST_TO_STOP = (_FRONTEND, "dynamo.planner")
+PLANNER = "dynamo.planner"
+"""Program of the planner."""
+
+_FIRST_TO_STOP = (_FRONTEND, PLANNER)
 MODEL_PROGRAMS = ("dynamo.attach", "dynamo.mocker", "dynamo.vllm")
 """Programs that register a model; the planner scales their services."""
 
@@ -51,6 +55,7 @@ class WatcherSpec:
 
     ``env`` is added to the arbiter's environment. ``stop_stage`` orders the stop: a stage stops
     after all processes of the previous one have exited. ``index`` counts the watchers of a service.
+    One that does not ``starts`` is the template of a service with 0 workers.
     """
 
     name: str
@@ -65,6 +70,7 @@ class WatcherSpec:
     is_frontend: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     index: int = 0
+    starts: bool = True
 
     @property
     def program(self) -> str:
@@ -85,7 +91,10 @@ class WatcherSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DeploymentPlan:
-    """All decisions made before the first process starts."""
+    """All decisions made before the first process starts.
+
+    ``templates`` are those of the services with 0 workers, which the planner starts on demand.
+    """
 
     namespace: str
     specs: Sequence[WatcherSpec]
@@ -94,6 +103,7 @@ class DeploymentPlan:
     endpoint: str
     pubsub_endpoint: str
     warnings: Sequence[str] = ()
+    templates: Sequence[WatcherSpec] = ()
 
 
 def watcher_name(namespace: str, service: str, index: int) -> str:
@@ -112,7 +122,8 @@ def plan(
     """Return the watchers of ``graph`` in its order, without GPUs yet (see :func:`place`).
 
     ``env`` is common to all and overrides :func:`drain_env`; a service's ``envs`` override both.
-    Raises ConfigError if the names of two watchers differ at most in case: circus compares them in
+    A service with 0 workers that registers a model gets a template, which does not start. Raises
+    ConfigError if the names of two watchers differ at most in case: circus compares them in
     lower case.
     """
     config = json.dumps(graph.config, ensure_ascii=False, separators=(",", ":"), default=str)
@@ -120,7 +131,8 @@ def plan(
     specs: list[WatcherSpec] = []
     taken: dict[str, str] = {}
     for service in graph.services:
-        for index in range(service.workers):
+        template = not service.workers and service.program in MODEL_PROGRAMS
+        for index in range(1 if template else service.workers):
             name = watcher_name(graph.namespace, service.name, index)
             if name.lower() in taken:  # circus looks names up in lower case
                 raise ConfigError(
@@ -143,6 +155,7 @@ def plan(
                     is_frontend=service.is_frontend,
                     options=service.options,
                     index=index,
+                    starts=not template,
                 )
             )
     return specs
@@ -209,6 +222,9 @@ def place(specs: Sequence[WatcherSpec], inventory: Inventory) -> list[WatcherSpe
     for spec in specs:
         if not spec.gpu or _GPUS in spec.env:
             placed.append(spec)
+            continue
+        if not spec.starts:
+            placed.append(replace(spec, env={**inventory.env, **spec.env}))
             continue
         gpus = allocator.assign(spec.name, spec.gpu)
         placed.append(with_gpus(replace(spec, env={**inventory.env, **spec.env}), gpus))

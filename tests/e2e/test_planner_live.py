@@ -23,13 +23,15 @@ Worker:
   model-path: {model}
   model-name: tiny
   block-size: 4
-  num-gpu-blocks-override: 60
+  num-gpu-blocks-override: 48
   ServiceArgs: {{resources: {{gpu: 1}}}}
 Planner:
   run: dynamo.planner
   adjustment-interval: 1
   metric-pulling-interval: 0.1
   max-gpu-budget: 4
+  decode-kv-scale-up-threshold: 0.7
+  decode-kv-scale-down-threshold: 0.3
   log-dir: {logs}
 """
 TOKENS = 96  # 24 blocks at the end of a request: ten clients fill the caches of two workers

@@ -70,13 +70,20 @@ def test_a_graph_of_real_engines_passes_a_dry_run(name: str) -> None:
 def test_the_planner_adds_workers_under_load_and_removes_them(serving: Serving) -> None:
     serving.namespace = "planner"
     url = f"http://127.0.0.1:{free_port()}"
-    flags = ("--Planner.adjustment-interval=1", "--Planner.metric-pulling-interval=0.2")
+    flags: tuple[str, ...] = (
+        "--Planner.adjustment-interval=1",
+        "--Planner.metric-pulling-interval=0.2",
+    )
     flags += (f"--Planner.log-dir={serving.tmp_path}", "--Worker.num-gpu-blocks-override=128")
-    flags += ("--Worker.startup-time=0", f"--Frontend.http-port={_port(url)}")
+    flags += (
+        "--Worker.startup-time=0",
+        "--Worker.speedup-ratio=6",
+        f"--Frontend.http-port={_port(url)}",
+    )
     serving.start(ROOT / "examples/planner.yaml", *flags)
     with ThreadPoolExecutor(24) as clients:
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 150}
-        answers = [clients.submit(_post, f"{url}/v1/completions", body) for _ in range(48)]
+        answers = [clients.submit(_post, f"{url}/v1/completions", body) for _ in range(36)]
         serving.wait_for("added planner_Worker_1 to Worker", 30)
         assert {json.loads(a.result())["usage"]["completion_tokens"] for a in answers} == {150}
     serving.wait_for("removed planner_Worker_1 from Worker", 30)
@@ -128,5 +135,5 @@ def _replicas(url: str) -> float:
 def _post(url: str, body: dict[str, object]) -> bytes:
     head = {"content-type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), head)
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return bytes(answer.read())

@@ -1,7 +1,7 @@
 """Requests that wait for the first worker of a model, which the planner starts on demand.
 
 They wait in order of arrival, whether they have reached the model's router (:class:`HeldDispatch`)
-or not (:class:`HeldExchange`: the model was never loaded here). Streams get comments meanwhile.
+or not (:class:`HeldExchange`: the model was never loaded here). Streams get comments.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions")
 log = logging.getLogger(__name__)
 
 
-class _Named(msgspec.Struct):
+class _StreamFlag(msgspec.Struct):
     """The members of a body that count here."""
 
     stream: object = None
 
 
-_decode = msgspec.json.Decoder(_Named).decode
+_decode = msgspec.json.Decoder(_StreamFlag).decode
 
 
 class WaitingRequest(Protocol):

@@ -11,6 +11,7 @@ of the slopes between all pairs (Theil-Sen), so a few odd intervals do not bend 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ def _queued_prompts(seen: Observation) -> float | None:
     """Return the mean number of requests that wait for their prefill, per worker."""
     if seen.prefill is not None:
         depths = [pull.prefill_queue for pull in seen.pulls if pull.prefill_queue is not None]
+        depths = [depth for depth in depths if math.isfinite(depth)]
         return sum(depths) / len(depths) if depths else None
     waiting = [worker.waiting for pull in seen.pulls for worker in pull.decode]
     return sum(waiting) / len(waiting) if waiting else None

@@ -11,11 +11,9 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from dynamo.errors import ConfigError
-from dynamo.planner.connector import ActionFailed
-from dynamo.serve.gpus import Allocator, Inventory
 from dynamo.serve.statefile import DRAINING, RESERVED_BY, Document
 from dynamo.serve.watchers import MODEL_PROGRAMS, watcher_name
 
@@ -23,16 +21,19 @@ __all__ = [
     "Entry",
     "ServiceEntries",
     "delete_entry",
-    "free_gpus",
-    "gpu_ids",
-    "held_gpus",
+    "entry_gpus",
     "is_freed",
     "new_entry",
     "next_name",
+    "read_entries",
     "read_services",
+    "release",
+    "service_config",
+    "stated_gpus",
 ]
 
-_MODEL_FLAGS = ("served-model-name", "model-name", "model", "model-path")
+_NAME_FLAGS = ("served-model-name", "model-name")
+_MODEL_FLAGS = ("model", "model-path")
 _MODE_FLAG = "disaggregation-mode"
 
 
@@ -72,7 +73,7 @@ class ServiceEntries:
 
 def read_services(document: Document) -> dict[str, ServiceEntries]:
     """Return the services of the graph whose program registers a model, by name."""
-    config = _config(document)
+    config = service_config(document)
     found: dict[str, ServiceEntries] = {}
     for name, given in config.items():
         entries = tuple(sorted(_entries(document, name), key=lambda entry: entry.index))
@@ -84,7 +85,7 @@ def read_services(document: Document) -> dict[str, ServiceEntries]:
         found[name] = ServiceEntries(
             name=name,
             base=watcher_name(document["namespace"], name, 0),
-            model=next((flags[flag] for flag in _MODEL_FLAGS if flag in flags), name),
+            model=_model_name(flags) or name,
             is_prefill=flags.get(_MODE_FLAG) == "prefill",
             gpus=_gpus_per_worker(document, entries, args),
             template=entries[0],
@@ -94,6 +95,12 @@ def read_services(document: Document) -> dict[str, ServiceEntries]:
             priority=_integer(args.get("priority")) or 0,
         )
     return found
+
+
+def read_entries(document: Document) -> list[Entry]:
+    """Return all entries, those of other programs too, in the order of the statefile."""
+    components = document["components"].items()
+    return [_entry(name, entry, 0) for name, entry in components if isinstance(entry, dict)]
 
 
 def next_name(document: Document, service: str, watchers: Collection[str]) -> str:
@@ -106,22 +113,6 @@ def next_name(document: Document, service: str, watchers: Collection[str]) -> st
     matches = (pattern.fullmatch(name) for name in (*document["components"], *watchers))
     highest = max((int(match[1]) for match in matches if match), default=0)
     return watcher_name(document["namespace"], service, highest + 1)
-
-
-def free_gpus(document: Document, name: str, count: float) -> tuple[str, ...]:
-    """Return ``count`` free GPUs for the watcher ``name``, those with the lowest numbers.
-
-    A fraction below 1 is a share of one GPU. Raises ActionFailed that lists who holds them.
-    """
-    try:
-        return _allocator(document).assign(name, count)
-    except ConfigError as error:
-        raise ActionFailed(error.message.partition("\nLower workers")[0]) from None
-
-
-def held_gpus(document: Document) -> Mapping[str, tuple[tuple[str, ...], float]]:
-    """Return the GPUs of each entry that holds any, and the number: below 1 for a share."""
-    return {name: (gpus, share) for name, gpus, share in _holders(document)}
 
 
 def new_entry(
@@ -141,6 +132,13 @@ def new_entry(
     }
 
 
+def release(document: Document, name: str) -> None:
+    """Let the arbiter delete the entry when the watcher is removed: its worker is added."""
+    entry = document["components"].get(name)
+    if isinstance(entry, dict):
+        entry.pop(RESERVED_BY, None)
+
+
 def delete_entry(document: Document, name: str) -> None:
     """Delete the entry of a worker that has exited; a template stays, without GPUs."""
     entry = document["components"].get(name)
@@ -158,14 +156,7 @@ def is_freed(document: Document, name: str) -> bool:
     entry = document["components"].get(name)
     if not isinstance(entry, dict):
         return True
-    return _is_template(document, name) and not _gpus(entry) and not entry.get("processes")
-
-
-def gpu_ids(document: Document) -> list[str]:
-    """Return the GPUs of the deployment, as text."""
-    resources = document["environment"].get("SYSTEM_RESOURCES")
-    ids = resources.get("gpu_info") if isinstance(resources, Mapping) else None
-    return [str(gpu) for gpu in ids or ()]
+    return _is_template(document, name) and not entry_gpus(entry) and not entry.get("processes")
 
 
 def _is_template(document: Document, name: str) -> bool:
@@ -173,31 +164,7 @@ def _is_template(document: Document, name: str) -> bool:
     return name == watcher_name(document["namespace"], service, 0)
 
 
-def _allocator(document: Document) -> Allocator:
-    ids = sorted(gpu_ids(document), key=_gpu_order)
-    allocator = Allocator(Inventory(ids=tuple(ids), source="statefile"))
-    for name, gpus, share in _holders(document):
-        allocator.hold(name, gpus, share)
-    return allocator
-
-
-def _gpu_order(gpu: str) -> tuple[bool, int]:
-    return (not gpu.isdigit(), int(gpu) if gpu.isdigit() else 0)
-
-
-def _holders(document: Document) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    config = _config(document)
-    for name, entry in document["components"].items():
-        gpus = _gpus(entry)
-        if not gpus:
-            continue
-        given = config.get(str(entry.get("service")))
-        args = given.get("ServiceArgs") if isinstance(given, Mapping) else None
-        stated = _stated_gpus(entry, args if isinstance(args, Mapping) else {})
-        yield name, gpus, stated if stated and stated < 1 else float(len(gpus))
-
-
-def _gpus(entry: object) -> tuple[str, ...]:
+def entry_gpus(entry: object) -> tuple[str, ...]:
     """Return an entry's GPUs as text: one writer writes numbers, another strings."""
     resources = entry.get("resources") if isinstance(entry, Mapping) else None
     gpus = resources.get("allocated_gpus") if isinstance(resources, Mapping) else None
@@ -208,13 +175,13 @@ def _gpus_per_worker(
     document: Document, entries: Collection[Entry], args: Mapping[str, Any]
 ) -> float:
     for entry in entries:
-        stated = _stated_gpus(document["components"][entry.name], args)
+        stated = stated_gpus(document["components"][entry.name], args)
         if stated is not None:
             return stated
     return float(max(len(entry.gpus) for entry in entries))
 
 
-def _stated_gpus(entry: Mapping[str, Any], args: Mapping[str, Any]) -> float | None:
+def stated_gpus(entry: Mapping[str, Any], args: Mapping[str, Any]) -> float | None:
     """Return the GPUs of each worker as the arbiter has written them, else as the graph says."""
     resources = args.get("resources")
     graph = resources.get("gpu") if isinstance(resources, Mapping) else None
@@ -227,7 +194,8 @@ def _stated_gpus(entry: Mapping[str, Any], args: Mapping[str, Any]) -> float | N
     return None
 
 
-def _config(document: Document) -> Mapping[str, Any]:
+def service_config(document: Document) -> Mapping[str, Any]:
+    """Return the graph in the statefile, without its ``envs``; empty if it cannot be read."""
     try:
         config = json.loads(document["environment"].get("DYNAMO_SERVICE_CONFIG") or "{}")
     except (TypeError, ValueError):
@@ -244,17 +212,21 @@ def _entries(document: Document, service: str) -> Iterator[Entry]:
             continue
         if entry.get("service", service) != service:  # "A_1" may also be a service of that name
             continue
-        reserved = entry.get(RESERVED_BY)
-        yield Entry(
-            name=name,
-            index=int(match[1] or 0),
-            argv=tuple(str(word) for word in entry.get("argv") or shlex.split(entry["cmd"])),
-            gpus=_gpus(entry),
-            draining=entry.get("state") == DRAINING,
-            pids=tuple(_pids(entry)),
-            lease=_integer(entry.get("lease")),
-            reserved_by=reserved if isinstance(reserved, Mapping) else None,
-        )
+        yield _entry(name, entry, int(match[1] or 0))
+
+
+def _entry(name: str, entry: Mapping[str, Any], index: int) -> Entry:
+    reserved = entry.get(RESERVED_BY)
+    return Entry(
+        name=name,
+        index=index,
+        argv=tuple(str(word) for word in entry.get("argv") or shlex.split(entry["cmd"])),
+        gpus=entry_gpus(entry),
+        draining=entry.get("state") == DRAINING,
+        pids=tuple(_pids(entry)),
+        lease=_integer(entry.get("lease")),
+        reserved_by=reserved if isinstance(reserved, Mapping) else None,
+    )
 
 
 def _pids(entry: Mapping[str, Any]) -> Iterator[int]:
@@ -266,6 +238,17 @@ def _pids(entry: Mapping[str, Any]) -> Iterator[int]:
 
 def _serves_model(argv: tuple[str, ...]) -> bool:
     return argv[1:2] == ("-m",) and len(argv) > 2 and argv[2] in MODEL_PROGRAMS
+
+
+def _model_name(flags: Mapping[str, str]) -> str:
+    """Return the name under which a worker with these flags registers its model, if known."""
+    named = next((flags[flag] for flag in _NAME_FLAGS if flag in flags), "")
+    source = next((flags[flag] for flag in _MODEL_FLAGS if flag in flags), "")
+    if named or not source:
+        return named
+    path = Path(source).expanduser()
+    is_local = path.is_absolute() or source.startswith(".") or path.is_dir()
+    return path.resolve().name if is_local else source
 
 
 def _flags(argv: tuple[str, ...]) -> dict[str, str]:

@@ -33,13 +33,18 @@ async def wait_until_gone(access: LocalAccess, name: str, graceful_s: float) -> 
         return is_freed(access.document(), name)
 
     limit_s = graceful_s + _EXIT_MARGIN_S
-    if not await wait_until(exited, access.registrations, loop.time() + limit_s):
-        raise ActionFailed(f"{name} has not exited within {limit_s:g} s")
+    deadline_s = loop.time() + limit_s
     # The arbiter frees an entry after its last look at the processes. To do it first would let a
     # late write of the arbiter bring the entry of a removed worker back.
-    if not await wait_until(freed, access.registrations, loop.time() + _ARBITER_WRITES_WITHIN_S):
-        log.warning("%s: the arbiter did not free its entry; freeing it", name)
-        access.statefile.update(lambda document: delete_entry(document, name))
+    while await wait_until(exited, access.registrations, deadline_s):
+        until_s = loop.time() + _ARBITER_WRITES_WITHIN_S
+        if await wait_until(freed, access.registrations, until_s):
+            return
+        if await exited():  # its processes may have been written only now
+            log.warning("%s: the arbiter did not free its entry; freeing it", name)
+            access.statefile.update(lambda document: delete_entry(document, name))
+            return
+    raise ActionFailed(f"{name} has not exited within {limit_s:g} s")
 
 
 async def has_exited(access: LocalAccess, name: str) -> bool:

@@ -14,6 +14,7 @@ from dynamo.errors import DynamoError
 
 __all__ = [
     "STOPPED",
+    "STOPPING",
     "CircusBusy",
     "CircusControl",
     "CircusError",
@@ -24,8 +25,9 @@ __all__ = [
     "WatcherOptions",
 ]
 
-STOPPED = "stopped"
-"""Status of a watcher that starts no process: stopped by command, or given up."""
+STOPPED, STOPPING = "stopped", "stopping"
+"""Status of a watcher that starts no process: stopped by command, or given up; its processes have
+exited, or not yet."""
 
 
 class CircusError(DynamoError):

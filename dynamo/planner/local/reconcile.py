@@ -17,15 +17,18 @@ from dynamo.planner.local.entries import (
     delete_entry,
     new_entry,
     read_services,
+    release,
 )
+from dynamo.planner.local.leaving import wait_until_gone
 from dynamo.planner.local.patience import retried
 from dynamo.planner.local.ports import STOPPED, CircusError, NoSuchWatcher, WatcherOptions
 from dynamo.planner.local.removal import finish_removal
-from dynamo.serve.statefile import RESERVED_BY, Document
+from dynamo.serve.statefile import Document
 
 __all__ = ["reconcile"]
 
 _COMMAND_TIMEOUT_S = 30.0
+_ARBITER_WRITES_WITHIN_S = 0.5
 log = logging.getLogger(__name__)
 
 
@@ -37,6 +40,8 @@ async def reconcile(access: LocalAccess, dry_run: bool = False) -> list[str]:
     the rest as it is, and StatefileError.
     """
     statuses = await access.statuses()
+    # A process that has just started is in the statefile after this time, at the latest.
+    await asyncio.sleep(_ARBITER_WRITES_WITHIN_S)
     services = read_services(access.document())
     found: list[str] = []
     removals: list[tuple[ServiceEntries, Entry]] = []
@@ -66,16 +71,25 @@ async def reconcile(access: LocalAccess, dry_run: bool = False) -> list[str]:
 
 
 async def _finish(access: LocalAccess, removals: list[tuple[ServiceEntries, Entry]]) -> None:
-    access.active.update(entry.name for _, entry in removals)
+    """Finish removals side by side: each may take as long as its worker drains."""
+    problems: list[str] = []
+
+    async def finish(entry: Entry, is_prefill: bool) -> None:
+        try:
+            await finish_removal(access, entry, is_prefill)
+        except (ActionFailed, CircusError, StatefileError) as error:
+            problems.append(error.message)
+
+    names = {entry.name for _, entry in removals}
+    access.active |= names
     try:
         async with asyncio.TaskGroup() as group:
             for service, entry in removals:
-                group.create_task(finish_removal(access, entry, service.is_prefill))
-    except* (ActionFailed, CircusError, StatefileError) as errors:
-        problems = "; ".join(str(error) for error in errors.exceptions)
-        raise ActionFailed(f"repaired in part: {problems}") from errors
+                group.create_task(finish(entry, service.is_prefill))
     finally:
-        access.active.difference_update(entry.name for _, entry in removals)
+        access.active -= names
+    if problems:
+        raise ActionFailed(f"repaired in part: {'; '.join(problems)}")
 
 
 def _without_watcher(
@@ -119,14 +133,15 @@ async def _with_watcher(access: LocalAccess, entry: Entry, status: str, dry_run:
 
 async def _remove_unstarted(access: LocalAccess, name: str) -> None:
     deadline_s = asyncio.get_running_loop().time() + _COMMAND_TIMEOUT_S
+    access.statefile.update(lambda document: release(document, name))
     await access.remove_watcher(name, deadline_s)
-    access.statefile.update(lambda document: delete_entry(document, name))
+    await wait_until_gone(access, name, 0.0)
 
 
 def _correct(document: Document, name: str, options: WatcherOptions) -> None:
+    release(document, name)
     entry: dict[str, Any] | None = document["components"].get(name)
     if entry is not None:
-        entry.pop(RESERVED_BY, None)
         entry["resources"] = {"allocated_gpus": list(options.gpus)} if options.gpus else {}
 
 

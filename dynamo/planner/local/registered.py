@@ -24,7 +24,7 @@ from dynamo.runtime.discovery.layout import (
 from dynamo.runtime.discovery.process import host_id, is_running
 from dynamo.runtime.paths import private_dir
 
-__all__ = ["FileRegistrations"]
+__all__ = ["FileRegistrations", "registered_workers"]
 
 # A renewal only touches the lease file, which causes none of these events.
 _MASK = Mask.MOVED_TO | Mask.CREATE | Mask.CLOSE_WRITE | Mask.DELETE | Mask.ONLYDIR
@@ -40,7 +40,6 @@ class FileRegistrations:
         private_dir(store)
         ensure_directories(store)
         self._store = store
-        self._host = host_id()
         self._change = asyncio.Event()
         self._inotify = Inotify(self._changed)
         for directory in (store / "leases", store / "v1/mdc"):
@@ -53,16 +52,8 @@ class FileRegistrations:
         self._inotify.close()
 
     def workers(self) -> Mapping[int, RegisteredWorker]:
-        """See :class:`Registrations`. The arbiter starts each process in a session of its own, so
-        the session of a lease's process names the process that the arbiter started."""
-        leases: dict[int, list[int]] = {}
-        for lease, session in self._leases():
-            leases.setdefault(session, []).append(lease)
-        cards = dict(self._cards())
-        return {
-            session: _registered(session, tuple(sorted(found)), cards)
-            for session, found in leases.items()
-        }
+        """See :class:`Registrations`."""
+        return registered_workers(self._store)
 
     async def revoke(self, lease_id: int) -> None:
         """Unlink the lease: every client drops its records, and its worker drains."""
@@ -80,24 +71,42 @@ class FileRegistrations:
         if name == self._statefile:
             self._changed()
 
-    def _leases(self) -> Iterator[tuple[int, int]]:
-        for name, data in _files(self._store / "leases"):
-            try:
-                lease = decode_lease(name, data)
-                if lease.host == self._host and is_running(lease.pid, lease.pid_start):
-                    yield lease.lease_id, os.getsid(lease.pid)
-            except (BadRecord, OSError):
-                continue  # reported by the processes that use the store
 
-    def _cards(self) -> Iterator[tuple[int, ModelCard]]:
-        for _, data in _files(self._store / "v1/mdc"):
-            try:
-                stored = decode_stored(data)
-                card = decode_card(stored.value)
-            except ValueError:
-                continue  # reported by the frontend
-            if card.lora_name is None:  # an adapter's card has another name for the same worker
-                yield stored.lease_id, card
+def registered_workers(store: Path) -> Mapping[int, RegisteredWorker]:
+    """Return what is registered in ``store``, by the pid of the process that the arbiter started.
+
+    Each of those leads a session of its own, so the session of a lease's process names it.
+    """
+    leases: dict[int, list[int]] = {}
+    for lease, session in _leases(store):
+        leases.setdefault(session, []).append(lease)
+    cards = dict(_cards(store))
+    return {
+        session: _registered(session, tuple(sorted(found)), cards)
+        for session, found in leases.items()
+    }
+
+
+def _leases(store: Path) -> Iterator[tuple[int, int]]:
+    host = host_id()
+    for name, data in _files(store / "leases"):
+        try:
+            lease = decode_lease(name, data)
+            if lease.host == host and is_running(lease.pid, lease.pid_start):
+                yield lease.lease_id, os.getsid(lease.pid)
+        except (BadRecord, OSError):
+            continue  # reported by the processes that use the store
+
+
+def _cards(store: Path) -> Iterator[tuple[int, ModelCard]]:
+    for _, data in _files(store / "v1/mdc"):
+        try:
+            stored = decode_stored(data)
+            card = decode_card(stored.value)
+        except ValueError:
+            continue  # reported by the frontend
+        if card.lora_name is None:  # an adapter's card has another name for the same worker
+            yield stored.lease_id, card
 
 
 def _registered(

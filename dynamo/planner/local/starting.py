@@ -10,13 +10,12 @@ from dynamo.errors import StatefileError
 from dynamo.planner.connector import ActionFailed
 from dynamo.planner.local.access import LocalAccess, owner_mark
 from dynamo.planner.local.entries import (
-    delete_entry,
-    free_gpus,
-    gpu_ids,
     new_entry,
     next_name,
     read_services,
+    release,
 )
+from dynamo.planner.local.gpu_booking import free_gpus, gpu_ids
 from dynamo.planner.local.leaving import wait_until_gone
 from dynamo.planner.local.patience import retried, wait_until
 from dynamo.planner.local.ports import STOPPED, CircusBusy, CircusError
@@ -123,15 +122,9 @@ class WorkerStart:
         return f"; last output: {line}" if line else ""
 
     def _confirm(self, document: Document) -> None:
-        entry = document["components"].get(self._name)
-        if not isinstance(entry, dict):
+        if self._name not in document["components"]:
             raise ActionFailed("its entry was deleted from the statefile")
-        entry.pop(RESERVED_BY, None)
-
-    def _release(self, document: Document) -> None:
-        entry = document["components"].get(self._name)
-        if isinstance(entry, dict):
-            entry.pop(RESERVED_BY, None)
+        release(document, self._name)
 
     async def _undo(self) -> None:
         """Remove the watcher, free the GPUs. What fails is left to :func:`reconcile`."""
@@ -140,11 +133,10 @@ class WorkerStart:
             deadline_s = asyncio.get_running_loop().time() + _UNDO_TIMEOUT_S
             graceful_s = await access.graceful_timeout_s(name)
             # From here on the arbiter deletes the entry, when the last process has exited.
-            access.statefile.update(self._release)
-            if await access.remove_watcher(name, deadline_s):
-                await wait_until_gone(access, name, graceful_s)
-            else:
-                access.statefile.update(lambda document: delete_entry(document, name))
+            access.statefile.update(lambda document: release(document, name))
+            # Without a watcher, a person removed it, or circus refused it.
+            await access.remove_watcher(name, deadline_s)
+            await wait_until_gone(access, name, graceful_s)
         except (ActionFailed, CircusError, StatefileError) as error:
             access.needs_repair = True
             log.error("%s: cannot undo its start now: %s", name, error.message)

@@ -14,8 +14,9 @@ from dynamo.planner.connector import (
     ScaledService,
     ScaledWorker,
 )
-from dynamo.planner.local.entries import Entry, ServiceEntries, held_gpus
-from dynamo.planner.local.ports import STOPPED, RegisteredWorker
+from dynamo.planner.local.entries import Entry, ServiceEntries
+from dynamo.planner.local.gpu_booking import held_gpus
+from dynamo.planner.local.ports import STOPPED, STOPPING, RegisteredWorker
 from dynamo.planner.policies.base import DECODE, PREFILL
 from dynamo.serve.statefile import Document
 
@@ -36,8 +37,8 @@ class Sighting:
     asleep: Collection[str] = ()
 
     def is_kept(self, entry: Entry) -> bool:
-        """Whether the arbiter has this watcher and starts its processes."""
-        return self.statuses.get(entry.name, STOPPED) != STOPPED
+        """Whether the arbiter has this watcher and keeps its processes running."""
+        return self.statuses.get(entry.name, STOPPED) not in (STOPPED, STOPPING)
 
 
 def service_now(
@@ -122,7 +123,8 @@ def _workers(entry: Entry, sighting: Sighting) -> Iterator[ScaledWorker]:
 
 
 def _state(entry: Entry, sighting: Sighting, serves: bool) -> str:
-    if entry.draining:
+    leaving = not sighting.is_kept(entry) and entry.name not in sighting.reserved
+    if entry.draining or leaving:  # by us, or by circusctl rm or stop
         return DRAINING
     if entry.name in sighting.asleep:
         return ASLEEP

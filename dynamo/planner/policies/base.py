@@ -32,10 +32,10 @@ class PoolDecision:
 class ScalingDecision:
     """The pools in the order in which they are to be changed.
 
-    A pool that is missing keeps its workers. An addition may need the GPUs that a removal before it
-    frees: if that fails, check the budget again. ``forecast`` has predicted and estimated figures
-    of the policy for metrics and tensorboard, by the names of Dynamo's metrics without
-    ``dynamo_planner_``.
+    A policy names every pool, with the reason if it keeps its workers. An addition may need the
+    GPUs that a removal before it frees: if that fails, check the budget again. ``forecast`` has
+    predicted and estimated figures of the policy for metrics and tensorboard, by the names of
+    Dynamo's metrics without ``dynamo_planner_``.
     """
 
     pools: tuple[PoolDecision, ...] = ()

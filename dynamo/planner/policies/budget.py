@@ -7,11 +7,13 @@ what no worker holds, those that drain included.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from dynamo.planner.observation import Observation, Pool
+from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
 
-__all__ = ["Workers", "affordable", "clamp", "fits", "free_gpus"]
+__all__ = ["Workers", "affordable", "at_limits", "clamp", "fits", "free_gpus", "kept"]
 
 _ROUNDING = 1e-9
 """Fractions of a GPU add up with errors, such as 0.1 + 0.2."""
@@ -74,6 +76,30 @@ def affordable(wanted: Workers, seen: Observation) -> Workers:
     if decode > seen.decode.workers:
         decode = seen.decode.workers + _count(free, seen.decode, decode - seen.decode.workers)
     return Workers(prefill, decode)
+
+
+def at_limits(
+    seen: Observation, rule: str, forecast: Mapping[str, float] | None = None
+) -> ScalingDecision:
+    """Return the decision to keep the workers because of ``rule``, as far as the limits allow.
+
+    A pool below its minimum gets workers: without any there is no load to decide by.
+    """
+    now = Workers(seen.prefill.workers if seen.prefill else 0, seen.decode.workers)
+    allowed = affordable(clamp(now, seen), seen)
+    pools = [kept(DECODE, seen.decode, allowed.decode, rule)]
+    if seen.prefill is not None:
+        pools.insert(0, kept(PREFILL, seen.prefill, allowed.prefill, rule))
+    return ScalingDecision(pools=tuple(pools), forecast=forecast or {})
+
+
+def kept(name: str, pool: Pool, allowed: int, rule: str) -> PoolDecision:
+    """Return the decision to keep a pool by ``rule``; ``allowed`` are its workers within limits."""
+    if allowed > pool.workers:
+        rule = f"{pool.workers} workers, the minimum is {pool.minimum}"
+    elif allowed < pool.workers:
+        rule = f"{pool.workers} workers, the limits allow {allowed}"
+    return PoolDecision(pool=name, wanted=allowed, rule=rule)
 
 
 _NO_POOL = Pool(ready=0, minimum=0, maximum=0)

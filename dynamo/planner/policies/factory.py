@@ -9,6 +9,7 @@ from typing import cast
 from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.planner.policies.base import Policy
+from dynamo.planner.policies.combined import CombinedPolicy
 from dynamo.planner.policies.fixed import FixedPolicy
 from dynamo.planner.policies.hpa import HpaPolicy
 from dynamo.planner.policies.load import LoadPolicy
@@ -22,6 +23,7 @@ Factory = Callable[[PlannerSettings, bool], Policy]
 POLICIES: dict[str, Factory] = {
     "load": lambda settings, prefill: LoadPolicy(settings),
     "sla": SlaPolicy,
+    "load+sla": CombinedPolicy,
 }
 """Policies without an argument. Those of --mode must be here."""
 

@@ -9,7 +9,7 @@ from dynamo.config.planner import PlannerSettings
 from dynamo.errors import ConfigError
 from dynamo.planner.observation import Observation
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
-from dynamo.planner.policies.budget import Workers, clamp
+from dynamo.planner.policies.budget import Workers, affordable, clamp
 
 __all__ = ["FixedPolicy"]
 
@@ -23,7 +23,7 @@ class FixedPolicy:
     disaggregated serving is N of both.
     """
 
-    blocking = True
+    blocking = False
 
     def __init__(self, settings: PlannerSettings, prefill: bool, counts: str) -> None:
         match = _COUNTS.fullmatch(counts)
@@ -37,7 +37,7 @@ class FixedPolicy:
 
     def decide(self, seen: Observation) -> ScalingDecision:
         """Return the fixed counts."""
-        wanted = clamp(self._workers, seen)
+        wanted = affordable(clamp(self._workers, seen), seen)
         pools = [self._pool(DECODE, wanted.decode, self._workers.decode)]
         if seen.prefill is not None:
             pools.insert(0, self._pool(PREFILL, wanted.prefill, self._workers.prefill))

@@ -57,8 +57,9 @@ class HpaPolicy:
         decode = self._pool(DECODE, seen.decode, requests, len(reports), seen.now_s)
         prefill = None
         if seen.prefill is not None:
-            queued, ready = float(seen.traffic.queued), seen.prefill.ready
-            prefill = self._pool(PREFILL, seen.prefill, queued, ready, seen.now_s)
+            queued = float(seen.traffic.queued)
+            reported = seen.prefill.ready if seen.traffic.known else 0
+            prefill = self._pool(PREFILL, seen.prefill, queued, reported, seen.now_s)
         wanted = Workers(prefill.wanted if prefill else 0, decode.wanted)
         limited = affordable(clamp(wanted, seen), seen)
         pools = [_limited(decode, limited.decode)]
@@ -72,6 +73,7 @@ class HpaPolicy:
     def _pool(
         self, name: str, pool: Pool, requests: float, reported: int, now_s: float
     ) -> PoolDecision:
+        reported = min(reported, pool.ready)  # others drain: pods that end are no replicas
         if not reported:
             return PoolDecision(pool=name, wanted=pool.workers, rule="no ready worker reported")
         now = self._recommended(pool, requests, reported)
@@ -88,7 +90,7 @@ class HpaPolicy:
         up = requests > self._target * reported
         # The documented damping: a pod that is not ready or has no metrics has no requests when
         # the load asks for more; one that has no metrics has the target when it asks for fewer.
-        replicas = pool.workers if up else max(pool.ready, reported)
+        replicas = pool.workers if up else pool.ready
         if not up:
             requests += self._target * (replicas - reported)
         ratio = requests / (self._target * replicas)

@@ -15,10 +15,12 @@ an optimiser: one value costs some microseconds, and nothing has to converge.
 from __future__ import annotations
 
 import itertools
+import math
+from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["TrendFilter"]
+__all__ = ["Forecast", "TrendFilter"]
 
 _LEVEL_NOISE = (1e-3, 1e-2, 1e-1, 1.0)
 _SLOPE_NOISE = (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
@@ -30,6 +32,14 @@ _DIFFUSE = 1e4
 
 _UNSCORED = 2
 """First values, which every filter predicts badly."""
+
+
+class Forecast(NamedTuple):
+    """The level some intervals ahead, its standard deviation, and that of a value around it."""
+
+    level: float
+    deviation: float
+    noise: float
 
 
 class TrendFilter:
@@ -70,21 +80,25 @@ class TrendFilter:
         self._p11 = self._p11 * (1.0 - gain_level)
         self.count += 1
 
-    def forecast(self, steps: int) -> tuple[float, float]:
-        """Return mean and standard deviation of the value ``steps`` intervals ahead.
+    def forecast(self, steps: int) -> Forecast:
+        """Return the forecast of ``steps`` intervals ahead. O(steps)."""
+        return self.path(steps)[-1]
 
-        The deviation is that of a single interval: the noise of an observation is in it.
-        """
+    def path(self, steps: int) -> list[Forecast]:
+        """Return the forecasts of 1, 2, … ``steps`` intervals ahead. O(steps)."""
         best, scale = self._best()
-        damping, q, s = self._damping[best], self._q[best], self._s[best]
-        level, slope = self._level[best], self._slope[best]
-        p11, p12, p22 = self._p11[best], self._p12[best], self._p22[best]
+        q, s, damping = _BANK[best].tolist()
+        level, slope = float(self._level[best]), float(self._slope[best])
+        p11, p12 = float(self._p11[best]), float(self._p12[best])
+        p22, noise = float(self._p22[best]), math.sqrt(scale)
+        found = []
         for _ in range(steps):
             level, slope = level + damping * slope, damping * slope
             p11 += 2 * damping * p12 + damping**2 * p22 + q
             p12 = damping * p12 + damping**2 * p22
             p22 = damping**2 * p22 + s
-        return float(level), float(np.sqrt((p11 + 1.0) * scale))
+            found.append(Forecast(level, math.sqrt(max(p11, 0.0) * scale), noise))
+        return found
 
     def _step(self) -> None:
         """Predict the next interval."""

@@ -68,7 +68,7 @@ class _Kalman(Predictor):
         fitted = TrendFilter()
         for value in self.values:
             fitted.add(value)
-        return fitted.forecast(1)[0]
+        return fitted.forecast(1).level
 
 
 class _Arima(Predictor):

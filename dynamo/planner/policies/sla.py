@@ -14,7 +14,7 @@ from dynamo.planner.capacity.model import Capacity, DecodeModel, PrefillModel
 from dynamo.planner.capacity.profile_files import read_profile
 from dynamo.planner.observation import Observation, Traffic
 from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
-from dynamo.planner.policies.budget import Workers, affordable, clamp
+from dynamo.planner.policies.budget import Workers, affordable, at_limits, clamp
 from dynamo.planner.policies.predictors import make_predictor
 from dynamo.planner.policies.sizing import (
     Demand,
@@ -58,7 +58,7 @@ class SlaPolicy:
             self._capacity = ProfiledCapacity(read_profile(Path(settings.profile_results_dir)))
 
     def decide(self, seen: Observation) -> ScalingDecision:
-        """Return the workers for the predicted traffic; none if the interval cannot be judged."""
+        """Return the workers for the predicted traffic."""
         traffic = seen.traffic
         self._idle = 0 if traffic.arrived or traffic.inflight else self._idle + 1
         if self._idle >= IDLE_INTERVALS:
@@ -66,7 +66,7 @@ class SlaPolicy:
             return _decision(seen, Workers(0, 0), rule, {}, {})
         figures = _Figures.of(traffic)
         if figures is None:
-            return ScalingDecision()
+            return at_limits(seen, "the means of the interval are not all known")
         self._learned.observe(seen)
         demand = self._predicted(figures, traffic)
         forecast = {
@@ -76,7 +76,7 @@ class SlaPolicy:
         }
         prefill, decode = self._capacity.prefill, self._capacity.decode
         if prefill is None or decode is None:
-            return ScalingDecision(forecast=forecast)
+            return at_limits(seen, "the capacity of a worker is not learned yet", forecast)
         if self._correct and not isinstance(self._capacity, LearnedCapacity):
             demand = _corrected(demand, figures, seen, prefill, decode)
         wanted = self._size(demand, seen, prefill, decode)

@@ -157,7 +157,7 @@ class _Sweep:
             steps = self._steps(limits) if with_decode else ()
             warm = await probe.prefill(lengths[-1], 1)
             remaining = _Remaining(warm, self._effort, steps, lengths if with_prefill else ())
-            self._say(f"about {remaining.seconds():.0f} s to go", remaining)
+            self._say(f"{service.name}: about {remaining.seconds():.0f} s to go", remaining)
             if with_prefill:
                 await self._prefill(probe, lengths, result, remaining)
             await self._decode(probe, steps, result, remaining)

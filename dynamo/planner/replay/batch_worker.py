@@ -124,7 +124,7 @@ class BatchWorker:
 
     def _plan(self, now_s: float) -> None:
         # After a preemption nothing is admitted: it would take the space just freed.
-        if not self._preempt() and self.waiting:
+        if not self._preempt(now_s) and self.waiting:
             self._admit()
         batch, model = len(self.decoding), self.model
         if self.prefilling:
@@ -201,6 +201,9 @@ class BatchWorker:
             if request.first_s < 0:
                 request.first_s = now_s
                 self.counters.first_token(request)
+            else:  # computed again
+                self.counters.tokens += 1
+                self.counters.token_s += now_s - request.preempted_s
             request.left -= 1
             if request.left:
                 request.finish_step = self._steps + request.left
@@ -224,7 +227,7 @@ class BatchWorker:
             found.append(request)
         return found
 
-    def _preempt(self) -> bool:
+    def _preempt(self, now_s: float) -> bool:
         """Move the newest sequences back to the queue until every other one can grow."""
         preempted = False
         while len(self.decoding) > 1 and self.kv_used + len(self.decoding) > self.model.kv_tokens:
@@ -235,6 +238,7 @@ class BatchWorker:
             request.prompt += generated
             request.left = left
             request.finish_step = -1
+            request.preempted_s = now_s
             request.transferred = False
             preempted = True
             self._queued_kv += request.prompt

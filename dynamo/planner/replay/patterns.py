@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import cos, pi
+from math import cos, exp, inf, log1p, pi, sqrt
 
 import numpy as np
 
@@ -18,6 +18,7 @@ Rate = Callable[[float], float]
 """Time in seconds → requests per second, or factor of a trace's rate."""
 
 _STEP_S = 1.0
+_LONGEST_S = 1e6
 
 
 def flat(rate: float) -> Rate:
@@ -45,7 +46,7 @@ def flash(low: float, high: float, period_s: float) -> Rate:
         if since_s < 0:
             return low
         fade = max(0.0, since_s / period_s - 0.1) / 0.05
-        return low + (high - low) * float(np.exp(-fade))
+        return low + (high - low) * exp(-fade)
 
     return rate
 
@@ -97,14 +98,15 @@ def generate(  # noqa: PLR0913 - all but the first by name
     """
     rng = random.Random(seed)
     ends, totals = _integral(rate, duration_s)
-    found: list[ReplayRequest] = []
-    load = 0.0
-    while True:
+    loads: list[float] = []
+    load = rng.gammavariate(1 / cv**2, cv**2)
+    while load < totals[-1]:
+        loads.append(load)
         load += rng.gammavariate(1 / cv**2, cv**2)
-        if load >= totals[-1]:
-            return found
-        at_s = float(np.interp(load, totals, ends))
-        found.append(ReplayRequest(at_s, _length(rng, isl, spread), _length(rng, osl, spread)))
+    return [
+        ReplayRequest(at_s, _length(rng, isl, spread), _length(rng, osl, spread))
+        for at_s in np.interp(np.asarray(loads), totals, ends).tolist()
+    ]
 
 
 def speed_up(requests: Sequence[ReplayRequest], factor: float) -> list[ReplayRequest]:
@@ -115,20 +117,17 @@ def speed_up(requests: Sequence[ReplayRequest], factor: float) -> list[ReplayReq
 def warp(requests: Sequence[ReplayRequest], rate: Rate) -> list[ReplayRequest]:
     """Return the trace at ``rate(t)`` times its own speed at time t."""
     last_s = max((request.at_s for request in requests), default=0.0)
-    duration_s = 60.0
-    ends, totals = _integral(rate, duration_s)
-    while totals[-1] < last_s:
-        duration_s *= 2
-        if duration_s > 1e7:
-            raise ConfigError("--warp: the rate is too low for the trace to end; raise it")
-        ends, totals = _integral(rate, duration_s)
-    return [replace(r, at_s=float(np.interp(r.at_s, totals, ends))) for r in requests]
+    ends, totals = _integral(rate, _LONGEST_S, last_s)
+    if totals[-1] < last_s:
+        raise ConfigError("--warp: the rate is too low for the trace to end; raise it")
+    times_s = np.interp(np.array([r.at_s for r in requests]), totals, ends).tolist()
+    return [replace(r, at_s=at_s) for r, at_s in zip(requests, times_s, strict=True)]
 
 
-def _integral(rate: Rate, duration_s: float) -> tuple[list[float], list[float]]:
-    """Return points in time, and the integral of ``rate`` up to each."""
+def _integral(rate: Rate, duration_s: float, total: float = inf) -> tuple[list[float], list[float]]:
+    """Return points in time, and the integral of ``rate`` up to each, until it is ``total``."""
     ends, totals = [0.0], [0.0]
-    while ends[-1] < duration_s:
+    while ends[-1] < duration_s and totals[-1] < total:
         step_s = min(_STEP_S, duration_s - ends[-1])
         totals.append(totals[-1] + rate(ends[-1] + step_s / 2) * step_s)
         ends.append(ends[-1] + step_s)
@@ -138,7 +137,7 @@ def _integral(rate: Rate, duration_s: float) -> tuple[list[float], list[float]]:
 def _length(rng: random.Random, mean: int, spread: float) -> int:
     if not spread:
         return mean
-    sigma = float(np.sqrt(np.log1p(spread**2)))
+    sigma = sqrt(log1p(spread**2))
     return max(1, round(mean * rng.lognormvariate(-(sigma**2) / 2, sigma)))
 
 

@@ -95,6 +95,7 @@ class RequestState:
         "isl",
         "left",
         "osl",
+        "preempted_s",
         "prompt",
         "rejected",
         "transferred",
@@ -108,7 +109,7 @@ class RequestState:
         self.blocks = request.blocks
         self.computed = self.estimate = 0
         self.finish_step = -1
-        self.first_s = self.end_s = -1.0
+        self.first_s = self.end_s = self.preempted_s = -1.0
         self.rejected = self.transferred = False
 
     @property

@@ -9,6 +9,7 @@ __all__ = ["LEAST_ATTAINMENT", "Point", "frontier", "hours_at", "score"]
 
 LEAST_ATTAINMENT = 0.9
 """Below this attainment there is no score: saving GPUs by missing the targets is easy."""
+_LEAST_SAVING = 0.02
 
 
 class Point(NamedTuple):
@@ -48,7 +49,7 @@ def score(reached: Point, fixed: Iterable[Point], oracle: Iterable[Point]) -> fl
 
     Gs are the GPU-hours of ``fixed`` deployments and Go those of the ``oracle``, to which the fixed
     schedules are open, too. Above what every fixed deployment reaches Gs is the largest one. None
-    below ``LEAST_ATTAINMENT``, or where the oracle saves nothing.
+    below ``LEAST_ATTAINMENT``, or where the oracle saves so little that the score would be noise.
     """
     if reached.attainment < LEAST_ATTAINMENT:
         return None
@@ -57,6 +58,6 @@ def score(reached: Point, fixed: Iterable[Point], oracle: Iterable[Point]) -> fl
     at_most = min(reached.attainment, ideal[-1].attainment)
     best = hours_at(ideal, at_most)
     static = hours_at(statics, min(reached.attainment, statics[-1].attainment))
-    if best is None or static is None or static - best <= 0:
+    if best is None or static is None or static - best < _LEAST_SAVING * static:
         return None
     return (static - reached.gpu_hours) / (static - best)

@@ -16,7 +16,6 @@ from dynamo.planner.connector import DRAINING, READY, STARTING, ActionFailed
 from dynamo.planner.loop import ScalingLoop
 from dynamo.planner.policies.factory import make_policy
 
-pytestmark = pytest.mark.anyio
 FAST = PlannerSettings(
     metric_pulling_interval_s=0.005, adjustment_interval_s=0.02, max_gpu_budget=4
 )
@@ -240,3 +239,17 @@ async def test_a_worker_counts_once_when_the_connector_lists_it() -> None:
     assert (pool.ready, pool.starting) == (2, 1)
     connector.gates[1].set()
     assert await work == ""
+
+
+async def test_a_policy_of_the_traffic_is_not_asked_without_it() -> None:
+    settings = PlannerSettings(
+        metric_pulling_interval_s=0.005, adjustment_interval_s=0.02, mode="sla"
+    )
+    connector, policy, sources = FakeConnector(service("Worker")), Wanted(2), FakeSources()
+    sources.known = False
+    async with running(connector, policy, settings, sources) as (_, record):
+        await until(lambda: len(record.records) >= 2)
+        assert policy.seen == [] and connector.calls == []
+        assert "a frontend does not answer" in record.records[-1].pools[0].rule
+        sources.known = True
+        await until(lambda: connector.count("Worker") == 2)

@@ -99,24 +99,25 @@ def replay_times(requests: Items[ReplayRequest], model: ServiceModel) -> list[tu
 
 
 @pytest.mark.parametrize(
-    ("rate", "limits"),
+    ("rate", "limits", "tolerance"),
     [
-        (1.0, {}),
-        (6.0, {}),
-        (6.0, {"max_num_batched_tokens": 1024}),
-        (8.0, {"max_num_seqs": 16}),
-        (8.0, {"kv_tokens": 60_032}),
+        (1.0, {}, 0.02),
+        (6.0, {}, 0.02),
+        (6.0, {"max_num_batched_tokens": 1024}, 0.02),
+        (8.0, {"max_num_seqs": 16}, 0.04),
+        (8.0, {"kv_tokens": 60_032}, 0.08),
     ],
     ids=["light", "busy", "small chunks", "few sequences", "small cache"],
 )
-def test_means_agree_with_the_mocker(rate: float, limits: dict[str, int]) -> None:
-    """Mean TTFT and ITL agree within 5 %: the replay counts KV in tokens, not in blocks."""
+def test_means_agree_with_the_mocker(rate: float, limits: dict[str, int], tolerance: float) -> None:
+    """Mean TTFT and ITL agree within 2 %, or 8 % when sequences or blocks run out: the replay
+    counts KV in tokens, not in blocks."""
     model = replace(service_model("mocker"), **limits)  # type: ignore[arg-type]
     requests = generate(flat(rate), duration_s=40, isl=2000, osl=120, spread=0.5, seed=3)
     expected, found = mocker_times(requests, model), replay_times(requests, model)
     for number in (0, 1):
         assert fmean(times[number] for times in found) == pytest.approx(
-            fmean(times[number] for times in expected), rel=0.05
+            fmean(times[number] for times in expected), rel=tolerance
         )
 
 

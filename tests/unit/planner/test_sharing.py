@@ -150,6 +150,8 @@ def test_a_policy_gets_the_gpus_of_lower_priorities_and_idle_models() -> None:
     assert shared(wants, model("b", 2, priority=1), gpus=3) == {}
     assert shared(wants, model("b", 1, idle_s=9, priority=1), gpus=2) == {"b": 0}
     assert shared(wants, model("b", 1), gpus=2) == {}
+    assert shared(model("a", 0, wanted=2), gpus=2) == {}
+    assert shared(model("a", 1, wanted=2, idle_s=9), gpus=2) == {}
 
 
 def test_the_limits_of_the_policies() -> None:

@@ -8,7 +8,13 @@ import pytest
 
 from dynamo.errors import ConfigError
 from dynamo.serve.graph import parse_graph
-from dynamo.serve.graph_changes import GraphChanges, allocator_beside, compare
+from dynamo.serve.graph_changes import (
+    GraphChanges,
+    added_workers,
+    allocator_beside,
+    compare,
+    follow,
+)
 from dynamo.serve.watchers import WatcherSpec, drain_env, plan, plan_added, with_gpus
 
 TEXT = """
@@ -92,3 +98,29 @@ def test_gpus_beside_those_that_are_held() -> None:
 @pytest.mark.parametrize(("graceful", "drain"), [(30, "25"), (10, "8"), (0, "0"), (600, "595")])
 def test_a_drain_ends_before_the_kill(graceful: float, drain: str) -> None:
     assert set(drain_env(graceful).values()) == {drain}
+
+
+def test_an_added_worker_follows_its_service() -> None:
+    """Replaced and removed with it, on its own GPUs; not one that has another command."""
+    running = {spec.name: spec for spec in specs(TEXT)}
+    planned = list(running.values())
+    for name, argv in (("dynamo_A_4", running["dynamo_A"].argv), ("dynamo_A_7", ("other",))):
+        running[name] = plan_added(name, argv, {"CUDA_VISIBLE_DEVICES": "5"}, planned)
+    added = added_workers(running, planned)
+    assert added == {"dynamo_A_4": "dynamo_A"}
+
+    def after(text: str) -> GraphChanges:
+        wanted = specs(text)
+        followed = [*wanted, *follow(added, wanted)]
+        return compare(running, followed, {*added, *(spec.name for spec in planned)})
+
+    assert after(TEXT).lines() == []
+    changed = after(TEXT.replace("x: 1", "x: 2"))
+    assert names([*changed.changed]) == ["dynamo_A", "dynamo_A_1", "dynamo_A_4"]
+    worker = changed.changed[2]
+    assert (worker.gpus, worker.index, worker.env["DYN_WATCHER_NAME"]) == (("5",), 4, worker.name)
+    assert worker.argv == changed.changed[0].argv and changed.removed == []
+    gone = after("B: {run: [python, b.py]}")
+    assert gone.removed == ["dynamo_A", "dynamo_A_1", "dynamo_A_4"]
+    five = after(TEXT.replace("workers: 2", "workers: 5"))
+    assert names([*five.added]) == ["dynamo_A_2", "dynamo_A_3"]

@@ -1,0 +1,139 @@
+"""Compare policies in a simulated arena: GPU-hours, attainment and score, as a Markdown table.
+
+    python benchmarks/planner_arena.py --trace mooncake_conversation_trace.jsonl
+
+At most 8 workers of the preset qwen3-8b-h100 with one GPU each, 4 of them ready at the start; TTFT
+2 s, ITL 50 ms; every policy with its default options on every traffic:
+
+* conversation: the trace at 0.2-2.2 times its rate with a period of 20 minutes (49 minutes);
+* flat, bursts: 8 requests/s for 40 minutes, Poisson and with gaps of CV 4;
+* day: 1-13 requests/s along a daily curve in two hours;
+* flash: 3 requests/s, 12 for 3 minutes every half hour.
+
+Synthetic prompts have 8,000 tokens and replies 350 on average, both with a CV of 1. The fixed
+deployment shown is the cheapest one with 90 %, the oracle the cheapest schedule it found with 90 %.
+G/Go is relative to the oracle at the same attainment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dynamo.bench.trace import read_trace
+from dynamo.config.planner import PlannerSettings
+from dynamo.planner.replay.compare import Baseline, fixed_runs, run_policy
+from dynamo.planner.replay.patterns import generate, parse_pattern, warp
+from dynamo.planner.replay.request import ReplayRequest, from_trace
+from dynamo.planner.replay.result import ReplayResult
+from dynamo.planner.replay.setup import ReplaySetup
+
+POLICIES = ("load", "sla", "load+sla", "hpa:12")
+START_UPS = (5.0, 60.0, 180.0)
+ATTAINMENT = 0.9
+SETTINGS = PlannerSettings(ttft_ms=2000.0, itl_ms=50.0)
+SETUP = ReplaySetup(workers=4, ttft_ms=2000.0, itl_ms=50.0)
+
+
+def synthetic(curve: str, duration_s: float, cv: float = 1.0) -> list[ReplayRequest]:
+    return generate(
+        parse_pattern(curve, "curve"),
+        duration_s=duration_s,
+        isl=8000,
+        osl=350,
+        cv=cv,
+        spread=1.0,
+        seed=12,
+    )
+
+
+def traffics(trace: Path) -> dict[str, Callable[[], list[ReplayRequest]]]:
+    return {
+        "conversation": lambda: warp(
+            from_trace(read_trace(trace)), parse_pattern("sine:0.2-2.2:1200", "curve")
+        ),
+        "flat": lambda: synthetic("flat:8", 2400.0),
+        "day": lambda: synthetic("day:1-13:7200", 7200.0),
+        "bursts": lambda: synthetic("flat:8", 2400.0, cv=4.0),
+        "flash": lambda: synthetic("flash:3-12:1800", 3600.0),
+    }
+
+
+def row(result: ReplayResult, baseline: Baseline, start_up_s: float) -> dict[str, Any]:
+    result = baseline.scored(result)
+    ideal = baseline.oracle_hours(result.attainment)
+    hours = result.duration_s / 3600
+    return {
+        **result.figures(),
+        "start_up_s": start_up_s,
+        "of_oracle": result.gpu_hours / ideal if ideal else None,
+        "actions_per_hour": result.actions / hours if hours else 0.0,
+    }
+
+
+def contest(
+    requests: Sequence[ReplayRequest], policies: Sequence[str], start_ups: Sequence[float]
+) -> list[dict[str, Any]]:
+    fixed = fixed_runs(requests, SETUP, SETTINGS)
+    enough = [run for run in fixed if run.attainment >= ATTAINMENT] or [fixed[-1]]
+    rows = []
+    for start_up_s in start_ups:
+        setup = replace(SETUP, start_up_s=start_up_s)
+        baseline = Baseline.of(requests, setup, fixed, ATTAINMENT)
+        runs = [run_policy(name, requests, setup, SETTINGS) for name in policies]
+        for run in (*runs, min(enough, key=lambda r: r.gpu_hours), baseline.best):
+            rows.append(row(run, baseline, start_up_s))
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| start-up | policy | GPU-hours | attained | G/Go | score | worst minute | TTFT p99 "
+        "| actions/h | reversals |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for found in rows:
+        lines.append(
+            f"| {found['start_up_s']:g} s | {found['policy']} | {found['gpu_hours']:.2f} "
+            f"| {found['attainment']:.1%} | {_number(found['of_oracle'])} "
+            f"| {_number(found['score'])} | {found['worst_minute']:.0%} "
+            f"| {found['ttft_p99_ms'] / 1000:.1f} s | {found['actions_per_hour']:.0f} "
+            f"| {found['reversals']} |"
+        )
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trace", type=Path, required=True, help="Mooncake conversation trace")
+    parser.add_argument("--traffic", action="append", help="only this one; may be repeated")
+    parser.add_argument("--policy", action="append", help=f"default: {', '.join(POLICIES)}")
+    parser.add_argument("--start-up", action="append", type=float, help="default: 5, 60, 180")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    known = traffics(options.trace)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in options.traffic or known:
+        begin_s = time.monotonic()
+        requests = known[name]()
+        found[name] = contest(requests, options.policy or POLICIES, options.start_up or START_UPS)
+        print(f"### {name}\n", *table(found[name]), "", sep="\n", flush=True)
+        print(f"{name}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""``dynamo state``: show and repair the statefile of a deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from dynamo.config import from_env, load
+from dynamo.config.planner import PlannerSettings
+from dynamo.config.runtime import RuntimeSettings
+from dynamo.config.state import StateSettings
+from dynamo.errors import ConfigError, DynamoError, StatefileError
+from dynamo.planner.local.connector import open_access
+from dynamo.planner.local.reconcile import reconcile
+from dynamo.planner.local.registered import registered_workers
+from dynamo.planner.local.status import ComponentStatus, StateReport, arbiter_is_alive
+from dynamo.runtime.paths import run_dir, state_path, store_dir, store_path
+from dynamo.serve.rundir import RunDirectory
+from dynamo.serve.statefile import Statefile
+
+__all__ = ["main"]
+
+DESCRIPTION = "Show the processes, GPUs and leases of a deployment, or repair its statefile."
+EPILOG = """repair is safe while the deployment and its planner run. It deletes entries without a
+watcher, finishes removals that a crash interrupted, and corrects GPUs. Without a running
+deployment it does what the next dynamo serve would do first: it ends processes that are left and
+removes the statefile.
+Exit status: 0 shown or repaired, 1 there is no deployment, or a part could not be repaired."""
+
+_COLUMNS = ("COMPONENT", "STATE", "PIDS", "GPUS", "LEASE", "MODEL")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb; return the exit status."""
+    (settings,) = load("dynamo state", DESCRIPTION, [StateSettings], argv, epilog=EPILOG)
+    runtime = from_env(RuntimeSettings)
+    if settings.namespace:
+        runtime = replace(runtime, namespace=settings.namespace)
+    statefile = Statefile(state_path(runtime), runtime.namespace)
+    try:
+        if settings.action == "show":
+            print(_show(statefile, runtime, settings.json))
+        elif settings.action == "repair":
+            print("\n".join(_repair(statefile, runtime, settings.dry_run)))
+        else:
+            raise ConfigError("nothing to do; try: dynamo state show")
+    except (DynamoError, OSError) as error:
+        print(f"dynamo state: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def _show(statefile: Statefile, runtime: RuntimeSettings, as_json: bool) -> str:
+    document = statefile.read()
+    if document is None:
+        raise _no_statefile(statefile)
+    report = StateReport.of(document, registered_workers(store_path(runtime)))
+    if as_json:
+        return msgspec.json.format(msgspec.json.encode(report)).decode()
+    return _text(report)
+
+
+def _text(report: StateReport) -> str:
+    rows = [_COLUMNS, *(_row(component) for component in report.components)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = [
+        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    used = sum(bool(holders) for holders in report.gpus.values())
+    life = "running" if report.arbiter_alive else "dead; see: dynamo state repair --dry-run"
+    lines.append(f"GPUs: {used} of {len(report.gpus)} in use")
+    lines.append(f"arbiter: pid {report.arbiter_pid}, {life}")
+    return "\n".join(lines)
+
+
+def _row(status: ComponentStatus) -> tuple[str, ...]:
+    pids = [*map(str, status.pids), *(f"{pid} (dead)" for pid in status.dead_pids)]
+    return (
+        status.component,
+        status.state,
+        ",".join(pids) or "-",
+        ",".join(status.gpus) or "-",
+        status.lease or "-",
+        status.model or "-",
+    )
+
+
+def _repair(statefile: Statefile, runtime: RuntimeSettings, dry_run: bool) -> list[str]:
+    try:
+        document = statefile.read()
+    except StatefileError:  # damaged: a running arbiter replaces it, else there is no other use
+        document = {}
+    if document is None:
+        raise _no_statefile(statefile)
+    if not arbiter_is_alive(document):
+        return _repair_dead(statefile, runtime, dry_run)
+    return asyncio.run(_repair_running(runtime, dry_run)) or ["nothing to repair"]
+
+
+async def _repair_running(runtime: RuntimeSettings, dry_run: bool) -> list[str]:
+    async with open_access(runtime, PlannerSettings()) as access:
+        return await reconcile(access, dry_run)
+
+
+def _repair_dead(statefile: Statefile, runtime: RuntimeSettings, dry_run: bool) -> list[str]:
+    if dry_run:
+        return [
+            f"no deployment runs in namespace {statefile.namespace!r}: its processes that are left "
+            f"would be killed, and {statefile.path} removed"
+        ]
+    directory = RunDirectory(run_dir(runtime), store_dir(runtime), statefile)
+    directory.acquire()
+    try:
+        return directory.reconcile()
+    finally:
+        directory.release()
+
+
+def _no_statefile(statefile: Statefile) -> StatefileError:
+    return StatefileError(
+        f"no statefile {statefile.path}: no deployment runs in namespace {statefile.namespace!r}; "
+        "name another one with --namespace"
+    )

@@ -1,0 +1,242 @@
+"""The policy load+sla: a forecast as the lower bound, and a fast reaction to load. Pure.
+
+Every few seconds it compares three figures of each pool, in workers:
+
+- what the forecast needs when a worker that is added now will serve, one start-up from now;
+- what the backlog needs on top, if it will still be there then;
+- the most that was needed in the last minute, or will be until a start-up from now.
+
+Workers are added up to the sum of the first two at once, and removed down to the third.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.planner.observation import Observation, Pool
+from dynamo.planner.policies.action_limit import ActionLimit
+from dynamo.planner.policies.base import DECODE, PREFILL, PoolDecision, ScalingDecision
+from dynamo.planner.policies.budget import Workers, affordable, clamp, kept
+from dynamo.planner.policies.forecast import RateForecast
+from dynamo.planner.policies.load_meter import LoadMeter
+from dynamo.planner.policies.staffing import Limits, WorkerLoadModel
+from dynamo.planner.policies.start_up import StartUpTime
+
+__all__ = ["CombinedPolicy"]
+
+_REACTION_S = 5.0
+_INTERVALS = 3
+"""Decisions in one interval of the forecast."""
+
+_TAIL = 2.6
+"""Times to first token have about an exponential tail: 1 in 13 is above 2.6 times the mean."""
+
+_ITL_SHARE = 0.8
+_KV_USAGE = 0.85
+"""Means that leave room for the variation between requests and workers."""
+
+_AHEAD_S = 30.0
+_HOLD_S = 60.0
+_DRAIN_S = 60.0
+"""Time in which a backlog should be gone."""
+
+_UNREMARKABLE = 3
+"""Queued requests that are no backlog."""
+
+
+class CombinedPolicy:
+    """Sizes the pools for the forecast, and for the backlog if there is one.
+
+    Nothing has to be configured but the targets: what a request costs, how bursty the traffic is
+    and how long a worker starts is learned. Decides every 5 s, or as often as
+    --adjustment-interval says if that is shorter.
+    """
+
+    name = "load+sla"
+    blocking = False
+
+    def __init__(self, settings: PlannerSettings, prefill: bool) -> None:
+        self.interval_s = min(_REACTION_S, settings.adjustment_interval_s)
+        limits = Limits(
+            ttft_ms=settings.ttft_ms / _TAIL,
+            itl_ms=settings.itl_ms * _ITL_SHARE,
+            kv_usage=_KV_USAGE,
+        )
+        names = (PREFILL, DECODE) if prefill else (DECODE,)
+        self._pools = {name: _PoolSizing(limits) for name in names}
+        self._forecast = RateForecast(_INTERVALS * self.interval_s)
+        self._meter = LoadMeter(aggregated=not prefill)
+        self._actions = ActionLimit()
+        self._queued = 0
+        self._now_s = 0.0
+
+    def decide(self, seen: Observation) -> ScalingDecision:
+        """Return the workers to have now; none before the cost of a request is known."""
+        self._now_s = seen.now_s
+        self._actions.refill(seen.now_s)
+        for name, sizing in self._pools.items():
+            sizing.start_up.observe(_pool(seen, name), seen.now_s)
+        self._forecast.add(seen.traffic.arrived, seen.traffic.duration_s)
+        self._meter.observe(seen, self._queued)
+        self._queued = seen.traffic.queued
+        needs: dict[str, _Need] = {}
+        for name, sizing in self._pools.items():
+            model = self._meter.model(name)
+            if model is not None and self._forecast.known:
+                needs[name] = sizing.need(model, self._outlook(sizing, seen), seen)
+        return self._decision(needs, seen)
+
+    def applied(self, decision: ScalingDecision, failed: Collection[str]) -> None:
+        """Forget the starts that failed."""
+        for name in failed:
+            self._pools[name].start_up.failed(self._now_s)
+
+    def _outlook(self, sizing: _PoolSizing, seen: Observation) -> _Outlook:
+        start_s = sizing.start_up.seconds + self.interval_s
+        path = self._forecast.path(start_s + _AHEAD_S)
+        first = min(int(start_s / self._forecast.interval_s), len(path) - 1)
+        expected = self._forecast.rate * sizing.limits.ttft_ms / 1000.0 + _UNREMARKABLE
+        return _Outlook(
+            start_s=start_s,
+            later=float(path[first:].max()),
+            most=float(path.max()),
+            arriving=float(path[:first].sum()) * self._forecast.interval_s,
+            served_s=first * self._forecast.interval_s,
+            backlog=max(seen.traffic.queued - expected, 0.0),
+        )
+
+    def _decision(self, needs: Mapping[str, _Need], seen: Observation) -> ScalingDecision:
+        """Return the needs within the budget and the limit of actions."""
+        wanted = {name: _pool(seen, name).workers for name in (PREFILL, DECODE)}
+        for name, need in needs.items():
+            wanted[name] = need.change(wanted[name], self._actions)
+        allowed = affordable(clamp(Workers(wanted[PREFILL], wanted[DECODE]), seen), seen)
+        made = []
+        forecast: dict[str, float] = self._predicted() if needs else {}
+        for name, sizing in self._pools.items():
+            count = allowed.prefill if name == PREFILL else allowed.decode
+            pool = _pool(seen, name)
+            if count != pool.workers:
+                self._actions.use()
+                sizing.start_up.changed(pool, count, seen.now_s)
+            sized = needs.get(name)
+            if sized is None:
+                made.append(kept(name, pool, count, "the cost of a request is not learned yet"))
+                continue
+            made.append(sized.decision(name, pool.workers, count))
+            forecast |= sized.forecast(name, count)
+        return ScalingDecision(pools=tuple(made), forecast=forecast)
+
+    def _predicted(self) -> dict[str, float]:
+        isl, osl = self._meter.lengths
+        return {
+            "predicted_input_sequence_tokens": isl,
+            "predicted_output_sequence_tokens": osl,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outlook:
+    """Requests per second from a start-up from now on (``later``) and at most from now on.
+
+    ``arriving`` requests come in the next ``served_s``; ``backlog`` wait longer than they should.
+    """
+
+    start_s: float
+    later: float
+    most: float
+    arriving: float
+    served_s: float
+    backlog: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Need:
+    """``target`` workers for the forecast and ``extra`` for the backlog; at least ``floor``."""
+
+    model: WorkerLoadModel
+    outlook: _Outlook
+    target: int
+    extra: int
+    floor: int
+
+    def change(self, workers: int, actions: ActionLimit) -> int:
+        """Return the workers to have instead of ``workers``."""
+        if self.target + self.extra > workers and actions.allows(up=True):
+            return self.target + self.extra
+        if self.floor < workers and actions.allows(up=False):
+            return self.floor
+        return workers
+
+    def decision(self, pool: str, workers: int, wanted: int) -> PoolDecision:
+        """Return the decision for ``wanted`` workers, with its reason."""
+        outlook = self.outlook
+        rule = (
+            f"forecast {outlook.later:.2f} requests/s in {outlook.start_s:.0f} s "
+            f"needs {self.target} workers"
+        )
+        if wanted > workers and self.extra:
+            rule += f", {outlook.backlog:.0f} queued requests {self.extra} more"
+        elif wanted < workers:
+            rule = f"{self.floor} workers were enough for {_HOLD_S:.0f} s and will be"
+        elif wanted == workers and self.target + self.extra != workers:
+            rule += f"; {self.floor} to {self.target + self.extra} keep {workers}"
+        inputs = {
+            "service_s": self.model.service_s,
+            "burst": self.model.burst,
+            "most_requests_per_second": outlook.most,
+            "start_s": outlook.start_s,
+            "backlog": outlook.backlog,
+        }
+        return PoolDecision(pool=pool, wanted=wanted, rule=rule, inputs=inputs)
+
+    def forecast(self, pool: str, wanted: int) -> dict[str, float]:
+        """Return the figures for the metrics."""
+        rate, workers = self.outlook.later, max(wanted, 1)
+        figures = {
+            "predicted_requests_per_second": rate,
+            f"predicted_num_{pool}_replicas": float(self.target),
+            "throughput_scaling_decision": float(self.target),
+            "load_scaling_decision": float(self.extra),
+        }
+        estimated = {
+            "estimated_ttft_ms": self.model.ttft_ms(rate, workers),
+            "estimated_itl_ms": self.model.inter_token_ms(rate, workers),
+        }
+        return figures | {name: ms for name, ms in estimated.items() if 0 < ms < math.inf}
+
+
+class _PoolSizing:
+    """One pool: what it needed recently, and how long its workers start."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.start_up = StartUpTime()
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def need(self, model: WorkerLoadModel, outlook: _Outlook, seen: Observation) -> _Need:
+        """Return what the pool needs."""
+        ready = (seen.prefill or seen.decode).ready
+        extra = 0
+        if outlook.backlog > 0 and model.service_s > 0:
+            # What is queued now, and what the ready workers do not finish until others serve.
+            work_s = (outlook.backlog + outlook.arriving) * model.service_s
+            extra = max(math.ceil((work_s - ready * outlook.served_s) / _DRAIN_S), 0)
+        target = model.workers(outlook.later, self.limits)
+        most = max(model.workers(outlook.most, self.limits), target) + extra
+        self._recent.append((seen.now_s, most))
+        while self._recent[0][0] < seen.now_s - _HOLD_S:
+            self._recent.popleft()
+        floor = max(workers for _, workers in self._recent)
+        return _Need(model=model, outlook=outlook, target=target, extra=extra, floor=floor)
+
+
+_NO_POOL = Pool(ready=0)
+
+
+def _pool(seen: Observation, name: str) -> Pool:
+    return seen.decode if name == DECODE else seen.prefill or _NO_POOL

@@ -1,0 +1,116 @@
+"""The arrival rate of the next minutes: a trend, and what followed when it looked the same. Pure.
+
+A trend alone does not see a rise before it begins. So the forecast also looks up the moments of the
+past at which the rate was at a similar level and had risen as much, and takes what came after them:
+a daily curve, a cron job or any other pattern is used once it has been seen, without a period to
+set. The more similar moments there are, the more they count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamo.planner.policies.kalman import TrendFilter
+
+__all__ = ["RateForecast"]
+
+_Rates: TypeAlias = NDArray[np.float64]
+
+_HISTORY = 8192
+_CAUTION = 0.5
+"""Standard deviations of the trend that are added to it: the longer a start-up and the more
+volatile the rate, the more."""
+
+_MOST_GROWTH = 2.0
+"""A trend is followed up to this multiple of the rate."""
+
+_FEW_REQUESTS = 2.0
+"""Requests in an interval below which a growth in proportion means nothing."""
+
+_SHORT, _LONG = 4, 12
+"""Intervals over which the rise is compared."""
+
+_SIMILAR = 0.24
+"""Difference in level, as a share of the mean rate, at which a moment counts 60 %."""
+
+_SAME_MOMENT = 6.0
+"""Neighbouring intervals are one event: so many of them count as one similar moment."""
+
+
+class RateForecast:
+    """Collects arrivals in intervals of ``interval_s``; :meth:`path` is the rate from now on."""
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self._filter = TrendFilter()
+        self._levels: deque[float] = deque(maxlen=_HISTORY)
+        self._arrived = 0
+        self._duration_s = 0.0
+        self._path: _Rates | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a forecast: after two intervals."""
+        return len(self._levels) >= 2
+
+    @property
+    def rate(self) -> float:
+        """The requests per second now, smoothed."""
+        return self._levels[-1] if self._levels else 0.0
+
+    def add(self, arrived: int, duration_s: float) -> None:
+        """Count ``arrived`` requests of the last ``duration_s``."""
+        self._arrived += arrived
+        self._duration_s += duration_s
+        if self._duration_s >= self.interval_s - 1e-6:
+            self._filter.add(self._arrived / self._duration_s)
+            self._levels.append(max(self._filter.forecast(1).level, 0.0))
+            self._arrived, self._duration_s, self._path = 0, 0.0, None
+
+    def path(self, horizon_s: float) -> _Rates:
+        """Return the rates after 1, 2, … intervals, up to ``horizon_s``. O(history)."""
+        steps = math.ceil(horizon_s / self.interval_s) + 1
+        if self._path is None or len(self._path) < steps:
+            trend = self._trend(steps)
+            # A rise that has begun counts even if it ended sooner in the past.
+            self._path = np.maximum(trend, self._with_history(trend))
+        return self._path[:steps]
+
+    def _trend(self, steps: int) -> _Rates:
+        # Nothing is extrapolated further than it has been observed.
+        known = max(1, self._filter.count - 2)
+        most = _MOST_GROWTH * max(self.rate, _FEW_REQUESTS / self.interval_s)
+        path = self._filter.path(min(steps, known))
+        rates = [min(max(a.level + _CAUTION * a.deviation, 0.0), most) for a in path]
+        return np.array(rates + rates[-1:] * (steps - len(rates)))
+
+    def _with_history(self, trend: _Rates) -> _Rates:
+        """Return the mean of ``trend`` and what followed similar moments, by their weight."""
+        levels, steps = np.array(self._levels), len(trend)
+        past = np.arange(_LONG, len(levels) - steps)
+        scale = _SIMILAR * levels[-2 * _HISTORY :].mean() if len(levels) else 0.0
+        if not len(past) or scale <= 0:
+            return trend
+        now = len(levels) - 1
+        distance = ((levels[past] - levels[now]) / scale) ** 2
+        for span, width in ((_SHORT, scale), (_LONG, 2 * scale)):
+            rise = levels[now] - levels[now - span]
+            distance += ((levels[past] - levels[past - span] - rise) / width) ** 2
+        weights = np.exp(-distance / 2)
+        total = weights.sum() / _SAME_MOMENT
+        share = total / (total + 1.0)
+        after = levels[past[:, None] + np.arange(1, steps + 1)] - levels[past][:, None]
+        followed = np.maximum(levels[now] + _weighted_median(after, weights), 0.0)
+        return (1.0 - share) * trend + share * followed
+
+
+def _weighted_median(rows: _Rates, weights: _Rates) -> _Rates:
+    """Return the weighted median of each column."""
+    order = np.argsort(rows, axis=0)
+    reached = np.cumsum(weights[order], axis=0) >= weights.sum() / 2
+    return np.take_along_axis(rows, order, axis=0)[reached.argmax(axis=0), np.arange(rows.shape[1])]

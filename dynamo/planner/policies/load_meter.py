@@ -1,0 +1,146 @@
+"""What a request costs a worker: measured from load reports and latencies. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from dynamo.planner.observation import Observation, Pull, WorkerLoad
+from dynamo.planner.policies.base import DECODE, PREFILL
+from dynamo.planner.policies.staffing import WorkerLoadModel, wait_factor
+
+__all__ = ["LoadMeter"]
+
+_MEMORY_S = 150.0
+"""Time after which an observation counts about a third."""
+
+_PRIOR_BURST, _PRIOR_S = 1.5, 20.0
+"""First guess of the burst factor, and the seconds of waiting for which it counts."""
+
+_BURST_RANGE = (0.3, 8.0)
+_CALM = 0.9
+"""Share of busy workers above which waits come from a backlog, not from bursts."""
+
+_UNLOADED = 0.1
+"""Quantile of the TTFTs per prompt token that is taken for those without waiting."""
+
+_INTERVALS = 120
+
+
+class LoadMeter:
+    """Averages of the last minutes. All sums fade alike, so their ratios do not lag.
+
+    The share of load reports in which a worker computes a prompt is the share of its time that
+    prefill takes; divided by the rate it is the time that one request takes. In disaggregated
+    serving prefill workers send no such reports: there it is the TTFT of quiet intervals.
+    """
+
+    def __init__(self, aggregated: bool) -> None:
+        self._aggregated = aggregated
+        self._sums: dict[str, float] = {}
+        self._ttft_s_per_token: deque[float] = deque(maxlen=_INTERVALS)
+
+    def observe(self, seen: Observation, queued_before: int) -> None:
+        """Take one interval that began with ``queued_before`` requests without a first token."""
+        traffic = seen.traffic
+        keep = math.exp(-traffic.duration_s / _MEMORY_S)
+        for name in self._sums:
+            self._sums[name] *= keep
+        started = max(traffic.arrived + queued_before - traffic.queued, 0)
+        if traffic.isl is not None:
+            self._add("prompts", started)
+            self._add("isl", started * traffic.isl)
+        if traffic.request_s is not None and traffic.osl is not None:
+            self._add("finished", traffic.finished)
+            self._add("request_s", traffic.finished * traffic.request_s)
+            self._add("osl", traffic.finished * traffic.osl)
+        workers = [worker for pull in seen.pulls for worker in pull.decode]
+        busy = self._busy(seen, started)
+        if busy is not None:
+            self._observe_prefill(seen, started, busy)
+        if workers and self._aggregated:
+            self._observe_decode(seen, workers, (busy or 0.0) / max(seen.decode.ready, 1))
+        elif workers:
+            self._observe_decode(seen, workers, 0.0)
+
+    @property
+    def lengths(self) -> tuple[float, float]:
+        """Mean ISL and OSL of the last minutes."""
+        return self._ratio("isl", "prompts"), self._ratio("osl", "finished")
+
+    def model(self, pool: str) -> WorkerLoadModel | None:
+        """Return the cost of a request in ``pool``; None before the first one was measured."""
+        prefill = self._aggregated or pool == PREFILL
+        decode = self._aggregated or pool == DECODE
+        service_s = self._ratio("busy_s", "started")
+        if (prefill and service_s <= 0.0) or (decode and not self._sum("finished")):
+            return None
+        waited_s = self._sum("waited_s") + _PRIOR_BURST * _PRIOR_S
+        burst = waited_s / (self._sum("mm_wait_s") + _PRIOR_S)
+        return WorkerLoadModel(
+            service_s=service_s if prefill else 0.0,
+            burst=min(max(burst, _BURST_RANGE[0]), _BURST_RANGE[1]),
+            itl_ms=self._ratio("itl_ms", "itl_s") if decode else 0.0,
+            running=self._ratio("running", "itl_s"),
+            kv=self._ratio("kv", "running") if decode else 0.0,
+            request_s=self._ratio("request_s", "finished"),
+        )
+
+    def _busy(self, seen: Observation, started: float) -> float | None:
+        """Return the mean number of workers that compute a prompt; None if it is unknown."""
+        if self._aggregated:
+            return _reported_busy(seen.pulls)
+        traffic = seen.traffic
+        if traffic.ttft_ms is None or not traffic.isl:
+            return None
+        self._ttft_s_per_token.append(traffic.ttft_ms / 1000.0 / traffic.isl)
+        per_token_s = float(np.quantile(self._ttft_s_per_token, _UNLOADED))
+        return started * per_token_s * traffic.isl / traffic.duration_s
+
+    def _observe_prefill(self, seen: Observation, started: float, busy: float) -> None:
+        traffic, pool = seen.traffic, seen.prefill or seen.decode
+        self._add("busy_s", busy * traffic.duration_s)
+        self._add("started", started)
+        self._add("time_s", traffic.duration_s)
+        ready = max(pool.ready, 1)
+        calm = busy < _CALM * ready and not seen.changed
+        if traffic.ttft_ms is None or not calm or not self._sum("started"):
+            return
+        service_s = self._ratio("busy_s", "started")
+        load = min(self._ratio("busy_s", "time_s"), _CALM * ready)
+        self._add("waited_s", started * max(traffic.ttft_ms / 1000.0 - service_s, 0.0))
+        self._add("mm_wait_s", started * service_s * wait_factor(load, ready))
+
+    def _observe_decode(
+        self, seen: Observation, workers: Sequence[WorkerLoad], busy: float
+    ) -> None:
+        """Take the load of the decode workers, which compute prompts for ``busy`` of the time."""
+        duration_s, itl_ms = seen.traffic.duration_s, seen.traffic.itl_ms
+        if itl_ms is None:
+            return
+        running = sum(worker.running + worker.waiting for worker in workers) / len(workers)
+        usage = sum(worker.kv_usage for worker in workers) / len(workers)
+        self._add("itl_s", duration_s)
+        self._add("itl_ms", duration_s * itl_ms * (1.0 - min(busy, _CALM)))
+        self._add("running", duration_s * running)
+        self._add("kv", duration_s * usage)
+
+    def _add(self, name: str, value: float) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def _sum(self, name: str) -> float:
+        return self._sums.get(name, 0.0)
+
+    def _ratio(self, above: str, below: str) -> float:
+        total = self._sum(below)
+        return self._sum(above) / total if total > 0 else 0.0
+
+
+def _reported_busy(pulls: Sequence[Pull]) -> float | None:
+    if not pulls:
+        return None
+    busy = sum(worker.active_prefill_tokens > 0 for pull in pulls for worker in pull.decode)
+    return busy / len(pulls)

@@ -1,0 +1,103 @@
+"""Scale to zero: which models may have no worker, and how they compete for GPUs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from dynamo.planner.observation import Pool
+from dynamo.planner.policies.base import DECODE
+from dynamo.planner.scaled_model import ScaledModel
+from dynamo.planner.sharing import SharedModel, SharedService
+from dynamo.protocols.control import OnDemandModel
+
+__all__ = [
+    "ModelDemand",
+    "TurnClock",
+    "is_cold",
+    "is_on_demand",
+    "record_of",
+    "shared_model",
+    "warm",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDemand:
+    """The requests of a model in all frontends, as the frontends report them.
+
+    ``waiting`` have no worker, the oldest for ``oldest_s``. There were no requests for ``idle_s``;
+    None if no frontend reports.
+    """
+
+    waiting: int = 0
+    oldest_s: float = 0.0
+    idle_s: float | None = None
+
+
+class TurnClock:
+    """Since when the first worker of each model serves."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[str, float] = {}
+
+    def serving_s(self, model: str, ready: int, now_s: float) -> float:
+        """Return how long ``model`` has had a worker that serves, 0 without one."""
+        if not ready:
+            self._since_s.pop(model, None)
+            return 0.0
+        return now_s - self._since_s.setdefault(model, now_s)
+
+
+def is_on_demand(pools: Mapping[str, Pool]) -> bool:
+    """Whether the planner may remove the last worker of the model."""
+    return all(pool.minimum == 0 for pool in pools.values())
+
+
+def is_cold(pools: Mapping[str, Pool]) -> bool:
+    """Whether the model has no worker, and gets its first one when requests wait."""
+    return is_on_demand(pools) and not pools[DECODE].workers
+
+
+def warm(pools: Mapping[str, Pool]) -> dict[str, Pool]:
+    """Return the pools as a policy sees them: the last worker is not the policy's to remove."""
+    return {name: replace(pool, minimum=max(1, pool.minimum)) for name, pool in pools.items()}
+
+
+def shared_model(
+    model: ScaledModel,
+    pools: Mapping[str, Pool],
+    demand: ModelDemand,
+    serving_s: float,
+    wanted: Mapping[str, int],
+) -> SharedModel:
+    """Return ``model`` as :func:`~dynamo.planner.sharing.share` sees it.
+
+    ``wanted`` has the workers that its policy wants, by pool.
+    """
+    services = [
+        SharedService(
+            name=service.name,
+            gpus_per_worker=pools[service.pool].gpus_per_worker,
+            ready=pools[service.pool].ready,
+            starting=pools[service.pool].starting,
+            draining=pools[service.pool].draining,
+            minimum=pools[service.pool].minimum,
+            wanted=wanted.get(service.pool),
+        )
+        for service in model.services
+    ]
+    return SharedModel(
+        name=model.name,
+        services=services,
+        priority=model.decode.priority,
+        waiting=demand.waiting,
+        oldest_s=demand.oldest_s,
+        idle_s=demand.idle_s,
+        serving_s=serving_s,
+    )
+
+
+def record_of(model: ScaledModel, namespace: str) -> OnDemandModel:
+    """Return the record by which frontends list ``model`` and hold its requests."""
+    return OnDemandModel(namespace, model.name)

@@ -1,0 +1,173 @@
+"""Models without workers get one when requests wait, and share one GPU: all processes are real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import psutil
+import pytest
+from deployment import free_port
+from load_kit import Load
+from serving import ROOT, Serving
+
+IDLE_S = 2
+
+
+class Zero(Serving):
+    """The example graph, with short times."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        super().__init__(tmp_path)
+        self.namespace = "two-models"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+
+    def run(self, *flags: str) -> None:
+        self.start(
+            ROOT / "examples/two_models.yaml",
+            f"--Frontend.http-port={self.port}",
+            f"--Planner.idle-timeout={IDLE_S}",
+            "--Planner.min-residency=2",
+            "--Chat.ServiceArgs.priority=0",
+            f"--Planner.log-dir={self.tmp_path}",
+            "--gpus=1",
+            *flags,
+        )
+
+    def holders(self) -> dict[str, list[Any]]:
+        """The GPUs in the statefile, by watcher."""
+        entries = self.document()["components"].items()
+        return {
+            name: entry["resources"]["allocated_gpus"]
+            for name, entry in entries
+            if entry["resources"].get("allocated_gpus")
+        }
+
+    def until_zero(self) -> None:
+        self.until(lambda: not self.holders(), 30)
+        assert not self.workers()
+
+    def workers(self) -> list[psutil.Process]:
+        return [one for one in self.survivors() if "dynamo.mocker" in one.cmdline()]
+
+    def complete(self, model: str, timeout_s: float = 40) -> httpx.Response:
+        body = {"model": model, "prompt": "hello", "max_tokens": 4}
+        return httpx.post(f"{self.url}/completions", json=body, timeout=timeout_s)
+
+    def planner(self) -> int:
+        return int(self.pids("Planner")[0])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zero]:
+    made = Zero(tmp_path_factory.mktemp("zero"))
+    made.run()
+    yield made
+    made.close()
+
+
+def test_the_ready_line_and_the_list_name_both_models(site: Zero) -> None:
+    assert "started on demand: Batch" in site.text()
+    assert site.document()["components"]["two-models_Batch"]["resources"] == {}
+    names = [one["id"] for one in httpx.get(f"{site.url}/models").json()["data"]]
+    site.until(lambda: names and True)
+    assert set(names) == {"chat", "batch"}
+
+
+def test_an_idle_model_has_no_worker_and_its_first_stream_waits(site: Zero) -> None:
+    site.until_zero()
+    assert {one.id for one in openai.OpenAI(base_url=site.url, api_key="x").models.list()} == {
+        "chat",
+        "batch",
+    }
+    with openai.OpenAI(base_url=site.url, api_key="x", max_retries=0) as client:
+        stream = client.chat.completions.create(
+            model="batch", messages=[{"role": "user", "content": "hello"}], stream=True
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert "hello" in text
+    assert list(site.holders()) == ["two-models_Batch_1"]
+
+
+def test_many_first_requests_are_all_answered(site: Zero) -> None:
+    site.until_zero()
+
+    async def ask() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=50)
+        async with httpx.AsyncClient(timeout=40, limits=limits) as client:
+            body = {"model": "chat", "prompt": "hello", "max_tokens": 4}
+            asked = [client.post(f"{site.url}/completions", json=body) for _ in range(50)]
+            return await asyncio.gather(*asked)
+
+    answers = asyncio.run(ask())
+    assert {one.status_code for one in answers} == {200}
+
+
+def test_a_killed_planner_continues_at_zero(site: Zero) -> None:
+    site.until_zero()
+    before = site.planner()
+    os.kill(before, signal.SIGKILL)
+    assert site.complete("batch").status_code == 200  # it waits for the next planner
+    assert site.wait_for_pids("Planner", unlike=before)
+
+
+def test_two_busy_models_take_turns_on_one_gpu(site: Zero) -> None:
+    loads = [Load(site.port, 3, None, model, 0.01) for model in ("chat", "batch")]
+    served: dict[str, int] = {"chat": 0, "batch": 0}
+    turns: list[str] = []
+
+    def there_were_three_turns() -> bool:
+        for load in loads:
+            if load.answered > served[load.model]:
+                served[load.model] = load.answered
+                if not turns or turns[-1] != load.model:
+                    turns.append(load.model)
+        holders = site.holders()
+        assert sum(len(gpus) for gpus in holders.values()) <= 1, holders
+        return len(turns) >= 3
+
+    site.until(there_were_three_turns, 60)
+    for load in loads:
+        load.close()
+    assert [load.failures for load in loads] == [[], []]
+
+
+def test_a_stop_ends_waiting_requests(site: Zero) -> None:
+    site.until_zero()
+    os.kill(site.planner(), signal.SIGSTOP)  # no worker comes
+    results: dict[str, Any] = {}
+
+    async def wait_and_stop() -> None:
+        async with httpx.AsyncClient(timeout=40) as client:
+            body = {"model": "chat", "prompt": "hello", "max_tokens": 4}
+            unary = asyncio.ensure_future(client.post(f"{site.url}/completions", json=body))
+            streamed = {**body, "stream": True}
+            async with client.stream("POST", f"{site.url}/completions", json=streamed) as stream:
+                lines = stream.aiter_lines()
+                results["comment"] = await anext(lines)
+                assert site.process is not None
+                site.process.send_signal(signal.SIGTERM)
+                results["unary"] = await unary
+                results["rest"] = [line async for line in lines if line]
+
+    asyncio.run(wait_and_stop())
+    assert results["comment"].startswith(": loading, ")
+    assert results["unary"].status_code == 503
+    assert results["unary"].headers["retry-after"] == "1"
+    error, done = results["rest"]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+    assert done == "data: [DONE]"
+    os.kill(site.planner(), signal.SIGCONT)
+    started_s = time.monotonic()
+    assert site.wait(30) == 0
+    assert time.monotonic() - started_s < 20
+    site.assert_clean()

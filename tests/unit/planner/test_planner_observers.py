@@ -1,0 +1,180 @@
+"""What the loop shows: Prometheus metrics under Dynamo's names, and tensorboard's scalars."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dynamo.config.planner import PlannerSettings
+from dynamo.observability.metrics import Registry
+from dynamo.planner.actions import WorkerAction
+from dynamo.planner.decisions import DecisionRecord
+from dynamo.planner.metrics import PlannerMetrics
+from dynamo.planner.observation import Observation, Pool, Pull, Traffic, WorkerLoad
+from dynamo.planner.policies.base import PoolDecision, ScalingDecision
+from dynamo.planner.tensorboard import TensorboardLog, default_log_dir
+
+NAMES = {
+    "num_prefill_replicas",
+    "num_decode_replicas",
+    "predicted_num_prefill_replicas",
+    "predicted_num_decode_replicas",
+    "predicted_requests_per_second",
+    "predicted_input_sequence_tokens",
+    "predicted_output_sequence_tokens",
+    "gpu_hours",
+    "estimated_ttft_ms",
+    "estimated_itl_ms",
+    "sla_target_ttft_ms",
+    "sla_target_itl_ms",
+    "observed_ttft_ms",
+    "observed_itl_ms",
+    "observed_requests_per_second",
+    "observed_request_duration_seconds",
+    "observed_input_sequence_tokens",
+    "observed_output_sequence_tokens",
+    "load_scaling_decision",
+    "throughput_scaling_decision",
+}
+POOLS = {
+    "decode": Pool(ready=2, starting=1, gpus_per_worker=2),
+    "prefill": Pool(ready=3, draining=1),
+}
+PULL = Pull(
+    at_s=10.0,
+    decode=(
+        WorkerLoad(worker_id=1, kv_used_blocks=50, kv_total_blocks=100, running=3, waiting=5),
+        WorkerLoad(worker_id=2, kv_used_blocks=20, kv_total_blocks=100),
+    ),
+    prefill_queue=1.5,
+)
+SEEN = Observation(
+    now_s=11.0,
+    interval_s=10.0,
+    decode=POOLS["decode"],
+    prefill=POOLS["prefill"],
+    traffic=Traffic(
+        duration_s=10, arrived=40, isl=3000, osl=150, ttft_ms=210, itl_ms=20, request_s=3.5
+    ),
+    pulls=(PULL,),
+)
+MADE = ScalingDecision(
+    pools=(
+        PoolDecision(pool="prefill", wanted=3, rule="enough"),
+        PoolDecision(pool="decode", wanted=4, rule="KV load 0.95 > 0.9", inputs={"kv_load": 0.95}),
+    ),
+    forecast={
+        "predicted_requests_per_second": 5.0,
+        "predicted_input_sequence_tokens": 2900.0,
+        "predicted_output_sequence_tokens": 140.0,
+        "estimated_ttft_ms": 300.0,
+        "estimated_itl_ms": 30.0,
+    },
+)
+RECORD = DecisionRecord.of(MADE, SEEN, at_s=1.0, model="tiny", mode="load+sla")
+ACTION = WorkerAction(
+    service="Worker", model="tiny", pool="decode", adds=True, seconds=2.5, worker="dynamo_Worker_3"
+)
+
+
+def rendered(settings: PlannerSettings | None = None) -> str:
+    registry = Registry()
+    metrics = PlannerMetrics(registry, "dynamo", settings or PlannerSettings(mode="load+sla"))
+    metrics.counted("tiny", 10.0, POOLS)
+    metrics.counted("tiny", 370.0, POOLS)
+    metrics.pulled("tiny", PULL, POOLS)
+    metrics.decided(RECORD, SEEN, MADE)
+    metrics.finished(RECORD)
+    metrics.acted(ACTION)
+    return registry.render().decode()
+
+
+def test_every_metric_of_dynamos_planner_is_there() -> None:
+    found = set(re.findall(r"^dynamo_planner_(\w+)\{", rendered(), re.MULTILINE))
+    assert found == NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_prefill_replicas", 3),
+        ("num_decode_replicas", 2),
+        ("predicted_num_decode_replicas", 4),
+        ("gpu_hours", 1),  # (3 x 2 + 4) GPUs for 6 minutes
+        ("observed_requests_per_second", 4),
+        ("observed_ttft_ms", 210),
+        ("predicted_input_sequence_tokens", 2900),
+        ("sla_target_itl_ms", 50),
+    ],
+)
+def test_metrics_have_the_figures(name: str, value: float) -> None:
+    line = f'dynamo_planner_{name}{{dynamo_namespace="dynamo",model="tiny"}} {value}\n'
+    assert line in rendered()
+
+
+def state(text: str, name: str) -> list[str]:
+    """Return the current states of an enumeration."""
+    return re.findall(rf'^dynamo_planner_{name}{{.*_decision="(\w+)"}} 1$', text, re.MULTILINE)
+
+
+def test_the_decisions_are_enumerations() -> None:
+    both = rendered()
+    assert state(both, "load_scaling_decision") == ["scale_up"]
+    assert state(both, "throughput_scaling_decision") == ["set_lower_bound"]
+    load = rendered(PlannerSettings(mode="load"))
+    assert state(load, "throughput_scaling_decision") == ["disabled"]
+
+
+def scalars(directory: Path) -> EventAccumulator:
+    found = EventAccumulator(str(directory))
+    found.Reload()
+    return found
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    board = TensorboardLog(tmp_path / "logs")
+    board.pulled("my/tiny", PULL, POOLS)
+    board.close()
+    found = scalars(tmp_path / "logs/my_tiny")
+    values = {tag: found.Scalars(tag)[0].value for tag in found.Tags()["scalars"]}
+    assert values == pytest.approx(
+        {
+            "prefill_queue_size": 4.5,
+            "average_kv_load": 0.4,
+            "total_queued_requests": 5,
+            "num_prefill_workers": 3,
+            "num_decode_workers": 2,
+            "num_gpu": 10,
+        }
+    )
+    assert [event.step for event in found.Scalars("num_gpu")] == [0]
+
+
+def test_tensorboard_has_forecasts_and_actions(tmp_path: Path) -> None:
+    board = TensorboardLog(tmp_path)
+    board.decided(RECORD, SEEN, MADE)
+    board.acted(ACTION)
+    board.close()
+    found = scalars(tmp_path / "tiny")
+    assert found.Scalars("predicted_requests_per_second")[0].value == 5
+    assert found.Scalars("observed_ttft_ms")[0].value == 210
+    texts = [
+        found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]
+    ]
+    assert "added dynamo_Worker_3 to Worker in 2.5 s" in texts
+    assert any("decode 3 -> 4: KV load 0.95 > 0.9" in text for text in texts)
+
+
+def test_figures_without_a_value_are_left_out(tmp_path: Path) -> None:
+    board = TensorboardLog(tmp_path)
+    board.pulled("tiny", Pull(at_s=1.0), {"decode": Pool(ready=0)})
+    board.close()
+    tags = scalars(tmp_path / "tiny").Tags()["scalars"]
+    assert sorted(tags) == ["num_decode_workers", "num_gpu", "num_prefill_workers"]
+
+
+def test_the_default_directory_has_the_time() -> None:
+    assert re.fullmatch(r"logs/\d{4}_\d{6}", str(default_log_dir()))

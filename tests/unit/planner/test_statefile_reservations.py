@@ -1,0 +1,82 @@
+"""Entries of the planner in the statefile that the arbiter writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from simulated_deployment import SimulatedDeployment
+from virtual_time import run_virtual
+
+from dynamo.planner.connector import ActionFailed
+from dynamo.planner.local.access import owner_mark
+from dynamo.planner.local.entries import next_name, read_services
+from dynamo.planner.local.gpu_booking import free_gpus
+from dynamo.serve.record import StatefileWriter
+from dynamo.serve.statefile import Document, Statefile
+
+GRAPH = """
+A: {run: dynamo.mocker, model-path: tiny, ServiceArgs: {workers: 2, resources: {gpu: 2}}}
+Half: {run: dynamo.mocker, model-path: half, ServiceArgs: {workers: 3, resources: {gpu: 0.5}}}
+B: {run: [sleep, '9']}
+"""
+
+
+def document(tmp_path: Path, gpus: int = 12) -> Document:
+    async def written() -> Document:
+        return SimulatedDeployment(tmp_path, GRAPH, gpus, Random(0)).statefile.read() or {}
+
+    return run_virtual(written())
+
+
+def test_services_and_their_workers(tmp_path: Path) -> None:
+    found = read_services(document(tmp_path))
+    assert {name: one.gpus for name, one in found.items()} == {"A": 2, "Half": 0.5}
+    assert [entry.index for entry in found["A"].entries] == [0, 1]
+    assert [entry.gpus for entry in found["Half"].entries] == [("4",), ("4",), ("5",)]
+    assert found["Half"].model == "half" and found["A"].template.name == "dynamo_A"
+
+
+def test_free_gpus_are_the_lowest(tmp_path: Path) -> None:
+    """Numbers in numeric order, whatever type a writer has used; shares fill a GPU first."""
+    found = document(tmp_path)
+    assert free_gpus(found, "x", 1) == ("6",)
+    assert free_gpus(found, "x", 5) == ("6", "7", "8", "9", "10")
+    assert free_gpus(found, "x", 0.5) == ("5",)
+    found["components"]["dynamo_A_1"]["resources"] = {"allocated_gpus": ["6", 7]}
+    assert free_gpus(found, "x", 3) == ("2", "3", "8")
+    with pytest.raises(ActionFailed, match="x needs 9 GPUs, 6 of 12 free"):
+        free_gpus(found, "x", 9)
+
+
+def test_the_next_name_is_the_highest_number_plus_one(tmp_path: Path) -> None:
+    found = document(tmp_path)
+    assert next_name(found, "A", ()) == "dynamo_A_2"
+    assert next_name(found, "A", ["dynamo_a_7", "other_A_9"]) == "dynamo_A_8"
+    del found["components"]["dynamo_A_1"]
+    assert next_name(found, "A", ()) == "dynamo_A_1"
+
+
+def test_the_arbiter_spares_what_a_planner_reserved(tmp_path: Path) -> None:
+    """A watcher that a person removed while it was being added leaves no process behind."""
+
+    async def written() -> tuple[Statefile, StatefileWriter, list[Any]]:
+        world = SimulatedDeployment(tmp_path, GRAPH, 12, Random(0))
+        return world.statefile, world._writer, world._components()
+
+    statefile, writer, components = run_virtual(written())
+    process = {"pid": 7, "start_ticks": 1}
+    reserved = {"processes": [process], "reserved_by": owner_mark()}
+    statefile.update(lambda found: found["components"]["dynamo_A_1"].update(reserved))
+    statefile.update(
+        lambda found: found["components"]["dynamo_Half_1"].update(reserved, state="draining")
+    )
+    names = ("dynamo_A_1", "dynamo_Half_1", "dynamo_Half_2", "dynamo_A")
+    writer.write([one for one in components if one.spec.name not in names])
+    after = (statefile.read() or {})["components"]
+    assert sorted(after) == ["dynamo_A", "dynamo_A_1", "dynamo_B", "dynamo_Half"]
+    assert after["dynamo_A_1"]["processes"] == []
+    assert after["dynamo_A_1"]["resources"] == {"allocated_gpus": [2, 3]}
+    assert after["dynamo_A"]["resources"] == {} and after["dynamo_A"]["argv"]
