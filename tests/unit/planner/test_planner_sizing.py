@@ -19,7 +19,7 @@ from dynamo.planner.capacity.model import DecodePoint
 from dynamo.planner.capacity.profile_files import (
     DecodePoints,
     PrefillPoints,
-    Profile,
+    WorkerProfile,
     write_profile,
 )
 from dynamo.planner.observation import Observation, Pool, Pull, Traffic
@@ -238,7 +238,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     isl = np.array([100.0, 1000.0, 4000.0, 8000.0])
     usage, context = grid(np.linspace(0, 1, 21), [2000.0, 2500.0, 2800.0, 3100.0, 3400.0, 4000.0])
     itl = plane(usage, context)
-    profile = Profile(
+    profile = WorkerProfile(
         prefill=PrefillPoints(isl=isl, ttft_ms=isl / 10, tokens_per_s=np.full(4, 10_000.0)),
         decode=DecodePoints(
             kv_usage=usage,
