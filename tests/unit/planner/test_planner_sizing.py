@@ -312,13 +312,15 @@ def test_an_interval_with_a_missing_figure_is_skipped(directory: Path) -> None:
     for missing in ("isl", "osl", "ttft_ms", "itl_ms", "request_s"):
         for value in (None, math.nan):
             traffic = replace(TRAFFIC, **{missing: value})  # type: ignore[arg-type]
-            assert not policy.decide(seen(traffic)).pools, (missing, value)
+            kept = wanted(policy.decide(seen(traffic)))
+            assert kept == {PREFILL: 2, DECODE: 2}, (missing, value)
 
 
 def test_idle_intervals_shrink_to_the_minimum(directory: Path) -> None:
     policy = profiled(directory)
     idle = seen(Traffic(duration_s=60))
-    assert [wanted(policy.decide(idle)) for _ in range(3)] == [{}, {}, {PREFILL: 1, DECODE: 1}]
+    counts = [wanted(policy.decide(idle)) for _ in range(3)]
+    assert counts == [{PREFILL: 2, DECODE: 2}] * 2 + [{PREFILL: 1, DECODE: 1}]
 
 
 def test_without_a_profile_the_capacity_is_learned() -> None:
@@ -338,7 +340,7 @@ def test_without_a_profile_the_capacity_is_learned() -> None:
             request_s=4.0,
         )
         decisions.append(wanted(policy.decide(seen(traffic, queue=rate / 10))))
-    assert decisions[:4] == [{}] * 4
+    assert decisions[:4] == [{PREFILL: 2, DECODE: 2}] * 4
     # 10 requests/s: 30,000 tokens/s on 10,000 each are 3. 50 ms allow 40,000 tokens, 12.9
     # sequences, 258 tokens/s; 2000 tokens/s need 7.75 workers.
     assert decisions[-1] == {PREFILL: 3, DECODE: 8}
